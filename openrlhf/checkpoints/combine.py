@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from openrlhf.checkpoints.export import replacing, write_model
 from openrlhf.config.combining import CombinerConfig
@@ -24,24 +25,13 @@ def combine(config: CombinerConfig) -> None:
     The adapter's folder has what a reward model needs besides weights: the name of its head and the statistics of its
     rewards, or the tokens of a process reward model. Raises UserError for an adapter of another model.
     """
-    import peft  # not while commands are imported: quick_imports
-
     folder = Path(config.lora_path)
     spec = LoadSpec(path=config.model_path, ds=LoadingConfig(param_dtype="fp32", attn_implementation="eager"))
     stored = AutoConfig.from_pretrained(folder).to_dict() if (folder / "config.json").exists() else {}
     prefix = stored.get("value_head_prefix", "score")
     base = load_scalar(spec, head_prefix=prefix).hf if config.is_rm else load_causal_lm(spec)
     base.config.update({name: stored[name] for name in ("mean", "std", STEP_TOKENS) if name in stored})
-    try:
-        of = str(peft.PeftConfig.from_pretrained(str(folder)).base_model_name_or_path)
-        if Path(of).resolve() != Path(config.model_path).resolve():
-            notice(f"--lora_path {folder} was trained on {of}, and is merged into {config.model_path}.")
-        adapted = peft.PeftModel.from_pretrained(base, folder)
-        if other := peft.load_peft_weights(str(folder)).keys() ^ peft.get_peft_model_state_dict(adapted).keys():
-            raise ValueError(f"only one of them has {', '.join(sorted(other)[:3])} ({len(other)} in all)")
-    except (AttributeError, OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"--lora_path {folder} is no adapter of --model_path {config.model_path}: {error}") from error
-    require_finite(adapted, str(folder))
+    adapted = load_adapted(config, base)
     expected = probe_logits(adapted)
     if untie_adapted(base):
         notice(
@@ -62,3 +52,27 @@ def combine(config: CombinerConfig) -> None:
                 f"the model with the adapter beside it are {gap}."
             )
     print(f"{config.output_path}: the merged model, in {config.ds.param_dtype} (--ds.param_dtype).")
+
+
+def load_adapted(config: CombinerConfig, base: PreTrainedModel) -> Any:
+    """Return the model with the adapter of --lora_path beside it.
+
+    Raises UserError for an adapter of another model, and ModelError for numbers that are not finite.
+    """
+    import peft  # not while commands are imported: quick_imports
+
+    folder = config.lora_path
+    try:
+        trained_on = str(peft.PeftConfig.from_pretrained(folder).base_model_name_or_path)
+        if Path(trained_on).resolve() != Path(config.model_path).resolve():
+            notice(f"--lora_path {folder} was trained on {trained_on}, and is merged into {config.model_path}.")
+        adapted = peft.PeftModel.from_pretrained(base, folder)
+        stored = peft.load_peft_weights(folder).keys()
+        unmatched = stored ^ peft.get_peft_model_state_dict(adapted).keys()
+        if unmatched:
+            shown = ", ".join(sorted(unmatched)[:3])
+            raise ValueError(f"only one of them has {shown} ({len(unmatched)} in all)")
+    except (AttributeError, OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"--lora_path {folder} is no adapter of --model_path {config.model_path}: {error}") from error
+    require_finite(adapted, folder)
+    return adapted

@@ -120,27 +120,25 @@ def recognise(rows: Dataset, config: Any, *kinds: str, answers: str = "output_ke
     A prompt that both answers of all the first rows repeat is none. If the user names columns with flags, they stay,
     and the notice says what is missing. Raises DataError if the rows do not have the layout that --data.layout names.
     """
-    data, named, looked = config.data, config.data.layout, list[Row]()
+    data, named = config.data, config.data.layout
+    first_rows: list[Row] = []
     with suppress(UnicodeDecodeError):  # `map_rows` names the row; those before it are kept
-        looked.extend(rows[number] for number in range(min(LOOKED_AT, len(rows))))
-    if not looked:
+        for number in range(min(LOOKED_AT, len(rows))):
+            first_rows.append(rows[number])
+    if not first_rows:
         return data
-    first, read_here = looked[0], [name for name in kinds or CHIEF if CHIEF[name] in vars(data)]
-    pairs = "pairs" in read_here and {"prompt", "chosen", "rejected"} <= first.keys()
-    asked = pairs and any(isinstance(row["chosen"], list) or "".join(texts_in(row["prompt"])) for row in looked)
-    if asked and named != "columns" and not data.prompt_key and all(map(_repeats_prompt, looked)):
-        first = {column: first[column] for column in first if column != "prompt"}
+    first = dict(first_rows[0])
+    read_here = [name for name in kinds or CHIEF if CHIEF[name] in vars(data)]
+    if "pairs" in read_here and named != "columns" and not data.prompt_key and _all_repeat_prompt(first_rows):
+        del first["prompt"]
         notice(
             "The column 'prompt' is not read, because both texts of each of the first rows have the prompt already. "
             "--data.prompt_key prompt puts it in front once more."
         )
-    fitting = (each["flags"] for name in read_here for each in LAYOUTS[name] if _fits(first, each["columns"]))
-    found = next((flags for flags in fitting if named in ("auto", flags.get("layout"))), {})
+    found = _layout_of(first, read_here, named)
     if answers not in found and found.get("output_key"):
         found = {**found, answers: found["output_key"]}
-    declared, own = flags_of(config.__class__), [flag for flag in found if flag in vars(data)]
-    used = {flag for flag in own if not (flag.endswith("_key") and unmet(config, declared[f"data.{flag}"]))}
-    flags = {flag: value or None for flag, value in found.items() if flag in used}
+    flags = _flags_with_effect(found, config)
     given = {flag for flag in flags if flag.endswith("_key") and f"data.{flag}" in config.given}
     changes = {flag: value for flag, value in flags.items() if value != getattr(data, flag)}
     if named in READERS and (not found or given & changes.keys()):
@@ -150,12 +148,48 @@ def recognise(rows: Dataset, config: Any, *kinds: str, answers: str = "output_ke
         )
     if not changes or given & changes.keys():
         return data
-    typed = " ".join(f"--data.{flag}" + f" {value}" * (value is not True) for flag, value in changes.items() if value)
+    typed = " ".join(_typed(flag, value) for flag, value in changes.items() if value)
     if given and named == "auto":
         notice(f"The rows have the layout of {typed}, which is not added, because flags name some columns.")
         return data
     notice(f"The rows have the layout of {typed}, and are read so. --data.layout columns: as the flags say.")
     return replace(data, **changes)
+
+
+def _all_repeat_prompt(rows: Sequence[Row]) -> bool:
+    """Return whether both answers of all rows repeat the prompt, and at least one prompt says something."""
+    if not {"prompt", "chosen", "rejected"} <= rows[0].keys():
+        return False
+    asks = any(isinstance(row["chosen"], list) or "".join(texts_in(row["prompt"])) for row in rows)
+    return asks and all(map(_repeats_prompt, rows))
+
+
+def _layout_of(first: Row, kinds: Sequence[str], named: str) -> dict[str, Any]:
+    """Return the flags of the first layout that fits a row, and that `named`, a value of --data.layout, allows; else {}."""
+    for name in kinds:
+        for layout in LAYOUTS[name]:
+            flags = layout["flags"]
+            if named in ("auto", flags.get("layout")) and _fits(first, layout["columns"]):
+                return flags
+    return {}
+
+
+def _flags_with_effect(found: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return the flags of a layout that the command has, and that have an effect; "" becomes None."""
+    declared = flags_of(config.__class__)
+    flags: dict[str, Any] = {}
+    for flag, value in found.items():
+        if flag not in vars(config.data):
+            continue
+        if flag.endswith("_key") and unmet(config, declared[f"data.{flag}"]):
+            continue
+        flags[flag] = value or None
+    return flags
+
+
+def _typed(flag: str, value: Any) -> str:
+    """Return a flag of --data.* as a user types it."""
+    return f"--data.{flag}" if value is True else f"--data.{flag} {value}"
 
 
 def columns_read(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: Any, keys: Sequence[str]) -> list[str]:

@@ -81,16 +81,46 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     if checkpoint:
         check_continued(checkpoint, start, config)
         start = replace(start, run_dir=checkpoint.state.continued_folder(start.run_dir))
-    engine = load_models(task, strategy, total_steps, checkpoints)
-    resume_step = checkpoint and checkpoint.state.step
-    recorder = Recorder(config, start.run_dir, resume_step=resume_step) if strategy.is_main else None
+    train_loop(
+        task,
+        strategy,
+        engine=load_models(task, strategy, total_steps, checkpoints),
+        tokenizer=tokenizer,
+        train_rows=train_rows,
+        eval_rows=eval_rows,
+        checkpoints=checkpoints,
+        checkpoint=checkpoint,
+        start=start,
+        plan=f"{plan} Processes: {strategy.dp_size}.",
+    )
+
+
+def train_loop(
+    task: OfflineTask[Config, Row, Micro],
+    strategy: Strategy,
+    *,
+    engine: TrainEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    train_rows: Rows,
+    eval_rows: Any,
+    checkpoints: CheckpointManager,
+    checkpoint: Checkpoint | None,
+    start: RunState,
+    plan: str,
+) -> None:
+    """Train a loaded task from its start, or from a checkpoint, to the export."""
+    recorder: Recorder | None = None
+    if strategy.is_main:
+        resume_step = checkpoint and checkpoint.state.step
+        recorder = Recorder(task.config, start.run_dir, resume_step=resume_step)
     with closing(recorder) if recorder else nullcontext():
         if recorder:
-            recorder.display.note(f"{plan} Processes: {strategy.dp_size}.")
+            recorder.display.note(plan)
             recorder.folder.write_texts([show_template(tokenizer), *first_texts(task, train_rows, tokenizer)])
         if task.precomputes:
             train_rows = with_reference(task, train_rows, engine)
-            eval_rows = with_reference(task, eval_rows, engine) if eval_rows else None
+            if eval_rows:
+                eval_rows = with_reference(task, eval_rows, engine)
             task.frozen = {}
         trainer = SupervisedTrainer(
             task,

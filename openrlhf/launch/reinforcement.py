@@ -40,6 +40,14 @@ MORE_STEPS = (
 PREVIEWED = 4  # rows whose labels are scored before the run
 
 
+def check_training(config: PPOConfig, data: PromptData, *, on_gpus: bool) -> None:
+    """Check number of steps, micro-batches and export. Raises ConfigError or CheckpointError for what cannot work."""
+    total_steps = settings.optimizer_steps(config, len(data.train), after=config.frozen_steps)
+    longest = config.data.max_len if config.train.agent_func_path else max(data.train.lengths())
+    report(check_steps(total_steps, config.actor, fix=MORE_STEPS), check_pass_sizes(config, longest, on_gpus=on_gpus))
+    check_exports(config, data)
+
+
 def train(config: PPOConfig, processes: Processes, loss: RayLoss) -> None:
     """Train as the flags say, in `processes`, which are started after the checks if they do not run yet.
 
@@ -61,13 +69,7 @@ def train(config: PPOConfig, processes: Processes, loss: RayLoss) -> None:
     begun = checkpoint.state.first_start if checkpoint else start_of_episodes(config)
     data = load_prompts(config, started=begun.moment, follows=begun.trained_format)
     if not config.rollout.only:
-        total_steps = settings.optimizer_steps(config, len(data.train), after=config.frozen_steps)
-        longest = config.data.max_len if config.train.agent_func_path else max(data.train.lengths())
-        report(
-            check_steps(total_steps, config.actor, fix=MORE_STEPS),
-            check_pass_sizes(config, longest, on_gpus=processes.plan.on_gpus),
-        )
-        check_exports(config, data)
+        check_training(config, data, on_gpus=processes.plan.on_gpus)
     if generates:
         check_agents(config, data.tokenizer)
         first = [] if config.train.agent_func_path else range(min(PREVIEWED, len(data.train)))

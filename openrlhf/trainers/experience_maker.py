@@ -124,6 +124,26 @@ class ExperienceMaker:
             raise UserError(f"--algo.advantage.estimator {advantage.estimator}: {error}") from error
         shaped = clip_rewards(shaped, *self.config.reward.clip_range)[experience.episode_of_row]
         kl = self._reward_kl(experience)
+        columns = self._assign_credit(experience, shaped, kl)
+        scale = not advantage.no_std_norm
+        columns["advantages"] = normalize_advantages(
+            columns["advantages"], experience.action_mask, estimator, scale=scale
+        )
+        metrics: dict[str, Metric] = {}
+        if experience.teacher_logprobs is not None:
+            gap = self._teacher_kl(experience)
+            columns["advantages"] -= algo.distill.coef * gap
+            metrics["train/teacher_kl"] = Mean(float(gap.sum()), float(experience.action_mask.sum()))
+        credited = replace(experience, rewards=rewards, **columns)
+        metrics |= self._metrics(credited, kl)
+        if algo.loss.mask_truncated:
+            credited = credited.select(torch.nonzero(~credited.truncated).flatten().tolist())
+        return credited, metrics
+
+    def _assign_credit(self, experience: Experience, shaped: Tensor, kl: Tensor | None) -> dict[str, Tensor]:
+        """Return the columns r_t, Â_t (not yet normalised) and Ĝ_t, from the shaped reward of each row (B,)."""
+        advantage = self.config.algo.advantage
+        estimator = ADVANTAGE_ESTIMATORS[advantage.estimator]
         columns = {name: torch.zeros(experience.num_tokens) for name in ("token_rewards", "advantages", "returns")}
         row_of_token = experience.sample_of_token()
         for block in experience.blocks():
@@ -142,20 +162,7 @@ class ExperienceMaker:
             advantages, returns = estimator.credit(per_token, values, mask, gamma=advantage.gamma, lam=advantage.lambd)
             for name, computed in zip(columns, (per_token, advantages, returns), strict=True):
                 block.scatter(computed, columns[name])
-        scale = not advantage.no_std_norm
-        columns["advantages"] = normalize_advantages(
-            columns["advantages"], experience.action_mask, estimator, scale=scale
-        )
-        metrics: dict[str, Metric] = {}
-        if experience.teacher_logprobs is not None:
-            gap = self._teacher_kl(experience)
-            columns["advantages"] -= algo.distill.coef * gap
-            metrics["train/teacher_kl"] = Mean(float(gap.sum()), float(experience.action_mask.sum()))
-        credited = replace(experience, rewards=rewards, **columns)
-        metrics |= self._metrics(credited, kl)
-        if algo.loss.mask_truncated:
-            credited = credited.select(torch.nonzero(~credited.truncated).flatten().tolist())
-        return credited, metrics
+        return columns
 
     def _teacher_kl(self, experience: Experience) -> Tensor:
         """log π_old − log π_teacher of every sampled token: its part of KL(π ‖ teacher), which distillation lowers.
