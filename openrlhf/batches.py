@@ -267,7 +267,7 @@ class Experience(Ragged):
 
     @property
     def last_rows(self) -> Int[Tensor, " E"]:
-        """The last row of each episode: the one row of most."""
+        """The last row of each episode. Most episodes have only one row."""
         places = self.episode_of_row
         number = int(places.max()) + 1 if len(places) else 0
         rows = torch.arange(self.num_samples, device=places.device)

@@ -1,8 +1,8 @@
-"""Locks of folders and files: one living process writes to a place. Standard library only.
+"""Locks on folders and files: only one live process writes to each. Standard library only.
 
 A lock is the kernel's lock (flock) of a small file, `.lock` in the folder or `.<name>.lock` beside the file. The kernel
-releases the lock when the process ends, however it ends. The file says which process holds the lock, and is removed when
-the lock is released in order; a file that a killed process left behind locks nothing.
+releases the lock when the process ends, however it ends. The file says which process holds the lock. It is
+removed when the lock is released normally; a file left behind by a killed process locks nothing.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ LOCK = ".lock"
 
 
 class InUseError(BlockingIOError):
-    """Another living process writes to a place. The message names the place and the process."""
+    """Another live process writes to a folder or file. The message names both."""
 
 
 @dataclass(kw_only=True)
@@ -57,9 +57,9 @@ def lock_of(place: Path, *, is_file: bool = False) -> Path:
 def locked(place: Path, named: str, *, is_file: bool = False) -> Iterator[int | None]:
     """Hold the lock of a folder, or of a file, until the block exits. The folder is made if it does not exist.
 
-    A process may lock a place again that it has locked already. Yields the descriptor of the lock, for a child that is to
-    hold it too; None if the file system has no locks, which is reported on stderr. Raises InUseError if another process
-    holds the lock; `named` says in its message what the place is, as "--run.dir runs/a".
+    A process may lock the same path more than once. Yields the descriptor of the lock, for a child that is to hold it
+    too; None if the file system has no locks, which is reported on stderr. Raises InUseError if another process holds
+    the lock; `named` names the path in the message, for example "--run.dir runs/a".
     """
     path = lock_of(place, is_file=is_file)
     held = _held.get(path)
@@ -122,7 +122,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 def _without_lock(path: Path, error: OSError) -> None:
     print(
-        f"[notice] {path} cannot be locked ({error.strerror}): a second run in this folder would not be noticed.",
+        f"[notice] {path} cannot be locked ({error.strerror}): a second run in this folder would not be detected.",
         file=sys.stderr,
     )
 
@@ -159,10 +159,10 @@ def _in_words(holder: bytes) -> str:
         host, pid = told["host"], told["pid"]
         process = f"process {pid} on {host} ({told['command']}), since {told['since']}"
     except (ValueError, KeyError, TypeError):
-        return "another process. Choose another place, or wait for its end."
+        return "another process. Choose another path, or wait until it ends."
     if host == socket.gethostname() and not os.path.exists(f"/proc/{pid}"):
-        process = f"a process that was started by {process}, and lives on"
+        process = f"a process that was started by {process} and is still running"
     return (
-        f"{process}. Choose another place, wait for its end, or end it. The ranks of a launcher that was killed go on until "
-        "they are ended themselves."
+        f"{process}. Choose another path, wait until it ends, or end it. If its launcher was killed, its ranks keep "
+        "running until you end them."
     )

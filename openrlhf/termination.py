@@ -10,11 +10,11 @@ from typing import NoReturn
 
 SAID = b"\nEnding when what has begun is done; Ctrl-C ends at once.\n"
 ENDINGS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
-HOLD = signal.SIGURG  # sent by `hold_main_thread`; ignored where nobody handles it
+HOLD = signal.SIGURG  # sent by `hold_main_thread`; ignored unless handled
 
 
 def hold(*_: object) -> None:
-    """Wait for good in a main thread that is held. Signals are handled all the same."""
+    """Wait forever if the main thread is held. Signals are still handled."""
     if _Asked.held:
         threading.Event().wait()
 
@@ -29,7 +29,7 @@ def end_quietly(number: int, _: object) -> NoReturn:
 
 @contextmanager
 def ctrl_c_raises() -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C within the block, where `end_quietly` handles it otherwise."""
+    """Raise KeyboardInterrupt on Ctrl-C until the block exits, instead of calling `end_quietly`."""
     if signal.getsignal(signal.SIGINT) is not end_quietly:
         yield
         return
@@ -49,12 +49,12 @@ class _Asked:
 
 @contextmanager
 def in_order() -> Iterator[None]:
-    """Within it, SIGTERM and Ctrl-C raise SystemExit, or wait for the end of `whole`; a second Ctrl-C does not wait.
+    """Make SIGTERM and Ctrl-C raise SystemExit in the block, at the end of any `whole`; a second Ctrl-C does not wait.
 
     A main thread that is held only records the request (`asked`): another thread ends the process.
 
-    Ray's own handler of SIGTERM dumps a stack first. What a shell lets this process ignore stays ignored. A process that
-    has been asked to end stays so: it takes no other SIGTERM, not even behind the block.
+    Ray's own handler of SIGTERM dumps a stack first. Signals that the shell made this process ignore stay
+    ignored. Once asked to end, a process ignores further SIGTERMs, even after the block.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -91,7 +91,7 @@ def in_order() -> Iterator[None]:
 
 @contextmanager
 def whole() -> Iterator[None]:
-    """What is within it is done to its end before the process ends."""
+    """Finish the block before the process ends."""
     _Asked.wholes += 1
     try:
         yield
@@ -120,7 +120,7 @@ def _report_end() -> None:
 
 
 def hold_main_thread() -> None:
-    """Stop the main thread for good at its next Python instruction, for a thread that ends the process.
+    """Stop the main thread forever at its next Python instruction, so that another thread can end the process.
 
     Do nothing if the process has been asked to end.
     """

@@ -1,4 +1,4 @@
-"""Requests to the OpenAI-compatible endpoint: every field has an effect, is the run's to decide, or is refused by name."""
+"""Requests to the OpenAI-compatible endpoint: every field is used, accepted without effect, or refused by name."""
 
 from inspect import signature
 from typing import Annotated, Any, Self
@@ -7,13 +7,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-# How replies are sampled is the run's to decide, because the log-probabilities must be the policy's. The other fields
-# say who asks, for accounts and caches.
+# The run sets how replies are sampled, because the log-probabilities must be the policy's. The other fields identify
+# the client, for accounts and caches.
 RUN_DECIDES = {
     "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
 }  # fmt: skip
-# Fields of the API, and of vLLM, with the values that ask for nothing else than what the endpoint does.
+# Fields of the API, and of vLLM, with the values that request what the endpoint does anyway.
 ONLY: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "top_logprobs": (0,),
@@ -87,11 +87,11 @@ class ChatRequest(_Request):
 
     @property
     def reads_calls(self) -> bool:
-        """Whether calls of tools are read from the reply."""
+        """Whether tool calls are parsed from the reply."""
         return bool(self.tools) and (self.model_extra or {}).get("tool_choice") != "none"
 
     def content(self) -> dict[str, Any]:
-        """Return what is asked, without how the answer is sent: equal for a request and its repetition."""
+        """Return the request without its streaming options: equal for a request and its repetition."""
         return self.model_dump(exclude={"stream", "stream_options", "session_id"} | RUN_DECIDES)
 
 
@@ -104,7 +104,7 @@ class TokenizeRequest(_Request):
     @model_validator(mode="after")
     def _check_text(self) -> Self:
         if (self.messages is None) == (self.prompt is None):
-            raise _unsupported("messages", "give messages or a prompt, one of them")
+            raise _unsupported("messages", "give either messages or a prompt")
         return self
 
 

@@ -42,7 +42,7 @@ def check_size(text: str, max_length: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the chat template sees of a request: messages, definitions of tools, and further variables."""
+    """The parts of a request that the chat template renders: messages, tool definitions and further variables."""
 
     messages: list[Message]
     tools: Sequence[dict[str, Any]]
@@ -81,7 +81,7 @@ class Prompt:
 class ChatSession:
     """One conversation. Its `tokens` and `ranges` are those of an episode: see `agents.AgentExecutorBase.execute`.
 
-    `notices` has a sentence for each kind of difference between these tokens and those of the whole conversation.
+    `notices` has a sentence for each kind of difference between these tokens and a fresh rendering of the conversation.
     """
 
     def __init__(
@@ -135,9 +135,9 @@ class ChatSession:
         count = len(before.messages)
         place = in_common(asked.messages, before.messages)
         if place < count:
-            return f"its message {place} is not that of the last request"
+            return f"its message {place} differs from the last request"
         if len(asked.messages) <= count or not _same(asked.messages[count], self._reply):
-            return f"its message {count} is not the reply to the last request, unchanged"
+            return f"its message {count} is not the unchanged reply to the last request"
         changed: list[str] = []
         if list(asked.tools) != list(before.tools):
             changed.append("tools")
@@ -165,7 +165,7 @@ class ChatSession:
         return after
 
     def _after_reply(self, asked: Asked, before: Asked) -> str:
-        """Return what the chat template writes after the last reply, whose own text is not looked at."""
+        """Return what the chat template writes after the last reply. The text of the reply itself is ignored."""
         new = asked.messages[len(before.messages) + 1 :]
         stand_in: Message = {"role": "assistant", "content": STAND_IN}
         seen = [*before.messages, stand_in]
@@ -182,11 +182,11 @@ class ChatSession:
             text = asked.rendered(self.tokenizer, seen, prompt=False) + text.removeprefix(shown)
         _, found, after = text.rpartition(STAND_IN)
         if not found:
-            raise ChatMistake("the chat template does not show earlier replies, so the conversation cannot go on")
+            raise ChatMistake("the chat template does not render earlier replies, so the conversation cannot continue")
         return after
 
     def _compare(self, whole: str, added: str, new: list[int]) -> None:
-        """Notice where the tokens differ from those of the whole conversation, apart from how replies were sampled."""
+        """Record where the tokens differ from a fresh rendering of the conversation, apart from sampled replies."""
         spans = _spans_between(whole, [*self._texts, added], self._replies)
         if spans is None:
             if "template" not in self.notices:
@@ -195,8 +195,8 @@ class ChatSession:
         for reply, (start, end) in zip(self._replies, spans, strict=True):
             if reply not in whole[start:end]:
                 self.notices["reply"] = (
-                    "the chat template writes earlier replies otherwise than they were sampled (it may drop thoughts): it has "
-                    f"{whole[start:end][:SHOWN]!r} for {reply[:SHOWN]!r}. The policy goes on from what it sampled"
+                    "the chat template renders earlier replies differently from what was sampled (it may drop "
+                    f"reasoning): it has {whole[start:end][:SHOWN]!r} for {reply[:SHOWN]!r}. The policy keeps its own"
                 )
         start, _ = spans[-1]
         expected = encode(self.tokenizer, whole[max(0, start - CONTEXT) :])[-len(new) :] if new else []
@@ -204,8 +204,8 @@ class ChatSession:
             place = in_common(new, expected)
             ours, theirs = (self.tokenizer.convert_ids_to_tokens(ids[place : place + 8]) for ids in (new, expected))
             self.notices["border"] = (
-                f"the text after a reply is tokenised as {ours}, and as {theirs} in the whole conversation: the tokenizer "
-                "joins it with the end of the reply, whose tokens are kept as they were sampled"
+                f"the text after a reply is tokenised as {ours}, but as {theirs} in the whole conversation, because "
+                "the tokenizer merges it with the end of the reply. The sampled tokens of the reply are kept"
             )
 
     def heard(self, prompt: list[int], output: CompletionOutput, *, tools: bool) -> Message:
@@ -236,9 +236,9 @@ def _parting(ours: str, whole: str) -> str:
     """Return a sentence about the first place where a conversation differs from its whole rendering."""
     place = in_common(ours, whole)
     return (
-        "the chat template writes the turns of a conversation otherwise once others follow: after "
+        "the chat template renders earlier turns differently once later turns follow: after "
         f"{ours[max(0, place - SHOWN) : place]!r} the policy has {ours[place : place + SHOWN]!r}, and the whole "
-        f"conversation {whole[place : place + SHOWN]!r}. The policy goes on from what it has read"
+        f"conversation {whole[place : place + SHOWN]!r}. The policy continues from what it has read"
     )
 
 
@@ -309,7 +309,7 @@ def _as_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(echoed: Message, reply: Message) -> bool:
-    """Return whether a client's copy of our reply says the same; clients add and drop fields that are empty."""
+    """Return whether a client's copy of our reply has the same content; clients add and drop empty fields."""
     copies = [with_parsed_arguments(message) for message in (echoed, reply)]
     calls = [[_said_in(call) for call in message.get("tool_calls") or []] for message in copies]
     texts = [str(message.get("content") or "").strip() for message in copies]

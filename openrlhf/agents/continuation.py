@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TAIL = 64  # tokens before the text that are encoded with it, at most
+TAIL = 64  # at most this many tokens before the text are encoded with it
 
 
 @dataclass(frozen=True, kw_only=True)

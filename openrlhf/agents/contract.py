@@ -67,7 +67,7 @@ class AgentExecutorBase(ABC):
         - `action_ranges`: [start, end) of the tokens that the policy sampled;
         - `rollout_log_probs`: of the sampled tokens, 0.0 for others; None takes the log-probabilities that the engine gave;
         - `reward`, `scores`, `extra_logs` (optional): a reward model scores what has no reward;
-        - `truncated` (optional): the episode ended for want of room or turns;
+        - `truncated` (optional): the episode ran out of tokens or turns;
         - `turn_rewards` (optional): a number per action range; `reward` is their sum by default;
         - `earlier` (optional): conversations before this one, which share its reward: dicts with `observation_tokens` and
           `action_ranges`.
@@ -86,7 +86,7 @@ class AgentInstanceBase(ABC):
         """The policy has acted: `observation_text` so far, then `action_text`; and `label`, `sampling_params`, `turn` from 0.
 
         `finish_reason` is "stop" if the policy ended its action, "length" if the action was cut. `end_text` is the text
-        that ended the action and that `action_text` lacks, such as "<|im_end|>"; it is empty for a cut action.
+        that ended the action and is not in `action_text`, such as "<|im_end|>"; it is empty for a cut action.
 
         Returns `rewards` of this turn, `environment_feedback` (text that follows), `done`; and optionally `scores`,
         `extra_logs`, and `sampling_params` for the turns that follow.
@@ -197,7 +197,7 @@ class _Episode(TrajectoryBuilder):
         self.score: float | None = None
         self.logs: dict[str, Any] = {}
         self.truncated = False
-        self.end_text = ""  # what ended the last action: its text does not have it
+        self.end_text = ""  # the text that ended the last action and is not in its text
         self.notices: dict[str, str] = {}
 
     @property
@@ -229,21 +229,21 @@ class _Episode(TrajectoryBuilder):
         return str(self.tokenizer.decode(output.token_ids[-1:], skip_special_tokens=False))
 
     def observe(self, answer: Mapping[str, Any]) -> None:
-        """Append what the environment said, and remember what it gave."""
+        """Append the environment's feedback, and keep its rewards and logs."""
         feedback: str = answer.get("environment_feedback") or ""
         self.text += feedback
         if self.end_text and feedback.startswith(self.end_text):
             feedback = feedback.removeprefix(self.end_text)
             self.notices["end"] = (
-                f"environment_feedback begins with {self.end_text!r}, which the policy has sampled to end its action. The "
-                "policy sees it once; states['end_text'] tells step what ended an action"
+                f"environment_feedback begins with {self.end_text!r}, which the policy has already sampled to end its "
+                "action, so it is not repeated. In step, states['end_text'] is the text that ended the action"
             )
         new = encode_after(self.tokenizer, self.tokens, feedback)
         self.append_feedback(new.tokens)
         if not new.exact:
             self.notices["border"] = (
-                f"the tokenizer joins the start of environment_feedback {feedback[:20]!r} with the end of the action. The "
-                "action keeps the tokens that were sampled"
+                f"the tokenizer would merge the start of environment_feedback {feedback[:20]!r} with the end of the "
+                "action. The action keeps its sampled tokens"
             )
         self.rewards += numbers("rewards", plain(answer["rewards"]), 1)
         if answer.get("scores") is not None:

@@ -62,7 +62,7 @@ class _Open:
             return max(continued, key=lambda chat: len(chat.tokens))
         if self.chats:
             self.notices["conversation"] = (
-                f"a request opens a new conversation of its episode, because {self.chats[-1].parting(asked)}. The "
+                f"a request starts a new conversation in its episode, because {self.chats[-1].parting(asked)}. The "
                 "conversations of an episode share its reward (rollout/conversations_mean)"
             )
         return self.new_chat()

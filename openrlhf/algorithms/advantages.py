@@ -111,7 +111,7 @@ class AdvantageEstimator:
 
 
 class EstimatorError(ValueError):
-    """The shaping of an estimator, perhaps a user's, breaks its contract. The message continues a sentence about it."""
+    """The shaping of an estimator (possibly a user's) broke its contract. The message completes the caller's sentence."""
 
 
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator", AdvantageEstimator)

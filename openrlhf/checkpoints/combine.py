@@ -20,7 +20,7 @@ from openrlhf.models.weights import require_finite
 def combine(config: CombinerConfig) -> None:
     """Write the merged model and its tokenizer: merged in float32, in CPU memory, and rounded once.
 
-    The written model is read again, and its logits are compared with those of the base with the adapter beside it.
+    The written model is loaded again, and its logits are compared with those of the unmerged model.
 
     The adapter's folder has what a reward model needs besides weights: the name of its head and the statistics of its
     rewards, or the tokens of a process reward model. Raises UserError for an adapter of another model.
@@ -48,8 +48,8 @@ def combine(config: CombinerConfig) -> None:
         reloaded = load_scalar(written, require_head=True).hf if config.is_rm else load_causal_lm(written)
         if gap := explain_gap(expected, probe_logits(reloaded), config.ds.param_dtype):
             raise UserError(
-                f"the merge of --lora_path {folder} into --model_path {config.model_path} is not written: its logits and those of "
-                f"the model with the adapter beside it are {gap}."
+                f"the merge of --lora_path {folder} into --model_path {config.model_path} was not written: its logits "
+                f"and those of the model with the unmerged adapter are {gap}."
             )
     print(f"{config.output_path}: the merged model, in {config.ds.param_dtype} (--ds.param_dtype).")
 

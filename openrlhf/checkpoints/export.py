@@ -43,12 +43,12 @@ def export_hf(
     trained: TrainedState | None = None,
     final: bool = True,
 ) -> None:
-    """Write weights, configuration and tokenizer to the folder `path`, in place of a model that is there.
+    """Write weights, configuration and tokenizer to the folder `path`, and replace any model there.
 
-    `buckets` stream the whole parameters, of a model with adapters the trained ones. They may be collective: every rank
-    iterates, the one that `writes` keeps them. With `trained`, the written model is compared before it takes the place of
-    the other: one that is `final` is loaded again, and a difference is an error; of others the files are read, and a
-    difference is a notice. Raises ExportError.
+    `buckets` stream the whole parameters; for a model with adapters, only the trained ones. They may be collective:
+    every rank iterates, and the rank that `writes` keeps them. With `trained`, the written model is compared before it
+    replaces the old one. A `final` model is loaded again, and a difference is an error. For other models only the files
+    are read, and a difference is a notice. Raises ExportError.
     """
     state: dict[str, Tensor] = {}
     for bucket in buckets:
@@ -77,7 +77,7 @@ def export_hf(
 
 
 def write_model(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> None:
-    """Write a whole model to `folder`. If its configuration cannot be written, the weights are, before the error is raised."""
+    """Write a whole model to `folder`. If its configuration cannot be written, still write the weights, then raise."""
     try:
         with torch.no_grad(), writable(model):  # tied weights stay single, as Transformers writes them
             model.save_pretrained(folder, state_dict=dict(state), safe_serialization=True)
@@ -90,11 +90,11 @@ def write_model(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) 
 
 @contextmanager
 def replacing(final: Path) -> Iterator[Path]:
-    """Yield a folder aside for the files of a new model, which then take the place of the model in `final`.
+    """Yield a temporary folder for the files of a new model, which then replace the model in `final`.
 
-    The folder aside is in `final`, so that its files need no other file system and no other rights. Other files of
-    `final` stay. If the block fails, the old model stays, and an ExportError says where the new files are: an
-    UnwritableError if there is no room for them.
+    The temporary folder is inside `final`, so it is on the same file system and needs the same permissions. Other files
+    of `final` stay. If the block fails, the old model stays, and an ExportError says where the new files are (an
+    UnwritableError if there is no room for them).
     """
     final = final.absolute()
     final.mkdir(parents=True, exist_ok=True)
@@ -132,8 +132,8 @@ def check_disk_room(path: str, size: int) -> None:
     disk = disk_of(folder)
     if disk.total and disk.free < size:
         raise ExportError(
-            f"{folder} has room for {disk.free / GIB:.3g} GiB, and the model takes {size / GIB:.3g} GiB. Make room, or choose "
-            "another --ckpt.output_dir."
+            f"{folder} has {disk.free / GIB:.3g} GiB free, but the model takes {size / GIB:.3g} GiB. Make room, or "
+            "choose another --ckpt.output_dir."
         )
 
 

@@ -31,10 +31,10 @@ from openrlhf.config.shared import CheckpointConfig
 from openrlhf.files import disk_of, fingerprint, move, sync, sync_tree, write_atomically
 
 logger = logging.getLogger(__name__)
-WITHOUT = "The run goes on without a checkpoint of step {}: {}"
-GOES_ON = "Step {} is saved: --ckpt.load_enable goes on from it."
+WITHOUT = "The run continues without a checkpoint of step {}: {}"
+GOES_ON = "Step {} is saved: --ckpt.load_enable continues from it."
 NOTHING_SAVED = "No step is saved."
-HOW_TO_SAVE = " With --ckpt.save_steps, a run that is ended saves its last step."
+HOW_TO_SAVE = " With --ckpt.save_steps, an interrupted run saves its last step."
 
 GIB = 2**30
 FULL = 2**20  # bytes: with less than this free a disk counts as full
@@ -43,7 +43,7 @@ TORCH_CANNOT_WRITE = ("PytorchStreamWriter", "file write failed", "unexpected po
 
 
 def note_of_end(ckpt: CheckpointConfig, *, saved: int, step: int) -> str:
-    """What a run that is ended after `step` tells of its newest checkpoint, that of step `saved`; "" if it has lost nothing."""
+    """Return what a run interrupted after `step` prints about its newest checkpoint, `saved`; "" if nothing is lost."""
     if step < 1:
         return ""
     if ckpt.resumable and saved > 0:
@@ -161,7 +161,7 @@ class CheckpointManager:
     def writing(self, staged: StagedCheckpoint) -> Iterator[None]:
         """Raise CheckpointError if the files of the block cannot be written, in any process.
 
-        What has been written is removed: later checkpoints, and the model at the end, need its room.
+        Files written so far are removed, because later checkpoints and the final model need the space.
         """
         try:
             yield
@@ -188,7 +188,7 @@ class CheckpointManager:
 
     def _failed(self, tag: str, error: OSError) -> CheckpointError:
         older = [checkpoint.tag for checkpoint in self.checkpoints()]
-        standing = f"Older checkpoints still stand: {', '.join(older)}." if older else "There is no older one."
+        standing = f"Older checkpoints are kept: {', '.join(older)}." if older else "There is no older one."
         return CheckpointError(
             f"{tag} could not be written to --ckpt.path {self.root}: {error}. {standing} Make room, choose another "
             f"--ckpt.path, or keep fewer with --ckpt.max_num (now {self.max_num})."
@@ -270,7 +270,7 @@ class CheckpointManager:
             _remove(aside)
 
     def check_room(self, size: int) -> list[str]:
-        """Compare the disk's free space with checkpoints of about `size` bytes. Returns sentences that the user should know.
+        """Check that the disk has room for checkpoints of about `size` bytes. Return notices for the user.
 
         Raises CheckpointError if not even one checkpoint fits.
         """
@@ -280,7 +280,7 @@ class CheckpointManager:
         one, free = f"about {size / GIB:.3g} GiB", f"{disk.free / GIB:.3g} GiB"
         if disk.free < size:
             raise CheckpointError(
-                f"--ckpt.path {self.root} has room for {free}, and a checkpoint of this run takes {one}. Make room, choose "
+                f"--ckpt.path {self.root} has {free} free, but a checkpoint of this run takes {one}. Make room, choose "
                 "another --ckpt.path, or write no checkpoints (--ckpt.save_steps -1)."
             )
         kept = sum(checkpoint.size for checkpoint in self.checkpoints())  # they make room for new ones
@@ -288,9 +288,9 @@ class CheckpointManager:
         if disk.free + kept >= needed:
             return []
         return [
-            f"--ckpt.path {self.root} has room for {free}: too little for --ckpt.max_num {self.max_num} checkpoints of {one} "
-            f"each and one more, which is written before the oldest is removed ({needed / GIB:.3g} GiB). The run continues "
-            "without the checkpoints that do not fit. Lower --ckpt.max_num, or make room."
+            f"--ckpt.path {self.root} has {free} free: too little for --ckpt.max_num {self.max_num} checkpoints of "
+            f"{one} each and one more, which is written before the oldest is removed ({needed / GIB:.3g} GiB). The run "
+            "continues without the checkpoints that do not fit. Lower --ckpt.max_num, or make room."
         ]
 
     def _check_space(self) -> None:

@@ -59,10 +59,10 @@ class RunState:
     best_step: int | None = None  # that had it
     evaluations_since_best: int = 0
     evaluated_at: int = -1  # the step of the last evaluation
-    planned_updates: int = 0  # optimizer steps of the whole run, which the learning rate's schedule has; 0: not known
+    planned_updates: int = 0  # optimizer steps of the whole run, for the learning rate's schedule; 0: unknown
     run_dir: str = ""
     started: str = ""  # the moment of the run's first start; empty in older checkpoints
-    trained_format: bool = False  # texts have the format of the model's training by default; not in older checkpoints
+    trained_format: bool = False  # texts default to the model's trained format; false in older checkpoints
     engines: Mapping[str, EngineLayout] = field(default_factory=dict)  # part → layout
     identity: Mapping[str, Any] = field(default_factory=dict)  # what a run that continues has to have in common
 
@@ -137,8 +137,9 @@ class Checkpoint(StagedCheckpoint):
     def check_continued_by(self, run: RunState, *, layout: str, converts: bool = False) -> None:
         """Raise CheckpointError, naming every difference, if a run with these engines and identity cannot continue it.
 
-        Print a notice if the run that continues has another number of optimizer steps, and so another learning rate.
-        `layout`: the flags that set the layout of the engines, in words. `converts`: a layout that can be converted fits.
+        Print a notice if the continuing run has a different number of optimizer steps, and so a different learning
+        rate. `layout`: the flags that set the layout of the engines, in words. `converts`: a layout that can be
+        converted fits.
         """
         written, engines = self.state.engines, run.engines
         fits = converts and _convertible(written) == _convertible(engines)

@@ -1,11 +1,12 @@
-"""The proof that an exported model is the model that was trained: it is loaded again, and compared.
+"""The check that an exported model is the model that was trained: the export is loaded again and compared.
 
 Exports in the middle of a run are not loaded: the tensors in their files are compared, and a difference is a notice.
 
-What is compared: each weight that Transformers loads from the folder, with the trained weight, by a hash of its bytes; of
-a merged or averaged model the same. And the logits of a few tokens, which also depend on the stored configuration:
-positions, scales of adapters, tied weights. The trained model computes its logits where it is, sharded or not. The folder is loaded in
-one process, in CPU memory, after the copy of the weights that was written is gone: both are never there at once.
+Each weight that Transformers loads from the folder is compared with the trained weight (or the merged or averaged one)
+by a hash of its bytes. The logits of a few tokens are compared too, because they also depend on the stored
+configuration: positions, scales of adapters, tied weights. The trained model computes its logits in place, sharded or
+not. The folder is loaded in one process, in CPU memory, after the copy of the weights that was written is freed: the
+two never coexist.
 """
 
 import math
@@ -41,8 +42,8 @@ class DifferentModelError(RuntimeError):
 class TrainedState:
     """What an export is compared with: digests of the exported weights by name, and logits.
 
-    `logits` is None if they are not compared: a base in 4 bits is another model than its files. `precision` is the data
-    type in which they were computed. `averages` are the weights of an average, in float32, if that is exported.
+    `logits` is None if they are not compared, because a 4-bit base differs from its files. `precision` is the data type
+    in which they were computed. `averages` are the weights of an average, in float32, if that is exported.
     """
 
     logits: Tensor | None
@@ -81,7 +82,7 @@ def compare_reloaded(folder: Path, model: PreTrainedModel, trained: TrainedState
     """
     try:
         _compare(folder, model, trained)
-    except UserError as error:  # of loading, whose advice is for models that somebody else wrote
+    except UserError as error:  # from loading, whose advice is for models that we did not write
         raise DifferentModelError(str(error)) from error
 
 
@@ -141,8 +142,8 @@ def _compare(folder: Path, model: PreTrainedModel, trained: TrainedState) -> Non
         size = sum(math.prod(full_shape(weight)) * weight.element_size() for weight in model.parameters())
     if (free := free_memory()) < ROOM * size:
         notice(
-            f"{folder.parent}: the exported model is not loaded again to be compared with the trained one, because this machine "
-            f"has {free / GIB:.3g} GiB of free memory and the model takes {size / GIB:.3g} GiB."
+            f"{folder.parent}: the exported model was not loaded again and compared with the trained one, because this "
+            f"machine has {free / GIB:.3g} GiB of free memory and the model takes {size / GIB:.3g} GiB."
         )
         return
     reloaded = _with_adapter(folder, model) if adapted else _reloaded(folder, model, str(folder), "auto")
@@ -162,8 +163,8 @@ def _compare_logits(folder: Path, expected: Tensor, found: Tensor, precision: st
     if are_of_another_model(expected, found, precision):
         raise DifferentModelError(f"the logits of the model in the files and of the trained one are {gap}")
     notice(
-        f"{folder.parent}: the files hold the trained weights, but their logits, computed by Transformers on the CPU, and "
-        f"those of the trained model are {gap}. Rounding explains less in most models; evaluate the exported model."
+        f"{folder.parent}: the files hold the trained weights, but the logits that Transformers computes from them on "
+        f"the CPU and those of the trained model are {gap}. Rounding usually explains less. Evaluate the exported model."
     )
 
 

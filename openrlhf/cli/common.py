@@ -42,7 +42,7 @@ def flags_or_exit(root: type[C], argv: Sequence[str], *, command: str, on_ray: b
                 )
         try:
             config = parse_config(root, argv, command=command)
-        except BrokenPipeError:  # a reader of --help, such as `head`, has enough
+        except BrokenPipeError:  # the reader of --help, such as `head`, has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(0) from None
     check_folders(config)
@@ -144,9 +144,9 @@ STACKS: dict[str, dict[str, str]] = toml_beside(__file__, "stacks.toml")
 
 
 def check_folders(config: Command) -> None:
-    """End with status 2 if a place that the command writes to at its end, perhaps weeks later, cannot be written.
+    """Exit with status 2 if an output that the command writes at its end, perhaps weeks later, cannot be written.
 
-    Print a notice about a model that the command replaces.
+    Print a notice if the command will replace a model.
     """
     relative: list[str] = []
     for output in outputs(config):
@@ -162,8 +162,8 @@ def check_folders(config: Command) -> None:
             relative.append(output.named)
         if output.kind == "model" and (model := model_in(output.path)) and machine.is_first():
             print(
-                f"[notice] {output.named} has a model ({model}). It is replaced when the new one is complete. Another folder "
-                "keeps both.",
+                f"[notice] {output.named} has a model ({model}). It is replaced when the new one is complete. To keep "
+                "both, choose another folder.",
                 file=sys.stderr,
             )
     if relative and "working_dir_files" in Path.cwd().parts:  # where Ray keeps the working directories of jobs
@@ -176,10 +176,10 @@ def check_folders(config: Command) -> None:
 
 @contextmanager
 def writing_alone(config: Command) -> Iterator[None]:
-    """Hold the locks of the places that the command writes to until the block exits.
+    """Hold the locks on the folders and files that the command writes to until the block exits.
 
-    Raises InUseError if another process holds one. The folder of a resumed run is known to its `RunFolder` alone. In a
-    launcher the first process has the locks; a dry run needs none.
+    Raises InUseError if another process holds one. Only `RunFolder` knows the folder of a resumed run, and locks it.
+    Under a launcher, the first process holds the locks; a dry run needs none.
     """
     dry = "dry_run" in flags_of(type(config)) and value_at(config, "dry_run")
     with ExitStack() as locks:

@@ -66,11 +66,11 @@ class Command(Section):
         return [*rules.sources_exist(self), *places.overwriting(self)]
 
     def idle_places(self) -> set[str]:
-        """The paths of flags for places to write to at which this command, with these flags, writes nothing."""
+        """The paths of output flags whose folders or files this command does not write, given its other flags."""
         return set()
 
     def further_places(self) -> list[tuple[str, str, str]]:
-        """Places that the command writes to without a flag of their own: name, path, and kind (`places`)."""
+        """Outputs of the command that have no flag of their own: name, path, and kind (`places`)."""
         return []
 
 

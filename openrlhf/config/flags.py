@@ -37,7 +37,7 @@ BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 
 class UserError(Exception):
-    """A mistake of the user, or trouble that the user can do something about. Commands print the message alone.
+    """A user's mistake, or a problem that the user can fix. Commands print only the message.
 
     Secrets in URLs are hidden: the message may end up in logs.
     """
@@ -47,7 +47,7 @@ class UserError(Exception):
 
 
 def notice(*sentences: str) -> None:
-    """Print sentences that the user should know, in the first process of a launcher only."""
+    """Print notices for the user, only in a launcher's first process."""
     for sentence in sentences if is_first() else ():
         print(f"[notice] {without_secrets(sentence)}", file=sys.stderr)
 
@@ -226,7 +226,7 @@ def _scalar(flag: Flag, raw: Any) -> Any:
         meant = {"grpo": ["group_norm"]}.get(value) or nearest(value, flag.choices)
         known, hint = ", ".join(flag.choices), did_you_mean(meant)
         if isinstance(flag.choices, dict):  # a table that plug-ins extend
-            hint += " A name of your own needs --plugin FILE.py, which registers it."
+            hint += " To use a name of your own, register it with --plugin FILE.py."
         raise ConfigError(f"{flag.name} takes one of {known}, not {value!r}.{hint}")
     if flag.holds:
         paths = [value] if flag.holds == "place" else re.split(r"(,\s*)", value)

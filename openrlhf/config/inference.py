@@ -38,7 +38,7 @@ class EngineCommand(ModelCommand):
 
 class RepetitionConfig(Section):
     """Sampling."""
-    repetition_penalty: float = option(1.0, "Above 1: tokens that have occurred become less likely. Unset in a chat: as the model's generation configuration says.", gt=0)
+    repetition_penalty: float = option(1.0, "Above 1, tokens that have occurred become less likely. In a chat, the default is the value in the model's generation configuration.", gt=0)
 
 class InferenceRolloutConfig(RepetitionConfig, RolloutConfig):
     """Sampling."""
@@ -72,7 +72,7 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
     task: str = option(
         "generate", "Answer prompts (generate_vllm is the same), or score answers with reward models.",
         choices=("generate", "generate_vllm", "rm"))
-    output_path: str = required("File for the results, a JSON object per line. A killed command continues in it.", holds="place", writes="file")
+    output_path: str = required("File for the results, one JSON object per line. After a kill, the same command continues it.", holds="place", writes="file")
     best_of_n: int = option(1, "Answers to each prompt.", ge=1)
     iter: int | None = option(None, "Use the rows from iter x rollout.batch_size on, so many.", ge=0)
     post_processor: str = option(

@@ -120,7 +120,7 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
         "Versions a sample may lag; unset: train.async_queue_size.", ge=1, needs="async_enable")
     partial_rollout_enable: bool = option(
         False, "Publish while samples are under way; they go on under the new weights.", needs="async_enable")
-    max_restarts: int = option(0, "Restarts of the run after the death of a worker or of the Ray it has started.", ge=0)
+    max_restarts: int = option(0, "Restarts of the run after a worker, or the Ray that it started, has died.", ge=0)
     publish_timeout: float = option(600.0, "Seconds to bring weights to the engines.", gt=0)
 
     @property

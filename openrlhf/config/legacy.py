@@ -75,7 +75,7 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
 
 
 def _moved_defaults(typed: Mapping[str, Sequence[str]], flags: Mapping[str, Flag]) -> list[str]:
-    """Return one sentence about the flags that a command line leaves out and whose default was another one in older releases."""
+    """Return one sentence about omitted flags whose defaults have changed since older releases."""
     if "config" in typed:  # a file may set them
         return []
     compares = typed.get("algo.advantage.estimator", ["gae"]) != ["gae"]  # without a critic
@@ -88,7 +88,7 @@ def _moved_defaults(typed: Mapping[str, Sequence[str]], flags: Mapping[str, Flag
             changed.append(f"--{path} {flags[path].default} (was {before})")
     if not changed:
         return []
-    return [f"Defaults have changed since older releases, and this command leaves out {', '.join(changed)}."]
+    return [f"Some defaults have changed since older releases. This command uses the new ones: {', '.join(changed)}."]
 
 
 def _renames(renamed: Mapping[str, str], flags: Mapping[str, Flag]) -> str:

@@ -96,7 +96,7 @@ def usable_cores() -> int:
 
 
 def free_memory() -> int:
-    """Return the bytes of memory that this process may still take, by the machine and by every control group it is in."""
+    """Return how many more bytes of memory this process can use on its machine and in all its control groups."""
     room = _entries(MEMORY_INFO.read_text().replace(":", ""))["MemAvailable"] * 1024
     for folder in _memory_groups():
         for limit, usage, cached in MEMORY_FILES:

@@ -1,4 +1,4 @@
-"""Methods that users know by name and that are flags of a command here. docs/algorithms.md has them with their papers."""
+"""Methods that users know by name and that are sets of flags here. docs/algorithms.md lists them with their papers."""
 
 import re
 

@@ -22,7 +22,7 @@ from openrlhf.config.secrets import hide, is_hidden, without_secrets
 from openrlhf.config.unsupported import is_refused
 
 MOST_HINTS = 4
-# Flags that may change from one start of a run to the next without a word: logging, devices, processes, time limits.
+# Flags that may change from one start of a run to the next without a notice: logging, devices, processes, time limits.
 FREE_TO_CHANGE = (
     "run.*", "logger.*", "ckpt.*", "placement.*", "use_ms", "train.colocate_*", "train.max_restarts", "*.num_nodes",
     "*.num_gpus_per_node", "*_timeout", "*.timeout", "*.workers", "*.dataloader_num_workers", "*.memory_gib",
@@ -85,7 +85,7 @@ class Reader:
             try:
                 if is_hidden(value):
                     raise ConfigError(
-                        f"{flag.name} {hide(value)} lacks what was hidden when it was written: give {flag.name} on the command line."
+                        f"{flag.name} {hide(value)} contains a masked secret: give {flag.name} on the command line."
                     )
                 if value is not None or flag.default not in (None, ()):  # else null in a file: not given
                     self.given[path] = convert(flag, value)
@@ -132,7 +132,7 @@ class Reader:
         return f"{self.command} has no flag {name}.{did_you_mean([name.removesuffix(bare) + path for path in paths])}"
 
     def _keep_apart(self, file: Path, written: set[str]) -> None:
-        """Drop the `run.dir` of a file that an earlier run wrote, which is that run's own."""
+        """Drop a `run.dir` that comes from the file of an earlier run: it is that run's own folder."""
         if file.name == "config_resolved.yaml":
             self.problems.append(f"--config {file} also has derived values: give config.yaml beside it.")
         run = self.given.get("run.dir") if "run.dir" in written else None

@@ -1,6 +1,6 @@
-"""Where a command writes, and whether anything that it reads is there.
+"""Where a command writes, and the check that it does not overwrite anything that it reads.
 
-A flag says by its `writes` which kind of output its folder or file gets.
+The field `writes` of a flag names the kind of output in its folder or file.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def inputs(config: Any) -> list[Input]:
 
 
 def overwriting(config: Any) -> Sentences:
-    """Nothing that the command reads is where it writes, and an output file is no file of another output."""
+    """Return an error for each output that would overwrite an input of the command, or a file of another output."""
     mistakes: list[str] = []
     written, read = list(outputs(config)), inputs(config)
     for output in written:
@@ -119,15 +119,15 @@ def overwriting(config: Any) -> Sentences:
             name = f"{source.flag.name} {source.path}"
             if output.changes(source.path):
                 mistakes.append(
-                    f"{output.named} would be written over {name}, which this command reads: choose another place."
+                    f"{output.named} would overwrite {name}, which this command reads: choose another path."
                 )
             elif source.flag.holds == "dataset" and output.lies_in(source.path):
                 mistakes.append(
-                    f"{output.named} is inside {name}, whose files are all read as data: choose another place."
+                    f"{output.named} is inside {name}, whose files are all read as data: choose another path."
                 )
         for other in written:
             if output.is_file and not other.is_file and other.changes(output.path):
-                mistakes.append(f"{output.named} is the name of a file of {other.named}: choose another name.")
+                mistakes.append(f"{output.named} has the name of a file of {other.named}: choose another name.")
     return [(True, sentence) for sentence in mistakes]
 
 

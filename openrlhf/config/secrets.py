@@ -1,4 +1,4 @@
-"""Passwords, tokens and keys in values of flags and in texts: found, and hidden wherever they would be written."""
+"""Masking of passwords, tokens and keys in flag values and in texts, wherever they would be written."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ def without_secrets(text: str) -> str:
 
 
 def hide(value: Any) -> Any:
-    """Return the value of a flag with what its texts and its entries have of secrets hidden."""
+    """Return the value of a flag with the secrets in its texts and entries masked."""
     if isinstance(value, str):
         return without_secrets(value)
     if isinstance(value, Mapping):

@@ -24,7 +24,7 @@ class CheckpointConfig(Section):
     path: str = option("./ckpt/checkpoints", "Folder of the checkpoints of the run.", holds="place", writes="checkpoints")
     save_steps: int = option(-1, "Steps between checkpoints; -1: none.", ge=-1)
     save_hf: bool = option(False, "Export a Transformers model with every checkpoint.", needs=CHECKPOINTS)
-    export_fp32: bool = option(False, "Export float32 weights, of bf16 training the optimizer's own: to train further.")
+    export_fp32: bool = option(False, "Export float32 weights (of bf16 training: the optimizer's), for more training.")
     disable_ds: bool = option(False, "Write no engine state: the run cannot be resumed.", needs=CHECKPOINTS)
     max_num: int = option(3, "Regular checkpoints to keep.", ge=1, needs=CHECKPOINTS)
     max_mem: float = option(1e8, "GiB all checkpoints together may take.", gt=0, needs=CHECKPOINTS)
@@ -51,7 +51,7 @@ class CheckpointConfig(Section):
 
 class WandbConfig(Section):
     """Weights & Biases."""
-    key: str | None = option(None, "API key; any text if logged in; never saved.", saved=False, secret=True)
+    key: str | None = option(None, "API key, never saved. If already logged in, any text.", saved=False, secret=True)
     org: str | None = option(None, "Entity: user or team.", needs="key")
     group: str | None = option(None, "Group of runs.", needs="key")
     project: str = option("openrlhf", "Project.", needs="key")

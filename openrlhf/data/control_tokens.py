@@ -1,4 +1,4 @@
-"""Control tokens, such as the end of a turn, inside texts that somebody wrote: the model reads them as if a template had."""
+"""Control tokens, such as the end of a turn, inside user-written texts: the model reads them like a template's own."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -48,7 +48,7 @@ class ControlTokens:
         return ""
 
     def found_in(self, text: str) -> list[str]:
-        """Return the control tokens in a text that are not those of its rendering or its end."""
+        """Return the control tokens in a text, except those that come from rendering or end the text."""
         found = list(self.pattern.finditer(text)) if self.pattern else []
         if not self.in_chats:
             if self.marks and all(mark in text for mark in self.marks):
@@ -62,7 +62,7 @@ class ControlTokens:
 def check_control_tokens(found: Sequence[str], *, what: str, first: str, rendered: bool) -> Finding:
     """Return a warning if rows have control tokens: `found` has the first of each row, `first` names the first such row.
 
-    `rendered`: the rows may be whole texts, which control tokens belong to. They are if most rows have some.
+    `rendered`: the rows may be rendered texts, in which control tokens are expected. They are if most rows have some.
     """
     count = sum(map(bool, found))
     if not count or (rendered and 2 * count > len(found)):
@@ -71,7 +71,7 @@ def check_control_tokens(found: Sequence[str], *, what: str, first: str, rendere
     return Finding(
         check=CHECK,
         level=Level.WARNING,
-        seen=f"{count} of {len(found)} {what}s have control tokens of the tokenizer inside their texts, and the model reads them "
-        f"as the borders of turns or texts. The first: {first} has {token!r}.",
-        fix="Remove such tokens from the data, or write them in another way, unless they are meant.",
+        seen=f"{count} of {len(found)} {what}s contain control tokens of the tokenizer, which the model reads "
+        f"as boundaries of turns or texts. The first: {first} has {token!r}.",
+        fix="Unless they are intended, remove such tokens from the data, or write them differently.",
     )

@@ -58,13 +58,13 @@ def check_columns(rows: Any, needed: Mapping[str, str | None]) -> None:
 
 
 def _fix_of_column(rows: Any, flag: str, column: str) -> str:
-    """Return what to do about a missing column, with the column of almost this name if there is one."""
+    """Return what to do about a missing column, naming a column with almost the same name if there is one."""
     for name in rows.column_names:
         if name.strip().lower() == column.strip().lower():
-            return f"{name!r} differs only in blanks or capitals. Rename it to {column!r}, or pass {flag} {shlex.quote(name)}"
+            return f"{name!r} differs only in spaces or capitals. Rename it to {column!r}, or pass {flag} {shlex.quote(name)}"
     parent = _parent_of_rows(rows)
     if parent:
-        return f"the rows are one level down, in the list under {parent!r}. Write that list to a file of its own"
+        return f"the rows are one level down, in the list under {parent!r}. Write that list to a separate file"
     return f"set {flag} to one of them"
 
 

@@ -32,8 +32,8 @@ class PairRow:
     """A preferred and a rejected text, each ending with end-of-text.
 
     `prompt_length`: tokens of the common prompt, which are not judged; 0 unless a prompt was asked for.
-    `chosen_context` and `rejected_context`: positions after the prompt that are not judged either, because somebody
-    else than the assistant wrote them; empty unless the texts differ by a whole exchange. `margin`: by how much the
+    `chosen_context` and `rejected_context`: positions after the prompt that are not judged either, because someone
+    other than the assistant wrote them; empty unless the texts differ by a whole exchange. `margin`: by how much the
     preferred text is better, in units of the reward; 0 if the row has no margin. `datasource` names evaluation metrics.
 
     Example, the prompt "Q: " and the answers "yes" and "no" (ids made up), prompt_length 2:
@@ -71,7 +71,7 @@ CONTEXTS = ("chosen_context", "rejected_context")
 class Side(Passage):
     """A text of a pair, with the spans that are judged."""
 
-    exchange: bool = False  # somebody else than the assistant speaks after the prompt that both texts share
+    exchange: bool = False  # someone other than the assistant speaks after the prompt that both texts share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
 
     With `needs_prompt`, pairs with a prompt of `max_len` − 2 tokens or more are dropped too. Without a `prompt_key`,
     the prompt of a chat is everything before the last answer, also of a transcript of HH-RLHF, and other plain texts
-    have no prompt. If somebody else than the assistant speaks after the prompt that both texts share, only the
+    have no prompt. If someone other than the assistant speaks after the prompt that both texts share, only the
     assistant's turns from the first difference on are judged.
 
     `summary` counts dropped and cut pairs. Raises DataError for a missing column, for malformed rows (naming the first),
@@ -343,7 +343,7 @@ def check_both_labels(rows: LabelledDataset, *, column: str) -> Finding:
         return Finding(check="labels", level=Level.PASS, seen=seen)
     if rows.desirable:
         label = "desirable"
-        fix = "Add rows with the label 0 or false, or learn the answers with `openrlhf sft`."
+        fix = "Add rows with the label 0 or false, or train on the answers with `openrlhf sft`."
     else:
         label = "undesirable"
         fix = "Add rows with the label 1 or true."

@@ -1,4 +1,4 @@
-"""What a check at start learns: a value with a level, what was seen, and the fix."""
+"""Results of the checks at start: a level, what was seen, and how to fix it."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,7 +17,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a check learned. `seen` and `fix` are sentences; a check that passes needs no fix."""
+    """The result of a check. `seen` and `fix` are sentences; a check that passes needs no fix."""
 
     check: str
     level: Level

@@ -141,9 +141,10 @@ def compare_formats(model: str, trained: TextFormat | None, used: TextFormat, pr
 
 
 def in_template(template: str, texts: Sequence[str]) -> bool:
-    """Return whether all these texts are in a template already.
+    """Return whether all these texts are already in a template.
 
-    A space at the end of the template may be missing. Behind a template that has words on both sides, a text may go on.
+    A space at the end of the template may be missing. If the template has words on both sides, a text may continue
+    after it.
     """
     before, _, after = template.partition("{}")
     end = after.rstrip(" ")
@@ -159,8 +160,8 @@ def unused_chat_template(
 ) -> list[str]:
     """Return a notice if a model has a chat template that neither the flags nor the texts use.
 
-    `model` is the flag that names the model, with its value. A model that an earlier stage exported says itself what it
-    was trained with: `compare_formats`.
+    `model` is the flag that names the model, with its value. A model that an earlier stage exported records its own
+    format: see `compare_formats`.
     """
     if applied or recorded(tokenizer) or not tokenizer.chat_template:
         return []
@@ -212,7 +213,7 @@ def joined_border(used: TextFormat, tokenizer: PreTrainedTokenizerBase) -> list[
 
 
 def check_answer_room(lengths: Sequence[int], *, max_len: int, max_new_tokens: int | None) -> Finding:
-    """Return what happens to prompts of so many tokens: a warning if some are cut, a failure if no room is left for answers."""
+    """Check prompt lengths: return a warning if prompts are cut, a failure if no room is left for answers."""
     whole = Finding(
         check="prompt lengths", level=Level.PASS, seen=f"All {len(lengths)} prompts leave room for an answer."
     )
@@ -233,7 +234,7 @@ def check_answer_room(lengths: Sequence[int], *, max_len: int, max_new_tokens: i
 
 
 def dated_template(tokenizer: PreTrainedTokenizerBase) -> Finding:
-    """Return whether the chat template writes the date."""
+    """Return a warning if the chat template writes the date."""
     check, question = "date in the chat template", [{"role": "user", "content": ANSWER}]
     if NAME not in str(tokenizer.chat_template):
         return Finding(check=check, level=Level.PASS, seen="The chat template writes no date.")
@@ -248,9 +249,9 @@ def dated_template(tokenizer: PreTrainedTokenizerBase) -> Finding:
         check=check,
         level=Level.WARNING,
         seen=f"The chat template writes the date ({NAME}): this run renders every row with {day}, the day of its first start. "
-        "Runs and engines of another day write another date.",
-        fix="For one date everywhere, put it into the template as text: with --data.tokenizer_chat_template in offline "
-        "training, elsewhere in chat_template.jinja of the model's folder.",
+        "A run or an engine on another day writes a different date.",
+        fix="To use one date everywhere, write it into the template as text: with --data.tokenizer_chat_template in "
+        "offline training, otherwise in chat_template.jinja in the model's folder.",
     )
 
 
@@ -281,8 +282,8 @@ def end_notices(ending: str, tokenizer: PreTrainedTokenizerBase, answers: str) -
     if not ending:
         return [f"None of the first rows ends with {eos}: the model will not learn to end its answers."]
     spaced = (
-        f"{answers} end with a space before {eos}, which is put there. A reward that compares exactly will see it. In training, "
-        "--data.no_space_before_eos leaves it out."
+        f"{answers} end with an added space before {eos}. A reward that requires an exact match will see the space. To "
+        "train without it, pass --data.no_space_before_eos."
     )
     return [spaced] if ending.startswith(" ") else []
 

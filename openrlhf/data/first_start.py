@@ -1,4 +1,4 @@
-"""What the first start of a run decides for its later starts, and what files keep of it. Standard library only."""
+"""Settings that a run's first start fixes for its later starts, and how files store them. Standard library only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,5 +35,5 @@ class FirstStart:
 
     @property
     def entries(self) -> dict[str, Any]:
-        """What `of` reads."""
+        """The entries that `of` reads."""
         return {MOMENT: self.moment, TRAINED_FORMAT: self.trained_format}

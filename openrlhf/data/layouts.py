@@ -117,8 +117,9 @@ def recognise(rows: Dataset, config: Any, *kinds: str, answers: str = "output_ke
     """The section `data` of the configuration, with the flags of the layout that fits the first row, and a notice.
 
     `answers`: the flag of --data.* that reads the answers to the prompts.
-    A prompt that both answers of all the first rows repeat is none. If the user names columns with flags, they stay,
-    and the notice says what is missing. Raises DataError if the rows do not have the layout that --data.layout names.
+    A prompt column is not used if both answers repeat it in all of the first rows. Columns that the user names with
+    flags are kept, and the notice says what is missing. Raises DataError if the rows do not have the layout that
+    --data.layout names.
     """
     data, named = config.data, config.data.layout
     first_rows: list[Row] = []

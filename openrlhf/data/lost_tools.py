@@ -82,11 +82,11 @@ def check_tools(lost: Sequence[str], *, empty: int, what: str, first: str, model
         f"does not see them. The first: {first} lacks {next(filter(None, lost))}."
     )
     if empty:
-        seen += f" {empty} turns of the assistant are not learned, because they would be empty answers."
+        seen += f" {empty} assistant turns are not trained on, because they would be empty answers."
     return Finding(
         check=CHECK,
         level=Level.WARNING,
         seen=seen,
         fix="Use a template that renders tools and tool_calls: with --data.tokenizer_chat_template in offline training, "
-        "elsewhere in chat_template.jinja of the model's folder. Or write the calls into the contents of the messages.",
+        "otherwise in chat_template.jinja in the model's folder. Or write the calls into the contents of the messages.",
     )

@@ -175,7 +175,7 @@ def _first_origin(found: list[str], dataset: Dataset) -> str:
 
 
 def _lost_in(text: Any) -> dict[str, Any]:
-    """Return what the template left out of the tools of a row, whose passages or reason to be dropped are `text`."""
+    """Return what the template left out of a row's tools. `text`: its passages, or why it is dropped."""
     if text == ONLY_CALLS:
         return {"lost": "the calls of its answer", "empty": 0}
     passages: list[Passage] = text if isinstance(text, list) else []
@@ -242,10 +242,10 @@ def map_rows(
 ) -> Dataset:
     """The columns that `function` makes of batches of these columns and of the rows' origins.
 
-    Nothing is cached, because a cached result would outlive a change of this code: the tables of many rows are on disk
-    while the process uses them, and their folder is gone at once. `dataset` is a result of `number_rows`. Raises
-    DataError for text that is not UTF-8 and for a full disk, SystemExit if the process is asked to end, and every error
-    of `function`.
+    Nothing is cached, because a cached result would outlive a change of this code. The tables of many rows are on disk
+    while the process uses them, but their folder is deleted before this function returns. `dataset` is a result of
+    `number_rows`. Raises DataError for text that is not UTF-8 and for a full disk, SystemExit if the process is asked
+    to end, and every error of `function`.
     """
     dataset = dataset.select_columns(list(dict.fromkeys([*columns, SOURCE, ROW])))
     options: dict[str, Any] = {"keep_in_memory": True}
@@ -271,10 +271,10 @@ def map_rows(
     except UnicodeDecodeError as error:
         raise DataError(f"{_first_unreadable(dataset)} is not valid UTF-8 text.") from error
     except Exception as error:
-        if asked():  # the library replaces SystemExit by the time-out of a process that it waits for
+        if asked():  # the library raises a worker's time-out in place of SystemExit
             raise SystemExit(asked()) from None
         if folder and isinstance(error, OSError):
-            problem = f"Rows cannot be written to {folder}: {error}. HF_DATASETS_CACHE names another folder."
+            problem = f"Rows cannot be written to {folder}: {error}. Set HF_DATASETS_CACHE to another folder."
             raise DataError(problem) from error
         raise
     finally:

@@ -46,7 +46,8 @@ class SFTDataset(TokenizedRows[SFTRow]):
 
     The response is the output column with all its messages; without an output column, the last message of the
     assistant; with `multiturn`, every message of the assistant whose field `loss` or `weight`, if it has one, is not
-    false or 0. A turn of nothing but tool calls that the template leaves out is no target. Messages after the last message that is learned are cut off. The chat template gets the column `tools`.
+    false or 0. A turn that consists only of tool calls is not a target if the template leaves them out. Messages after
+    the last learned message are cut off. The chat template gets the column `tools`.
     In pretrain mode a text is the unchanged input column, and every token but the first is learned.
 
     Rows with an empty prompt or response, or with a prompt of `max_len` − 2 tokens or more, are dropped and counted in
@@ -70,12 +71,12 @@ class SFTDataset(TokenizedRows[SFTRow]):
         super().__init__(dataset, tokenizer, data)
         if unended := sum(self.rows["unended"]):
             notice(
-                f"{unended} learned turns before the last end without a token at which generation stops "
+                f"{unended} trained turns before the last do not end with a token at which generation stops "
                 f"({', '.join(self.ends.texts)}): add the end of a turn to eos_token_id in generation_config.json, or to the "
                 "chat template."
             )
         if rewritten := sum(self.rows["rewritten"]):
-            self.summary += f" {rewritten} assistant turns are not learned, because the chat template rewrites them."
+            self.summary += f" {rewritten} assistant turns are not trained on, because the chat template rewrites them."
 
     def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
         """The text and its targets, or the reason why the row is dropped."""
@@ -150,13 +151,13 @@ class SFTDataset(TokenizedRows[SFTRow]):
 
 
 def _refuse_rows_without_answers(dataset: Dataset, input_key: str) -> None:
-    """Raise DataError, because no column has the answers. A missing input column is left to the check of columns."""
+    """Raise DataError, because no column has the answers. Another check reports a missing input column."""
     columns = dataset.column_names
     if input_key not in columns:
         return
-    fix = "Name the column with the answers with --data.output_key, or pass --data.apply_chat_template for chats."
+    fix = "Set --data.output_key to the column with the answers, or pass --data.apply_chat_template for chats."
     if {"chosen", "rejected"} <= set(columns):
-        fix = "Pass --data.output_key chosen to learn the chosen answers, or learn from the pairs with `openrlhf dpo`."
+        fix = "Pass --data.output_key chosen to train on the chosen answers, or train on the pairs with `openrlhf dpo`."
     raise DataError(
         f"No column with answers was found in {source_of(dataset)}: --data.output_key is not set. "
         f"The columns are {list_columns(columns)}. {fix}"

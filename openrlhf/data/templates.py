@@ -170,7 +170,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **op
 
 
 def rendered_question(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a user's message as the chat template renders it; the template itself if it needs more, such as a system message."""
+    """Return a user's message in the chat template; the template itself if it needs more, such as a system message."""
     try:
         return render(tokenizer, [{"role": "user", "content": ANSWER}], add_generation_prompt=True)
     except ValueError:
@@ -178,7 +178,7 @@ def rendered_question(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def chat_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the tokens beside the vocabulary that the chat template writes."""
+    """Return the added tokens of the tokenizer that the chat template writes."""
     rendered = rendered_question(tokenizer)
     return [token for token in added_tokens(tokenizer) if token in rendered]
 

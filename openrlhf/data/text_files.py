@@ -35,7 +35,7 @@ BATCH = 1000  # rows
 NOT_UTF8 = "is not UTF-8 text. Save the file as UTF-8 (Excel calls this format CSV UTF-8)"
 SEPARATORS = (",", ";", "\t")
 LONGEST_CELL = 2**31 - 1  # characters
-OPENINGS = (b"{", b"[", b",", b":")  # ends of a line after which a JSON value goes on
+OPENINGS = (b"{", b"[", b",", b":")  # ends of a line after which a JSON value continues
 
 Feature = Any  # a type of the library: a `Value`, a `List`, a dictionary of the fields of a struct, `AsWritten` …
 Row = dict[str, Any]
@@ -75,7 +75,7 @@ def read_as_written(builder: datasets.DatasetBuilder) -> DatasetDict:
 
 @dataclass(repr=False)
 class AsWritten:
-    """A type of columns whose values are any JSON, stored as text: what is read is what the file says."""
+    """A column type for arbitrary JSON values, which are stored as text, so that they are read back unchanged."""
 
     dtype = "string"
     pa_type = pa.string()

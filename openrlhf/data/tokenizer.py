@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from openrlhf.config.flags import notice
 from openrlhf.data.errors import DataError
 
-CHARACTERS_PER_TOKEN = 64  # more than any text of words has: a longer one cannot fit, and can take minutes to tokenize
+CHARACTERS_PER_TOKEN = 64  # more than ordinary text has: a longer text cannot fit, and can take minutes to tokenize
 LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # of Transformers
 FEWEST_CHARACTERS = 1 << 16
 
@@ -48,7 +48,7 @@ def get_tokenizer(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = padding_side
-    # As if shown once: our own flags limit lengths, and say what they cut.
+    # Mark this warning as already shown: our own flags limit lengths, and report what they cut.
     tokenizer.deprecation_warnings[LENGTH_WARNING] = True
     if chat_template is not None:
         tokenizer.chat_template = chat_template
@@ -91,7 +91,7 @@ class Ends:
 
 
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the tokens that stand beside the vocabulary, such as the end of a turn."""
+    """Return the tokens that were added to the vocabulary, such as the end of a turn."""
     vocabulary: Any = tokenizer.get_added_vocab  # typed as the value of a special token
     return list(vocabulary())
 

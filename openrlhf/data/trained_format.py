@@ -1,4 +1,4 @@
-"""The text format that a model was trained with, in place of the defaults of the flags that nobody gave.
+"""The text format that a model was trained with, used as the default for flags that the user does not set.
 
 An export records the format of its training texts (`first_look.TextFormat`). A later command that names no template
 builds its texts in the same way.
@@ -33,8 +33,8 @@ def with_trained_format(
     """Return the section `data` with the format that the model was trained with, where no flag names one, and print a notice.
 
     `column` has the prompts of `rows`; None: there are no prompts to put into a template. `model` is the flag that names
-    the model, with its value. `generates`: the model goes on where the template ends. Prompts that have the format already
-    stay unchanged.
+    the model, with its value. `generates`: the model continues where the template ends. Prompts that already have
+    the format stay unchanged.
     """
     trained = recorded(tokenizer)
     if trained is None:
@@ -58,7 +58,8 @@ def with_trained_format(
     if "space_before_eos" in changed:
         typed.append("--data.no_space_before_eos")
     notice(
-        f"{model} was trained with {' '.join(typed)}, and so is this run. For its default, pass {' '.join(opposites)}."
+        f"{model} was trained with {' '.join(typed)}, so this run uses that too. "
+        f"For its own default, pass {' '.join(opposites)}."
     )
     return replace(data, **changed)
 

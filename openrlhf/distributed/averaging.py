@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 class WeightAverage:
     """p̄ ← β·p̄ + (1 − β)·p for every trained weight, in float32. The average starts at the current weights.
 
-    The weights of bfloat16 training are its float32 masters. With ZeRO 3 each rank averages its shards. Otherwise rank 0
+    In bfloat16 training, the float32 masters are averaged. With ZeRO 3 each rank averages its shards. Otherwise rank 0
     averages whole weights.
     """
 

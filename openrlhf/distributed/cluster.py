@@ -33,8 +33,8 @@ OF_EVERY_NODE = ("CPU", "GPU", "memory", "object_store_memory", "node:")  # reso
 LEAN = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)  # type: ignore[arg-type]
 # Spare workers cost seconds of a small machine; statistics that nobody reads cost a quarter of Ray's CPU time at rest.
 IDLE_WORK = ("enable_worker_prestart", "prestart_worker_first_driver", "enable_metrics_collection", "event_stats")
-# A nice value of 15 leaves a run what other programs of a shared machine do not want. Ray's record of all tasks, which
-# nobody reads here, grows by several MiB per hundred steps.
+# At Ray's nice value of 15, a run only gets the CPU time that other programs of a shared machine leave. Ray's record of
+# all tasks, which is not used here, grows by several MiB per hundred steps.
 OWN_RAY: dict[str, Any] = dict.fromkeys(IDLE_WORK, False) | {"worker_niceness": 0, "task_events_report_interval_ms": 0}
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 # A control store that keeps its state elsewhere may start again. Ray ends its drivers 60 s after its death.
@@ -83,7 +83,7 @@ def _watch(on_loss: Callable[[LostRay], None], *, own: bool) -> RayWatch:
 
 
 def _print_unless_of_raylet(data: Mapping[str, Any], ignore_prefix: bool) -> None:
-    """Print what Ray has to say, except for the end of the log of a raylet that has died: `on_loss` names the death."""
+    """Print Ray's messages, except for the end of the log of a dead raylet: `on_loss` reports the death."""
     if not any("Raylet is terminated" in line for line in data["lines"]):
         PRINT_OF_RAY(data, ignore_prefix)
 

@@ -322,7 +322,7 @@ class TrainEngine:
         return self._gathered(whole_tensors(self.hf), bucket_bytes)
 
     def exported_parameters(self, bucket_bytes: int, *, masters: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
-        """As `full_parameters`, but of a model with adapters the trained parameters as they are.
+        """Yield what `full_parameters` yields; for a model with adapters, the trained parameters unchanged.
 
         `masters`: the float32 masters instead of the rounded weights. The engine must be awake.
         """

@@ -1,8 +1,8 @@
-"""Float32 masters: the weights that the optimizer steps, of which a bfloat16 model has the rounded values.
+"""Float32 master weights: the optimizer updates them, and a bfloat16 model has their rounded values.
 
-DeepSpeed makes the masters from the rounded weights, so that a float32 checkpoint would lose its low bits before the
-first step. `restore_masters` puts them back. Each rank has the masters of a part of every weight: under ZeRO 3 of its
-shard, under ZeRO 1 and 2 of the elements in its partition of the optimizer's state.
+DeepSpeed makes the masters from the rounded weights, so a float32 checkpoint would lose its low bits before the first
+step. `restore_masters` puts them back. Each rank holds the masters of a part of every weight: under ZeRO 3, of its
+shard; under ZeRO 1 and 2, of the elements in its partition of the optimizer's state.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from openrlhf.distributed.quiet_deepspeed import deepspeed
 from openrlhf.distributed.stored import read_stored_weights
 from openrlhf.distributed.whole import full_shape
 
-SAMPLED = 4_000_000  # weights per rank: 8 MB, and a share of 1 % is known to 0.005 %
+SAMPLED = 4_000_000  # weights per rank: 8 MB, and a share of 1 % is measured to within 0.005 %
 
 
 def round_new_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ def restore_masters(module: nn.Module, new: Mapping[str, Tensor]) -> None:
     """Set the masters of a DeepSpeed engine's module to values that were not rounded.
 
     The values are those of `new`, from `round_new_weights`, and those of the checkpoint's files. A weight that is not
-    the rounded value of its files keeps its master.
+    the rounded value from its files keeps its master.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     for name, value in new.items():
@@ -63,16 +63,16 @@ def restore_masters(module: nn.Module, new: Mapping[str, Tensor]) -> None:
 
 
 class ChangedShare:
-    """The share of the rounded weights that an optimizer step changed, counted in a sample that is even over them.
+    """The share of the rounded weights that an optimizer step changed, measured in an evenly spaced sample.
 
-    A model of up to `SAMPLED` trained weights per rank is counted whole.
+    If a rank has at most `SAMPLED` trained weights, all of them are counted.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         spans = [own_span(parameter) for parameter in self._parameters]
         total = sum(span.stop - span.start for span in spans)
-        self._stride = max(1, total // SAMPLED) | 1  # odd, so that it does not follow the columns of matrices
+        self._stride = max(1, total // SAMPLED) | 1  # odd, so that the sample does not align with matrix columns
 
     def sample(self) -> Tensor:
         """Return a copy of the sampled weights."""

@@ -1,8 +1,8 @@
-"""A watch over the Ray processes that a command needs: the control store, and the raylet of the command's machine.
+"""Monitoring of the Ray processes that a command needs: the control store, and the raylet of the command's machine.
 
 Neither death raises an error. Ray ends the process of the command at its next use of the object store after the raylet
-has died, and a minute after the control store has died; until then some calls hang. So the command has to see the
-death first.
+has died, and a minute after the control store has died; until then some calls hang. So the command has to detect
+the death first.
 
     RayWatch
       └─ one thread per process: holds a connection, which the kernel closes when the process dies; connects again
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 CONNECT_TIMEOUT_S = 5.0
 RETRY_S = 0.02  # between two attempts to connect
-# A machine that is lost closes no connection. The kernel gives the connection up after 5 + 3 * 2 seconds of silence.
+# A lost machine does not close its connections. The kernel drops a connection after 5 + 3 * 2 seconds of silence.
 KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),

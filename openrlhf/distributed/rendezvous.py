@@ -1,6 +1,6 @@
-"""Meeting points of process groups: torch's TCPStore, which listens at one address of its machine.
+"""Rendezvous stores of process groups: torch's TCPStore, made to listen on a single address of its machine.
 
-By itself the store listens on all interfaces, and it asks for no password.
+By default the store listens on all interfaces, and it never requires a password.
 """
 
 import ipaddress
@@ -22,10 +22,10 @@ BACKLOG = 2048  # connections of ranks that wait to be accepted
 
 
 def host_store(host: str, port: int, *, timeout: timedelta, world_size: int | None = None) -> Store:
-    """Return the store of rank 0, which listens at `host` alone; with `world_size`, after all ranks have come.
+    """Return the store of rank 0, which listens on `host` only. With `world_size`, wait until all ranks have connected.
 
     It listens on all interfaces if `host` is a name, which can mean loopback here and another address elsewhere, or if
-    this machine does not have the address, as behind a translation of addresses. Raises RuntimeError, as torch does.
+    this machine does not have the address (for example, behind NAT). Raises RuntimeError, as torch does.
     """
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         host,
@@ -46,7 +46,7 @@ def join_store(host: str, port: int, *, timeout: timedelta) -> Store:
 
 
 def _listen(host: str, port: int) -> int | None:
-    """Return the descriptor of a socket that listens at `host`; None if the store must listen on all interfaces."""
+    """Return the descriptor of a socket that listens on `host`; None if the store must listen on all interfaces."""
     address = "127.0.0.1" if host == "localhost" else host
     try:
         version = ipaddress.ip_address(address).version
@@ -56,7 +56,7 @@ def _listen(host: str, port: int) -> int | None:
     try:
         return socket.create_server((address, port), family=family, backlog=BACKLOG).detach()
     except OSError as error:
-        logger.warning("The meeting point %s:%d listens on all interfaces: %s", host, port, error.strerror)
+        logger.warning("The rendezvous store %s:%d listens on all interfaces: %s", host, port, error.strerror)
         return None
 
 

@@ -18,8 +18,8 @@ def read_stored_weights(hf: PreTrainedModel, receive: Callable[[str, Tensor], No
     """Call `receive(name, tensor)` for each weight in the files of `hf`, in the precision of the files.
 
     Names and shapes are those of the model in memory: Transformers' own loader renames, stacks and splits the stored
-    tensors. It fills a model without memory, so that only the tensor that `receive` gets exists. Reads the files again,
-    and of a weight that `receive` ignores only the header.
+    tensors. It fills a model on the meta device, so only the tensor that `receive` gets is in memory. The files are
+    read again; of a weight that `receive` ignores, only the header is read.
     """
     config: Any = copy.deepcopy(hf.config)
     if hasattr(config, "quantization_config"):  # quantized while it was loaded; the files have plain weights
@@ -30,7 +30,7 @@ def read_stored_weights(hf: PreTrainedModel, receive: Callable[[str, Tensor], No
 
 @contextmanager
 def _handing_over_to(receive: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Within it, Transformers' loader gives stored tensors to `receive` instead of to a model, and reports nothing."""
+    """Have Transformers' loader pass stored tensors to `receive`, not to a model, silently, until the block exits."""
 
     def read_later(pool: object, stored: Any, *_: object, **__: object) -> Callable[[], Tensor]:
         return lambda: stored[...]  # not cast to the model's data type

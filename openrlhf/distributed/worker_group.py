@@ -234,7 +234,7 @@ def _died(error: Exception, log: str, doing: str) -> WorkerError:
 
 
 def reason_of_death(error: Exception) -> str:
-    """Return what one of `DEATHS` says. Ray's lists of the machine's processes and objects are left out."""
+    """Return the message of one of `DEATHS`, without Ray's lists of the machine's processes and objects."""
     if not isinstance(error, OutOfMemoryError):
         return str(error)
     first_line = str(error).partition("\n")[0]

@@ -86,12 +86,12 @@ def load_rows(config: BatchInferenceConfig) -> Table:
 def start_of_request(
     config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, rows: Table, final: Path, request: str
 ) -> FirstStart:
-    """Return the first start of this request. A final file of another request says nothing about it: it starts now."""
+    """Return the first start of this request. If the final file belongs to another request, this one starts now."""
     begun = start_of_results(final)
     if not is_complete(final):
         return begun
     made = request_of(final)
-    if made == "":  # by an older release, which kept the rendered rows alone
+    if made == "":  # by an older release, which recorded only the rendered rows
         with redirect_stderr(StringIO()):  # the notices are printed when the rows are rendered for good
             _, identity = rendered_rows(config, deepcopy(tokenizer), rows, begun)
         if has_another_request(final, identity):
@@ -104,7 +104,7 @@ def start_of_request(
 def rendered_rows(
     config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, rows: Table, begun: FirstStart
 ) -> tuple[list[Prompt], dict[str, Any]]:
-    """Return the prompts as a command renders them that began then, and its identity. Raises DataError."""
+    """Return the prompts as rendered by a command that began at `begun`, and its identity. Raises DataError."""
     set_clock(tokenizer, begun.moment)
     prompts = read_rows(config, tokenizer, rows, follows=begun.trained_format)
     return prompts, inference_identity(config, prompts) | begun.entries

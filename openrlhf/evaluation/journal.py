@@ -17,7 +17,7 @@ REQUEST = "request, before its rows were rendered"  # an entry beside an identit
 
 
 def start_of_results(final: Path) -> FirstStart:
-    """Return the first start of the command that wrote the file, or its results so far; of this one if there is none."""
+    """Return the first start of the command that wrote the file or began to; else that of this command."""
     for begun in (part_of(final), record_of(final)):
         if begun.exists():
             with suppress(ValueError):
@@ -31,7 +31,7 @@ def part_of(final: Path) -> Path:
 
 
 def is_complete(final: Path) -> bool:
-    """Return whether the final file is there, and no results wait to be continued."""
+    """Return whether the final file exists, and there are no partial results to continue."""
     return final.exists() and not part_of(final).exists()
 
 
@@ -41,7 +41,7 @@ def record_of(final: Path) -> Path:
 
 
 def request_of(final: Path) -> str | None:
-    """Return the request of the command that wrote the final file; "" if an older release wrote it, None if no record says."""
+    """Return the request that wrote the final file; "" if an older release wrote it, None without a record."""
     record = record_of(final)
     if not record.exists():
         return None
@@ -49,7 +49,7 @@ def request_of(final: Path) -> str | None:
 
 
 def has_another_request(final: Path, identity: Mapping[str, Any]) -> bool:
-    """Return whether the final file is there, complete, and known to be of another request."""
+    """Return whether the final file exists, is complete, and is known to belong to another request."""
     if not is_complete(final):
         return False
     record = record_of(final)
@@ -60,10 +60,11 @@ def has_another_request(final: Path, identity: Mapping[str, Any]) -> bool:
 class Journal:
     """Results by row number, in a file beside the final one.
 
-    The first line is the identity of the command. Each other line has a row and its whole result, so a row is there once
-    or not at all. A last line that a kill has cut is dropped. At the end the identity stays beside the final file. A final
-    file of a command with another identity is moved aside. `request` is kept beside the identity, for `request_of`. Raises DataError if one of this identity, or a file of
-    unknown origin, is there already, or if a command with another identity began the results.
+    The first line is the identity of the command. Each other line has a row and its whole result, so a row is complete
+    or absent. A last line that was cut off by a kill is dropped. At the end the identity stays beside the final file. A
+    final file of a command with another identity is moved aside. `request` is kept beside the identity, for
+    `request_of`. Raises DataError if a final file of this identity, or one of unknown origin, already exists, or if a
+    command with another identity began the results.
     """
 
     def __init__(self, final: Path, identity: Mapping[str, Any], *, request: str = "") -> None:

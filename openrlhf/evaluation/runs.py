@@ -250,7 +250,7 @@ class Evaluation:
 
 
 class Progress:
-    """Shows how many prompts of an evaluation have all their answers: beside the bar, or in a line every half minute."""
+    """Display of how many prompts have all their answers: beside the bar, or in a line every half minute."""
 
     def __init__(self, recorder: Recorder, *, prompts: int) -> None:
         self.display, self.prompts = recorder.display, prompts
@@ -267,7 +267,7 @@ class Progress:
 
 
 def say_engines_start(recorder: Recorder, config: settings.Engines, path: str) -> None:
-    """Say that engines load a model, which takes a while in which nothing else is printed."""
+    """Print that engines are loading a model: nothing else is printed until they have."""
     recorder.display.status("starting engines")
     recorder.display.note(f"Starting {config.vllm.num_engines} engine(s) of {path}; logs: {recorder.folder.logs}")
 
@@ -276,7 +276,7 @@ def say_engines_start(recorder: Recorder, config: settings.Engines, path: str) -
 def engines(
     config: settings.Engines, path: str, tokenizer: PreTrainedTokenizerBase, *, name: str, logs: Path
 ) -> Iterator[Fleet]:
-    """The engines of a model, which run within it. Raises ModelError for weights that are NaN or infinite."""
+    """Run the engines of a model until the block exits. Raises ModelError for weights that are NaN or infinite."""
     require_finite_files(path)  # vLLM reads the files by itself
     plan = alone(engine_group(config.vllm, name))
     [group], made_of = plan.groups, settings.engine_settings(config, path, engine_device(), tokenizer)

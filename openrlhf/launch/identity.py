@@ -76,7 +76,7 @@ def inference_identity(config: BatchInferenceConfig, prompts: Sequence[Prompt]) 
 
 
 def request_identity(config: BatchInferenceConfig, rows: Table, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of what batch_inference is asked for, before rows are rendered: flags, rows as they are stored, models."""
+    """Return a hash of a batch_inference request before its rows are rendered: flags, rows as stored, models."""
     sections = json.loads(json.dumps([vars(config.data), vars(config.csft)], default=str))
     for name in ("dataset", "dataset_split", "dataset_probs", "dataloader_num_workers"):  # the rows themselves count
         sections[0].pop(name)

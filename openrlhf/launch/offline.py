@@ -158,7 +158,7 @@ def exportable_tokenizer(task: OfflineTask[Config, Row, Micro]) -> PreTrainedTok
 
 
 def show_plan(plan: str, task: OfflineTask[Config, Row, Micro], rows: Rows, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Print what a dry run has found out."""
+    """Print the results of a dry run."""
     if is_first():
         print(plan, show_template(tokenizer), *first_texts(task, rows, tokenizer), UNPROVEN, sep="\n")
 
@@ -179,7 +179,7 @@ def newest(checkpoints: CheckpointManager, strategy: Strategy) -> Checkpoint | N
 def first_start(
     checkpoint: Checkpoint | None, strategy: Strategy | None, tokenizer: PreTrainedTokenizerBase
 ) -> FirstStart:
-    """Return what the run's first start decided, the same on all ranks, and set the clock of the chat template. Collective."""
+    """Return the run's first start, the same on all ranks, and set the chat template's clock. Collective."""
     begun = checkpoint.state.first_start if checkpoint else FirstStart.here()
     begun = strategy.broadcast(begun) if strategy else begun
     clock.set_clock(tokenizer, begun.moment)

@@ -1,12 +1,12 @@
-"""The sizes of forward passes of RL, checked at start: samples that pass one by one leave most of a device idle."""
+"""The check of RL's forward pass sizes at start: passes with a single sample leave most of a device idle."""
 
 from openrlhf.config.learning import RLTrainConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.findings import Finding, Level
 from openrlhf.launch.settings import needs_old_logprobs
 
-GPU_TOKENS = RLTrainConfig().max_tokens_per_gpu  # of a pass that keeps a device busy
-CPU_TOKENS = 1024  # what larger passes gain on a CPU is little, and their memory is not
+GPU_TOKENS = RLTrainConfig().max_tokens_per_gpu  # in a pass that keeps a device busy
+CPU_TOKENS = 1024  # on a CPU, larger passes gain little and need much more memory
 TRAINED, SCORED = "train.micro_batch_size", "rollout.micro_batch_size"
 
 
@@ -27,9 +27,9 @@ def check_pass_sizes(config: PPOConfig, longest_prompt: int, *, on_gpus: bool) -
     return Finding(
         check="micro-batches",
         level=Level.WARNING,
-        seen=f"Every sample is a forward pass of its own ({alone}), and the longest has at most {sample} tokens.",
-        fix=f"Passes of up to {most} tokens: {advice}, or --train.dynamic_batch_enable --train.max_tokens_per_gpu {most}. "
-        "Results stay the same; a pass needs more memory.",
+        seen=f"Every sample runs in its own forward pass ({alone}), and the longest has at most {sample} tokens.",
+        fix=f"For passes of up to {most} tokens, set {advice}, or --train.dynamic_batch_enable "
+        f"--train.max_tokens_per_gpu {most}. Results stay the same; each pass needs more memory.",
     )
 
 

@@ -160,9 +160,7 @@ class Pipeline:
         if stage.command and stage.command not in STAGES:
             return [f"there is no command {stage.command}; known are {', '.join(STAGES)}."]
         if self.file.resolve() in [(self.folder / f"{stage.name}{end}").resolve() for end in (".yaml", ".json")]:
-            return [
-                f"--run.dir {self.folder} has the file itself, under the name of a file of this stage: move one of them."
-            ]
+            return [f"--run.dir {self.folder} contains the pipeline file, under a name that this stage uses: move one."]
         if not stage.command:
             return self.own_folder_read(stage)
         if taken := PLACES.keys() & stage.values.keys():
@@ -181,7 +179,7 @@ class Pipeline:
         return self.own_folder_read(stage)
 
     def own_folder_read(self, stage: Stage) -> list[str]:
-        """What is wrong with a stage that reads its own folder, which is moved away before the stage runs anew."""
+        """Return an error for each input in the stage's own folder, which is moved away before the stage runs again."""
         own = (self.folder / stage.name).resolve()
         inside = [place for place in stage.reads if Path(place).resolve().is_relative_to(own)]
         return [f"it reads {place}, in its own folder, which is moved away before it runs." for place in inside]
@@ -192,7 +190,7 @@ class Pipeline:
         return self.folder / name / STAGES.get(command, {}).get("result", "")
 
     def has_result(self, name: str) -> bool:
-        """Whether the result of a stage is there. A folder with nothing in it but a lock is none."""
+        """Whether the result of a stage exists. A folder that contains only a lock does not count."""
         result = self.result(name)
         if result.is_dir():
             return any(not file.name.startswith(".") for file in result.iterdir())
@@ -303,7 +301,7 @@ class Pipeline:
             return f"runs again; changed: {', '.join(changed)}"
         if not record["finished"]:
             return GOES_ON if stage.command else "runs again; it did not finish"
-        return DONE if self.has_result(stage.name) else "runs again; its result is gone"
+        return DONE if self.has_result(stage.name) else "runs again; its result is missing"
 
     def record(self, stage: Stage) -> dict[str, Any]:
         """What a stage's result was made from, how long that took, and when it was done."""

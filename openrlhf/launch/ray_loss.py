@@ -1,7 +1,7 @@
 """The end of a command whose Ray has died.
 
 Ray may end this process at any of its calls from then on (`distributed/ray_watch.py`). So the main thread is held, and
-the thread that has seen the death ends the process, or replaces it by the same command, which starts a new Ray.
+the thread that detected the death ends the process, or replaces it with the same command, which starts a new Ray.
 """
 
 import os
@@ -27,7 +27,7 @@ FAILED = 2  # the status of a command that ends with an error
 
 
 class RayLoss:
-    """What to do when Ray has died; called by the thread that has seen it.
+    """The action when Ray has died; called by the thread that detected it.
 
     `advice` completes the error. `restart` returns the flags to add to the command that replaces this one, or None if the
     command ends.
@@ -41,7 +41,7 @@ class RayLoss:
         self._advice = advice
         self._restart = restart
         self._closings: list[Callable[[], None]] = []
-        self.finished = False  # the command has done its work: only the end is missing
+        self.finished = False  # the command has done its work and only has to exit
 
     @contextmanager
     def closing(self, close: Callable[[], None]) -> Iterator[None]:
@@ -56,7 +56,7 @@ class RayLoss:
         """End or replace the process."""
         termination.hold_main_thread()
         flags = None
-        with suppress(Exception):  # whatever fails here, the process ends
+        with suppress(Exception):  # the process ends even if this fails
             if not self.finished and not termination.asked():
                 flags = self._restart(lost)
                 if flags is None:

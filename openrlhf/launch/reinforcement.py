@@ -49,7 +49,7 @@ def check_training(config: PPOConfig, data: PromptData, *, on_gpus: bool) -> Non
 
 
 def train(config: PPOConfig, processes: Processes, loss: RayLoss) -> None:
-    """Train as the flags say, in `processes`, which are started after the checks if they do not run yet.
+    """Train as configured, in `processes`, which are started after the checks if they are not running yet.
 
     A dry run ends after the checks. `loss`: what happens if Ray dies.
     """
@@ -95,7 +95,7 @@ def train(config: PPOConfig, processes: Processes, loss: RayLoss) -> None:
     if config.dry_run:
         return show_plan(config, data, processes.plan)
     if config.rollout.only:
-        require_finite_files(config.actor.model_name_or_path)  # no worker loads the policy, and vLLM does not look
+        require_finite_files(config.actor.model_name_or_path)  # no worker loads the policy, and vLLM does not check
     processes.start()
     run = Run(config, data, start, kind, processes, checkpoints, checkpoint, replay)
     with loss.closing(run.recorder.close), run.started() as trainer:

@@ -128,7 +128,7 @@ def how_to_continue(config: PPOConfig) -> str:
         return "The run has no checkpoint (--ckpt.save_steps): the same command starts it from the beginning."
     return (
         f"Step {newest.state.step} is saved: the same command with --ckpt.load_enable continues from it; "
-        "--train.max_restarts does that by itself."
+        "--train.max_restarts does that automatically."
     )
 
 

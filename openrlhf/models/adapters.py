@@ -21,10 +21,10 @@ PREFIX = "base_model.model."  # of the names in PEFT's files
 def with_adapters(
     model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: int, head: str | None = None
 ) -> PreTrainedModel:
-    """The model of `path` with new adapters, which change nothing yet. They alone are trained, and the scalar `head`.
+    """The model of `path` with new adapters, which change nothing yet. Only they and the scalar `head` are trained.
 
-    The adapters are in float32, and depend on `seed` alone, so that they are equal on every rank. Raises UserError for target modules that
-    the model does not have.
+    The adapters are in float32 and depend only on `seed`, so they are equal on every rank. Raises UserError for target
+    modules that the model does not have.
     """
     import peft  # only with --ds.lora.rank: it takes a second
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -37,7 +37,7 @@ def with_adapters(
         **scale_settings(lora),
         use_dora=lora.dora,
     )
-    # PEFT would round them to the data type of the layer: the engine does that, and keeps what was drawn.
+    # PEFT would round them to the layer's data type. The engine does that, and keeps the exact values.
     in_float32 = patch.object(
         BaseTunerLayer, "_get_base_layer_device_and_dtype", lambda _, layer: (layer.weight.device, torch.float32)
     )
@@ -79,24 +79,25 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...], path: str) -> list
 
 
 def unadapted_experts(model: PreTrainedModel, path: str) -> str | None:
-    """Return a sentence about the experts of a mixture, which adapters cannot be put beside; None if there are none.
+    """Return a sentence about the experts of a mixture, which cannot have adapters; None if there are none.
 
-    Transformers holds the experts of a layer in stacked tensors, which are no linear layers.
+    Transformers holds the experts of a layer in stacked tensors, which are not linear layers.
     """
     experts = [weight for name, weight in model.named_parameters() if weight.dim() == 3 and ".experts." in name]
     if not experts:
         return None
     share = sum(weight.numel() for weight in experts) / sum(weight.numel() for weight in model.parameters())
     return (
-        f"--ds.lora.rank: {path} is a mixture of experts, and adapters train its attention and other linear layers alone: the "
-        f"experts, {share:.0%} of its weights, stay as they are. To train the experts too, leave out --ds.lora.rank."
+        f"--ds.lora.rank: {path} is a mixture of experts. Adapters train only its attention and other linear layers; "
+        f"the experts, {share:.0%} of its weights, stay frozen. To train the experts too, leave out --ds.lora.rank."
     )
 
 
 def untie_adapted(model: PreTrainedModel) -> bool:
-    """Give a model with adapters an output layer of its own if it is tied to the embeddings, and one of both is adapted.
+    """Untie the output layer from the embeddings if either of them has an adapter.
 
-    Merged into a tied weight, an adapter of one would change the other too. Returns whether the weights were tied.
+    An adapter of one of them, merged into a tied weight, would change the other too. Returns whether the weights were
+    tied.
     """
     output: Any = model.get_output_embeddings()
     embeddings: Any = model.get_input_embeddings()
@@ -146,7 +147,7 @@ def save_adapter(model: Any, trained: Mapping[str, Tensor], folder: Path) -> Non
 
 
 def name_in_files(name: str) -> str:
-    """Return the name of a trained tensor in a stored adapter, where the magnitudes of DoRA are no layers."""
+    """Return the name of a trained tensor in a stored adapter, where DoRA's magnitudes are not layers."""
     return stored_name(name).replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 

@@ -109,7 +109,7 @@ def read_model(model_class: Any, spec: LoadSpec, **options: Any) -> tuple[PreTra
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Within it, Transformers prints no tables of missing and unused weights: `StoredWeights` has them."""
+    """Suppress Transformers' tables of missing and unused weights until the block exits; we report them."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -126,8 +126,8 @@ def configuration(spec: LoadSpec) -> Any:
     if os.path.isdir(spec.path) and not os.path.exists(os.path.join(spec.path, "config.json")):
         files = ", ".join(sorted(os.listdir(spec.path))[:SHOWN_FILES]) or "nothing"
         raise ModelError(
-            f"{spec.path} has no config.json, so it is no model in the format of Transformers. It holds: {files}. "
-            "Name another folder, or convert the model: Transformers has scripts for the formats of other libraries."
+            f"{spec.path} has no config.json, so it is not a model in Transformers' format. It holds: {files}. "
+            "Choose another folder, or convert the model: Transformers has scripts for the formats of other libraries."
         )
     with explaining_failures(spec):
         config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
@@ -248,7 +248,7 @@ def explaining_failures(spec: LoadSpec) -> Iterator[None]:
                 f"the model {spec.path} comes with its own code: if you trust the code, add --model.trust_remote_code"
             ) from error
         if "attention implementation" in str(error) or packed_attention.NAME in str(error):
-            # Packed rows with eager attention are right for few architectures, and the others look right while texts are short.
+            # Eager attention is correct for packed rows in few architectures; others only seem so, for short texts.
             advice = "drop --ds.packing_samples" if spec.ds.packing_samples else "try --ds.attn_implementation eager"
             raise ModelError(
                 f"{spec.path} does not support {spec.ds.attn_implementation} attention: {advice}. {error}"
@@ -261,10 +261,10 @@ def explaining_failures(spec: LoadSpec) -> Iterator[None]:
     except (ArithmeticError, AssertionError, AttributeError, IndexError, RuntimeError, TypeError) as error:
         if odd := odd_experts(spec.path):  # Transformers stacks experts, and names none of them if it cannot
             raise ModelError(
-                f"the weights in {spec.path} are not those of its config.json: {odd}. Download or export the model again."
+                f"the weights in {spec.path} do not match its config.json: {odd}. Download or export the model again."
             ) from error
         raise ModelError(
-            f"the model {spec.path} cannot be made from its config.json and its weights: {type(error).__name__}: {error}"
+            f"the model {spec.path} cannot be built from config.json and its weights: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -39,11 +39,11 @@ def packed_sdpa(
     """Causal attention inside each document of a packed row. Returns (1, N, H, D).
 
     Raises UnsupportedAttentionError for attention variants that plain scaled-dot-product attention would silently compute
-    wrongly, and for layers that do not say where the documents begin.
+    wrongly, and for layers that do not pass on where the documents begin.
     """
     if document_lengths is None:
         raise UnsupportedAttentionError(
-            "its attention layers do not hand keyword arguments on to the attention function, so that the borders of packed "
+            "its attention layers do not pass keyword arguments to the attention function, so the boundaries of packed "
             "sequences do not reach it"
         )
     for variant in ("softcap", "s_aux"):

@@ -1,4 +1,4 @@
-"""Logits of a few tokens, by which two forms of one model are compared: beside an adapter and merged, in memory and in files."""
+"""Logits of a few tokens, to compare two forms of a model: with an adapter and merged, or in memory and in files."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from openrlhf.models.packed_attention import unpacked
 PROBED_TOKENS = 16
 # Mean differences that rounding to the stored type explains, in standard deviations of the logits.
 LARGEST_GAPS = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.2}
-# The same at half of the tokens, beyond which no kernel and no router that chooses another expert explains them. Logits
-# that have nothing in common are 1.1 apart.
+# The same at half of the tokens. No other kernel, and no router that chooses another expert, explains more. The logits
+# of unrelated models are 1.1 apart.
 OTHER_MODELS = {"fp32": 0.02, "fp16": 0.5, "bf16": 0.5}
 
 
@@ -86,5 +86,5 @@ def _have_diverged(expected: Tensor, found: Tensor) -> bool:
 
 
 def _rounding(logits: Tensor, precision: str) -> float:
-    """Return the rounding of numbers that are nearly equal and far from 0, as trained reward models may give them."""
+    """Return the rounding error of numbers that are nearly equal but far from 0, such as rewards of a trained model."""
     return 4 * torch.finfo(DTYPES[precision]).eps * float(logits.square().mean().sqrt())

@@ -37,10 +37,11 @@ LEAK = 1e-5  # gradient by the tokens of another sequence, relative to the gradi
 def prove_layout(model: nn.Module) -> None:
     """Score two short sequences in the layout of the run, packed or padded, and each alone through plain Transformers.
 
-    If the model has windows, blocks, a top-k or compression of tokens that the run's sequences exceed, also two sequences that exceed them. The log-probabilities or values and one gradient must agree, and no token may depend on another sequence. Raises
-    ModelError, naming the layer types, if they do not agree. Weights, gradients, random state and mode stay unchanged.
-    Collective under ZeRO 3, where a DeepSpeed engine may wrap the model. A model that is neither a PolicyModel nor a
-    ScalarModel is not checked, because it lays out its batches itself.
+    If the model's attention has windows, blocks, a top-k or compression of tokens that the run's sequences exceed, also
+    score two sequences that exceed them. The log-probabilities or values and one gradient must agree, and no token may
+    depend on another sequence. Raises ModelError, naming the layer types, if they do not agree. Weights, gradients,
+    random state and mode stay unchanged. Collective under ZeRO 3, where a DeepSpeed engine may wrap the model. A model
+    that is neither a PolicyModel nor a ScalarModel is not checked, because it lays out its batches itself.
     """
     model = getattr(model, "module", model)
     if not isinstance(model, Proven):
@@ -71,7 +72,7 @@ def prove_layout(model: nn.Module) -> None:
 
 
 def require_decoder(model: Proven) -> None:
-    """Raise ModelError unless Transformers has the decoder of a model as a part of its own, below the output layer.
+    """Raise ModelError unless the model's decoder is a separate Transformers module, below the output layer.
 
     Training reads hidden states from it, so that logits exist for a chunk of tokens at a time.
     """
@@ -79,8 +80,9 @@ def require_decoder(model: Proven) -> None:
     if isinstance(decoder, PreTrainedModel) and decoder is not model.hf:
         return
     raise ModelError(
-        f"{model.hf.name_or_path or 'the model'}, of type {model.hf.config.model_type}, cannot be trained: as its decoder, below the "
-        f"output layer, Transformers gives a {type(decoder).__name__}. Use another architecture (Llama, Qwen, Mistral, …)."
+        f"{model.hf.name_or_path or 'the model'}, of type {model.hf.config.model_type}, cannot be trained: below its "
+        f"output layer, Transformers returns a {type(decoder).__name__} as the decoder. "
+        "Use another architecture (Llama, Qwen, Mistral, …)."
     )
 
 
@@ -142,7 +144,7 @@ def _fault(model: Proven, tokens: Tensor, lengths: tuple[int, ...], place: int, 
     if fault := _gap_fault(numbers, expected, dtype):
         return fault
     if not turned <= TOLERANCES[dtype][1]:
-        return f"computes another gradient than Transformers for each sequence alone ({turned:.1%} away)"
+        return f"computes a gradient that differs by {turned:.1%} from that of Transformers for each sequence alone"
     return None
 
 

@@ -184,7 +184,7 @@ def _unsupported(config: PretrainedConfig) -> str:
 def _check_weights(weights: StoredWeights, name: str, *, reinit_head: bool, require_head: bool) -> bool:
     """Return whether the folder has the head `name`.
 
-    Raises ModelError for weights that are missing, of another size, or left out, as the bias of a head.
+    Raises ModelError for weights that are missing, have another size, or would be left out, such as the bias of a head.
     """
     key = f"{name}.weight"
     weights.require_all(but=[key, f"{name}.bias"] if reinit_head else [key])
@@ -193,7 +193,7 @@ def _check_weights(weights: StoredWeights, name: str, *, reinit_head: bool, requ
         seen = f"has size {size[0]}, not one output" if size else "is missing"
         extra = weights.unused[:3]
         raise ModelError(
-            f"{weights.path} is no reward model or critic: its scalar head, {key}, {seen}"
+            f"{weights.path} is not a reward model or critic: its scalar head, {key}, {seen}"
             + (f" (weights that are not used: {', '.join(extra)})" if extra else "")
             + ". Name a trained one, or the right --ds.value_head_prefix; train_rm makes a new head with --model.reinit_head."
         )
@@ -201,7 +201,7 @@ def _check_weights(weights: StoredWeights, name: str, *, reinit_head: bool, requ
 
 
 def _new_head(old: nn.Linear, seed: int) -> nn.Linear:
-    """A head that gives almost every text 0, in float32. It is a new module, which ZeRO 3 shards when the engine is made."""
+    """A float32 head with outputs near 0. It is a new module, which ZeRO 3 shards when the engine is made."""
     head = nn.Linear(old.in_features, 1, bias=False, dtype=torch.float32)
     draw = torch.Generator().manual_seed(seed)
     weight = torch.empty(1, old.in_features).normal_(0, 1 / (old.in_features + 1), generator=draw)

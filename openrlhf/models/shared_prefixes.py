@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-# Tensors among the arguments of attention functions that change nothing, or that the functions heed or refuse.
+# Tensor arguments of attention functions that have no effect, or that the functions use or reject.
 KNOWN_TENSORS = {"attention_mask", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "s_aux"}
 WORTH = 0.05  # of the tokens: below this share, the copies cost more than is saved
 
@@ -58,7 +58,7 @@ def sharing(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Te
     ) -> tuple[Tensor, Any]:
         for name, value in options.items():
             if isinstance(value, Tensor) and name not in KNOWN_TENSORS:
-                raise ValueError(f"this model's attention depends on `{name}`, which {attend.__name__} would leave out")
+                raise ValueError(f"this model's attention depends on `{name}`, which {attend.__name__} would ignore")
         if shared_prefixes is None:
             return attend(module, *given, **options)
         states, mask = given[:3], given[3:]  # query, key and value (1, H, M, D); the mask may be in `options`

@@ -1,7 +1,7 @@
-"""The small files of a model's folder: configuration and generation configuration, written whatever the model came with.
+"""Configuration and generation configuration of a model, written even if Transformers refuses to.
 
 Transformers refuses to write values that it has read: sampling values without `do_sample`, or generation values in
-config.json. A run must not lose its weights for that, so these files are written with the values that were read.
+config.json. A run must not lose its weights because of that, so these files are written with the values that were read.
 """
 
 from collections.abc import Iterator
@@ -76,7 +76,7 @@ def generation_complaint(path: str, config: PreTrainedConfig) -> str | None:
 
 
 def check_can_be_exported(path: str, tokenizer: Any, *, trust_remote_code: bool = False) -> list[str]:
-    """Write configuration and tokenizer of a model as its export will. Returns sentences that the user should know.
+    """Write a model's configuration and tokenizer to a temporary folder, as an export would. Return notices.
 
     Raises UserError if one of them cannot be written.
     """
@@ -88,13 +88,13 @@ def check_can_be_exported(path: str, tokenizer: Any, *, trust_remote_code: bool 
             tokenizer.save_pretrained(folder)
         except Exception as error:  # Transformers, its validation and the model's own code raise many kinds
             raise UserError(
-                f"The files of {path} can be read but not written, so that no trained model could be exported: "
+                f"The files of {path} can be read but not written, so a trained model could not be exported: "
                 f"{type(error).__name__}: {error}. Correct its config.json or the files of its tokenizer."
             ) from error
     complaint = generation_complaint(path, config)
     if not complaint:
         return []
     return [
-        f"The generation configuration of {path} contradicts itself, and is exported as Transformers reads it: "
-        f"{complaint} To correct it, change {GENERATION} (or config.json, if that has the values) of the model."
+        f"The generation configuration of {path} contradicts itself. It is exported as Transformers reads it: "
+        f"{complaint} To correct it, change the model's {GENERATION} (or config.json, if that has the values)."
     ]

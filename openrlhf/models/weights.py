@@ -1,4 +1,4 @@
-"""The check that a loaded model is the model in its files: every weight, with its size, and finite."""
+"""The check that a loaded model matches its files: every weight exists, has the right size, and is finite."""
 
 import json
 import re
@@ -36,8 +36,8 @@ class StoredWeights:
     missing: tuple[str, ...]
     sizes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # of the file and of the architecture, if they differ
     unused: tuple[str, ...]  # weights of the files without a place in the architecture
-    ignored: tuple[str, ...]  # unused weights of layers that the architecture has, and computes without them
-    torn: tuple[tuple[str, str], ...] = ()  # weights that config.json ties, of which the files have two different ones
+    ignored: tuple[str, ...]  # unused weights of layers that the architecture has and computes without these weights
+    torn: tuple[tuple[str, str], ...] = ()  # weights that config.json ties, but that differ in the files
 
     @classmethod
     def of(cls, path: str, model: nn.Module, report: Mapping[str, Any]) -> Self:
@@ -54,37 +54,37 @@ class StoredWeights:
 
     @property
     def lacking(self) -> set[str]:
-        """The weights of the architecture that the files do not give."""
+        """The weights of the architecture that are not in the files."""
         return {*self.missing, *self.sizes}
 
     def require_all(self, but: Collection[str] = ()) -> None:
-        """Raise ModelError unless the files give every weight of the architecture `but` these, and every layer's are used."""
+        """Raise ModelError if, except for `but`, weights are missing from the files or ignored by their layers."""
         problems: list[str] = []
         sizes = {name: pair for name, pair in self.sizes.items() if name not in but}
         if sizes:
             name, (stored, needed) = min(sizes.items())
             problems.append(
-                f"{len(sizes)} weights have another size than config.json asks for: {name} is {_by(stored)} in "
+                f"{len(sizes)} weights do not have the size that config.json requires: {name} is {_by(stored)} in "
                 f"{_file_of(self.path, name)}, and should be {_by(needed)}"
             )
         if missing := [name for name in self.missing if name not in but]:
             problems.append(f"{len(missing)} weights are missing: {_first(missing)}")
         if ignored := [name for name in self.ignored if name not in but]:
             problems.append(
-                f"{_file_of(self.path, ignored[0])} has weights that this architecture would leave out of its layers: "
+                f"{_file_of(self.path, ignored[0])} has weights that the layers of this architecture would ignore: "
                 f"{_first(ignored)}"
             )
         for name, other in self.torn:
             problems.append(
-                f"config.json ties {name} to {other} (tie_word_embeddings), but the files have two different tensors, of which "
-                "Transformers computes with both and vLLM with one. If both are the model's, set tie_word_embeddings to false"
+                f"config.json ties {name} to {other} (tie_word_embeddings), but the files have two different tensors: "
+                "Transformers uses both, vLLM only one. If the model needs both, set tie_word_embeddings to false"
             )
         if not problems:
             return
         if missing and self.unused:
             problems.append(f"the files have other names instead: {_first(self.unused)}")
         raise ModelError(
-            f"the weights in {self.path} are not those of its config.json: {'; '.join(problems)}. "
+            f"the weights in {self.path} do not match its config.json: {'; '.join(problems)}. "
             "Download or export the model again, or correct config.json."
         )
 
@@ -132,8 +132,7 @@ def require_finite_files(path: str) -> None:
     """Raise ModelError, with the first names, if weights in the files of a model are NaN or infinite.
 
     For models that another program loads. Reads one tensor at a time, from safetensors or, where there are none, from
-    pytorch_model*.bin. `path` is a folder, or the name of a model that the
-    hub's cache has.
+    pytorch_model*.bin. `path` is a folder, or the name of a model in the hub's cache.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -199,7 +198,7 @@ def is_finite(weight: Tensor) -> bool:
         return True
     if weight.dtype.itemsize == 1:  # no sums in 8 bits
         weight = weight.float()
-    # A sum needs no memory, and is finite unless a number is not or it overflows.
+    # A sum needs no extra memory. It is finite unless a number is not, or the sum overflows.
     return bool(weight.sum().isfinite()) or bool(weight.isfinite().all())
 
 

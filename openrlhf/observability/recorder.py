@@ -35,7 +35,7 @@ class Recorder:
         if resume_step is not None:
             self.display.note(f"Continuing after step {resume_step} in {run_dir}.")
             if "run.dir" in config.given and os.path.abspath(config.run.dir) != run_dir:
-                self.display.note(f"--run.dir {config.run.dir} is not used: a resumed run goes on in its own folder.")
+                self.display.note(f"--run.dir {config.run.dir} is not used: a resumed run continues in its own folder.")
             self._compare_flags(config)
         elif self.folder.earlier:
             self.display.note(f"The files of an earlier run in {run_dir} are now in {self.folder.earlier}.")
@@ -56,7 +56,7 @@ class Recorder:
             return
         changed = changed_flags(file.read_text(encoding="utf-8", errors="replace"), config)
         if changed:
-            notice(f"This run continues with other flags than it had: {', '.join(changed)}.")
+            notice(f"This run continues with different flags than before: {', '.join(changed)}.")
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Log the numbers of a training step."""

@@ -36,7 +36,7 @@ ENTRIES = tuple(name for name in OWNED["run"] if name != EARLIER)
 
 
 class RunFolder:
-    """Writes the files of a run. Only one living process may have it; others use the path.
+    """Writer of the files of a run. Only one live process may have it; other processes use only the path.
 
     Raises InUseError if another process has it.
     """
@@ -69,7 +69,7 @@ class RunFolder:
         self._write(TEXTS, "\n".join(texts) + "\n")
 
     def _write(self, name: str, content: str) -> None:
-        """Write a file whole or not at all; a failure is reported, and the run goes on."""
+        """Write a file completely or not at all; report a failure and continue."""
         try:
             write_atomically(self.path / name, content)
         except OSError as error:

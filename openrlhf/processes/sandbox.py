@@ -27,8 +27,8 @@ from openrlhf.processes import confinement
 MEMORY_BYTES = 2 << 30  # address space of each process
 FILE_BYTES = 16 << 20  # of each file, the output among them
 PROCESSES, OPEN_FILES = 32, 128
-FOLDER_ENTRIES, FOLDER_BYTES = 4096, 256 << 20  # of all that a program leaves in its folder at a time
-LOOK_SECONDS = 0.05  # between two looks at the folder
+FOLDER_ENTRIES, FOLDER_BYTES = 4096, 256 << 20  # limits on what a program's folder holds at a time
+LOOK_SECONDS = 0.05  # between two checks of the folder
 SPARE_SECONDS = 30  # for the launcher, beyond the program's own deadline
 OK, FAILED, LATE = 0, 100, 101  # how a launcher ends; anything else is a defect of ours
 LAUNCH = (
@@ -137,7 +137,7 @@ def launch(seconds: float, uid: int, readable: list[str]) -> NoReturn:
 
 
 def _wait(child: int, seconds: float) -> tuple[bool, bool]:
-    """Wait until a program ends or fills its folder. Returns whether it is in time, and whether its folder is too full."""
+    """Wait until a program ends or fills its folder. Return whether it ended in time, and whether it filled its folder."""
     deadline = time.monotonic() + seconds
     ended = os.pidfd_open(child)
     while (left := deadline - time.monotonic()) > 0:
@@ -197,12 +197,12 @@ def remove_folder(folder: str) -> None:
 
 
 def _make_writable(folder: str) -> None:
-    with suppress(OSError):  # of another owner: capabilities may do without
+    with suppress(OSError):  # another owner's folder: capabilities may make this unnecessary
         os.chmod(folder, 0o700)
 
 
 def _confine(seconds: float, readable: list[str], unprotected: list[str]) -> None:
-    """Give away, in this process, what a program need not have; tell its environment what cannot be given away, in words."""
+    """Drop the rights that a program does not need; describe in its environment those that cannot be dropped."""
     cpu = max(1, round(seconds))
     for kind, value in (
         (resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, FILE_BYTES),
@@ -226,7 +226,7 @@ def _confine(seconds: float, readable: list[str], unprotected: list[str]) -> Non
 
 
 def _open_without_seccomp(error: OSError) -> list[str]:
-    """Return, in words, what Landlock alone does not refuse in its version of this kernel."""
+    """Return descriptions of what this kernel's version of Landlock alone does not refuse."""
     try:
         version = confinement.landlock_version()
     except OSError:

@@ -39,7 +39,7 @@ ALLOWED = {
     "copy_file_range": 326, "preadv2": 327, "pwritev2": 328, "pkey_mprotect": 329, "pkey_alloc": 330,
     "pkey_free": 331, "statx": 332, "rseq": 334, "close_range": 436, "faccessat2": 439, "epoll_pwait2": 441,
 }  # fmt: skip
-NEWEST_KNOWN = 334  # of the calls that libc makes unasked; libc falls back from newer ones if they do not exist
+NEWEST_KNOWN = 334  # among the calls that libc makes by itself; if a newer one does not exist, libc falls back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +53,11 @@ class Checked:
 
 
 READ_FILE, WRITE_FILE, READ_AND_WRITE, TRUNCATE, OPEN_MODE_AND_TRUNCATE = 0o0, 0o1, 0o2, 0o1000, 0o1003
-# A file that may only be read may not be emptied either, which the first versions of Landlock allow.
+# A read-only file must not be truncated either, which the first versions of Landlock allow.
 OPEN_VALUES = (READ_FILE, WRITE_FILE, READ_AND_WRITE, WRITE_FILE | TRUNCATE, READ_AND_WRITE | TRUNCATE)
 NEW_NAMESPACES = 0x7E02_0000  # CLONE_NEW*
 SEND_SIGNAL_ON_INPUT = 0o20000  # O_ASYNC
-# fcntl without F_SETOWN, F_SETSIG, F_SETLEASE and F_NOTIFY, each of which has the kernel send signals.
+# fcntl without F_SETOWN, F_SETSIG, F_SETLEASE and F_NOTIFY, each of which makes the kernel send signals.
 FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1033, 1034)
 TERMINAL_SETTINGS, TERMINAL_SIZE, BYTES_TO_READ, NON_BLOCKING, NO_CLOSE_ON_EXEC, CLOSE_ON_EXEC = (
     0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451,

@@ -1,11 +1,11 @@
 """Assertions about a program that are checked outside its process: the program computes values and never sees what is expected.
 
-An assertion can be checked so if the program is only asked for the values of calls with constant arguments:
+An assertion can be checked this way if it only needs the values of the program's calls with constant arguments:
 
     assert square(3) == 9                asks `square(3)`; outside, its value is compared with 9
     assert sorted(pairs([1, 2])) == []   asks `pairs([1, 2])`; the rest is computed outside
-    assert square(square(3)) == 81       is not checked outside: an argument is the program's
-    assert square(3) == cube(2)          is not checked outside: both sides are the program's
+    assert square(square(3)) == 81       is not checked outside: an argument comes from the program
+    assert square(3) == cube(2)          is not checked outside: both sides come from the program
 """
 
 import ast
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any, cast
 
-# Not `bytes`: of a large number it is as many bytes.
+# Not `bytes`: bytes(n) allocates n bytes, however large n is.
 FUNCTIONS: Mapping[str, Any] = {
     function.__name__: function
     for function in (
@@ -29,14 +29,14 @@ PLAIN = (
     ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop, ast.UnaryOp,
     ast.unaryop, ast.BinOp, ast.operator, ast.Subscript, ast.Slice, ast.IfExp, ast.keyword, ast.expr_context,
 )  # fmt: skip
-GROWING = (ast.Mult, ast.Pow, ast.LShift, ast.Mod)  # with a value of the program, the result might fill the memory
-OWN_NAMES = {*dir(builtins), "math"}  # in an assertion these are Python's, and not functions of the program
-MOST_ANSWER = 1 << 18  # characters; values can be made that take a time to compare that grows with the square of it
+GROWING = (ast.Mult, ast.Pow, ast.LShift, ast.Mod)  # with a value from the program, the result could fill the memory
+OWN_NAMES = {*dir(builtins), "math"}  # in an assertion these names are Python's, not functions of the program
+MOST_ANSWER = 1 << 18  # characters; the time to compare some values grows with the square of their length
 VALUE = "__value_{}"
 
 
 class Other:
-    """A value of the program that is no plain data: it equals nothing, and is true or false."""
+    """A value of the program that is not plain data: it equals nothing, and is true or false."""
 
     def __init__(self, true: bool) -> None:
         self.true = true
@@ -178,7 +178,7 @@ class _Reader:
 
 
 class _Renamed(ast.NodeTransformer):
-    """Gives the parameter of a test function the name of the function that it stands for."""
+    """Renaming of a test function's parameter to the function that it stands for."""
 
     def __init__(self, old: str, new: str) -> None:
         self.old, self.new = old, new
@@ -216,7 +216,7 @@ def function_of(call: ast.Call) -> str | None:
 
 
 def is_constant(node: ast.AST) -> bool:
-    """Return whether an expression needs nothing of the program."""
+    """Return whether an expression needs nothing from the program."""
     if isinstance(node, ast.Call):
         values = [*node.args, *(keyword.value for keyword in node.keywords)]
         return function_of(node) is not None and all(map(is_constant, values))

@@ -68,7 +68,7 @@ def check_labels(verifier: str, labels: Iterable[Any], *, column: str, origin: C
     return Finding(
         check="labels",
         level=Level.FAILURE,
-        seen=f"{unreadable} of {count} labels cannot be read, so their answers could earn nothing. The first: {first}.",
+        seen=f"{unreadable} of {count} labels cannot be read, so their answers could never be rewarded. The first: {first}.",
         fix="Remove or correct these rows, or name another column with --data.label_key.",
     )
 

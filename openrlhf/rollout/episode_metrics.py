@@ -15,8 +15,8 @@ T = TypeVar("T")
 def rollout_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]) -> dict[str, Metric]:
     """Metrics of a step's rollout, and the means of the user's extra numbers over the samples that have them.
 
-    Every episode is kept, failed, filtered, or left out: then it has no other finished sample of its prompt to be compared
-    with, or no sampled token.
+    Every episode is kept, failed, filtered, or left out. An episode is left out if no other sample of its prompt has
+    finished, or if it has no sampled token.
     """
     used = {(t.prompt.index, t.sample_index) for t in kept}
     finished = [t for t in trajectories if not t.failed and not t.filtered]

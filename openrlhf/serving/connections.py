@@ -11,7 +11,7 @@ OTHER_FILES = 128  # that the process has open beside its connections
 
 
 def raise_connection_limit() -> int:
-    """Let this process open files for CONNECTIONS connections, as far as the system allows; returns their number."""
+    """Raise this process's limit of open files for CONNECTIONS connections. Return how many the system allows."""
     wanted = CONNECTIONS + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -24,8 +24,8 @@ def raise_connection_limit() -> int:
 class Connection(H11Protocol):
     """A connection whose client must send a whole request, headers and body, within `request_timeout_s`.
 
-    If there are as many connections as allowed, a new one takes the place of the one that has waited longest for its
-    client. Connections that wait for their answer stay; only if all do, a further request gets status 503.
+    At the connection limit, a new connection replaces the one that has waited longest for its client. Connections that
+    wait for an answer are kept; if all of them do, a further request gets status 503.
     """
 
     request_timeout_s: ClassVar[float] = 60.0
@@ -38,7 +38,7 @@ class Connection(H11Protocol):
         return request is None or request.more_body or request.response_complete
 
     def connection_made(self, transport: Any) -> None:
-        """Make room for the connection, and start its time."""
+        """Make room for the connection, and start its timer."""
         limit = self.limit_concurrency
         if limit is not None and len(self.connections) + 1 >= limit:
             self._make_room()
@@ -46,17 +46,17 @@ class Connection(H11Protocol):
         self._set_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the time."""
+        """Stop the timer."""
         super().connection_lost(exc)
         self._clear_deadline()
 
     def data_received(self, data: bytes) -> None:
-        """Stop the time once a request is complete."""
+        """Stop the timer once a request is complete."""
         super().data_received(data)
         self._set_deadline()
 
     def on_response_complete(self) -> None:
-        """Start the time of the next request, and of the rest of one that was answered before its end."""
+        """Start the timer for the next request, or for the rest of a request that was answered early."""
         super().on_response_complete()
         self._set_deadline()
 

@@ -21,7 +21,7 @@ def tokenize_texts(
     """Token ids of texts, without special tokens added. A long text keeps its last `max_len` tokens, or with `keep_start` the first.
 
     An end-of-text token at the end of a text is always kept: the model was trained to give its score there. Characters
-    that are too far from the tokens that are kept are not tokenized, which takes long in texts without spaces.
+    too far from the kept tokens are not tokenized, because tokenization is slow in texts without spaces.
     """
     limit, end = most_characters(max_len), str(tokenizer.eos_token)
 

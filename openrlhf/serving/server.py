@@ -23,7 +23,7 @@ from openrlhf.serving.scorer import load_scorer
 
 logger = logging.getLogger(__name__)
 
-BITE = 1 << 18  # characters that are tokenized in one go; then it is the turn of another request
+BITE = 1 << 18  # characters that are tokenized at once, before another request gets its turn
 SHUTDOWN_TIMEOUT_S = 10  # for the requests in progress when the server is stopped
 EXAMPLE = '{"query": ["prompt and response"]}'
 
@@ -77,7 +77,7 @@ def reward_app(tokenize: Callable[[list[str]], Texts], batcher: Batcher, *, max_
 
     @app.exception_handler(ClientDisconnect)
     async def left(_: Request, error: Exception) -> Response:
-        return Response(status_code=400)  # nobody reads it
+        return Response(status_code=400)  # the client is gone
 
     @app.get("/health")
     async def health() -> dict[str, str]:

@@ -40,8 +40,8 @@ class Started(Held):
 class AsyncSource(Source):
     """Keeps as many prompts in generation as `Capacity` allows, and gives the loop finished ones.
 
-    Private methods run in the event loop, public ones in the controller's thread. Prompts start in their order; an epoch
-    follows the other without a break. With --train.partial_rollout_enable, samples under way go on under new weights.
+    Private methods run in the event loop, public ones in the controller's thread. Prompts start in order; epochs follow
+    each other without a break. With --train.partial_rollout_enable, samples in progress continue with the new weights.
     Otherwise a publication waits until their last tokens are drawn, and every sample has one version. It does not wait for
     rewards. `consumed`: prompts drawn.
     """

@@ -109,8 +109,8 @@ class ExperienceMaker:
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         """Return the rows to train on with r_t, Â_t and Ĝ_t, and the metrics of the batch.
 
-        With --algo.loss.mask_truncated, truncated samples count in the metrics and in the baselines of their prompts, and
-        are not among the rows: numerators and denominators of all losses are without them.  DAPO, section 3.4,
+        With --algo.loss.mask_truncated, truncated samples count in the metrics and in the baselines of their prompts,
+        but are not among the rows, so no loss has them in its numerator or denominator.  DAPO, section 3.4,
         arXiv:2503.14476 (overlong filtering)
         """
         algo, advantage = self.config.algo, self.config.algo.advantage

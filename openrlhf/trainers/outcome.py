@@ -1,4 +1,4 @@
-"""What became of the episodes of a run, for the end of a run that ran out of prompts or learned nothing."""
+"""Counts of a run's episodes by outcome, for the last message of a run that ran out of prompts or learned nothing."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from openrlhf.trainers.filtering import DynamicFilter
 
 
 class NothingLearned(UserError, RuntimeError):
-    """The run ended without an optimizer step; the message says what became of the episodes."""
+    """The run ended without an optimizer step; the message says what happened to the episodes."""
 
 
 @dataclass(kw_only=True)
@@ -60,7 +60,7 @@ class Outcome:
             return
         left_out = [f"{self.failed} failed"] if self.failed else []
         if self.alone:
-            left_out.append(f"{self.alone} had no other finished sample of their prompt to be compared with")
+            left_out.append(f"{self.alone} had no other finished sample of their prompt to compare with")
         if self.truncated:
             left_out.append(f"{self.truncated} are truncated (--algo.loss.mask_truncated)")
         counts = f" Of {self.episodes} episodes {', '.join(left_out)}." if left_out else ""

@@ -94,7 +94,7 @@ class PPOTrainer:
                 self.run_evaluation()
             if self.source.exhausted and self.step < self.source.total_steps:
                 why = self.outcome.rejections
-                self.recorder.display.note(f"Nothing is left to learn from after step {self.step}.{why}")
+                self.recorder.display.note(f"No prompts to train on are left after step {self.step}.{why}")
             if not self.resumed:
                 self.outcome.check()
             self.return_to_best()

@@ -77,7 +77,10 @@ class PairTask(OfflineTask[Paired, PairRow, Micro], Generic[Paired, Micro]):
 
 
 def pair_metrics(losses: Tensor, rewards: Tensor) -> dict[str, Metric]:
-    """Loss, accuracy and mean rewards of pairs. A pair of equal rewards is half right. Rewards 2i and 2i + 1 are those of the chosen and rejected text of pair i."""
+    """Return loss, accuracy and mean rewards of pairs. A tie is half right.
+
+    Rewards 2i and 2i + 1 are those of the chosen and the rejected text of pair i.
+    """
     chosen, rejected, pairs = rewards[0::2], rewards[1::2], len(losses)
     right = (chosen > rejected).float() + (chosen == rejected).float() / 2
     accuracy = Mean(float(right.sum()), pairs)

@@ -36,4 +36,4 @@ class RolloutOnly:
             self.recorder.step(self.step, values(metrics))
             began = time.perf_counter()
         if not self.step:
-            self.recorder.display.note(f"The run has no step: nothing is left of its prompts.{outcome.rejections}")
+            self.recorder.display.note(f"The run has no step: no episode was kept.{outcome.rejections}")

@@ -67,7 +67,7 @@ class Source(ABC):
         """Write what has been drawn and not been trained on; by default nothing, because it is drawn again."""
 
     def publishing(self, version: int) -> AbstractContextManager[bool]:
-        """Publish the weights within it if it yields True. By default, no sample is under way between two steps."""
+        """Yield True if weights can be published in the block. By default, no sample is in progress between steps."""
         return nullcontext(True)
 
     def close(self) -> None:  # noqa: B027 — or to end

@@ -55,7 +55,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.limits = MicroBatchLimits(size=self.train.micro_batch_size, packed=config.ds.packing_samples)
         self.step = 0
         self.saved = -1  # the step of the newest checkpoint
-        self.measured_at = -1  # the step whose weights the numbers in the model are of
+        self.measured_at = -1  # the step whose numbers the model stores
 
     def fit(self) -> None:
         """Train until the steps or the patience are used up, then export to --ckpt.output_dir."""
@@ -197,7 +197,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         return numbers
 
     def store_numbers(self, *, interruptible: bool = False) -> None:
-        """Let the model store the numbers of the weights that are exported, as a reward model stores the mean of its rewards.
+        """Let the model store statistics of the exported weights: a reward model stores the mean of its rewards.
 
         `interruptible`: if a rank is asked to end meanwhile, the model keeps those of its newest evaluation. Collective.
         """
@@ -211,7 +211,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         """This rank's evaluation rows, and whether they count.
 
         Every rank runs as many forwards as rank 0, which has the most rows: under ZeRO 3 a forward is collective, and so is
-        the question whether an evaluation is interrupted.
+        the check for an interruption.
         """
         assert self.eval_rows is not None
         size, ranks = self.train.micro_batch_size, self.strategy.dp_size
@@ -225,7 +225,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         yield from [([self.eval_rows[0]], False)] * missing
 
     def save(self, *, best: bool = False) -> None:
-        """Write a checkpoint of the current state, or say why it cannot be written and continue. Collective over the ranks.
+        """Write a checkpoint of the current state, or report why it failed and continue. Collective over the ranks.
 
         Raises CheckpointError if one of several ranks cannot write its part: the other ranks wait for it.
         """

@@ -325,7 +325,7 @@ def test_a_full_disk_is_reported_with_the_path_and_that_older_checkpoints_stand(
     def strike(count: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with sabotage(strike, MODIFY), pytest.raises(CheckpointError, match=r"--ckpt\.path .*No space left.*still stand"):
+    with sabotage(strike, MODIFY), pytest.raises(CheckpointError, match=r"--ckpt\.path .*No space left.*are kept"):
         manager.commit(staged, state=RunState(step=2))
     assert newest_label(manager) == "old"
 

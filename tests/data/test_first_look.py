@@ -162,7 +162,7 @@ def test_the_same_prompts_are_not_and_neither_are_rows_that_bring_the_template_a
 @pytest.mark.parametrize(
     ("texts", "ending", "said"),
     [
-        (["Q: no <eos>", "Q: yes <eos>", "Q: cu<eos>"], " <eos>", "end with a space before <eos>"),
+        (["Q: no <eos>", "Q: yes <eos>", "Q: cu<eos>"], " <eos>", "end with an added space before <eos>"),
         (["Q: no<eos>", "Q: yes<eos>"], "<eos>", None),
         (["Q: no", "Q: yes"], "", "will not learn to end"),
     ],

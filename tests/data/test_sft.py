@@ -255,7 +255,7 @@ def test_answers_that_the_template_rewrites_are_context_and_counted() -> None:
         "<|user|>a<|end|>\n<|assistant|>ok<|end|>\n<|user|>c<|end|>\n<|assistant|>",
         "[<think>s</think>no<|end|>]",
     ]
-    assert "1 assistant turns are not learned" in rows.summary
+    assert "1 assistant turns are not trained on" in rows.summary
 
 
 def test_messages_after_the_last_answer_are_cut_off() -> None:

@@ -324,7 +324,7 @@ def test_a_role_marker_that_ends_a_turn_is_a_target_if_generation_stops_at_it_an
     text, targets = learned(chats(tokenizer, SAID, multiturn=True))
     assert text == "<|user|>a<|assistant|>b<|user|>c<|assistant|>d <eos>"
     assert targets == ("b<|user|>d <eos>" if stops else "bd <eos>")
-    assert ("1 learned turns" in capsys.readouterr().err) == (not stops)
+    assert ("1 trained turns" in capsys.readouterr().err) == (not stops)
 
 
 @pytest.mark.parametrize("template", [PLAIN_CHAT, MARKED_CHAT, ROLE_MARKED_CHAT])

@@ -415,7 +415,7 @@ def test_the_first_rows_tell_what_will_not_fit_together(whole: Path, workspace: 
     }
     done = run("train_ppo_ray", reinforced)
     trained = f"--actor.model_name_or_path {whole / 'model'} was trained with --data.input_template ${TEMPLATE!r}"
-    assert f"{trained}, and so is this run" in done.errors
+    assert f"{trained}, so this run uses that too" in done.errors
     assert re.search(rf"\d+ of {TRAIN_ROWS} prompts keep only their last 8 tokens", done.errors), done.errors
 
 

@@ -278,6 +278,6 @@ def test_an_offline_run_that_is_terminated_and_then_interrupted_saves_its_last_s
         send_when(process, folder, number, to="", step=step)
         done = finish(process)
         assert (done.status, done.errors.strip().splitlines()[-1]) == expected, done.errors
-        assert f"Step {steps_logged(folder)} is saved: --ckpt.load_enable goes on from it." in done.printed
+        assert f"Step {steps_logged(folder)} is saved: --ckpt.load_enable continues from it." in done.printed
     run("train_sft", goes_on)
     assert numbers(folder) == numbers(unbroken)

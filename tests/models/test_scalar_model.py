@@ -317,7 +317,7 @@ def test_zero_3_changes_no_number_of_a_new_or_a_stored_head(tmp_path: Path) -> N
 
 def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    with pytest.raises(ValueError, match=r"is no reward model.*score\.weight, is missing.*lm_head\.weight"):
+    with pytest.raises(ValueError, match=r"is not a reward model.*score\.weight, is missing.*lm_head\.weight"):
         load_scalar(spec(path), require_head=True)
 
 

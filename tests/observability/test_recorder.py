@@ -76,7 +76,7 @@ def test_a_resumed_run_lists_the_flags_that_changed_with_both_values(
         "--lr_scheduler cosine_with_min_lr (before: constant)",
         "--train.seed 7 (before: 42)",
     }
-    assert set(said.strip().removesuffix(".").partition(" had: ")[2].split(", ")) == expected
+    assert set(said.strip().removesuffix(".").partition(" than before: ")[2].split(", ")) == expected
 
 
 def test_a_resumed_run_with_the_same_flags_or_other_places_lists_none(

@@ -231,8 +231,8 @@ class Full:
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on() -> None:
-    told = [f"The run goes on without a checkpoint of step {step}: no room" for step in (1, 2)]
-    end = ["Nothing is left to learn from after step 2.", "export"]
+    told = [f"The run continues without a checkpoint of step {step}: no room" for step in (1, 2)]
+    end = ["No prompts to train on are left after step 2.", "export"]
     assert events([KEPT, KEPT], checkpoints=Full()) == ["step 1, 100%", told[0], "step 2, 100%", told[1], *end]
 
 
@@ -265,7 +265,7 @@ def test_a_resumed_run_makes_the_last_evaluation_that_was_not_made() -> None:
         made.policy = SimpleNamespace(broadcast=lambda *_: [])
         made.resume(SimpleNamespace(state=state, engine_dir=lambda part: "", tag="global_step2"))
         made.fit()
-        assert notes.events == [*made_up, "Nothing is left to learn from after step 2.", "export"]
+        assert notes.events == [*made_up, "No prompts to train on are left after step 2.", "export"]
 
 
 def test_a_run_without_checkpoints_that_is_terminated_says_that_nothing_is_saved_and_which_flag_saves() -> None:
@@ -290,12 +290,12 @@ FILTERED = [thrown_away(episode(1, sample, score=1.0)) for sample in range(2)]
 
 
 def test_the_last_evaluation_comes_after_the_last_prompt_though_the_run_has_fewer_steps() -> None:
-    end = ["evaluation 2", "Nothing is left to learn from after step 2.", "export"]
+    end = ["evaluation 2", "No prompts to train on are left after step 2.", "export"]
     assert events([KEPT + FILTERED, KEPT], eval_steps=10) == ["step 1, 50%", "step 2, 100%", *end]
 
 
 def test_an_episode_whose_rest_is_all_filtered_makes_no_step_and_the_last_evaluation_is_made_all_the_same() -> None:
-    end = ["evaluation 2", "Nothing is left to learn from after step 2.", "export"]
+    end = ["evaluation 2", "No prompts to train on are left after step 2.", "export"]
     assert events([KEPT, FILTERED, KEPT, FILTERED], eval_steps=10) == ["step 1, 100%", "step 2, 100%", *end]
 
 
@@ -324,7 +324,7 @@ def test_a_batch_of_truncated_samples_alone_is_no_update_if_these_are_left_out()
     with pytest.raises(NothingLearned) as raised:
         made.fit()
     assert "2 are truncated (--algo.loss.mask_truncated)" in str(raised.value)
-    assert notes.events == ["step 1, 100%", "Nothing is left to learn from after step 1."]
+    assert notes.events == ["step 1, 100%", "No prompts to train on are left after step 1."]
     assert made.weights.published == [0]
 
 
@@ -385,7 +385,7 @@ def test_an_evaluation_that_is_interrupted_leaves_a_checkpoint_and_is_made_after
 
 
 def test_weights_that_have_been_evaluated_are_not_evaluated_again() -> None:
-    end = ["Nothing is left to learn from after step 1.", "export"]
+    end = ["No prompts to train on are left after step 1.", "export"]
     assert events([KEPT, FILTERED], eval_steps=1) == ["step 1, 100%", "evaluation 1", *end]
     assert "evaluation" not in "".join(events([KEPT, FILTERED], eval_steps=-1))
 
