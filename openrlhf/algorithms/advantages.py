@@ -1,8 +1,9 @@
-"""Credit assignment: from rewards to advantages and returns. One estimator, one name.
+"""Credit assignment: advantages and returns from rewards.
 
-An estimator is two ideas: how the rewards of a prompt's samples are shaped before they become token rewards (the
-baseline), and how token rewards become advantages. The caller takes the same steps with every estimator:
-`shape_rewards` → `rewards.clip_rewards` → `rewards.token_rewards` → the estimator's `credit` → `normalize_advantages`.
+An advantage estimator has two parts: a baseline, which shapes the rewards of a prompt's samples before they become
+token rewards, and a credit assignment, which turns token rewards into advantages. Every estimator goes through the
+same steps: `shape_rewards` → `rewards.clip_rewards` → `rewards.token_rewards` → the estimator's `credit` →
+`normalize_advantages`.
 """
 
 import math
@@ -28,28 +29,34 @@ CreditAssignment = Callable[..., tuple[Tensor, Tensor]]
 def gae(
     token_rewards: PerToken, values: PerToken, mask: TokenMask, *, gamma: float, lam: float
 ) -> tuple[PerToken, PerToken]:
-    """δ_t = r_t + γ V_{t+1} − V_t,   Â_t = δ_t + γλ Â_{t+1}.     Schulman et al. 2016, eq. 16, arXiv:1506.02438
+    """Compute δ_t = r_t + γ V_{t+1} − V_t and Â_t = δ_t + γλ Â_{t+1}.
 
-    Positions outside `mask` are stepped over: an action before a tool call bootstraps from the next action. After the
-    last action V and Â are 0. Returns (advantages, returns), zero outside `mask`; returns = advantages + values; not
-    whitened. Raises ValueError if the three shapes differ.
+    Schulman et al. 2016, eq. 16, arXiv:1506.02438
+
+    Positions outside `mask` are skipped: an action before a tool call bootstraps from the next action. V and Â are 0
+    after the last action. Returns (advantages, returns), (B, T), zero outside `mask`; returns = advantages + values;
+    not whitened. Raises ValueError if the three shapes differ.
     """
     if not token_rewards.shape == values.shape == mask.shape:
-        shapes = [tuple(x.shape) for x in (token_rewards, values, mask)]
-        raise ValueError(f"token rewards, values and mask must be blocks of one shape, not {shapes}")
-    longest = int(mask.sum(1).max()) if mask.numel() else 0
-    order = (~mask).byte().argsort(dim=1, stable=True)[:, :longest]  # each row's actions, in order
-    acting = mask.gather(1, order)
-    rewards = token_rewards.gather(1, order).masked_fill(~acting, 0)
-    baseline = values.gather(1, order).masked_fill(~acting, 0)
-    deltas = rewards + gamma * F.pad(baseline, (0, 1))[:, 1:] - baseline
+        shapes = [tuple(token_rewards.shape), tuple(values.shape), tuple(mask.shape)]
+        raise ValueError(f"token rewards, values and mask must have one shape, not {shapes}")
+    if not mask.numel():
+        return torch.zeros_like(token_rewards), torch.zeros_like(token_rewards)
+    most_actions = int(mask.sum(1).max())
+    # Move each row's actions to its front, keeping their order.
+    order = (~mask).byte().argsort(dim=1, stable=True)[:, :most_actions]
+    is_action = mask.gather(1, order)
+    rewards = token_rewards.gather(1, order).masked_fill(~is_action, 0)
+    baseline = values.gather(1, order).masked_fill(~is_action, 0)
+    next_values = F.pad(baseline, (0, 1))[:, 1:]
+    deltas = rewards + gamma * next_values - baseline
     advantages = _discounted_sums(deltas, gamma * lam)
-    blank = torch.zeros_like(token_rewards)
-    return blank.scatter(1, order, advantages), blank.scatter(1, order, advantages + baseline)
+    zeros = torch.zeros_like(token_rewards)
+    return zeros.scatter(1, order, advantages), zeros.scatter(1, order, advantages + baseline)
 
 
 def _discounted_sums(x: PerToken, decay: float) -> PerToken:
-    """S_t = x_t + decay · S_{t+1}, from the right."""
+    """Compute S_t = x_t + decay · S_{t+1} along the last axis."""
     sums = torch.empty_like(x)
     following = x.new_zeros(len(x))
     for t in reversed(range(x.shape[1])):
@@ -61,9 +68,9 @@ def _discounted_sums(x: PerToken, decay: float) -> PerToken:
 def monte_carlo(
     token_rewards: PerToken, values: PerToken, mask: TokenMask, *, gamma: float, lam: float
 ) -> tuple[PerToken, PerToken]:
-    """Â_t = Ĝ_t = r_t + γ Ĝ_{t+1} over action tokens, zero elsewhere: GAE with λ = 1 and no critic.
+    """Compute Â_t = Ĝ_t = r_t + γ Ĝ_{t+1} over the action tokens: GAE with λ = 1 and without a critic.
 
-    The credit of every estimator without a critic; `values` and `lam` are not used.
+    All estimators without a critic use this credit assignment. `values` and `lam` are ignored.
     """
     returns, _ = gae(token_rewards, torch.zeros_like(token_rewards), mask, gamma=gamma, lam=1.0)
     return returns, returns
@@ -71,57 +78,61 @@ def monte_carlo(
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStatistics:
-    """Each sample compared with the samples of its prompt; float64."""
+    """Statistics of the group of each sample, in float64. A group has the samples of one prompt."""
 
     centered: Float[Tensor, " R"]  # reward − mean of the group
     size: Float[Tensor, " R"]
-    std: Float[Tensor, " R"]  # unbiased; 0 for a sample without peers
+    std: Float[Tensor, " R"]  # unbiased; 0 for a group of one sample
 
 
 def group_statistics(rewards: PerSample, group: GroupIds) -> GroupStatistics:
-    """Statistics of each sample's group. Groups may differ in size, and their samples need not be neighbours.
+    """Compute the statistics of each sample's group. Groups may differ in size, and their samples need not be adjacent.
 
-    Equal rewards have exactly zero `centered` and `std`, because rewards are measured from the smallest reward of the
-    group. A mean of the rewards themselves may have a rounding error, and a division by the tiny standard deviation
-    would make this error as large as real advantages.
+    If all rewards of a group are equal, `centered` and `std` are exactly zero, because the smallest reward of the group
+    is subtracted first. The mean of the rewards themselves may have a rounding error, and dividing that error by a tiny
+    standard deviation would make it as large as a real advantage.
     """
     untyped = cast(Any, torch)
-    _, place, counts = untyped.unique(group, return_inverse=True, return_counts=True)
+    _, group_index, counts = untyped.unique(group, return_inverse=True, return_counts=True)
     exact = rewards.double()
-    lowest = exact.new_zeros(len(counts)).scatter_reduce(0, place, exact, "amin", include_self=False)
-    above = exact - lowest[place]
+    zeros = exact.new_zeros(len(counts))
+    lowest = zeros.scatter_reduce(0, group_index, exact, "amin", include_self=False)
+    above_lowest = exact - lowest[group_index]
     size = counts.double()
-    mean = exact.new_zeros(len(counts)).index_add(0, place, above) / size
-    centered = above - mean[place]
-    squares = exact.new_zeros(len(counts)).index_add(0, place, centered.square())
+    mean = zeros.index_add(0, group_index, above_lowest) / size
+    centered = above_lowest - mean[group_index]
+    squares = zeros.index_add(0, group_index, centered.square())
     std = (squares / (size - 1).clamp(min=1)).sqrt()
-    return GroupStatistics(centered=centered, size=size[place], std=std[place])
+    return GroupStatistics(centered=centered, size=size[group_index], std=std[group_index])
 
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """A registered estimator: a shaping of rewards, and its properties."""
+    """A registered estimator: a function that shapes rewards, and its properties."""
 
-    shape: RewardShaping  # 0 for a sample without peers if `per_group`: there is nothing to compare the sample with
+    shape: RewardShaping  # returns 0 for the only sample of a group if `per_group`
     _: KW_ONLY
     credit: CreditAssignment = monte_carlo
-    per_group: bool = False  # compares the samples of one prompt: needs two or more of them, and γ = 1
+    per_group: bool = False  # compares the samples of a prompt; requires at least two, and γ = 1
     needs_critic: bool = False
-    whiten: bool = False  # advantages are normalised over all action tokens of the batch
+    whiten: bool = False  # whiten advantages over all action tokens of the batch
 
 
 class EstimatorError(ValueError):
-    """The shaping of an estimator (possibly a user's) broke its contract. The message completes the caller's sentence."""
+    """The reward shaping of an estimator, perhaps a plug-in's, broke its contract.
+
+    The message is a sentence about "it", the shaping function: the caller puts the estimator's name before it.
+    """
 
 
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator", AdvantageEstimator)
-advantage_estimator = ADVANTAGE_ESTIMATORS.register  # decorates a shaping
+advantage_estimator = ADVANTAGE_ESTIMATORS.register  # decorates a function that shapes rewards
 
 
 @advantage_estimator("gae", needs_critic=True, whiten=True, credit=gae)
 @advantage_estimator("reinforce", whiten=True)
 def unshaped(rewards: PerSample, group: GroupIds) -> PerSample:
-    """R unchanged: the baseline is V, or the mean that whitening subtracts.
+    """Return R unchanged: the baseline is V, or the mean that whitening subtracts.
 
     GAE as in PPO, arXiv:1707.06347; REINFORCE++, Hu et al. 2025, arXiv:2501.03262
     """
@@ -131,7 +142,7 @@ def unshaped(rewards: PerSample, group: GroupIds) -> PerSample:
 @advantage_estimator("reinforce_baseline", per_group=True, whiten=True)
 @advantage_estimator("dr_grpo", per_group=True)
 def mean_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
-    """R_i − mean of the prompt's rewards.
+    """Compute R_i − mean of the rewards of the prompt.
 
     REINFORCE++-baseline, arXiv:2501.03262, whitens the result; Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, does not.
     """
@@ -140,52 +151,80 @@ def mean_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
 
 @advantage_estimator("rloo", per_group=True)
 def rloo(rewards: PerSample, group: GroupIds) -> PerSample:
-    """R_i − mean of the *other* rewards of the prompt, which is (R_i − mean) · n / (n − 1).
+    """Compute R_i − mean of the *other* rewards of the prompt, which is (R_i − mean) · n / (n − 1).
 
     Ahmadian et al. 2024, arXiv:2402.14740
     """
     stats = group_statistics(rewards, group)
-    return (stats.centered * stats.size / (stats.size - 1).clamp(min=1)).to(rewards.dtype)
+    other_samples = (stats.size - 1).clamp(min=1)
+    shaped = stats.centered * stats.size / other_samples
+    return shaped.to(rewards.dtype)
 
 
 @advantage_estimator("group_norm", per_group=True)
 def group_norm(rewards: PerSample, group: GroupIds) -> PerSample:
-    """(R_i − mean) / (std + 1e-9), std unbiased.  GRPO, Shao et al. 2024, arXiv:2402.03300"""
-    stats = group_statistics(rewards, group)
-    return (stats.centered / (stats.std + GROUP_STD_EPSILON)).to(rewards.dtype)
+    """Compute (R_i − mean) / (std + 1e-9), std unbiased.
 
-
-def shape_rewards(rewards: PerSample, group: GroupIds, estimator: AdvantageEstimator) -> PerSample:
-    """The rewards of all samples of the batch after the estimator's shaping.
-
-    Raises ValueError if a reward is not finite: the reward is missing, or its source is broken. Raises EstimatorError if the
-    shaping fails, or returns anything but one finite number per sample.
+    GRPO, Shao et al. 2024, arXiv:2402.03300
     """
-    broken = {i: float(reward) for i, reward in enumerate(rewards) if not math.isfinite(reward)}
-    if broken:
-        raise ValueError(f"rewards must be finite numbers, but by sample they are {broken}")
+    stats = group_statistics(rewards, group)
+    shaped = stats.centered / (stats.std + GROUP_STD_EPSILON)
+    return shaped.to(rewards.dtype)
+
+
+def shape_rewards(
+    rewards: PerSample, group: GroupIds, estimator: AdvantageEstimator
+) -> PerSample:
+    """Apply the reward shaping of an estimator to all samples of the batch.
+
+    Raises ValueError if a reward is not finite: it is missing, or its source is broken. Raises EstimatorError if the
+    shaping function fails, or does not return one finite number per sample.
+    """
+    _check_finite(rewards)
     try:
-        shaped: Any = estimator.shape(rewards, group)
+        shaped = estimator.shape(rewards, group)
     except Exception as error:
         raise EstimatorError(
-            f"it failed with {type(error).__name__}: {error}. It is called with two tensors: the rewards of all samples "
-            "of the batch, and the numbers of their prompts."
+            f"it failed with {type(error).__name__}: {error}. It is called with two tensors: the "
+            "rewards of all samples of the batch, and the numbers of their prompts."
         ) from error
-    wanted = f"It has to return a tensor of {len(rewards)} floating-point numbers, one per sample"
+    _check_shaped(shaped, rewards)
+    return shaped
+
+
+def _check_finite(rewards: PerSample) -> None:
+    broken: dict[int, float] = {}
+    for sample, reward in enumerate(rewards.tolist()):
+        if not math.isfinite(reward):
+            broken[sample] = reward
+    if broken:
+        raise ValueError(f"rewards must be finite numbers, but by sample they are {broken}")
+
+
+def _check_shaped(shaped: Any, rewards: PerSample) -> None:
+    """Raise EstimatorError unless `shaped` has one finite number per sample."""
+    wanted = (
+        f"It has to return a tensor of {len(rewards)} floating-point numbers, one per sample"
+    )
     if not isinstance(shaped, Tensor) or not shaped.is_floating_point():
         raise EstimatorError(f"it returned {type(shaped).__name__} {shaped!r:.80}. {wanted}.")
     if shaped.shape != rewards.shape:
         raise EstimatorError(f"it returned a tensor of shape {tuple(shaped.shape)}. {wanted}.")
-    if not shaped.isfinite().all():
-        sample = int((~shaped.isfinite()).nonzero()[0])
-        raise EstimatorError(
-            f"of a reward of {float(rewards[sample]):g} it made {float(shaped[sample]):g}. {wanted}, all finite."
-        )
-    return shaped
+    finite = shaped.isfinite()
+    if not finite.all():
+        sample = int((~finite).nonzero()[0])
+        reward, result = float(rewards[sample]), float(shaped[sample])
+        raise EstimatorError(f"of a reward of {reward:g} it made {result:g}. {wanted}, all finite.")
 
 
 def normalize_advantages(
-    advantages: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"], estimator: AdvantageEstimator, *, scale: bool = True
+    advantages: Float[Tensor, "*s"],
+    mask: Bool[Tensor, "*s"],
+    estimator: AdvantageEstimator,
+    *,
+    scale: bool = True,
 ) -> Float[Tensor, "*s"]:
-    """Advantages whitened over the action tokens of the whole batch, if the estimator asks for whitening."""
-    return masked_whiten(advantages, mask, scale=scale) if estimator.whiten else advantages
+    """Whiten the advantages over the action tokens of the whole batch if the estimator asks for it."""
+    if not estimator.whiten:
+        return advantages
+    return masked_whiten(advantages, mask, scale=scale)

@@ -1,8 +1,8 @@
-"""Train/rollout mismatch: the engine gave a token another probability than the trainer gives the token.
+"""Corrections of the train/rollout mismatch: trainer and engine assign a token different probabilities.
 
-ω = π_old / π_rollout, π_old recomputed by the trainer. A correction multiplies each token's loss by a weight made of ω.
-A correction has three parts: the *level* at which ω is taken, the *mode* in which ω is bounded, and the *band* of the
-bounds.
+ω = π_old / π_rollout, where the trainer recomputes π_old. A correction multiplies the loss of each token by a weight
+computed from ω. It has three parts: the *level* at which ω is taken, the *mode* in which ω is bounded, and the *band*
+with the bounds.
 """
 
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ Mode = Literal["clip", "mask", "truncate"]
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """One choice of level, mode and band, 0 ≤ low < high.
+    """A level, a mode and a band, 0 ≤ low < high.
 
-    Level: ω of the token itself, the product over the tokens of its row, or their geometric mean. Mode: `clip` holds
-    the ω of the level to the band; `truncate` holds it below the upper end only; `mask` gives the token its own ω, or 0
-    if the ω of the level is outside the band.
+    Level: ω of the token itself, the product of ω over its row, or their geometric mean. Mode: `clip` clips the ω of
+    the level to the band; `truncate` applies the upper bound only; `mask` weights the token by its own ω, or by 0 if
+    the ω of the level is outside the band.
     """
 
     level: Level
@@ -36,23 +36,32 @@ class Correction:
 def correction_weights(
     old_logprobs: PerToken, rollout_logprobs: PerToken, mask: TokenMask, correction: Correction
 ) -> tuple[PerToken, TokenMask]:
-    """The weight of each token's loss, without gradient, and the tokens whose ω was out of bounds.
+    """Return the weight of each token's loss, without gradient, and a mask of the tokens with ω out of bounds.
 
     With ω = [0.4, 1, 9] in one row and the band [0.5, 5]: token clip → [0.5, 1, 5]; token mask → [0, 1, 0]; token
-    truncate → [0.4, 1, 5]; geometric mask → [0.4, 1, 9], because the row's mean of 1.53 lies in the band. Zero (False)
-    outside `mask`; ω is bounded to exp(±20).
+    truncate → [0.4, 1, 5]; geometric mask → [0.4, 1, 9], because the geometric mean of the row, 1.53, lies in the band. Zero
+    (False) outside `mask`; ω is bounded to exp(±20).
     """
     log_omega = log_ratio(old_logprobs, rollout_logprobs, mask)
-    own = bounded_exp(log_omega)
-    omega = bounded_exp(_at_level(log_omega, mask, correction.level)).expand_as(own)
-    low = 0.0 if correction.mode == "truncate" else correction.low
-    outside = (omega < low) | (omega > correction.high)
-    weights = own.masked_fill(outside, 0) if correction.mode == "mask" else omega.clamp(low, correction.high)
+    token_omega = bounded_exp(log_omega)
+    level_log_omega = _at_level(log_omega, mask, correction.level)
+    omega = bounded_exp(level_log_omega).expand_as(token_omega)
+    low, high = correction.low, correction.high
+    if correction.mode == "truncate":
+        low = 0.0
+    outside = (omega < low) | (omega > high)
+    if correction.mode == "mask":
+        weights = token_omega.masked_fill(outside, 0)
+    else:
+        weights = omega.clamp(low, high)
     return weights.masked_fill(~mask, 0), outside & mask
 
 
 def _at_level(log_omega: Tensor, mask: Tensor, level: Level) -> Tensor:
+    """Return log ω of each token (B, T), or one number per row (B, 1)."""
     if level == "token":
         return log_omega
     total = log_omega.sum(1, keepdim=True)
-    return total if level == "sequence" else total / mask.sum(1, keepdim=True).clamp(min=1)
+    if level == "sequence":
+        return total
+    return total / mask.sum(1, keepdim=True).clamp(min=1)

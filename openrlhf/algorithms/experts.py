@@ -1,4 +1,4 @@
-"""Mixtures of experts: how evenly the routers use them."""
+"""The load-balancing loss of mixtures of experts."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,23 @@ from torch import Tensor
 
 
 def load_balancing_loss(router_logits: Sequence[Float[Tensor, "N E"]], *, top_k: int) -> Float[Tensor, ""]:
-    """E · Σ_e f_e · P_e over the tokens of all layers.     Fedus et al. 2021, eqs. 4–6, arXiv:2101.03961
+    """Compute E · Σ_e f_e · P_e over the tokens of all layers.
 
-    f_e is the number of choices of expert e per token, P_e the mean probability of expert e. The paper has one choice
-    per token; here there are `top_k`. Layers are pooled, as Transformers does. The loss is `top_k` if every expert is
-    used alike, and up to E if the same experts are always chosen. The gradient goes through P alone.
+    Fedus et al. 2021, eqs. 4–6, arXiv:2101.03961
+
+    f_e is how often expert e is chosen per token, P_e its mean probability. The paper chooses one expert per token;
+    here `top_k` are chosen. Layers are pooled, as in Transformers. The loss is `top_k` if all experts are used equally
+    and up to E if the same experts are always chosen. Only P has a gradient.
     """
-    probabilities = [logits.float().softmax(-1) for logits in router_logits]
-    experts, tokens = probabilities[0].shape[-1], sum(len(layer) for layer in probabilities)
-    chosen = [layer.topk(top_k).indices.flatten().bincount(minlength=experts) for layer in probabilities]
-    choices = torch.stack(chosen).sum(0) / tokens
-    means = torch.stack([layer.sum(0) for layer in probabilities]).sum(0) / tokens
+    experts, tokens = router_logits[0].shape[-1], 0
+    choices_by_layer: list[Tensor] = []
+    probability_by_layer: list[Tensor] = []
+    for logits in router_logits:
+        probabilities = logits.float().softmax(-1)
+        chosen = probabilities.topk(top_k).indices.flatten()
+        choices_by_layer.append(chosen.bincount(minlength=experts))
+        probability_by_layer.append(probabilities.sum(0))
+        tokens += len(logits)
+    choices = torch.stack(choices_by_layer).sum(0) / tokens
+    means = torch.stack(probability_by_layer).sum(0) / tokens
     return experts * (choices * means).sum()

@@ -1,4 +1,4 @@
-"""How far the policy is from its reference: estimators per token, and the coefficient β."""
+"""KL divergence between policy and reference: estimators per token, and the coefficient β."""
 
 import math
 from collections.abc import Callable
@@ -9,15 +9,15 @@ from torch import Tensor
 from openrlhf.algorithms.registry import Registry
 from openrlhf.algorithms.tensors import LOG_RATIO_BOUND
 
-KL_BOUND = 10.0  # nats: an estimate of one token is held to ±10
+KL_BOUND = 10.0  # nats: the estimate of a token is clipped to ±10
 
-KLEstimator = Callable[[Tensor], Tensor]  # of x = log π − log π_ref, bounded to ±20
+KLEstimator = Callable[[Tensor], Tensor]  # takes x = log π − log π_ref, clipped to ±20
 KL_ESTIMATORS: Registry[KLEstimator] = Registry("KL estimator")
 
 
 @KL_ESTIMATORS.register("k1")
 def k1(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """x: unbiased, of either sign. As a loss its expected gradient is zero.
+    """Return x: unbiased, positive or negative. As a loss, its expected gradient is zero.
 
     Schulman 2020, joschu.net/blog/kl-approx.html
     """
@@ -26,13 +26,16 @@ def k1(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
 
 @KL_ESTIMATORS.register("k2")
 def k2(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """x² / 2: biased, never negative. As a loss it has the gradient of the true KL.  Schulman 2020"""
+    """Return x² / 2: biased, never negative. As a loss, it has the gradient of the true KL.
+
+    Schulman 2020
+    """
     return log_ratio.square() / 2
 
 
 @KL_ESTIMATORS.register("k3")
 def k3(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """exp(−x) − 1 + x: unbiased, never negative. As a loss it has the gradient of KL(π_ref‖π).
+    """Return exp(−x) − 1 + x: unbiased, never negative. As a loss, it has the gradient of KL(π_ref‖π).
 
     Schulman 2020; GRPO, eq. 4, arXiv:2402.03300
     """
@@ -42,38 +45,41 @@ def k3(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
 def kl_estimate(
     logprobs: Float[Tensor, "*s"], ref_logprobs: Float[Tensor, "*s"], estimator: str
 ) -> Float[Tensor, "*s"]:
-    """The estimate of each token in nats, held to ±10.
+    """Return the KL estimate of each token in nats, clipped to ±10.
 
-    An estimate at the bound has no gradient (k3: below x ≈ −2.6). Estimate and gradient are finite for all finite
-    inputs. Raises ValueError for an unknown estimator.
+    A clipped estimate has no gradient (k3: below x ≈ −2.6). Estimate and gradient are finite for all finite inputs.
+    Raises ValueError for an unknown estimator.
     """
     x = (logprobs - ref_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return KL_ESTIMATORS[estimator](x).clamp(-KL_BOUND, KL_BOUND)
 
 
 def kl_clamped(kl: Float[Tensor, "*s"]) -> Bool[Tensor, "*s"]:
-    """True for tokens whose `kl_estimate` is at the bound. The metric `train/kl_clamped` counts them."""
+    """Return a mask of the tokens with a clipped `kl_estimate`. The metric `train/kl_clamped` counts them."""
     return kl.detach().abs() >= KL_BOUND
 
 
 class KLController:
-    """The coefficient β of the KL term, fixed or following a target.     Ziegler et al. 2019, §2.2, arXiv:1909.08593
+    """The coefficient β of the KL term, fixed or adapted to a target.
+
+    Ziegler et al. 2019, §2.2, arXiv:1909.08593
 
     With a `target`, β ← β · (1 + clip(KL / target − 1, ±0.2) · min(n / horizon, 1)). `target` is in nats per action
-    token, `horizon` is a number of samples. The paper does not bound n / horizon; the bound keeps β positive with large
-    batches. Without a target, β is the value of the flag, also after a resume.
+    token, `horizon` in samples. The paper does not bound n / horizon; the bound keeps β positive with large batches.
+    Without a target, β is the value of the flag, also in a resumed run.
     """
 
     def __init__(self, coef: float, *, target: float | None = None, horizon: int = 1) -> None:
         self.coef, self.target, self.horizon = coef, target, horizon
 
     def update(self, kl: float, n: int) -> None:
-        """Adapt β to the mean KL per action token (nats) of `n` samples. A KL that is not finite changes nothing."""
-        if self.target is not None and math.isfinite(kl):
-            error = min(max(kl / self.target - 1, -0.2), 0.2)
-            self.coef *= 1 + error * min(n / self.horizon, 1.0)
+        """Adapt β to the mean KL per action token (nats) of `n` samples. Ignore a KL that is not finite."""
+        if self.target is None or not math.isfinite(kl):
+            return
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.coef *= 1 + error * min(n / self.horizon, 1.0)
 
     def resume(self, coef: float) -> None:
-        """Continue with the β of a checkpoint, if β follows a target."""
+        """Continue with the β of a checkpoint if β adapts to a target."""
         if self.target is not None:
             self.coef = coef

@@ -1,4 +1,4 @@
-"""Losses of preference pairs (DPO and its relatives) and of labelled answers (KTO): pure functions of Σ log π of answers.
+"""Losses of preference pairs (DPO and its relatives) and of labelled answers (KTO), as functions of Σ log π.
 
 h = (log π(y_w) − log π_ref(y_w)) − (log π(y_l) − log π_ref(y_l)); y_w is the chosen answer, y_l the rejected one.
 """
@@ -14,36 +14,33 @@ from torch.nn.functional import logsigmoid, relu
 from openrlhf.algorithms.registry import Registry
 
 PerPair = Float[Tensor, " P"]
-BothAnswers = Float[Tensor, "P 2"]  # of the chosen answer, and of the rejected one
+BothAnswers = Float[Tensor, "P 2"]  # column 0: the chosen answer, column 1: the rejected answer
 PerAnswer = Float[Tensor, " B"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """Pairs: Σ log π of the tokens of each answer, in nats, for the policy and the reference, and the answers' lengths.
-
-    The numbers of the reference are 0 for a loss that needs none.
-    """
+    """Preference pairs: Σ log π of each answer under policy and reference, in nats, and the answers' lengths."""
 
     policy: BothAnswers
-    reference: BothAnswers
+    reference: BothAnswers  # zeros for a loss without a reference
     tokens: BothAnswers
 
     @property
     def h(self) -> PerPair:
-        """By how much more than the reference the policy prefers the chosen answer, in nats."""
-        gained = self.policy - self.reference
-        return gained[:, 0] - gained[:, 1]
+        """h of each pair, in nats: how much more than the reference the policy prefers the chosen answer."""
+        log_ratios = self.policy - self.reference
+        return log_ratios[:, 0] - log_ratios[:, 1]
 
     @property
     def means(self) -> BothAnswers:
-        """The mean log-probability of a token of each answer."""
+        """The mean log-probability per token of each answer."""
         return self.policy / self.tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strength:
-    """The numbers of a preference loss: β, the label smoothing ε in [0, ½), and the target margin γ."""
+    """Parameters of a preference loss: β, the label smoothing ε in [0, ½), and the target margin γ."""
 
     beta: float
     smoothing: float = 0.0
@@ -55,64 +52,81 @@ PreferenceLossFunction = Callable[[Judged, Strength], PerPair]
 
 @dataclass(frozen=True)
 class PreferenceLossChoice:
-    """A registered preference loss, and whether it reads a reference."""
+    """A registered preference loss, and whether it needs a reference."""
 
     function: PreferenceLossFunction
     needs_reference: bool = True
 
 
 PREFERENCE_LOSSES: Registry[PreferenceLossChoice] = Registry("preference loss", PreferenceLossChoice)
-preference_loss = PREFERENCE_LOSSES.register  # under a name of --model.loss_type
+preference_loss = PREFERENCE_LOSSES.register  # the name is a value of --model.loss_type
 
 
 @preference_loss("dpo")
 def dpo(pairs: Judged, strength: Strength) -> PerPair:
-    """ℓ = −(1 − ε) log σ(βh) − ε log σ(−βh).     Rafailov et al. 2023, eq. 7, arXiv:2305.18290
+    """Compute ℓ = −(1 − ε) log σ(βh) − ε log σ(−βh).
 
-    ε > 0 is cDPO, in which a label is wrong with probability ε: Mitchell 2023, ericmitchell.ai/cdpo.pdf
+    Rafailov et al. 2023, eq. 7, arXiv:2305.18290
+
+    ε > 0 is cDPO, which assumes that a label is wrong with probability ε: Mitchell 2023, ericmitchell.ai/cdpo.pdf
     """
-    logits = strength.beta * pairs.h
-    return -(1 - strength.smoothing) * logsigmoid(logits) - strength.smoothing * logsigmoid(-logits)
+    logits, wrong = strength.beta * pairs.h, strength.smoothing
+    return -(1 - wrong) * logsigmoid(logits) - wrong * logsigmoid(-logits)
 
 
 @preference_loss("robust")
 def robust(pairs: Judged, strength: Strength) -> PerPair:
-    """ℓ = (−(1 − ε) log σ(βh) + ε log σ(−βh)) / (1 − 2ε).     Chowdhury et al. 2024, eq. 7, arXiv:2403.00409"""
+    """Compute ℓ = (−(1 − ε) log σ(βh) + ε log σ(−βh)) / (1 − 2ε).
+
+    Chowdhury et al. 2024, eq. 7, arXiv:2403.00409
+    """
     logits, wrong = strength.beta * pairs.h, strength.smoothing
-    return (-(1 - wrong) * logsigmoid(logits) + wrong * logsigmoid(-logits)) / (1 - 2 * wrong)
+    unscaled = -(1 - wrong) * logsigmoid(logits) + wrong * logsigmoid(-logits)
+    return unscaled / (1 - 2 * wrong)
 
 
 @preference_loss("ipo")
 def ipo(pairs: Judged, strength: Strength) -> PerPair:
-    """ℓ = (h − 1/(2β))².     Azar et al. 2023, eq. 17, arXiv:2310.12036"""
+    """Compute ℓ = (h − 1/(2β))².
+
+    Azar et al. 2023, eq. 17, arXiv:2310.12036
+    """
     return (pairs.h - 1 / (2 * strength.beta)).square()
 
 
 @preference_loss("hinge")
 def hinge(pairs: Judged, strength: Strength) -> PerPair:
-    """ℓ = max(0, 1 − βh).     Zhao et al. 2023 (SLiC), arXiv:2305.10425; Liu et al. 2023, arXiv:2309.06657"""
+    """Compute ℓ = max(0, 1 − βh).
+
+    Zhao et al. 2023 (SLiC), arXiv:2305.10425; Liu et al. 2023, arXiv:2309.06657
+    """
     return relu(1 - strength.beta * pairs.h)
 
 
 @preference_loss("simpo", needs_reference=False)
 def simpo(pairs: Judged, strength: Strength) -> PerPair:
-    """ℓ = −log σ(β (log π(y_w)/|y_w| − log π(y_l)/|y_l|) − γ).     Meng et al. 2024, eq. 6, arXiv:2405.14734"""
+    """Compute ℓ = −log σ(β (log π(y_w)/|y_w| − log π(y_l)/|y_l|) − γ).
+
+    Meng et al. 2024, eq. 6, arXiv:2405.14734
+    """
     chosen, rejected = pairs.means.unbind(1)
     return -logsigmoid(strength.beta * (chosen - rejected) - strength.target)
 
 
 @preference_loss("orpo", needs_reference=False)
 def orpo(pairs: Judged, strength: Strength) -> PerPair:
-    """ℓ = −log P(y_w) − β log σ(log odds(y_w) − log odds(y_l)), P the geometric mean of π over an answer's tokens.
+    """Compute ℓ = −log P(y_w) − β log σ(log odds(y_w) − log odds(y_l)).
 
-    Hong et al. 2024, eq. 6 and 7, arXiv:2403.07691, whose λ is β.
+    P is the geometric mean of π over the tokens of an answer. Hong et al. 2024, eqs. 6 and 7, arXiv:2403.07691, where
+    β is called λ.
     """
     chosen, rejected = pairs.means.unbind(1)
-    return -chosen - strength.beta * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+    log_odds_ratio = _log_odds(chosen) - _log_odds(rejected)
+    return -chosen - strength.beta * logsigmoid(log_odds_ratio)
 
 
 def _log_odds(mean: PerPair) -> PerPair:
-    """log(p / (1 − p)) of p = exp(mean); p = 1 is taken as the largest number below."""
+    """Compute log(p / (1 − p)) of p = exp(mean). p = 1 is replaced by the largest number below 1."""
     below = mean.clamp(max=-torch.finfo(mean.dtype).eps)
     return below - torch.log(-torch.expm1(below))
 
@@ -126,12 +140,15 @@ def kto(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> PerAnswer:
-    """ℓ = w_D (1 − σ(β(r − z))) of a desirable answer, w_U (1 − σ(β(z − r))) of an undesirable one.
+    """Compute ℓ = w_D (1 − σ(β(r − z))) for desirable answers and w_U (1 − σ(β(z − r))) for undesirable ones.
 
-    `ratio` is r = log π(y) − log π_ref(y), `kl` is z: the mean of r over prompts with answers to other prompts, at least
-    0, without gradient.  Ethayarajh et al. 2024, eq. 8, arXiv:2402.01306
+    Ethayarajh et al. 2024, eq. 8, arXiv:2402.01306
+
+    `ratio` is r = log π(y) − log π_ref(y). `kl` is z: the mean of r over prompts paired with answers to other prompts,
+    without gradient; a negative z counts as 0.
     """
     reference_point = max(kl, 0.0)
     sign = desirable.to(ratio.dtype) * 2 - 1
     weights = torch.where(desirable, desirable_weight, undesirable_weight).to(ratio.dtype)
-    return weights * torch.sigmoid(-beta * sign * (ratio - reference_point))
+    gain = sign * (ratio - reference_point)
+    return weights * torch.sigmoid(-beta * gain)

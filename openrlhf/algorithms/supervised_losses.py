@@ -9,28 +9,36 @@ Pairs = Float[Tensor, " P"]
 
 
 def token_nll(logprobs: Float[Tensor, "*s"], loss_mask: Bool[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """−log p of every target token in nats, zero elsewhere."""
+    """Return −log p of every target token in nats, zero elsewhere."""
     return -logprobs.masked_fill(~loss_mask, 0)
 
 
 def log_sigmoid(chosen: Pairs, rejected: Pairs, margin: Pairs | None = None) -> Pairs:
-    """−log σ(r_chosen − r_rejected − margin), finite for all rewards.     Ouyang et al. 2022, eq. 1, arXiv:2203.02155
+    """Compute −log σ(r_chosen − r_rejected − margin), which is finite for all rewards.
 
-    The same as log(1 + exp(r_rejected + margin − r_chosen)). The margin: Touvron et al. 2023, eq. 2, arXiv:2307.09288
+    Ouyang et al. 2022, eq. 1, arXiv:2203.02155; the margin: Touvron et al. 2023, eq. 2, arXiv:2307.09288
+
+    Equal to log(1 + exp(r_rejected + margin − r_chosen)).
     """
     difference = chosen - rejected
-    return -F.logsigmoid(difference if margin is None else difference - margin)
+    if margin is not None:
+        difference = difference - margin
+    return -F.logsigmoid(difference)
 
 
 def soft_cross_entropy(
     logits: Float[Tensor, "K V"], teacher: Float[Tensor, "K k"], tokens: Int[Tensor, "K k"] | None = None
 ) -> Float[Tensor, " K"]:
-    """−Σ_v p_T(v) log p_S(v) of every place, in nats.     Hinton et al. 2015, arXiv:1503.02531
+    """Compute −Σ_v p_T(v) log p_S(v) at every position, in nats.
 
-    `teacher`: its logits for all tokens, or for the k `tokens` that it gives most to, whose probabilities then sum to 1.
-    A token that the teacher rules out adds 0, even if the student rules it out too (both logits −∞).
+    Hinton et al. 2015, arXiv:1503.02531
+
+    `teacher` holds the teacher's logits for the whole vocabulary, or for its top k `tokens`, whose probabilities are
+    then renormalized to sum to 1. A token with teacher probability 0 adds 0, even if the student's logit is −∞ too.
     """
     logprobs = torch.log_softmax(logits, -1)
-    chosen = logprobs if tokens is None else logprobs.gather(1, tokens)
+    if tokens is not None:
+        logprobs = logprobs.gather(1, tokens)
     weights = torch.softmax(teacher.to(logits.dtype), -1)
-    return -(weights * chosen.masked_fill(weights == 0, 0.0)).sum(-1)
+    terms = weights * logprobs.masked_fill(weights == 0, 0.0)
+    return -terms.sum(-1)

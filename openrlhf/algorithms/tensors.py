@@ -1,4 +1,4 @@
-"""Masked statistics over tokens; log-probabilities and entropies without holding all logits."""
+"""Masked statistics over tokens, and log-probabilities and entropies that hold one chunk of logits at a time."""
 
 from collections.abc import Iterator
 from typing import Any, cast
@@ -12,26 +12,26 @@ from torch.autograd.function import once_differentiable
 PerToken = Float[Tensor, "B T"]  # position t describes token t
 TokenMask = Bool[Tensor, "B T"]
 PerRow = Float[Tensor, " B"]
-PerSample = Float[Tensor, " R"]  # all samples of a batch, not only the rows of one block
-GroupIds = Int[Tensor, " R"]  # equal numbers: samples of the same prompt
+PerSample = Float[Tensor, " R"]  # all samples of a batch, not only those of one block of rows
+GroupIds = Int[Tensor, " R"]  # samples of the same prompt have the same number
 
 MIN_VARIANCE = 1e-8
-LOG_RATIO_BOUND = 20.0  # nats; exp(20) = 4.9e8 is far outside every clip range and far inside float32
+LOG_RATIO_BOUND = 20.0  # nats; exp(20) = 4.9e8 is beyond every clip range and well within float32
 CHUNK_LOGITS = 1 << 25  # logits per chunk: 128 MiB in float32
-NEGLIGIBLE_LOGPROB = -1e4  # exp of it is 0 in float64 too; keeps 0 · (−inf) out of entropies
+NEGLIGIBLE_LOGPROB = -1e4  # its exp is 0 even in float64; avoids 0 · (−inf) in entropies
 
 
 def masked_sum(x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, ""]:
-    """Σ of x where mask. Values outside the mask, NaN included, reach neither the sum nor the gradient."""
+    """Sum x over the mask. Values outside the mask, even NaN, affect neither the sum nor the gradient."""
     return x.masked_fill(~mask, 0).sum()
 
 
 @torch.no_grad()
 def masked_whiten(x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"], *, scale: bool = True) -> Float[Tensor, "*s"]:
-    """(x − μ) / √max(σ², 1e-8) over the masked positions, zero elsewhere. σ² is the population's.
+    """Compute (x − μ) / √max(σ², 1e-8) over the mask, zero elsewhere. σ² is the population variance.
 
-    `scale=False` gives x − μ. Equal values give exactly zero. Otherwise the rounding error of μ, multiplied by up to
-    10⁴, would be learned.
+    `scale=False` returns x − μ. If all values are equal, the result is exactly zero: the rounding error of μ, divided
+    by a tiny σ, would otherwise be learned.
     """
     selected = x[mask].double()
     if not len(selected):
@@ -46,12 +46,12 @@ def masked_whiten(x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"], *, scale: bo
 def log_ratio(
     logprobs: Float[Tensor, "*s"], base_logprobs: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]
 ) -> Float[Tensor, "*s"]:
-    """logprobs − base_logprobs in nats; zero outside the mask, also for NaN."""
+    """Return logprobs − base_logprobs in nats; zero outside the mask, even for NaN."""
     return (logprobs - base_logprobs).masked_fill(~mask, 0)
 
 
 def bounded_exp(x: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """exp(x) with x held to ±20 nats: always finite, without a gradient beyond the bound."""
+    """Return exp(x) with x clipped to ±20 nats: always finite, no gradient beyond the bounds."""
     return x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
@@ -64,11 +64,11 @@ def linear_logprobs(
     entropy: bool = False,
     bias: Float[Tensor, " V"] | None = None,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
-    """(log p(targets), entropy of p or None), p = softmax((hidden · weightᵀ + bias) / temperature).
+    """Return (log p(targets), entropy of p or None) in nats, p = softmax((hidden · weightᵀ + bias) / temperature).
 
-    Nats. The logits of one chunk of rows are held at a time; the backward computes them again. The product runs in the
-    dtype of its inputs, as in the inference engine; everything after the product runs in float32 (float64 for float64
-    inputs). Both results are differentiable. A weight that needs no gradient costs none. `temperature` is above 0.
+    Holds the logits of one chunk of rows at a time; the backward recomputes them. The matrix product runs in the dtype
+    of its inputs, as in the inference engine; everything after it runs in float32 (float64 for float64 inputs). Both
+    results are differentiable. No gradient is computed for a weight that needs none. `temperature` must be above 0.
     """
     untyped = cast(Any, _LinearScores)
     return untyped.apply(hidden, weight, bias, targets, temperature, entropy)
@@ -77,20 +77,24 @@ def linear_logprobs(
 def logit_logprobs(
     logits: Float[Tensor, "N V"], targets: Int[Tensor, " N"], *, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
-    """The results of `linear_logprobs`, from the logits themselves. Autograd keeps several copies of the logits."""
+    """Return what `linear_logprobs` returns, from given logits. Autograd keeps several copies of the logits."""
     log_p = _log_softmax(logits, temperature)
+    logprobs = log_p.gather(1, targets[:, None])[:, 0]
+    if not entropy:
+        return logprobs, None
     bounded = log_p.clamp(min=NEGLIGIBLE_LOGPROB)
-    return log_p.gather(1, targets[:, None])[:, 0], -(bounded.exp() * bounded).sum(1) if entropy else None
+    return logprobs, -(bounded.exp() * bounded).sum(1)
 
 
 def row_chunks(rows: int, vocabulary: int) -> Iterator[slice]:
-    """Slices of `rows` whose logits fit into one chunk."""
+    """Yield slices of `rows`, each with logits for one chunk."""
     step = max(1, CHUNK_LOGITS // vocabulary)
-    return (slice(start, start + step) for start in range(0, rows, step))
+    for start in range(0, rows, step):
+        yield slice(start, start + step)
 
 
 class _LinearScores(torch.autograd.Function):
-    """Log-probability of each row's target, and entropy.
+    """Log-probability of the target of each row, and entropy.
 
     With p = softmax(z): ∂ log p_y / ∂z_j = 1[j = y] − p_j and ∂H / ∂z_j = −p_j (log p_j + H).
     """
@@ -107,7 +111,9 @@ class _LinearScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         dtype = torch.promote_types(states.dtype, torch.float32)
         logprobs = torch.empty(len(targets), dtype=dtype, device=states.device)
-        entropy = torch.empty_like(logprobs) if want_entropy else None
+        entropy: Tensor | None = None
+        if want_entropy:
+            entropy = torch.empty_like(logprobs)
         for rows in row_chunks(len(states), len(weight)):
             log_p = _log_softmax(F.linear(states[rows], weight, bias), temperature)
             logprobs[rows] = log_p.gather(1, targets[rows, None])[:, 0]
@@ -116,7 +122,7 @@ class _LinearScores(torch.autograd.Function):
                 entropy[rows] = -(log_p.exp() * log_p).sum(1)
         ctx.save_for_backward(states, weight, bias, targets, entropy)
         ctx.temperature = temperature
-        ctx.set_materialize_grads(False)  # an entropy only logged costs nothing in the backward
+        ctx.set_materialize_grads(False)  # an entropy that is only logged has no backward
         return logprobs, entropy
 
     @staticmethod
@@ -125,14 +131,24 @@ class _LinearScores(torch.autograd.Function):
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         states, weight, bias, targets, entropy = ctx.saved_tensors
-        grad_logprobs, grad_entropy = (None if g is None else g / ctx.temperature for g in grads)
+        grad_logprobs, grad_entropy = grads
         dtype = torch.promote_types(states.dtype, torch.float32)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros(len(targets), dtype=dtype, device=states.device)
+        else:
+            grad_logprobs = grad_logprobs / ctx.temperature
+        if grad_entropy is not None:
+            grad_entropy = grad_entropy / ctx.temperature
         needs_states, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        d_states = torch.empty_like(states) if needs_states else None
-        d_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
-        d_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
+        d_states: Tensor | None = None
+        d_weight: Tensor | None = None
+        d_bias: Tensor | None = None
+        if needs_states:
+            d_states = torch.empty_like(states)
+        if needs_weight:
+            d_weight = torch.zeros_like(weight, dtype=dtype)
+        if needs_bias:
+            d_bias = torch.zeros_like(bias, dtype=dtype)
         for rows in row_chunks(len(states), len(weight)):
             d_logits = _log_softmax(F.linear(states[rows], weight, bias), ctx.temperature)
             if grad_entropy is None:
@@ -153,6 +169,8 @@ class _LinearScores(torch.autograd.Function):
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """A fresh (rows, V) block of log-probabilities in float32 or better."""
+    """Return a new (rows, V) block of log-probabilities in float32 or float64."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.log_softmax(logits / temperature if temperature != 1 else logits, dim=1)
+    if temperature != 1:
+        logits = logits / temperature
+    return torch.log_softmax(logits, dim=1)

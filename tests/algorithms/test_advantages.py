@@ -49,7 +49,7 @@ def random_block(rows: int = 5, width: int = 11) -> tuple[Tensor, Tensor, Tensor
 # The registry
 
 
-def test_the_estimators_and_what_they_need() -> None:
+def test_estimators_declare_their_needs() -> None:
     table = {
         name: (entry.needs_critic, entry.per_group, entry.whiten)
         for name, entry in ((name, ADVANTAGE_ESTIMATORS[name]) for name in ADVANTAGE_ESTIMATORS)
@@ -79,7 +79,7 @@ def test_the_estimators_and_what_they_need() -> None:
         ("group_norm", [2 * 3**-0.5, -(3**-0.5), -(3**-0.5), -(0.5**0.5), 0.5**0.5]),
     ],
 )
-def test_two_prompts_by_hand(name: str, expected: list[float]) -> None:
+def test_shaping_matches_worked_example_with_two_prompts(name: str, expected: list[float]) -> None:
     """Rewards 1, 0, 0 (mean ⅓, std √⅓) and 3, 5 (mean 4, std √2), in any order of samples."""
     groups = [7, 7, 7, 2, 2]
     assert shaped(name, [1.0, 0.0, 0.0, 3.0, 5.0], groups).tolist() == pytest.approx(expected)
@@ -89,14 +89,14 @@ def test_two_prompts_by_hand(name: str, expected: list[float]) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 @given(batch=batches)
-def test_shaping_agrees_with_the_reference(name: str, batch: list[tuple[float, int]]) -> None:
+def test_shaping_matches_reference(name: str, batch: list[tuple[float, int]]) -> None:
     rewards, groups = [r for r, _ in batch], [g for _, g in batch]
     assert shaped(name, rewards, groups).tolist() == pytest.approx(credit.shaped(name, rewards, groups), abs=1e-9)
 
 
 @pytest.mark.parametrize("name", PER_GROUP)
 @given(batch=batches)
-def test_the_shaped_rewards_of_a_prompt_sum_to_zero(name: str, batch: list[tuple[float, int]]) -> None:
+def test_shaped_rewards_of_prompt_sum_to_zero(name: str, batch: list[tuple[float, int]]) -> None:
     groups = torch.tensor([g for _, g in batch])
     result = shaped(name, [r for r, _ in batch], groups.tolist())
     sums = torch.zeros(5, dtype=torch.float64).index_add(0, groups, result)
@@ -105,7 +105,7 @@ def test_the_shaped_rewards_of_a_prompt_sum_to_zero(name: str, batch: list[tuple
 
 @pytest.mark.parametrize("name", PER_GROUP)
 @given(batch=batches, shift=quarters)
-def test_a_constant_added_to_a_prompts_rewards_changes_nothing(
+def test_shaping_ignores_constant_added_to_rewards_of_prompt(
     name: str, batch: list[tuple[float, int]], shift: float
 ) -> None:
     rewards, groups = [r for r, _ in batch], [g for _, g in batch]
@@ -114,7 +114,7 @@ def test_a_constant_added_to_a_prompts_rewards_changes_nothing(
 
 
 @given(batch=batches, factor=st.sampled_from([0.25, 2.0, 64.0]))
-def test_group_norm_does_not_know_the_scale_of_a_prompts_rewards(batch: list[tuple[float, int]], factor: float) -> None:
+def test_group_norm_ignores_scale_of_rewards_of_prompt(batch: list[tuple[float, int]], factor: float) -> None:
     rewards, groups = [r for r, _ in batch], [g for _, g in batch]
     scaled = shaped("group_norm", [r * factor for r in rewards], groups)
     assert torch.allclose(scaled, shaped("group_norm", rewards, groups), atol=1e-6)
@@ -122,7 +122,7 @@ def test_group_norm_does_not_know_the_scale_of_a_prompts_rewards(batch: list[tup
 
 @pytest.mark.parametrize("name", ALL)
 @given(batch=batches, randomness=st.randoms())
-def test_the_order_of_the_samples_changes_nothing(
+def test_shaping_does_not_depend_on_order_of_samples(
     name: str, batch: list[tuple[float, int]], randomness: Random
 ) -> None:
     order = list(range(len(batch)))
@@ -135,7 +135,7 @@ def test_the_order_of_the_samples_changes_nothing(
 @pytest.mark.parametrize("name", PER_GROUP)
 @pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, -1 / 3, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equal_rewards_give_exactly_zero(name: str, reward: float, dtype: torch.dtype) -> None:
+def test_equal_rewards_shape_to_exactly_zero(name: str, reward: float, dtype: torch.dtype) -> None:
     """In float32 the mean of eight times 0.1 is not 0.1, and error ÷ std of the errors is large."""
     result = shaped(name, [reward] * 8 + [0.0, 1.0], [0] * 8 + [1, 1], dtype)
     assert not result[:8].any()
@@ -143,22 +143,22 @@ def test_equal_rewards_give_exactly_zero(name: str, reward: float, dtype: torch.
 
 
 @pytest.mark.parametrize("name", PER_GROUP)
-def test_a_sample_without_peers_teaches_nothing(name: str) -> None:
+def test_only_sample_of_prompt_shapes_to_zero(name: str) -> None:
     assert shaped(name, [5.0, 1.0, 3.0], [0, 1, 1])[0].item() == 0.0
 
 
-def test_the_statistics_of_each_samples_group() -> None:
+def test_group_statistics_match_worked_example() -> None:
     stats = group_statistics(torch.tensor([1.0, 0.0, 3.0, 8.0, 5.0]), torch.tensor([4, 4, 9, 1, 9]))
     assert stats.size.tolist() == [2, 2, 2, 1, 2]
     assert stats.std.tolist() == pytest.approx([math.sqrt(0.5)] * 2 + [math.sqrt(2), 0, math.sqrt(2)])
 
 
-def test_no_samples_are_no_problem() -> None:
+def test_shaping_accepts_empty_batch() -> None:
     assert all(shaped(name, [], []).shape == (0,) for name in PER_GROUP)
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_reward_that_was_never_given_is_refused_by_its_place(reward: float) -> None:
+def test_missing_reward_raises_error_with_its_index(reward: float) -> None:
     with pytest.raises(ValueError, match=r"\{1: (nan|inf)\}"):
         shaped("reinforce", [0.0, reward], [0, 0])
 
@@ -166,7 +166,7 @@ def test_a_reward_that_was_never_given_is_refused_by_its_place(reward: float) ->
 # Credit over tokens
 
 
-def test_gae_by_hand() -> None:
+def test_gae_matches_worked_example() -> None:
     """γ = ½, λ = ½, rewards 0, 0, 8, values 4, 2, 6.
 
     δ = 0 + ½·2 − 4, 0 + ½·6 − 2, 8 − 6 = −3, 1, 2.
@@ -179,8 +179,8 @@ def test_gae_by_hand() -> None:
     assert returns.tolist() == [[1.375, 3.5, 8.0]]
 
 
-def test_gae_steps_over_a_tool_answer() -> None:
-    """The row of `test_gae_by_hand` after a prompt, around two tool tokens and before padding."""
+def test_gae_skips_tool_output() -> None:
+    """The row of `test_gae_matches_worked_example` after a prompt, around two tool tokens and before padding."""
     mask = torch.tensor([[False, True, False, False, True, True, False]])
     rewards = torch.tensor([[9.0, 0.0, 9.0, 9.0, 0.0, 8.0, 9.0]])
     values = torch.tensor([[7.0, 4.0, 7.0, 7.0, 2.0, 6.0, 7.0]])
@@ -190,7 +190,7 @@ def test_gae_steps_over_a_tool_answer() -> None:
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.0, 0.7), (0.5, 1.0)])
-def test_gae_agrees_with_the_sum_of_the_paper(gamma: float, lam: float) -> None:
+def test_gae_matches_sum_in_paper(gamma: float, lam: float) -> None:
     rewards, values, mask = random_block()
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
     for row in range(len(mask)):
@@ -203,7 +203,7 @@ steps = st.lists(st.tuples(quarters, quarters, st.booleans()), min_size=1, max_s
 
 
 @given(block=st.lists(steps, min_size=1, max_size=4), gamma=st.floats(0, 1), lam=st.floats(0, 1))
-def test_gae_agrees_with_the_reference_for_any_rows_and_masks(
+def test_gae_matches_reference_for_any_rows_and_masks(
     block: list[list[tuple[float, float, bool]]], gamma: float, lam: float
 ) -> None:
     """Rows of different lengths, padded on the right with what must not be read."""
@@ -218,7 +218,7 @@ def test_gae_agrees_with_the_reference_for_any_rows_and_masks(
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
-def test_gae_with_lambda_one_is_return_minus_value(gamma: float) -> None:
+def test_gae_with_lambda_one_equals_return_minus_value(gamma: float) -> None:
     rewards, values, mask = random_block()
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=1.0)
     sums, _ = monte_carlo(rewards, values, mask, gamma=gamma, lam=1.0)
@@ -226,14 +226,14 @@ def test_gae_with_lambda_one_is_return_minus_value(gamma: float) -> None:
     assert torch.allclose(returns, sums)
 
 
-def test_gae_with_lambda_zero_is_the_one_step_residual() -> None:
+def test_gae_with_lambda_zero_equals_td_residual() -> None:
     rewards, values = torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0, 20.0]])
     mask = torch.ones(1, 2, dtype=torch.bool)
     assert gae(rewards, values, mask, gamma=1.0, lam=0.0)[0].tolist() == [[11.0, -18.0]]
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
-def test_discounted_returns_agree_with_the_reference(gamma: float) -> None:
+def test_discounted_returns_match_reference(gamma: float) -> None:
     rewards, values, mask = random_block()
     advantages, returns = monte_carlo(rewards, values, mask, gamma=gamma, lam=0.5)
     assert torch.equal(advantages, returns)
@@ -242,14 +242,14 @@ def test_discounted_returns_agree_with_the_reference(gamma: float) -> None:
         assert returns[row].tolist() == pytest.approx(expected)
 
 
-def test_an_undiscounted_outcome_reaches_every_action_unchanged() -> None:
+def test_undiscounted_outcome_is_return_of_every_action() -> None:
     mask = torch.tensor([[False, True, True, False, True]])
     rewards = token_rewards(torch.tensor([0.7]), None, mask, 0.0)
     returns, _ = monte_carlo(rewards, torch.zeros_like(rewards), mask, gamma=1.0, lam=1.0)
     assert torch.equal(returns, mask * torch.tensor(0.7))
 
 
-def test_padding_and_company_do_not_change_a_row() -> None:
+def test_credit_of_row_does_not_depend_on_padding_or_other_rows() -> None:
     rewards, values, mask = random_block()
     alone = gae(rewards[2:3], values[2:3], mask[2:3], gamma=0.9, lam=0.8)[0]
     pad = torch.nn.functional.pad
@@ -257,7 +257,7 @@ def test_padding_and_company_do_not_change_a_row() -> None:
     assert torch.equal(left[2, 3:], alone[0])
 
 
-def test_what_stands_outside_the_mask_is_never_read() -> None:
+def test_values_outside_mask_are_ignored() -> None:
     rewards, values, mask = random_block()
     clean = gae(rewards, values, mask, gamma=0.9, lam=0.8)
     nan = float("nan")
@@ -267,14 +267,14 @@ def test_what_stands_outside_the_mask_is_never_read() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (2, 0), (0, 3), (0, 0)])
-def test_blocks_without_an_action_give_zeros(shape: tuple[int, int]) -> None:
+def test_credit_without_actions_is_zero(shape: tuple[int, int]) -> None:
     zeros, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
     advantages, returns = gae(zeros, zeros, mask, gamma=1.0, lam=1.0)
     assert advantages.shape == returns.shape == shape
     assert not advantages.any()
 
 
-def test_blocks_of_different_shapes_are_refused() -> None:
+def test_credit_of_different_shapes_raises_error() -> None:
     # By `gae` itself, or before it by the type check of the test run.
     with pytest.raises((ValueError, TypeError), match=r"\(2, 3\), \(2, 4\), \(2, 3\)|values"):
         gae(torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2, 3) > 0, gamma=1.0, lam=1.0)
@@ -286,7 +286,7 @@ def test_blocks_of_different_shapes_are_refused() -> None:
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("kl_coef", [0.0, 0.2], ids=["without KL", "with KL"])
 @pytest.mark.parametrize("scale", [True, False], ids=["÷ std", "no std"])
-def test_every_estimator_from_reward_to_advantage(name: str, kl_coef: float, scale: bool) -> None:
+def test_every_estimator_matches_reference_from_reward_to_advantage(name: str, kl_coef: float, scale: bool) -> None:
     """The walk of the experience maker, against the same walk through the references."""
     estimator = ADVANTAGE_ESTIMATORS[name]
     kl, values, mask = random_block()
@@ -316,7 +316,7 @@ def test_every_estimator_from_reward_to_advantage(name: str, kl_coef: float, sca
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_batch_of_equal_rewards_teaches_exactly_nothing(name: str) -> None:
+def test_equal_rewards_give_advantages_of_exactly_zero(name: str) -> None:
     estimator = ADVANTAGE_ESTIMATORS[name]
     mask = torch.rand(8, 20, generator=torch.Generator().manual_seed(0)) < 0.7
     scores = shaped(name, [0.1] * 8, [0] * 8, torch.float32)
@@ -339,6 +339,6 @@ def test_a_batch_of_equal_rewards_teaches_exactly_nothing(name: str) -> None:
     ],
     ids=["short", "long", "matrix", "number", "integers", "infinite", "arguments", "nothing"],
 )
-def test_a_shaping_that_does_not_return_a_finite_number_per_sample_is_refused(shape: Any) -> None:
+def test_shaping_without_finite_number_per_sample_raises_error(shape: Any) -> None:
     with pytest.raises(EstimatorError):
         shape_rewards(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0, 0, 1]), AdvantageEstimator(shape))

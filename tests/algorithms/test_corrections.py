@@ -41,12 +41,12 @@ def row_of(omegas: list[float]) -> tuple[Tensor, Tensor, Tensor]:
         ("seq-mask-tis", [0.1, 0.5, 1.0], [0.0, 0.0, 0.0]),  # mean 0.05^(1/3) = 0.37: the row goes
     ],
 )
-def test_the_presets_by_hand(name: str, omegas: list[float], expected: list[float]) -> None:
+def test_presets_match_worked_example(name: str, omegas: list[float], expected: list[float]) -> None:
     weights, _ = correction_weights(*row_of(omegas), preset(name))
     assert weights.tolist()[0] == pytest.approx(expected)
 
 
-def test_tis_with_a_band_from_zero_is_the_papers_truncation() -> None:
+def test_tis_with_lower_bound_zero_equals_truncation_in_paper() -> None:
     row = row_of([0.01, 1.0, 9.0])
     clipped, _ = correction_weights(*row, preset("tis", 0.0, 2.0))
     truncation = Correction(level="token", mode="truncate", low=0.5, high=2.0)
@@ -57,7 +57,7 @@ def test_tis_with_a_band_from_zero_is_the_papers_truncation() -> None:
 
 
 @pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
-def test_every_level_and_mode_agrees_with_the_reference(level: Level, mode: Mode) -> None:
+def test_every_level_and_mode_matches_reference(level: Level, mode: Mode) -> None:
     generator = torch.Generator().manual_seed(0)
     old, rollout = torch.randn(2, 8, 6, dtype=torch.float64, generator=generator) * 0.7
     mask = torch.rand(8, 6, generator=generator) < 0.7
@@ -72,7 +72,7 @@ def test_every_level_and_mode_agrees_with_the_reference(level: Level, mode: Mode
 @pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
 @settings(max_examples=30)
 @given(row=rows, band=bands)
-def test_weights_agree_with_the_reference_for_any_row_and_band(
+def test_weights_match_reference_for_any_row_and_band(
     level: Level, mode: Mode, row: list[tuple[float, bool]], band: tuple[float, float]
 ) -> None:
     old, mask = torch.tensor([[x for x, _ in row]]).double(), torch.tensor([[acts for _, acts in row]])
@@ -89,7 +89,7 @@ def test_weights_agree_with_the_reference_for_any_row_and_band(
 @pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
 @settings(max_examples=30)
 @given(row=rows, data=st.data())
-def test_weights_follow_the_order_of_the_tokens_and_ignore_padding(
+def test_weights_follow_token_order_and_ignore_padding(
     level: Level, mode: Mode, row: list[tuple[float, bool]], data: st.DataObject
 ) -> None:
     correction = Correction(level=level, mode=mode, low=0.5, high=2.0)
@@ -104,7 +104,7 @@ def test_weights_follow_the_order_of_the_tokens_and_ignore_padding(
 
 
 @pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
-def test_equal_engines_are_not_corrected(level: Level, mode: Mode) -> None:
+def test_weights_are_one_for_equal_log_probabilities(level: Level, mode: Mode) -> None:
     same, mask = torch.full((2, 3), -1.5), torch.tensor([[True, True, False], [True, False, False]])
     weights, outside = correction_weights(same, same, mask, Correction(level=level, mode=mode, low=0.5, high=2.0))
     assert torch.equal(weights, mask.float())
@@ -113,7 +113,7 @@ def test_equal_engines_are_not_corrected(level: Level, mode: Mode) -> None:
 
 @pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
 @pytest.mark.parametrize("gap", [-1e4, 1e4])
-def test_no_gap_makes_a_weight_infinite(level: Level, mode: Mode, gap: float) -> None:
+def test_weights_are_finite_for_any_mismatch(level: Level, mode: Mode, gap: float) -> None:
     rollout, mask = torch.zeros(2, 50), torch.ones(2, 50, dtype=torch.bool)
     weights, outside = correction_weights(
         rollout + gap, rollout, mask, Correction(level=level, mode=mode, low=0.5, high=2.0)
@@ -124,7 +124,7 @@ def test_no_gap_makes_a_weight_infinite(level: Level, mode: Mode, gap: float) ->
 
 
 @pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
-def test_a_row_without_actions_gives_a_differentiable_zero(level: Level, mode: Mode) -> None:
+def test_corrected_loss_of_row_without_actions_is_differentiable_zero(level: Level, mode: Mode) -> None:
     nothing = torch.zeros(2, 4, dtype=torch.bool)
     dirty = torch.full((2, 4), float("nan"))
     weights, outside = correction_weights(dirty, dirty, nothing, Correction(level=level, mode=mode, low=0.5, high=2.0))
@@ -135,12 +135,12 @@ def test_a_row_without_actions_gives_a_differentiable_zero(level: Level, mode: M
     assert not outside.any()
 
 
-def test_weights_carry_no_gradient() -> None:
+def test_weights_have_no_gradient() -> None:
     old, rollout, mask = row_of([0.9, 1.1])
     assert not correction_weights(old.requires_grad_(), rollout, mask, preset("tis"))[0].requires_grad
 
 
-def test_tokens_beyond_the_band_are_pointed_out_by_row_where_the_row_is_judged() -> None:
+def test_tokens_outside_band_are_marked_by_row_at_row_levels() -> None:
     row = row_of([6.0, 1.0, 27.0])
     assert correction_weights(*row, preset("icepop"))[1].tolist() == [[True, False, True]]
     assert correction_weights(*row, preset("seq-mask-tis"))[1].tolist() == [[True, True, True]]

@@ -12,31 +12,31 @@ from openrlhf.algorithms.experts import load_balancing_loss
 DRAW = torch.Generator().manual_seed(0)
 
 
-def test_experts_that_are_used_alike_cost_as_much_as_there_are_choices() -> None:
+def test_loss_of_equally_used_experts_is_top_k() -> None:
     """Four tokens, each sure of another of four experts: shares and mean probabilities are ¼, and 4 · 4 · ¼ · ¼ = 1."""
     assert float(load_balancing_loss([100 * torch.eye(4)], top_k=1)) == pytest.approx(1.0)
     assert float(load_balancing_loss([torch.randn(20_000, 4, generator=DRAW)], top_k=2)) == pytest.approx(2.0, abs=0.01)
 
 
-def test_one_expert_for_everything_costs_as_much_as_there_are_experts() -> None:
+def test_loss_of_single_used_expert_is_number_of_experts() -> None:
     logits = torch.zeros(5, 4)
     logits[:, 2] = 100.0
     assert float(load_balancing_loss([logits], top_k=1)) == pytest.approx(4.0)
 
 
-def test_the_loss_by_hand() -> None:
+def test_load_balancing_loss_matches_worked_example() -> None:
     """Two tokens with probabilities (¾, ¼) and (⅔, ⅓) both choose the first: 2 · (1 · 17/24 + 0 · 7/24) = 17/12."""
     logits = torch.tensor([[math.log(3.0), 0.0], [math.log(2.0), 0.0]])
     assert float(load_balancing_loss([logits], top_k=1)) == pytest.approx(17 / 12)
 
 
-def test_layers_are_pooled() -> None:
+def test_load_balancing_loss_pools_layers() -> None:
     first, second = torch.randn(2, 7, 5, generator=DRAW)
     together = load_balancing_loss([torch.cat([first, second])], top_k=2)
     assert float(load_balancing_loss([first, second], top_k=2)) == pytest.approx(float(together))
 
 
-def test_a_step_against_the_gradient_makes_the_preferred_expert_less_likely() -> None:
+def test_gradient_step_makes_preferred_expert_less_likely() -> None:
     logits = torch.tensor([[2.0, 0.0, 0.0], [1.0, 0.5, 0.0]], requires_grad=True)
     load_balancing_loss([logits], top_k=1).backward()
     assert logits.grad is not None

@@ -73,7 +73,7 @@ def gradient(name: str, block: Block, **clip: Any) -> Tensor:
         (1.0, 0.0, None, 0.0, False),
     ],
 )
-def test_the_clipped_surrogate_by_hand(
+def test_clipped_surrogate_matches_worked_example(
     ratio: float, advantage: float, dual_clip: float | None, expected: float, clipped: bool
 ) -> None:
     loss = one_token(ratio, advantage, dual=dual_clip)
@@ -91,7 +91,7 @@ def test_the_clipped_surrogate_by_hand(
         (0.5, 0.2, 0.8, True),
     ],
 )
-def test_cispo_weighs_the_log_probability_with_a_held_ratio(
+def test_cispo_weights_log_probability_by_clipped_ratio(
     ratio: float, clip_low: float, expected: float, clipped: bool
 ) -> None:
     """Â = 2 and log π = log ratio − 1, so ℓ = −weight · 2 · (log ratio − 1)."""
@@ -100,7 +100,7 @@ def test_cispo_weighs_the_log_probability_with_a_held_ratio(
     assert loss.clipped.item() is clipped
 
 
-def test_gspo_has_one_ratio_per_sequence() -> None:
+def test_gspo_uses_one_ratio_per_sequence() -> None:
     """Log-ratios 0.3 and −0.1 have the mean 0.1; the token outside the mask has no say."""
     old = torch.zeros(1, 3)
     mask = torch.tensor([[True, True, False]])
@@ -109,7 +109,7 @@ def test_gspo_has_one_ratio_per_sequence() -> None:
     assert loss.approx_kl.tolist()[0] == pytest.approx([-0.3, 0.1, 0.0]), "per token nonetheless"
 
 
-def test_gspo_is_ppo_for_sequences_of_one_token() -> None:
+def test_gspo_equals_ppo_for_one_token_sequences() -> None:
     logprobs, old, advantages, _ = random_block()
     single = torch.zeros_like(logprobs, dtype=torch.bool)
     single[:, 3] = True
@@ -121,7 +121,7 @@ def test_gspo_is_ppo_for_sequences_of_one_token() -> None:
     ("name", "dual_clip"), [("ppo", None), ("ppo", 1.5), ("gspo", None), ("gspo", 1.5), ("cispo", None)]
 )
 @pytest.mark.parametrize("spread", [0.1, 1.0])
-def test_losses_agree_with_the_reference(name: str, dual_clip: float | None, spread: float) -> None:
+def test_losses_match_reference(name: str, dual_clip: float | None, spread: float) -> None:
     block = random_block(spread)
     loss = loss_of(name, block, dual=dual_clip)
     reference = {"ppo": policy.ppo, "gspo": policy.gspo, "cispo": policy.cispo}[name]
@@ -134,7 +134,7 @@ def test_losses_agree_with_the_reference(name: str, dual_clip: float | None, spr
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_surrogate_is_reinforce_at_ratio_one(name: str) -> None:
+def test_surrogate_equals_reinforce_at_ratio_one(name: str) -> None:
     """∂ℓ_t / ∂ log π_t = −Â_t; under gspo the mean of its sequence's: its tokens share a ratio."""
     _, old, advantages, mask = random_block()
     expected = -advantages.masked_fill(~mask, 0)
@@ -144,7 +144,7 @@ def test_the_surrogate_is_reinforce_at_ratio_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_masked_tokens_receive_no_gradient(name: str) -> None:
+def test_masked_tokens_get_no_gradient(name: str) -> None:
     block = random_block()
     mask = block[3]
     result = gradient(name, block)
@@ -154,7 +154,7 @@ def test_masked_tokens_receive_no_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_what_stands_outside_the_mask_is_never_read(name: str, garbage: float) -> None:
+def test_values_outside_mask_are_ignored(name: str, garbage: float) -> None:
     *columns, mask = random_block()
     dirty = (*(x.masked_fill(~mask, garbage) for x in columns), mask)
     clean = (*columns, mask)
@@ -165,7 +165,7 @@ def test_what_stands_outside_the_mask_is_never_read(name: str, garbage: float) -
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
-def test_the_surrogate_has_the_gradient_of_its_finite_differences(name: str) -> None:
+def test_surrogate_passes_gradcheck(name: str) -> None:
     logprobs, *rest = random_block()
 
     def total(logprobs: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def test_the_surrogate_has_the_gradient_of_its_finite_differences(name: str) -> 
     assert torch.autograd.gradcheck(total, (logprobs.requires_grad_(),))
 
 
-def test_tokens_clipped_by_ppo_have_no_gradient_and_under_cispo_they_keep_one() -> None:
+def test_clipped_tokens_have_gradient_in_cispo_but_not_in_ppo() -> None:
     block = random_block(spread=1.0)
     clipped = loss_of("ppo", block).clipped
     assert clipped.any()
@@ -182,7 +182,7 @@ def test_tokens_clipped_by_ppo_have_no_gradient_and_under_cispo_they_keep_one() 
     assert gradient("cispo", block)[clipped].all()
 
 
-def test_the_gradient_of_cispo_is_minus_weight_times_advantage() -> None:
+def test_cispo_gradient_is_minus_weight_times_advantage() -> None:
     block = random_block(spread=1.0)
     weight = (block[0] - block[1]).exp().clamp(0.8, 1.28)
     expected = (-weight * block[2]).masked_fill(~block[3], 0)
@@ -191,7 +191,7 @@ def test_the_gradient_of_cispo_is_minus_weight_times_advantage() -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("difference", [-1e4, -100.0, 100.0, 1e4])
-def test_extreme_log_ratios_give_finite_losses_and_gradients(name: str, difference: float) -> None:
+def test_losses_and_gradients_stay_finite_for_extreme_log_ratios(name: str, difference: float) -> None:
     old = torch.full((2, 4), -2e4)
     advantages = torch.tensor([[1.0], [-1.0]]).expand(2, 4)
     block = (old + difference, old, advantages, torch.ones(2, 4, dtype=torch.bool))
@@ -203,7 +203,7 @@ def test_extreme_log_ratios_give_finite_losses_and_gradients(name: str, differen
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_batch_with_nothing_to_learn_is_a_differentiable_zero(name: str, kind: str) -> None:
+def test_loss_of_empty_mask_is_differentiable_zero(name: str, kind: str) -> None:
     """Whatever stands there: no loss, aggregation or correction makes 0 · NaN of it."""
     blank = torch.full((3, 4), math.nan)
     logprobs, empty = blank.clone().requires_grad_(), torch.zeros(3, 4, dtype=torch.bool)
@@ -218,7 +218,7 @@ def test_a_batch_with_nothing_to_learn_is_a_differentiable_zero(name: str, kind:
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(data=st.data())
-def test_rows_and_tokens_may_stand_in_any_order_and_between_any_padding(name: str, data: st.DataObject) -> None:
+def test_losses_do_not_depend_on_order_or_padding(name: str, data: st.DataObject) -> None:
     block = random_block()
     rows, width = block[0].shape
     row_order, token_order = (data.draw(st.permutations(range(n))) for n in (rows, width))
@@ -230,14 +230,14 @@ def test_rows_and_tokens_may_stand_in_any_order_and_between_any_padding(name: st
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(factor=st.floats(0, 100))
-def test_a_loss_is_as_large_as_its_advantages(name: str, factor: float) -> None:
+def test_losses_scale_with_advantages(name: str, factor: float) -> None:
     logprobs, old, advantages, mask = random_block(spread=1.0)
     expected = factor * loss_of(name, (logprobs, old, advantages, mask)).per_token
     assert torch.allclose(loss_of(name, (logprobs, old, factor * advantages, mask)).per_token, expected)
 
 
 @given(log_rho=st.floats(-25, 25), advantage=st.floats(-9, 9), bound=st.floats(1.01, 10))
-def test_a_dual_clip_bounds_what_a_bad_token_costs_and_nothing_else(
+def test_dual_clip_bounds_only_loss_of_negative_advantages(
     log_rho: float, advantage: float, bound: float
 ) -> None:
     free, held = (one_token(math.exp(log_rho), advantage, dual=dual).per_token.item() for dual in (None, bound))
@@ -255,12 +255,12 @@ def test_a_dual_clip_bounds_what_a_bad_token_costs_and_nothing_else(
         (2.0, 0.0, 0.5 * 4.0),  # wrong and far: the plain error is the larger one
     ],
 )
-def test_the_value_loss_by_hand(value: float, target: float, expected: float) -> None:
+def test_value_loss_matches_worked_example(value: float, target: float, expected: float) -> None:
     v, old, goal = (torch.tensor([[x]]) for x in (value, 1.0, target))
     assert value_loss(v, old, goal, torch.tensor([[True]]), clip=0.5).item() == pytest.approx(expected)
 
 
-def test_the_value_loss_agrees_with_the_reference_and_ignores_the_rest() -> None:
+def test_value_loss_matches_reference_and_ignores_masked_tokens() -> None:
     values, old, returns, mask = random_block()
     values.requires_grad_()
     nan = float("nan")
@@ -274,7 +274,7 @@ def test_the_value_loss_agrees_with_the_reference_and_ignores_the_rest() -> None
     assert not loss[~mask].any()
 
 
-def test_the_value_loss_has_the_gradient_of_its_finite_differences() -> None:
+def test_value_loss_passes_gradcheck() -> None:
     values, old, returns, mask = random_block(spread=1.0)
     plain_error = 0.5 * (values - returns).square() * mask
     held = value_loss(values, old, returns, mask, clip=0.2) > plain_error + 1e-9
@@ -284,7 +284,7 @@ def test_the_value_loss_has_the_gradient_of_its_finite_differences() -> None:
     assert not gradient[held].any(), "a value that its clip holds is not pulled further"
 
 
-def test_the_value_loss_of_nothing_is_a_differentiable_zero() -> None:
+def test_value_loss_of_empty_mask_is_differentiable_zero() -> None:
     blank = torch.full((2, 3), math.nan)
     values = blank.clone().requires_grad_()
     loss = value_loss(values, blank, blank, torch.zeros(2, 3, dtype=torch.bool), clip=0.2)
@@ -293,7 +293,7 @@ def test_the_value_loss_of_nothing_is_a_differentiable_zero() -> None:
     assert not values.grad.any() and not loss.any()
 
 
-def test_an_infinite_value_clip_is_the_squared_error() -> None:
+def test_value_loss_with_infinite_clip_is_squared_error() -> None:
     values, old, returns, mask = random_block()
     loss = value_loss(values, old, returns, mask, clip=math.inf)
     assert torch.allclose(loss, 0.5 * (values - returns).square() * mask)
@@ -310,7 +310,7 @@ def test_an_infinite_value_clip_is_the_squared_error() -> None:
         ("constant", [[0.25, 0.25, 0.0], [0.0, 0.25, 0.0], [0.0, 0.0, 0.0]], 2.0),
     ],
 )
-def test_aggregation_weights_by_hand(kind: str, weights: list[list[float]], count: float) -> None:
+def test_aggregation_weights_match_worked_example(kind: str, weights: list[list[float]], count: float) -> None:
     mask = torch.tensor([[True, True, False], [False, True, False], [False, False, False]])
     actual = aggregation_weights(mask, kind, max_tokens=4)
     assert actual[0].tolist() == weights
@@ -322,7 +322,7 @@ def test_aggregation_weights_by_hand(kind: str, weights: list[list[float]], coun
 @pytest.mark.parametrize("name", LOSSES)
 @settings(max_examples=25)
 @given(parts=st.lists(st.integers(0, 3), min_size=6, max_size=6))
-def test_loss_and_gradient_do_not_depend_on_the_split(name: str, kind: str, corrected: bool, parts: list[int]) -> None:
+def test_loss_and_gradient_do_not_depend_on_split(name: str, kind: str, corrected: bool, parts: list[int]) -> None:
     """Rows dealt to four micro-batches, in any way, some of them left empty; `parts[i]` is where row i goes."""
     logprobs, old, advantages, mask = random_block()
     logprobs.requires_grad_()
@@ -348,15 +348,15 @@ def test_loss_and_gradient_do_not_depend_on_the_split(name: str, kind: str, corr
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_without_actions_counts_nowhere(kind: str) -> None:
+def test_row_without_actions_is_not_counted(kind: str) -> None:
     mask = random_block()[3]
     assert not mask[0].any()
     assert aggregation_weights(mask, kind, max_tokens=9)[1] == aggregation_weights(mask[1:], kind, max_tokens=9)[1]
 
 
-def test_unknown_names_are_refused_with_the_known_ones() -> None:
+def test_unknown_name_raises_error_with_known_names() -> None:
     assert list(AGGREGATIONS) == KINDS
-    with pytest.raises(ValueError, match="'sample'; known are token, sequence, constant"):
+    with pytest.raises(ValueError, match="'sample'.* token, sequence, constant"):
         aggregation_weights(torch.ones(1, 2, dtype=torch.bool), "sample", max_tokens=9)
-    with pytest.raises(ValueError, match="'grpo'; known are ppo, gspo, cispo"):
+    with pytest.raises(ValueError, match="'grpo'.* ppo, gspo, cispo"):
         _ = POLICY_LOSSES["grpo"]

@@ -27,7 +27,7 @@ def judged(pairs: list[tuple[float, ...]]) -> Judged:
 @given(
     pairs=st.lists(PAIR, min_size=1, max_size=4), beta=st.floats(0.01, 3), eps=st.floats(0, 0.49), gamma=st.floats(0, 2)
 )
-def test_each_pair_has_the_loss_of_the_paper(
+def test_pair_losses_match_papers(
     name: str, pairs: list[tuple[float, ...]], beta: float, eps: float, gamma: float
 ) -> None:
     found = PREFERENCE_LOSSES[name].function(judged(pairs), Strength(beta=beta, smoothing=eps, target=gamma))
@@ -36,7 +36,7 @@ def test_each_pair_has_the_loss_of_the_paper(
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_gradients_are_those_of_finite_differences(name: str) -> None:
+def test_pair_losses_pass_gradcheck(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     known = -8 * torch.rand(4, 5, dtype=torch.float64, generator=generator) - 0.5
 
@@ -48,14 +48,14 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
     assert torch.autograd.gradcheck(loss, (known[:2].clone().requires_grad_(),))
 
 
-def test_a_pair_that_policy_and_reference_judge_alike_costs_log_2() -> None:
+def test_pair_with_equal_log_ratios_costs_log_2() -> None:
     alike = judged([(-3.0, -5.0, -3.0, -5.0, 2, 4)])
     assert PREFERENCE_LOSSES["dpo"].function(alike, Strength(beta=0.1)).tolist() == pytest.approx([math.log(2)])
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("sums", [(-1e4, -1e-7), (-1e-9, -1e4), (0.0, 0.0)])
-def test_losses_and_gradients_are_finite_at_any_distance(name: str, sums: tuple[float, float]) -> None:
+def test_pair_losses_and_gradients_are_finite_for_any_difference(name: str, sums: tuple[float, float]) -> None:
     """Also for an answer of which the model is sure: its odds are infinite."""
     chosen, rejected = (torch.tensor([number], requires_grad=True) for number in sums)
     ones = torch.ones(1, 2)
@@ -72,7 +72,7 @@ def test_losses_and_gradients_are_finite_at_any_distance(name: str, sums: tuple[
     beta=st.floats(0.01, 1),
     weights=st.tuples(st.floats(0, 3), st.floats(0, 3)),
 )
-def test_each_answer_has_the_loss_of_kto(
+def test_kto_matches_paper(
     rows: list[tuple[float, bool]], kl: float, beta: float, weights: tuple[float, float]
 ) -> None:
     ratio = torch.tensor([r for r, _ in rows], dtype=torch.float64)
@@ -81,7 +81,7 @@ def test_each_answer_has_the_loss_of_kto(
     assert found.tolist() == pytest.approx([answer_loss(r, d, kl, beta, weights) for r, d in rows], rel=1e-6, abs=1e-12)
 
 
-def test_kto_has_the_gradient_of_its_finite_differences() -> None:
+def test_kto_passes_gradcheck() -> None:
     ratio = torch.linspace(-3, 3, 6, dtype=torch.float64, requires_grad=True)
     desirable = torch.tensor([True, False] * 3)
 

@@ -24,13 +24,13 @@ MASK = torch.tensor(
 )
 
 
-def test_the_overlong_penalty_grows_within_the_buffer_only() -> None:
+def test_overlong_penalty_grows_only_within_buffer() -> None:
     lengths = torch.tensor([0, 79, 80, 90, 100, 500])
     penalty = overlong_penalty(lengths, max_length=100, buffer=20.0, factor=2.0)
     assert penalty.tolist() == [0.0, 0.0, 0.0, -1.0, -2.0, -2.0]
 
 
-def test_the_overlong_penalty_knows_what_each_prompt_leaves() -> None:
+def test_overlong_penalty_uses_limit_of_each_sample() -> None:
     lengths = torch.tensor([50, 50])
     penalty = overlong_penalty(lengths, max_length=torch.tensor([100, 55]), buffer=10.0)
     assert penalty.tolist() == [0.0, -0.5]
@@ -42,7 +42,7 @@ def test_the_overlong_penalty_knows_what_each_prompt_leaves() -> None:
     share=st.floats(0.01, 1),
     factor=st.floats(0, 3),
 )
-def test_the_overlong_penalty_agrees_with_the_reference(
+def test_overlong_penalty_matches_reference(
     lengths: list[int], longest: int, share: float, factor: float
 ) -> None:
     penalty = overlong_penalty(torch.tensor(lengths), max_length=longest, buffer=share * longest, factor=factor)
@@ -53,27 +53,27 @@ def test_the_overlong_penalty_agrees_with_the_reference(
 @pytest.mark.parametrize(
     ("coef", "expected"), [(0.5, [1.0, -2.0]), (0.0, [0.0, -2.0]), (1.0, [2.0, -2.0]), (-3.0, [-3.0, -2.0])]
 )
-def test_truncated_samples_are_scaled_or_replaced(coef: float, expected: list[float]) -> None:
+def test_rewards_of_truncated_samples_are_scaled_or_replaced(coef: float, expected: list[float]) -> None:
     truncated = torch.tensor([True, False])
     assert stop_properly_penalty(torch.tensor([2.0, -2.0]), truncated, coef).tolist() == expected
 
 
-def test_rewards_are_held_to_their_range() -> None:
+def test_rewards_are_clipped() -> None:
     assert clip_rewards(torch.tensor([-12.0, 3.0, 12.0]), -10.0, 10.0).tolist() == [-10.0, 3.0, 10.0]
 
 
-def test_the_last_action_of_each_row() -> None:
+def test_last_action_is_marked_in_each_row() -> None:
     assert last_action(MASK).nonzero().tolist() == [[0, 4], [2, 5]]
 
 
-def test_token_rewards_by_hand() -> None:
+def test_token_rewards_match_worked_example() -> None:
     """β = 0.1 takes 0.1 · kl from every action token; the outcome of 5 arrives at the last one."""
     kl = torch.tensor([[9.0, 1.0, 2.0, 9.0, 3.0, 9.0]])
     rewards = token_rewards(torch.tensor([5.0]), kl, MASK[:1], 0.1)
     assert torch.allclose(rewards, torch.tensor([[0.0, -0.1, -0.2, 0.0, 4.7, 0.0]]))
 
 
-def test_token_rewards_agree_with_the_reference() -> None:
+def test_token_rewards_match_reference() -> None:
     generator = torch.Generator().manual_seed(0)
     kl, outcome = torch.randn(3, 6, generator=generator), torch.randn(3, generator=generator)
     expected = [
@@ -82,7 +82,7 @@ def test_token_rewards_agree_with_the_reference() -> None:
     assert torch.allclose(token_rewards(outcome, kl, MASK, 0.3), torch.tensor(expected))
 
 
-def test_without_a_kl_term_only_the_outcome_is_left() -> None:
+def test_token_rewards_without_kl_are_outcome() -> None:
     outcome, kl = torch.tensor([1.0, 2.0, 3.0]), torch.full((3, 6), float("nan"))
     bare = token_rewards(outcome, None, MASK, 0.1)
     assert bare.sum(1).tolist() == [1.0, 0.0, 3.0]
@@ -90,13 +90,13 @@ def test_without_a_kl_term_only_the_outcome_is_left() -> None:
     assert torch.equal(token_rewards(outcome, kl, MASK, -1.0), bare), "a negative β counts as 0"
 
 
-def test_a_broken_kl_outside_the_action_mask_does_no_harm() -> None:
+def test_nan_kl_outside_action_mask_is_ignored() -> None:
     kl = torch.where(MASK, 1.0, float("nan"))
     assert token_rewards(torch.zeros(3), kl, MASK, 1.0).sum(1).tolist() == [-3.0, 0.0, -6.0]
 
 
 @given(acting=st.lists(st.booleans(), min_size=1, max_size=12), reward=st.floats(-5, 5), coef=st.floats(0, 1))
-def test_a_row_gets_its_reward_minus_the_kl_of_its_actions_and_no_more(
+def test_token_rewards_of_row_sum_to_reward_minus_kl(
     acting: list[bool], reward: float, coef: float
 ) -> None:
     mask, kl = torch.tensor([acting]), torch.arange(float(len(acting)))[None].double()
@@ -106,7 +106,7 @@ def test_a_row_gets_its_reward_minus_the_kl_of_its_actions_and_no_more(
     assert not tokens[~mask].any()
 
 
-def test_shares_of_earlier_turns_stand_where_they_were_earned_and_the_last_action_gets_the_rest() -> None:
+def test_turn_rewards_stay_at_their_turns_and_last_action_gets_rest() -> None:
     """[F, T, T, F, T, F] with 0.5 for the first turn, of a reward of 2 that was clipped to 1.5: the rest is 1."""
     mask = torch.tensor([[False, True, True, False, True, False]])
     turns = torch.tensor([[9.0, 0.0, 0.5, 9.0, 0.0, 9.0]])  # what stands outside the mask is nobody's

@@ -13,7 +13,7 @@ from tests.reference import supervised, tokens
 rewards = st.floats(-50, 50)
 
 
-def test_only_targets_have_a_loss_and_a_gradient() -> None:
+def test_only_target_tokens_have_loss_and_gradient() -> None:
     logprobs = torch.tensor([[-0.5, -2.0, float("nan")]], requires_grad=True)
     loss = token_nll(logprobs, torch.tensor([[False, True, False]]))
     loss.sum().backward()
@@ -22,14 +22,14 @@ def test_only_targets_have_a_loss_and_a_gradient() -> None:
     assert logprobs.grad.tolist() == [[0.0, -1.0, 0.0]]
 
 
-def test_a_batch_without_targets_is_a_differentiable_zero() -> None:
+def test_loss_without_targets_is_differentiable_zero() -> None:
     logprobs = torch.tensor([-0.5, -2.0], requires_grad=True)
     token_nll(logprobs, torch.tensor([False, False])).sum().backward()
     assert logprobs.grad is not None
     assert not logprobs.grad.any()
 
 
-def test_token_losses_are_those_of_the_softmax_and_have_the_gradient_of_their_finite_differences() -> None:
+def test_token_nll_matches_softmax_and_passes_gradcheck() -> None:
     logits = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     targets, mask = torch.tensor([0, 4, 2, 2, 1, 3]), torch.tensor([True, True, False, True, False, True])
 
@@ -42,7 +42,7 @@ def test_token_losses_are_those_of_the_softmax_and_have_the_gradient_of_their_fi
 
 
 @pytest.mark.parametrize("best", [None, 2])
-def test_the_distillation_loss_has_the_gradient_of_its_finite_differences(best: int | None) -> None:
+def test_distillation_loss_passes_gradcheck(best: int | None) -> None:
     """And it is the sum over the teacher's tokens, written out; the teacher's probabilities of its best tokens sum to 1."""
     draw = torch.Generator().manual_seed(0)
     logits, teacher = torch.randn(2, 4, 6, dtype=torch.float64, generator=draw)
@@ -58,13 +58,13 @@ def test_the_distillation_loss_has_the_gradient_of_its_finite_differences(best: 
     assert torch.autograd.gradcheck(lambda x: soft_cross_entropy(x, *arguments), (logits.requires_grad_(),))
 
 
-def test_the_pairwise_loss_by_hand() -> None:
+def test_pairwise_loss_matches_worked_example() -> None:
     """Equal rewards: log 2. Chosen better by log 3: −log(¾)."""
     chosen, rejected = torch.tensor([1.0, math.log(3.0)]), torch.tensor([1.0, 0.0])
     assert log_sigmoid(chosen, rejected).tolist() == pytest.approx([math.log(2), math.log(4 / 3)])
 
 
-def test_both_names_are_one_function_and_a_margin_is_a_head_start() -> None:
+def test_pairwise_losses_are_equal_and_margin_shifts_difference() -> None:
     """`sigmoid` and `logexp` of --model.loss_type: −log σ(x) = log(1 + exp(−x))."""
     chosen, rejected = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(log_sigmoid(chosen, rejected), (1 + (rejected - chosen).exp()).log())
@@ -73,7 +73,7 @@ def test_both_names_are_one_function_and_a_margin_is_a_head_start() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_pairwise_loss_is_finite_at_any_distance(dtype: torch.dtype) -> None:
+def test_pairwise_loss_is_finite_for_any_difference(dtype: torch.dtype) -> None:
     chosen = torch.tensor([-1e4, 0.0, 1e4], dtype=dtype, requires_grad=True)
     loss = log_sigmoid(chosen, torch.zeros(3, dtype=dtype))
     loss.sum().backward()
@@ -83,7 +83,7 @@ def test_the_pairwise_loss_is_finite_at_any_distance(dtype: torch.dtype) -> None
     assert chosen.grad.tolist() == pytest.approx([-1.0, -0.5, 0.0])
 
 
-def test_the_pairwise_loss_has_the_gradient_of_its_finite_differences() -> None:
+def test_pairwise_loss_passes_gradcheck() -> None:
     generator = torch.Generator().manual_seed(0)
     pairs = torch.randn(2, 5, dtype=torch.float64, generator=generator).requires_grad_()
     assert torch.autograd.gradcheck(lambda p: log_sigmoid(p[0], p[1]), (pairs,))
@@ -91,7 +91,7 @@ def test_the_pairwise_loss_has_the_gradient_of_its_finite_differences() -> None:
 
 
 @given(chosen=rewards, rejected=rewards, margin=st.floats(0, 5), shift=rewards)
-def test_the_pairwise_loss_agrees_with_the_reference_and_knows_differences_only(
+def test_pairwise_loss_matches_reference_and_depends_only_on_differences(
     chosen: float, rejected: float, margin: float, shift: float
 ) -> None:
     def loss(moved: float, margin: float | None) -> float:
@@ -104,7 +104,7 @@ def test_the_pairwise_loss_agrees_with_the_reference_and_knows_differences_only(
 
 
 @pytest.mark.parametrize("top_k", [False, True])
-def test_a_token_that_teacher_and_student_rule_out_adds_nothing(top_k: bool) -> None:
+def test_token_excluded_by_teacher_and_student_adds_nothing(top_k: bool) -> None:
     """As padding of the vocabulary. The other tokens give what they give without it, and a finite gradient."""
     teacher = torch.tensor([[0.5, -torch.inf, 1.5, -0.5]], dtype=torch.float64)
     logits = torch.tensor([[1.0, -torch.inf, 0.0, 2.0]], dtype=torch.float64, requires_grad=True)
@@ -115,5 +115,5 @@ def test_a_token_that_teacher_and_student_rule_out_adds_nothing(top_k: bool) -> 
     assert logits.grad is not None and logits.grad.isfinite().all()
 
 
-def test_a_token_that_the_student_alone_rules_out_costs_infinity() -> None:
+def test_token_excluded_only_by_student_costs_infinity() -> None:
     assert soft_cross_entropy(torch.tensor([[0.0, -torch.inf]]), torch.zeros(1, 2)).isinf().all()

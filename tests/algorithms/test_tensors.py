@@ -36,7 +36,7 @@ def head_inputs(rows: int = 7, width: int = 3, vocabulary: int = 5) -> tuple[Ten
 # Masked statistics
 
 
-def test_what_stands_outside_the_mask_reaches_neither_value_nor_gradient() -> None:
+def test_values_outside_mask_affect_neither_sum_nor_gradient() -> None:
     x = torch.tensor([[1.0, NAN, math.inf]], requires_grad=True)
     total = masked_sum(x, torch.tensor([[True, False, False]]))
     total.backward()
@@ -45,7 +45,7 @@ def test_what_stands_outside_the_mask_reaches_neither_value_nor_gradient() -> No
     assert x.grad.tolist() == [[1.0, 0.0, 0.0]]
 
 
-def test_the_sum_over_nothing_is_a_differentiable_zero() -> None:
+def test_sum_over_empty_mask_is_differentiable_zero() -> None:
     x = torch.ones(2, 3, requires_grad=True)
     total = masked_sum(x, torch.zeros(2, 3, dtype=torch.bool))
     total.backward()
@@ -54,7 +54,7 @@ def test_the_sum_over_nothing_is_a_differentiable_zero() -> None:
     assert not x.grad.any()
 
 
-def test_whitening_by_hand() -> None:
+def test_whitening_matches_worked_example() -> None:
     """1, 2, 3, 6 have mean 3 and population variance 14/4."""
     x = torch.tensor([[1.0, 2.0, 3.0, NAN], [6.0, NAN, NAN, NAN]])
     mask = ~x.isnan()
@@ -64,7 +64,7 @@ def test_whitening_by_hand() -> None:
 
 
 @pytest.mark.parametrize("scale", [True, False])
-def test_whitening_agrees_with_the_reference(scale: bool) -> None:
+def test_whitening_matches_reference(scale: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(40, generator=generator) * 3 + 5
     mask = torch.rand(40, generator=generator) < 0.6
@@ -77,7 +77,7 @@ masked = st.lists(st.tuples(st.integers(-40, 40).map(lambda n: n / 4), st.boolea
 
 
 @given(entries=masked, shift=st.integers(-40, 40), factor=st.sampled_from([0.5, 8.0]), data=st.data())
-def test_whitened_values_have_mean_zero_and_variance_one_whatever_their_origin_scale_and_order(
+def test_whitened_values_have_mean_zero_and_variance_one(
     entries: list[tuple[float, bool]], shift: int, factor: float, data: st.DataObject
 ) -> None:
     x, mask = torch.tensor([v for v, _ in entries]).double(), torch.tensor([wanted for _, wanted in entries])
@@ -92,7 +92,7 @@ def test_whitened_values_have_mean_zero_and_variance_one_whatever_their_origin_s
     assert torch.allclose(masked_whiten((x * factor + shift)[order], mask[order]), white[order], atol=1e-9)
 
 
-def test_a_tiny_variance_is_held_to_its_floor() -> None:
+def test_whitening_uses_minimum_variance() -> None:
     """Two values 2e-5 apart: variance 1e-10, held to 1e-8, so they become ±0.1 and not ±1."""
     x = torch.tensor([0.0, 2e-5])
     assert torch.allclose(masked_whiten(x, torch.ones(2, dtype=torch.bool)), torch.tensor([-0.1, 0.1]))
@@ -105,18 +105,18 @@ def test_equal_values_whiten_to_exactly_zero(value: float, dtype: torch.dtype) -
     assert not masked_whiten(x, torch.ones(1000, dtype=torch.bool)).any()
 
 
-def test_whitening_nothing_gives_zeros() -> None:
+def test_whitening_over_empty_mask_returns_zeros() -> None:
     assert not masked_whiten(torch.full((2, 3), NAN), torch.zeros(2, 3, dtype=torch.bool)).any()
     assert masked_whiten(torch.zeros(0), torch.zeros(0, dtype=torch.bool)).shape == (0,)
 
 
-def test_log_ratios_outside_the_mask_are_zero_whatever_stands_there() -> None:
+def test_log_ratio_is_zero_outside_mask_even_for_nan() -> None:
     mask = torch.tensor([True, False, False])
     ratio = log_ratio(torch.tensor([-1.0, NAN, -math.inf]), torch.tensor([-3.0, 0.0, -math.inf]), mask)
     assert ratio.tolist() == [2.0, 0.0, 0.0]
 
 
-def test_the_bounded_exponential_is_finite_and_flat_beyond_twenty() -> None:
+def test_bounded_exp_is_finite_and_constant_beyond_bounds() -> None:
     x = torch.tensor([-1e4, 0.0, 20.0, 1e4, math.inf], requires_grad=True)
     y = bounded_exp(x)
     y.sum().backward()
@@ -129,14 +129,14 @@ def test_the_bounded_exponential_is_finite_and_flat_beyond_twenty() -> None:
 # Log-probabilities and entropies
 
 
-def test_two_equal_logits_are_a_coin() -> None:
+def test_two_equal_logits_have_probability_one_half() -> None:
     logits = torch.tensor([[3.0, 3.0], [0.0, math.log(3.0)]])
     logprobs, _ = logit_logprobs(logits, torch.tensor([0, 1]))
     assert logprobs.tolist() == pytest.approx([math.log(1 / 2), math.log(3 / 4)])
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_logprobs_and_entropy_agree_with_the_reference(temperature: float) -> None:
+def test_logprobs_and_entropy_match_reference(temperature: float) -> None:
     hidden, weight, bias, targets = head_inputs()
     logprobs, entropy = linear_logprobs(hidden, weight, targets, temperature=temperature, entropy=True, bias=bias)
     rows = [tokens.linear(h, weight.tolist(), bias.tolist()) for h in hidden.tolist()]
@@ -151,7 +151,7 @@ def test_logprobs_and_entropy_agree_with_the_reference(temperature: float) -> No
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-def test_log_probabilities_and_entropy_are_of_one_distribution(temperature: float) -> None:
+def test_logprobs_and_entropy_belong_to_same_distribution(temperature: float) -> None:
     """Over all tokens the probabilities sum to 1, and their mean surprise is the entropy, at every temperature."""
     hidden, weight, bias, _ = head_inputs(rows=4)
     every = torch.arange(5)
@@ -165,7 +165,7 @@ def test_log_probabilities_and_entropy_are_of_one_distribution(temperature: floa
 
 
 @given(shift=st.integers(-64, 64), temperature=st.floats(0.1, 3))
-def test_a_constant_added_to_all_logits_changes_nothing(shift: int, temperature: float) -> None:
+def test_logprobs_ignore_constant_added_to_logits(shift: int, temperature: float) -> None:
     hidden, weight, bias, targets = head_inputs()
     plain, moved = (
         linear_logprobs(hidden, weight, targets, temperature=temperature, entropy=True, bias=bias + s)
@@ -178,7 +178,7 @@ def test_a_constant_added_to_all_logits_changes_nothing(shift: int, temperature:
 
 @pytest.mark.parametrize("chunk_logits", [1 << 25, 10, 1], ids=["one chunk", "two rows", "one row"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_both_results_have_the_gradient_of_their_finite_differences(
+def test_logprobs_and_entropy_pass_gradcheck(
     chunk_logits: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", chunk_logits)
@@ -194,7 +194,7 @@ def test_both_results_have_the_gradient_of_their_finite_differences(
 
 
 @pytest.mark.parametrize("use", ["logprobs", "entropy"])
-def test_either_result_can_be_differentiated_alone(use: str) -> None:
+def test_logprobs_and_entropy_can_be_differentiated_alone(use: str) -> None:
     hidden, weight, bias, targets = head_inputs()
     hidden.requires_grad_()
     logprobs, entropy = linear_logprobs(hidden, weight, targets, entropy=True, bias=bias)
@@ -207,7 +207,7 @@ def test_either_result_can_be_differentiated_alone(use: str) -> None:
     assert torch.allclose(actual, expected)
 
 
-def test_what_needs_no_gradient_gets_none() -> None:
+def test_inputs_without_requires_grad_get_no_gradient() -> None:
     hidden, weight, _, targets = head_inputs()
     linear_logprobs(hidden.requires_grad_(), weight, targets)[0].sum().backward()
     assert hidden.grad is not None
@@ -218,7 +218,7 @@ def test_what_needs_no_gradient_gets_none() -> None:
     assert weight.grad is not None
 
 
-def test_bfloat16_states_are_scored_in_float32_and_keep_their_dtype_in_the_gradient(
+def test_bfloat16_states_are_scored_in_float32_with_bfloat16_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """1024 chunks: the gradient of the weight, summed over them in bfloat16, would be off by 4 %."""
@@ -246,7 +246,7 @@ def test_bfloat16_states_are_scored_in_float32_and_keep_their_dtype_in_the_gradi
 
 @pytest.mark.parametrize("temperature", [1.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_extreme_logits_stay_finite(dtype: torch.dtype, temperature: float) -> None:
+def test_results_are_finite_for_extreme_logits(dtype: torch.dtype, temperature: float) -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4], [0.0, 0.0, 1e4]], dtype=dtype)
     identity = torch.eye(3, dtype=dtype)
     states = logits.clone().requires_grad_()
@@ -260,7 +260,7 @@ def test_extreme_logits_stay_finite(dtype: torch.dtype, temperature: float) -> N
     assert states.grad.isfinite().all()
 
 
-def test_forbidden_tokens_do_not_spoil_the_entropy() -> None:
+def test_entropy_is_finite_with_tokens_of_probability_zero() -> None:
     """A bias of −∞ takes a token out of the vocabulary: what remains is a coin."""
     bias = torch.tensor([0.0, 0.0, -math.inf])
     hidden = torch.zeros(1, 2, requires_grad=True)
@@ -272,7 +272,7 @@ def test_forbidden_tokens_do_not_spoil_the_entropy() -> None:
     assert hidden.grad.isfinite().all()
 
 
-def test_no_rows_give_zero_gradients() -> None:
+def test_empty_input_gives_zero_gradients() -> None:
     hidden, weight = torch.zeros(0, 3, requires_grad=True), torch.ones(5, 3, requires_grad=True)
     logprobs, _ = linear_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long))
     logprobs.sum().backward()
@@ -283,7 +283,7 @@ def test_no_rows_give_zero_gradients() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_never_held_for_more_than_a_chunk(
+def test_logits_are_held_for_one_chunk_at_a_time(
     temperature: float, with_bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 tokens, 40 words, chunks of two tokens: nothing is larger than the gradient of the hidden states."""
