@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from fnmatch import fnmatch
 
 import pytest
 
+from tests.density import BOUNDS, density
 from tests.sources import Module, loaded_with, package
 
 LEVELS = {
@@ -46,6 +48,8 @@ HOMES = {
 # What a module may load at import besides the standard library and our own modules.
 STANDARD_LIBRARY_ONLY = ["config*", "locks", "termination", "trajectory", "utils", "cli*"]
 WITHOUT_TORCH = ["processes*", "agents.contract", "agents.program", "rewards*"]
+# Packages whose density is within its bounds, and stays there.
+WITHIN_BOUNDS = ["algorithms"]
 MODULES = sorted(package().values(), key=str)
 
 
@@ -113,3 +117,22 @@ def test_a_function_stays_within_60_lines() -> None:
         f"{module} {name}": lines for module in MODULES for name, lines in module.functions() if lines > 60
     }
     assert long_functions == {}
+
+
+@pytest.mark.parametrize("room", WITHIN_BOUNDS)
+def test_density_of_package_is_within_bounds(room: str) -> None:
+    found = density(module.tree for module in MODULES if module.room == room)
+    assert {name: round(value, 1) for name, value in found.items() if value > BOUNDS[name]} == {}
+
+
+def test_density_leaves_out_docstrings_imports_and_annotations() -> None:
+    """The statement `x` has 2 nodes; the function has 3 of its own: itself, its arguments, and `a`."""
+    tree = ast.parse('"""Doc."""\nimport os\n\ndef f(a: int) -> int:\n    """Doc."""\n    x\n')
+    assert density([tree])["mean"] == (2 + 3) / 2
+
+
+def test_density_counts_nested_comprehensions() -> None:
+    nested = density([ast.parse("[[a if b else c for a in d] for d in e]")])
+    nodes = 14
+    assert nested["conditionals"] == 10_000 / nodes and nested["comprehensions"] == 20_000 / nodes
+    assert nested["nested"] == 10_000 / nodes

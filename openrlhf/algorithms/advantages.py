@@ -172,9 +172,7 @@ def group_norm(rewards: PerSample, group: GroupIds) -> PerSample:
     return shaped.to(rewards.dtype)
 
 
-def shape_rewards(
-    rewards: PerSample, group: GroupIds, estimator: AdvantageEstimator
-) -> PerSample:
+def shape_rewards(rewards: PerSample, group: GroupIds, estimator: AdvantageEstimator) -> PerSample:
     """Apply the reward shaping of an estimator to all samples of the batch.
 
     Raises ValueError if a reward is not finite: it is missing, or its source is broken. Raises EstimatorError if the
@@ -203,9 +201,7 @@ def _check_finite(rewards: PerSample) -> None:
 
 def _check_shaped(shaped: Any, rewards: PerSample) -> None:
     """Raise EstimatorError unless `shaped` has one finite number per sample."""
-    wanted = (
-        f"It has to return a tensor of {len(rewards)} floating-point numbers, one per sample"
-    )
+    wanted = f"It has to return a tensor of {len(rewards)} floating-point numbers, one per sample"
     if not isinstance(shaped, Tensor) or not shaped.is_floating_point():
         raise EstimatorError(f"it returned {type(shaped).__name__} {shaped!r:.80}. {wanted}.")
     if shaped.shape != rewards.shape:
@@ -218,11 +214,7 @@ def _check_shaped(shaped: Any, rewards: PerSample) -> None:
 
 
 def normalize_advantages(
-    advantages: Float[Tensor, "*s"],
-    mask: Bool[Tensor, "*s"],
-    estimator: AdvantageEstimator,
-    *,
-    scale: bool = True,
+    advantages: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"], estimator: AdvantageEstimator, *, scale: bool = True
 ) -> Float[Tensor, "*s"]:
     """Whiten the advantages over the action tokens of the whole batch if the estimator asks for it."""
     if not estimator.whiten:

@@ -86,11 +86,7 @@ def _surrogate(rho: Tensor, log_rho: Tensor, advantages: Tensor, mask: Tensor, c
     if clip.dual is not None:
         bounded = torch.maximum(objective, clip.dual * advantages)
         objective = torch.where(advantages < 0, bounded, objective)
-    return PolicyLoss(
-        per_token=-objective,
-        clipped=(clipped < unclipped).detach(),
-        approx_kl=-log_rho.detach(),
-    )
+    return PolicyLoss(per_token=-objective, clipped=(clipped < unclipped).detach(), approx_kl=-log_rho.detach())
 
 
 @policy_loss("cispo")
@@ -106,11 +102,7 @@ def cispo(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask
     weight = rho.clamp(1 - clip.low, 1 + clip.high)
     advantages = advantages.masked_fill(~mask, 0)
     logprobs = logprobs.masked_fill(~mask, 0)
-    return PolicyLoss(
-        per_token=-weight * advantages * logprobs,
-        clipped=(weight != rho) & mask,
-        approx_kl=-log_rho,
-    )
+    return PolicyLoss(per_token=-weight * advantages * logprobs, clipped=(weight != rho) & mask, approx_kl=-log_rho)
 
 
 def value_loss(values: PerToken, old_values: PerToken, returns: PerToken, mask: TokenMask, *, clip: float) -> PerToken:

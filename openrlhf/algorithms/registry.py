@@ -33,10 +33,7 @@ class Registry(Generic[Choice]):
     def add(self, name: str, choice: Choice) -> None:
         """Register `choice` under `name`. Raises ValueError if the name is in use."""
         if name in self._choices:
-            raise ValueError(
-                f"{self.kind} {name!r} is already registered; choose a name other than "
-                f"{self._known()}"
-            )
+            raise ValueError(f"{self.kind} {name!r} is already registered; choose a name other than {self._known()}")
         self._choices[name] = choice
 
     def __getitem__(self, name: str) -> Choice:

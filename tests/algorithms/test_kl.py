@@ -110,7 +110,7 @@ def test_clipped_tokens_are_counted() -> None:
 
 def test_unknown_estimator_raises_error_with_known_names() -> None:
     assert list(KL_ESTIMATORS) == ESTIMATORS
-    with pytest.raises(ValueError, match="'k4'.* k1, k2, k3"):
+    with pytest.raises(ValueError, match=r"'k4'.* k1, k2, k3"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
 
 

@@ -237,9 +237,7 @@ def test_losses_scale_with_advantages(name: str, factor: float) -> None:
 
 
 @given(log_rho=st.floats(-25, 25), advantage=st.floats(-9, 9), bound=st.floats(1.01, 10))
-def test_dual_clip_bounds_only_loss_of_negative_advantages(
-    log_rho: float, advantage: float, bound: float
-) -> None:
+def test_dual_clip_bounds_only_loss_of_negative_advantages(log_rho: float, advantage: float, bound: float) -> None:
     free, held = (one_token(math.exp(log_rho), advantage, dual=dual).per_token.item() for dual in (None, bound))
     assert held == pytest.approx(min(free, -bound * advantage) if advantage < 0 else free)
 
@@ -356,7 +354,7 @@ def test_row_without_actions_is_not_counted(kind: str) -> None:
 
 def test_unknown_name_raises_error_with_known_names() -> None:
     assert list(AGGREGATIONS) == KINDS
-    with pytest.raises(ValueError, match="'sample'.* token, sequence, constant"):
+    with pytest.raises(ValueError, match=r"'sample'.* token, sequence, constant"):
         aggregation_weights(torch.ones(1, 2, dtype=torch.bool), "sample", max_tokens=9)
-    with pytest.raises(ValueError, match="'grpo'.* ppo, gspo, cispo"):
+    with pytest.raises(ValueError, match=r"'grpo'.* ppo, gspo, cispo"):
         _ = POLICY_LOSSES["grpo"]

@@ -25,7 +25,7 @@ def test_unknown_name_raises_error_with_known_names() -> None:
     registry: Registry[int] = Registry("number")
     registry.add("one", 1)
     registry.add("two", 2)
-    with pytest.raises(ValueError, match="number 'three'.* one, two"):
+    with pytest.raises(ValueError, match=r"number 'three'.* one, two"):
         _ = registry["three"]
 
 

@@ -42,9 +42,7 @@ def test_overlong_penalty_uses_limit_of_each_sample() -> None:
     share=st.floats(0.01, 1),
     factor=st.floats(0, 3),
 )
-def test_overlong_penalty_matches_reference(
-    lengths: list[int], longest: int, share: float, factor: float
-) -> None:
+def test_overlong_penalty_matches_reference(lengths: list[int], longest: int, share: float, factor: float) -> None:
     penalty = overlong_penalty(torch.tensor(lengths), max_length=longest, buffer=share * longest, factor=factor)
     expected = [credit.overlong(length, longest, share * longest, factor) for length in lengths]
     assert penalty.tolist() == pytest.approx(expected, abs=1e-4)
@@ -96,9 +94,7 @@ def test_nan_kl_outside_action_mask_is_ignored() -> None:
 
 
 @given(acting=st.lists(st.booleans(), min_size=1, max_size=12), reward=st.floats(-5, 5), coef=st.floats(0, 1))
-def test_token_rewards_of_row_sum_to_reward_minus_kl(
-    acting: list[bool], reward: float, coef: float
-) -> None:
+def test_token_rewards_of_row_sum_to_reward_minus_kl(acting: list[bool], reward: float, coef: float) -> None:
     mask, kl = torch.tensor([acting]), torch.arange(float(len(acting)))[None].double()
     tokens = token_rewards(torch.tensor([reward], dtype=torch.float64), kl, mask, coef)
     expected = reward - coef * float(kl[mask].sum()) if any(acting) else 0.0

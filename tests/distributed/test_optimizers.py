@@ -26,7 +26,7 @@ def test_matrices_are_decayed_and_biases_norms_and_frozen_weights_are_not() -> N
 
 
 def test_an_optimizer_that_is_not_there_is_an_error_and_never_another_one() -> None:
-    with pytest.raises(ValueError, match="optimizer 'muon'.* adam"):
+    with pytest.raises(ValueError, match=r"optimizer 'muon'.* adam"):
         make_optimizer(model().named_parameters(), OptimizerConfig(optim="muon"))
     assert list(OPTIMIZERS) == ["adam"]
 

@@ -1,0 +1,81 @@
+"""How much a reader carries per statement: nodes of the syntax tree without docstrings, imports and annotations."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+# Upper bounds for a package: mean nodes per statement, statements above 25 nodes per hundred, and per 10,000 nodes
+# conditional expressions, comprehensions, and comprehensions that are nested or have two loops.
+BOUNDS = {"mean": 8.5, "heavy": 2.2, "conditionals": 40.0, "comprehensions": 60.0, "nested": 3.0}
+HEAVY = 25  # nodes
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+NOT_COUNTED = (ast.expr_context, ast.Import, ast.ImportFrom)
+
+
+@dataclass
+class Counts:
+    """Counts of one module."""
+
+    nodes: int = 0
+    conditionals: int = 0
+    comprehensions: int = 0
+    nested: int = 0
+
+    def __post_init__(self) -> None:
+        self.statements: list[int] = []  # nodes of each, without the statements inside it
+
+    def visit(self, node: ast.AST, *, in_comprehension: bool = False) -> int:
+        """Count a node and all nodes below it. Returns the nodes that belong to the enclosing statement."""
+        self.nodes += 1
+        if isinstance(node, ast.IfExp):
+            self.conditionals += 1
+        if isinstance(node, COMPREHENSIONS):
+            self.comprehensions += 1
+            if in_comprehension or len(node.generators) > 1:
+                self.nested += 1
+            in_comprehension = True
+        own = 1
+        for child in _counted_children(node):
+            own += self.visit(child, in_comprehension=in_comprehension)
+        if isinstance(node, ast.stmt):
+            self.statements.append(own)
+            return 0
+        return own
+
+
+def _counted_children(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the children of a node except annotations, imports and a docstring."""
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "type_comment", "type_params"):
+            continue
+        children = value if isinstance(value, list) else [value]
+        if name == "body" and isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            children = children[1:]
+        for child in children:
+            if isinstance(child, ast.AST) and not isinstance(child, NOT_COUNTED):
+                yield child
+
+
+def density(trees: Iterable[ast.Module]) -> dict[str, float]:
+    """Return the numbers of `BOUNDS` for the modules of a package."""
+    nodes = conditionals = comprehensions = nested = 0
+    statements: list[int] = []
+    for tree in trees:
+        counts = Counts()
+        counts.visit(tree)
+        nodes += counts.nodes
+        conditionals += counts.conditionals
+        comprehensions += counts.comprehensions
+        nested += counts.nested
+        statements += counts.statements
+    heavy = [size for size in statements if size > HEAVY]
+    return {
+        "mean": sum(statements) / len(statements),
+        "heavy": 100 * len(heavy) / len(statements),
+        "conditionals": 10_000 * conditionals / nodes,
+        "comprehensions": 10_000 * comprehensions / nodes,
+        "nested": 10_000 * nested / nodes,
+    }
