@@ -192,9 +192,9 @@ def shape_rewards(rewards: PerSample, group: GroupIds, estimator: AdvantageEstim
 
 def _check_finite(rewards: PerSample) -> None:
     broken: dict[int, float] = {}
-    for sample, reward in enumerate(rewards.tolist()):
+    for sample, reward in enumerate(rewards):
         if not math.isfinite(reward):
-            broken[sample] = reward
+            broken[sample] = float(reward)
     if broken:
         raise ValueError(f"rewards must be finite numbers, but by sample they are {broken}")
 
