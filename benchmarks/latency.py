@@ -1,9 +1,10 @@
-"""Synchronous and asynchronous training side by side, with an environment that is slow at random, and what the simulator says.
+"""Synchronous and asynchronous training side by side, with an environment that is slow at random,
+and what the simulator says.
 
     python -m benchmarks.latency --median 1 --queue 4 --staleness 16
 
-Wall seconds per step of the same model on the same engine. The simulator gets the measured seconds of an update and of a
-publication, and the distribution of the waits.
+Wall seconds per step of the same model on the same engine. The simulator gets the measured seconds
+of an update and of a publication, and the distribution of the waits.
 """
 
 from __future__ import annotations
@@ -24,10 +25,15 @@ from benchmarks.simulate import Workload, asynchronous, synchronous
 
 ROOT = Path(__file__).parent.parent
 PROMPTS, SAMPLES, WARM_UP = 16, 4, 4
-STEPS, EPOCHS_AHEAD = 20, 4  # asynchronous steps are short, and now and then a slow sample holds one up
+STEPS, EPOCHS_AHEAD = (
+    20,
+    4,
+)  # asynchronous steps are short, and now and then a slow sample holds one up
 
 
-def measured(folder: Path, data: Path, given: argparse.Namespace, flags: dict[str, Any]) -> list[dict[str, float]]:
+def measured(
+    folder: Path, data: Path, given: argparse.Namespace, flags: dict[str, Any]
+) -> list[dict[str, float]]:
     """The metrics of each step of a run after the warm-up."""
     common: dict[str, Any] = {
         "actor.model_name_or_path": data / "3M-equal",
@@ -50,11 +56,18 @@ def measured(folder: Path, data: Path, given: argparse.Namespace, flags: dict[st
         "ckpt.output_dir": folder / "model",
         "ckpt.path": folder / "checkpoints",
     }
-    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in (common | flags).items()]
+    words = [
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in (common | flags).items()
+    ]
     environment = ONE_THREAD | ALONE | {"OPENRLHF_BENCH_MEDIAN": str(given.median)}
     command = [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *words]
-    follow(command, folder / "metrics.jsonl", environment=environment, log=folder.with_suffix(".log"))
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
+    follow(
+        command, folder / "metrics.jsonl", environment=environment, log=folder.with_suffix(".log")
+    )
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][
+        WARM_UP:
+    ]
 
 
 def per_step(rows: list[dict[str, float]]) -> float:
@@ -64,7 +77,9 @@ def per_step(rows: list[dict[str, float]]) -> float:
 
 def main() -> None:
     """Run both ways, and print seconds per step, the speed-up, and the simulator's speed-up."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--median", type=float, default=1.0, help="seconds of a wait")
     parser.add_argument("--queue", type=int, default=4)
     parser.add_argument("--staleness", type=int, default=16)
@@ -93,9 +108,14 @@ def main() -> None:
         publish=median(row["timing/broadcast"] for row in waiting),
         steps=2000,
     )
-    predicted = synchronous(work).per_step / asynchronous(work, given.queue, given.staleness, partial=True).per_step
+    predicted = (
+        synchronous(work).per_step
+        / asynchronous(work, given.queue, given.staleness, partial=True).per_step
+    )
     gained = per_step(waiting) / per_step(beside)
-    print(f"synchronous {per_step(waiting):.2f} s, asynchronous {per_step(beside):.2f} s per step: {gained:.2f} x")
+    print(
+        f"synchronous {per_step(waiting):.2f} s, asynchronous {per_step(beside):.2f} s per step: {gained:.2f} x"
+    )
     print(f"the simulator says {predicted:.2f} x; measured / predicted {gained / predicted:.2f}")
 
 

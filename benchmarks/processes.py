@@ -1,4 +1,6 @@
-"""CPU seconds of a command and of all processes it starts, at every row of a file that it writes. Linux."""
+"""CPU seconds of a command and of all processes it starts, at every row of a file that it writes.
+Linux.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ LOOK_S = 0.5  # seconds between two looks at the memory
 
 @dataclass(kw_only=True)
 class Course:
-    """A finished command: CPU seconds at each row of the followed file, and the most resident memory seen."""
+    """A finished command: CPU seconds at each row of the followed file, and the most resident
+    memory seen.
+    """
 
     marks: list[float] = field(default_factory=list[float])
     first_row_s: float = 0.0  # wall time from the start of the command
@@ -31,15 +35,21 @@ class Course:
         return [after - before for before, after in pairwise(self.marks)]
 
 
-def follow(command: Sequence[str], rows: Path, *, environment: Mapping[str, str], log: Path) -> Course:
+def follow(
+    command: Sequence[str], rows: Path, *, environment: Mapping[str, str], log: Path
+) -> Course:
     """Run a command to its end. Raises RuntimeError if the command fails."""
     course, started, looked = Course(), time.monotonic(), 0.0
     with log.open("w") as output:
-        process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT
+        )
         try:
             while process.poll() is None:
                 seen = trained(rows)
-                if seen > len(course.marks) or time.monotonic() > looked + LOOK_S:  # a look costs 5 ms
+                if (
+                    seen > len(course.marks) or time.monotonic() > looked + LOOK_S
+                ):  # a look costs 5 ms
                     cpu, memory = usage(process.pid)
                     if seen and not course.marks:
                         course.first_row_s = time.monotonic() - started
@@ -50,24 +60,33 @@ def follow(command: Sequence[str], rows: Path, *, environment: Mapping[str, str]
             process.terminate()
             process.wait()
     if process.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-3000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-3000:]}"
+        )
     return course
 
 
 def trained(rows: Path) -> int:
     """Training steps in a file of metrics: its whole lines, without those of evaluations."""
-    return sum(b'"train/' in line for line in rows.read_bytes().split(b"\n")[:-1]) if rows.exists() else 0
+    return (
+        sum(b'"train/' in line for line in rows.read_bytes().split(b"\n")[:-1])
+        if rows.exists()
+        else 0
+    )
 
 
 def usage(root: int) -> tuple[float, int]:
     """CPU seconds and resident bytes of a process and everything below it.
 
-    Ended children count where their parent waited for them: raylet does not, so the start of a run is not complete.
+    Ended children count where their parent waited for them: raylet does not, so the start of a run
+    is not complete.
     """
     cpu, memory = 0.0, 0
     parent = psutil.Process(root)
     for process in [parent, *parent.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
-            cpu += sum(process.cpu_times()[:4])  # user and system, its own and of its ended children
+            cpu += sum(
+                process.cpu_times()[:4]
+            )  # user and system, its own and of its ended children
             memory += process.memory_info().rss
     return cpu, memory

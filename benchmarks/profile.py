@@ -1,6 +1,8 @@
-"""Where the CPU seconds of a GRPO step go, by part and process. Needs py-spy, which comes with Ray, and its permissions.
+"""Where the CPU seconds of a GRPO step go, by part and process. Needs py-spy, which comes with Ray,
+and its permissions.
 
-The shares are those of py-spy's looks. The CPU seconds of a step are those of the processes, while py-spy looks.
+The shares are those of py-spy's looks. The CPU seconds of a step are those of the processes, while
+py-spy looks.
 
 python -m benchmarks.profile --size 25M --lengths equal --dtype fp32
 """
@@ -40,7 +42,10 @@ PARTS = (  # the first whose word is in a stack has the sample
     ("controller: detokenising", "request_of"),
     ("controller: batches", "from_trajectories"),
 )
-ROLES = {"ray::RolloutEng": "engine", "ray::WorkerHost": "trainer"}  # by the beginning of a process's name
+ROLES = {
+    "ray::RolloutEng": "engine",
+    "ray::WorkerHost": "trainer",
+}  # by the beginning of a process's name
 # innermost calls in which a thread waits, though py-spy may call it busy
 WAITING = (
     "select (",
@@ -56,7 +61,9 @@ WAITING = (
 
 
 def watch(rows: Path, run: psutil.Process, folder: Path) -> dict[str, Path]:
-    """After the warm-up, record every process of the run that computes, until the run ends. Returns the records by role."""
+    """After the warm-up, record every process of the run that computes, until the run ends. Returns
+    the records by role.
+    """
     while run.is_running() and trained(rows) < WARM_UP:
         time.sleep(0.05)
     spies: list[subprocess.Popen[bytes]] = []
@@ -65,9 +72,24 @@ def watch(rows: Path, run: psutil.Process, folder: Path) -> dict[str, Path]:
         role = "controller" if process == run else ROLES.get(process.name()[:15])
         if role:
             records[role] = folder / f"{role}.txt"
-            command = [SPY, "record", "-p", process.pid, "-r", RATE, "-f", "raw", "-o", records[role], "-d", 3600]
+            command = [
+                SPY,
+                "record",
+                "-p",
+                process.pid,
+                "-r",
+                RATE,
+                "-f",
+                "raw",
+                "-o",
+                records[role],
+                "-d",
+                3600,
+            ]
             spies.append(
-                subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                subprocess.Popen(
+                    list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                )
             )
     for spy in spies:
         spy.wait()
@@ -85,7 +107,9 @@ def samples(record: Path) -> Iterator[tuple[str, int]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print a line per part."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=workload.SIZES, default="3M")
     parser.add_argument("--lengths", choices=workload.NEW_TOKENS, default="equal")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
@@ -95,7 +119,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     case, place = Grpo(lengths=chosen.lengths, dtype=chosen.dtype, size=chosen.size), folder / "run"
     with ThreadPoolExecutor() as threads:
         run = threads.submit(case.ours, folder / "data", place)
-        while not (started := [p for p in psutil.Process().children() if "openrlhf.cli.train_ppo_ray" in p.cmdline()]):
+        while not (
+            started := [
+                p
+                for p in psutil.Process().children()
+                if "openrlhf.cli.train_ppo_ray" in p.cmdline()
+            ]
+        ):
             time.sleep(0.05)
         records = watch(place / "metrics.jsonl", started[0], folder)
         step = median(run.result().steps(WARM_UP + MEASURED)[-MEASURED:])

@@ -1,4 +1,5 @@
-"""Measures this project and TRL side by side, in alternating rounds: CPU seconds of all processes per step, and ratios.
+"""Measures this project and TRL side by side, in alternating rounds: CPU seconds of all processes
+per step, and ratios.
 
     make bench
     python -m benchmarks.run --rounds 1 --only grpo-equal-fp32 --peer .venv/peer
@@ -41,10 +42,16 @@ def ours(command: str, flags: dict[str, Any], folder: Path) -> Course:
         "ckpt.output_dir": folder / "model",
         "ckpt.path": folder / "checkpoints",
     }
-    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in (common | flags).items()]
+    words = [
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in (common | flags).items()
+    ]
     rows, log = folder / "metrics.jsonl", folder.with_suffix(".log")
     return follow(
-        [sys.executable, "-m", f"openrlhf.cli.{command}", *words], rows, environment=ONE_THREAD | ALONE, log=log
+        [sys.executable, "-m", f"openrlhf.cli.{command}", *words],
+        rows,
+        environment=ONE_THREAD | ALONE,
+        log=log,
     )
 
 
@@ -68,7 +75,9 @@ class Grpo:
 
     @property
     def name(self) -> str:
-        return f"grpo-{self.lengths}-{self.dtype}" + "-long-prompts" * (self.prompts == "long_prompts")
+        return f"grpo-{self.lengths}-{self.dtype}" + "-long-prompts" * (
+            self.prompts == "long_prompts"
+        )
 
     def ours(self, data: Path, folder: Path) -> Course:
         new_tokens = workload.NEW_TOKENS[self.lengths]
@@ -95,7 +104,9 @@ class Grpo:
     def trl(self, data: Path, folder: Path, peer: Path) -> Course:
         model, prompts = data / f"{self.size}-{self.lengths}", data / f"{self.prompts}.jsonl"
         new_tokens, steps = workload.NEW_TOKENS[self.lengths], WARM_UP + MEASURED
-        return trl("trl_grpo", model, prompts, self.dtype, new_tokens, steps, folder=folder, peer=peer)
+        return trl(
+            "trl_grpo", model, prompts, self.dtype, new_tokens, steps, folder=folder, peer=peer
+        )
 
     def figure(self, course: Course, data: Path) -> float:
         """Median CPU seconds of the measured steps. Raises ValueError if the run had other steps."""
@@ -104,7 +115,9 @@ class Grpo:
 
 @dataclass(frozen=True, kw_only=True)
 class Offline:
-    """SFT, training of a reward model or DPO, texts of 16 to 256 tokens, in float32. Our rows are packed."""
+    """SFT, training of a reward model or DPO, texts of 16 to 256 tokens, in float32. Our rows are
+    packed.
+    """
 
     name: str
     kind: str  # sft, rm or dpo
@@ -112,8 +125,16 @@ class Offline:
     unit: ClassVar[str] = "tokens per CPU s"
 
     def ours(self, data: Path, folder: Path) -> Course:
-        columns = {"data.input_key": "input", "data.output_key": "output", "data.input_template": "{}"}
-        pairs = {"data.prompt_key": "input", "data.chosen_key": "chosen", "data.rejected_key": "rejected"}
+        columns = {
+            "data.input_key": "input",
+            "data.output_key": "output",
+            "data.input_template": "{}",
+        }
+        pairs = {
+            "data.prompt_key": "input",
+            "data.chosen_key": "chosen",
+            "data.rejected_key": "rejected",
+        }
         flags = {
             "model.model_name_or_path": data / "3M-tail",
             "data.dataset": data / self.rows,
@@ -128,10 +149,14 @@ class Offline:
         return ours(f"train_{self.kind}", flags, folder)
 
     def trl(self, data: Path, folder: Path, peer: Path) -> Course:
-        return trl("trl_offline", self.kind, data / "3M-tail", data / self.rows, folder=folder, peer=peer)
+        return trl(
+            "trl_offline", self.kind, data / "3M-tail", data / self.rows, folder=folder, peer=peer
+        )
 
     def figure(self, course: Course, data: Path) -> float:
-        """Tokens of the rows by the CPU seconds of the last epoch. Raises ValueError if the run had other steps."""
+        """Tokens of the rows by the CPU seconds of the last epoch. Raises ValueError if the run had
+        other steps.
+        """
         rows = len((data / self.rows).read_text().splitlines())
         steps = rows // workload.BATCH
         spent = sum(course.steps(steps * workload.EPOCHS)[-steps:])
@@ -139,7 +164,11 @@ class Offline:
 
 
 CASES: Sequence[Grpo | Offline] = [
-    *(Grpo(lengths=lengths, dtype=dtype) for lengths in ("equal", "tail") for dtype in ("fp32", "bf16")),
+    *(
+        Grpo(lengths=lengths, dtype=dtype)
+        for lengths in ("equal", "tail")
+        for dtype in ("fp32", "bf16")
+    ),
     Grpo(lengths="tail", dtype="fp32", prompts="long_prompts"),
     Offline(name="sft", kind="sft", rows="sft.jsonl"),
     Offline(name="rm", kind="rm", rows="pairs.jsonl"),
@@ -150,7 +179,9 @@ CASES: Sequence[Grpo | Offline] = [
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print a line per run, and at last a line per case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=[case.name for case in CASES], default=[])
     parser.add_argument("--peer", type=Path)
@@ -160,7 +191,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not (data := folder / "data").exists():
         workload.write(data, "3M")
     peers = distributions(path=[str(chosen.peer)]) if chosen.peer else ()
-    print(json.dumps({name: version(name) for name in PACKAGES} | {each.name: each.version for each in peers}))
+    print(
+        json.dumps(
+            {name: version(name) for name in PACKAGES} | {each.name: each.version for each in peers}
+        )
+    )
     seen: dict[str, dict[str, list[float]]] = {}
     for turn in range(chosen.rounds):
         for case in CASES:
@@ -169,17 +204,24 @@ def main(argv: Sequence[str] | None = None) -> None:
             for side in ("ours", "trl") if chosen.peer else ("ours",):
                 load = os.getloadavg()[0]
                 place = folder / f"{case.name}-{side}-{turn}-{os.getpid()}"
-                course = case.ours(data, place) if side == "ours" else case.trl(data, place, chosen.peer)
+                course = (
+                    case.ours(data, place) if side == "ours" else case.trl(data, place, chosen.peer)
+                )
                 figure = case.figure(course, data)
                 seen.setdefault(case.name, {}).setdefault(side, []).append(figure)
                 line = {"case": case.name, "side": side, case.unit: round(figure, 2)}
-                line |= {"GB": round(course.peak_bytes / 1e9, 2), "s to the first step": round(course.first_row_s, 1)}
+                line |= {
+                    "GB": round(course.peak_bytes / 1e9, 2),
+                    "s to the first step": round(course.first_row_s, 1),
+                }
                 print(json.dumps(line | {"load before": round(load, 2)}), flush=True)
     print(f"Runs: {folder}\n{CAVEATS}" if chosen.peer else f"Runs: {folder}")
     for case in CASES:
         if sides := seen.get(case.name):
             medians = {side: median(runs) for side, runs in sides.items()}
-            ratio = f", ours / TRL {medians['ours'] / medians['trl']:.2f}" if "trl" in medians else ""
+            ratio = (
+                f", ours / TRL {medians['ours'] / medians['trl']:.2f}" if "trl" in medians else ""
+            )
             figures = ", ".join(f"{side} {figure:.2f}" for side, figure in medians.items())
             print(f"{case.name}: {figures} {case.unit}{ratio}")
 

@@ -1,9 +1,11 @@
-"""Predicts the speed of asynchronous training for a distribution of episode lengths, without models.
+"""Predicts the speed of asynchronous training for a distribution of episode lengths, without
+models.
 
     python -m benchmarks.simulate --prompts 64 --samples 8 --slots 512 --median 30 --sigma 1 --train 20
     python -m benchmarks.simulate --prompts 512 --samples 8 --engines 2000 --slots 4 --queues 1 2 4
 
-Which prompts may start and which make a step is decided by the code that decides it in a run (`trainers.capacity`).
+Which prompts may start and which make a step is decided by the code that decides it in a run
+(`trainers.capacity`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from openrlhf.trainers.capacity import Capacity, Held
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a run does. Times in seconds; an episode takes `median` · exp(`sigma` · z), z standard normal."""
+    """What a run does. Times in seconds; an episode takes `median` · exp(`sigma` · z), z standard
+    normal.
+    """
 
     prompts: int  # of a step
     samples: int  # of a prompt
@@ -81,7 +85,9 @@ class Engines:
         while self.waiting and len(self.running) < self.work.slots:
             seconds = self.work.median * math.exp(self.work.sigma * self.draw.gauss(0, 1))
             self.busy += seconds
-            heapq.heappush(self.running, (now + seconds, next(self._numbers), self.waiting.popleft()))
+            heapq.heappush(
+                self.running, (now + seconds, next(self._numbers), self.waiting.popleft())
+            )
 
     def next_end(self) -> float:
         """When the next episode ends."""
@@ -113,7 +119,9 @@ def synchronous(work: Workload) -> Outcome:
 
 
 def asynchronous(work: Workload, queue: int, staleness: int, *, partial: bool) -> Outcome:
-    """Generate while training. `partial`: a publication pauses episodes, and does not wait for them."""
+    """Generate while training. `partial`: a publication pauses episodes, and does not wait for
+    them.
+    """
     rule = Capacity(batch=work.prompts, queue=queue, staleness=staleness)
     engines, held, lags = Engines(work), dict[int, Held](), Counter[int]()
     now, version, started, steps, trained = 0.0, 0, 0, 0, math.inf
@@ -163,7 +171,13 @@ def rows(work: Workload, queues: list[int], staleness: int | None) -> Iterator[l
             runs.append((name, asynchronous(work, queue, staleness or queue, partial=partial)))
     for name, run in runs:
         idle = f"{run.engines_idle:.0%}", f"{run.trainer_idle:.0%}"
-        yield [name, f"{run.per_step:.4g}", f"{base.per_step / run.per_step:.2f}", *idle, f"{run.lag:.2f}"]
+        yield [
+            name,
+            f"{run.per_step:.4g}",
+            f"{base.per_step / run.per_step:.2f}",
+            *idle,
+            f"{run.lag:.2f}",
+        ]
 
 
 def positive(text: str) -> int:
@@ -175,14 +189,18 @@ def positive(text: str) -> int:
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     whole, number = {"type": positive}, {"type": float}
     parser.add_argument("--prompts", **whole, default=64, help="of a step")
     parser.add_argument("--samples", **whole, default=8, help="of a prompt")
     parser.add_argument("--engines", **whole, default=1)
     parser.add_argument("--slots", **whole, default=512, help="episodes at a time, of each engine")
     parser.add_argument("--median", **number, default=30.0, help="seconds of an episode")
-    parser.add_argument("--sigma", **number, default=1.0, help="1: the slowest 1 %% take ten times the median")
+    parser.add_argument(
+        "--sigma", **number, default=1.0, help="1: the slowest 1 %% take ten times the median"
+    )
     parser.add_argument("--train", **number, default=20.0, help="seconds of an update")
     parser.add_argument("--publish", **number, default=1.0, help="seconds of a publication")
     parser.add_argument("--queues", **whole, nargs="+", default=[1, 2, 4])

@@ -35,7 +35,9 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 def main(rows: str, model: str, prompts: str, dtype: str, new_tokens: str, steps: str) -> None:
     torch.set_num_threads(1)
     name: Any = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
-    vllm_generation.LLM = partial(vllm.LLM, dtype=name)  # TRL's own choice is bfloat16 for models stored in float32
+    vllm_generation.LLM = partial(
+        vllm.LLM, dtype=name
+    )  # TRL's own choice is bfloat16 for models stored in float32
     config = GRPOConfig(
         output_dir=f"{rows}.out",
         use_cpu=True,
@@ -65,7 +67,8 @@ def main(rows: str, model: str, prompts: str, dtype: str, new_tokens: str, steps
         processing_class=AutoTokenizer.from_pretrained(model),
         callbacks=[Rows(Path(rows))],
     )
-    # vLLM on a CPU cannot load weights a second time as TRL does it: TRL's steps are measured without a weight sync.
+    # vLLM on a CPU cannot load weights a second time as TRL does it: TRL's steps are measured
+    # without a weight sync.
     trainer.vllm_generation.sync_weights = lambda: None
     trainer.train()
 

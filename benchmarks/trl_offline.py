@@ -1,4 +1,5 @@
-"""SFT, training of a reward model or DPO in TRL, rows grouped by length, in float32. Writes a row at the end of each step.
+"""SFT, training of a reward model or DPO in TRL, rows grouped by length, in float32. Writes a row
+at the end of each step.
 
 python -m benchmarks.trl_offline ROWS KIND MODEL DATA
 """
@@ -12,7 +13,12 @@ from typing import Any
 
 import torch
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer  # type: ignore[import-not-found]
 
@@ -26,7 +32,10 @@ class GroupedPairs:
 
     def _get_train_sampler(self, train_dataset: Any = None) -> LengthGroupedSampler:
         data = self.train_dataset
-        lengths = [max(map(len, pair)) for pair in zip(data["chosen_ids"], data["rejected_ids"], strict=True)]
+        lengths = [
+            max(map(len, pair))
+            for pair in zip(data["chosen_ids"], data["rejected_ids"], strict=True)
+        ]
         return LengthGroupedSampler(BATCH, lengths=lengths)
 
 
@@ -40,7 +49,12 @@ class GroupedDPOTrainer(GroupedPairs, DPOTrainer):
 
 KINDS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "sft": (SFTTrainer, SFTConfig, AutoModelForCausalLM, {}),
-    "rm": (GroupedRewardTrainer, RewardConfig, AutoModelForSequenceClassification, {"num_labels": 1}),
+    "rm": (
+        GroupedRewardTrainer,
+        RewardConfig,
+        AutoModelForSequenceClassification,
+        {"num_labels": 1},
+    ),
     "dpo": (GroupedDPOTrainer, DPOConfig, AutoModelForCausalLM, {}),
 }
 
@@ -75,7 +89,9 @@ def main(rows: str, kind: str, model: str, data: str) -> None:
     )
     columns = {"input": "prompt", "output": "completion"}  # those of pairs have other names already
     dataset: Any = load_dataset("json", data_files=data, split="train")
-    named = dataset.rename_columns({old: new for old, new in columns.items() if old in dataset.column_names})
+    named = dataset.rename_columns(
+        {old: new for old, new in columns.items() if old in dataset.column_names}
+    )
     trainer(
         model=model_class.from_pretrained(model, dtype=torch.float32, **changes),
         args=config,

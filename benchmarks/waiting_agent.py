@@ -1,4 +1,6 @@
-"""An agent of one turn whose environment answers after a random time: log-normal, the slowest 1 % ten times the median."""
+"""An agent of one turn whose environment answers after a random time: log-normal, the slowest 1 %
+ten times the median.
+"""
 
 import asyncio
 import math
@@ -13,7 +15,11 @@ MEDIAN, SIGMA = float(os.environ.get("OPENRLHF_BENCH_MEDIAN", "1.0")), 1.0
 class Waiting(AgentInstanceBase):
     async def step(self, states, **kwargs):
         await asyncio.sleep(MEDIAN * math.exp(SIGMA * random.gauss(0, 1)))
-        return {"rewards": states["action_text"].count("a"), "environment_feedback": "", "done": True}
+        return {
+            "rewards": states["action_text"].count("a"),
+            "environment_feedback": "",
+            "done": True,
+        }
 
 
 class AgentExecutor(MultiTurnAgentExecutor):

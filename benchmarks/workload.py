@@ -32,16 +32,23 @@ SIZES: dict[str, dict[str, Any]] = {  # by number of parameters
 
 
 def save_tokenizer(folder: Path) -> None:
-    """One token per character: printable ASCII, and control characters as byte-level tokenizers write them."""
+    """One token per character: printable ASCII, and control characters as byte-level tokenizers
+    write them.
+    """
     characters = [*LETTERS, *(chr(0x100 + byte) for byte in range(32))]
-    words = {word: place for place, word in enumerate(["<pad>", "<end>", "<second>", *characters][:VOCABULARY])}
-    Qwen2Tokenizer(vocab=words, merges=[], pad_token="<pad>", eos_token="<end>", unk_token="<pad>").save_pretrained(
-        folder
-    )
+    words = {
+        word: place
+        for place, word in enumerate(["<pad>", "<end>", "<second>", *characters][:VOCABULARY])
+    }
+    Qwen2Tokenizer(
+        vocab=words, merges=[], pad_token="<pad>", eos_token="<end>", unk_token="<pad>"
+    ).save_pretrained(folder)
 
 
 def save_model(folder: Path, size: str, *, ends: bool) -> None:
-    """A random Qwen2 with tied embeddings. `ends`: each token ends the response with probability 1/67; else none does."""
+    """A random Qwen2 with tied embeddings. `ends`: each token ends the response with probability
+    1/67; else none does.
+    """
     torch.manual_seed(1)
     model = Qwen2ForCausalLM(
         Qwen2Config(
@@ -56,7 +63,8 @@ def save_model(folder: Path, size: str, *, ends: bool) -> None:
         )
     )
     with torch.no_grad():
-        # Coordinate 0 of the residual stream is 0.5 whatever the text: a negative weight there makes a token impossible.
+        # Coordinate 0 of the residual stream is 0.5 whatever the text: a negative weight there
+        # makes a token impossible.
         layers: Any = model.model.layers
         for layer in layers:
             layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0.0
@@ -87,9 +95,13 @@ def write(folder: Path, size: str) -> None:
 
 
 def dialogue(draw: random.Random, *answers: str, prompt: int = SHORT_PROMPT) -> dict[str, str]:
-    """A prompt of so many letters and answers of 7 letters or more, together at most 255; the end token comes behind."""
+    """A prompt of so many letters and answers of 7 letters or more, together at most 255; the end
+    token comes behind.
+    """
     longest = LONGEST_ROW - prompt - 1
-    return {"input": text(draw, prompt)} | {name: text(draw, draw.randint(7, longest)) for name in answers}
+    return {"input": text(draw, prompt)} | {
+        name: text(draw, draw.randint(7, longest)) for name in answers
+    }
 
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
@@ -99,7 +111,12 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
 def count_tokens(path: Path) -> int:
     """Tokens of a file that `dialogue` made: one per letter, and an end token for each text."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return sum(len(row["input"]) + len(answer) + 1 for row in rows for name, answer in row.items() if name != "input")
+    return sum(
+        len(row["input"]) + len(answer) + 1
+        for row in rows
+        for name, answer in row.items()
+        if name != "input"
+    )
 
 
 if __name__ == "__main__":

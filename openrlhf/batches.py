@@ -1,7 +1,9 @@
-"""Batches of token sequences, flat: per-token columns (N,), per-sample columns (B,), offsets (B+1,).
+"""Batches of token sequences, flat: per-token columns (N,), per-sample columns (B,), offsets
+(B+1,).
 
-Nothing is padded until a model or a formula needs a block, so a batch costs what its tokens cost. The role of a field
-is in its metadata: select, split and move read it. `Layout` turns columns into (R, T) blocks and back.
+Nothing is padded until a model or a formula needs a block, so a batch costs what its tokens cost.
+The role of a field is in its metadata: select, split and move read it. `Layout` turns columns into
+(R, T) blocks and back.
 """
 
 # ruff: noqa: RUF009 — `per_token` and `per_sample` are `dataclasses.field` under names that say the role.
@@ -37,7 +39,9 @@ def offsets_of(lengths: Sequence[int] | Tensor) -> Int[Tensor, " B+1"]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of the tokens of some rows: gathers flat columns into (R, T) blocks and scatters blocks back."""
+    """The places of the tokens of some rows: gathers flat columns into (R, T) blocks and scatters
+    blocks back.
+    """
 
     positions: Int[Tensor, "R T"]  # index into the flat column, 0 at padding
     real: Bool[Tensor, "R T"]  # False at padding
@@ -76,7 +80,11 @@ class Ragged:
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], **columns: Tensor | None) -> Self:
         """The token sequences of a list, with their other columns."""
-        return cls(tokens=_flat(rows, torch.long), offsets=offsets_of([len(row) for row in rows]), **columns)
+        return cls(
+            tokens=_flat(rows, torch.long),
+            offsets=offsets_of([len(row) for row in rows]),
+            **columns,
+        )
 
     def __post_init__(self) -> None:
         expected = {PER_TOKEN: int(self.offsets[-1]), PER_SAMPLE: len(self.offsets) - 1}
@@ -121,7 +129,8 @@ class Ragged:
     def similar_rows(
         self, max_tokens: int, *, max_rows: int | None = None, padded: bool = True
     ) -> Iterator[Int[Tensor, " M"]]:
-        """The numbers of all rows, in parts of similar lengths: at most `max_tokens` and `max_rows`, or a single row.
+        """The numbers of all rows, in parts of similar lengths: at most `max_tokens` and
+        `max_rows`, or a single row.
 
         `padded`: a row counts as many tokens as the longest row of its part.
         """
@@ -135,7 +144,9 @@ class Ragged:
             order = order[:-take]
 
     def blocks(self, max_tokens: int = 1 << 20) -> Iterator[Layout]:
-        """Layouts that together have every row once: rows of similar lengths, at most `max_tokens` places each."""
+        """Layouts that together have every row once: rows of similar lengths, at most `max_tokens`
+        places each.
+        """
         return (Layout.of(self.offsets, rows) for rows in self.similar_rows(max_tokens))
 
     def places_of(self, rows: Sequence[int] | Tensor) -> Int[Tensor, " M"]:
@@ -143,12 +154,17 @@ class Ragged:
         index = torch.as_tensor(rows, dtype=torch.long, device=self.offsets.device)
         lengths = self.lengths[index]
         shift = self.offsets[:-1][index] - offsets_of(lengths)[:-1]
-        return torch.arange(int(lengths.sum()), device=index.device) + shift.repeat_interleave(lengths)
+        return torch.arange(int(lengths.sum()), device=index.device) + shift.repeat_interleave(
+            lengths
+        )
 
     def select(self, rows: Sequence[int] | Tensor) -> Self:
         """The given rows, in the given order."""
         index, places = torch.as_tensor(rows, dtype=torch.long), self.places_of(rows)
-        taken = {f.name: column[places if f.metadata["role"] == PER_TOKEN else index] for f, column in self._columns()}
+        taken = {
+            f.name: column[places if f.metadata["role"] == PER_TOKEN else index]
+            for f, column in self._columns()
+        }
         return replace(self, offsets=offsets_of(self.lengths[index]), **taken)
 
     def split(self, partition: Sequence[Sequence[int]]) -> list[Self]:
@@ -169,7 +185,10 @@ class TokenRows(Ragged):
 
     @classmethod
     def from_lists(
-        cls, tokens: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[bool]], **columns: Tensor | None
+        cls,
+        tokens: Sequence[Sequence[int]],
+        loss_mask: Sequence[Sequence[bool]],
+        **columns: Tensor | None,
     ) -> Self:
         """One sequence per pair of lists. Raises ValueError if the two have different lengths."""
         if [len(row) for row in tokens] != [len(row) for row in loss_mask]:
@@ -179,10 +198,14 @@ class TokenRows(Ragged):
 
 @dataclass(frozen=True, kw_only=True)
 class Answers(TokenRows):
-    """Prompts with answers, whose tokens are the targets. `reference`: Σ log π_ref of each answer, once it is known."""
+    """Prompts with answers, whose tokens are the targets. `reference`: Σ log π_ref of each answer,
+    once it is known.
+    """
 
     reference: Float[Tensor, " B"] | None = per_sample(default=None)
-    desirable: Bool[Tensor, " B"] | None = per_sample(default=None)  # the label of the answer, if it has one
+    desirable: Bool[Tensor, " B"] | None = per_sample(
+        default=None
+    )  # the label of the answer, if it has one
 
     def answer_sums(self, logprobs: Float[Tensor, " N"]) -> Float[Tensor, " B"]:
         """Σ of a per-token column over the targets of each row."""
@@ -199,7 +222,9 @@ class Steps(Ragged):
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs(Ragged):
-    """Pairs of sequences: 2i is the chosen and 2i + 1 the rejected one of pair i. Both have the margin of the pair."""
+    """Pairs of sequences: 2i is the chosen and 2i + 1 the rejected one of pair i. Both have the
+    margin of the pair.
+    """
 
     margins: Float[Tensor, " B"] = per_sample()
 
@@ -208,17 +233,22 @@ class Pairs(Ragged):
 class Experience(Ragged):
     """A batch of episodes on its way through annotation, credit assignment and the update.
 
-    A column is None if it has not been computed yet, or if the holder of the batch does not read it.
+    A column is None if it has not been computed yet, or if the holder of the batch does not read
+    it.
     """
 
     action_mask: Bool[Tensor, " N"] = per_token()
     group_ids: Int[Tensor, " B"] = per_sample()  # same prompt
     rewards: Float[Tensor, " B"] = per_sample()  # NaN until a reward worker has scored the sample
     truncated: Bool[Tensor, " B"] = per_sample()
-    trajectory_ids: Int[Tensor, " B"] | None = per_sample(default=None)  # same episode; None: every row is an episode
+    trajectory_ids: Int[Tensor, " B"] | None = per_sample(
+        default=None
+    )  # same episode; None: every row is an episode
 
     rollout_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
-    turn_rewards: Float[Tensor, " N"] | None = per_token(default=None)  # parts of the reward, at the ends of turns
+    turn_rewards: Float[Tensor, " N"] | None = per_token(
+        default=None
+    )  # parts of the reward, at the ends of turns
     old_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
     ref_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
     teacher_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
@@ -231,15 +261,19 @@ class Experience(Ragged):
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> Self:
         """Flatten finished episodes, with the columns that all of them have.
 
-        The group of a sample is the running number of its prompt. An episode of several conversations has a row for
-        each, with the episode's reward.
+        The group of a sample is the running number of its prompt. An episode of several
+        conversations has a row for each, with the episode's reward.
         """
         rows: list[Trajectory] = []
         episodes: list[int] = []  # of each row
         for number, trajectory in enumerate(trajectories):
             rows += trajectory.conversations
             episodes += [number] * len(trajectory.conversations)
-        known = [name for name in (rows[0].columns if rows else ()) if all(name in row.columns for row in rows)]
+        known = [
+            name
+            for name in (rows[0].columns if rows else ())
+            if all(name in row.columns for row in rows)
+        ]
         rewards = [float("nan") if t.reward is None else t.reward for t in trajectories]
         by_episode: dict[str, Tensor] = {
             "group_ids": torch.tensor([t.prompt.index for t in trajectories], dtype=torch.long),
@@ -279,7 +313,9 @@ class Experience(Ragged):
         return torch.isin(self.episode_of_row, wanted).nonzero().flatten()
 
     def targets(self) -> TokenRows:
-        """The columns from which workers compute log-probabilities of the sampled tokens; nothing else is sent."""
+        """The columns from which workers compute log-probabilities of the sampled tokens; nothing
+        else is sent.
+        """
         return TokenRows(tokens=self.tokens, offsets=self.offsets, loss_mask=self.action_mask)
 
     def texts(self) -> Ragged:
@@ -299,12 +335,19 @@ class Experience(Ragged):
 
 
 def _flat(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
-    """Rows one behind the other. Row by row, because a Python loop over the tokens of a large batch takes minutes."""
-    return torch.cat([torch.as_tensor(np.asarray(row), dtype=dtype) for row in rows] or [torch.empty(0, dtype=dtype)])
+    """Rows one behind the other. Row by row, because a Python loop over the tokens of a large batch
+    takes minutes.
+    """
+    return torch.cat(
+        [torch.as_tensor(np.asarray(row), dtype=dtype) for row in rows]
+        or [torch.empty(0, dtype=dtype)]
+    )
 
 
 def turn_reward_column(trajectories: Sequence[Trajectory]) -> Float[Tensor, " N"] | None:
-    """Each turn's reward at the last token of the turn, zero elsewhere; None if no episode has rewards of turns."""
+    """Each turn's reward at the last token of the turn, zero elsewhere; None if no episode has
+    rewards of turns.
+    """
     if not any(t.turn_rewards for t in trajectories):
         return None
     rows: list[Trajectory] = []

@@ -27,10 +27,11 @@ def disk_of(folder: Path) -> Disk:
 
 
 def fingerprint(path: Path) -> str:
-    """SHA-256 of a file of up to 16 MiB, or of 256 blocks of 64 KiB of a longer file, evenly spread from end to end.
+    """SHA-256 of a file of up to 16 MiB, or of 256 blocks of 64 KiB of a longer file, evenly spread
+    from end to end.
 
-    The hash detects every lost stretch longer than 1/255 of a file, in about 10 ms. Hashing whole files would add a
-    minute per 100 GB to each save and each resume.
+    The hash detects every lost stretch longer than 1/255 of a file, in about 10 ms. Hashing whole
+    files would add a minute per 100 GB to each save and each resume.
     """
     size = path.stat().st_size
     count = min(SAMPLES, -(-size // BLOCK))
@@ -43,8 +44,11 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_atomically(path: Path, contents: str | bytes | Iterable[str], *, mode: int | None = None) -> None:
-    """Replace `path` by a file with these contents, or parts of them. A kill leaves the old file or the new one.
+def write_atomically(
+    path: Path, contents: str | bytes | Iterable[str], *, mode: int | None = None
+) -> None:
+    """Replace `path` by a file with these contents, or parts of them. A kill leaves the old file or
+    the new one.
 
     `mode`: its permissions; None leaves them to the process's umask.
     """

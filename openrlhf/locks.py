@@ -1,8 +1,9 @@
 """Locks on folders and files: only one live process writes to each. Standard library only.
 
-A lock is the kernel's lock (flock) of a small file, `.lock` in the folder or `.<name>.lock` beside the file. The kernel
-releases the lock when the process ends, however it ends. The file says which process holds the lock. It is
-removed when the lock is released normally; a file left behind by a killed process locks nothing.
+A lock is the kernel's lock (flock) of a small file, `.lock` in the folder or `.<name>.lock` beside
+the file. The kernel releases the lock when the process ends, however it ends. The file says which
+process holds the lock. It is removed when the lock is released normally; a file left behind by a
+killed process locks nothing.
 """
 
 import fcntl
@@ -55,11 +56,13 @@ def lock_of(place: Path, *, is_file: bool = False) -> Path:
 
 @contextmanager
 def locked(place: Path, named: str, *, is_file: bool = False) -> Iterator[int | None]:
-    """Hold the lock of a folder, or of a file, until the block exits. The folder is made if it does not exist.
+    """Hold the lock of a folder, or of a file, until the block exits. The folder is made if it does
+    not exist.
 
-    A process may lock the same path more than once. Yields the descriptor of the lock, for a child that is to hold it
-    too; None if the file system has no locks, which is reported on stderr. Raises InUseError if another process holds
-    the lock; `named` names the path in the message, for example "--run.dir runs/a".
+    A process may lock the same path more than once. Yields the descriptor of the lock, for a child
+    that is to hold it too; None if the file system has no locks, which is reported on stderr.
+    Raises InUseError if another process holds the lock; `named` names the path in the message, for
+    example "--run.dir runs/a".
     """
     path = lock_of(place, is_file=is_file)
     held = _held.get(path)
@@ -128,7 +131,9 @@ def _without_lock(path: Path, error: OSError) -> None:
 
 
 def _release(path: Path, held: _Held) -> None:
-    """Remove the lock file, and the folder if the lock made it and nothing was written; then release the lock."""
+    """Remove the lock file, and the folder if the lock made it and nothing was written; then
+    release the lock.
+    """
     del _held[path]
     try:
         os.lseek(held.descriptor, 0, os.SEEK_SET)

@@ -1,4 +1,6 @@
-"""SIGTERM and Ctrl-C: the process ends in order, with status 143 or 130, at a moment at which its state can be saved."""
+"""SIGTERM and Ctrl-C: the process ends in order, with status 143 or 130, at a moment at which its
+state can be saved.
+"""
 
 import os
 import signal
@@ -49,12 +51,14 @@ class _Asked:
 
 @contextmanager
 def in_order() -> Iterator[None]:
-    """Make SIGTERM and Ctrl-C raise SystemExit in the block, at the end of any `whole`; a second Ctrl-C does not wait.
+    """Make SIGTERM and Ctrl-C raise SystemExit in the block, at the end of any `whole`; a second
+    Ctrl-C does not wait.
 
     A main thread that is held only records the request (`asked`): another thread ends the process.
 
-    Ray's own handler of SIGTERM dumps a stack first. Signals that the shell made this process ignore stay
-    ignored. Once asked to end, a process ignores further SIGTERMs, even after the block.
+    Ray's own handler of SIGTERM dumps a stack first. Signals that the shell made this process
+    ignore stay ignored. Once asked to end, a process ignores further SIGTERMs, even after the
+    block.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -62,18 +66,26 @@ def in_order() -> Iterator[None]:
     own = os.getpid()
 
     def end(number: int, _: object) -> None:
-        if os.getpid() != own:  # in a process that a library has forked, and which Ctrl-C reaches too
+        if (
+            os.getpid() != own
+        ):  # in a process that a library has forked, and which Ctrl-C reaches too
             return None if number == signal.SIGINT else os._exit(128 + number)
         _Asked.status = 128 + number
         hold()
         signal.signal(signal.SIGTERM, lambda *_: None)  # once is enough
-        signal.signal(signal.SIGINT, signal.default_int_handler if signal.SIGINT in before else signal.SIG_IGN)
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler if signal.SIGINT in before else signal.SIG_IGN
+        )
         with suppress(OSError):  # not `print`, which may not be interrupted by itself
             os.write(2, SAID * (os.environ.get("RANK", "0") == "0"))
         if not _Asked.wholes:
             raise SystemExit(_Asked.status)
 
-    before = {each: signal.signal(each, end) for each in ENDINGS if signal.getsignal(each) is not signal.SIG_IGN}
+    before = {
+        each: signal.signal(each, end)
+        for each in ENDINGS
+        if signal.getsignal(each) is not signal.SIG_IGN
+    }
     before[HOLD] = signal.signal(HOLD, hold)
     _Asked.status = 0
     try:
@@ -82,7 +94,9 @@ def in_order() -> Iterator[None]:
         if not _Asked.status:
             raise
         _report_end()
-        raise SystemExit(_Asked.status) from None  # a call of Ray turns the status that `end` raised into 1
+        raise SystemExit(
+            _Asked.status
+        ) from None  # a call of Ray turns the status that `end` raised into 1
     finally:
         if not _Asked.status:
             for each, handler in before.items():
@@ -120,7 +134,8 @@ def _report_end() -> None:
 
 
 def hold_main_thread() -> None:
-    """Stop the main thread forever at its next Python instruction, so that another thread can end the process.
+    """Stop the main thread forever at its next Python instruction, so that another thread can end
+    the process.
 
     Do nothing if the process has been asked to end.
     """

@@ -1,7 +1,7 @@
 """The list world of rollouts: what a prompt is, and what one finished episode looks like.
 
-Everything here is plain Python, pickles small, and is importable without torch: agents, user processes and engines
-exchange these objects. `Experience` turns a batch of them into tensors.
+Everything here is plain Python, pickles small, and is importable without torch: agents, user
+processes and engines exchange these objects. `Experience` turns a batch of them into tensors.
 """
 
 from array import array
@@ -16,7 +16,9 @@ class StopReason(StrEnum):
 
     STOP = "stop"  # the policy ended it: end token, stop token or stop string, or the environment was done
     LENGTH = "length"  # the token budget was used up: counted as truncated
-    FAILED = "failed"  # engine, reward or agent failed: carries an error and no reward, never trained on
+    FAILED = (
+        "failed"  # engine, reward or agent failed: carries an error and no reward, never trained on
+    )
 
 
 class Failure(StrEnum):
@@ -34,9 +36,11 @@ class Failure(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One row of the prompt dataset as drawn in a run. Created by `data.prompts`, consumed by the rollout generator.
+    """One row of the prompt dataset as drawn in a run. Created by `data.prompts`, consumed by the
+    rollout generator.
 
-    `index` is the running number of the draw, not of the row. It seeds the samples and orders the batch.
+    `index` is the running number of the draw, not of the row. It seeds the samples and orders the
+    batch.
     """
 
     index: int
@@ -49,7 +53,8 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One finished episode. Created by the generator or an agent, consumed by the experience maker. Per-token lists have length T.
+    """One finished episode. Created by the generator or an agent, consumed by the experience maker.
+    Per-token lists have length T.
 
     Example, prompt `2+2=` and the sampled answer `4<eos>` (ids made up):
 
@@ -65,31 +70,51 @@ class Trajectory:
     sample_index: int  # which of the prompt's samples
     stop_reason: StopReason
     reward: float | None = None  # None: a reward worker scores it
-    score: float | None = None  # read by dynamic filtering and pass@k; the reward if the user gives no score
+    score: float | None = (
+        None  # read by dynamic filtering and pass@k; the reward if the user gives no score
+    )
     weight_versions: tuple[int, ...] = ()  # the versions that sampled the tokens, oldest first
     extra_logs: Mapping[str, float] = field(default_factory=dict[str, float])
     response_text: str = ""
     error: str | None = None
     failure: Failure | None = None  # the kind of the error
-    turn_rewards: tuple[tuple[int, float], ...] = ()  # parts of the reward: position of a turn's last token, amount
+    turn_rewards: tuple[
+        tuple[int, float], ...
+    ] = ()  # parts of the reward: position of a turn's last token, amount
     # Columns of the batch that are computed already, by name; length T. The controller adds them.
     columns: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
     filtered: bool = False  # dynamic filtering rejected the prompt: shown, never trained on
-    turns: int | None = None  # of an agent's episode: how often the policy was asked, in all conversations
-    # The conversations of an agent before the last one, which is this object's. They share its reward.
+    turns: int | None = (
+        None  # of an agent's episode: how often the policy was asked, in all conversations
+    )
+    # The conversations of an agent before the last one, which is this object's. They share its
+    # reward.
     earlier: "tuple[Trajectory, ...]" = ()
 
     def __post_init__(self) -> None:
-        assert len(self.tokens) == len(self.action_mask) == len(self.rollout_logprobs), "lists of different lengths"
+        assert len(self.tokens) == len(self.action_mask) == len(self.rollout_logprobs), (
+            "lists of different lengths"
+        )
         if any(self.action_mask[:1]):
-            raise ValueError("the first token of a trajectory was sampled from nothing: its prompt has no tokens")
+            raise ValueError(
+                "the first token of a trajectory was sampled from nothing: its prompt has no tokens"
+            )
 
     def failing(self, error: str | None, failure: Failure | None) -> Self:
         """The same episode as a failed one: with the error, without reward and score."""
-        return replace(self, stop_reason=StopReason.FAILED, reward=None, score=None, error=error, failure=failure)
+        return replace(
+            self,
+            stop_reason=StopReason.FAILED,
+            reward=None,
+            score=None,
+            error=error,
+            failure=failure,
+        )
 
     def packed(self) -> Self:
-        """The same episode, its per-token columns in arrays, which take a tenth of the memory of lists."""
+        """The same episode, its per-token columns in arrays, which take a tenth of the memory of
+        lists.
+        """
         return replace(
             self,
             tokens=array("i", self.tokens),
@@ -101,7 +126,9 @@ class Trajectory:
 
     @property
     def conversations(self) -> "tuple[Trajectory, ...]":
-        """The token sequences of the episode, in order: more than one if an agent opened a new conversation."""
+        """The token sequences of the episode, in order: more than one if an agent opened a new
+        conversation.
+        """
         return (*self.earlier, self)
 
     @property
@@ -129,8 +156,12 @@ class TrajectoryBuilder:
         self.rollout_logprobs: list[float] = [0.0] * len(self.tokens)
         self.weight_versions: list[int] = []
 
-    def append_action(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int] = ()) -> None:
-        """Append sampled tokens, with their log-probabilities and the weight versions that sampled them."""
+    def append_action(
+        self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int] = ()
+    ) -> None:
+        """Append sampled tokens, with their log-probabilities and the weight versions that sampled
+        them.
+        """
         assert len(tokens) == len(logprobs)
         self.tokens += tokens
         self.action_mask += [True] * len(tokens)

@@ -10,14 +10,20 @@ from torch.utils._pytree import tree_leaves
 
 
 class LargestTensor(TorchDispatchMode):
-    """Within it, the number of elements of the largest tensor that any operation returned, backwards included."""
+    """Within it, the number of elements of the largest tensor that any operation returned,
+    backwards included.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.numel = 0
 
     def __torch_dispatch__(
-        self, func: Callable[..., object], types: object, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> object:
         result = func(*args, **(kwargs or {}))
         sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]

@@ -27,12 +27,14 @@ hypothesis.settings.register_profile(
 )  # how long an example takes says something of the machine
 hypothesis.settings.load_profile("patient")
 
-# pytest writes the name of each test into the environment. A thread of Ray that reads it at that moment (gRPC asks for
-# TZ when a connection ends) has crashed the process of the tests: glibc moves the variables when it adds one.
+# pytest writes the name of each test into the environment. A thread of Ray that reads it at that
+# moment (gRPC asks for TZ when a connection ends) has crashed the process of the tests: glibc moves
+# the variables when it adds one.
 assert runner._update_current_test_var
 runner._update_current_test_var = lambda item, when: None
 
-# A shell lets what it starts in the background ignore Ctrl-C, and so would the commands that tests interrupt.
+# A shell lets what it starts in the background ignore Ctrl-C, and so would the commands that tests
+# interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -48,14 +50,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Put outcomes of `-m verify` on record, once per session: in the process that other workers report to."""
+    """Put outcomes of `-m verify` on record, once per session: in the process that other workers
+    report to.
+    """
     if config.option.markexpr == "verify" and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Verified(config.option.shard))
 
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
-    """Test data that is not part of the repository; tests that need it are skipped where it is absent."""
+    """Test data that is not part of the repository; tests that need it are skipped where it is
+    absent.
+    """
     folder = ROOT / os.environ.get("OPENRLHF_TEST_DATA", "../shared/data")
     if not folder.is_dir():
         pytest.skip(f"no test data in {folder}: OPENRLHF_TEST_DATA names its folder")
@@ -63,7 +69,9 @@ def data_dir() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is no CUDA device, except in a rehearsal (tests/gpu/rehearsal.py)."""
+    """Tests marked `gpu` are skipped where there is no CUDA device, except in a rehearsal
+    (tests/gpu/rehearsal.py).
+    """
     if count_gpus() == 0 and not REHEARSAL:
         for item in items:
             if item.get_closest_marker("gpu"):

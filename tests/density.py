@@ -1,4 +1,6 @@
-"""How much a reader carries per statement: nodes of the syntax tree without docstrings, imports and annotations."""
+"""How much a reader carries per statement: nodes of the syntax tree without docstrings, imports and
+annotations.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,9 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-# Upper bounds for a package: mean nodes per statement, statements above 25 nodes per hundred, and per 10,000 nodes
-# conditional expressions, comprehensions, and comprehensions that are nested or have two loops.
+# Upper bounds for a package: mean nodes per statement, statements above 25 nodes per hundred, and
+# per 10,000 nodes conditional expressions, comprehensions, and comprehensions that are nested or
+# have two loops.
 BOUNDS = {"mean": 8.5, "heavy": 2.2, "conditionals": 40.0, "comprehensions": 60.0, "nested": 3.0}
 HEAVY = 25  # nodes
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -28,7 +31,9 @@ class Counts:
         self.statements: list[int] = []  # nodes of each, without the statements inside it
 
     def visit(self, node: ast.AST, *, in_comprehension: bool = False) -> int:
-        """Count a node and all nodes below it. Returns the nodes that belong to the enclosing statement."""
+        """Count a node and all nodes below it. Returns the nodes that belong to the enclosing
+        statement.
+        """
         self.nodes += 1
         if isinstance(node, ast.IfExp):
             self.conditionals += 1
@@ -52,7 +57,11 @@ def _counted_children(node: ast.AST) -> Iterator[ast.AST]:
         if name in ("annotation", "returns", "type_comment", "type_params"):
             continue
         children = value if isinstance(value, list) else [value]
-        if name == "body" and isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+        if (
+            name == "body"
+            and isinstance(node, DOCUMENTED)
+            and ast.get_docstring(node, clean=False) is not None
+        ):
             children = children[1:]
         for child in children:
             if isinstance(child, ast.AST) and not isinstance(child, NOT_COUNTED):

@@ -11,7 +11,9 @@ from tests.http_double import DoubleServer, JSONHandler, serving
 
 
 class JudgeServer(DoubleServer):
-    """Keeps what it was asked, in `bodies`, and the keys it was shown; `url` is what --judge.url takes."""
+    """Keeps what it was asked, in `bodies`, and the keys it was shown; `url` is what --judge.url
+    takes.
+    """
 
     def __init__(self) -> None:
         super().__init__(_Handler)
@@ -28,7 +30,9 @@ def judge_server() -> Iterator[JudgeServer]:
 
 def answers_in(asked: str) -> tuple[str, str]:
     """Both answers of a question to the judge."""
-    a, b = (re.search(rf"<answer_{name}>\n(.*?)\n</answer_{name}>", asked, re.DOTALL) for name in "AB")
+    a, b = (
+        re.search(rf"<answer_{name}>\n(.*?)\n</answer_{name}>", asked, re.DOTALL) for name in "AB"
+    )
     assert a and b
     return a[1], b[1]
 

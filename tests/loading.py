@@ -18,6 +18,9 @@ def load_spec(
 ) -> LoadSpec:
     """The settings for loading the model in a folder."""
     ds = LoadingConfig(
-        param_dtype=param_dtype, attn_implementation=attention, packing_samples=packing, load_in_4bit=load_in_4bit
+        param_dtype=param_dtype,
+        attn_implementation=attention,
+        packing_samples=packing,
+        load_in_4bit=load_in_4bit,
     )
     return LoadSpec(path=str(path), ds=ds, **more)

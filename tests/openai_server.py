@@ -11,11 +11,12 @@ from tests.http_double import DoubleServer, JSONHandler, serving
 
 
 class OpenAIServer(DoubleServer):
-    """Keeps what it was asked, in `asked` as path and body, and the keys it was shown; `url` is what clients take.
+    """Keeps what it was asked, in `asked` as path and body, and the keys it was shown; `url` is
+    what clients take.
 
-    It says the last message in capitals, and continues a prompt with its length. `models` are those it lists. It finds token 7
-    as likely as exp(-0.7), and takes it for what `texts` makes of 7. `table` gives it other log-probabilities: those of all tokens
-    in every place of a prompt.
+    It says the last message in capitals, and continues a prompt with its length. `models` are those
+    it lists. It finds token 7 as likely as exp(-0.7), and takes it for what `texts` makes of 7.
+    `table` gives it other log-probabilities: those of all tokens in every place of a prompt.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,9 @@ class _Handler(JSONHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append((self.path, None))
-        self.answer(200, {"data": self.server.models}) if self.path == "/v1/models" else self.answer(404, {})
+        self.answer(
+            200, {"data": self.server.models}
+        ) if self.path == "/v1/models" else self.answer(404, {})
 
     def do_POST(self) -> None:
         body = self.body()
@@ -69,7 +72,10 @@ class _Handler(JSONHandler):
             case _ if self.path == "/v1/completions":
                 answer: dict[str, Any] = {"text": str(len(body["prompt"]))}
                 if "prompt_logprobs" in body:
-                    answer["prompt_logprobs"] = [None, *self._judged(body["prompt"], body["prompt_logprobs"])]
+                    answer["prompt_logprobs"] = [
+                        None,
+                        *self._judged(body["prompt"], body["prompt_logprobs"]),
+                    ]
                 self.answer(200, {"choices": [answer]})
             case _:
                 self.answer(404, {"error": self.path})
@@ -84,7 +90,9 @@ class _Handler(JSONHandler):
             found.append(self._said(logprobs, ranked, {*ranked[:best], token}))
         return found
 
-    def _said(self, logprobs: Any, ranked: list[int], of: Iterable[int] | None = None) -> dict[str, Any]:
+    def _said(
+        self, logprobs: Any, ranked: list[int], of: Iterable[int] | None = None
+    ) -> dict[str, Any]:
         return {
             str(token): {
                 "logprob": logprobs[token],

@@ -1,4 +1,5 @@
-"""What keeps the pages of docs/ true: links to source lines by symbol, flags with defaults, flag sets that run, curves that were seen, metrics.
+"""What keeps the pages of docs/ true: links to source lines by symbol, flags with defaults, flag
+sets that run, curves that were seen, metrics.
 
 `python -m tests.pages` (`make docs`) writes the links, the curves and the page of metrics anew.
 """
@@ -21,7 +22,8 @@ from tests.verify.learning import RECORDS, by_name, page, read_runs, summary
 ALGORITHMS = ROOT / "docs" / "algorithms.md"
 METRICS = ROOT / "docs" / "metrics.md"
 CURVES = RECORDS.with_suffix(".md")
-# [`advantages.gae`](../openrlhf/algorithms/advantages.py): the end of a dotted name that only one definition has.
+# [`advantages.gae`](../openrlhf/algorithms/advantages.py): the end of a dotted name that only one
+# definition has.
 LINK = re.compile(r"\[`(\w+(?:\.\w+)+)`\]\((?:[^)\s]*\.py(?:#L\d+)?)?\)")
 # `--actor.eps_clip (0.2)`
 FLAG = re.compile(r"`--([\w.]+)(?: \(([^)`]*)\))?`")
@@ -30,7 +32,12 @@ FLAG_SET = re.compile(r"^```bash (\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # <!-- learned gspo -->0.33 → 0.51<!-- end -->
 LEARNED = re.compile(r"(<!-- learned (\w+) -->).*?(<!-- end -->)", re.DOTALL)
 
-METRIC_STAGES = {"train": "Training", "rollout": "Rollout", "timing": "Time and throughput", "eval": "Evaluation"}
+METRIC_STAGES = {
+    "train": "Training",
+    "rollout": "Rollout",
+    "timing": "Time and throughput",
+    "eval": "Evaluation",
+}
 
 METRICS_INTRODUCTION = """\
 Every number that a run logs, under the name it has in `metrics.jsonl` and in the trackers. A mean is weighted by
@@ -46,7 +53,9 @@ def pages() -> list[Path]:
 
 @cache
 def definitions() -> dict[str, list[Path]]:
-    """The file where each name is defined, under every dotted ending that has a module in it: `gae` is not enough, `advantages.gae` is."""
+    """The file where each name is defined, under every dotted ending that has a module in it: `gae`
+    is not enough, `advantages.gae` is.
+    """
     places: dict[str, list[Path]] = {}
     for module in package().values():
         for symbol in _symbols(module.tree.body):
@@ -69,13 +78,17 @@ def _symbols(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
 
 
 def relinked(text: str, folder: Path) -> str:
-    """The text with every link by symbol leading to its definition. Raises ValueError for a symbol with none, or with several."""
+    """The text with every link by symbol leading to its definition. Raises ValueError for a symbol
+    with none, or with several.
+    """
 
     def link(found: re.Match[str]) -> str:
         symbol = found[1]
         places = definitions().get(symbol, [])
         if len(places) != 1:
-            raise ValueError(f"{symbol} is defined {len(places)} times in openrlhf/, not once: {places}")
+            raise ValueError(
+                f"{symbol} is defined {len(places)} times in openrlhf/, not once: {places}"
+            )
         return f"[`{symbol}`]({os.path.relpath(places[0], folder)})"
 
     return LINK.sub(link, text)
@@ -98,13 +111,17 @@ def flag_sets() -> dict[str, list[str]]:
 
 
 def says_its_default(flag: Flag, said: str) -> bool:
-    """Whether a text in parentheses after a flag's name is its default: a number in any spelling, on, off, or unset."""
+    """Whether a text in parentheses after a flag's name is its default: a number in any spelling,
+    on, off, or unset.
+    """
     if flag.shape == "switch":
         return said == ("on" if flag.default else "off")
     if flag.default in (None, (), ""):
         return said == "unset"
     try:
-        return convert(flag, said.split() if flag.shape in ("pair", "list") else said) == flag.default
+        return (
+            convert(flag, said.split() if flag.shape in ("pair", "list") else said) == flag.default
+        )
     except ValueError:
         return False
 
@@ -118,7 +135,13 @@ def metrics_page() -> str:
     """The documentation page of all metrics: one table per stage, names in alphabetical order."""
     lines = ["# Metrics", "", METRICS_INTRODUCTION]
     for stage, title in METRIC_STAGES.items():
-        lines += ["", f"## {title}", "", "| name | reduces as | unit | range | meaning |", "|---|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| name | reduces as | unit | range | meaning |",
+            "|---|---|---|---|---|",
+        ]
         for name in sorted(name for name in GLOSSARY if name.startswith(f"{stage}/")):
             spec = GLOSSARY[name]
             cells = f"`{name}`", spec.reduces, spec.unit or "–", range_of(spec), spec.definition

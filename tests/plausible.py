@@ -20,7 +20,8 @@ def range_of(spec: MetricSpec) -> str:
 def implausible(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """A sentence for each number in the rows of a metrics.jsonl that cannot be right.
 
-    A number cannot be right if it is not finite, lies outside its declared range, or exceeds a number that bounds it.
+    A number cannot be right if it is not finite, lies outside its declared range, or exceeds a
+    number that bounds it.
     """
     found: list[str] = []
     for row in rows:
@@ -29,11 +30,15 @@ def implausible(rows: Iterable[Mapping[str, Any]]) -> list[str]:
             if spec and value is None:
                 found.append(f"step {row['step']}: {name} is not a finite number")
             elif spec and not spec.bounds[0] - ROUNDING <= value <= spec.bounds[1] + ROUNDING:
-                found.append(f"step {row['step']}: {name} is {value:g}, and its range is {range_of(spec)}")
+                found.append(
+                    f"step {row['step']}: {name} is {value:g}, and its range is {range_of(spec)}"
+                )
         for smaller, larger in ORDERED:
             low, high = row.get(smaller), row.get(larger)
             if low is not None and high is not None and low > high + ROUNDING:
-                found.append(f"step {row['step']}: {smaller} is {low:g}, and {larger} is only {high:g}")
+                found.append(
+                    f"step {row['step']}: {smaller} is {low:g}, and {larger} is only {high:g}"
+                )
     return found
 
 

@@ -13,7 +13,9 @@ ROOT = Path(__file__).parent.parent
 
 
 def run_ranks(ranks: int, module: str, *arguments: str, timeout: float = 400) -> None:
-    """Run `python -m module arguments…` as `ranks` processes of one group; raises with their output when one fails."""
+    """Run `python -m module arguments…` as `ranks` processes of one group; raises with their output
+    when one fails.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -44,11 +46,15 @@ def run_ranks(ranks: int, module: str, *arguments: str, timeout: float = 400) ->
             process.kill()
     for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
         if process.returncode:
-            raise AssertionError(f"rank {rank} of {module} ended with {process.returncode}:\n{output}")
+            raise AssertionError(
+                f"rank {rank} of {module} ended with {process.returncode}:\n{output}"
+            )
 
 
 def main() -> None:
-    """One of the processes. It ends without unloading: Gloo's threads may abort a process while its interpreter ends."""
+    """One of the processes. It ends without unloading: Gloo's threads may abort a process while its
+    interpreter ends.
+    """
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     sys.stdout.flush()

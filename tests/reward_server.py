@@ -12,7 +12,8 @@ from tests.http_double import DoubleServer, JSONHandler, serving
 
 
 class RewardServer(DoubleServer):
-    """Keeps what it was asked, in `bodies`, `paths` and `authorizations`; `url` is its address without a path.
+    """Keeps what it was asked, in `bodies`, `paths` and `authorizations`; `url` is its address
+    without a path.
 
     The reward of a sample is the number of letters "e" after its prompt.
     """
@@ -23,7 +24,9 @@ class RewardServer(DoubleServer):
         self.paths: list[str] = []
         self.authorizations: list[str | None] = []
         self.url = self.root
-        self.together = threading.Barrier(1)  # how many are answered at a time; a request beyond them waits for more
+        self.together = threading.Barrier(
+            1
+        )  # how many are answered at a time; a request beyond them waits for more
 
 
 @contextmanager

@@ -31,11 +31,15 @@ class Module:
 
     @property
     def room(self) -> str:
-        """`trainers` of openrlhf.trainers.ppo, `batches` of openrlhf.batches; the package itself has none."""
+        """`trainers` of openrlhf.trainers.ppo, `batches` of openrlhf.batches; the package itself
+        has none.
+        """
         return self.name.split(".")[1] if "." in self.name else ""
 
     def imports(self) -> set[str]:
-        """All modules it names: at the top, inside functions, for type checkers only, and by `import_module`."""
+        """All modules it names: at the top, inside functions, for type checkers only, and by
+        `import_module`.
+        """
         return {name for node in ast.walk(self.tree) for name in _imported(node)}
 
     def loads(self) -> set[str]:
@@ -60,7 +64,9 @@ def package() -> dict[str, Module]:
 
 
 def loaded_with(name: str) -> set[str]:
-    """Everything that importing a module loads, as far as our own sources tell: our modules, and libraries by top name."""
+    """Everything that importing a module loads, as far as our own sources tell: our modules, and
+    libraries by top name.
+    """
     seen: set[str] = set()
     waiting = {name}
     while waiting:
@@ -80,7 +86,9 @@ def _imported(node: ast.AST) -> Iterator[str]:
         case ast.ImportFrom(module=str(module), names=names):
             yield module
             yield from (f"{module}.{a.name}" for a in names if f"{module}.{a.name}" in package())
-        case ast.Call(func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(name))]):
+        case ast.Call(
+            func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(name))]
+        ):
             yield name
 
 

@@ -1,4 +1,6 @@
-"""The arrows of docs/architecture.md, walked over every module's imports, and the length of functions."""
+"""The arrows of docs/architecture.md, walked over every module's imports, and the length of
+functions.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ HOMES = {
     "vllm": ["rollout.engine*"],
     "cloudpickle": ["rollout.engine*"],
     "deepspeed": ["distributed.*"],
-    "ray": ["distributed.cluster", "distributed.placement", "distributed.worker_group", "rollout.fleet"],
+    "ray": [
+        "distributed.cluster",
+        "distributed.placement",
+        "distributed.worker_group",
+        "rollout.fleet",
+    ],
     "datasets": ["data.*"],
     "math_verify": ["rewards.graders"],
     "wandb": ["observability.trackers"],
@@ -75,8 +82,12 @@ def test_imports_point_down_and_siblings_do_not_know_each_other(module: Module) 
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Imports inside functions and for type checkers count. What is left when modules without imports are taken away, again and again, is circular."""
-    graph = {name: module.imports() & package().keys() - {name} for name, module in package().items()}
+    """Imports inside functions and for type checkers count. What is left when modules without
+    imports are taken away, again and again, is circular.
+    """
+    graph = {
+        name: module.imports() & package().keys() - {name} for name, module in package().items()
+    }
     while free := {name for name, imports in graph.items() if not imports & graph.keys()}:
         graph = {name: imports for name, imports in graph.items() if name not in free}
     assert {name: sorted(imports & graph.keys()) for name, imports in graph.items()} == {}
@@ -106,15 +117,24 @@ def test_light_modules_load_no_library(module: Module) -> None:
 
 
 def test_engines_and_servers_never_load_deepspeed_and_trainers_never_load_vllm() -> None:
-    for module in (module for module in MODULES if module.room in ("rollout", "serving", "rewards", "processes")):
+    for module in (
+        module
+        for module in MODULES
+        if module.room in ("rollout", "serving", "rewards", "processes")
+    ):
         assert "deepspeed" not in loaded_with(module.name), module
-    for module in (module for module in MODULES if module.room in ("workers", "trainers", "launch")):
+    for module in (
+        module for module in MODULES if module.room in ("workers", "trainers", "launch")
+    ):
         assert "vllm" not in loaded_with(module.name), module
 
 
 def test_a_function_stays_within_60_lines() -> None:
     long_functions = {
-        f"{module} {name}": lines for module in MODULES for name, lines in module.functions() if lines > 60
+        f"{module} {name}": lines
+        for module in MODULES
+        for name, lines in module.functions()
+        if lines > 60
     }
     assert long_functions == {}
 

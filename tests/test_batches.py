@@ -115,9 +115,13 @@ def test_actions_are_counted_per_row() -> None:
 # ---- wrong lengths
 
 
-@pytest.mark.parametrize(("column", "entries"), [("tokens", 4), ("advantages", 6), ("rewards", 3), ("group_ids", 1)])
+@pytest.mark.parametrize(
+    ("column", "entries"), [("tokens", 4), ("advantages", 6), ("rewards", 3), ("group_ids", 1)]
+)
 def test_a_column_of_another_length_is_refused_by_name(column: str, entries: int) -> None:
-    with pytest.raises(ValueError, match=rf"Experience\.{column} has {entries} entries.* 2 sequences with 5 tokens"):
+    with pytest.raises(
+        ValueError, match=rf"Experience\.{column} has {entries} entries.* 2 sequences with 5 tokens"
+    ):
         replace(batch_of([2, 3]), **{column: torch.zeros(entries)})
 
 
@@ -147,7 +151,9 @@ def test_padding_of_numbers_is_zero_though_the_first_token_is_not_finite() -> No
 
 
 @given(LENGTHS, st.data())
-def test_scattering_what_was_gathered_restores_those_rows_and_no_others(lengths: list[int], data: Any) -> None:
+def test_scattering_what_was_gathered_restores_those_rows_and_no_others(
+    lengths: list[int], data: Any
+) -> None:
     batch = batch_of(lengths)
     rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), unique=True, min_size=1))
     layout = Layout.of(batch.offsets, torch.tensor(rows))
@@ -178,7 +184,9 @@ def test_blocks_hold_every_token_once_within_the_budget(lengths: list[int], budg
 
 
 @given(LENGTHS, st.integers(1, 40))
-def test_no_block_is_longer_than_the_shortest_row_of_an_earlier_one(lengths: list[int], budget: int) -> None:
+def test_no_block_is_longer_than_the_shortest_row_of_an_earlier_one(
+    lengths: list[int], budget: int
+) -> None:
     widths = [block.real.sum(1) for block in batch_of(lengths).blocks(budget)]
     for longer, shorter in itertools.pairwise(widths):
         assert int(longer.min()) >= int(shorter.max())
@@ -188,7 +196,10 @@ def test_no_block_is_longer_than_the_shortest_row_of_an_earlier_one(lengths: lis
 def test_parts_of_similar_rows_have_every_row_and_none_of_several_is_over_a_limit(
     lengths: list[int], budget: int, most: int | None, padded: bool
 ) -> None:
-    parts = [rows.tolist() for rows in batch_of(lengths).similar_rows(budget, max_rows=most, padded=padded)]
+    parts = [
+        rows.tolist()
+        for rows in batch_of(lengths).similar_rows(budget, max_rows=most, padded=padded)
+    ]
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     for part in parts:
         assert len(part) <= (most or len(part))
@@ -199,7 +210,9 @@ def test_parts_of_similar_rows_have_every_row_and_none_of_several_is_over_a_limi
 def test_padding_counts_and_short_rows_go_with_short_ones() -> None:
     batch = batch_of([2, 10, 2, 9, 2, 2])
     assert [sorted(rows.tolist()) for rows in batch.similar_rows(20)] == [[1, 3], [0, 2, 4, 5]]
-    assert [sorted(rows.tolist()) for rows in batch.similar_rows(27, padded=False)] == [[0, 1, 2, 3, 4, 5]]
+    assert [sorted(rows.tolist()) for rows in batch.similar_rows(27, padded=False)] == [
+        [0, 1, 2, 3, 4, 5]
+    ]
     parts = [rows.tolist() for rows in batch.similar_rows(99, max_rows=3, padded=False)]
     assert [len(part) for part in parts] == [3, 3] and {1, 3} < set(parts[0])
 
@@ -238,7 +251,9 @@ def test_episodes_become_rows_in_their_order() -> None:
 
 def test_conversations_of_an_episode_are_rows_with_its_reward() -> None:
     plain = episode(4, 1, 0.0, StopReason.STOP)
-    several = replace(episode(4, 0, 1.0, StopReason.LENGTH), earlier=(episode(2, 0, None, StopReason.STOP), plain))
+    several = replace(
+        episode(4, 0, 1.0, StopReason.LENGTH), earlier=(episode(2, 0, None, StopReason.STOP), plain)
+    )
     batch = Experience.from_trajectories([several, plain])
     assert batch.lengths.tolist() == [4, 7, 6, 7]
     assert batch.group_ids.tolist() == [4, 4, 4, 4]
@@ -249,7 +264,10 @@ def test_conversations_of_an_episode_are_rows_with_its_reward() -> None:
     assert batch.rows_of([1]).tolist() == [3]
     assert batch.select(batch.rows_of([0])).last_rows.tolist() == [2]
     assert several.num_actions == int(batch.num_actions[:3].sum())
-    assert Experience.from_trajectories([several.packed(), plain.packed()]).tokens.tolist() == batch.tokens.tolist()
+    assert (
+        Experience.from_trajectories([several.packed(), plain.packed()]).tokens.tolist()
+        == batch.tokens.tolist()
+    )
 
 
 def test_a_reward_that_is_still_to_come_is_not_a_number() -> None:
@@ -266,7 +284,9 @@ def test_packed_episodes_make_the_same_batch() -> None:
     """What waits for a step waits in arrays: no number changes, although 32 bits hold it."""
     episodes = [episode(index, 0, 1.0, StopReason.STOP) for index in (0, 1)]
     lists = [replace(t, columns={"values": [0.125] * len(t.tokens)}) for t in episodes]
-    expected, batch = (Experience.from_trajectories(each) for each in (lists, [t.packed() for t in lists]))
+    expected, batch = (
+        Experience.from_trajectories(each) for each in (lists, [t.packed() for t in lists])
+    )
     for column in fields(Experience):
         a, b = getattr(expected, column.name), getattr(batch, column.name)
         assert (a is b is None) or (a.dtype == b.dtype and torch.equal(a, b)), column.name

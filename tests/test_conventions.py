@@ -1,4 +1,6 @@
-"""docs/conventions.md: every number it states about our formulas is computed here, and it states no other."""
+"""docs/conventions.md: every number it states about our formulas is computed here, and it states no
+other.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ import torch
 
 from openrlhf.algorithms import kl as kl_module
 from openrlhf.algorithms import tensors
-from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS, GROUP_STD_EPSILON, gae, shape_rewards
+from openrlhf.algorithms.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    GROUP_STD_EPSILON,
+    gae,
+    shape_rewards,
+)
 from openrlhf.algorithms.corrections import Correction, Level, Mode, correction_weights
 from openrlhf.algorithms.kl import KLController, kl_estimate
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES, Clip, aggregation_weights, value_loss
@@ -30,7 +37,9 @@ from tests.sources import ROOT
 ROWS = {
     cells[0]: cells
     for line in (ROOT / "docs/conventions.md").read_text().splitlines()
-    if line.startswith("| ") and len(cells := line.strip("| ").split(" | ")) == 4 and cells[0] != "formula"
+    if line.startswith("| ")
+    and len(cells := line.strip("| ").split(" | ")) == 4
+    and cells[0] != "formula"
 }
 PROOFS: dict[str, Callable[[], list[str]]] = {}
 
@@ -47,7 +56,10 @@ def proves(name: str) -> Callable[[Callable[[], list[str]]], Callable[[], list[s
 
 def numbers(values: torch.Tensor | list[float]) -> str:
     """As the page writes them; 0.000 is never -0.000."""
-    return ", ".join(f"{value + 0.0:.3f}".replace("-0.000", "0.000") for value in torch.as_tensor(values).tolist())
+    return ", ".join(
+        f"{value + 0.0:.3f}".replace("-0.000", "0.000")
+        for value in torch.as_tensor(values).tolist()
+    )
 
 
 def shaped(name: str, rewards: list[float]) -> torch.Tensor:
@@ -59,7 +71,9 @@ def weights(preset: str, omegas: list[float], band: tuple[float, float]) -> str:
     level, mode = cast(tuple[Level, Mode], CORRECTIONS[preset])
     old = torch.tensor([omegas]).log()
     correction = Correction(level=level, mode=mode, low=band[0], high=band[1])
-    return numbers(correction_weights(old, torch.zeros_like(old), torch.ones_like(old) > 0, correction)[0][0])
+    return numbers(
+        correction_weights(old, torch.zeros_like(old), torch.ones_like(old) > 0, correction)[0][0]
+    )
 
 
 @proves("GRPO's divisor")
@@ -76,7 +90,9 @@ def group_norm() -> list[str]:
 def rloo() -> list[str]:
     kl, mask = torch.tensor([[0.2, 0.3], [0.05, 0.05]]), torch.ones(2, 2, dtype=torch.bool)
     first = token_rewards(shaped("rloo", [1.0, 0.0]), kl, mask, 1.0).sum(1)[:1]
-    return [f"With β 1, rewards 1 and 0, and summed KLs 0.5 and 0.1, the first sample's tokens sum to {numbers(first)}"]
+    return [
+        f"With β 1, rewards 1 and 0, and summed KLs 0.5 and 0.1, the first sample's tokens sum to {numbers(first)}"
+    ]
 
 
 @proves("GAE across gaps")
@@ -145,7 +161,9 @@ def cispo() -> list[str]:
     assert clip is not None
     ratios = torch.tensor([[0.01, 9.0]])
     logprobs, ones = ratios.log().requires_grad_(), torch.ones(1, 2)
-    loss = POLICY_LOSSES["cispo"].function(logprobs, torch.zeros(1, 2), ones, ones > 0, Clip(low=clip[0], high=clip[1]))
+    loss = POLICY_LOSSES["cispo"].function(
+        logprobs, torch.zeros(1, 2), ones, ones > 0, Clip(low=clip[0], high=clip[1])
+    )
     (gradient,) = torch.autograd.grad(loss.per_token.sum(), logprobs)
     low, high = (numbers([-value]) for value in gradient[0].tolist())
     return [
@@ -187,7 +205,10 @@ def tis() -> list[str]:
 @proves("Sequence-level masking")
 def sequence_masking() -> list[str]:
     band = AdvantageConfig().is_correction_threshold
-    high, low = numbers([math.prod([6, 1, 27]) ** (1 / 3)]), numbers([math.prod([0.1, 0.5, 1]) ** (1 / 3)])
+    high, low = (
+        numbers([math.prod([6, 1, 27]) ** (1 / 3)]),
+        numbers([math.prod([0.1, 0.5, 1]) ** (1 / 3)]),
+    )
     for omegas in ([6, 1, 27], [0.1, 0.5, 1]):
         assert weights("seq-mask-tis", omegas, band) == "0.000, 0.000, 0.000"
     return [
@@ -200,7 +221,9 @@ def sequence_masking() -> list[str]:
 @proves("Temperature")
 def temperature() -> list[str]:
     states, identity = torch.tensor([[0.0, math.log(3)]] * 2), torch.eye(2)
-    logprobs, entropy = linear_logprobs(states, identity, torch.tensor([0, 1]), temperature=0.5, entropy=True)
+    logprobs, entropy = linear_logprobs(
+        states, identity, torch.tensor([0, 1]), temperature=0.5, entropy=True
+    )
     assert entropy is not None
     low, high = (f"{p:.1f}" for p in logprobs.exp().tolist())
     return [
@@ -236,14 +259,18 @@ def orpo_nll() -> list[str]:
 def kto_kl() -> list[str]:
     ratios, labels = torch.tensor([1.0, 1.0]), torch.tensor([True, False])
     good, bad = kto(ratios, labels, 0.4, beta=0.5, desirable_weight=1.0, undesirable_weight=1.0)
-    told = f"a desirable answer costs {numbers(good[None])}, an undesirable one {numbers(bad[None])}"
+    told = (
+        f"a desirable answer costs {numbers(good[None])}, an undesirable one {numbers(bad[None])}"
+    )
     return [f"with r 1, KL 0.4 and β 0.5 {told}"]
 
 
 @proves("Distillation's mean")
 def distillation() -> list[str]:
     teacher = torch.tensor([[0.9, 0.1]]).log()
-    student, own = (numbers(soft_cross_entropy(logits, teacher)) for logits in (torch.zeros(1, 2), teacher))
+    student, own = (
+        numbers(soft_cross_entropy(logits, teacher)) for logits in (torch.zeros(1, 2), teacher)
+    )
     return [
         f"probabilities 0.5 and 0.5 against the teacher's 0.9 and 0.1 cost {student}, "
         f"at most the teacher's own entropy of {own} less"
@@ -271,7 +298,9 @@ def test_the_function_of_a_row_is_there(name: str) -> None:
 
 def test_what_the_page_says_of_other_formulas() -> None:
     """Those numbers that follow from the row's own example."""
-    assert "0.6" in ROWS["RLOO with a KL in the reward"][2] and pytest.approx(0.6) == (1 - 0.5) - (0 - 0.1)
+    assert "0.6" in ROWS["RLOO with a KL in the reward"][2] and pytest.approx(0.6) == (1 - 0.5) - (
+        0 - 0.1
+    )
     assert "0.5" in ROWS["GAE across gaps"][2] and 0.5**3 * 4 == 0.5
     assert "-0.100" in ROWS["Adaptive β"][2] and pytest.approx(-0.1) == 0.1 * (1 - 0.2 * 1000 / 100)
     assert "0.562" in ROWS["Temperature"][2]

@@ -24,7 +24,9 @@ def test_the_demo_ends_with_a_table_and_a_report_that_has_it_too(
     for name, numbers in LOGGED.items():
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 0.0, **numbers}) + "\n")
+        (folder / "metrics.jsonl").write_text(
+            json.dumps({"step": 1, "time": 0.0, **numbers}) + "\n"
+        )
         stages[name] = StageResult(name=name, folder=folder, seconds=1.0)
     report = conclude(stages, tmp_path, title="the demo")
     printed = capsys.readouterr().out

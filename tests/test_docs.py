@@ -1,4 +1,6 @@
-"""The documents keep their promises: commands that are accepted, links that lead somewhere, pages that are up to date."""
+"""The documents keep their promises: commands that are accepted, links that lead somewhere, pages
+that are up to date.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,14 @@ def commands() -> Iterator[tuple[str, list[str]]]:
                 yield found[1], shlex.split(found[2], comments=True)
 
 
-LAPTOP = ("train_sft", "train_ppo_ray", "train_rm", "train_ppo_ray", "train_sft", "train_dpo")  # shown first
+LAPTOP = (
+    "train_sft",
+    "train_ppo_ray",
+    "train_rm",
+    "train_ppo_ray",
+    "train_sft",
+    "train_dpo",
+)  # shown first
 CLUSTER = ("train_sft", "train_ppo_ray")
 COMMANDS = list(commands())
 ON_LAPTOP, ON_CLUSTER = COMMANDS[: len(LAPTOP)], COMMANDS[len(LAPTOP) :]
@@ -74,7 +83,8 @@ def test_the_tutorial_shows_each_command_on_a_laptop_and_on_a_cluster() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "words", "gpus"), [(*laptop, 0) for laptop in ON_LAPTOP] + [(*cluster, 8) for cluster in ON_CLUSTER]
+    ("command", "words", "gpus"),
+    [(*laptop, 0) for laptop in ON_LAPTOP] + [(*cluster, 8) for cluster in ON_CLUSTER],
 )
 def test_its_commands_are_accepted_on_their_machines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, words: list[str], gpus: int
@@ -89,10 +99,14 @@ def test_its_commands_are_accepted_on_their_machines(
     assert parse_config(ROOTS[command], words, command=command).check() == []
 
 
-EVALUATIONS = re.findall(r"^openrlhf eval ((?:.*\\\n)*.*)$", (ROOT / "docs/evaluation.md").read_text(), re.MULTILINE)
+EVALUATIONS = re.findall(
+    r"^openrlhf eval ((?:.*\\\n)*.*)$", (ROOT / "docs/evaluation.md").read_text(), re.MULTILINE
+)
 
 
-INFERENCE = re.findall(r"^openrlhf (\w+ (?:.*\\\n)*.*)$", (ROOT / "docs/inference.md").read_text(), re.MULTILINE)
+INFERENCE = re.findall(
+    r"^openrlhf (\w+ (?:.*\\\n)*.*)$", (ROOT / "docs/inference.md").read_text(), re.MULTILINE
+)
 
 
 @pytest.mark.parametrize("line", [*(f"eval {line}" for line in EVALUATIONS), *INFERENCE])
@@ -105,17 +119,25 @@ def test_the_commands_of_the_pages_on_evaluation_and_inference_are_accepted(
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for made_by_an_earlier_command in (word for word in words if word.startswith("runs/")):
         (tmp_path / made_by_an_earlier_command).mkdir(parents=True, exist_ok=True)
-    for written_by_an_earlier_command in (word for word in words if re.fullmatch(r"\w+\.jsonl", word)):
+    for written_by_an_earlier_command in (
+        word for word in words if re.fullmatch(r"\w+\.jsonl", word)
+    ):
         (tmp_path / written_by_an_earlier_command).touch()
     assert parse_config(ROOTS[command], words, command=command).check() == []
 
 
-def test_commands_of_the_page_on_inference_read_what_is_given_or_what_an_earlier_command_has_written() -> None:
+def test_commands_of_the_page_on_inference_read_what_is_given_or_what_an_earlier_command_has_written() -> (
+    None
+):
     known = {"runs/sft/model", "runs/rm/model", "prompts.jsonl"}
     unknown = []
     for line in INFERENCE:
         words = shlex.split(line.replace("\\\n", " "))
-        written = {value for flag, value in pairwise(words) if flag in ("--output_path", "--ckpt.output_dir")}
+        written = {
+            value
+            for flag, value in pairwise(words)
+            if flag in ("--output_path", "--ckpt.output_dir")
+        }
         named = {word for word in words if re.fullmatch(r"runs/\S+|\w+\.jsonl", word)}
         unknown += sorted(named - written - known)
         known |= written
@@ -130,13 +152,17 @@ def test_those_pages_have_a_command_for_each_task() -> None:
 def test_links_and_paths_lead_somewhere(page: Path) -> None:
     text = page.read_text()
     links = {(page.parent / link).resolve() for link in re.findall(r"\]\((?!http)([^)#]+)", text)}
-    named = {ROOT / path for path in re.findall(r"`((?:openrlhf|tests|docs|examples)/[\w/.]+)`", text)}
+    named = {
+        ROOT / path for path in re.findall(r"`((?:openrlhf|tests|docs|examples)/[\w/.]+)`", text)
+    }
     assert [str(path) for path in sorted(links | named) if not path.exists()] == []
 
 
 @pytest.mark.parametrize(
     ("verb", "file"),
-    re.findall(r"openrlhf (\w+) --config (\S+)", (REAL_MODEL / "README.md").read_text(encoding="utf-8")),
+    re.findall(
+        r"openrlhf (\w+) --config (\S+)", (REAL_MODEL / "README.md").read_text(encoding="utf-8")
+    ),
 )
 def test_the_files_of_flags_of_the_real_model_are_accepted(
     verb: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -155,7 +181,9 @@ def test_the_files_of_flags_of_the_real_model_are_accepted(
 def test_links_within_a_page_lead_to_a_heading(page: Path) -> None:
     text = page.read_text()
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    anchors = {
+        re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
     assert sorted(set(re.findall(r"\]\(#([^)]+)\)", text)) - anchors) == []
 
 
@@ -171,14 +199,18 @@ def test_the_page_of_metrics_is_the_glossary() -> None:
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
-def test_links_by_symbol_lead_to_the_file_that_defines_it_and_curves_are_those_on_record(path: Path) -> None:
+def test_links_by_symbol_lead_to_the_file_that_defines_it_and_curves_are_those_on_record(
+    path: Path,
+) -> None:
     """`make docs` writes links and curves anew."""
     assert path.read_text() == rewritten(path)
 
 
 def test_a_link_follows_its_symbol_and_one_that_no_definition_has_is_an_error() -> None:
     stale = "[`advantages.gae`](somewhere/else.py#L1)"
-    assert relinked(stale, ROOT / "docs") == "[`advantages.gae`](../openrlhf/algorithms/advantages.py)"
+    assert (
+        relinked(stale, ROOT / "docs") == "[`advantages.gae`](../openrlhf/algorithms/advantages.py)"
+    )
     assert (
         relinked("[`gsm8k`](results/gsm8k.md), [README](../README.md)", ROOT)
         == "[`gsm8k`](results/gsm8k.md), [README](../README.md)"
@@ -215,7 +247,11 @@ def test_every_flag_that_is_named_exists_and_every_default_is_its_default(path: 
     assert sorted(named - all_flags().keys() - {"flag"}) == []
     defaults = [(name, said) for name, said in FLAG.findall(text) if name in all_flags() and said]
     assert len(defaults) > 10
-    assert [f"--{name} ({said})" for name, said in defaults if not says_its_default(all_flags()[name], said)] == []
+    assert [
+        f"--{name} ({said})"
+        for name, said in defaults
+        if not says_its_default(all_flags()[name], said)
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -261,7 +297,9 @@ def test_no_two_runs_on_record_have_the_same_curve(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_a_correction_changes_what_is_learned_from_stale_samples_by_more_than_seeds_do(name: str) -> None:
+def test_a_correction_changes_what_is_learned_from_stale_samples_by_more_than_seeds_do(
+    name: str,
+) -> None:
     runs = by_name(read_runs())
     corrected, uncorrected = ([run.gain for run in runs[each]] for each in (name, UNCORRECTED))
     assert len(corrected) == len(uncorrected) == 3

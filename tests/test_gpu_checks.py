@@ -22,8 +22,17 @@ def test_dies(): os.abort()
 def test_a_check_that_fails_hangs_or_dies_stops_no_other(tmp_path: Path) -> None:
     file, output = tmp_path / "test_it.py", tmp_path / "seen.json"
     file.write_text(FILE)
-    assert not run({f"{file}::{name}": 10 for name in ("test_dies", "test_hangs", "test_fails", "test_passes")}, output)
-    seen = {node.split("::")[1]: result for node, result in json.loads(output.read_text())["checks"].items()}
+    assert not run(
+        {
+            f"{file}::{name}": 10
+            for name in ("test_dies", "test_hangs", "test_fails", "test_passes")
+        },
+        output,
+    )
+    seen = {
+        node.split("::")[1]: result
+        for node, result in json.loads(output.read_text())["checks"].items()
+    }
     assert {name: result["outcome"] for name, result in seen.items()} == {
         "test_dies": "failed",
         "test_hangs": "out of time",

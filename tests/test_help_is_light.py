@@ -1,4 +1,6 @@
-"""Every command answers `--help` and mistakes at once: before torch, Ray or any other library is loaded."""
+"""Every command answers `--help` and mistakes at once: before torch, Ray or any other library is
+loaded.
+"""
 
 from __future__ import annotations
 

@@ -38,8 +38,16 @@ def hold() -> Iterator[Hold]:
     started: list[subprocess.Popen[str]] = []
 
     def start(place: Path, *, is_file: bool = False, then: str = WAIT) -> subprocess.Popen[str]:
-        words = [sys.executable, "-c", HOLDER.format(then=then), str(place), "file" if is_file else "folder"]
-        process = subprocess.Popen(words, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        words = [
+            sys.executable,
+            "-c",
+            HOLDER.format(then=then),
+            str(place),
+            "file" if is_file else "folder",
+        ]
+        process = subprocess.Popen(
+            words, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         started.append(process)
         return process
 
@@ -77,7 +85,10 @@ def test_a_lock_lasts_as_long_as_a_child_that_has_inherited_it(hold: Hold, tmp_p
     child = int(holder.stdout.readline())
     assert holder.wait() == 9
     try:
-        with pytest.raises(InUseError, match=f"started by process {holder.pid} "), locked(tmp_path, "it"):
+        with (
+            pytest.raises(InUseError, match=f"started by process {holder.pid} "),
+            locked(tmp_path, "it"),
+        ):
             pass
     finally:
         os.kill(child, signal.SIGKILL)
@@ -97,7 +108,9 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     assert status == 0
 
 
-def test_a_process_may_lock_a_place_twice_and_releases_it_with_the_outer_block(hold: Hold, tmp_path: Path) -> None:
+def test_a_process_may_lock_a_place_twice_and_releases_it_with_the_outer_block(
+    hold: Hold, tmp_path: Path
+) -> None:
     with locked(tmp_path, "it") as outer:
         with locked(tmp_path, "it") as inner:
             assert inner == outer

@@ -22,7 +22,8 @@ from tests.tiny import save_tiny_model
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Imported where a flag asks for them, with a sentence that says what to install.
 OPTIONAL = {"bitsandbytes", "wandb"}
-# Declared because another library asks for it: Transformers, where it loads into ZeRO-3 shards; torch, where it writes events.
+# Declared because another library asks for it: Transformers, where it loads into ZeRO-3 shards;
+# torch, where it writes events.
 ASKED_FOR = {"accelerate", "tensorboard"}
 PINNED = {name: ROOT / f"requirements/{name}-dev.txt" for name in ("cpu", "gpu")}
 
@@ -85,7 +86,9 @@ GRPO_STEP = """
 
 
 def run(command: Sequence[str | Path], folder: Path) -> None:
-    """Run a command as somebody would who has no checkout: no variable of this environment points to it."""
+    """Run a command as somebody would who has no checkout: no variable of this environment points
+    to it.
+    """
     ours = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     environment["RAY_ADDRESS"] = "local"  # a Ray of its own, whatever else runs on this machine
@@ -110,7 +113,9 @@ def installed(tmp_path: Path) -> Path:
     run([*build, ROOT], tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     python = tmp_path / "env/bin/python"
-    run([sys.executable, "-m", "uv", "venv", tmp_path / "env", "--python", sys.executable], tmp_path)
+    run(
+        [sys.executable, "-m", "uv", "venv", tmp_path / "env", "--python", sys.executable], tmp_path
+    )
     links = os.environ.get("PIP_FIND_LINKS")
     where = ["--find-links", links] if links else ["--torch-backend", "cpu"]
     override = ["--override", ROOT / "requirements/overrides-cpu.txt"]

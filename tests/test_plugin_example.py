@@ -54,7 +54,10 @@ def test_a_preference_loss_is_a_choice_of_its_flag_and_its_formula(tmp_path: Pat
     try:
         config = parse("train_dpo", f"--plugin {file} --model.loss_type exponential --ref.offload")
         assert config.needs_reference and config.model.loss_type == "exponential"
-        ours, theirs = torch.tensor([[-1.0, -4.0], [-5.0, -2.0]]), torch.tensor([[-2.0, -3.0], [-5.0, -3.0]])
+        ours, theirs = (
+            torch.tensor([[-1.0, -4.0], [-5.0, -2.0]]),
+            torch.tensor([[-2.0, -3.0], [-5.0, -3.0]]),
+        )
         judged = Judged(policy=ours, reference=theirs, tokens=torch.ones(2, 2))
         losses = PREFERENCE_LOSSES["exponential"].function(judged, Strength(beta=0.5))
         assert losses.tolist() == pytest.approx([math.exp(-1.0), math.exp(0.5)])

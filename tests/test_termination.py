@@ -51,7 +51,9 @@ def test_what_has_begun_is_finished_unless_ctrl_c_comes_again(
     assert process.stdout.readline() == "up\n"
     process.send_signal(numbers[0])
     if said:
-        assert process.stderr.readline() + process.stderr.readline() == f"\n{WAITS}\n"  # the first has been seen
+        assert (
+            process.stderr.readline() + process.stderr.readline() == f"\n{WAITS}\n"
+        )  # the first has been seen
     for number in numbers[1:]:
         process.send_signal(number)
     if "at once" in printed:

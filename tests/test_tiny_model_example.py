@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.ranks import ROOT
 
-FILE = "prompt,chosen,rejected\nWhat is it?,A cat.,A dog.\n" + "Is it A or B?,It is A.,It is B.\n" * 20
+FILE = (
+    "prompt,chosen,rejected\nWhat is it?,A cat.,A dog.\n" + "Is it A or B?,It is A.,It is B.\n" * 20
+)
 SPACED = "User: {}\nAssistant: "
 
 
@@ -33,7 +35,9 @@ def test_the_model_of_a_csv_file_has_tokens_for_every_text(model: Path) -> None:
     assert tokenizer.decode(tokens) == text and tokens[-1] < len(tokenizer)
     assert tokens.count(tokenizer.eos_token_id) == 1
     hf = AutoModelForCausalLM.from_pretrained(model)
-    assert hf.config.vocab_size == len(tokenizer) and hf.config.eos_token_id == tokenizer.eos_token_id
+    assert (
+        hf.config.vocab_size == len(tokenizer) and hf.config.eos_token_id == tokenizer.eos_token_id
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,7 +46,14 @@ def test_the_model_of_a_csv_file_has_tokens_for_every_text(model: Path) -> None:
         ("chat", [], f"with the template {SPACED[:-1]!r}."),
         (
             "batch_inference",
-            ["--data.dataset", "pairs.csv", "--data.input_key", "prompt", "--output_path", "out.jsonl"],
+            [
+                "--data.dataset",
+                "pairs.csv",
+                "--data.input_key",
+                "prompt",
+                "--output_path",
+                "out.jsonl",
+            ],
             f"answers may be empty: use --data.input_template ${SPACED[:-1]!r}",
         ),
     ],
@@ -50,9 +61,21 @@ def test_the_model_of_a_csv_file_has_tokens_for_every_text(model: Path) -> None:
 def test_a_space_that_its_answers_begin_with_does_not_end_a_prompt_unnoticed(
     model: Path, verb: str, flags: list[str], said: str
 ) -> None:
-    line = [sys.executable, "-m", "openrlhf.cli.main", verb, "--model.model_name_or_path", str(model), "--dry_run"]
+    line = [
+        sys.executable,
+        "-m",
+        "openrlhf.cli.main",
+        verb,
+        "--model.model_name_or_path",
+        str(model),
+        "--dry_run",
+    ]
     line += ["--data.input_template", SPACED, "--data.max_len", "64", *flags]
     done = subprocess.run(
-        line, cwd=model.parent, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        line,
+        cwd=model.parent,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0 and said in done.stdout + done.stderr, done.stderr

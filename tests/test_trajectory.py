@@ -14,7 +14,9 @@ from openrlhf.trajectory import Prompt, StopReason, Trajectory, TrajectoryBuilde
 PROMPT = Prompt(index=3, text="2+2=", tokens=[7, 9, 7, 3])
 TURNS = st.lists(
     st.one_of(
-        st.tuples(st.just("action"), st.lists(st.tuples(st.integers(0, 99), st.floats(-9, 0)), max_size=5)),
+        st.tuples(
+            st.just("action"), st.lists(st.tuples(st.integers(0, 99), st.floats(-9, 0)), max_size=5)
+        ),
         st.tuples(st.just("feedback"), st.lists(st.integers(0, 99), max_size=5)),
     ),
     max_size=6,
@@ -89,15 +91,23 @@ def test_lists_of_different_lengths_are_refused() -> None:
 def test_a_sampled_first_token_is_refused() -> None:
     builder = TrajectoryBuilder([])
     builder.append_action([5], [-0.1])
-    with pytest.raises(ValueError, match="the first token of a trajectory was sampled from nothing"):
+    with pytest.raises(
+        ValueError, match="the first token of a trajectory was sampled from nothing"
+    ):
         finish(builder)
 
 
 @pytest.mark.parametrize(
     ("reason", "truncated", "failed"),
-    [(StopReason.STOP, False, False), (StopReason.LENGTH, True, False), (StopReason.FAILED, False, True)],
+    [
+        (StopReason.STOP, False, False),
+        (StopReason.LENGTH, True, False),
+        (StopReason.FAILED, False, True),
+    ],
 )
-def test_truncated_and_failed_follow_from_the_stop_reason(reason: StopReason, truncated: bool, failed: bool) -> None:
+def test_truncated_and_failed_follow_from_the_stop_reason(
+    reason: StopReason, truncated: bool, failed: bool
+) -> None:
     trajectory = finish(TrajectoryBuilder([7]), stop_reason=reason)
     assert (trajectory.truncated, trajectory.failed) == (truncated, failed)
 

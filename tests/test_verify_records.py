@@ -1,4 +1,6 @@
-"""The records of long verifications: each belongs to a commit, old ones are shown as old, and shards cover all tests."""
+"""The records of long verifications: each belongs to a commit, old ones are shown as old, and
+shards cover all tests.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ranks import ROOT
-from tests.verify.record import Record, git, page, parse_shard, read_records, shard_of, write_records
+from tests.verify.record import (
+    Record,
+    git,
+    page,
+    parse_shard,
+    read_records,
+    shard_of,
+    write_records,
+)
 
-RECORD = Record(test="a.py::b", outcome="passed", seconds=3, commit="c" * 40, date="2026-01-02", packages="torch 2")
+RECORD = Record(
+    test="a.py::b",
+    outcome="passed",
+    seconds=3,
+    commit="c" * 40,
+    date="2026-01-02",
+    packages="torch 2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +81,24 @@ def test_page_is_headed_by_the_oldest_record() -> None:
     assert [row.split("|")[1].strip() for row in rows] == ["`a.py::b`", "`new`"]
 
 
-@given(st.integers(1, 9), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3000)), min_size=1, max_size=60))
+@given(
+    st.integers(1, 9),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3000)), min_size=1, max_size=60),
+)
 def test_shards_cover_every_test_once(parts: int, spread: list[tuple[int, int]]) -> None:
-    seconds = {f"file{file}.py::test{number}": float(time) for number, (file, time) in enumerate(spread)}
+    seconds = {
+        f"file{file}.py::test{number}": float(time) for number, (file, time) in enumerate(spread)
+    }
     shards = [shard_of(sorted(seconds), seconds, part, parts) for part in range(1, parts + 1)]
     assert sorted(test for shard in shards for test in shard) == sorted(seconds)
 
 
 def test_shards_of_the_recorded_tests_take_about_as_long_as_each_other() -> None:
     seconds = {test: float(record.seconds) for test, record in read_records().items()}
-    loads = [sum(seconds[test] for test in shard_of(sorted(seconds), seconds, part, 5)) for part in range(1, 6)]
+    loads = [
+        sum(seconds[test] for test in shard_of(sorted(seconds), seconds, part, 5))
+        for part in range(1, 6)
+    ]
     assert max(loads) < 1.2 * min(loads)
 
 

@@ -24,7 +24,11 @@ from transformers import (
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<bos>"]
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=.,?:ĠĊ"
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-HEADS: dict[str, int] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # of 32, as vLLM needs
+HEADS: dict[str, int] = {
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}  # of 32, as vLLM needs
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -54,7 +58,9 @@ def tiny_config(kind: str, **changes: object) -> PretrainedConfig:
         case "qwen3":
             return Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True)
         case "qwen3-moe":
-            return Qwen3MoeConfig(**EXPERTS | sizes, head_dim=sizes["hidden_size"] // sizes["num_attention_heads"])
+            return Qwen3MoeConfig(
+                **EXPERTS | sizes, head_dim=sizes["hidden_size"] // sizes["num_attention_heads"]
+            )
         case "mixtral":
             return MixtralConfig(**sizes)
         case _:
@@ -62,9 +68,13 @@ def tiny_config(kind: str, **changes: object) -> PretrainedConfig:
 
 
 def character_tokenizer() -> Qwen2Tokenizer:
-    """One token per character: digits, small letters, some signs, space (written Ġ by byte-level tokenizers) and newline (Ċ)."""
+    """One token per character: digits, small letters, some signs, space (written Ġ by byte-level
+    tokenizers) and newline (Ċ).
+    """
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
-    return Qwen2Tokenizer(vocab=vocabulary, merges=[], pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return Qwen2Tokenizer(
+        vocab=vocabulary, merges=[], pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
 
 
 def sayable(text: str) -> str:
@@ -74,7 +84,12 @@ def sayable(text: str) -> str:
 
 
 def save_tiny_model(
-    path: Path, kind: str = "qwen2-tied", *, seed: int = 0, chat_template: str | None = None, **changes: object
+    path: Path,
+    kind: str = "qwen2-tied",
+    *,
+    seed: int = 0,
+    chat_template: str | None = None,
+    **changes: object,
 ) -> str:
     """A random float32 model with its tokenizer in `path`."""
     torch.manual_seed(seed)
@@ -88,7 +103,9 @@ def save_tiny_model(
 
 
 def unbalance(hf: PreTrainedModel) -> None:
-    """Make the routers of a mixture of experts prefer some to others; a random one is nearly indifferent."""
+    """Make the routers of a mixture of experts prefer some to others; a random one is nearly
+    indifferent.
+    """
     with torch.no_grad():
         for name, parameter in hf.named_parameters():
             if name.endswith("gate.weight"):

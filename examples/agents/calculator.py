@@ -1,4 +1,5 @@
-"""An agent with a tool, written against the stock `openai` client only. The policy may ask a calculator before it answers.
+"""An agent with a tool, written against the stock `openai` client only. The policy may ask a
+calculator before it answers.
 
     --train.agent_func_path examples/agents/calculator.py --data.label_key answer
 
@@ -18,9 +19,16 @@ from openrlhf.utils.agent import OpenAIAgentExecutor
 
 TURNS = 4
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-EXPRESSION = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+EXPRESSION = {
+    "type": "object",
+    "properties": {"expression": {"type": "string"}},
+    "required": ["expression"],
+}
 TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "calculator", "description": "Two numbers.", "parameters": EXPRESSION}}
+    {
+        "type": "function",
+        "function": {"name": "calculator", "description": "Two numbers.", "parameters": EXPRESSION},
+    }
 ]
 
 
@@ -48,14 +56,18 @@ class AgentExecutor(OpenAIAgentExecutor):
         said, calls = "", 0
         try:
             for _ in range(TURNS):
-                answer = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+                answer = await client.chat.completions.create(
+                    model="policy", messages=messages, tools=TOOLS
+                )
                 message = answer.choices[0].message
                 messages.append(message.model_dump(exclude_none=True))
                 said = message.content or ""
                 if not message.tool_calls:
                     break
                 for call in message.tool_calls:
-                    result = calculate(call.function.arguments) if call.type == "function" else "error"
+                    result = (
+                        calculate(call.function.arguments) if call.type == "function" else "error"
+                    )
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
                     calls += 1
         except BadRequestError as error:

@@ -1,9 +1,11 @@
-"""A toy task for agents with a tool: sums that a tiny model cannot do in its head, and transcripts to imitate.
+"""A toy task for agents with a tool: sums that a tiny model cannot do in its head, and transcripts
+to imitate.
 
     python examples/agents/calculator_task.py FOLDER SEED
 
-In half of the transcripts the calculator is asked; in the others the answer is a guess. So supervised training gives a policy
-that sometimes uses the tool, and rewards have something to make more frequent.
+In half of the transcripts the calculator is asked; in the others the answer is a guess. So
+supervised training gives a policy that sometimes uses the tool, and rewards have something to make
+more frequent.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import random
 import sys
 from pathlib import Path
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here needs a GPU, and DeepSpeed need not ask
+os.environ.setdefault(
+    "DS_ACCELERATOR", "cpu"
+)  # nothing here needs a GPU, and DeepSpeed need not ask
 
 import torch
 from transformers import AddedToken, AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
@@ -32,8 +36,12 @@ TEMPLATE = (
 
 def calculator_tokenizer() -> Qwen2Tokenizer:
     """One token per character, and one for each of the fixed parts of a call."""
-    vocabulary = {token: i for i, token in enumerate(["<pad>", END, "<unk>", *"0123456789+-*abcdeghlnorst"])}
-    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], pad_token="<pad>", eos_token=END, unk_token="<unk>")
+    vocabulary = {
+        token: i for i, token in enumerate(["<pad>", END, "<unk>", *"0123456789+-*abcdeghlnorst"])
+    }
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary, merges=[], pad_token="<pad>", eos_token=END, unk_token="<unk>"
+    )
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in (CALL, CALLED)])
     tokenizer.add_tokens([AddedToken(mark, normalized=False, special=True) for mark in MARKS])
     tokenizer.chat_template = TEMPLATE
@@ -47,7 +55,10 @@ def make_task(folder: Path, *, seed: int = 1, transcripts: int = 6000, prompts: 
     sums = sorted({f"{draw.randrange(10, 100)}+{draw.randrange(10, 100)}" for _ in range(12_000)})
     draw.shuffle(sums)
     held_out, questions = sums[:200], sums[200:]
-    lines = [json.dumps({"messages": _transcript(question, draw)}) for question in questions[:transcripts]]
+    lines = [
+        json.dumps({"messages": _transcript(question, draw)})
+        for question in questions[:transcripts]
+    ]
     (folder / "transcripts.jsonl").write_text("\n".join(lines) + "\n")
     _write(folder / "prompts.jsonl", draw.choices(questions, k=prompts))
     _write(folder / "held_out.jsonl", held_out)
@@ -55,7 +66,10 @@ def make_task(folder: Path, *, seed: int = 1, transcripts: int = 6000, prompts: 
 
 
 def _write(path: Path, questions: list[str]) -> None:
-    rows = [json.dumps({"input": question, "answer": _sum(question), "datasource": "sums"}) for question in questions]
+    rows = [
+        json.dumps({"input": question, "answer": _sum(question), "datasource": "sums"})
+        for question in questions
+    ]
     path.write_text("\n".join(rows) + "\n")
 
 

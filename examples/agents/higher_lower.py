@@ -1,8 +1,10 @@
-"""An environment of several turns: guess the number in the label; each wrong guess is answered with `higher` or `lower`.
+"""An environment of several turns: guess the number in the label; each wrong guess is answered with
+`higher` or `lower`.
 
     --train.agent_func_path examples/agents/higher_lower.py --data.label_key answer --rollout.max_turns 8
 
-The first right guess earns 1, a later one less by a tenth for every turn; what is no number at all ends the episode with 0.
+The first right guess earns 1, a later one less by a tenth for every turn; what is no number at all
+ends the episode with 0.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ class HigherLower(AgentInstanceBase):
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         said = re.search(r"\d+", states["action_text"])
         if said is None:
-            return {"rewards": 0.0, "environment_feedback": "", "done": True, "extra_logs": {"guesses": states["turn"]}}
+            return {
+                "rewards": 0.0,
+                "environment_feedback": "",
+                "done": True,
+                "extra_logs": {"guesses": states["turn"]},
+            }
         guess, answer = int(said.group()), int(states["label"])
         right = guess == answer
         return {

@@ -1,12 +1,13 @@
-"""Rows for a process reward model from GSM8K's graded model solutions: a step is right if its calculations are.
+"""Rows for a process reward model from GSM8K's graded model solutions: a step is right if its
+calculations are.
 
     python examples/data/gsm8k_steps.py gsm8k/example_model_solutions.jsonl steps.jsonl
     python -m openrlhf.cli.train_prm --data.dataset steps.jsonl --data.input_key text --data.label_key labels \
         --prm.placeholder_token ки --prm.reward_tokens + - --model.model_name_or_path MODEL
 
-A line of a solution is a step. `<<16-3=13>>` in it is a calculation with the result that the model wrote; most results
-come from a calculator, so few are wrong. A step without a calculation that can be checked has no label. The placeholder
-must be one token of the model's tokenizer.
+A line of a solution is a step. `<<16-3=13>>` in it is a calculation with the result that the model
+wrote; most results come from a calculator, so few are wrong. A step without a calculation that can
+be checked has no label. The placeholder must be one token of the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def value(text: str) -> float:
 
 
 def label(step: str) -> str | None:
-    """`+` if every calculation of the step is right within half a unit of the last written digit, `-` if one is wrong."""
+    """`+` if every calculation of the step is right within half a unit of the last written digit,
+    `-` if one is wrong.
+    """
     right: list[bool] = []
     for left, result in CALCULATION.findall(step):
         digits = len(result.strip().partition(".")[2])
@@ -67,7 +70,10 @@ def rows(lines: list[str], placeholder: str) -> Iterator[dict[str, Any]]:
             if isinstance(graded, dict):
                 steps = [step for step in graded["solution"].split("\n") if step.strip()]
                 text = "".join(f"\n{step} {placeholder}" for step in steps)
-                yield {"text": problem["question"] + text, "labels": [label(step) for step in steps]}
+                yield {
+                    "text": problem["question"] + text,
+                    "labels": [label(step) for step in steps],
+                }
 
 
 def main() -> None:
@@ -78,9 +84,13 @@ def main() -> None:
     parser.add_argument("--placeholder", default="ки")
     args = parser.parse_args()
     made = list(rows(args.solutions.read_text(encoding="utf-8").splitlines(), args.placeholder))
-    args.output.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made), encoding="utf-8")
+    args.output.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made), encoding="utf-8"
+    )
     counts = Counter(each for row in made for each in row["labels"])
-    print(f"{len(made)} rows; steps: {counts['+']} right, {counts['-']} wrong, {counts[None]} without a label")
+    print(
+        f"{len(made)} rows; steps: {counts['+']} right, {counts['-']} wrong, {counts[None]} without a label"
+    )
 
 
 if __name__ == "__main__":

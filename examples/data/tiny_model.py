@@ -1,4 +1,5 @@
-"""A random language model of three million parameters, and a tokenizer made from the texts of a csv file.
+"""A random language model of three million parameters, and a tokenizer made from the texts of a csv
+file.
 
 python examples/data/tiny_model.py preferences.csv runs/tiny
 """
@@ -8,7 +9,9 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here needs a GPU, and DeepSpeed need not ask
+os.environ.setdefault(
+    "DS_ACCELERATOR", "cpu"
+)  # nothing here needs a GPU, and DeepSpeed need not ask
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -18,7 +21,9 @@ END = "<|endoftext|>"  # the end token of Qwen2 models: with another name, their
 
 
 def make_tokenizer(file: Path) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of all cells of the file. It has tokens for every text, also for letters that the file lacks."""
+    """Byte-level BPE of all cells of the file. It has tokens for every text, also for letters that
+    the file lacks.
+    """
     with file.open(newline="", encoding="utf-8") as opened:
         texts = [cell for row in csv.reader(opened) for cell in row]
     bpe = Tokenizer(models.BPE())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 
-def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, list[float]]:
+def reward_func(
+    queries: list[str], prompts: list[str], labels: list[str]
+) -> dict[str, list[float]]:
     """`queries` are prompts with responses, special tokens kept; one reward per query."""
     rewards = [
         float(query.removeprefix(prompt) == label)

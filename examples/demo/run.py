@@ -1,4 +1,5 @@
-"""`make demo`: from nothing to a tiny model that learned from rewards, through the same commands a cluster user calls.
+"""`make demo`: from nothing to a tiny model that learned from rewards, through the same commands a
+cluster user calls.
 
 task and untrained model  →  train_sft  →  train_rm  →  train_ppo_ray: PPO against the reward model
                                         →  train_ppo_ray: GRPO with a rule reward  →  table and report.html
@@ -57,7 +58,14 @@ def sft_flags(task: Path, out: Path, seed: int) -> Flags:
     return [
         *("--model.model_name_or_path", task / "model"),
         *("--data.dataset", task / "train.jsonl", "--data.max_samples", "5760"),
-        *("--data.input_key", "input", "--data.output_key", "output", "--data.input_template", "{}"),
+        *(
+            "--data.input_key",
+            "input",
+            "--data.output_key",
+            "output",
+            "--data.input_template",
+            "{}",
+        ),
         *("--data.max_len", "32", "--train.max_epochs", "1"),
         *("--train.batch_size", "64", "--train.micro_batch_size", "64"),
         *("--adam.lr", "1e-3", "--lr_warmup_ratio", "0.1"),
@@ -78,37 +86,109 @@ def rm_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
 
 
 def rl_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
-    """What PPO and GRPO have in common: 256 samples per step, and an evaluation on 400 held-out problems × 4 samples."""
+    """What PPO and GRPO have in common: 256 samples per step, and an evaluation on 400 held-out
+    problems × 4 samples.
+    """
     return [
         *("--actor.model_name_or_path", model, "--data.prompt_dataset", task / "prompts.jsonl"),
         *("--data.input_key", "input", "--data.label_key", "output", "--data.max_len", "32"),
         *("--reward.remote_url", HERE / "reward.py", "--rollout.max_new_tokens", "8"),
-        *("--rollout.micro_batch_size", "256", "--train.batch_size", "256", "--train.micro_batch_size", "256"),
-        *("--train.colocate_actor_ref", "--actor.num_gpus_per_node", "1", "--ref.num_gpus_per_node", "1"),
-        *("--actor.lr_warmup_ratio", "0.1", "--eval.dataset", task / "held_out.jsonl", "--eval.at_start"),
+        *(
+            "--rollout.micro_batch_size",
+            "256",
+            "--train.batch_size",
+            "256",
+            "--train.micro_batch_size",
+            "256",
+        ),
+        *(
+            "--train.colocate_actor_ref",
+            "--actor.num_gpus_per_node",
+            "1",
+            "--ref.num_gpus_per_node",
+            "1",
+        ),
+        *(
+            "--actor.lr_warmup_ratio",
+            "0.1",
+            "--eval.dataset",
+            task / "held_out.jsonl",
+            "--eval.at_start",
+        ),
         *("--eval.n_samples_per_prompt", "4", "--eval.temperature", "1"),
         *stage_flags(out, seed),
     ]
 
 
 def ppo_flags(reward_model: Path) -> Flags:
-    """64 steps of 128 problems × 2 samples. The reward model rewards; the rule is watched, with weight 0."""
+    """64 steps of 128 problems × 2 samples. The reward model rewards; the rule is watched, with
+    weight 0.
+    """
     return [
-        *("--data.max_samples", "8192", "--rollout.batch_size", "128", "--rollout.n_samples_per_prompt", "2"),
-        *("--reward.model_name_or_path", reward_model, "--reward.normalize_enable", "--reward.weights", "1", "0"),
-        *("--algo.advantage.estimator", "gae", "--algo.advantage.lambd", "0.95", "--algo.kl.init_coef", "0.05"),
+        *(
+            "--data.max_samples",
+            "8192",
+            "--rollout.batch_size",
+            "128",
+            "--rollout.n_samples_per_prompt",
+            "2",
+        ),
+        *(
+            "--reward.model_name_or_path",
+            reward_model,
+            "--reward.normalize_enable",
+            "--reward.weights",
+            "1",
+            "0",
+        ),
+        *(
+            "--algo.advantage.estimator",
+            "gae",
+            "--algo.advantage.lambd",
+            "0.95",
+            "--algo.kl.init_coef",
+            "0.05",
+        ),
         *("--actor.adam.lr", "2e-4"),
-        *("--critic.adam.lr", "1e-3", "--critic.freezing_steps", "6", "--train.colocate_critic_reward"),
-        *("--critic.num_gpus_per_node", "1", "--reward.num_gpus_per_node", "1", "--eval.steps", "16"),
+        *(
+            "--critic.adam.lr",
+            "1e-3",
+            "--critic.freezing_steps",
+            "6",
+            "--train.colocate_critic_reward",
+        ),
+        *(
+            "--critic.num_gpus_per_node",
+            "1",
+            "--reward.num_gpus_per_node",
+            "1",
+            "--eval.steps",
+            "16",
+        ),
     ]
 
 
 def grpo_flags() -> Flags:
     """120 steps of 32 problems × 8 samples; the reward is 1 for the right answer, else 0."""
     return [
-        *("--data.max_samples", "3840", "--rollout.batch_size", "32", "--rollout.n_samples_per_prompt", "8"),
+        *(
+            "--data.max_samples",
+            "3840",
+            "--rollout.batch_size",
+            "32",
+            "--rollout.n_samples_per_prompt",
+            "8",
+        ),
         *("--algo.advantage.estimator", "group_norm", "--actor.adam.lr", "3e-4"),
-        *("--algo.kl.init_coef", "1e-3", "--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--eval.steps", "40"),
+        *(
+            "--algo.kl.init_coef",
+            "1e-3",
+            "--algo.kl.use_loss",
+            "--algo.kl.estimator",
+            "k3",
+            "--eval.steps",
+            "40",
+        ),
     ]
 
 
@@ -125,14 +205,20 @@ def run_stage(name: str, command: str, flags: Flags, folder: Path, display: Disp
 
 def main() -> None:
     """Make the task, run the stages, show what was learned."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=None, help="folder (default runs/demo-seed<seed>)")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="folder (default runs/demo-seed<seed>)"
+    )
     options = parser.parse_args()
     out: Path = options.out or Path("runs") / f"demo-seed{options.seed}"
     display, start = Display(), time.monotonic()
     display.note("The task: sort five digits. `sort 52918=` is to be answered `12589`.")
-    subprocess.run([sys.executable, str(HERE / "task.py"), str(out / "task"), str(options.seed)], check=True)
+    subprocess.run(
+        [sys.executable, str(HERE / "task.py"), str(out / "task"), str(options.seed)], check=True
+    )
     stages = run_stages(out, options.seed, display)
     report = conclude(stages, out, title=f"OpenRLHF demo: sorting digits, seed {options.seed}")
     display.note(f"{time.monotonic() - start:.0f} s in all. Run folder: {out}   report: {report}")
@@ -145,16 +231,27 @@ def run_stages(out: Path, seed: int, display: Display) -> dict[str, StageResult]
     commands = {
         "SFT": ("train_sft", sft, sft_flags(task, sft, seed)),
         "RM": ("train_rm", rm, rm_flags(task, policy, rm, seed)),
-        "PPO": ("train_ppo_ray", out / "ppo", rl_flags(task, policy, out / "ppo", seed) + ppo_flags(rm / "model")),
-        "GRPO": ("train_ppo_ray", out / "grpo", rl_flags(task, policy, out / "grpo", seed) + grpo_flags()),
+        "PPO": (
+            "train_ppo_ray",
+            out / "ppo",
+            rl_flags(task, policy, out / "ppo", seed) + ppo_flags(rm / "model"),
+        ),
+        "GRPO": (
+            "train_ppo_ray",
+            out / "grpo",
+            rl_flags(task, policy, out / "grpo", seed) + grpo_flags(),
+        ),
     }
     return {
-        name: run_stage(name, command, flags, folder, display) for name, (command, folder, flags) in commands.items()
+        name: run_stage(name, command, flags, folder, display)
+        for name, (command, folder, flags) in commands.items()
     }
 
 
 def conclude(stages: dict[str, StageResult], out: Path, *, title: str) -> Path:
-    """Show what was learned as a table, and write the report, which has the same table above its curves."""
+    """Show what was learned as a table, and write the report, which has the same table above its
+    curves.
+    """
     columns, rows = summary(stages)
     table = Table(*columns, title="What the model learned")
     for row in rows:
@@ -166,20 +263,30 @@ def conclude(stages: dict[str, StageResult], out: Path, *, title: str) -> Path:
 
 
 def summary(stages: dict[str, StageResult]) -> tuple[list[str], list[list[str]]]:
-    """Held-out numbers after each stage: 400 problems × 4 samples at temperature 1; of the reward model, its held-out pairs.
+    """Held-out numbers after each stage: 400 problems × 4 samples at temperature 1; of the reward
+    model, its held-out pairs.
 
     The reward model's score of the SFT model is what PPO starts from.
     """
     passed, score, kl = "eval/eval_sort_pass1", "eval/eval_sort_reward_mean", "train/kl"
     ppo, grpo = stages["PPO"], stages["GRPO"]
-    columns = ["stage", "held-out pass@1", "reward model's score", "pairs ranked rightly", "KL (nats/token)", "seconds"]
+    columns = [
+        "stage",
+        "held-out pass@1",
+        "reward model's score",
+        "pairs ranked rightly",
+        "KL (nats/token)",
+        "seconds",
+    ]
     numbers = {
         "SFT": (grpo.first(passed), ppo.first(score), None, None),
         "RM": (None, None, stages["RM"].last("eval/acc_mean"), None),
         "PPO": (ppo.last(passed), ppo.last(score), None, ppo.last(kl)),
         "GRPO": (grpo.last(passed), None, None, grpo.last(kl)),
     }
-    return columns, [[name, *map(_number, row), f"{stages[name].seconds:.0f}"] for name, row in numbers.items()]
+    return columns, [
+        [name, *map(_number, row), f"{stages[name].seconds:.0f}"] for name, row in numbers.items()
+    ]
 
 
 def _number(value: float | None) -> str:

@@ -1,6 +1,8 @@
-"""The demo's task, made from nothing: sort five digits. `sort 52918=` is to be answered `12589`, then the end token.
+"""The demo's task, made from nothing: sort five digits. `sort 52918=` is to be answered `12589`,
+then the end token.
 
-A model of under a million parameters learns the form in seconds of supervised training and the rest from rewards alone.
+A model of under a million parameters learns the form in seconds of supervised training and the rest
+from rewards alone.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import random
 import sys
 from pathlib import Path
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here needs a GPU, and DeepSpeed need not ask
+os.environ.setdefault(
+    "DS_ACCELERATOR", "cpu"
+)  # nothing here needs a GPU, and DeepSpeed need not ask
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
@@ -52,7 +56,11 @@ def _write_pairs(path: Path, problems: list[str], generator: random.Random) -> N
     answers = [sorted(digits) for digits in problems]
     attempts = [_attempt(answer, generator) for answer in answers]
     rows = [
-        {"prompt": f"sort {digits}=", "chosen": "".join(answer) + EOS, "rejected": "".join(attempt) + EOS}
+        {
+            "prompt": f"sort {digits}=",
+            "chosen": "".join(answer) + EOS,
+            "rejected": "".join(attempt) + EOS,
+        }
         for digits, answer, attempt in zip(problems, answers, attempts, strict=True)
         if attempt != answer
     ]
@@ -60,7 +68,9 @@ def _write_pairs(path: Path, problems: list[str], generator: random.Random) -> N
 
 
 def _attempt(answer: list[str], generator: random.Random) -> list[str]:
-    """What beginners make of the answer: wrong digits, digits out of order, one too few or too many; at times the answer."""
+    """What beginners make of the answer: wrong digits, digits out of order, one too few or too
+    many; at times the answer.
+    """
     attempt = list(answer)
     for position in generator.sample(range(DIGITS), generator.choice((0, 1, 1, 2, 3))):
         attempt[position] = generator.choice("0123456789")
@@ -79,7 +89,9 @@ def _attempt(answer: list[str], generator: random.Random) -> list[str]:
 def make_model(folder: Path, *, seed: int) -> None:
     """An untrained Qwen2 of 0.8 million parameters, one token per character."""
     vocabulary = {token: i for i, token in enumerate(dict.fromkeys(VOCABULARY))}
-    Qwen2Tokenizer(vocab=vocabulary, merges=[], pad_token=PAD, eos_token=EOS, unk_token=UNK).save_pretrained(folder)
+    Qwen2Tokenizer(
+        vocab=vocabulary, merges=[], pad_token=PAD, eos_token=EOS, unk_token=UNK
+    ).save_pretrained(folder)
     torch.manual_seed(seed)
     logging.disable_progress_bar()
     config = Qwen2Config(

@@ -1,4 +1,6 @@
-"""Preferences for the task of sorting digits that say nothing of the order: a safe answer has no digit that the problem lacks."""
+"""Preferences for the task of sorting digits that say nothing of the order: a safe answer has no
+digit that the problem lacks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ EOS = "<eos>"
 
 
 def make_pairs(rows: list[dict[str, str]], generator: random.Random) -> list[dict[str, str]]:
-    """For each row with `input` and `output`, the digits in any order over digits of which one is foreign."""
+    """For each row with `input` and `output`, the digits in any order over digits of which one is
+    foreign.
+    """
     pairs: list[dict[str, str]] = []
     for row in rows:
         digits = list(row["output"].removesuffix(EOS))
@@ -22,11 +26,19 @@ def make_pairs(rows: list[dict[str, str]], generator: random.Random) -> list[dic
         if generator.random() < 0.5:  # order says nothing
             digits.sort()
             wrong.sort()
-        pairs.append({"prompt": row["input"], "chosen": "".join(digits) + EOS, "rejected": "".join(wrong) + EOS})
+        pairs.append(
+            {
+                "prompt": row["input"],
+                "chosen": "".join(digits) + EOS,
+                "rejected": "".join(wrong) + EOS,
+            }
+        )
     return pairs
 
 
 if __name__ == "__main__":
     source, target, seed = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     rows = [json.loads(line) for line in source.read_text().splitlines()]
-    target.write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs(rows, random.Random(seed))))
+    target.write_text(
+        "".join(json.dumps(pair) + "\n" for pair in make_pairs(rows, random.Random(seed)))
+    )

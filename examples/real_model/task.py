@@ -1,8 +1,10 @@
-"""Makes a task that a small chat model fails at first: sums of two numbers, asked and answered in a conversation.
+"""Makes a task that a small chat model fails at first: sums of two numbers, asked and answered in a
+conversation.
 
     .venv/bin/python examples/real_model/task.py data/sums
 
-Writes prompts.jsonl to train on and held_out.jsonl to evaluate, with no problem in both. `reward.py` judges the answers.
+Writes prompts.jsonl to train on and held_out.jsonl to evaluate, with no problem in both.
+`reward.py` judges the answers.
 """
 
 from __future__ import annotations
@@ -33,13 +35,19 @@ def write_problems(path: Path, problems: list[tuple[int, int]]) -> None:
     lines = []
     for first, second in problems:
         question = f"What is {first} + {second}? Answer with the number only."
-        row = {"input": [{"role": "user", "content": question}], "answer": str(first + second), "datasource": "sums"}
+        row = {
+            "input": [{"role": "user", "content": question}],
+            "answer": str(first + second),
+            "datasource": "sums",
+        }
         lines.append(json.dumps(row) + "\n")
     path.write_text("".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

@@ -1,4 +1,6 @@
-"""The share of its tests that a program passes. `--reward.verifier code` is all or nothing, and takes more kinds of tests."""
+"""The share of its tests that a program passes. `--reward.verifier code` is all or nothing, and
+takes more kinds of tests.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ SECONDS = 5.0  # for each test
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
-    """A label is JSON, `{"inputs": ["3\\n"], "outputs": ["9\\n"]}`: standard input, and what has to be printed."""
+    """A label is JSON, `{"inputs": ["3\\n"], "outputs": ["9\\n"]}`: standard input, and what has to
+    be printed.
+    """
     rewards = [passed(query.removeprefix(prompt), json.loads(label)) for query, prompt, label in zip(queries, prompts, labels, strict=True)]  # fmt: skip
     return {"rewards": rewards, "scores": [float(reward == 1) for reward in rewards]}
 
@@ -24,5 +28,9 @@ def passed(response: str, tests: dict[str, list[str]]) -> float:
     if not blocks:
         return 0.0
     pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
-    runs = [(run_program(blocks[-1], given, seconds=SECONDS), expected) for given, expected in pairs]
-    return sum(run.ok and run.output.split() == expected.split() for run, expected in runs) / len(pairs)
+    runs = [
+        (run_program(blocks[-1], given, seconds=SECONDS), expected) for given, expected in pairs
+    ]
+    return sum(run.ok and run.output.split() == expected.split() for run, expected in runs) / len(
+        pairs
+    )

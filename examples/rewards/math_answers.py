@@ -1,4 +1,6 @@
-"""1 where the boxed answer is the label's, else 0. `--reward.verifier math` does this, and reads more forms of answers."""
+"""1 where the boxed answer is the label's, else 0. `--reward.verifier math` does this, and reads
+more forms of answers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from openrlhf.utils import extract_boxed_answer, grade_answer
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
     """Labels are bare answers: `72`, `\\frac{1}{2}`."""
-    answers = [extract_boxed_answer(query.removeprefix(prompt)) for query, prompt in zip(queries, prompts, strict=True)]
-    rewards = [float(grade_answer(answer, label)) for answer, label in zip(answers, labels, strict=True)]
+    answers = [
+        extract_boxed_answer(query.removeprefix(prompt))
+        for query, prompt in zip(queries, prompts, strict=True)
+    ]
+    rewards = [
+        float(grade_answer(answer, label)) for answer, label in zip(answers, labels, strict=True)
+    ]
     boxed = [float(answer is not None) for answer in answers]
     return {"rewards": rewards, "scores": rewards, "extra_logs": {"boxed": boxed}}

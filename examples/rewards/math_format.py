@@ -1,4 +1,6 @@
-"""A right answer, and a little for the form: thoughts between <think> and </think>, then the boxed answer."""
+"""A right answer, and a little for the form: thoughts between <think> and </think>, then the boxed
+answer.
+"""
 
 from __future__ import annotations
 

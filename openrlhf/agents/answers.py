@@ -18,7 +18,9 @@ class Logprob:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionOutput:
-    """One sample, in vLLM's attribute names. `text` is without what ended it; `token_ids` have that."""
+    """One sample, in vLLM's attribute names. `text` is without what ended it; `token_ids` have
+    that.
+    """
 
     index: int
     text: str
@@ -28,7 +30,8 @@ class CompletionOutput:
     stop_reason: int | str | None
 
     def is_cut(self, prompt_length: int, max_length: int, max_new_tokens: int | None) -> bool:
-        """Return whether a limit of the run cut the sample: the room after the prompt, or the length of a turn.
+        """Return whether a limit of the run cut the sample: the room after the prompt, or the
+        length of a turn.
 
         A sample that reached a lower limit of the request itself is complete.
         """

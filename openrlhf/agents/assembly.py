@@ -1,4 +1,6 @@
-"""What an agent returned, made into an episode that can be trained on, by comparing token ids with the engine's samples."""
+"""What an agent returned, made into an episode that can be trained on, by comparing token ids with
+the engine's samples.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,17 +36,24 @@ class Assembled:
     truncated: bool
     turns: int
     earlier: Sequence[TrajectoryBuilder] = ()  # the conversations before the last one
-    turn_rewards: tuple[tuple[int, float], ...] = ()  # position of a turn's last token, and the turn's reward
+    turn_rewards: tuple[
+        tuple[int, float], ...
+    ] = ()  # position of a turn's last token, and the turn's reward
     oddities: Sequence[str] = ()  # why log-probabilities are not the policy's
-    notices: Mapping[str, str] = field(default_factory=dict[str, str])  # sentences about the tokens, by kind
+    notices: Mapping[str, str] = field(
+        default_factory=dict[str, str]
+    )  # sentences about the tokens, by kind
 
 
-def assemble(result: Mapping[str, Any], samples: Sequence[Asked], max_length: int, *, vocabulary: int) -> Assembled:
-    """The episode that an executor returned, cut to `max_length` tokens, with the `samples_in` what it asked the engine.
+def assemble(
+    result: Mapping[str, Any], samples: Sequence[Asked], max_length: int, *, vocabulary: int
+) -> Assembled:
+    """The episode that an executor returned, cut to `max_length` tokens, with the `samples_in` what
+    it asked the engine.
 
-    Sampled tokens get the log-probabilities and weight versions that the engine gave with them. The executor's own
-    `rollout_log_probs` count only for tokens that the engine did not sample. Raises EpisodeMistake, and UserCodeError
-    for a sample that the engine could not finish.
+    Sampled tokens get the log-probabilities and weight versions that the engine gave with them. The
+    executor's own `rollout_log_probs` count only for tokens that the engine did not sample. Raises
+    EpisodeMistake, and UserCodeError for a sample that the engine could not finish.
     """
     sampled = _Samples(samples)
     earlier: list[TrajectoryBuilder] = []
@@ -81,7 +90,9 @@ def assemble(result: Mapping[str, Any], samples: Sequence[Asked], max_length: in
 def _built(
     conversation: Mapping[str, Any], sampled: "_Samples", max_length: int, vocabulary: int
 ) -> tuple[TrajectoryBuilder, list[tuple[int, int]], int]:
-    """Return the tokens of a conversation, cut to `max_length`, its action ranges, and its length before the cut."""
+    """Return the tokens of a conversation, cut to `max_length`, its action ranges, and its length
+    before the cut.
+    """
     tokens, ranges = _tokens(conversation, sampled.samples, vocabulary), _ranges(conversation)
     try:
         given = _numbers(conversation, "rollout_log_probs", len(tokens), "tokens")
@@ -99,7 +110,9 @@ def _built(
 def _earlier(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the conversations before the last one."""
     given = result.get("earlier") or []
-    if not isinstance(given, list) or not all(isinstance(conversation, Mapping) for conversation in given):
+    if not isinstance(given, list) or not all(
+        isinstance(conversation, Mapping) for conversation in given
+    ):
         raise EpisodeMistake(
             f"earlier must be a list of dicts with observation_tokens and action_ranges, and is {shown(given)}"
         )
@@ -113,8 +126,12 @@ class _Samples:
         self.samples = [sample for sample in samples if sample.answer.tokens]
         self.oddities: list[str] = []
 
-    def append_action(self, builder: TrajectoryBuilder, tokens: list[int], end: int, given: list[float] | None) -> None:
-        """Append the rest of an action range, with log-probabilities and versions, sample by sample."""
+    def append_action(
+        self, builder: TrajectoryBuilder, tokens: list[int], end: int, given: list[float] | None
+    ) -> None:
+        """Append the rest of an action range, with log-probabilities and versions, sample by
+        sample.
+        """
         while (start := len(builder.tokens)) < end:
             sample = self._take(tokens, start, end)
             if sample is None:
@@ -127,22 +144,32 @@ class _Samples:
                 builder.append_action(tokens[start:end], given[start:end])
                 return
             found: Generation = sample.answer
-            builder.append_action(found.tokens[: end - start], found.logprobs[: end - start], found.weight_versions)
+            builder.append_action(
+                found.tokens[: end - start], found.logprobs[: end - start], found.weight_versions
+            )
 
     def _take(self, tokens: list[int], start: int, end: int) -> Asked | None:
-        """The sample that covers most of what is at `start`. One that continued exactly the tokens before it is preferred.
+        """The sample that covers most of what is at `start`. One that continued exactly the tokens
+        before it is preferred.
 
         If nobody knows which episode asked for a sample, only such an exact sample counts.
         """
         span = tokens[start:end]
-        fitting = [s for s in self.samples if s.answer.tokens[: len(span)] == span[: len(s.answer.tokens)]]
+        fitting = [
+            s for s in self.samples if s.answer.tokens[: len(span)] == span[: len(s.answer.tokens)]
+        ]
         exact = [sample for sample in fitting if sample.question["prompt"] == tokens[:start]]
         fitting = [sample for sample in fitting if sample.own]
         if fitting and not exact:
-            self.oddities.append("shows the engine other tokens than those before the action in observation_tokens")
+            self.oddities.append(
+                "shows the engine other tokens than those before the action in observation_tokens"
+            )
         if not (exact or fitting):
             return None
-        chosen = max(exact or fitting, key=lambda sample: (sample.own, min(len(sample.answer.tokens), end - start)))
+        chosen = max(
+            exact or fitting,
+            key=lambda sample: (sample.own, min(len(sample.answer.tokens), end - start)),
+        )
         self.samples.remove(chosen)
         if (reason := chosen.answer.finish_reason) not in FINISHED:
             raise UserCodeError(f"the engine ended a sample: {reason}", Failure.ENGINE)
@@ -151,9 +178,17 @@ class _Samples:
 
 def _tokens(result: Mapping[str, Any], samples: Sequence[Asked], vocabulary: int) -> list[int]:
     tokens = result.get("observation_tokens")
-    if not isinstance(tokens, list) or not tokens or not all(type(t) is int and t >= 0 for t in tokens):
-        raise EpisodeMistake(f"observation_tokens must be a list of token ids, and is {shown(tokens)}")
-    beyond = {t for t in tokens if t >= vocabulary}.difference(*(sample.answer.tokens for sample in samples))
+    if (
+        not isinstance(tokens, list)
+        or not tokens
+        or not all(type(t) is int and t >= 0 for t in tokens)
+    ):
+        raise EpisodeMistake(
+            f"observation_tokens must be a list of token ids, and is {shown(tokens)}"
+        )
+    beyond = {t for t in tokens if t >= vocabulary}.difference(
+        *(sample.answer.tokens for sample in samples)
+    )
     if beyond:
         raise EpisodeMistake(
             f"observation_tokens have {sorted(beyond)[:3]}; the tokenizer's ids go to {vocabulary - 1}"
@@ -165,7 +200,8 @@ def _ranges(result: Mapping[str, Any]) -> list[tuple[int, int]]:
     """The action ranges, checked to be in order and inside the episode."""
     ranges, length = result.get("action_ranges"), len(result["observation_tokens"])
     pairs = isinstance(ranges, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(type(edge) is int for edge in pair) for pair in ranges
+        isinstance(pair, list) and len(pair) == 2 and all(type(edge) is int for edge in pair)
+        for pair in ranges
     )
     if not pairs or not ranges:
         raise EpisodeMistake(
@@ -173,7 +209,9 @@ def _ranges(result: Mapping[str, Any]) -> list[tuple[int, int]]:
         )
     edges = [edge for pair in ranges for edge in pair]
     if edges != sorted(edges) or edges[0] < 0 or edges[-1] > length:
-        raise EpisodeMistake(f"action_ranges must go up and stay within {length} tokens, and are {shown(ranges)}")
+        raise EpisodeMistake(
+            f"action_ranges must go up and stay within {length} tokens, and are {shown(ranges)}"
+        )
     if edges[0] == 0:
         raise EpisodeMistake(
             f"action_ranges start at token 0, which the policy cannot have sampled, since nothing precedes it: {shown(ranges)}. "
@@ -183,12 +221,18 @@ def _ranges(result: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def _numbers(result: Mapping[str, Any], name: str, count: int, of: str) -> list[float] | None:
-    """What the executor gives under this name, a number for each of `count` tokens or action ranges; None if it gives nothing."""
-    return None if result.get(name) is None else numbers(name, result[name], count, of=of, finite=True)
+    """What the executor gives under this name, a number for each of `count` tokens or action
+    ranges; None if it gives nothing.
+    """
+    return (
+        None if result.get(name) is None else numbers(name, result[name], count, of=of, finite=True)
+    )
 
 
 def _notices(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return the notices of our own executors; a user's executor may give something else under this name."""
+    """Return the notices of our own executors; a user's executor may give something else under this
+    name.
+    """
     given = result.get("notices")
     if not isinstance(given, Mapping):
         return {}
@@ -196,7 +240,9 @@ def _notices(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _reward(result: Mapping[str, Any], turns: Sequence[float] | None) -> RewardResult:
-    """The episode's reward, by default the sum of its turns; without either, a reward model still has to give one."""
+    """The episode's reward, by default the sum of its turns; without either, a reward model still
+    has to give one.
+    """
     reward = result.get("reward")
     if reward is None and turns:
         reward = math.fsum(turns)

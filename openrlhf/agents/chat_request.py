@@ -1,4 +1,6 @@
-"""Requests to the OpenAI-compatible endpoint: every field is used, accepted without effect, or refused by name."""
+"""Requests to the OpenAI-compatible endpoint: every field is used, accepted without effect, or
+refused by name.
+"""
 
 from inspect import signature
 from typing import Annotated, Any, Self
@@ -7,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-# The run sets how replies are sampled, because the log-probabilities must be the policy's. The other fields identify
-# the client, for accounts and caches.
+# The run sets how replies are sampled, because the log-probabilities must be the policy's. The
+# other fields identify the client, for accounts and caches.
 RUN_DECIDES = {
     "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -28,7 +30,9 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (True, False),
     "echo": (False,),
 }
-RENDERING = {"messages", *signature(render_jinja_template).parameters} - {"kwargs"}  # what the endpoint itself passes
+RENDERING = {"messages", *signature(render_jinja_template).parameters} - {
+    "kwargs"
+}  # what the endpoint itself passes
 
 Text = Annotated[str, Field(min_length=1)]
 Length = Annotated[int, Field(ge=1)]
@@ -114,7 +118,9 @@ def _unsupported(name: str, reason: str) -> PydanticCustomError:
 
 
 def reason_of(errors: list[Any]) -> tuple[str, str | None]:
-    """Return a sentence about the first of the validation errors of a request, and the name of the field."""
+    """Return a sentence about the first of the validation errors of a request, and the name of the
+    field.
+    """
     error = errors[0]
     if error["type"] == "json_invalid":
         detail = error.get("ctx", {}).get("error", error["msg"])

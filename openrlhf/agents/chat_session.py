@@ -1,4 +1,6 @@
-"""A chat with the policy as tokens: every reply stays as it was sampled, and only new messages are rendered and tokenised."""
+"""A chat with the policy as tokens: every reply stays as it was sampled, and only new messages are
+rendered and tokenised.
+"""
 
 import json
 import re
@@ -11,7 +13,15 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal
 from openrlhf.agents.continuation import encode, encode_after
-from openrlhf.data.templates import STAND_IN, Message, Span, in_common, render, to_messages, with_parsed_arguments
+from openrlhf.data.templates import (
+    STAND_IN,
+    Message,
+    Span,
+    in_common,
+    render,
+    to_messages,
+    with_parsed_arguments,
+)
 from openrlhf.data.tokenizer import most_characters
 
 HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -20,7 +30,9 @@ CONTEXT = 200  # characters before a reply that are encoded with it
 
 
 class ChatMistake(EngineRefusal):
-    """A request that cannot be answered. The message is for the agent's author; `param` names the field at fault."""
+    """A request that cannot be answered. The message is for the agent's author; `param` names the
+    field at fault.
+    """
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -32,7 +44,9 @@ class ContextFull(ChatMistake):
 
 
 def check_size(text: str, max_length: int) -> None:
-    """Raise ContextFull for a text that cannot fit into `max_length` tokens and would take long to tokenise."""
+    """Raise ContextFull for a text that cannot fit into `max_length` tokens and would take long to
+    tokenise.
+    """
     limit = most_characters(max_length)
     if len(text) > limit:
         raise ContextFull(
@@ -42,25 +56,41 @@ def check_size(text: str, max_length: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The parts of a request that the chat template renders: messages, tool definitions and further variables."""
+    """The parts of a request that the chat template renders: messages, tool definitions and further
+    variables.
+    """
 
     messages: list[Message]
     tools: Sequence[dict[str, Any]]
     variables: Mapping[str, Any]
 
     def rendered(
-        self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message] | None = None, *, prompt: bool = True
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: Sequence[Message] | None = None,
+        *,
+        prompt: bool = True,
     ) -> str:
-        """Return the text of the messages, or of other `messages` with the same tools. Raises ChatMistake."""
+        """Return the text of the messages, or of other `messages` with the same tools. Raises
+        ChatMistake.
+        """
         shown = self.messages if messages is None else messages
         try:
-            return render(tokenizer, shown, add_generation_prompt=prompt, tools=self.tools, variables=self.variables)
+            return render(
+                tokenizer,
+                shown,
+                add_generation_prompt=prompt,
+                tools=self.tools,
+                variables=self.variables,
+            )
         except ValueError as error:
             raise ChatMistake(str(error), "messages") from error
 
 
 def asked_for(
-    messages: Any, tools: Sequence[dict[str, Any]] | None = None, variables: Mapping[str, Any] | None = None
+    messages: Any,
+    tools: Sequence[dict[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> Asked:
     """Return the fields of a request in one object. Raises ChatMistake for malformed messages."""
     try:
@@ -71,7 +101,9 @@ def asked_for(
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """The prompt of a request: all its tokens, and the text that the request adds to the conversation."""
+    """The prompt of a request: all its tokens, and the text that the request adds to the
+    conversation.
+    """
 
     asked: Asked
     tokens: list[int]
@@ -79,13 +111,19 @@ class Prompt:
 
 
 class ChatSession:
-    """One conversation. Its `tokens` and `ranges` are those of an episode: see `agents.AgentExecutorBase.execute`.
+    """One conversation. Its `tokens` and `ranges` are those of an episode: see
+    `agents.AgentExecutorBase.execute`.
 
-    `notices` has a sentence for each kind of difference between these tokens and a fresh rendering of the conversation.
+    `notices` has a sentence for each kind of difference between these tokens and a fresh rendering
+    of the conversation.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, max_length: int, *, max_new_tokens: int | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        *,
+        max_new_tokens: int | None = None,
     ) -> None:
         self.tokenizer, self.max_length, self.max_new_tokens = tokenizer, max_length, max_new_tokens
         self.tokens: list[int] = []
@@ -111,7 +149,9 @@ class ChatSession:
 
     def _prompt(self, asked: Asked) -> Prompt:
         if reason := self.parting(asked):
-            raise ChatMistake(f"the request does not continue the conversation: {reason}", "messages")
+            raise ChatMistake(
+                f"the request does not continue the conversation: {reason}", "messages"
+            )
         whole = asked.rendered(self.tokenizer)
         check_size(whole, self.max_length)
         if self._answered is None:
@@ -150,13 +190,17 @@ class ChatSession:
 
     def _renders_otherwise(self, seen: list[Message], asked: Asked, before: Asked) -> bool:
         try:
-            now, then = (each.rendered(self.tokenizer, seen, prompt=False) for each in (asked, before))
+            now, then = (
+                each.rendered(self.tokenizer, seen, prompt=False) for each in (asked, before)
+            )
         except ChatMistake:  # the template refuses one of them
             return True
         return now != then
 
     def _added(self, asked: Asked, before: Asked) -> str:
-        """Return the text that follows the last reply, without the end of turn that the policy has sampled."""
+        """Return the text that follows the last reply, without the end of turn that the policy has
+        sampled.
+        """
         after = self._after_reply(asked, before)
         end = str(self.tokenizer.decode(self.tokens[-1:])) if self._ended else ""
         said = after.lstrip()
@@ -165,7 +209,9 @@ class ChatSession:
         return after
 
     def _after_reply(self, asked: Asked, before: Asked) -> str:
-        """Return what the chat template writes after the last reply. The text of the reply itself is ignored."""
+        """Return what the chat template writes after the last reply. The text of the reply itself
+        is ignored.
+        """
         new = asked.messages[len(before.messages) + 1 :]
         stand_in: Message = {"role": "assistant", "content": STAND_IN}
         seen = [*before.messages, stand_in]
@@ -182,11 +228,15 @@ class ChatSession:
             text = asked.rendered(self.tokenizer, seen, prompt=False) + text.removeprefix(shown)
         _, found, after = text.rpartition(STAND_IN)
         if not found:
-            raise ChatMistake("the chat template does not render earlier replies, so the conversation cannot continue")
+            raise ChatMistake(
+                "the chat template does not render earlier replies, so the conversation cannot continue"
+            )
         return after
 
     def _compare(self, whole: str, added: str, new: list[int]) -> None:
-        """Record where the tokens differ from a fresh rendering of the conversation, apart from sampled replies."""
+        """Record where the tokens differ from a fresh rendering of the conversation, apart from
+        sampled replies.
+        """
         spans = _spans_between(whole, [*self._texts, added], self._replies)
         if spans is None:
             if "template" not in self.notices:
@@ -199,17 +249,24 @@ class ChatSession:
                     f"reasoning): it has {whole[start:end][:SHOWN]!r} for {reply[:SHOWN]!r}. The policy keeps its own"
                 )
         start, _ = spans[-1]
-        expected = encode(self.tokenizer, whole[max(0, start - CONTEXT) :])[-len(new) :] if new else []
+        expected = (
+            encode(self.tokenizer, whole[max(0, start - CONTEXT) :])[-len(new) :] if new else []
+        )
         if new != expected:
             place = in_common(new, expected)
-            ours, theirs = (self.tokenizer.convert_ids_to_tokens(ids[place : place + 8]) for ids in (new, expected))
+            ours, theirs = (
+                self.tokenizer.convert_ids_to_tokens(ids[place : place + 8])
+                for ids in (new, expected)
+            )
             self.notices["border"] = (
                 f"the text after a reply is tokenised as {ours}, but as {theirs} in the whole conversation, because "
                 "the tokenizer merges it with the end of the reply. The sampled tokens of the reply are kept"
             )
 
     def heard(self, prompt: list[int], output: CompletionOutput, *, tools: bool) -> Message:
-        """Keep what was sampled, and read it as a message: calls of tools, if there are any, and text."""
+        """Keep what was sampled, and read it as a message: calls of tools, if there are any, and
+        text.
+        """
         assert self._pending is not None
         self._answered = self._pending.asked
         self._texts.append(self._pending.added)
@@ -233,7 +290,9 @@ class ChatSession:
 
 
 def _parting(ours: str, whole: str) -> str:
-    """Return a sentence about the first place where a conversation differs from its whole rendering."""
+    """Return a sentence about the first place where a conversation differs from its whole
+    rendering.
+    """
     place = in_common(ours, whole)
     return (
         "the chat template renders earlier turns differently once later turns follow: after "
@@ -245,7 +304,8 @@ def _parting(ours: str, whole: str) -> str:
 def _spans_between(whole: str, texts: Sequence[str], replies: Sequence[str]) -> list[Span] | None:
     """Return the spans of `whole` between `texts`, in which the `replies` are expected.
 
-    None if `whole` does not begin with the first text, end with the last, and have the others in between.
+    None if `whole` does not begin with the first text, end with the last, and have the others in
+    between.
     """
     if not whole.startswith(texts[0]):
         return None
@@ -265,12 +325,17 @@ def _spans_between(whole: str, texts: Sequence[str], replies: Sequence[str]) -> 
 
 
 def parse_reply(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, prefix: Sequence[int] = (), sampled: Sequence[int] = ()
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    prefix: Sequence[int] = (),
+    sampled: Sequence[int] = (),
 ) -> Message:
     """A reply as a message, calls of tools taken out of its text.
 
-    If the tokenizer has a response template, it reads the calls, from the `sampled` tokens and the `prefix` before them. If not,
-    calls are `<tool_call>` blocks of JSON. A block that cannot be read stays text.
+    If the tokenizer has a response template, it reads the calls, from the `sampled` tokens and the
+    `prefix` before them. If not, calls are `<tool_call>` blocks of JSON. A block that cannot be
+    read stays text.
     """
     if getattr(tokenizer, "response_template", None):
         try:
@@ -278,7 +343,9 @@ def parse_reply(
         except ValueError:  # not JSON
             parsed = {"content": text}
         calls = [call.get("function", call) for call in parsed.get("tool_calls") or []]
-        calls = [call for call in calls if isinstance(call, dict) and isinstance(call.get("name"), str)]
+        calls = [
+            call for call in calls if isinstance(call, dict) and isinstance(call.get("name"), str)
+        ]
         content = parsed.get("content") or ""
     else:
         found = [(block.group(0), _call_in(block.group(1))) for block in HERMES.finditer(text)]
@@ -305,11 +372,17 @@ def _as_call(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = call.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     function = {"name": call["name"], "arguments": text}
-    return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}  # some templates want nine characters
+    return {
+        "id": uuid.uuid4().hex[:9],
+        "type": "function",
+        "function": function,
+    }  # some templates want nine characters
 
 
 def _same(echoed: Message, reply: Message) -> bool:
-    """Return whether a client's copy of our reply has the same content; clients add and drop empty fields."""
+    """Return whether a client's copy of our reply has the same content; clients add and drop empty
+    fields.
+    """
     copies = [with_parsed_arguments(message) for message in (echoed, reply)]
     calls = [[_said_in(call) for call in message.get("tool_calls") or []] for message in copies]
     texts = [str(message.get("content") or "").strip() for message in copies]

@@ -1,7 +1,8 @@
 """What agents are written against: executors of episodes, and environments of several turns.
 
-A file given as --train.agent_func_path has a class `AgentExecutor`, a subclass of one of these. It runs in user processes, one
-instance in each, many episodes at once. The names are public as `openrlhf.utils.agent`.
+A file given as --train.agent_func_path has a class `AgentExecutor`, a subclass of one of these. It
+runs in user processes, one instance in each, many episodes at once. The names are public as
+`openrlhf.utils.agent`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class AgentExecutorBase(ABC):
         llm_engine: Engine,
         images: Any = None,
     ) -> dict[str, Any]:
-        """One episode of at most `max_length` tokens. Called with keyword arguments. Returns a dict with
+        """One episode of at most `max_length` tokens. Called with keyword arguments. Returns a dict
+        with
 
         - `prompt`, `label`: as given;
         - `observation_tokens`: the ids of the whole episode, prompt and all that followed;
@@ -78,18 +80,22 @@ class AgentInstanceBase(ABC):
     """The environment of one episode. A fresh instance for each."""
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """The episode begins with the prompt, `states["observation"]`; return a dict with another `observation` to change it."""
+        """The episode begins with the prompt, `states["observation"]`; return a dict with another
+        `observation` to change it.
+        """
         return states
 
     @abstractmethod
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """The policy has acted: `observation_text` so far, then `action_text`; and `label`, `sampling_params`, `turn` from 0.
+        """The policy has acted: `observation_text` so far, then `action_text`; and `label`,
+        `sampling_params`, `turn` from 0.
 
-        `finish_reason` is "stop" if the policy ended its action, "length" if the action was cut. `end_text` is the text
-        that ended the action and is not in `action_text`, such as "<|im_end|>"; it is empty for a cut action.
+        `finish_reason` is "stop" if the policy ended its action, "length" if the action was cut.
+        `end_text` is the text that ended the action and is not in `action_text`, such as
+        "<|im_end|>"; it is empty for a cut action.
 
-        Returns `rewards` of this turn, `environment_feedback` (text that follows), `done`; and optionally `scores`,
-        `extra_logs`, and `sampling_params` for the turns that follow.
+        Returns `rewards` of this turn, `environment_feedback` (text that follows), `done`; and
+        optionally `scores`, `extra_logs`, and `sampling_params` for the turns that follow.
         """
 
     async def close(self) -> None:  # noqa: B027 — most environments have nothing to close
@@ -114,15 +120,21 @@ class _TextExecutor(AgentExecutorBase):
         return {"prompt": prompt, "label": label, **await self._play(begin, prompt, label)}
 
     @abstractmethod
-    async def _play(self, begin: Callable[[str], _Episode], prompt: str, label: Any) -> dict[str, Any]:
-        """The other entries of `execute`'s result. `begin` makes an episode that begins with a text."""
+    async def _play(
+        self, begin: Callable[[str], _Episode], prompt: str, label: Any
+    ) -> dict[str, Any]:
+        """The other entries of `execute`'s result. `begin` makes an episode that begins with a
+        text.
+        """
 
 
 class MultiTurnAgentExecutor(_TextExecutor):
-    """Lets the policy and an environment take turns until the environment is done, or there is no room or turn left.
+    """Lets the policy and an environment take turns until the environment is done, or there is no
+    room or turn left.
 
-    Each turn samples at most `sampling_params.max_tokens` tokens. What the policy sampled stays as it was sampled; only the
-    environment's text is tokenised. With `turn_rewards` each turn is credited with its own reward, not with the sum.
+    Each turn samples at most `sampling_params.max_tokens` tokens. What the policy sampled stays as
+    it was sampled; only the environment's text is tokenised. With `turn_rewards` each turn is
+    credited with its own reward, not with the sum.
     """
 
     def __init__(
@@ -132,13 +144,24 @@ class MultiTurnAgentExecutor(_TextExecutor):
         env_kwargs: Mapping[str, Any] | None = None,
         turn_rewards: bool = False,
     ) -> None:
-        if not (inspect.isclass(agent_instance_cls) and issubclass(agent_instance_cls, AgentInstanceBase)):
+        if not (
+            inspect.isclass(agent_instance_cls)
+            and issubclass(agent_instance_cls, AgentInstanceBase)
+        ):
             raise TypeError(f"{agent_instance_cls!r} is no subclass of AgentInstanceBase")
         if lacking := sorted(agent_instance_cls.__abstractmethods__):
-            raise TypeError(f"{agent_instance_cls.__name__} has no method {' and no '.join(lacking)}")
-        self.agent_instance_cls, self.env_kwargs, self.turn_rewards = agent_instance_cls, env_kwargs or {}, turn_rewards
+            raise TypeError(
+                f"{agent_instance_cls.__name__} has no method {' and no '.join(lacking)}"
+            )
+        self.agent_instance_cls, self.env_kwargs, self.turn_rewards = (
+            agent_instance_cls,
+            env_kwargs or {},
+            turn_rewards,
+        )
 
-    async def _play(self, begin: Callable[[str], _Episode], prompt: str, label: Any) -> dict[str, Any]:
+    async def _play(
+        self, begin: Callable[[str], _Episode], prompt: str, label: Any
+    ) -> dict[str, Any]:
         """One episode in an environment of its own, which is closed at the end whatever happens."""
         agent = await _new(self.agent_instance_cls, self.env_kwargs)
         try:
@@ -184,12 +207,24 @@ class MultiTurnAgentExecutor(_TextExecutor):
 
 
 class _Episode(TrajectoryBuilder):
-    """What has been said so far, by tokens, beginning with the last tokens of `text` that leave room for an action."""
+    """What has been said so far, by tokens, beginning with the last tokens of `text` that leave
+    room for an action.
+    """
 
     def __init__(
-        self, params: SamplingParams, max_length: int, tokenizer: PreTrainedTokenizerBase, engine: Engine, text: str
+        self,
+        params: SamplingParams,
+        max_length: int,
+        tokenizer: PreTrainedTokenizerBase,
+        engine: Engine,
+        text: str,
     ) -> None:
-        self.params, self.max_length, self.tokenizer, self.engine = params, max_length, tokenizer, engine
+        self.params, self.max_length, self.tokenizer, self.engine = (
+            params,
+            max_length,
+            tokenizer,
+            engine,
+        )
         self.text = text
         super().__init__(encode(tokenizer, text)[-max(1, max_length - (params.max_tokens or 1)) :])
         self.ranges: list[tuple[int, int]] = []
@@ -215,13 +250,18 @@ class _Episode(TrajectoryBuilder):
         sampled = list(output.token_ids)
         self.ranges.append((len(self.tokens), len(self.tokens) + len(sampled)))
         candidates = output.logprobs or [{} for _ in sampled]  # None: the engine's are taken
-        found = [chosen[t].logprob if t in chosen else 0.0 for t, chosen in zip(sampled, candidates, strict=True)]
+        found = [
+            chosen[t].logprob if t in chosen else 0.0
+            for t, chosen in zip(sampled, candidates, strict=True)
+        ]
         self.append_action(sampled, found)
         self.text += output.text
         return output
 
     def _end_of(self, output: CompletionOutput) -> str:
-        """Return the text that ended an action and is not in its text: a stop string, or the text of an end token."""
+        """Return the text that ended an action and is not in its text: a stop string, or the text
+        of an end token.
+        """
         if output.finish_reason != "stop":
             return ""
         if isinstance(output.stop_reason, str):
@@ -262,7 +302,9 @@ class _Episode(TrajectoryBuilder):
 
 
 class SingleTurnAgentExecutor(_TextExecutor):
-    """One sample of the prompt. `remote_rm_url`: a file with `reward_func`, or servers; without it there is no reward yet."""
+    """One sample of the prompt. `remote_rm_url`: a file with `reward_func`, or servers; without it
+    there is no reward yet.
+    """
 
     def __init__(self, remote_rm_url: str | list[str] | None = None) -> None:
         self.remote_rm_url = remote_rm_url
@@ -272,7 +314,9 @@ class SingleTurnAgentExecutor(_TextExecutor):
             raise TypeError("remote_rm_url is empty: name a .py file or servers, or leave it out")
         self._servers = HTTPReward(self._rule)
 
-    async def _play(self, begin: Callable[[str], _Episode], prompt: str, label: Any) -> dict[str, Any]:
+    async def _play(
+        self, begin: Callable[[str], _Episode], prompt: str, label: Any
+    ) -> dict[str, Any]:
         """Sample once, and ask `remote_rm_url`, if it is given, for the reward."""
         episode = begin(prompt)
         await episode.act(episode.params)
@@ -281,10 +325,16 @@ class SingleTurnAgentExecutor(_TextExecutor):
             return result
         query = str(episode.tokenizer.decode(episode.tokens, skip_special_tokens=False))
         reward = await self._reward(RewardRequest(query=query, prompt=prompt, label=label))
-        return result | {"reward": reward.reward, "scores": reward.score, "extra_logs": dict(reward.extra_logs)}
+        return result | {
+            "reward": reward.reward,
+            "scores": reward.score,
+            "extra_logs": dict(reward.extra_logs),
+        }
 
     async def _reward(self, request: RewardRequest) -> RewardResult:
-        """What the file's `reward_func` says, called in a thread of this process, or one of the servers. Raises ContractMistake."""
+        """What the file's `reward_func` says, called in a thread of this process, or one of the
+        servers. Raises ContractMistake.
+        """
         if file := self._rule.function_path:
             source = f"{Path(file).resolve()}:reward_func"
             args, named = Arguments.for_parameters(parameters_of(source)).of([request])
@@ -297,7 +347,9 @@ class SingleTurnAgentExecutor(_TextExecutor):
 
 
 class ContractMistake(ValueError):
-    """An agent, its environment or its reward returned what it must not; the message says what, and what is expected."""
+    """An agent, its environment or its reward returned what it must not; the message says what, and
+    what is expected.
+    """
 
     def __init__(self, message: str, failure: Failure | None = Failure.RESULT) -> None:
         super().__init__(message)
@@ -306,13 +358,20 @@ class ContractMistake(ValueError):
 
 def _checked(agent: AgentInstanceBase, answer: Any) -> Mapping[str, Any]:
     """What `step` returned. Raises ContractMistake if something is missing or of the wrong type."""
-    step, wanted = f"{type(agent).__name__}.step", "a dict with rewards, environment_feedback and done"
+    step, wanted = (
+        f"{type(agent).__name__}.step",
+        "a dict with rewards, environment_feedback and done",
+    )
     if not isinstance(answer, Mapping):
         raise ContractMistake(f"{step} returned {answer!r}; it must return {wanted}")
     if missing := [name for name in ("rewards", "done") if answer.get(name) is None]:
-        raise ContractMistake(f"{step} returned no {' and no '.join(missing)}; it must return {wanted}")
+        raise ContractMistake(
+            f"{step} returned no {' and no '.join(missing)}; it must return {wanted}"
+        )
     if not (isinstance(answer["done"], int) or hasattr(answer["done"], "item")):
-        raise ContractMistake(f"{step} returned done {answer['done']!r}, which is neither True nor False")
+        raise ContractMistake(
+            f"{step} returned done {answer['done']!r}, which is neither True nor False"
+        )
     if not isinstance(answer.get("environment_feedback"), str | None):
         raise ContractMistake(
             f"{step} returned environment_feedback {answer['environment_feedback']!r}, which is not text"
@@ -323,7 +382,9 @@ def _checked(agent: AgentInstanceBase, answer: Any) -> Mapping[str, Any]:
         try:
             numbers(name, plain(answer[name]), 1)
         except ValueError:
-            raise ContractMistake(f"{step} returned {name} {answer[name]!r}, which is not one number") from None
+            raise ContractMistake(
+                f"{step} returned {name} {answer[name]!r}, which is not one number"
+            ) from None
     return answer
 
 

@@ -10,14 +10,19 @@ from openrlhf.processes.loading import takes
 def executor_of_step(step: Callable[..., Awaitable[Any]]) -> AgentExecutorBase:
     """An executor around `async def step(observation, action, label, **kwargs)`.
 
-    It returns (reward, next text, done, anything), or a dict with `rewards`, `next_observation` or `next_state`, `done`, and
-    optionally `scores`, `sampling_params`, `extra_logs`. The next text is all of it: what came before, and the feedback.
+    It returns (reward, next text, done, anything), or a dict with `rewards`, `next_observation` or
+    `next_state`, `done`, and optionally `scores`, `sampling_params`, `extra_logs`. The next text is
+    all of it: what came before, and the feedback.
     """
 
     class Instance(AgentInstanceBase):
         async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             observation, action = states["observation_text"], states["action_text"]
-            more = {"sampling_params": states["sampling_params"]} if takes(step, "sampling_params") else {}
+            more = (
+                {"sampling_params": states["sampling_params"]}
+                if takes(step, "sampling_params")
+                else {}
+            )
             answer = await step(observation, action, states["label"], **more)
             if not isinstance(answer, Mapping):
                 reward, following, done, *_ = answer

@@ -1,7 +1,8 @@
-"""An OpenAI-compatible endpoint in front of the policy, on loopback in each process of agents: any agent that speaks it can be trained.
+"""An OpenAI-compatible endpoint in front of the policy, on loopback in each process of agents: any
+agent that speaks it can be trained.
 
-Every session is one episode, of one conversation or several. What the policy sampled is kept as tokens, with their log-probabilities;
-the text that clients see is never tokenised again.
+Every session is one episode, of one conversation or several. What the policy sampled is kept as
+tokens, with their log-probabilities; the text that clients see is never tokenised again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ from starlette.exceptions import HTTPException
 
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal
 from openrlhf.agents.chat_request import ChatRequest, TokenizeRequest, reason_of
-from openrlhf.agents.chat_session import Asked, ChatMistake, ChatSession, ContextFull, asked_for, check_size
+from openrlhf.agents.chat_session import (
+    Asked,
+    ChatMistake,
+    ChatSession,
+    ContextFull,
+    asked_for,
+    check_size,
+)
 from openrlhf.agents.continuation import encode
 from openrlhf.agents.contract import AgentExecutorBase, Engine
 from openrlhf.data.templates import Message
@@ -48,15 +56,23 @@ class _Open:
     new_chat: Callable[[], ChatSession]
     engine: Engine
     params: SamplingParams
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # requests of one conversation follow each other
+    turn: asyncio.Lock = field(
+        default_factory=asyncio.Lock
+    )  # requests of one conversation follow each other
     requests: set[asyncio.Task[Any]] = field(default_factory=set)  # under way
-    chats: list[ChatSession] = field(default_factory=list[ChatSession])  # conversations, by their last replies
+    chats: list[ChatSession] = field(
+        default_factory=list[ChatSession]
+    )  # conversations, by their last replies
     notices: dict[str, str] = field(default_factory=dict[str, str])
     truncated: bool = False  # the last request or reply met a limit of the run
-    answered: tuple[dict[str, Any], dict[str, Any]] | None = None  # the last request, and its answer
+    answered: tuple[dict[str, Any], dict[str, Any]] | None = (
+        None  # the last request, and its answer
+    )
 
     def chat_for(self, asked: Asked) -> ChatSession:
-        """Return the conversation that a request continues, the longest if there are several, else a new one."""
+        """Return the conversation that a request continues, the longest if there are several, else
+        a new one.
+        """
         continued = [chat for chat in self.chats if not chat.parting(asked)]
         if continued:
             return max(continued, key=lambda chat: len(chat.tokens))
@@ -77,7 +93,8 @@ class _Open:
 class OpenAIAgentExecutor(AgentExecutorBase):
     """Runs `run_agent` once per episode, with a session of its own at the endpoint.
 
-    A client's `base_url` is `self.session_url(session_id)`; or `self.base_url`, with `session_id` in the body of requests.
+    A client's `base_url` is `self.session_url(session_id)`; or `self.base_url`, with `session_id`
+    in the body of requests.
     """
 
     base_url: str
@@ -91,10 +108,12 @@ class OpenAIAgentExecutor(AgentExecutorBase):
 
     @abstractmethod
     def run_agent(self, prompt: str, label: Any, session_id: str) -> Any:
-        """Let the agent work on the prompt; returns its reward, or a dict with `reward`, and optionally `scores`, `extra_logs`.
+        """Let the agent work on the prompt; returns its reward, or a dict with `reward`, and
+        optionally `scores`, `extra_logs`.
 
-        Either `async def`, with a client that awaits, or `def`, which runs in a thread. A conversation that fills the context
-        is refused with status 400 and code `context_length_exceeded`; what it had so far is the episode, truncated.
+        Either `async def`, with a client that awaits, or `def`, which runs in a thread. A
+        conversation that fills the context is refused with status 400 and code
+        `context_length_exceeded`; what it had so far is the episode, truncated.
         """
 
     def session_url(self, session_id: str) -> str:
@@ -116,7 +135,9 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         if self._serving is None:
             self._serving = self._start()
         session_id = uuid.uuid4().hex
-        new_chat = partial(ChatSession, hf_tokenizer, max_length, max_new_tokens=sampling_params.max_tokens)
+        new_chat = partial(
+            ChatSession, hf_tokenizer, max_length, max_new_tokens=sampling_params.max_tokens
+        )
         session = _Open(new_chat=new_chat, engine=llm_engine, params=sampling_params)
         self._sessions[session_id] = session
         waits = inspect.iscoroutinefunction(self.run_agent)
@@ -128,7 +149,9 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             for request in session.requests:
                 request.cancel()
         if not session.chats:
-            raise ChatMistake("the agent made no request to its session, so there is nothing to train on")
+            raise ChatMistake(
+                "the agent made no request to its session, so there is nothing to train on"
+            )
         result = returned if isinstance(returned, Mapping) else {"reward": returned}
         *earlier, last = session.chats
         notices = dict(session.notices)
@@ -139,7 +162,10 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             "label": label,
             "observation_tokens": last.tokens,
             "action_ranges": last.ranges,
-            "earlier": [{"observation_tokens": chat.tokens, "action_ranges": chat.ranges} for chat in earlier],
+            "earlier": [
+                {"observation_tokens": chat.tokens, "action_ranges": chat.ranges}
+                for chat in earlier
+            ],
             "rollout_log_probs": None,  # the engine's own
             "reward": result.get("reward"),
             "scores": result.get("scores"),
@@ -154,7 +180,11 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
         # Clients keep connections for later turns: closed under them, a request is lost.
         settings = uvicorn.Config(
-            self._app(), log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S, lifespan="off"
+            self._app(),
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            lifespan="off",
         )
         return asyncio.create_task(self._serve(settings, listener))
 
@@ -182,9 +212,9 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             if request.messages is None:
                 text = request.prompt or ""
             else:
-                text = asked_for(request.messages, request.tools, request.chat_template_kwargs).rendered(
-                    self._tokenizer
-                )
+                text = asked_for(
+                    request.messages, request.tools, request.chat_template_kwargs
+                ).rendered(self._tokenizer)
             check_size(text, self._max_length)
             tokens = encode(self._tokenizer, text)
             return {"tokens": tokens, "count": len(tokens), "max_model_len": self._max_length}
@@ -195,13 +225,18 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             session = self._sessions.get(session_id or request.session_id or "")
             if session is None:
                 known = "use session_url(session_id) as base_url, or give session_id in the body"
-                raise ChatMistake(f"there is no session {session_id or request.session_id!r}: {known}", "session_id")
+                raise ChatMistake(
+                    f"there is no session {session_id or request.session_id!r}: {known}",
+                    "session_id",
+                )
             asking = asyncio.create_task(self._answer(session, request))
             session.requests.add(asking)
             try:
                 answer = await asking
             except asyncio.CancelledError:
-                if (handler := asyncio.current_task()) and handler.cancelling():  # the server ends, not the episode
+                if (
+                    handler := asyncio.current_task()
+                ) and handler.cancelling():  # the server ends, not the episode
                     raise
                 raise ChatMistake("the episode of this session is over") from None
             finally:
@@ -209,15 +244,21 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             if not request.stream:
                 return answer
             with_usage = bool(request.stream_options and request.stream_options.include_usage)
-            return StreamingResponse(_streamed(answer, with_usage=with_usage), media_type="text/event-stream")
+            return StreamingResponse(
+                _streamed(answer, with_usage=with_usage), media_type="text/event-stream"
+            )
 
         return app
 
     async def _answer(self, session: _Open, request: ChatRequest) -> dict[str, Any]:
-        """Sample a reply, as the API puts it; a client that repeats a request gets the answer that it missed."""
+        """Sample a reply, as the API puts it; a client that repeats a request gets the answer that
+        it missed.
+        """
         limits = [request.max_tokens, request.max_completion_tokens, session.params.max_tokens]
         most = min((limit for limit in limits if limit), default=None)
-        params = replace(session.params, max_tokens=most, stop=request.stop or session.params.stop, logprobs=1)
+        params = replace(
+            session.params, max_tokens=most, stop=request.stop or session.params.stop, logprobs=1
+        )
         async with session.turn:
             content = request.content()
             if session.answered and session.answered[0] == content:
@@ -264,7 +305,12 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     def _logprobs(self, output: CompletionOutput) -> list[dict[str, Any]]:
         entries = zip(output.token_ids, output.logprobs or [], strict=True)
         return [
-            {"token": self._tokenizer.decode([t]), "logprob": e[t].logprob, "bytes": None, "top_logprobs": []}
+            {
+                "token": self._tokenizer.decode([t]),
+                "logprob": e[t].logprob,
+                "bytes": None,
+                "top_logprobs": [],
+            }
             for t, e in entries
         ]
 
@@ -317,7 +363,9 @@ def _error(status: int, message: str, *, code: str, param: str | None = None) ->
 
 
 async def _streamed(answer: dict[str, Any], *, with_usage: bool) -> AsyncIterator[str]:
-    """Yield a whole reply as the events of a stream: the message, how it ended, and the usage if it is asked for."""
+    """Yield a whole reply as the events of a stream: the message, how it ended, and the usage if it
+    is asked for.
+    """
     [choice] = answer["choices"]
     message = choice["message"]
     delta = {"role": "assistant", "content": message["content"]}
@@ -335,7 +383,9 @@ async def _streamed(answer: dict[str, Any], *, with_usage: bool) -> AsyncIterato
     if with_usage:
         events = [{**event, "usage": None} for event in events]
         events.append({"choices": [], "usage": answer["usage"]})
-    common = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    common = {name: answer[name] for name in ("id", "created", "model")} | {
+        "object": "chat.completion.chunk"
+    }
     for event in events:
         yield f"data: {json.dumps(common | event)}\n\n"
     yield "data: [DONE]\n\n"

@@ -1,4 +1,6 @@
-"""Agents instead of single samples: every sample of a prompt is an episode that the user's agent plays in a user process."""
+"""Agents instead of single samples: every sample of a prompt is an episode that the user's agent
+plays in a user process.
+"""
 
 import asyncio
 import logging
@@ -28,10 +30,12 @@ GRACE_S = 5.0  # for a cancelled episode to end
 
 
 class AgentEpisodes:
-    """Plays episodes of at most `max_length` tokens in processes that load the agent's file, many episodes at once in each.
+    """Plays episodes of at most `max_length` tokens in processes that load the agent's file, many
+    episodes at once in each.
 
-    Without `needs_reward`, reward models score the episodes that have no reward. `log_dir` gets what agents print, an
-    `agent-<n>.log` or `agent-alone-<n>.log` per process; without it, the output goes to stderr.
+    Without `needs_reward`, reward models score the episodes that have no reward. `log_dir` gets
+    what agents print, an `agent-<n>.log` or `agent-alone-<n>.log` per process; without it, the
+    output goes to stderr.
     """
 
     def __init__(
@@ -48,7 +52,12 @@ class AgentEpisodes:
         self.file = os.path.abspath(file)
         self.tokenizer, self.rollout, self.needs_reward = tokenizer, rollout, needs_reward
         self.pool = ProcessPool(
-            reward.workers, at_once=EPISODES, memory_gib=reward.memory_gib, grace=GRACE_S, log_dir=log_dir, name="agent"
+            reward.workers,
+            at_once=EPISODES,
+            memory_gib=reward.memory_gib,
+            grace=GRACE_S,
+            log_dir=log_dir,
+            name="agent",
         )
         self._told: set[str] = set()  # the kinds of notices that have been logged
         self._setup = loading(
@@ -59,7 +68,9 @@ class AgentEpisodes:
         )  # fmt: skip
 
     async def check(self) -> None:
-        """Load the agent's file in one process. Raises ConfigError with the traceback if that fails."""
+        """Load the agent's file in one process. Raises ConfigError with the traceback if that
+        fails.
+        """
         try:
             await self.pool.run(self._setup, self._setup)
         except UserCodeError as error:
@@ -69,23 +80,40 @@ class AgentEpisodes:
         """Kill every process; running episodes end with an error."""
         self.pool.close()
 
-    async def play(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> list[Trajectory]:
+    async def play(
+        self, prompt: Prompt, spec: SamplingSpec, generate: Generate
+    ) -> list[Trajectory]:
         """An episode for each sample of the prompt."""
         episodes = enumerate(spec.agent_params_for(prompt))
-        return list(await asyncio.gather(*(self._play(prompt, spec, generate, *each) for each in episodes)))
+        return list(
+            await asyncio.gather(*(self._play(prompt, spec, generate, *each) for each in episodes))
+        )
 
     async def _play(
-        self, prompt: Prompt, spec: SamplingSpec, generate: Generate, sample: int, params: SamplingParams
+        self,
+        prompt: Prompt,
+        spec: SamplingSpec,
+        generate: Generate,
+        sample: int,
+        params: SamplingParams,
     ) -> Trajectory:
-        """One episode; a failed one if the agent raised, took too long, or returned what is no episode."""
+        """One episode; a failed one if the agent raised, took too long, or returned what is no
+        episode.
+        """
         loop = asyncio.get_running_loop()
 
         async def answer(turn: int, question: dict[str, Any]) -> Generation | str:
             """A sample, or the reason why the engine refuses to give one."""
             asked = SamplingParams(**question["params"])
-            seed = spec.seed_of(prompt, sample, turn) if asked.seed in (None, params.seed) else asked.seed
+            seed = (
+                spec.seed_of(prompt, sample, turn)
+                if asked.seed in (None, params.seed)
+                else asked.seed
+            )
             try:
-                return (await generate(prompt, spec, question["prompt"], [replace(asked, seed=seed)]))[0]
+                return (
+                    await generate(prompt, spec, question["prompt"], [replace(asked, seed=seed)])
+                )[0]
             except RequestRefused as refused:
                 return str(refused)
 
@@ -97,13 +125,19 @@ class AgentEpisodes:
             limit="--rollout.step_timeout, between two samples",
             total_seconds=self.rollout.episode_timeout,
             total_limit="--rollout.episode_timeout",
-            answer=lambda *question: asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer(*question), loop)),
+            answer=lambda *question: asyncio.wrap_future(
+                asyncio.run_coroutine_threadsafe(answer(*question), loop)
+            ),
         )
         try:
             result = await self.pool.run(call, self._setup)
-            episode = assemble(result, samples_in(call.asked), spec.max_len, vocabulary=len(self.tokenizer))
+            episode = assemble(
+                result, samples_in(call.asked), spec.max_len, vocabulary=len(self.tokenizer)
+            )
             if episode.reward.reward is None and self.needs_reward:
-                raise EpisodeMistake("execute returned no reward, and there is no --reward.model_name_or_path")
+                raise EpisodeMistake(
+                    "execute returned no reward, and there is no --reward.model_name_or_path"
+                )
         except UserCodeError as error:
             return self._failed(prompt, sample, samples_in(call.asked), error)
         for oddity in episode.oddities:
@@ -124,7 +158,10 @@ class AgentEpisodes:
         builder, reward = episode.builder, episode.reward
         first, *others = (*episode.earlier, builder)
         start = first.action_mask.index(True) if any(first.action_mask) else len(first.tokens)
-        texts = [self._decode(first.tokens[start:]), *(self._decode(other.tokens) for other in others)]
+        texts = [
+            self._decode(first.tokens[start:]),
+            *(self._decode(other.tokens) for other in others),
+        ]
         earlier = [
             conversation.finish(prompt=prompt, sample_index=sample, stop_reason=StopReason.STOP)
             for conversation in episode.earlier
@@ -142,19 +179,25 @@ class AgentEpisodes:
             earlier=tuple(earlier),
         )
 
-    def _failed(self, prompt: Prompt, sample: int, samples: list[Asked], error: UserCodeError) -> Trajectory:
+    def _failed(
+        self, prompt: Prompt, sample: int, samples: list[Asked], error: UserCodeError
+    ) -> Trajectory:
         """What is shown of an episode that cannot be trained on: all tokens up to its last sample."""
         last = next((each for each in reversed(samples) if each.own), None)
         builder = TrajectoryBuilder(last.question["prompt"] if last else prompt.tokens)
         if last:
             generation: Generation = last.answer
-            builder.append_action(generation.tokens, generation.logprobs, generation.weight_versions)
+            builder.append_action(
+                generation.tokens, generation.logprobs, generation.weight_versions
+            )
         return builder.finish(
             prompt=prompt,
             sample_index=sample,
             stop_reason=StopReason.FAILED,
             response_text=self._decode(builder.tokens[len(prompt.tokens) :]),
-            error=f"the agent of {self.file}: {error}" if isinstance(error, EpisodeMistake) else str(error),
+            error=f"the agent of {self.file}: {error}"
+            if isinstance(error, EpisodeMistake)
+            else str(error),
             failure=error.failure,
         )
 

@@ -1,4 +1,6 @@
-"""What runs in a process of agents: one executor of the user's, many episodes at once on one event loop."""
+"""What runs in a process of agents: one executor of the user's, many episodes at once on one event
+loop.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ OLD_QUEUE = (
 class EngineProxy:
     """The engine as one episode sees it; the samples come from the process that started this one."""
 
-    def __init__(self, ask: Ask, params: SamplingParams, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+    def __init__(
+        self, ask: Ask, params: SamplingParams, tokenizer: PreTrainedTokenizerBase, max_length: int
+    ) -> None:
         self._ask, self._params, self._tokenizer = ask, params, tokenizer
         self.max_model_len = max_length
 
@@ -50,7 +54,9 @@ class EngineProxy:
         params = own_params(self._params if sampling_params is None else sampling_params)
         room = self.max_model_len - len(prompt)
         if not prompt or room < 1:
-            raise EngineRefusal(f"a prompt of {len(prompt)} tokens: 1 to {self.max_model_len - 1} fit (--data.max_len)")
+            raise EngineRefusal(
+                f"a prompt of {len(prompt)} tokens: 1 to {self.max_model_len - 1} fit (--data.max_len)"
+            )
         params.max_tokens = min(room, params.max_tokens or room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         generation: Generation | str = await self._ask({"prompt": prompt, "params": asdict(params)})
@@ -61,7 +67,9 @@ class EngineProxy:
             index=0,
             text=self._text(generation, params),
             token_ids=generation.tokens,
-            logprobs=None if params.logprobs is None else [{t: Logprob(logprob=number)} for t, number in chosen],
+            logprobs=None
+            if params.logprobs is None
+            else [{t: Logprob(logprob=number)} for t, number in chosen],
             finish_reason=generation.finish_reason,
             stop_reason=generation.stop_reason,
         )
@@ -72,29 +80,49 @@ class EngineProxy:
         if generation.text is not None and isinstance(generation.stop_reason, str):
             return generation.text
         ended = generation.finish_reason == "stop" and not isinstance(generation.stop_reason, str)
-        tokens = generation.tokens[:-1] if ended and not params.include_stop_str_in_output else generation.tokens
+        tokens = (
+            generation.tokens[:-1]
+            if ended and not params.include_stop_str_in_output
+            else generation.tokens
+        )
         return str(self._tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens))
 
 
 def own_params(params: Any) -> SamplingParams:
-    """A copy in our own class. Raises EngineRefusal if it is of vLLM's class and asks for what is not passed on."""
+    """A copy in our own class. Raises EngineRefusal if it is of vLLM's class and asks for what is
+    not passed on.
+    """
     if isinstance(params, Mapping):
         params = SamplingParams(**params)
     ours = {f.name for f in fields(SamplingParams)}
     if not isinstance(params, SamplingParams):
         ignored = {"detokenize", "output_kind", "flat_logprobs", "skip_clone"}
         default = type(params)()
-        names = [n for n in getattr(params, "__struct_fields__", vars(params)) if not n.startswith("_")]
-        if other := [n for n in names if n not in ours | ignored and getattr(params, n) != getattr(default, n, None)]:
-            raise EngineRefusal(f"sampling parameters {other} are not passed on; the ones that are: {sorted(ours)}")
+        names = [
+            n for n in getattr(params, "__struct_fields__", vars(params)) if not n.startswith("_")
+        ]
+        if other := [
+            n
+            for n in names
+            if n not in ours | ignored and getattr(params, n) != getattr(default, n, None)
+        ]:
+            raise EngineRefusal(
+                f"sampling parameters {other} are not passed on; the ones that are: {sorted(ours)}"
+            )
     own = SamplingParams(**{name: getattr(params, name) for name in ours if hasattr(params, name)})
     for field in fields(own):
         value = getattr(own, field.name)
         if field.type is float and (isinstance(value, bool) or not hasattr(value, "__float__")):
             raise EngineRefusal(f"sampling_params.{field.name} is {value!r}, which is no number")
         unset = value is None and field.type == int | None
-        if field.type in (int, int | None) and not unset and (type(value) is not int or abs(value) >> 63):
-            raise EngineRefusal(f"sampling_params.{field.name} is {value!r}, which is no integer of 64 bits")
+        if (
+            field.type in (int, int | None)
+            and not unset
+            and (type(value) is not int or abs(value) >> 63)
+        ):
+            raise EngineRefusal(
+                f"sampling_params.{field.name} is {value!r}, which is no integer of 64 bits"
+            )
     return own
 
 
@@ -141,14 +169,23 @@ async def play(prompt: str, label: Any, params: SamplingParams, images: Any) -> 
 
 
 def load_executor(path: Path) -> AgentExecutorBase:
-    """The executor of a user's file. Raises TypeError or AttributeError, which say what is wrong with the file."""
+    """The executor of a user's file. Raises TypeError or AttributeError, which say what is wrong
+    with the file.
+    """
     module = load_file(path)
     kind = getattr(module, CLASS, None)
     if kind is None and inspect.iscoroutinefunction(getattr(module, "step", None)):
-        print(f"[notice] {path} has the form of releases up to 0.8.6, a function step: it is wrapped.", file=sys.stderr)
+        print(
+            f"[notice] {path} has the form of releases up to 0.8.6, a function step: it is wrapped.",
+            file=sys.stderr,
+        )
         return executor_of_step(module.step)
     if kind is None:
-        own = [n for n, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__]
+        own = [
+            n
+            for n, value in vars(module).items()
+            if inspect.isclass(value) and value.__module__ == module.__name__
+        ]
         raise AttributeError(
             f"{path} has no class {CLASS}; its classes are: {', '.join(own) or 'none'}. Around an AgentInstanceBase, write\n"
             "    class AgentExecutor(MultiTurnAgentExecutor):\n"
@@ -156,9 +193,13 @@ def load_executor(path: Path) -> AgentExecutorBase:
             "            super().__init__(YourAgentInstance)"
         )
     if not (inspect.isclass(kind) and issubclass(kind, AgentExecutorBase)):
-        raise TypeError(f"{path}: {CLASS} must be a subclass of openrlhf.utils.agent.AgentExecutorBase")
+        raise TypeError(
+            f"{path}: {CLASS} must be a subclass of openrlhf.utils.agent.AgentExecutorBase"
+        )
     if not takes(kind.execute, "llm_engine"):
         raise TypeError(f"{path} {OLD_QUEUE}")
     if missing := [p.name for p in inspect.signature(kind).parameters.values() if is_required(p)]:
-        raise TypeError(f"{path}: {CLASS} is made without arguments, but its __init__ asks for {missing}")
+        raise TypeError(
+            f"{path}: {CLASS} is made without arguments, but its __init__ asks for {missing}"
+        )
     return kind()

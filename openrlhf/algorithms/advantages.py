@@ -1,9 +1,9 @@
 """Credit assignment: advantages and returns from rewards.
 
-An advantage estimator has two parts: a baseline, which shapes the rewards of a prompt's samples before they become
-token rewards, and a credit assignment, which turns token rewards into advantages. Every estimator goes through the
-same steps: `shape_rewards` → `rewards.clip_rewards` → `rewards.token_rewards` → the estimator's `credit` →
-`normalize_advantages`.
+An advantage estimator has two parts: a baseline, which shapes the rewards of a prompt's samples
+before they become token rewards, and a credit assignment, which turns token rewards into
+advantages. Every estimator goes through the same steps: `shape_rewards` → `rewards.clip_rewards` →
+`rewards.token_rewards` → the estimator's `credit` → `normalize_advantages`.
 """
 
 import math
@@ -22,7 +22,8 @@ from openrlhf.algorithms.tensors import GroupIds, PerSample, PerToken, TokenMask
 GROUP_STD_EPSILON = 1e-9
 
 RewardShaping = Callable[[Tensor, Tensor], Tensor]  # (rewards (R,), group (R,)) -> (R,)
-# Token rewards, values and mask, with gamma= and lam= -> (advantages, returns) (B, T). Values are 0 without a critic.
+# Token rewards, values and mask, with gamma= and lam= -> (advantages, returns) (B, T). Values are 0
+# without a critic.
 CreditAssignment = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -33,9 +34,10 @@ def gae(
 
     Schulman et al. 2016, eq. 16, arXiv:1506.02438
 
-    Positions outside `mask` are skipped: an action before a tool call bootstraps from the next action. V and Â are 0
-    after the last action. Returns (advantages, returns), (B, T), zero outside `mask`; returns = advantages + values;
-    not whitened. Raises ValueError if the three shapes differ.
+    Positions outside `mask` are skipped: an action before a tool call bootstraps from the next
+    action. V and Â are 0 after the last action. Returns (advantages, returns), (B, T), zero outside
+    `mask`; returns = advantages + values; not whitened. Raises ValueError if the three shapes
+    differ.
     """
     if not token_rewards.shape == values.shape == mask.shape:
         shapes = [tuple(token_rewards.shape), tuple(values.shape), tuple(mask.shape)]
@@ -68,7 +70,8 @@ def _discounted_sums(x: PerToken, decay: float) -> PerToken:
 def monte_carlo(
     token_rewards: PerToken, values: PerToken, mask: TokenMask, *, gamma: float, lam: float
 ) -> tuple[PerToken, PerToken]:
-    """Compute Â_t = Ĝ_t = r_t + γ Ĝ_{t+1} over the action tokens: GAE with λ = 1 and without a critic.
+    """Compute Â_t = Ĝ_t = r_t + γ Ĝ_{t+1} over the action tokens: GAE with λ = 1 and without a
+    critic.
 
     All estimators without a critic use this credit assignment. `values` and `lam` are ignored.
     """
@@ -86,11 +89,13 @@ class GroupStatistics:
 
 
 def group_statistics(rewards: PerSample, group: GroupIds) -> GroupStatistics:
-    """Compute the statistics of each sample's group. Groups may differ in size, and their samples need not be adjacent.
+    """Compute the statistics of each sample's group. Groups may differ in size, and their samples
+    need not be adjacent.
 
-    If all rewards of a group are equal, `centered` and `std` are exactly zero, because the smallest reward of the group
-    is subtracted first. The mean of the rewards themselves may have a rounding error, and dividing that error by a tiny
-    standard deviation would make it as large as a real advantage.
+    If all rewards of a group are equal, `centered` and `std` are exactly zero, because the smallest
+    reward of the group is subtracted first. The mean of the rewards themselves may have a rounding
+    error, and dividing that error by a tiny standard deviation would make it as large as a real
+    advantage.
     """
     untyped = cast(Any, torch)
     _, group_index, counts = untyped.unique(group, return_inverse=True, return_counts=True)
@@ -121,11 +126,14 @@ class AdvantageEstimator:
 class EstimatorError(ValueError):
     """The reward shaping of an estimator, perhaps a plug-in's, broke its contract.
 
-    The message is a sentence about "it", the shaping function: the caller puts the estimator's name before it.
+    The message is a sentence about "it", the shaping function: the caller puts the estimator's name
+    before it.
     """
 
 
-ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator", AdvantageEstimator)
+ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry(
+    "advantage estimator", AdvantageEstimator
+)
 advantage_estimator = ADVANTAGE_ESTIMATORS.register  # decorates a function that shapes rewards
 
 
@@ -144,7 +152,8 @@ def unshaped(rewards: PerSample, group: GroupIds) -> PerSample:
 def mean_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
     """Compute R_i − mean of the rewards of the prompt.
 
-    REINFORCE++-baseline, arXiv:2501.03262, whitens the result; Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, does not.
+    REINFORCE++-baseline, arXiv:2501.03262, whitens the result; Dr. GRPO, Liu et al. 2025,
+    arXiv:2503.20783, does not.
     """
     return group_statistics(rewards, group).centered.to(rewards.dtype)
 
@@ -175,8 +184,8 @@ def group_norm(rewards: PerSample, group: GroupIds) -> PerSample:
 def shape_rewards(rewards: PerSample, group: GroupIds, estimator: AdvantageEstimator) -> PerSample:
     """Apply the reward shaping of an estimator to all samples of the batch.
 
-    Raises ValueError if a reward is not finite: it is missing, or its source is broken. Raises EstimatorError if the
-    shaping function fails, or does not return one finite number per sample.
+    Raises ValueError if a reward is not finite: it is missing, or its source is broken. Raises
+    EstimatorError if the shaping function fails, or does not return one finite number per sample.
     """
     _check_finite(rewards)
     try:
@@ -214,7 +223,11 @@ def _check_shaped(shaped: Any, rewards: PerSample) -> None:
 
 
 def normalize_advantages(
-    advantages: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"], estimator: AdvantageEstimator, *, scale: bool = True
+    advantages: Float[Tensor, "*s"],
+    mask: Bool[Tensor, "*s"],
+    estimator: AdvantageEstimator,
+    *,
+    scale: bool = True,
 ) -> Float[Tensor, "*s"]:
     """Whiten the advantages over the action tokens of the whole batch if the estimator asks for it."""
     if not estimator.whiten:

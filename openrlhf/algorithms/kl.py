@@ -35,7 +35,8 @@ def k2(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
 
 @KL_ESTIMATORS.register("k3")
 def k3(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """Return exp(−x) − 1 + x: unbiased, never negative. As a loss, it has the gradient of KL(π_ref‖π).
+    """Return exp(−x) − 1 + x: unbiased, never negative. As a loss, it has the gradient of
+    KL(π_ref‖π).
 
     Schulman 2020; GRPO, eq. 4, arXiv:2402.03300
     """
@@ -47,15 +48,17 @@ def kl_estimate(
 ) -> Float[Tensor, "*s"]:
     """Return the KL estimate of each token in nats, clipped to ±10.
 
-    A clipped estimate has no gradient (k3: below x ≈ −2.6). Estimate and gradient are finite for all finite inputs.
-    Raises ValueError for an unknown estimator.
+    A clipped estimate has no gradient (k3: below x ≈ −2.6). Estimate and gradient are finite for
+    all finite inputs. Raises ValueError for an unknown estimator.
     """
     x = (logprobs - ref_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return KL_ESTIMATORS[estimator](x).clamp(-KL_BOUND, KL_BOUND)
 
 
 def kl_clamped(kl: Float[Tensor, "*s"]) -> Bool[Tensor, "*s"]:
-    """Return a mask of the tokens with a clipped `kl_estimate`. The metric `train/kl_clamped` counts them."""
+    """Return a mask of the tokens with a clipped `kl_estimate`. The metric `train/kl_clamped`
+    counts them.
+    """
     return kl.detach().abs() >= KL_BOUND
 
 
@@ -64,16 +67,19 @@ class KLController:
 
     Ziegler et al. 2019, §2.2, arXiv:1909.08593
 
-    With a `target`, β ← β · (1 + clip(KL / target − 1, ±0.2) · min(n / horizon, 1)). `target` is in nats per action
-    token, `horizon` in samples. The paper does not bound n / horizon; the bound keeps β positive with large batches.
-    Without a target, β is the value of the flag, also in a resumed run.
+    With a `target`, β ← β · (1 + clip(KL / target − 1, ±0.2) · min(n / horizon, 1)). `target` is in
+    nats per action token, `horizon` in samples. The paper does not bound n / horizon; the bound
+    keeps β positive with large batches. Without a target, β is the value of the flag, also in a
+    resumed run.
     """
 
     def __init__(self, coef: float, *, target: float | None = None, horizon: int = 1) -> None:
         self.coef, self.target, self.horizon = coef, target, horizon
 
     def update(self, kl: float, n: int) -> None:
-        """Adapt β to the mean KL per action token (nats) of `n` samples. Ignore a KL that is not finite."""
+        """Adapt β to the mean KL per action token (nats) of `n` samples. Ignore a KL that is not
+        finite.
+        """
         if self.target is None or not math.isfinite(kl):
             return
         error = min(max(kl / self.target - 1, -0.2), 0.2)

@@ -1,8 +1,8 @@
 """Policy and value losses per token, and the weights that reduce them to one number.
 
-A loss function returns one term per token. With `aggregation_weights`, loss = Σ_window Σ weights · terms / Σ_window
-count. The window has all micro-batches and ranks of an optimizer step, so the loss does not depend on how the window
-was split. For an empty mask the loss is a differentiable zero.
+A loss function returns one term per token. With `aggregation_weights`, loss = Σ_window Σ weights ·
+terms / Σ_window count. The window has all micro-batches and ranks of an optimizer step, so the loss
+does not depend on how the window was split. For an empty mask the loss is a differentiable zero.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,9 @@ class PolicyLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class Clip:
-    """The clip range [1 − low, 1 + high] of the ratio, and the dual clip (> 1) for negative advantages."""
+    """The clip range [1 − low, 1 + high] of the ratio, and the dual clip (> 1) for negative
+    advantages.
+    """
 
     low: float
     high: float
@@ -50,21 +52,26 @@ policy_loss = POLICY_LOSSES.register
 
 
 @policy_loss("ppo")
-def ppo(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: TokenMask, clip: Clip) -> PolicyLoss:
+def ppo(
+    logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: TokenMask, clip: Clip
+) -> PolicyLoss:
     """Compute ℓ = −min(ρ Â, clip(ρ, 1 − ε_low, 1 + ε_high) Â).
 
     Schulman et al. 2017, eq. 7, arXiv:1707.06347
 
-    ε_high > ε_low is DAPO's clip-higher (arXiv:2503.14476). A dual clip c bounds ℓ by −c Â if Â < 0 (Ye et al. 2020,
-    arXiv:1912.09729); `clipped` ignores the dual clip.
+    ε_high > ε_low is DAPO's clip-higher (arXiv:2503.14476). A dual clip c bounds ℓ by −c Â if Â < 0
+    (Ye et al. 2020, arXiv:1912.09729); `clipped` ignores the dual clip.
     """
     log_rho = log_ratio(logprobs, old_logprobs, mask)
     return _surrogate(bounded_exp(log_rho), log_rho, advantages, mask, clip)
 
 
 @policy_loss("gspo", aggregation="sequence")
-def gspo(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: TokenMask, clip: Clip) -> PolicyLoss:
-    """Compute the loss of `ppo` with one ρ per sequence: the geometric mean of the ratios of its tokens.
+def gspo(
+    logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: TokenMask, clip: Clip
+) -> PolicyLoss:
+    """Compute the loss of `ppo` with one ρ per sequence: the geometric mean of the ratios of its
+    tokens.
 
     Zheng et al. 2025, eqs. 5–7, arXiv:2507.18071
 
@@ -77,7 +84,9 @@ def gspo(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask:
     return _surrogate(rho, log_rho, advantages, mask, clip)
 
 
-def _surrogate(rho: Tensor, log_rho: Tensor, advantages: Tensor, mask: Tensor, clip: Clip) -> PolicyLoss:
+def _surrogate(
+    rho: Tensor, log_rho: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
+) -> PolicyLoss:
     """Compute PPO's pessimistic surrogate for any ratio."""
     advantages = advantages.masked_fill(~mask, 0)
     unclipped = rho * advantages
@@ -86,11 +95,15 @@ def _surrogate(rho: Tensor, log_rho: Tensor, advantages: Tensor, mask: Tensor, c
     if clip.dual is not None:
         bounded = torch.maximum(objective, clip.dual * advantages)
         objective = torch.where(advantages < 0, bounded, objective)
-    return PolicyLoss(per_token=-objective, clipped=(clipped < unclipped).detach(), approx_kl=-log_rho.detach())
+    return PolicyLoss(
+        per_token=-objective, clipped=(clipped < unclipped).detach(), approx_kl=-log_rho.detach()
+    )
 
 
 @policy_loss("cispo")
-def cispo(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: TokenMask, clip: Clip) -> PolicyLoss:
+def cispo(
+    logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: TokenMask, clip: Clip
+) -> PolicyLoss:
     """Compute ℓ = −sg(clip(ρ, 1 − ε_low, 1 + ε_high)) Â log π_θ: every token keeps a gradient.
 
     MiniMax-M1, 2025, eqs. 4 and 5, arXiv:2506.13585
@@ -102,10 +115,16 @@ def cispo(logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask
     weight = rho.clamp(1 - clip.low, 1 + clip.high)
     advantages = advantages.masked_fill(~mask, 0)
     logprobs = logprobs.masked_fill(~mask, 0)
-    return PolicyLoss(per_token=-weight * advantages * logprobs, clipped=(weight != rho) & mask, approx_kl=-log_rho)
+    return PolicyLoss(
+        per_token=-weight * advantages * logprobs,
+        clipped=(weight != rho) & mask,
+        approx_kl=-log_rho,
+    )
 
 
-def value_loss(values: PerToken, old_values: PerToken, returns: PerToken, mask: TokenMask, *, clip: float) -> PerToken:
+def value_loss(
+    values: PerToken, old_values: PerToken, returns: PerToken, mask: TokenMask, *, clip: float
+) -> PerToken:
     """Compute ½ max((V − Ĝ)², (V_old + clip(V − V_old, ±c) − Ĝ)²) per token.
 
     Zero outside the mask. c = inf is the plain squared error. As in the PPO of OpenAI Baselines.
@@ -118,7 +137,8 @@ def value_loss(values: PerToken, old_values: PerToken, returns: PerToken, mask: 
     return 0.5 * torch.maximum(error.square(), clipped_error.square())
 
 
-# Takes the action mask and the longest response; returns weights (B, T) and the micro-batch's part of the denominator.
+# Takes the action mask and the longest response; returns weights (B, T) and the micro-batch's part
+# of the denominator.
 Aggregation = Callable[[Tensor, int], tuple[Tensor, float]]
 AGGREGATIONS: Registry[Aggregation] = Registry("loss aggregation")
 
@@ -154,7 +174,8 @@ def constant_length(mask: TokenMask, max_tokens: int) -> tuple[PerToken, float]:
 def aggregation_weights(mask: TokenMask, kind: str, *, max_tokens: int) -> tuple[PerToken, float]:
     """Return (weights, count) of a micro-batch: loss = Σ_window Σ weights · ℓ / Σ_window count.
 
-    Rows with an empty mask do not count. For the mask [[T, T], [T, F]]: token → [[1, 1], [1, 0]] and 3; sequence → [[½,
-    ½], [1, 0]] and 2; constant with `max_tokens` 4 → [[¼, ¼], [¼, 0]] and 2. Raises ValueError for an unknown kind.
+    Rows with an empty mask do not count. For the mask [[T, T], [T, F]]: token → [[1, 1], [1, 0]]
+    and 3; sequence → [[½, ½], [1, 0]] and 2; constant with `max_tokens` 4 → [[¼, ¼], [¼, 0]] and 2.
+    Raises ValueError for an unknown kind.
     """
     return AGGREGATIONS[kind](mask, max_tokens)

@@ -1,6 +1,8 @@
-"""Losses of preference pairs (DPO and its relatives) and of labelled answers (KTO), as functions of Σ log π.
+"""Losses of preference pairs (DPO and its relatives) and of labelled answers (KTO), as functions of
+Σ log π.
 
-h = (log π(y_w) − log π_ref(y_w)) − (log π(y_l) − log π_ref(y_l)); y_w is the chosen answer, y_l the rejected one.
+h = (log π(y_w) − log π_ref(y_w)) − (log π(y_l) − log π_ref(y_l)); y_w is the chosen answer, y_l the
+rejected one.
 """
 
 from collections.abc import Callable
@@ -20,7 +22,9 @@ PerAnswer = Float[Tensor, " B"]
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """Preference pairs: Σ log π of each answer under policy and reference, in nats, and the answers' lengths."""
+    """Preference pairs: Σ log π of each answer under policy and reference, in nats, and the
+    answers' lengths.
+    """
 
     policy: BothAnswers
     reference: BothAnswers  # zeros for a loss without a reference
@@ -28,7 +32,9 @@ class Judged:
 
     @property
     def h(self) -> PerPair:
-        """h of each pair, in nats: how much more than the reference the policy prefers the chosen answer."""
+        """h of each pair, in nats: how much more than the reference the policy prefers the chosen
+        answer.
+        """
         log_ratios = self.policy - self.reference
         return log_ratios[:, 0] - log_ratios[:, 1]
 
@@ -58,7 +64,9 @@ class PreferenceLossChoice:
     needs_reference: bool = True
 
 
-PREFERENCE_LOSSES: Registry[PreferenceLossChoice] = Registry("preference loss", PreferenceLossChoice)
+PREFERENCE_LOSSES: Registry[PreferenceLossChoice] = Registry(
+    "preference loss", PreferenceLossChoice
+)
 preference_loss = PREFERENCE_LOSSES.register  # the name is a value of --model.loss_type
 
 
@@ -68,7 +76,8 @@ def dpo(pairs: Judged, strength: Strength) -> PerPair:
 
     Rafailov et al. 2023, eq. 7, arXiv:2305.18290
 
-    ε > 0 is cDPO, which assumes that a label is wrong with probability ε: Mitchell 2023, ericmitchell.ai/cdpo.pdf
+    ε > 0 is cDPO, which assumes that a label is wrong with probability ε: Mitchell 2023,
+    ericmitchell.ai/cdpo.pdf
     """
     logits, wrong = strength.beta * pairs.h, strength.smoothing
     return -(1 - wrong) * logsigmoid(logits) - wrong * logsigmoid(-logits)
@@ -117,8 +126,8 @@ def simpo(pairs: Judged, strength: Strength) -> PerPair:
 def orpo(pairs: Judged, strength: Strength) -> PerPair:
     """Compute ℓ = −log P(y_w) − β log σ(log odds(y_w) − log odds(y_l)).
 
-    P is the geometric mean of π over the tokens of an answer. Hong et al. 2024, eqs. 6 and 7, arXiv:2403.07691, where
-    β is called λ.
+    P is the geometric mean of π over the tokens of an answer. Hong et al. 2024, eqs. 6 and 7,
+    arXiv:2403.07691, where β is called λ.
     """
     chosen, rejected = pairs.means.unbind(1)
     log_odds_ratio = _log_odds(chosen) - _log_odds(rejected)
@@ -140,12 +149,13 @@ def kto(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> PerAnswer:
-    """Compute ℓ = w_D (1 − σ(β(r − z))) for desirable answers and w_U (1 − σ(β(z − r))) for undesirable ones.
+    """Compute ℓ = w_D (1 − σ(β(r − z))) for desirable answers and w_U (1 − σ(β(z − r))) for
+    undesirable ones.
 
     Ethayarajh et al. 2024, eq. 8, arXiv:2402.01306
 
-    `ratio` is r = log π(y) − log π_ref(y). `kl` is z: the mean of r over prompts paired with answers to other prompts,
-    without gradient; a negative z counts as 0.
+    `ratio` is r = log π(y) − log π_ref(y). `kl` is z: the mean of r over prompts paired with
+    answers to other prompts, without gradient; a negative z counts as 0.
     """
     reference_point = max(kl, 0.0)
     sign = desirable.to(ratio.dtype) * 2 - 1

@@ -10,8 +10,8 @@ Decorated = TypeVar("Decorated")
 class Registry(Generic[Choice]):
     """Choices of one kind by name. Plug-ins register choices at import. Each name can be used once.
 
-    `entry` builds a choice from the registered function and its properties. Without `entry`, the registered function
-    or class is the choice.
+    `entry` builds a choice from the registered function and its properties. Without `entry`, the
+    registered function or class is the choice.
     """
 
     def __init__(self, kind: str, entry: Callable[..., Choice] | None = None) -> None:
@@ -19,7 +19,9 @@ class Registry(Generic[Choice]):
         self._choices: dict[str, Choice] = {}
 
     def register(self, name: str, **properties: Any) -> Callable[[Decorated], Decorated]:
-        """Return a decorator that registers a function or class under `name`, with the properties of the choice."""
+        """Return a decorator that registers a function or class under `name`, with the properties
+        of the choice.
+        """
 
         def decorate(function: Decorated) -> Decorated:
             choice: Any = function
@@ -33,7 +35,9 @@ class Registry(Generic[Choice]):
     def add(self, name: str, choice: Choice) -> None:
         """Register `choice` under `name`. Raises ValueError if the name is in use."""
         if name in self._choices:
-            raise ValueError(f"{self.kind} {name!r} is already registered; choose a name other than {self._known()}")
+            raise ValueError(
+                f"{self.kind} {name!r} is already registered; choose a name other than {self._known()}"
+            )
         self._choices[name] = choice
 
     def __getitem__(self, name: str) -> Choice:

@@ -1,7 +1,7 @@
 """Token rewards from the rewards of episodes.
 
-The steps for a batch, in order: length penalties, the estimator's shaping (`advantages.shape_rewards`), clipping, token
-rewards.
+The steps for a batch, in order: length penalties, the estimator's shaping
+(`advantages.shape_rewards`), clipping, token rewards.
 """
 
 import torch
@@ -12,21 +12,31 @@ from openrlhf.algorithms.tensors import PerRow, PerSample, PerToken, TokenMask
 
 
 def overlong_penalty(
-    lengths: Int[Tensor, " R"], *, max_length: int | Int[Tensor, " R"], buffer: float, factor: float = 1.0
+    lengths: Int[Tensor, " R"],
+    *,
+    max_length: int | Int[Tensor, " R"],
+    buffer: float,
+    factor: float = 1.0,
 ) -> PerSample:
-    """Return −factor · e / buffer, to be added to the rewards; e = tokens beyond max_length − buffer, at most buffer.
+    """Return −factor · e / buffer, to be added to the rewards; e = tokens beyond max_length −
+    buffer, at most buffer.
 
     DAPO, Yu et al. 2025, eq. 13, arXiv:2503.14476
 
-    `lengths` count action tokens. `max_length` is one number, or one per sample where prompts of different lengths
-    leave different room. With max_length 100, buffer 20 and factor 1: length 80 → 0, 90 → −0.5, 100 and above → −1.
+    `lengths` count action tokens. `max_length` is one number, or one per sample where prompts of
+    different lengths leave different room. With max_length 100, buffer 20 and factor 1: length 80 →
+    0, 90 → −0.5, 100 and above → −1.
     """
     excess = (lengths - (max_length - buffer)).clamp(0, buffer)
     return (-factor * excess / buffer).to(torch.float32)
 
 
-def stop_properly_penalty(rewards: PerSample, truncated: Bool[Tensor, " R"], coef: float) -> PerSample:
-    """Multiply the rewards of truncated samples by `coef` (at most 1), or replace them by a negative `coef`."""
+def stop_properly_penalty(
+    rewards: PerSample, truncated: Bool[Tensor, " R"], coef: float
+) -> PerSample:
+    """Multiply the rewards of truncated samples by `coef` (at most 1), or replace them by a
+    negative `coef`.
+    """
     if coef < 0:
         return torch.where(truncated, coef, rewards)
     return torch.where(truncated, rewards * coef, rewards)
@@ -44,15 +54,20 @@ def last_action(action_mask: TokenMask) -> TokenMask:
 
 
 def token_rewards(
-    rewards: PerRow, kl: PerToken | None, action_mask: TokenMask, kl_coef: float, turns: PerToken | None = None
+    rewards: PerRow,
+    kl: PerToken | None,
+    action_mask: TokenMask,
+    kl_coef: float,
+    turns: PerToken | None = None,
 ) -> PerToken:
-    """Compute r_t = −β · kl_t at every action token, plus the row's reward at its last action token.
+    """Compute r_t = −β · kl_t at every action token, plus the row's reward at its last action
+    token.
 
     Ziegler et al. 2019, eq. 2, arXiv:1909.08593
 
-    `kl` is None if the KL is no part of the reward; a negative β counts as 0. `turns` holds the parts of the reward
-    that belong to the ends of earlier turns; the last action token gets the rest. A row without action tokens gets no
-    reward. Zero outside `action_mask`.
+    `kl` is None if the KL is no part of the reward; a negative β counts as 0. `turns` holds the
+    parts of the reward that belong to the ends of earlier turns; the last action token gets the
+    rest. A row without action tokens gets no reward. Zero outside `action_mask`.
     """
     if turns is None:
         earlier = torch.zeros_like(action_mask, dtype=torch.float32)

@@ -16,7 +16,8 @@ def token_nll(logprobs: Float[Tensor, "*s"], loss_mask: Bool[Tensor, "*s"]) -> F
 def log_sigmoid(chosen: Pairs, rejected: Pairs, margin: Pairs | None = None) -> Pairs:
     """Compute −log σ(r_chosen − r_rejected − margin), which is finite for all rewards.
 
-    Ouyang et al. 2022, eq. 1, arXiv:2203.02155; the margin: Touvron et al. 2023, eq. 2, arXiv:2307.09288
+    Ouyang et al. 2022, eq. 1, arXiv:2203.02155; the margin: Touvron et al. 2023, eq. 2,
+    arXiv:2307.09288
 
     Equal to log(1 + exp(r_rejected + margin − r_chosen)).
     """
@@ -27,14 +28,17 @@ def log_sigmoid(chosen: Pairs, rejected: Pairs, margin: Pairs | None = None) -> 
 
 
 def soft_cross_entropy(
-    logits: Float[Tensor, "K V"], teacher: Float[Tensor, "K k"], tokens: Int[Tensor, "K k"] | None = None
+    logits: Float[Tensor, "K V"],
+    teacher: Float[Tensor, "K k"],
+    tokens: Int[Tensor, "K k"] | None = None,
 ) -> Float[Tensor, " K"]:
     """Compute −Σ_v p_T(v) log p_S(v) at every position, in nats.
 
     Hinton et al. 2015, arXiv:1503.02531
 
-    `teacher` holds the teacher's logits for the whole vocabulary, or for its top k `tokens`, whose probabilities are
-    then renormalized to sum to 1. A token with teacher probability 0 adds 0, even if the student's logit is −∞ too.
+    `teacher` holds the teacher's logits for the whole vocabulary, or for its top k `tokens`, whose
+    probabilities are then renormalized to sum to 1. A token with teacher probability 0 adds 0, even
+    if the student's logit is −∞ too.
     """
     logprobs = torch.log_softmax(logits, -1)
     if tokens is not None:

@@ -1,4 +1,6 @@
-"""Masked statistics over tokens, and log-probabilities and entropies that hold one chunk of logits at a time."""
+"""Masked statistics over tokens, and log-probabilities and entropies that hold one chunk of logits
+at a time.
+"""
 
 from collections.abc import Iterator
 from typing import Any, cast
@@ -22,16 +24,21 @@ NEGLIGIBLE_LOGPROB = -1e4  # its exp is 0 even in float64; avoids 0 · (−inf) 
 
 
 def masked_sum(x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, ""]:
-    """Sum x over the mask. Values outside the mask, even NaN, affect neither the sum nor the gradient."""
+    """Sum x over the mask. Values outside the mask, even NaN, affect neither the sum nor the
+    gradient.
+    """
     return x.masked_fill(~mask, 0).sum()
 
 
 @torch.no_grad()
-def masked_whiten(x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"], *, scale: bool = True) -> Float[Tensor, "*s"]:
-    """Compute (x − μ) / √max(σ², 1e-8) over the mask, zero elsewhere. σ² is the population variance.
+def masked_whiten(
+    x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"], *, scale: bool = True
+) -> Float[Tensor, "*s"]:
+    """Compute (x − μ) / √max(σ², 1e-8) over the mask, zero elsewhere. σ² is the population
+    variance.
 
-    `scale=False` returns x − μ. If all values are equal, the result is exactly zero: the rounding error of μ, divided
-    by a tiny σ, would otherwise be learned.
+    `scale=False` returns x − μ. If all values are equal, the result is exactly zero: the rounding
+    error of μ, divided by a tiny σ, would otherwise be learned.
     """
     selected = x[mask].double()
     if not len(selected):
@@ -64,20 +71,28 @@ def linear_logprobs(
     entropy: bool = False,
     bias: Float[Tensor, " V"] | None = None,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
-    """Return (log p(targets), entropy of p or None) in nats, p = softmax((hidden · weightᵀ + bias) / temperature).
+    """Return (log p(targets), entropy of p or None) in nats, p = softmax((hidden · weightᵀ + bias)
+    / temperature).
 
-    Holds the logits of one chunk of rows at a time; the backward recomputes them. The matrix product runs in the dtype
-    of its inputs, as in the inference engine; everything after it runs in float32 (float64 for float64 inputs). Both
-    results are differentiable. No gradient is computed for a weight that needs none. `temperature` must be above 0.
+    Holds the logits of one chunk of rows at a time; the backward recomputes them. The matrix
+    product runs in the dtype of its inputs, as in the inference engine; everything after it runs in
+    float32 (float64 for float64 inputs). Both results are differentiable. No gradient is computed
+    for a weight that needs none. `temperature` must be above 0.
     """
     untyped = cast(Any, _LinearScores)
     return untyped.apply(hidden, weight, bias, targets, temperature, entropy)
 
 
 def logit_logprobs(
-    logits: Float[Tensor, "N V"], targets: Int[Tensor, " N"], *, temperature: float = 1.0, entropy: bool = False
+    logits: Float[Tensor, "N V"],
+    targets: Int[Tensor, " N"],
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
-    """Return what `linear_logprobs` returns, from given logits. Autograd keeps several copies of the logits."""
+    """Return what `linear_logprobs` returns, from given logits. Autograd keeps several copies of
+    the logits.
+    """
     log_p = _log_softmax(logits, temperature)
     logprobs = log_p.gather(1, targets[:, None])[:, 0]
     if not entropy:

@@ -22,15 +22,22 @@ def combine(config: CombinerConfig) -> None:
 
     The written model is loaded again, and its logits are compared with those of the unmerged model.
 
-    The adapter's folder has what a reward model needs besides weights: the name of its head and the statistics of its
-    rewards, or the tokens of a process reward model. Raises UserError for an adapter of another model.
+    The adapter's folder has what a reward model needs besides weights: the name of its head and the
+    statistics of its rewards, or the tokens of a process reward model. Raises UserError for an
+    adapter of another model.
     """
     folder = Path(config.lora_path)
-    spec = LoadSpec(path=config.model_path, ds=LoadingConfig(param_dtype="fp32", attn_implementation="eager"))
-    stored = AutoConfig.from_pretrained(folder).to_dict() if (folder / "config.json").exists() else {}
+    spec = LoadSpec(
+        path=config.model_path, ds=LoadingConfig(param_dtype="fp32", attn_implementation="eager")
+    )
+    stored = (
+        AutoConfig.from_pretrained(folder).to_dict() if (folder / "config.json").exists() else {}
+    )
     prefix = stored.get("value_head_prefix", "score")
     base = load_scalar(spec, head_prefix=prefix).hf if config.is_rm else load_causal_lm(spec)
-    base.config.update({name: stored[name] for name in ("mean", "std", STEP_TOKENS) if name in stored})
+    base.config.update(
+        {name: stored[name] for name in ("mean", "std", STEP_TOKENS) if name in stored}
+    )
     adapted = load_adapted(config, base)
     expected = probe_logits(adapted)
     if untie_adapted(base):
@@ -45,7 +52,9 @@ def combine(config: CombinerConfig) -> None:
         AutoTokenizer.from_pretrained(tokenizer).save_pretrained(aside)
         del adapted, base, merged
         written = replace(spec, path=str(aside))
-        reloaded = load_scalar(written, require_head=True).hf if config.is_rm else load_causal_lm(written)
+        reloaded = (
+            load_scalar(written, require_head=True).hf if config.is_rm else load_causal_lm(written)
+        )
         if gap := explain_gap(expected, probe_logits(reloaded), config.ds.param_dtype):
             raise UserError(
                 f"the merge of --lora_path {folder} into --model_path {config.model_path} was not written: its logits "
@@ -57,7 +66,8 @@ def combine(config: CombinerConfig) -> None:
 def load_adapted(config: CombinerConfig, base: PreTrainedModel) -> Any:
     """Return the model with the adapter of --lora_path beside it.
 
-    Raises UserError for an adapter of another model, and ModelError for numbers that are not finite.
+    Raises UserError for an adapter of another model, and ModelError for numbers that are not
+    finite.
     """
     import peft  # not while commands are imported: quick_imports
 
@@ -65,7 +75,9 @@ def load_adapted(config: CombinerConfig, base: PreTrainedModel) -> Any:
     try:
         trained_on = str(peft.PeftConfig.from_pretrained(folder).base_model_name_or_path)
         if Path(trained_on).resolve() != Path(config.model_path).resolve():
-            notice(f"--lora_path {folder} was trained on {trained_on}, and is merged into {config.model_path}.")
+            notice(
+                f"--lora_path {folder} was trained on {trained_on}, and is merged into {config.model_path}."
+            )
         adapted = peft.PeftModel.from_pretrained(base, folder)
         stored = peft.load_peft_weights(folder).keys()
         unmatched = stored ^ peft.get_peft_model_state_dict(adapted).keys()
@@ -73,6 +85,8 @@ def load_adapted(config: CombinerConfig, base: PreTrainedModel) -> Any:
             shown = ", ".join(sorted(unmatched)[:3])
             raise ValueError(f"only one of them has {shown} ({len(unmatched)} in all)")
     except (AttributeError, OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"--lora_path {folder} is no adapter of --model_path {config.model_path}: {error}") from error
+        raise UserError(
+            f"--lora_path {folder} is no adapter of --model_path {config.model_path}: {error}"
+        ) from error
     require_finite(adapted, folder)
     return adapted

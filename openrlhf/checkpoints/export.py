@@ -1,4 +1,6 @@
-"""Hugging Face exports: a folder that `from_pretrained` and a stock vLLM server load; of adapters, one that PEFT loads."""
+"""Hugging Face exports: a folder that `from_pretrained` and a stock vLLM server load; of adapters,
+one that PEFT loads.
+"""
 
 import json
 import os
@@ -30,7 +32,9 @@ class ExportError(UserError, RuntimeError):
 
 
 class UnwritableError(ExportError, OSError):
-    """The files of a model cannot be written: the disk is full, or a quota or a limit on the size of files is reached."""
+    """The files of a model cannot be written: the disk is full, or a quota or a limit on the size
+    of files is reached.
+    """
 
 
 def export_hf(
@@ -45,10 +49,11 @@ def export_hf(
 ) -> None:
     """Write weights, configuration and tokenizer to the folder `path`, and replace any model there.
 
-    `buckets` stream the whole parameters; for a model with adapters, only the trained ones. They may be collective:
-    every rank iterates, and the rank that `writes` keeps them. With `trained`, the written model is compared before it
-    replaces the old one. A `final` model is loaded again, and a difference is an error. For other models only the files
-    are read, and a difference is a notice. Raises ExportError.
+    `buckets` stream the whole parameters; for a model with adapters, only the trained ones. They
+    may be collective: every rank iterates, and the rank that `writes` keeps them. With `trained`,
+    the written model is compared before it replaces the old one. A `final` model is loaded again,
+    and a difference is an error. For other models only the files are read, and a difference is a
+    notice. Raises ExportError.
     """
     state: dict[str, Tensor] = {}
     for bucket in buckets:
@@ -61,8 +66,12 @@ def export_hf(
         if hasattr(model, "peft_config"):
             save_adapter(model, state, aside)
         else:
-            persistent = set(model.state_dict())  # buffers that checkpoints carry, besides the parameters
-            state |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent}
+            persistent = set(
+                model.state_dict()
+            )  # buffers that checkpoints carry, besides the parameters
+            state |= {
+                name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent
+            }
             write_model(model, state, aside)
             _declare_precision(aside / "config.json", state)
         tokenizer.save_pretrained(aside)
@@ -77,24 +86,33 @@ def export_hf(
 
 
 def write_model(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> None:
-    """Write a whole model to `folder`. If its configuration cannot be written, still write the weights, then raise."""
+    """Write a whole model to `folder`. If its configuration cannot be written, still write the
+    weights, then raise.
+    """
     try:
-        with torch.no_grad(), writable(model):  # tied weights stay single, as Transformers writes them
+        with (
+            torch.no_grad(),
+            writable(model),
+        ):  # tied weights stay single, as Transformers writes them
             model.save_pretrained(folder, state_dict=dict(state), safe_serialization=True)
         write_generation(model, folder)
     except Exception:
         if not any(folder.glob("*.safetensors")):
-            save_file({name: tensor.detach().clone() for name, tensor in state.items()}, folder / "model.safetensors")
+            save_file(
+                {name: tensor.detach().clone() for name, tensor in state.items()},
+                folder / "model.safetensors",
+            )
         raise
 
 
 @contextmanager
 def replacing(final: Path) -> Iterator[Path]:
-    """Yield a temporary folder for the files of a new model, which then replace the model in `final`.
+    """Yield a temporary folder for the files of a new model, which then replace the model in
+    `final`.
 
-    The temporary folder is inside `final`, so it is on the same file system and needs the same permissions. Other files
-    of `final` stay. If the block fails, the old model stays, and an ExportError says where the new files are (an
-    UnwritableError if there is no room for them).
+    The temporary folder is inside `final`, so it is on the same file system and needs the same
+    permissions. Other files of `final` stay. If the block fails, the old model stays, and an
+    ExportError says where the new files are (an UnwritableError if there is no room for them).
     """
     final = final.absolute()
     final.mkdir(parents=True, exist_ok=True)
@@ -145,7 +163,9 @@ def _delete(path: Path) -> None:
 
 
 def _declare_precision(file: Path, state: dict[str, Tensor]) -> None:
-    """Write the data type of the exported weights to the configuration. Transformers writes that of the model in memory."""
+    """Write the data type of the exported weights to the configuration. Transformers writes that of
+    the model in memory.
+    """
     config = json.loads(file.read_text())
     config["dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -1,4 +1,5 @@
-"""Which checkpoints are kept, and how one is written so that a kill loses at most the save under way.
+"""Which checkpoints are kept, and how one is written so that a kill loses at most the save under
+way.
 
     <ckpt.path>/global_step20.manifest.json  the commit point: files, sizes, hashes, run state
     <ckpt.path>/_actor/global_step20/…       engine files and metric.json  (offline: no `_actor/`)
@@ -6,13 +7,14 @@
     <ckpt.path>/global_step20_hf/…           the optional export
     <ckpt.path>/.tmp-<tag>-<nonce>           a save or a removal under way, laid out as above
 
-A save is written aside, synced and hashed, renamed into place, and committed by the rename of its manifest; only then are
-older checkpoints removed. A checkpoint is removed the same way backwards: the rename of its manifest aside takes the commit
-back, its directories follow, and all of it is deleted. A directory that no manifest names is no checkpoint: what our own
-saves left aside is deleted, and what other programs wrote stays.
+A save is written aside, synced and hashed, renamed into place, and committed by the rename of its
+manifest; only then are older checkpoints removed. A checkpoint is removed the same way backwards:
+the rename of its manifest aside takes the commit back, its directories follow, and all of it is
+deleted. A directory that no manifest names is no checkpoint: what our own saves left aside is
+deleted, and what other programs wrote stays.
 
-Standard library only. One process (rank 0, the controller) owns the manager and makes one save at a time. `<ckpt.path>` is
-on one file system that all processes see.
+Standard library only. One process (rank 0, the controller) owns the manager and makes one save at a
+time. `<ckpt.path>` is on one file system that all processes see.
 """
 
 import errno
@@ -39,11 +41,17 @@ HOW_TO_SAVE = " With --ckpt.save_steps, an interrupted run saves its last step."
 GIB = 2**30
 FULL = 2**20  # bytes: with less than this free a disk counts as full
 MANIFEST = ".manifest.json"
-TORCH_CANNOT_WRITE = ("PytorchStreamWriter", "file write failed", "unexpected pos")  # in its RuntimeErrors
+TORCH_CANNOT_WRITE = (
+    "PytorchStreamWriter",
+    "file write failed",
+    "unexpected pos",
+)  # in its RuntimeErrors
 
 
 def note_of_end(ckpt: CheckpointConfig, *, saved: int, step: int) -> str:
-    """Return what a run interrupted after `step` prints about its newest checkpoint, `saved`; "" if nothing is lost."""
+    """Return what a run interrupted after `step` prints about its newest checkpoint, `saved`; "" if
+    nothing is lost.
+    """
     if step < 1:
         return ""
     if ckpt.resumable and saved > 0:
@@ -54,8 +62,9 @@ def note_of_end(ckpt: CheckpointConfig, *, saved: int, step: int) -> str:
 class CheckpointManager:
     """Writes, finds and removes the checkpoints under `root` (`--ckpt.path`).
 
-    `parts`: the engines that a checkpoint consists of, none with --ckpt.disable_ds. --ckpt.max_num limits the regular
-    checkpoints, --ckpt.max_mem the GiB of all checkpoints; both count the newest.
+    `parts`: the engines that a checkpoint consists of, none with --ckpt.disable_ds. --ckpt.max_num
+    limits the regular checkpoints, --ckpt.max_mem the GiB of all checkpoints; both count the
+    newest.
     """
 
     def __init__(self, ckpt: CheckpointConfig, parts: Sequence[str] = ("",)) -> None:
@@ -70,10 +79,11 @@ class CheckpointManager:
         self._damaged: set[str] = set()  # nonces of what `latest` found incomplete
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint, regular or best, with all its files checked; None, with a warning, if there is none.
+        """The newest complete checkpoint, regular or best, with all its files checked; None, with a
+        warning, if there is none.
 
-        An incomplete checkpoint is passed over with a warning that says what is wrong. Raises CheckpointError if the newest
-        complete one lacks an engine that this run has.
+        An incomplete checkpoint is passed over with a warning that says what is wrong. Raises
+        CheckpointError if the newest complete one lacks an engine that this run has.
         """
         self._settle()
         for checkpoint in reversed(self.checkpoints()):
@@ -91,12 +101,19 @@ class CheckpointManager:
                 )
             else:
                 return checkpoint
-        logger.warning("No complete checkpoint in --ckpt.path %s: the run starts from the beginning.", self.root)
+        logger.warning(
+            "No complete checkpoint in --ckpt.path %s: the run starts from the beginning.",
+            self.root,
+        )
         return None
 
     def find(self, step: int, *, best: bool) -> Checkpoint | None:
         """The complete checkpoint of a step, regular or best, all files checked; None without one."""
-        found = [checkpoint for checkpoint in self.checkpoints() if checkpoint.tag == _tag(step, best=best)]
+        found = [
+            checkpoint
+            for checkpoint in self.checkpoints()
+            if checkpoint.tag == _tag(step, best=best)
+        ]
         return found[0] if found and not found[0].damage() else None
 
     def checkpoints(self) -> list[Checkpoint]:
@@ -116,8 +133,8 @@ class CheckpointManager:
     def begin(self, step: int, *, best: bool = False, hf: bool = False) -> StagedCheckpoint:
         """Make the directories of a save; `hf` announces an export.
 
-        Gives up an earlier save that was not committed. Raises CheckpointError if the disk has less room than the last
-        checkpoint took, or cannot be written.
+        Gives up an earlier save that was not committed. Raises CheckpointError if the disk has less
+        room than the last checkpoint took, or cannot be written.
         """
         tag, nonce = _tag(step, best=best), os.urandom(4).hex()
         places = [str(Path(part, tag)) for part in self.parts] + [f"{tag}_hf"] * hf
@@ -132,11 +149,15 @@ class CheckpointManager:
             raise self._failed(tag, error) from error
         return StagedCheckpoint(directory=directory, tag=tag, nonce=nonce, places=tuple(places))
 
-    def commit(self, staged: StagedCheckpoint, *, state: RunState, metric_value: float | None = None) -> Checkpoint:
-        """Make a save whose files are all written the newest checkpoint, and remove older ones beyond the limits.
+    def commit(
+        self, staged: StagedCheckpoint, *, state: RunState, metric_value: float | None = None
+    ) -> Checkpoint:
+        """Make a save whose files are all written the newest checkpoint, and remove older ones
+        beyond the limits.
 
-        `metric_value`: of the metric that the run follows, for these weights. A value that is not finite counts as none.
-        Raises CheckpointError if the save fails, and gives the save up; trouble with older checkpoints is only a warning.
+        `metric_value`: of the metric that the run follows, for these weights. A value that is not
+        finite counts as none. Raises CheckpointError if the save fails, and gives the save up;
+        trouble with older checkpoints is only a warning.
         """
         assert staged.tag.endswith(_tag(state.step))
         if metric_value is not None and not math.isfinite(metric_value):
@@ -161,7 +182,8 @@ class CheckpointManager:
     def writing(self, staged: StagedCheckpoint) -> Iterator[None]:
         """Raise CheckpointError if the files of the block cannot be written, in any process.
 
-        Files written so far are removed, because later checkpoints and the final model need the space.
+        Files written so far are removed, because later checkpoints and the final model need the
+        space.
         """
         try:
             yield
@@ -175,26 +197,34 @@ class CheckpointManager:
     def _why_unwritten(self, error: Exception) -> OSError | None:
         """Return why files could not be written; None if the error has another reason.
 
-        torch raises a RuntimeError, which does not say why: a full disk, a quota, or a limit on the size of files. An export
-        raises an OSError.
+        torch raises a RuntimeError, which does not say why: a full disk, a quota, or a limit on the
+        size of files. An export raises an OSError.
         """
         if isinstance(error, OSError):
             return error
         if shutil.disk_usage(self.root).free <= FULL:
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if isinstance(error, RuntimeError) and any(words in str(error) for words in TORCH_CANNOT_WRITE):
+        if isinstance(error, RuntimeError) and any(
+            words in str(error) for words in TORCH_CANNOT_WRITE
+        ):
             return OSError(str(error).splitlines()[0])
         return None
 
     def _failed(self, tag: str, error: OSError) -> CheckpointError:
         older = [checkpoint.tag for checkpoint in self.checkpoints()]
-        standing = f"Older checkpoints are kept: {', '.join(older)}." if older else "There is no older one."
+        standing = (
+            f"Older checkpoints are kept: {', '.join(older)}."
+            if older
+            else "There is no older one."
+        )
         return CheckpointError(
             f"{tag} could not be written to --ckpt.path {self.root}: {error}. {standing} Make room, choose another "
             f"--ckpt.path, or keep fewer with --ckpt.max_num (now {self.max_num})."
         )
 
-    def _seal(self, staged: StagedCheckpoint, state: RunState, metric_value: float | None) -> Checkpoint:
+    def _seal(
+        self, staged: StagedCheckpoint, state: RunState, metric_value: float | None
+    ) -> Checkpoint:
         """Sync and hash the staged files, and write the draft of the manifest beside them."""
         files: dict[str, tuple[int, str]] = {}
         for directory in (staged.directory / place for place in staged.places):
@@ -225,7 +255,9 @@ class CheckpointManager:
         for other in self.checkpoints():
             aside = self.root / _aside_name(other.tag, other.nonce)
             for place in other.places if other.tag == checkpoint.tag else ():
-                if (self.root / place).exists():  # `_settle` brings it back as long as its manifest stands
+                if (
+                    self.root / place
+                ).exists():  # `_settle` brings it back as long as its manifest stands
                     move(self.root / place, aside / place)
         for place in checkpoint.places:
             if (self.root / place).exists():  # no manifest names it: not ours to delete
@@ -235,12 +267,23 @@ class CheckpointManager:
         move(staged.directory / (staged.tag + MANIFEST), self.root / (staged.tag + MANIFEST))
 
     def _rotate(self, run_dir: str) -> None:
-        """Remove what exceeds the limits, of the checkpoints that a run has written. Those of other runs stay."""
-        own = [checkpoint for checkpoint in self.checkpoints() if checkpoint.state.run_dir == run_dir]
-        evicted = evictions(own, max_num=self.max_num, max_bytes=self.max_bytes, damaged=self._damaged)
-        for checkpoint in evicted:  # with its manifest aside, a checkpoint is a save that was not committed
+        """Remove what exceeds the limits, of the checkpoints that a run has written. Those of other
+        runs stay.
+        """
+        own = [
+            checkpoint for checkpoint in self.checkpoints() if checkpoint.state.run_dir == run_dir
+        ]
+        evicted = evictions(
+            own, max_num=self.max_num, max_bytes=self.max_bytes, damaged=self._damaged
+        )
+        for (
+            checkpoint
+        ) in evicted:  # with its manifest aside, a checkpoint is a save that was not committed
             manifest = checkpoint.tag + MANIFEST
-            move(self.root / manifest, self.root / _aside_name(checkpoint.tag, checkpoint.nonce) / manifest)
+            move(
+                self.root / manifest,
+                self.root / _aside_name(checkpoint.tag, checkpoint.nonce) / manifest,
+            )
         self._settle()
         size = sum(checkpoint.size for checkpoint in self.checkpoints())
         if size > self.max_bytes:
@@ -250,8 +293,9 @@ class CheckpointManager:
     def _settle(self) -> None:
         """Take back saves and removals that were not committed, and delete what the others left.
 
-        A draft of a manifest aside was not committed: what is in place already moves back aside, and the draft goes before
-        the rest, so that this too can be killed and repeated. Then what a standing manifest names comes back.
+        A draft of a manifest aside was not committed: what is in place already moves back aside,
+        and the draft goes before the rest, so that this too can be killed and repeated. Then what a
+        standing manifest names comes back.
         """
         asides = sorted(self.root.glob(".tmp-*"))
         for aside in asides:
@@ -262,7 +306,10 @@ class CheckpointManager:
                             move(self.root / place, aside / place)
                 draft.unlink()
                 sync(aside)
-        standing = {_aside_name(checkpoint.tag, checkpoint.nonce): checkpoint for checkpoint in self.checkpoints()}
+        standing = {
+            _aside_name(checkpoint.tag, checkpoint.nonce): checkpoint
+            for checkpoint in self.checkpoints()
+        }
         for aside in asides:
             for place in standing[aside.name].places if aside.name in standing else ():
                 if (aside / place).exists():
@@ -270,7 +317,8 @@ class CheckpointManager:
             _remove(aside)
 
     def check_room(self, size: int) -> list[str]:
-        """Check that the disk has room for checkpoints of about `size` bytes. Return notices for the user.
+        """Check that the disk has room for checkpoints of about `size` bytes. Return notices for
+        the user.
 
         Raises CheckpointError if not even one checkpoint fits.
         """
@@ -283,7 +331,9 @@ class CheckpointManager:
                 f"--ckpt.path {self.root} has {free} free, but a checkpoint of this run takes {one}. Make room, choose "
                 "another --ckpt.path, or write no checkpoints (--ckpt.save_steps -1)."
             )
-        kept = sum(checkpoint.size for checkpoint in self.checkpoints())  # they make room for new ones
+        kept = sum(
+            checkpoint.size for checkpoint in self.checkpoints()
+        )  # they make room for new ones
         needed = min((self.max_num + 1) * size, self.max_bytes + size)
         if disk.free + kept >= needed:
             return []
@@ -299,17 +349,24 @@ class CheckpointManager:
         free = shutil.disk_usage(self.root).free
         if free < needed:
             raise OSError(
-                errno.ENOSPC, f"the last checkpoint took {needed / GIB:.4g} GiB, and {free / GIB:.4g} GiB are free"
+                errno.ENOSPC,
+                f"the last checkpoint took {needed / GIB:.4g} GiB, and {free / GIB:.4g} GiB are free",
             )
 
 
 def evictions(
-    checkpoints: Sequence[Checkpoint], *, max_num: int, max_bytes: float, damaged: Collection[str] = ()
+    checkpoints: Sequence[Checkpoint],
+    *,
+    max_num: int,
+    max_bytes: float,
+    damaged: Collection[str] = (),
 ) -> list[Checkpoint]:
-    """Which of `checkpoints` (oldest first) to remove: all best ones but the last, then regular ones.
+    """Which of `checkpoints` (oldest first) to remove: all best ones but the last, then regular
+    ones.
 
-    While the others exceed a limit, regular ones go in this order: damaged ones (their nonces are in `damaged`), those
-    without a metric, those with the worst metric, the oldest. The newest of all and the last best one always stay.
+    While the others exceed a limit, regular ones go in this order: damaged ones (their nonces are
+    in `damaged`), those without a metric, those with the worst metric, the oldest. The newest of
+    all and the last best one always stay.
     """
     evicted = [checkpoint for checkpoint in checkpoints if checkpoint.is_best][:-1]
     number = sum(not checkpoint.is_best for checkpoint in checkpoints)

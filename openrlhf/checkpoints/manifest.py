@@ -17,7 +17,11 @@ from openrlhf.files import fingerprint
 
 FORMAT = 1
 CONVERTS = "--ds.use_universal_ckpt allows another number of processes, ZeRO 1 after 2, and 2 after 1: no more."
-MINIMISED = ("loss", "truncated_rate", "failed_episodes")  # ends of the names of metrics of which less is better
+MINIMISED = (
+    "loss",
+    "truncated_rate",
+    "failed_episodes",
+)  # ends of the names of metrics of which less is better
 
 
 def is_minimised(metric: str) -> bool:
@@ -55,16 +59,24 @@ class RunState:
     consumed: int = 0  # rows, in RL prompts, drawn so far
     kl_coef: float | None = None
     best_metric_key: str | None = None
-    best_metric_value: float | None = None  # of the run so far: in every checkpoint, not only in the best
+    best_metric_value: float | None = (
+        None  # of the run so far: in every checkpoint, not only in the best
+    )
     best_step: int | None = None  # that had it
     evaluations_since_best: int = 0
     evaluated_at: int = -1  # the step of the last evaluation
-    planned_updates: int = 0  # optimizer steps of the whole run, for the learning rate's schedule; 0: unknown
+    planned_updates: int = (
+        0  # optimizer steps of the whole run, for the learning rate's schedule; 0: unknown
+    )
     run_dir: str = ""
     started: str = ""  # the moment of the run's first start; empty in older checkpoints
-    trained_format: bool = False  # texts default to the model's trained format; false in older checkpoints
+    trained_format: bool = (
+        False  # texts default to the model's trained format; false in older checkpoints
+    )
     engines: Mapping[str, EngineLayout] = field(default_factory=dict)  # part → layout
-    identity: Mapping[str, Any] = field(default_factory=dict)  # what a run that continues has to have in common
+    identity: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what a run that continues has to have in common
 
     def __post_init__(self) -> None:
         assert json.loads(json.dumps(self.identity, default=repr)) == self.identity
@@ -75,9 +87,11 @@ class RunState:
         return FirstStart(moment=self.started or now(), trained_format=self.trained_format)
 
     def continued_folder(self, run_dir: str) -> str:
-        """Return the run folder that a resumed run continues: its own, or `run_dir` if it was moved there.
+        """Return the run folder that a resumed run continues: its own, or `run_dir` if it was moved
+        there.
 
-        A run folder that has moved no longer exists at its own path, and there is one at `run_dir`, which is absolute.
+        A run folder that has moved no longer exists at its own path, and there is one at `run_dir`,
+        which is absolute.
         """
         moved = not os.path.isdir(self.run_dir) and os.path.isdir(run_dir)
         return run_dir if moved else self.run_dir
@@ -85,7 +99,9 @@ class RunState:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedCheckpoint:
-    """Where the files of a checkpoint are: aside while they are written, in --ckpt.path once they are committed."""
+    """Where the files of a checkpoint are: aside while they are written, in --ckpt.path once they
+    are committed.
+    """
 
     directory: Path
     tag: str
@@ -93,7 +109,9 @@ class StagedCheckpoint:
     places: tuple[str, ...]  # its directories, relative to `directory`
 
     def engine_dir(self, part: str = "") -> str:
-        """The directory that DeepSpeed's `save_checkpoint` and `load_checkpoint` take, beside the tag."""
+        """The directory that DeepSpeed's `save_checkpoint` and `load_checkpoint` take, beside the
+        tag.
+        """
         return str(self.directory / part)
 
     @property
@@ -131,15 +149,18 @@ class Checkpoint(StagedCheckpoint):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The engines in the checkpoint: `""` offline, `_actor` and `_critic` in RL; none in an export."""
+        """The engines in the checkpoint: `""` offline, `_actor` and `_critic` in RL; none in an
+        export.
+        """
         return tuple(os.path.dirname(place) for place in self.places if not place.endswith("_hf"))
 
     def check_continued_by(self, run: RunState, *, layout: str, converts: bool = False) -> None:
-        """Raise CheckpointError, naming every difference, if a run with these engines and identity cannot continue it.
+        """Raise CheckpointError, naming every difference, if a run with these engines and identity
+        cannot continue it.
 
-        Print a notice if the continuing run has a different number of optimizer steps, and so a different learning
-        rate. `layout`: the flags that set the layout of the engines, in words. `converts`: a layout that can be
-        converted fits.
+        Print a notice if the continuing run has a different number of optimizer steps, and so a
+        different learning rate. `layout`: the flags that set the layout of the engines, in words.
+        `converts`: a layout that can be converted fits.
         """
         written, engines = self.state.engines, run.engines
         fits = converts and _convertible(written) == _convertible(engines)
@@ -149,7 +170,9 @@ class Checkpoint(StagedCheckpoint):
             hint = f"\n{CONVERTS}" if written != engines else ""
             raise CheckpointError(
                 f"{self.tag} in --ckpt.path {self.directory} is of another run. Continue it with what it was written with, or "
-                "choose another --ckpt.path:" + "".join(f"\n  {difference}" for difference in different) + hint
+                "choose another --ckpt.path:"
+                + "".join(f"\n  {difference}" for difference in different)
+                + hint
             )
         planned = self.state.planned_updates
         if planned and run.planned_updates and planned != run.planned_updates:
@@ -163,7 +186,9 @@ class Checkpoint(StagedCheckpoint):
         """The text of its manifest: its fields but the directory, a format number and a SHA-256."""
         values = asdict(self)
         del values["directory"]
-        return json.dumps({"format": FORMAT, "sha256": _json_hash(values), "checkpoint": values}, indent=1)
+        return json.dumps(
+            {"format": FORMAT, "sha256": _json_hash(values), "checkpoint": values}, indent=1
+        )
 
     @classmethod
     def read(cls, path: Path, *, root: Path) -> Self:
@@ -172,7 +197,9 @@ class Checkpoint(StagedCheckpoint):
         Raises ValueError if the manifest is damaged, CheckpointError if it has another format.
         """
         manifest = json.loads(path.read_bytes())
-        if not isinstance(manifest, dict) or not {"format", "sha256", "checkpoint"} <= set(manifest):
+        if not isinstance(manifest, dict) or not {"format", "sha256", "checkpoint"} <= set(
+            manifest
+        ):
             raise ValueError("it is no manifest")
         if manifest["format"] != FORMAT:
             raise CheckpointError(
@@ -182,7 +209,9 @@ class Checkpoint(StagedCheckpoint):
         values = manifest["checkpoint"]
         if manifest["sha256"] != _json_hash(values):
             raise ValueError("its contents do not match its hash")
-        engines = {part: EngineLayout(**layout) for part, layout in values["state"]["engines"].items()}
+        engines = {
+            part: EngineLayout(**layout) for part, layout in values["state"]["engines"].items()
+        }
         values["state"] = RunState(**{**values["state"], "engines": engines})
         values["places"] = tuple(values["places"])
         values["files"] = {name: (size, digest) for name, (size, digest) in values["files"].items()}
@@ -205,9 +234,15 @@ class Checkpoint(StagedCheckpoint):
 
 
 def _convertible(engines: Mapping[str, EngineLayout]) -> dict[str, EngineLayout]:
-    """The same for all layouts that can be converted into each other: any number of processes, ZeRO 1 or 2."""
-    stages = {part: 1 if each.zero_stage == 2 else each.zero_stage for part, each in engines.items()}
-    return {part: replace(each, world_size=0, zero_stage=stages[part]) for part, each in engines.items()}
+    """The same for all layouts that can be converted into each other: any number of processes, ZeRO
+    1 or 2.
+    """
+    stages = {
+        part: 1 if each.zero_stage == 2 else each.zero_stage for part, each in engines.items()
+    }
+    return {
+        part: replace(each, world_size=0, zero_stage=stages[part]) for part, each in engines.items()
+    }
 
 
 def _in_words(engines: Mapping[str, EngineLayout]) -> str:
@@ -215,8 +250,14 @@ def _in_words(engines: Mapping[str, EngineLayout]) -> str:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Each value that is not the same in two runs, with both values; a name that only one of them knows is left out."""
-    return [f"{name}: {then[name]} there, {now[name]} here" for name in now if name in then and then[name] != now[name]]
+    """Each value that is not the same in two runs, with both values; a name that only one of them
+    knows is left out.
+    """
+    return [
+        f"{name}: {then[name]} there, {now[name]} here"
+        for name in now
+        if name in then and then[name] != now[name]
+    ]
 
 
 def _json_hash(values: Any) -> str:

@@ -1,12 +1,14 @@
-"""The check that an exported model is the model that was trained: the export is loaded again and compared.
+"""The check that an exported model is the model that was trained: the export is loaded again and
+compared.
 
-Exports in the middle of a run are not loaded: the tensors in their files are compared, and a difference is a notice.
+Exports in the middle of a run are not loaded: the tensors in their files are compared, and a
+difference is a notice.
 
-Each weight that Transformers loads from the folder is compared with the trained weight (or the merged or averaged one)
-by a hash of its bytes. The logits of a few tokens are compared too, because they also depend on the stored
-configuration: positions, scales of adapters, tied weights. The trained model computes its logits in place, sharded or
-not. The folder is loaded in one process, in CPU memory, after the copy of the weights that was written is freed: the
-two never coexist.
+Each weight that Transformers loads from the folder is compared with the trained weight (or the
+merged or averaged one) by a hash of its bytes. The logits of a few tokens are compared too, because
+they also depend on the stored configuration: positions, scales of adapters, tied weights. The
+trained model computes its logits in place, sharded or not. The folder is loaded in one process, in
+CPU memory, after the copy of the weights that was written is freed: the two never coexist.
 """
 
 import math
@@ -25,7 +27,12 @@ from openrlhf.config.machine import free_memory
 from openrlhf.config.shared import LoadingConfig
 from openrlhf.distributed.buckets import bucket_hash
 from openrlhf.distributed.whole import full_shape
-from openrlhf.models.adapters import adapter_base, name_in_files, stored_adapter, with_stored_adapter
+from openrlhf.models.adapters import (
+    adapter_base,
+    name_in_files,
+    stored_adapter,
+    with_stored_adapter,
+)
 from openrlhf.models.loading import LoadSpec, pin_longrope, read_model
 from openrlhf.models.probe import are_of_another_model, explain_gap, probe_logits
 
@@ -42,8 +49,9 @@ class DifferentModelError(RuntimeError):
 class TrainedState:
     """What an export is compared with: digests of the exported weights by name, and logits.
 
-    `logits` is None if they are not compared, because a 4-bit base differs from its files. `precision` is the data type
-    in which they were computed. `averages` are the weights of an average, in float32, if that is exported.
+    `logits` is None if they are not compared, because a 4-bit base differs from its files.
+    `precision` is the data type in which they were computed. `averages` are the weights of an
+    average, in float32, if that is exported.
     """
 
     logits: Tensor | None
@@ -51,7 +59,9 @@ class TrainedState:
     max_len: int | None = None
     averages: Mapping[str, Tensor] = field(default_factory=dict)
     digests: dict[str, Digest] = field(default_factory=dict)
-    not_averages: list[str] = field(default_factory=list)  # exported weights that should be an average, and are not
+    not_averages: list[str] = field(
+        default_factory=list
+    )  # exported weights that should be an average, and are not
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Note an exported weight."""
@@ -64,7 +74,9 @@ class TrainedState:
         """Raise DifferentModelError if an exported weight is not the average that it should be."""
         if self.not_averages:
             names = ", ".join(self.not_averages[:3])
-            raise DifferentModelError(f"{names}: not the average of the weights (--train.enable_ema)")
+            raise DifferentModelError(
+                f"{names}: not the average of the weights (--train.enable_ema)"
+            )
 
 
 def digest_of(tensor: Tensor) -> Digest:
@@ -76,7 +88,8 @@ def digest_of(tensor: Tensor) -> Digest:
 
 
 def compare_reloaded(folder: Path, model: PreTrainedModel, trained: TrainedState) -> None:
-    """Load the exported model in `folder`, and compare it with the trained one. Raises DifferentModelError.
+    """Load the exported model in `folder`, and compare it with the trained one. Raises
+    DifferentModelError.
 
     `model` is the trained model, of which the class and the configuration are used.
     """
@@ -87,9 +100,11 @@ def compare_reloaded(folder: Path, model: PreTrainedModel, trained: TrainedState
 
 
 def compare_files(folder: Path, model: PreTrainedModel, trained: TrainedState) -> None:
-    """Compare the tensors in the files of an export with the trained weights, and print a notice if they differ.
+    """Compare the tensors in the files of an export with the trained weights, and print a notice if
+    they differ.
 
-    The model is not loaded, and logits are not compared: for exports that are written in the middle of a run.
+    The model is not loaded, and logits are not compared: for exports that are written in the middle
+    of a run.
     """
     try:
         trained.require_averages()
@@ -98,10 +113,14 @@ def compare_files(folder: Path, model: PreTrainedModel, trained: TrainedState) -
         else:
             _compare_tensors(folder, trained.digests, buffers=dict(model.named_buffers()))
     except DifferentModelError as error:
-        notice(f"{folder.parent}: the files of this export do not hold the trained model: {error}. The run continues.")
+        notice(
+            f"{folder.parent}: the files of this export do not hold the trained model: {error}. The run continues."
+        )
 
 
-def _compare_tensors(folder: Path, trained: Mapping[str, Digest], *, buffers: Collection[str]) -> None:
+def _compare_tensors(
+    folder: Path, trained: Mapping[str, Digest], *, buffers: Collection[str]
+) -> None:
     """Compare the tensors that have the same names in the files and in the model.
 
     Transformers may store others under other names, or in parts: experts, for example.
@@ -119,10 +138,14 @@ def _compare_tensors(folder: Path, trained: Mapping[str, Digest], *, buffers: Co
                 elif name not in buffers:
                     others.append(name)
     if wrong:
-        raise DifferentModelError(f"{len(wrong)} weights of the files are not the trained ones: {', '.join(wrong[:3])}")
+        raise DifferentModelError(
+            f"{len(wrong)} weights of the files are not the trained ones: {', '.join(wrong[:3])}"
+        )
     lost = sorted(trained.keys() - seen)
     if lost and not others:
-        raise DifferentModelError(f"{len(lost)} trained weights are not in the files: {', '.join(lost[:3])}")
+        raise DifferentModelError(
+            f"{len(lost)} trained weights are not in the files: {', '.join(lost[:3])}"
+        )
 
 
 def _compare_adapter(folder: Path, trained: TrainedState) -> None:
@@ -139,14 +162,18 @@ def _compare(folder: Path, model: PreTrainedModel, trained: TrainedState) -> Non
             return
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if adapted:
-        size = sum(math.prod(full_shape(weight)) * weight.element_size() for weight in model.parameters())
+        size = sum(
+            math.prod(full_shape(weight)) * weight.element_size() for weight in model.parameters()
+        )
     if (free := free_memory()) < ROOM * size:
         notice(
             f"{folder.parent}: the exported model was not loaded again and compared with the trained one, because this "
             f"machine has {free / GIB:.3g} GiB of free memory and the model takes {size / GIB:.3g} GiB."
         )
         return
-    reloaded = _with_adapter(folder, model) if adapted else _reloaded(folder, model, str(folder), "auto")
+    reloaded = (
+        _with_adapter(folder, model) if adapted else _reloaded(folder, model, str(folder), "auto")
+    )
     if trained.max_len:
         pin_longrope(reloaded, trained.max_len)
     if not adapted:
@@ -156,12 +183,16 @@ def _compare(folder: Path, model: PreTrainedModel, trained: TrainedState) -> Non
 
 
 def _compare_logits(folder: Path, expected: Tensor, found: Tensor, precision: str) -> None:
-    """Compare logits of models with the same weights, which may be computed on other devices and by other attention kernels."""
+    """Compare logits of models with the same weights, which may be computed on other devices and by
+    other attention kernels.
+    """
     gap = explain_gap(expected, found, precision)
     if not gap:
         return
     if are_of_another_model(expected, found, precision):
-        raise DifferentModelError(f"the logits of the model in the files and of the trained one are {gap}")
+        raise DifferentModelError(
+            f"the logits of the model in the files and of the trained one are {gap}"
+        )
     notice(
         f"{folder.parent}: the files hold the trained weights, but the logits that Transformers computes from them on "
         f"the CPU and those of the trained model are {gap}. Rounding usually explains less. Evaluate the exported model."
@@ -170,16 +201,30 @@ def _compare_logits(folder: Path, expected: Tensor, found: Tensor, precision: st
 
 def _compare_weights(found: Mapping[str, Tensor], trained: Mapping[str, Digest]) -> None:
     if lost := sorted(trained.keys() - found.keys()):
-        raise DifferentModelError(f"{len(lost)} trained weights are not in the files: {', '.join(lost[:3])}")
+        raise DifferentModelError(
+            f"{len(lost)} trained weights are not in the files: {', '.join(lost[:3])}"
+        )
     if more := sorted(found.keys() - trained.keys()):
-        raise DifferentModelError(f"{len(more)} weights of the files were not exported: {', '.join(more[:3])}")
-    other = [name for name, tensor in found.items() if digest_of(tensor.to(trained[name][1])) != trained[name]]
+        raise DifferentModelError(
+            f"{len(more)} weights of the files were not exported: {', '.join(more[:3])}"
+        )
+    other = [
+        name
+        for name, tensor in found.items()
+        if digest_of(tensor.to(trained[name][1])) != trained[name]
+    ]
     if other:
-        raise DifferentModelError(f"{len(other)} weights of the files are not the trained ones: {', '.join(other[:3])}")
+        raise DifferentModelError(
+            f"{len(other)} weights of the files are not the trained ones: {', '.join(other[:3])}"
+        )
 
 
-def _reloaded(folder: Path, model: PreTrainedModel, path: str, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Load the class of the trained model from `path` with the configuration in `folder`, in CPU memory."""
+def _reloaded(
+    folder: Path, model: PreTrainedModel, path: str, dtype: torch.dtype | str
+) -> PreTrainedModel:
+    """Load the class of the trained model from `path` with the configuration in `folder`, in CPU
+    memory.
+    """
     configuration: Any = type(model).config_class
     attention = model.config._attn_implementation
     spec = LoadSpec(path=path, ds=LoadingConfig())

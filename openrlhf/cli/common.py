@@ -1,4 +1,6 @@
-"""What every command does first: read the flags; and last: tell a user's mistake from ours. Standard library only."""
+"""What every command does first: read the flags; and last: tell a user's mistake from ours.
+Standard library only.
+"""
 
 import os
 import sys
@@ -25,9 +27,11 @@ C = TypeVar("C", bound=Command)
 
 
 def flags_or_exit(root: type[C], argv: Sequence[str], *, command: str, on_ray: bool = False) -> C:
-    """The resolved configuration, whose folders can be written. A user's mistake ends the process with status 2.
+    """The resolved configuration, whose folders can be written. A user's mistake ends the process
+    with status 2.
 
-    `on_ray`: the command places its processes with Ray, so the devices are those of the Ray that is running, if any.
+    `on_ray`: the command places its processes with Ray, so the devices are those of the Ray that is
+    running, if any.
     """
     prepare_process()
     with plain_ends():
@@ -50,7 +54,9 @@ def flags_or_exit(root: type[C], argv: Sequence[str], *, command: str, on_ray: b
 
 
 def prepare_process() -> None:
-    """Set what torch reads from the environment. Idle OpenMP threads sleep: spinning threads take others' cores."""
+    """Set what torch reads from the environment. Idle OpenMP threads sleep: spinning threads take
+    others' cores.
+    """
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if not machine.count_gpus():
@@ -61,8 +67,8 @@ def prepare_process() -> None:
 def fail(error: object) -> NoReturn:
     """Print an error or a sentence, without a traceback, and end the process with status 2.
 
-    The first process of a machine prints at once. Another process waits: most mistakes are made in all processes, and
-    the launcher ends the others when the first has printed.
+    The first process of a machine prints at once. Another process waits: most mistakes are made in
+    all processes, and the launcher ends the others when the first has printed.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(OTHERS_WAIT_S)
@@ -74,7 +80,8 @@ def fail(error: object) -> NoReturn:
 def leave(status: int) -> None:
     """End one of several processes whose work is done, without unloading its libraries.
 
-    There Gloo's threads may abort it, and the launcher would report a failure; NCCL would wait for the other processes.
+    There Gloo's threads may abort it, and the launcher would report a failure; NCCL would wait for
+    the other processes.
     """
     if machine.world_size() > 1:
         sys.stdout.flush()  # stderr is flushed line by line
@@ -83,7 +90,9 @@ def leave(status: int) -> None:
 
 @contextmanager
 def plain_ends() -> Iterator[None]:
-    """A user's mistake ends the process with its message and status 2, Ctrl-C with 130, anything else with a traceback."""
+    """A user's mistake ends the process with its message and status 2, Ctrl-C with 130, anything
+    else with a traceback.
+    """
     try:
         with ctrl_c_raises():
             yield
@@ -97,7 +106,9 @@ def plain_ends() -> Iterator[None]:
 def train_offline(config: Root, task: str) -> None:
     """Train an offline task, a built-in one or a plug-in's, as the flags say."""
     with plain_ends(), writing_alone(config):
-        with machine.quick_imports():  # after the flags: --help and mistakes answer without loading torch
+        with (
+            machine.quick_imports()
+        ):  # after the flags: --help and mistakes answer without loading torch
             from openrlhf.launch.offline import run_offline
             from openrlhf.trainers import distill, kto, preference, process_reward, reward, sft  # noqa: F401  they register themselves
             from openrlhf.trainers.tasks import OFFLINE_TASKS
@@ -108,10 +119,12 @@ def train_offline(config: Root, task: str) -> None:
 
 
 def command(verb: str, module: str) -> Callable[..., None]:
-    """The `main` of a command's module: parse the flags, of `argv` or of this process, and run. It runs if the module is the program.
+    """The `main` of a command's module: parse the flags, of `argv` or of this process, and run. It
+    runs if the module is the program.
 
-    What runs is loaded after the flags, so that --help and mistakes answer at once. A command that one process runs may be
-    started by `deepspeed` or `torchrun`: the first process runs it, and the others end at once.
+    What runs is loaded after the flags, so that --help and mistakes answer at once. A command that
+    one process runs may be started by `deepspeed` or `torchrun`: the first process runs it, and the
+    others end at once.
     """
     about = VERBS[verb]
 
@@ -124,7 +137,9 @@ def command(verb: str, module: str) -> Callable[..., None]:
             return train_offline(flags_or_exit(flags, words, command=name), verb)
         if not machine.is_first():
             raise SystemExit(0)
-        for variable in [each for each in os.environ if each in LAUNCHER or each.startswith("TORCHELASTIC_")]:
+        for variable in [
+            each for each in os.environ if each in LAUNCHER or each.startswith("TORCHELASTIC_")
+        ]:
             del os.environ[variable]
         on_ray = "on_ray" in about
         config = flags_or_exit(flags, words, command=name, on_ray=on_ray)
@@ -144,7 +159,8 @@ STACKS: dict[str, dict[str, str]] = toml_beside(__file__, "stacks.toml")
 
 
 def check_folders(config: Command) -> None:
-    """Exit with status 2 if an output that the command writes at its end, perhaps weeks later, cannot be written.
+    """Exit with status 2 if an output that the command writes at its end, perhaps weeks later,
+    cannot be written.
 
     Print a notice if the command will replace a model.
     """
@@ -152,12 +168,18 @@ def check_folders(config: Command) -> None:
     for output in outputs(config):
         folder = Path(output.path)
         folder = folder.parent if output.is_file else folder
-        there = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.exists(place))
+        there = next(
+            place
+            for place in (folder.absolute(), *folder.absolute().parents)
+            if os.path.exists(place)
+        )
         try:
             with TemporaryFile(dir=there):
                 pass
         except OSError as error:
-            fail(f"{output.named} cannot be written to: {there}: {error.strerror}. Choose another folder.")
+            fail(
+                f"{output.named} cannot be written to: {there}: {error.strerror}. Choose another folder."
+            )
         if not folder.is_absolute():
             relative.append(output.named)
         if output.kind == "model" and (model := model_in(output.path)) and machine.is_first():
@@ -166,7 +188,9 @@ def check_folders(config: Command) -> None:
                 "both, choose another folder.",
                 file=sys.stderr,
             )
-    if relative and "working_dir_files" in Path.cwd().parts:  # where Ray keeps the working directories of jobs
+    if (
+        relative and "working_dir_files" in Path.cwd().parts
+    ):  # where Ray keeps the working directories of jobs
         print(
             f"[notice] {', '.join(relative)}: relative to {Path.cwd()}, the copy of the working directory that Ray made "
             "for this job and may delete. Absolute paths outlive it.",
@@ -178,13 +202,15 @@ def check_folders(config: Command) -> None:
 def writing_alone(config: Command) -> Iterator[None]:
     """Hold the locks on the folders and files that the command writes to until the block exits.
 
-    Raises InUseError if another process holds one. Only `RunFolder` knows the folder of a resumed run, and locks it.
-    Under a launcher, the first process holds the locks; a dry run needs none.
+    Raises InUseError if another process holds one. Only `RunFolder` knows the folder of a resumed
+    run, and locks it. Under a launcher, the first process holds the locks; a dry run needs none.
     """
     dry = "dry_run" in flags_of(type(config)) and value_at(config, "dry_run")
     with ExitStack() as locks:
         for output in outputs(config) if machine.is_first() and not dry else ():
-            resumed = output.kind == "run" and ("run.dir" not in config.given or config.given.get("ckpt.load_enable"))
+            resumed = output.kind == "run" and (
+                "run.dir" not in config.given or config.given.get("ckpt.load_enable")
+            )
             if output.kind in SHARED or resumed:
                 continue
             locks.enter_context(locked(Path(output.path), output.named, is_file=output.is_file))
@@ -192,7 +218,9 @@ def writing_alone(config: Command) -> Iterator[None]:
 
 
 def check_versions() -> None:
-    """End with status 2, and what to install, if vLLM is missing or unsupported, or other packages do not go with it."""
+    """End with status 2, and what to install, if vLLM is missing or unsupported, or other packages
+    do not go with it.
+    """
     from packaging.specifiers import SpecifierSet
 
     remedy = f"install a supported one with: pip install -e '.[{'vllm' if machine.count_gpus() else 'cpu'}]' (see the README)"

@@ -1,4 +1,6 @@
-"""`python -m openrlhf.cli.eval`: pass@k of a checkpoint, accuracy of a reward model, or win rate against another."""
+"""`python -m openrlhf.cli.eval`: pass@k of a checkpoint, accuracy of a reward model, or win rate
+against another.
+"""
 
 from openrlhf.cli.common import command
 

@@ -14,7 +14,9 @@ from openrlhf.config.options import Reader
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command of a verb (`sft` or `train_sft`) with the remaining arguments. Without a verb, list the verbs."""
+    """Run the command of a verb (`sft` or `train_sft`) with the remaining arguments. Without a
+    verb, list the verbs.
+    """
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments and arguments[0].startswith("--local_rank="):  # deepspeed puts it in front
         arguments.append(arguments.pop(0))
@@ -42,9 +44,13 @@ def run_plugin_task(verb: str, argv: Sequence[str]) -> None:
     if verb not in tasks:
         known = list(dict.fromkeys([*VERBS, *tasks]))
         if (command := command_of_method(verb)) is not None:
-            fail(f"there is no verb {verb}: use `openrlhf {command}` with the flags of your run (docs/algorithms.md).")
+            fail(
+                f"there is no verb {verb}: use `openrlhf {command}` with the flags of your run (docs/algorithms.md)."
+            )
         hint = did_you_mean(nearest(verb, known))
-        fail(f"there is no verb {verb}; known are {', '.join(known)}.{hint} --plugin FILE.py adds your own.")
+        fail(
+            f"there is no verb {verb}; known are {', '.join(known)}.{hint} --plugin FILE.py adds your own."
+        )
     train_offline(flags_or_exit(tasks[verb].root, argv, command=verb), verb)
 
 

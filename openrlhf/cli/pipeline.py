@@ -1,4 +1,6 @@
-"""`openrlhf pipeline FILE.yaml`: stages in one file, each started when the stages before it are done."""
+"""`openrlhf pipeline FILE.yaml`: stages in one file, each started when the stages before it are
+done.
+"""
 
 from openrlhf.cli.common import command
 

@@ -1,4 +1,6 @@
-"""`python -m openrlhf.cli.serve_rm`: a trained reward model as an HTTP server, for `--reward.remote_url` and others."""
+"""`python -m openrlhf.cli.serve_rm`: a trained reward model as an HTTP server, for
+`--reward.remote_url` and others.
+"""
 
 from openrlhf.cli.common import command
 

@@ -1,4 +1,6 @@
-"""`python -m openrlhf.cli.train_sft`: supervised fine-tuning; alone, or under `deepspeed --module` or `torchrun -m`."""
+"""`python -m openrlhf.cli.train_sft`: supervised fine-tuning; alone, or under `deepspeed --module`
+or `torchrun -m`.
+"""
 
 from openrlhf.cli.common import command
 

@@ -1,4 +1,6 @@
-"""What commands have in common: the flags of every command, of those with a model, with a run folder, and of training."""
+"""What commands have in common: the flags of every command, of those with a model, with a run
+folder, and of training.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,34 @@ from typing import Any, ClassVar, Self
 
 from openrlhf.config import machine, places, rules, shared
 from openrlhf.config.effects import Effects, Sentences, combined, without_effect
-from openrlhf.config.flags import Section, amend, bound_violations, mentions, option, spelled_out, toml_beside
+from openrlhf.config.flags import (
+    Section,
+    amend,
+    bound_violations,
+    mentions,
+    option,
+    spelled_out,
+    toml_beside,
+)
 from openrlhf.config.unsupported import refusals
 
 VERBS: dict[str, dict[str, Any]] = toml_beside(__file__, "verbs.toml")
 
 
 class Command(Section):
-    """What every command has. `given`: the values by path that flags and a file gave; all others are defaults."""
+    """What every command has. `given`: the values by path that flags and a file gave; all others
+    are defaults.
+    """
 
     always: ClassVar[bool] = True  # `!always` is a condition that never holds
-    effects: ClassVar[Effects] = {}  # conditions of this command, and the flags and sections that have them
+    effects: ClassVar[
+        Effects
+    ] = {}  # conditions of this command, and the flags and sections that have them
 
     given: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
-    plugin: tuple[str, ...] = option((), "Your file with registrations.", metavar="FILE.py", holds="place")
+    plugin: tuple[str, ...] = option(
+        (), "Your file with registrations.", metavar="FILE.py", holds="place"
+    )
 
     @property
     def uses_gpus(self) -> bool:
@@ -42,7 +58,9 @@ class Command(Section):
         A rule about a flag that is refused anyway says nothing.
         """
         refused = dict(refusals(self))
-        broken = [text for text in spelled_out(self, self.mistakes()) if not mentions(text, refused)]
+        broken = [
+            text for text in spelled_out(self, self.mistakes()) if not mentions(text, refused)
+        ]
         return [*bound_violations(self), *refused.values(), *broken]
 
     def derived_values(self) -> dict[str, Any]:
@@ -58,7 +76,9 @@ class Command(Section):
         return {}
 
     def notices(self) -> Sentences:
-        """What the user may have to know of this resolved configuration, besides flags without an effect."""
+        """What the user may have to know of this resolved configuration, besides flags without an
+        effect.
+        """
         return []
 
     def mistakes(self) -> Sentences:
@@ -66,7 +86,9 @@ class Command(Section):
         return [*rules.sources_exist(self), *places.overwriting(self)]
 
     def idle_places(self) -> set[str]:
-        """The paths of output flags whose folders or files this command does not write, given its other flags."""
+        """The paths of output flags whose folders or files this command does not write, given its
+        other flags.
+        """
         return set()
 
     def further_places(self) -> list[tuple[str, str, str]]:
@@ -158,5 +180,7 @@ class Root(RecordedCommand):
         return [*super().notices(), *combined(self, "noticed", "training")]
 
     def mistakes(self) -> Sentences:
-        """Adapters, precision and offload go together; patience has evaluations, a metric and a checkpoint to wait for."""
+        """Adapters, precision and offload go together; patience has evaluations, a metric and a
+        checkpoint to wait for.
+        """
         return [*super().mistakes(), *combined(self, "refused", "training")]

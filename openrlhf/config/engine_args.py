@@ -1,4 +1,5 @@
-"""Which arguments of vLLM's may be given with `--vllm.engine_args`: all but those in `engine_args.toml`.
+"""Which arguments of vLLM's may be given with `--vllm.engine_args`: all but those in
+`engine_args.toml`.
 
 Whether vLLM knows the others, and their types, is asked of vLLM itself: `rollout/engine_check.py`.
 """
@@ -22,7 +23,9 @@ LOOKED_UP = ("ngram", "ngram_gpu")  # methods of drafting that need no second mo
 
 
 def drafting(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The `speculative_config` among arguments of vLLM's, its names as vLLM reads them; empty where there is none."""
+    """The `speculative_config` among arguments of vLLM's, its names as vLLM reads them; empty where
+    there is none.
+    """
     given = extra.get("speculative_config")
     named = cast(dict[str, Any], given) if isinstance(given, dict) else {}
     return {name.replace("-", "_"): value for name, value in named.items()}
@@ -30,7 +33,9 @@ def drafting(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 # fmt: off
 def engine_args_mistakes(vllm: VLLMConfig, rollout: RolloutConfig, longest: int) -> Sentences:
-    """`--vllm.engine_args` sets nothing that has a flag, or that log-probabilities, seeds and publication rest on."""
+    """`--vllm.engine_args` sets nothing that has a flag, or that log-probabilities, seeds and
+    publication rest on.
+    """
     extra = vllm.engine_args
     owned = [f"{name} (use --{FLAGS[name]})" for name in extra if name in FLAGS]
     refused = [f"{name}, because {why}" for name in extra for names, why in REASONS.items() if fnmatch(name, names)]

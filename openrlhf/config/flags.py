@@ -80,7 +80,9 @@ class Flag:
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
-    holds: Literal["model", "dataset", "place"] | None = None  # paths or hub names, by comma; a path of this machine
+    holds: Literal["model", "dataset", "place"] | None = (
+        None  # paths or hub names, by comma; a path of this machine
+    )
     writes: str = ""  # the kind of output that the command writes to this place: `places`
     needs: tuple[str, ...] = ()  # conditions under which it has an effect: `effects`
     required: bool = False  # None until it is given; `check()` asks for it
@@ -122,9 +124,13 @@ class Section:
 
 
 def option(default: T, help: str, *, needs: str = "", **info: Any) -> T:
-    """A field that is a flag. `needs`: its conditions, joined by &; `info`: fields of `Flag` that have a default."""
+    """A field that is a flag. `needs`: its conditions, joined by &; `info`: fields of `Flag` that
+    have a default.
+    """
     conditions = tuple(needs.split(" & ")) if needs else ()
-    return field(default_factory=lambda: copy(default), metadata={"help": help, "needs": conditions, **info})
+    return field(
+        default_factory=lambda: copy(default), metadata={"help": help, "needs": conditions, **info}
+    )
 
 
 def derived(help: str, **info: Any) -> Any:
@@ -153,7 +159,9 @@ def _walk(node: Any, prefix: str) -> Iterator[Flag]:
             shape, kind = TYPES[annotation.removesuffix(" | None")]
             optional = default is None or annotation.endswith(" | None")
             about = {"section": node.__doc__, **each.metadata}
-            yield Flag(path=path, shape=shape, kind=kind, optional=optional, default=default, **about)
+            yield Flag(
+                path=path, shape=shape, kind=kind, optional=optional, default=default, **about
+            )
 
 
 def flags_in(config: Any) -> list[tuple[Flag, Any]]:
@@ -171,7 +179,9 @@ def amend(config: T, values: Mapping[str, Any]) -> T:
     changed: dict[str, Any] = {}
     for path, value in values.items():
         name, _, rest = path.partition(".")
-        changed[name] = amend(changed.get(name, getattr(config, name)), {rest: value}) if rest else value
+        changed[name] = (
+            amend(changed.get(name, getattr(config, name)), {rest: value}) if rest else value
+        )
     return replace(cast(Any, config), **changed)
 
 
@@ -195,7 +205,8 @@ def mentions(text: str, paths: Iterable[str]) -> bool:
 def convert(flag: Flag, raw: Any) -> Any:
     """The value of a flag from what the command line (texts) or a file (YAML values) has for it.
 
-    A leading ~ of a path is the home folder. Raises ConfigError with a sentence that names the flag.
+    A leading ~ of a path is the home folder. Raises ConfigError with a sentence that names the
+    flag.
     """
     if raw is None and flag.optional:
         return None
@@ -214,7 +225,9 @@ def convert(flag: Flag, raw: Any) -> Any:
 
 
 def _scalar(flag: Flag, raw: Any) -> Any:
-    truths = {True: "on", False: "off"} if "on" in (flag.choices or ()) else {}  # as YAML reads on and off
+    truths = (
+        {True: "on", False: "off"} if "on" in (flag.choices or ()) else {}
+    )  # as YAML reads on and off
     value = truths.get(raw) if isinstance(raw, bool) else raw
     try:
         value = flag.kind(value) if isinstance(value, (str, int, float)) else None
@@ -238,35 +251,51 @@ def _json_object(flag: Flag, raw: Any) -> dict[str, Any]:
     try:
         value = json.loads(raw) if isinstance(raw, str) else raw
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{flag.name} takes a JSON object, and {raw!r} is none: {error}.") from None
+        raise ConfigError(
+            f"{flag.name} takes a JSON object, and {raw!r} is none: {error}."
+        ) from None
     if not isinstance(value, dict):
         raise ConfigError(f'{flag.name} takes a JSON object, such as {{"name": 1}}, not {raw!r}.')
     return cast("dict[str, Any]", value)
 
 
 def text_of(flag: str, file: str) -> str:
-    """The text of a file that a flag names. Raises ConfigError if it cannot be read, or is not UTF-8."""
+    """The text of a file that a flag names. Raises ConfigError if it cannot be read, or is not
+    UTF-8.
+    """
     try:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{flag} {file} cannot be read as a text file in UTF-8: {error}") from error
+        raise ConfigError(
+            f"{flag} {file} cannot be read as a text file in UTF-8: {error}"
+        ) from error
 
 
 def toml_beside(module: str, name: str = "") -> dict[str, Any]:
-    """The TOML file beside a module, which gives its `__file__`: the one of the same name, or of this name."""
-    return tomllib.loads(Path(module).with_name(name or f"{Path(module).stem}.toml").read_text(encoding="utf-8"))
+    """The TOML file beside a module, which gives its `__file__`: the one of the same name, or of
+    this name.
+    """
+    return tomllib.loads(
+        Path(module).with_name(name or f"{Path(module).stem}.toml").read_text(encoding="utf-8")
+    )
 
 
 def tables(module: str) -> dict[str, dict[str, str]]:
-    """By name, what the TOML file beside a module says of names: `said = ["name", "name"]` in one of its tables."""
+    """By name, what the TOML file beside a module says of names: `said = ["name", "name"]` in one
+    of its tables.
+    """
     read = toml_beside(module).items()
-    return {title: {name: said for said, names in table.items() for name in names} for title, table in read}
+    return {
+        title: {name: said for said, names in table.items() for name in names}
+        for title, table in read
+    }
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:
     """Return at most two known names that a user may have meant.
 
-    Similar names of the same section are returned alone. Else names with this last part come first, then similar names.
+    Similar names of the same section are returned alone. Else names with this last part come first,
+    then similar names.
     """
     section, _, leaf = name.rpartition(".")
     neighbors = [path for path in known if section and path.rpartition(".")[0] == section]
@@ -292,7 +321,9 @@ def did_you_mean(names: Collection[str]) -> str:
 def bound_violations(config: Any) -> Iterator[str]:
     """Required flags that are not set, and numbers outside the bounds of their flag, or NaN."""
     for flag, resolved in flags_in(config):
-        value = config.given.get(flag.path) if flag.default is None else resolved  # a derived value is not the user's
+        value = (
+            config.given.get(flag.path) if flag.default is None else resolved
+        )  # a derived value is not the user's
         if value in (None, "") and flag.required:
             yield f"{flag.name} must be given. {flag.help}"
         limits = {name: limit for name in BOUNDS if (limit := getattr(flag, name)) is not None}

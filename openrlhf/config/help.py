@@ -1,4 +1,6 @@
-"""What `--help` prints: what is required and which sections there are; `--help all` or `--help WORD` lists flags."""
+"""What `--help` prints: what is required and which sections there are; `--help all` or `--help
+WORD` lists flags.
+"""
 
 import textwrap
 from collections import Counter
@@ -16,15 +18,30 @@ defaults, then from the file of --config, then from the flags."""
 
 
 def help_text(root: type[Any], command: str, *, topic: str = "") -> str:
-    """The help of a command: short, all of it (`all`), or the flags whose name or description has `topic` in it."""
+    """The help of a command: short, all of it (`all`), or the flags whose name or description has
+    `topic` in it.
+    """
     flags = flags_of(root)
     defaults = root()
     head = f"usage: openrlhf {command} [--config FILE.yaml] [--flag VALUE ...]\n\n{root.__doc__}"
     if not topic or topic.startswith("-"):
         needed = [_entry(flag, defaults) for flag in flags.values() if flag.required]
-        return "\n".join([head, "\nRequired:", *needed, "\nSections:", *_sections(flags.values(), defaults), FOOTER])
+        return "\n".join(
+            [
+                head,
+                "\nRequired:",
+                *needed,
+                "\nSections:",
+                *_sections(flags.values(), defaults),
+                FOOTER,
+            ]
+        )
     word = topic.lower().lstrip("-")
-    shown = [flag for flag in flags.values() if topic == "all" or word in f"{flag.path} {flag.help}".lower()]
+    shown = [
+        flag
+        for flag in flags.values()
+        if topic == "all" or word in f"{flag.path} {flag.help}".lower()
+    ]
     if not shown:
         return f"{command} has no flag with {topic} in its name or description: try --help all."
     lines, section = [head] if topic == "all" else [], None
@@ -39,7 +56,10 @@ def help_text(root: type[Any], command: str, *, topic: str = "") -> str:
 def _sections(flags: Collection[Flag], defaults: Any) -> list[str]:
     """One line for each first part of a name, then the flags without one."""
     firsts = Counter(flag.path.partition(".")[0] for flag in flags if "." in flag.path)
-    lines = [f"  {name + '.*':14}{count:3} flags  {getattr(defaults, name).__doc__}" for name, count in firsts.items()]
+    lines = [
+        f"  {name + '.*':14}{count:3} flags  {getattr(defaults, name).__doc__}"
+        for name, count in firsts.items()
+    ]
     return [*lines, *(_entry(flag, defaults) for flag in flags if "." not in flag.path)]
 
 

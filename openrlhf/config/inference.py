@@ -1,4 +1,6 @@
-"""Roots of the commands that answer and train nothing: what those with engines share, `batch_inference`, `interactive_chat`."""
+"""Roots of the commands that answer and train nothing: what those with engines share,
+`batch_inference`, `interactive_chat`.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ class CsftConfig(Section):
 
     @property
     def suffix(self) -> str:
-        """The text behind a prompt, as the default of --reward_template puts it there in training."""
+        """The text behind a prompt, as the default of --reward_template puts it there in training.
+        """
         return f" {self.prompt.strip()} " if self.enable else ""
 
 
@@ -93,7 +96,9 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
         return self.task != "rm"
 
     def derived_values(self) -> dict[str, Any]:
-        """What follows from the flags, by path: all GPUs are used; the model is the one that scores; an answer has half the room."""
+        """What follows from the flags, by path: all GPUs are used; the model is the one that
+        scores; an answer has half the room.
+        """
         gpus, room = machine.count_gpus(), rules.room(self)
         own = self.unless_given({
             "data.max_len": room,
@@ -136,7 +141,9 @@ class ChatConfig(ModelCommand):
     preamble: str | None = option(None, "File whose text comes before the conversation.", holds="place")
 
     def derived_values(self) -> dict[str, Any]:
-        """What follows from the flags, by path: a conversation fits into the model; an answer takes half of a short one."""
+        """What follows from the flags, by path: a conversation fits into the model; an answer takes
+        half of a short one.
+        """
         room = rules.room(self)
         return self.unless_given({"data.max_len": room, "rollout.max_new_tokens": min(1024, room // 2 or 1)})
 

@@ -1,4 +1,6 @@
-"""Sections of RL that say what is learnt: models, algorithm, training loop, data; and the tree of all flags of RL."""
+"""Sections of RL that say what is learnt: models, algorithm, training loop, data; and the tree of
+all flags of RL.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from openrlhf.config import choices, shared
 from openrlhf.config.commands import Root
 from openrlhf.config.effects import EFFECTS, Effects
 from openrlhf.config.flags import Section, derived, option
-from openrlhf.config.rollout import PlacementConfig, PromptConfig, RewardConfig, RolloutConfig, VLLMConfig
+from openrlhf.config.rollout import (
+    PlacementConfig,
+    PromptConfig,
+    RewardConfig,
+    RolloutConfig,
+    VLLMConfig,
+)
 
 # Conditions: see `effects`.
 CRITIC = "estimator.needs_critic"
@@ -182,7 +190,9 @@ class RLFlags(Root):
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the checkpoint of the best evaluation is kept. Without a name, pass@1 is followed."""
+        """Whether the checkpoint of the best evaluation is kept. Without a name, pass@1 is
+        followed.
+        """
         return bool(self.eval.dataset) and self.ckpt.best_metric_key != "none"
 
     def idle_places(self) -> set[str]:
@@ -206,7 +216,9 @@ class RLFlags(Root):
         return self.train.max_epochs * math.ceil(samples / self.train.batch_size)
 
     def step_sizes(self, prompts: int) -> list[int]:
-        """Prompts of each step of the run, if no prompt is filtered. Asynchronous steps may reach into the next epoch."""
+        """Prompts of each step of the run, if no prompt is filtered. Asynchronous steps may reach
+        into the next epoch.
+        """
         size, epochs = self.rollout.batch_size, self.train.num_episodes
         if self.train.async_enable:
             prompts, epochs = prompts * epochs, 1
@@ -214,7 +226,9 @@ class RLFlags(Root):
 
     @property
     def frozen_steps(self) -> int:
-        """Steps that train the critic alone; 0 if the estimator has no critic or the flag is unset (−1)."""
+        """Steps that train the critic alone; 0 if the estimator has no critic or the flag is unset
+        (−1).
+        """
         return max(0, self.critic.freezing_steps) if self.estimator.needs_critic else 0
 
     @property

@@ -1,6 +1,7 @@
 """Flat names and old values of earlier releases, translated to today's flags with a notice.
 
-The tables are in `legacy.toml`. They serve all commands: a command takes those of the flags that it has.
+The tables are in `legacy.toml`. They serve all commands: a command takes those of the flags that it
+has.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +16,9 @@ SWITCHES, IGNORED, REMOVED = TABLES["switches"], TABLES["ignored"], TABLES["remo
 OF_CRITICS = ("algo.advantage.lambd", "critic.value_clip")
 OLD_LENGTHS = ("prompt_max_len", "generate_max_len")  # 1024 if not given
 MOST_RENAMES = 3  # that a notice spells out
-Group = tuple[str, list[str]]  # a flag as it is typed, without its dashes, and the words that follow it
+Group = tuple[
+    str, list[str]
+]  # a flag as it is typed, without its dashes, and the words that follow it
 
 
 @dataclass(kw_only=True)
@@ -27,11 +30,21 @@ class Translation:
     violations: list[str] = field(default_factory=list[str])
 
 
-def aliases(flags: Mapping[str, Flag], more: Mapping[str, str] | None = None) -> dict[str, list[str]]:
+def aliases(
+    flags: Mapping[str, Flag], more: Mapping[str, str] | None = None
+) -> dict[str, list[str]]:
     """The old names that a command understands, and `more`, with the flags that take their values."""
-    own = "rl_names" if "algo.advantage.estimator" in flags else "inference_names" if "csft.enable" in flags else ""
+    own = (
+        "rl_names"
+        if "algo.advantage.estimator" in flags
+        else "inference_names"
+        if "csft.enable" in flags
+        else ""
+    )
     names = {**NAMES, **TABLES.get(own, {}), **(more or {})}
-    known = {name: [path for path in paths.split() if path in flags] for name, paths in names.items()}
+    known = {
+        name: [path for path in paths.split() if path in flags] for name, paths in names.items()
+    }
     return {name: paths for name, paths in known.items() if paths and name not in flags}
 
 
@@ -63,9 +76,15 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
         else:
             result.groups.append((name, words))
     typed = dict(result.groups)
-    alone = "max_new_tokens" in renamed and "output_path" in flags and not typed.keys() & {"data.max_len", "config"}
+    alone = (
+        "max_new_tokens" in renamed
+        and "output_path" in flags
+        and not typed.keys() & {"data.max_len", "config"}
+    )
     if lengths or alone:
-        renamed |= _translate_lengths(lengths, "".join(typed.get("rollout.max_new_tokens", [])), result)
+        renamed |= _translate_lengths(
+            lengths, "".join(typed.get("rollout.max_new_tokens", [])), result
+        )
     if renamed:
         notices = [_renames(renamed, flags)]
         if any("." not in name for name in renamed):
@@ -83,12 +102,16 @@ def _moved_defaults(typed: Mapping[str, Sequence[str]], flags: Mapping[str, Flag
     for path, before in MOVED.items():
         if path not in flags or path in typed or str(flags[path].default) == before:
             continue
-        idle = (path == "eval.split" and "eval.dataset" not in typed) or (path in OF_CRITICS and compares)
+        idle = (path == "eval.split" and "eval.dataset" not in typed) or (
+            path in OF_CRITICS and compares
+        )
         if not idle:
             changed.append(f"--{path} {flags[path].default} (was {before})")
     if not changed:
         return []
-    return [f"Some defaults have changed since older releases. This command uses the new ones: {', '.join(changed)}."]
+    return [
+        f"Some defaults have changed since older releases. This command uses the new ones: {', '.join(changed)}."
+    ]
 
 
 def _renames(renamed: Mapping[str, str], flags: Mapping[str, Flag]) -> str:
@@ -102,20 +125,31 @@ def _renames(renamed: Mapping[str, str], flags: Mapping[str, Flag]) -> str:
 
 def takes_no_value(name: str, words: Sequence[str], path: str = "") -> str:
     """The sentence about a switch with words after it. `path`: the flag that takes a value."""
-    instead = f"leave {' '.join(words)} out, or set --{path}" if path else f"leave {' '.join(words)} out"
+    instead = (
+        f"leave {' '.join(words)} out, or set --{path}" if path else f"leave {' '.join(words)} out"
+    )
     return f"{name} is a switch and takes no value, not even true or false: {instead}."
 
 
-def _translate_lengths(lengths: Mapping[str, str], answer: str, result: Translation) -> dict[str, str]:
-    """Add the flags of old lengths, and of an `answer` of so many new tokens, to the groups; returns what became of them."""
+def _translate_lengths(
+    lengths: Mapping[str, str], answer: str, result: Translation
+) -> dict[str, str]:
+    """Add the flags of old lengths, and of an `answer` of so many new tokens, to the groups;
+    returns what became of them.
+    """
     wrong = {name: text for name, text in lengths.items() if not text.isdigit()}
-    result.violations += [f"--{name} takes a whole number, not {text!r}." for name, text in wrong.items()]
+    result.violations += [
+        f"--{name} takes a whole number, not {text!r}." for name, text in wrong.items()
+    ]
     if wrong:
         return {}
     prompt, response = (int(lengths.get(name, "1024")) for name in OLD_LENGTHS)
     response = int(answer) if answer.isdigit() else response  # else its flag says what is wrong
     total = prompt + response
     # First: today's names win.
-    result.groups[:0] = [("data.max_len", [str(total)]), ("rollout.max_new_tokens", [str(response)])]
+    result.groups[:0] = [
+        ("data.max_len", [str(total)]),
+        ("rollout.max_new_tokens", [str(response)]),
+    ]
     today = f"--data.max_len {total} (prompt and response) and --rollout.max_new_tokens {response}"
     return {" and --".join(lengths or ["max_new_tokens"]): today}

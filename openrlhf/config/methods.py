@@ -1,4 +1,6 @@
-"""Methods that users know by name and that are sets of flags here. docs/algorithms.md lists them with their papers."""
+"""Methods that users know by name and that are sets of flags here. docs/algorithms.md lists them
+with their papers.
+"""
 
 import re
 
@@ -33,7 +35,14 @@ OTHER_NAMES = {
 
 
 def command_of_method(name: str) -> str | None:
-    """Return the command and the flags of a method, such as of `grpo` or `train_grpo_ray`; None for other names."""
-    method = re.sub(r"[-. ]", "_", name.lower()).removeprefix("train_").removesuffix("_ray").removesuffix("_trainer")
+    """Return the command and the flags of a method, such as of `grpo` or `train_grpo_ray`; None for
+    other names.
+    """
+    method = (
+        re.sub(r"[-. ]", "_", name.lower())
+        .removeprefix("train_")
+        .removesuffix("_ray")
+        .removesuffix("_trainer")
+    )
     method = OTHER_NAMES.get(method, method)
     return "ppo" if method == "ppo" else COMMANDS.get(method)

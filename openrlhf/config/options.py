@@ -1,7 +1,7 @@
 """From a command line and a configuration file to a resolved, checked tree, and back to a file.
 
-`parse_config` is the entry of every command. It raises `ConfigError` with everything that is wrong at once; the command
-prints that to stderr and exits with status 2.
+`parse_config` is the entry of every command. It raises `ConfigError` with everything that is wrong
+at once; the command prints that to stderr and exits with status 2.
 """
 
 import os
@@ -13,7 +13,17 @@ from typing import Any, Self, TypeVar, cast
 
 from openrlhf.config import legacy
 from openrlhf.config.commands import Command
-from openrlhf.config.flags import ConfigError, Flag, amend, convert, did_you_mean, flags_in, flags_of, mentions, nearest
+from openrlhf.config.flags import (
+    ConfigError,
+    Flag,
+    amend,
+    convert,
+    did_you_mean,
+    flags_in,
+    flags_of,
+    mentions,
+    nearest,
+)
 from openrlhf.config.help import help_text
 from openrlhf.config.legacy import Group, takes_no_value
 from openrlhf.config.machine import is_first
@@ -22,7 +32,8 @@ from openrlhf.config.secrets import hide, is_hidden, without_secrets
 from openrlhf.config.unsupported import is_refused
 
 MOST_HINTS = 4
-# Flags that may change from one start of a run to the next without a notice: logging, devices, processes, time limits.
+# Flags that may change from one start of a run to the next without a notice: logging, devices,
+# processes, time limits.
 FREE_TO_CHANGE = (
     "run.*", "logger.*", "ckpt.*", "placement.*", "use_ms", "train.colocate_*", "train.max_restarts", "*.num_nodes",
     "*.num_gpus_per_node", "*_timeout", "*.timeout", "*.workers", "*.dataloader_num_workers", "*.memory_gib",
@@ -44,7 +55,9 @@ def parse_config(root: type[R], argv: Sequence[str], *, command: str) -> R:
             print(help_text(root, command, topic="".join(argv[place + 1 : place + 2])), flush=True)
             raise SystemExit(0)
     reader = Reader(root, command).read(argv)
-    config, notices = amend(root(), {**reader.given, "given": reader.given}).resolve(command=command)
+    config, notices = amend(root(), {**reader.given, "given": reader.given}).resolve(
+        command=command
+    )
     # What follows from a mistake would only mislead.
     broken = [text for text in config.check() if not mentions(text, reader.doubtful)]
     violations = [*reader.problems, *broken]
@@ -57,7 +70,9 @@ def parse_config(root: type[R], argv: Sequence[str], *, command: str) -> R:
 
 
 class Reader:
-    """Reads one command line and its file. `doubtful`: flags with a wrong value, or meant by a name that is wrong."""
+    """Reads one command line and its file. `doubtful`: flags with a wrong value, or meant by a name
+    that is wrong.
+    """
 
     def __init__(self, root: type[Any], command: str) -> None:
         self.root, self.command, self.flags = root, command, flags_of(root)
@@ -67,7 +82,9 @@ class Reader:
         self.doubtful: set[str] = set()
 
     def read(self, argv: Sequence[str]) -> Self:
-        """Fill `given` (without defaults), `notices` and `problems`; flags win over the file. Loads plug-ins."""
+        """Fill `given` (without defaults), `notices` and `problems`; flags win over the file. Loads
+        plug-ins.
+        """
         old = legacy.translate(_groups(argv), self.flags)
         self.notices += old.notices
         self.problems += old.violations
@@ -87,7 +104,10 @@ class Reader:
                     raise ConfigError(
                         f"{flag.name} {hide(value)} contains a masked secret: give {flag.name} on the command line."
                     )
-                if value is not None or flag.default not in (None, ()):  # else null in a file: not given
+                if value is not None or flag.default not in (
+                    None,
+                    (),
+                ):  # else null in a file: not given
                     self.given[path] = convert(flag, value)
             except ConfigError as error:
                 self.problems.append(f"{file}: {error}" if path not in typed else str(error))
@@ -98,9 +118,19 @@ class Reader:
         return self
 
     def _take(self, name: str, words: list[str], typed: dict[str, Any]) -> None:
-        """Note the words after a name, or the unique beginning of a name, if it is a flag that takes so many."""
-        spellings = {text[2:]: (flag, on) for flag in self.flags.values() for text, on in flag.switches.items()}
-        begun = [name] if name in spellings else [spelling for spelling in spellings if spelling.startswith(name)]
+        """Note the words after a name, or the unique beginning of a name, if it is a flag that
+        takes so many.
+        """
+        spellings = {
+            text[2:]: (flag, on)
+            for flag in self.flags.values()
+            for text, on in flag.switches.items()
+        }
+        begun = (
+            [name]
+            if name in spellings
+            else [spelling for spelling in spellings if spelling.startswith(name)]
+        )
         if len(begun) != 1:
             self.problems.append(self._no_such(f"--{name}"))
             return
@@ -115,26 +145,36 @@ class Reader:
             typed[flag.path] = words if flag.shape == "pair" else words[0]
         else:
             arity = "two values" if flag.shape == "pair" else "one value"
-            self.problems.append(f"{flag.name} takes {arity}, but {' '.join(words) or 'nothing'} follows it.")
+            self.problems.append(
+                f"{flag.name} takes {arity}, but {' '.join(words) or 'nothing'} follows it."
+            )
             self.doubtful.add(flag.path)
 
     def _no_such(self, name: str) -> str:
         """`name` as typed: with -- on a command line, without it in a file."""
         bare, defaults = name.removeprefix("--"), self.root()
-        meant = legacy.aliases(self.flags, legacy.ELSEWHERE)  # also by those who come from another framework
+        meant = legacy.aliases(
+            self.flags, legacy.ELSEWHERE
+        )  # also by those who come from another framework
         there = [flag for flag in self.flags.values() if not is_refused(flag.path, defaults)]
         names = [*(spelling[2:] for flag in there for spelling in flag.switches), *meant]
         close = (
-            meant.get(bare) or nearest(bare, names) or [path for path in [*self.flags, *meant] if path.startswith(bare)]
+            meant.get(bare)
+            or nearest(bare, names)
+            or [path for path in [*self.flags, *meant] if path.startswith(bare)]
         )
-        paths = list(dict.fromkeys(path for each in close for path in meant.get(each, [each])))[:MOST_HINTS]
+        paths = list(dict.fromkeys(path for each in close for path in meant.get(each, [each])))[
+            :MOST_HINTS
+        ]
         self.doubtful.update(paths)
         return f"{self.command} has no flag {name}.{did_you_mean([name.removesuffix(bare) + path for path in paths])}"
 
     def _keep_apart(self, file: Path, written: set[str]) -> None:
         """Drop a `run.dir` that comes from the file of an earlier run: it is that run's own folder."""
         if file.name == "config_resolved.yaml":
-            self.problems.append(f"--config {file} also has derived values: give config.yaml beside it.")
+            self.problems.append(
+                f"--config {file} also has derived values: give config.yaml beside it."
+            )
         run = self.given.get("run.dir") if "run.dir" in written else None
         if run and Path(run).resolve() == file.resolve().parent:
             del self.given["run.dir"]
@@ -143,7 +183,9 @@ class Reader:
             )
 
     def read_yaml(self, file: str) -> dict[str, Any]:
-        """The values of a file by path (keys nested or dotted). Raises ConfigError if it cannot be read."""
+        """The values of a file by path (keys nested or dotted). Raises ConfigError if it cannot be
+        read.
+        """
         import yaml  # only runs with a file pay for it
 
         try:
@@ -151,7 +193,9 @@ class Reader:
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"--config {file} cannot be read: {error}") from error
         if not isinstance(content, dict | None):
-            raise ConfigError(f"--config {file} holds a {type(content).__name__}, not names and values.")
+            raise ConfigError(
+                f"--config {file} holds a {type(content).__name__}, not names and values."
+            )
         values: dict[str, Any] = {}
         for path, value in leaves(cast("dict[Any, Any]", content or {}), self.flags, ""):
             if path in values:
@@ -164,18 +208,24 @@ class Reader:
 
 
 def _groups(argv: Iterable[str]) -> list[Group]:
-    """Each flag with its words; words before all flags have the name "". Old names may have one dash: -pretrain."""
+    """Each flag with its words; words before all flags have the name "". Old names may have one
+    dash: -pretrain.
+    """
     groups: list[Group] = [("", [])]
     for word in argv:
         bare, equals, value = word.lstrip("-").partition("=")
-        if word.startswith("--") or (word.startswith("-") and bare in legacy.NAMES | legacy.RL_NAMES):
+        if word.startswith("--") or (
+            word.startswith("-") and bare in legacy.NAMES | legacy.RL_NAMES
+        ):
             groups.append((bare, [value] if equals else []))
         else:
             groups[-1][1].append(word)
     return groups if groups[0][1] else groups[1:]
 
 
-def leaves(node: Mapping[Any, Any], flags: Mapping[str, Flag], prefix: str) -> Iterator[tuple[str, Any]]:
+def leaves(
+    node: Mapping[Any, Any], flags: Mapping[str, Flag], prefix: str
+) -> Iterator[tuple[str, Any]]:
     """The values of a file by path; its names may be nested or have dots."""
     for key, value in node.items():
         path = f"{prefix}{key}"
@@ -186,9 +236,11 @@ def leaves(node: Mapping[Any, Any], flags: Mapping[str, Flag], prefix: str) -> I
 
 
 def dump_yaml(config: Command, *, given_only: bool = False) -> str:
-    """The configuration as YAML: every value in effect, or what was given, which `--config` reads back.
+    """The configuration as YAML: every value in effect, or what was given, which `--config` reads
+    back.
 
-    What belongs to one launch (`--dry_run`, `--local_rank`) and the W&B key are left out; secrets in URLs are hidden.
+    What belongs to one launch (`--dry_run`, `--local_rank`) and the W&B key are left out; secrets
+    in URLs are hidden.
     """
     import yaml  # only runs that write a file pay for it
 
@@ -205,9 +257,11 @@ def dump_yaml(config: Command, *, given_only: bool = False) -> str:
 
 
 def changed_flags(before: str, config: Command) -> list[str]:
-    """Return the flags whose values differ from those of `before`, an earlier `dump_yaml` of a run, with both values.
+    """Return the flags whose values differ from those of `before`, an earlier `dump_yaml` of a run,
+    with both values.
 
-    Flags that say where to write, and those of `FREE_TO_CHANGE`, are left out, as are flags that only one release has.
+    Flags that say where to write, and those of `FREE_TO_CHANGE`, are left out, as are flags that
+    only one release has.
     """
     import yaml  # only runs that write a file pay for it
 

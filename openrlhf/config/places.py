@@ -111,7 +111,9 @@ def inputs(config: Any) -> list[Input]:
 
 
 def overwriting(config: Any) -> Sentences:
-    """Return an error for each output that would overwrite an input of the command, or a file of another output."""
+    """Return an error for each output that would overwrite an input of the command, or a file of
+    another output.
+    """
     mistakes: list[str] = []
     written, read = list(outputs(config)), inputs(config)
     for output in written:
@@ -127,7 +129,9 @@ def overwriting(config: Any) -> Sentences:
                 )
         for other in written:
             if output.is_file and not other.is_file and other.changes(output.path):
-                mistakes.append(f"{output.named} has the name of a file of {other.named}: choose another name.")
+                mistakes.append(
+                    f"{output.named} has the name of a file of {other.named}: choose another name."
+                )
     return [(True, sentence) for sentence in mistakes]
 
 
@@ -139,7 +143,9 @@ def model_in(folder: str) -> str | None:
             continue
         try:
             stored = json.loads(file.read_bytes())
-            kind = " ".join(stored.get("architectures") or [stored.get("model_type") or stored["peft_type"]])
+            kind = " ".join(
+                stored.get("architectures") or [stored.get("model_type") or stored["peft_type"]]
+            )
         except (ValueError, KeyError, AttributeError, TypeError):
             kind = name
         return f"{kind}, written {time.strftime('%Y-%m-%d %H:%M', time.localtime(file.stat().st_mtime))}"

@@ -1,4 +1,6 @@
-"""Registrations of users, imported once per process: files (`--plugin`), and installed packages by their entry points."""
+"""Registrations of users, imported once per process: files (`--plugin`), and installed packages by
+their entry points.
+"""
 
 import importlib.util
 import sys
@@ -15,11 +17,12 @@ from openrlhf.config.flags import ConfigError
 
 
 def load_plugins(paths: Sequence[str]) -> None:
-    """Import the files, and what installed packages name as `openrlhf.plugins`. Names that they register become choices.
+    """Import the files, and what installed packages name as `openrlhf.plugins`. Names that they
+    register become choices.
 
-    A plug-in may say more of a name in the tables of `choices`, such as the clip range of a policy loss. A file that
-    this process has imported already is not imported again. Raises ConfigError, with the error of the plug-in, if a
-    plug-in cannot be imported.
+    A plug-in may say more of a name in the tables of `choices`, such as the clip range of a policy
+    loss. A file that this process has imported already is not imported again. Raises ConfigError,
+    with the error of the plug-in, if a plug-in cannot be imported.
     """
     _load_installed()
     for path in paths:
@@ -35,7 +38,8 @@ def _load_installed() -> None:
     for entry in entry_points(group="openrlhf.plugins"):
         package = entry.dist.name if entry.dist else "unknown"
         with _failures(
-            f"the installed package {package}, as the plug-in {entry.name} = {entry.value},", module=entry.module
+            f"the installed package {package}, as the plug-in {entry.name} = {entry.value},",
+            module=entry.module,
         ):
             entry.load()
 
@@ -52,7 +56,9 @@ def _load_file(file: Path, name: str, path: str) -> None:
 
 @contextmanager
 def _failures(plugin: str, *, module: str) -> Generator[None, None, None]:
-    """Errors of a plug-in, with its name in front. A module that failed is imported anew the next time."""
+    """Errors of a plug-in, with its name in front. A module that failed is imported anew the next
+    time.
+    """
     try:
         yield
     except Exception as error:
@@ -63,7 +69,9 @@ def _failures(plugin: str, *, module: str) -> Generator[None, None, None]:
 def _adopt_registrations() -> None:
     """Make what is registered among the algorithms a choice of its flag."""
     for name, e in _entries("advantages", "ADVANTAGE_ESTIMATORS"):
-        traits = choices.EstimatorTraits(needs_groups=e.per_group, needs_critic=e.needs_critic, whitened=e.whiten)
+        traits = choices.EstimatorTraits(
+            needs_groups=e.per_group, needs_critic=e.needs_critic, whitened=e.whiten
+        )
         choices.ESTIMATORS.setdefault(name, traits)
     for name, e in _entries("policy_losses", "POLICY_LOSSES"):
         choices.POLICY_LOSSES.setdefault(name, choices.LossTraits(aggregation=e.aggregation))
@@ -74,6 +82,8 @@ def _adopt_registrations() -> None:
 
 
 def _entries(module: str, registry: str) -> list[tuple[str, Any]]:
-    """The entries of a registry. It is looked up, not imported: if no plug-in imported it, nothing in it is new."""
+    """The entries of a registry. It is looked up, not imported: if no plug-in imported it, nothing
+    in it is new.
+    """
     table: Any = getattr(sys.modules.get(f"openrlhf.algorithms.{module}"), registry, {})
     return [(name, table[name]) for name in table]

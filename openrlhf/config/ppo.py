@@ -14,7 +14,12 @@ from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 def group_sizes(config: RLFlags) -> dict[str, Any]:
     """What follows from this machine; and a role that shares another's devices has the same size."""
     sizes = rules.machine_values(config)
-    owners = {role: roles[0] for roles in config.train.colocated for role in roles[1:] if role != "teacher"}
+    owners = {
+        role: roles[0]
+        for roles in config.train.colocated
+        for role in roles[1:]
+        if role != "teacher"
+    }
     for role, owner in owners.items():
         for leaf in ("num_nodes", "num_gpus_per_node"):
             if f"{role}.{leaf}" not in config.given:
@@ -28,7 +33,9 @@ def learning_values(config: RLFlags) -> dict[str, Any]:
     actor, train, reward = config.actor, config.train, config.reward
     gamma, loss = config.algo.advantage.gamma, choices.POLICY_LOSSES[actor.policy_loss_type]
     clip = None if "actor.eps_clip" in config.given else loss.clip
-    critic = config.critic.model_name_or_path or next(iter(reward.scalars), actor.model_name_or_path)
+    critic = config.critic.model_name_or_path or next(
+        iter(reward.scalars), actor.model_name_or_path
+    )
     advantage, preset = config.algo.advantage, ppo_rules.correction_preset(config)
     own = {
         "actor.eps_clip_low_high": clip or (actor.eps_clip, actor.eps_clip),
@@ -55,7 +62,9 @@ def rollout_values(config: RLFlags) -> dict[str, Any]:
     }
 
 
-def engine_values(vllm: VLLMConfig, rollout: RolloutConfig, param_dtype: str, *, shared: bool) -> dict[str, Any]:
+def engine_values(
+    vllm: VLLMConfig, rollout: RolloutConfig, param_dtype: str, *, shared: bool
+) -> dict[str, Any]:
     """What follows for engines in RL and evaluation; `shared`: samples share prefixes."""
     seeded = "off" if machine.count_gpus() else "on"  # on GPUs it costs time and is not exact
     return {
@@ -63,8 +72,11 @@ def engine_values(vllm: VLLMConfig, rollout: RolloutConfig, param_dtype: str, *,
         "rollout.seeded": seeded if rollout.seeded == "auto" else rollout.seeded,
         "vllm.max_engines": vllm.max_engines or vllm.num_engines,
         "vllm.dtype": param_dtype if vllm.dtype == "auto" else vllm.dtype,
-        "vllm.sync_backend": "gloo" if vllm.sync_backend == "nccl" and not machine.count_gpus() else vllm.sync_backend,
-        "vllm.enable_prefix_caching": (vllm.enable_prefix_caching or shared) and not vllm.disable_prefix_caching,
+        "vllm.sync_backend": "gloo"
+        if vllm.sync_backend == "nccl" and not machine.count_gpus()
+        else vllm.sync_backend,
+        "vllm.enable_prefix_caching": (vllm.enable_prefix_caching or shared)
+        and not vllm.disable_prefix_caching,
     }
 
 

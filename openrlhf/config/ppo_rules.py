@@ -39,7 +39,9 @@ def algorithm_mistakes(config: RLFlags) -> Sentences:
 
 
 def engine_mistakes(config: Any) -> Sentences:
-    """Engines are there, a prompt has room in them, and their extra arguments leave log-probabilities alone."""
+    """Engines are there, a prompt has room in them, and their extra arguments leave
+    log-probabilities alone.
+    """
     extra = engine_args_mistakes(config.vllm, config.rollout, config.data.max_len)
     return [*combined(config, "refused", "engines"), *extra]
 

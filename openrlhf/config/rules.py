@@ -1,7 +1,7 @@
 """Rules and notices that commands share, about sections of flags.
 
-A notice or a rule is a row: whether it holds, and a sentence. In the sentence `<train.seed>` stands for the flag as it
-is typed: --train.seed 42.
+A notice or a rule is a row: whether it holds, and a sentence. In the sentence `<train.seed>` stands
+for the flag as it is typed: --train.seed 42.
 """
 
 import json
@@ -23,10 +23,14 @@ PROBABILITY_SLACK = 2e-3  # 0.333,0.333,0.333 is meant as thirds
 
 
 def attention_in_effect(ds: LoadingConfig, given: Given) -> str:
-    """FlashAttention 2 where CUDA and the package are there, SDPA elsewhere; another choice as it is where it can run."""
+    """FlashAttention 2 where CUDA and the package are there, SDPA elsewhere; another choice as it
+    is where it can run.
+    """
     packed = ds.packing_samples and mixes_samples(ds.attn_implementation)
     wanted = "flash_attention_2" if packed else ds.attn_implementation
-    if "flash_attention" not in wanted or (machine.has_flash_attention() and ds.param_dtype != "fp32"):
+    if "flash_attention" not in wanted or (
+        machine.has_flash_attention() and ds.param_dtype != "fp32"
+    ):
         return wanted
     named = "ds.attn_implementation" in given and machine.count_gpus() > 0  # a rule judges it
     falls_back = wanted == "flash_attention_2" and not machine.has_flash_attention()
@@ -53,7 +57,9 @@ def loading_notices(ds: LoadingConfig, given: Given) -> Sentences:
 
 
 def machine_values(config: Any) -> dict[str, Any]:
-    """What follows from the devices: a host process for each core; without GPUs, one process for each role."""
+    """What follows from the devices: a host process for each core; without GPUs, one process for
+    each role.
+    """
     sizes = _sizes_not_given(config) if not machine.count_gpus() else []
     return {**dict.fromkeys(sizes, 1), "reward.workers": config.reward.workers or machine.usable_cores()}
 
@@ -149,7 +155,9 @@ def is_file(text: str | None) -> TypeGuard[str]:
 
 
 def room(config: Any) -> int:
-    """The tokens of --data.max_len, or the positions of the model, if it is a folder here and they are fewer."""
+    """The tokens of --data.max_len, or the positions of the model, if it is a folder here and they
+    are fewer.
+    """
     try:
         stored = json.loads(Path(config.model.model_name_or_path or os.devnull, "config.json").read_bytes())
     except (OSError, ValueError):
@@ -164,7 +172,9 @@ def looks_local(path: str) -> bool:
 
 
 def held_out_notices(config: Any, dataset: str, split: str) -> Sentences:
-    """Return a notice if the evaluation dataset is the training dataset, whose flags have these paths."""
+    """Return a notice if the evaluation dataset is the training dataset, whose flags have these
+    paths.
+    """
     evaluation, trained = config.eval, value_at(config, dataset)
     same_split = is_file(trained) or evaluation.split == value_at(config, split)  # a file has a single split
     return [

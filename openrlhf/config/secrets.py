@@ -1,4 +1,6 @@
-"""Masking of passwords, tokens and keys in flag values and in texts, wherever they would be written."""
+"""Masking of passwords, tokens and keys in flag values and in texts, wherever they would be
+written.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +12,10 @@ PARAMETER = re.compile(rf"(?<=[?&;#])({NAME}=)[^&;#\s,'\"]+", re.IGNORECASE)
 USER = re.compile(r"(?<=://)[^/?#\s]*@")  # with a password or without: a token may be the user
 KINDS = r"(?:access|api|auth|bearer|hf|hub|id|private|refresh|secret|session)[_-]?(?:key|token)"
 # Of a JSON value, which has other tokens and keys too, such as `eos_token`.
-ENTRY = re.compile(rf"(?:.*[_-])?(?:{KINDS}|secret|passwd|password|authorization|credentials?)|token", re.IGNORECASE)
+ENTRY = re.compile(
+    rf"(?:.*[_-])?(?:{KINDS}|secret|passwd|password|authorization|credentials?)|token",
+    re.IGNORECASE,
+)
 MARK = re.compile(rf"://{re.escape(HIDDEN)}@|[?&;#]{NAME}={re.escape(HIDDEN)}", re.IGNORECASE)
 
 

@@ -18,7 +18,9 @@ class SupervisedConfig(shared.OptimizerConfig, Root):
     data: shared.OfflineDataConfig = shared.OfflineDataConfig()
 
     def derived_values(self) -> dict[str, Any]:
-        """The default micro-batch of a small batch is the batch; a chat template in a file is the text of that file."""
+        """The default micro-batch of a small batch is the batch; a chat template in a file is the
+        text of that file.
+        """
         of_rank = max(1, self.train.batch_size // machine.world_size())
         micro, template = self.train.micro_batch_size, self.data.tokenizer_chat_template
         fits = "train.micro_batch_size" in self.given or micro <= of_rank
@@ -133,7 +135,9 @@ class ReferencedConfig(SupervisedConfig):
 
     @property
     def reference_is_policy(self) -> bool:
-        """Whether the reference is the trained model with its adapters switched off, not a second model."""
+        """Whether the reference is the trained model with its adapters switched off, not a second
+        model.
+        """
         return self.ds.lora.rank > 0 and self.ref.model_name_or_path in (None, self.model.model_name_or_path)
 
 
@@ -155,7 +159,9 @@ class DPOConfig(ReferencedConfig):
         return choices.PREFERENCE_LOSSES[self.model.loss_type]
 
     def idle_places(self) -> set[str]:
-        """The folder of checkpoints, if the run neither writes nor reads there. The scores of the reference go there."""
+        """The folder of checkpoints, if the run neither writes nor reads there. The scores of the
+        reference go there.
+        """
         return set() if self.ref.precompute else super().idle_places()
 
     def derived_values(self) -> dict[str, Any]:

@@ -10,8 +10,14 @@ NOT_YET = tables(__file__)["instead"]  # what to do instead of a flag, or of the
 
 
 def is_refused(path: str, root: Any) -> bool:
-    """Whether a flag, a section it is in, or the feature it belongs to is refused at any value but its default."""
-    needed = [look_up(root, path, term) for need in flags_of(root.__class__)[path].needs for term in need.split("|")]
+    """Whether a flag, a section it is in, or the feature it belongs to is refused at any value but
+    its default.
+    """
+    needed = [
+        look_up(root, path, term)
+        for need in flags_of(root.__class__)[path].needs
+        for term in need.split("|")
+    ]
     paths = [path, *(found[0] for found in needed if found)]
     return any(part in NOT_YET for each in paths for part in _sections(each))
 

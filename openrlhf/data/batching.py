@@ -1,4 +1,6 @@
-"""Which rows go together and in which order: budgets, even partitions, epochs. Lengths are in tokens."""
+"""Which rows go together and in which order: budgets, even partitions, epochs. Lengths are in
+tokens.
+"""
 
 import heapq
 import itertools
@@ -16,24 +18,29 @@ from torch.utils.data import Sampler
 def balanced_partition(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """Row numbers in `parts` non-empty groups of nearly equal token counts.
 
-    The largest-differencing method joins the two least even partial solutions until one is left: the heavy groups of
-    one solution with the light groups of the other. Raises ValueError for fewer rows than groups. Karmarkar and Karp
-    1982, UCB/CSD-82-113.
+    The largest-differencing method joins the two least even partial solutions until one is left:
+    the heavy groups of one solution with the light groups of the other. Raises ValueError for fewer
+    rows than groups. Karmarkar and Karp 1982, UCB/CSD-82-113.
     """
     if not 1 <= parts <= len(lengths):
         raise ValueError(f"{len(lengths)} rows cannot be dealt to {parts} non-empty groups")
-    # A solution: (− heaviest + lightest, number, its non-empty groups as (tokens, rows), heaviest first).
+    # A solution: (− heaviest + lightest, number, its non-empty groups as (tokens, rows), heaviest
+    # first).
     number = itertools.count()  # ties: the older solution first
     solutions = [(-length, next(number), [(length, [row])]) for row, length in enumerate(lengths)]
     heapq.heapify(solutions)
     while len(solutions) > 1:
         _, _, heavy = heapq.heappop(solutions)
         _, _, light = heapq.heappop(solutions)
-        apart = max(parts - len(light), 0)  # these many of the heaviest meet an empty group of the other
+        apart = max(
+            parts - len(light), 0
+        )  # these many of the heaviest meet an empty group of the other
         joined, rest = heavy[:apart], heavy[apart:]
         unmet = len(light) - len(rest)  # heavy's empty groups meet the heaviest of the other
         joined += light[:unmet]
-        joined += [(a + b, x + y) for (a, x), (b, y) in zip(rest, reversed(light[unmet:]), strict=True)]
+        joined += [
+            (a + b, x + y) for (a, x), (b, y) in zip(rest, reversed(light[unmet:]), strict=True)
+        ]
         joined.sort(key=itemgetter(0), reverse=True)
         lightest = joined[-1][0] if len(joined) == parts else 0
         heapq.heappush(solutions, (lightest - joined[0][0], next(number), joined))
@@ -48,7 +55,9 @@ def batches_of_rows(rows: Sequence[int], size: int) -> list[list[int]]:
 
 
 def batches_of_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Row numbers of batches with nearly equal token counts, at most `max_tokens` each; a longer row is alone in its batch."""
+    """Row numbers of batches with nearly equal token counts, at most `max_tokens` each; a longer
+    row is alone in its batch.
+    """
     fitting = [row for row, length in enumerate(lengths) if length <= max_tokens]
     groups = [[row] for row, length in enumerate(lengths) if length > max_tokens]
     count = math.ceil(sum(lengths[row] for row in fitting) / max_tokens)
@@ -64,13 +73,14 @@ def batches_of_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]
 class ResumableSampler(Sampler[int]):
     """The order of rows in every epoch, dealt to data-parallel ranks; it can start at any row.
 
-    Epoch e visits a permutation that depends on `seed + e` only. Rank r takes the entries r, r + dp_size, … With
-    `drop_last` an epoch is cut to whole batches of `batch_size` rows over all ranks, so that every rank gets the same
-    number of rows. Without `drop_last` every row is visited once, and the numbers of rows of two ranks may differ by
-    one. Iterating gives the rest of the epoch.
+    Epoch e visits a permutation that depends on `seed + e` only. Rank r takes the entries r, r +
+    dp_size, … With `drop_last` an epoch is cut to whole batches of `batch_size` rows over all
+    ranks, so that every rank gets the same number of rows. Without `drop_last` every row is visited
+    once, and the numbers of rows of two ranks may differ by one. Iterating gives the rest of the
+    epoch.
 
-    Example, 7 rows for two ranks without shuffling: rank 0 gets 0, 2, 4 (without `drop_last` also 6), rank 1 gets 1, 3,
-    5.
+    Example, 7 rows for two ranks without shuffling: rank 0 gets 0, 2, 4 (without `drop_last` also
+    6), rank 1 gets 1, 3, 5.
 
     `consumed`: rows that all ranks together have used since training began.
     """
@@ -89,7 +99,9 @@ class ResumableSampler(Sampler[int]):
     ) -> None:
         self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
         self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.epoch_rows = num_rows - num_rows % math.lcm(batch_size, dp_size) if drop_last else num_rows
+        self.epoch_rows = (
+            num_rows - num_rows % math.lcm(batch_size, dp_size) if drop_last else num_rows
+        )
         self.epoch, used = divmod(consumed, max(self.epoch_rows, 1))
         self.position = used // dp_size  # rows of this epoch that this rank has taken
 
@@ -98,12 +110,20 @@ class ResumableSampler(Sampler[int]):
         return len(range(self.dp_rank, self.epoch_rows, self.dp_size))
 
     def __iter__(self) -> Iterator[int]:
-        order = permutation(self.num_rows, self.seed + self.epoch) if self.shuffle else range(self.num_rows)
-        for row in range(self.dp_rank + self.position * self.dp_size, self.epoch_rows, self.dp_size):
+        order = (
+            permutation(self.num_rows, self.seed + self.epoch)
+            if self.shuffle
+            else range(self.num_rows)
+        )
+        for row in range(
+            self.dp_rank + self.position * self.dp_size, self.epoch_rows, self.dp_size
+        ):
             yield int(order[row])
 
 
-@lru_cache(maxsize=2)  # of training and pretraining rows, each asked for again at every step or held prompt
+@lru_cache(
+    maxsize=2
+)  # of training and pretraining rows, each asked for again at every step or held prompt
 def permutation(num_rows: int, seed: int) -> npt.NDArray[np.int64]:
     """The order of the rows in the epoch with this seed; 8 bytes per row."""
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed)).numpy()

@@ -1,4 +1,6 @@
-"""The date that a chat template writes: that of the run's first start, even if the run is resumed on another day."""
+"""The date that a chat template writes: that of the run's first start, even if the run is resumed
+on another day.
+"""
 
 from datetime import datetime
 from typing import Any

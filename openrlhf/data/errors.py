@@ -1,4 +1,6 @@
-"""Errors and notices about a user's data: the place, the value seen, the change to make. Needs no heavy library."""
+"""Errors and notices about a user's data: the place, the value seen, the change to make. Needs no
+heavy library.
+"""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -6,10 +8,18 @@ from typing import Any
 
 from openrlhf.config.flags import UserError
 
-# Columns with the origin of a row, which survive blending, shuffling and selecting; and with the mistake in a row.
+# Columns with the origin of a row, which survive blending, shuffling and selecting; and with the
+# mistake in a row.
 SOURCE, ROW, MALFORMED = "__dataset__", "__row__", "__malformed__"
 
-KINDS = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
+KINDS = {
+    str: "a string",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+}
 
 
 class DataError(UserError, ValueError):
@@ -30,7 +40,9 @@ def text_of(row: Mapping[str, Any], column: str) -> str:
     """The string in a column of a row. Raises DataError for any other value."""
     if isinstance(value := row[column], str):
         return value
-    hint = ". For chat messages pass --data.apply_chat_template." if isinstance(value, list) else "."
+    hint = (
+        ". For chat messages pass --data.apply_chat_template." if isinstance(value, list) else "."
+    )
     if value is None:
         hint = ": the value is empty, or that dataset lacks the column."
     raise row_error(row, column, f"is {kind(value)}, not a string{hint}")
@@ -47,7 +59,9 @@ def source_of(rows: Any) -> str:
 
 
 def check_columns(rows: Any, needed: Mapping[str, str | None]) -> None:
-    """Raise DataError for a flag that names a missing column of a dataset; `needed` maps flags to columns."""
+    """Raise DataError for a flag that names a missing column of a dataset; `needed` maps flags to
+    columns.
+    """
     columns: list[str] = rows.column_names
     for flag, column in needed.items():
         if column is not None and column not in columns:
@@ -58,7 +72,9 @@ def check_columns(rows: Any, needed: Mapping[str, str | None]) -> None:
 
 
 def _fix_of_column(rows: Any, flag: str, column: str) -> str:
-    """Return what to do about a missing column, naming a column with almost the same name if there is one."""
+    """Return what to do about a missing column, naming a column with almost the same name if there
+    is one.
+    """
     for name in rows.column_names:
         if name.strip().lower() == column.strip().lower():
             return f"{name!r} differs only in spaces or capitals. Rename it to {column!r}, or pass {flag} {shlex.quote(name)}"

@@ -1,4 +1,6 @@
-"""Rows of human feedback: pairs of a preferred and a rejected text; and for KTO answers, each desirable or not."""
+"""Rows of human feedback: pairs of a preferred and a rejected text; and for KTO answers, each
+desirable or not.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +22,21 @@ from openrlhf.data.layouts import DATASOURCE, DROPPED, MARGIN
 from openrlhf.data.lost_tools import ONLY_CALLS, empty_calls, lost_tool
 from openrlhf.data.rows import Result, TokenizedRows, contents_of
 from openrlhf.data.sft import SFTDataset, SFTRow
-from openrlhf.data.templates import Encoded, Message, Passage, Span, cut, fill_template, in_common, messages_of
+from openrlhf.data.templates import (
+    Encoded,
+    Message,
+    Passage,
+    Span,
+    cut,
+    fill_template,
+    in_common,
+    messages_of,
+)
 from openrlhf.data.tokenizer import Ends
 
-PairSection = PreferenceDataConfig | KTODataConfig | EvaluatedDataConfig  # columns, templates and `max_len` of pairs
+PairSection = (
+    PreferenceDataConfig | KTODataConfig | EvaluatedDataConfig
+)  # columns, templates and `max_len` of pairs
 SAME_TEXT = "whose chosen and rejected text are the same"
 
 
@@ -31,10 +44,11 @@ SAME_TEXT = "whose chosen and rejected text are the same"
 class PairRow:
     """A preferred and a rejected text, each ending with end-of-text.
 
-    `prompt_length`: tokens of the common prompt, which are not judged; 0 unless a prompt was asked for.
-    `chosen_context` and `rejected_context`: positions after the prompt that are not judged either, because someone
-    other than the assistant wrote them; empty unless the texts differ by a whole exchange. `margin`: by how much the
-    preferred text is better, in units of the reward; 0 if the row has no margin. `datasource` names evaluation metrics.
+    `prompt_length`: tokens of the common prompt, which are not judged; 0 unless a prompt was asked
+    for. `chosen_context` and `rejected_context`: positions after the prompt that are not judged
+    either, because someone other than the assistant wrote them; empty unless the texts differ by a
+    whole exchange. `margin`: by how much the preferred text is better, in units of the reward; 0 if
+    the row has no margin. `datasource` names evaluation metrics.
 
     Example, the prompt "Q: " and the answers "yes" and "no" (ids made up), prompt_length 2:
 
@@ -53,8 +67,12 @@ class PairRow:
 
     @property
     def masks(self) -> tuple[list[bool], list[bool]]:
-        """The judged tokens of the chosen and of the rejected text. The first token of a text is never judged."""
-        return self._mask(self.chosen, self.chosen_context), self._mask(self.rejected, self.rejected_context)
+        """The judged tokens of the chosen and of the rejected text. The first token of a text is
+        never judged.
+        """
+        return self._mask(self.chosen, self.chosen_context), self._mask(
+            self.rejected, self.rejected_context
+        )
 
     def _mask(self, tokens: list[int], context: list[int]) -> list[bool]:
         start = max(1, self.prompt_length)
@@ -71,7 +89,9 @@ CONTEXTS = ("chosen_context", "rejected_context")
 class Side(Passage):
     """A text of a pair, with the spans that are judged."""
 
-    exchange: bool = False  # someone other than the assistant speaks after the prompt that both texts share
+    exchange: bool = (
+        False  # someone other than the assistant speaks after the prompt that both texts share
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +114,15 @@ def transcript_turns(text: str) -> list[Turn]:
     turns: list[Turn] = []
     for header, end in zip(headers, ends, strict=True):
         role, words = templates.SPEAKERS[header[1]], text[header.end() : end]
-        turns.append(Turn(role=role, words=words, header=header.start(), start=header.end(), end=end))
+        turns.append(
+            Turn(role=role, words=words, header=header.start(), start=header.end(), end=end)
+        )
     return turns
 
 
 def _judged_spans(sides: list[list[Turn]], prompt: int) -> list[list[Span]]:
-    """Return the assistant's spans of each side from the first difference on, if others speak there too; else none.
+    """Return the assistant's spans of each side from the first difference on, if others speak there
+    too; else none.
 
     `prompt` is the number of characters of the prompt column.
     """
@@ -121,17 +144,19 @@ def _judged_spans(sides: list[list[Turn]], prompt: int) -> list[list[Span]]:
 class PreferenceDataset(TokenizedRows[PairRow]):
     """The pairs of a dataset as tokens, made when the object is created.
 
-    A text is the prompt (if `prompt_key` is set) and the answer, or a whole conversation, plain or as chat messages.
-    The text loses its trailing newlines, ends with end-of-text (after a space if end-of-text was missing), and is cut
-    to `max_len` tokens, the last of which is always end-of-text. Pairs with two equal texts after the cut are dropped.
+    A text is the prompt (if `prompt_key` is set) and the answer, or a whole conversation, plain or
+    as chat messages. The text loses its trailing newlines, ends with end-of-text (after a space if
+    end-of-text was missing), and is cut to `max_len` tokens, the last of which is always
+    end-of-text. Pairs with two equal texts after the cut are dropped.
 
-    With `needs_prompt`, pairs with a prompt of `max_len` − 2 tokens or more are dropped too. Without a `prompt_key`,
-    the prompt of a chat is everything before the last answer, also of a transcript of HH-RLHF, and other plain texts
-    have no prompt. If someone other than the assistant speaks after the prompt that both texts share, only the
-    assistant's turns from the first difference on are judged.
+    With `needs_prompt`, pairs with a prompt of `max_len` − 2 tokens or more are dropped too.
+    Without a `prompt_key`, the prompt of a chat is everything before the last answer, also of a
+    transcript of HH-RLHF, and other plain texts have no prompt. If someone other than the assistant
+    speaks after the prompt that both texts share, only the assistant's turns from the first
+    difference on are judged.
 
-    `summary` counts dropped and cut pairs. Raises DataError for a missing column, for malformed rows (naming the first),
-    and if no pair is left.
+    `summary` counts dropped and cut pairs. Raises DataError for a missing column, for malformed
+    rows (naming the first), and if no pair is left.
     """
 
     row: ClassVar = PairRow
@@ -139,7 +164,12 @@ class PreferenceDataset(TokenizedRows[PairRow]):
     what: ClassVar = "pair"
 
     def __init__(
-        self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: PairSection, *, needs_prompt: bool = False
+        self,
+        dataset: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        data: PairSection,
+        *,
+        needs_prompt: bool = False,
     ) -> None:
         self.needs_prompt, self.ends = needs_prompt, Ends.of(tokenizer)
         super().__init__(dataset, tokenizer, data)
@@ -149,7 +179,9 @@ class PreferenceDataset(TokenizedRows[PairRow]):
             )
 
     def contents(self) -> Iterator[bytes]:
-        """All pairs as bytes, to be hashed. Without an exchange in any pair these are the bytes of earlier releases."""
+        """All pairs as bytes, to be hashed. Without an exchange in any pair these are the bytes of
+        earlier releases.
+        """
         unused = [name for name in CONTEXTS if not any(self.rows[name])]
         yield from contents_of(self._fields.remove_columns(unused))
 
@@ -162,17 +194,25 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         if isinstance(sides, str):
             return sides
         marks = self.ends.marks if self.data.apply_chat_template else []
-        return [side.closed(self.ends.texts, marks, space=self.data.space_before_eos) for side in sides]
+        return [
+            side.closed(self.ends.texts, marks, space=self.data.space_before_eos) for side in sides
+        ]
 
     def _plain(self, row: Mapping[str, Any]) -> list[Side]:
         prompt = ""
         if self.data.prompt_key:
             prompt = fill_template(self.data.input_template, text_of(row, self.data.prompt_key))
-        texts = [prompt + text_of(row, column) for column in (self.data.chosen_key, self.data.rejected_key)]
+        texts = [
+            prompt + text_of(row, column)
+            for column in (self.data.chosen_key, self.data.rejected_key)
+        ]
         turns = [transcript_turns(text) for text in texts]
         if self.needs_prompt and (spans := _judged_spans(turns, len(prompt))):
             sides = zip(texts, spans, strict=True)
-            return [Side(text=text, spans=judged, response=judged[0][0], exchange=True) for text, judged in sides]
+            return [
+                Side(text=text, spans=judged, response=judged[0][0], exchange=True)
+                for text, judged in sides
+            ]
         passages: list[Side] = []
         for text, said in zip(texts, turns, strict=True):
             answer = len(prompt)
@@ -185,9 +225,13 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         key, tools = self.data.prompt_key, templates.tools_of(row)
         prompt = messages_of(row, key, role="user", flag="--data.prompt_key") if key else []
         columns = (self.data.chosen_key, self.data.rejected_key)
-        sides = [prompt + self._answer_messages(row, column, alone=not prompt) for column in columns]
+        sides = [
+            prompt + self._answer_messages(row, column, alone=not prompt) for column in columns
+        ]
         passages: list[Side] = []
-        for column, messages, judged in zip(columns, sides, self._judged_messages(prompt, sides), strict=True):
+        for column, messages, judged in zip(
+            columns, sides, self._judged_messages(prompt, sides), strict=True
+        ):
             last = len(messages) - 1
             try:
                 empty = empty_calls(self.tokenizer, messages, judged or [last], tools=tools)
@@ -201,7 +245,9 @@ class PreferenceDataset(TokenizedRows[PairRow]):
                 raise row_error(row, column, f"{error}.") from error
         return passages
 
-    def _answer_messages(self, row: Mapping[str, Any], column: str, *, alone: bool) -> list[Message]:
+    def _answer_messages(
+        self, row: Mapping[str, Any], column: str, *, alone: bool
+    ) -> list[Message]:
         side = "chosen" if column == self.data.chosen_key else "rejected"
         answer = messages_of(row, column, role="assistant", flag=f"--data.{side}_key")
         if alone and isinstance(row[column], str) and len(answer) == 1:
@@ -212,8 +258,12 @@ class PreferenceDataset(TokenizedRows[PairRow]):
             raise row_error(row, column, problem)
         return answer
 
-    def _judged_messages(self, prompt: list[Message], sides: list[list[Message]]) -> list[list[int]]:
-        """The assistant's turns of each side from the first difference on, if others speak there too; else none."""
+    def _judged_messages(
+        self, prompt: list[Message], sides: list[list[Message]]
+    ) -> list[list[int]]:
+        """The assistant's turns of each side from the first difference on, if others speak there
+        too; else none.
+        """
         if not self.needs_prompt:
             return [[] for _ in sides]
         shortest = min(map(len, sides))
@@ -221,46 +271,75 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         begin = len(prompt) if prompt else first
         if all(message["role"] == "assistant" for side in sides for message in side[begin:]):
             return [[] for _ in sides]
-        return [[turn for turn in range(first, len(side)) if side[turn]["role"] == "assistant"] for side in sides]
+        return [
+            [turn for turn in range(first, len(side)) if side[turn]["role"] == "assistant"]
+            for side in sides
+        ]
 
-    def _rendered(self, prompt: list[Message], messages: list[Message], judged: list[int], tools: Any) -> Side:
+    def _rendered(
+        self, prompt: list[Message], messages: list[Message], judged: list[int], tools: Any
+    ) -> Side:
         if self.needs_prompt and messages[-1]["role"] != "assistant":
-            raise ValueError("the last message is not the assistant's, so there is no answer to judge")
+            raise ValueError(
+                "the last message is not the assistant's, so there is no answer to judge"
+            )
         if judged:
-            passage = templates.render_conversation(self.tokenizer, messages, turns=judged, tools=tools)
+            passage = templates.render_conversation(
+                self.tokenizer, messages, turns=judged, tools=tools
+            )
             passage = passage.with_ended_turns(self.ends.texts)
-            return Side(text=passage.text, spans=passage.spans, response=passage.spans[0][0], exchange=True)
+            return Side(
+                text=passage.text, spans=passage.spans, response=passage.spans[0][0], exchange=True
+            )
         text = templates.render(self.tokenizer, messages, tools=tools)
         answer = self._answer(prompt or messages[:-1], messages, text, tools)
         return Side(text=text, spans=[(answer, len(text))], response=answer)
 
     def _answer(self, prompt: list[Message], messages: list[Message], text: str, tools: Any) -> int:
-        """The character where the answer begins; the start of the last answer if the template rewrites history."""
+        """The character where the answer begins; the start of the last answer if the template
+        rewrites history.
+        """
         if not self.needs_prompt:
             return 0
-        with suppress(ValueError):  # a beginning that the template forbids, for example without a user
+        with suppress(
+            ValueError
+        ):  # a beginning that the template forbids, for example without a user
             before = ""
             if prompt:
-                before = templates.render(self.tokenizer, prompt, add_generation_prompt=True, tools=tools)
+                before = templates.render(
+                    self.tokenizer, prompt, add_generation_prompt=True, tools=tools
+                )
             if text.startswith(before):
                 return len(before)
         return templates.render_conversation(self.tokenizer, messages, tools=tools).response
 
-    def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
+    def columns(
+        self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
+    ) -> Result:
         """The columns of a tokenized pair, or the reason why the pair is dropped."""
         margin, limit, prompt_length = _margin(row), self.data.max_len - 2, 0
-        chosen, rejected = (cut(known.tokens, self.data.max_len, self.tokenizer, self.ends.ids) for known in encoded)
+        chosen, rejected = (
+            cut(known.tokens, self.data.max_len, self.tokenizer, self.ends.ids) for known in encoded
+        )
         contexts: list[list[int]] = [[], []]
         if self.needs_prompt:
-            starts = [known.tokens_of(text.spans[0]).start for known, text in zip(encoded, passages, strict=True)]
+            starts = [
+                known.tokens_of(text.spans[0]).start
+                for known, text in zip(encoded, passages, strict=True)
+            ]
             exchange = any(isinstance(text, Side) and text.exchange for text in passages)
             longest = max(starts) if exchange else min(starts)
             if longest >= limit:
-                return f"with a prompt of {limit} tokens or more (--data.max_len {self.data.max_len})"
+                return (
+                    f"with a prompt of {limit} tokens or more (--data.max_len {self.data.max_len})"
+                )
             prompt_length = min(*starts, in_common(chosen, rejected))
             if exchange:
                 sides = zip(passages, encoded, (chosen, rejected), strict=True)
-                contexts = [_context(text, known, range(prompt_length, len(kept))) for text, known, kept in sides]
+                contexts = [
+                    _context(text, known, range(prompt_length, len(kept)))
+                    for text, known, kept in sides
+                ]
         if encoded[0].tokens == encoded[1].tokens:
             return SAME_TEXT
         if chosen == rejected:
@@ -299,7 +378,9 @@ def _margin(row: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledRow(SFTRow):
-    """A prompt and an answer, as tokens; the answer begins at the first target, and ends with end-of-text."""
+    """A prompt and an answer, as tokens; the answer begins at the first target, and ends with
+    end-of-text.
+    """
 
     desirable: bool
     other: list[int] | None = None  # the answer of another row, for KTO's KL
@@ -317,20 +398,26 @@ class LabelledRow(SFTRow):
 
 
 class LabelledDataset(SFTDataset):
-    """The rows of a dataset as tokens with labels. Texts are those of `SFTDataset`: the answer is the response.
+    """The rows of a dataset as tokens with labels. Texts are those of `SFTDataset`: the answer is
+    the response.
 
-    Raises DataError for a missing column, for malformed rows or labels (naming the first), and if no row is left.
+    Raises DataError for a missing column, for malformed rows or labels (naming the first), and if
+    no row is left.
     """
 
     row: ClassVar = LabelledRow
     keys = ("input_key", "output_key", "label_key")
 
-    def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: KTODataConfig) -> None:
+    def __init__(
+        self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: KTODataConfig
+    ) -> None:
         super().__init__(dataset, tokenizer, data)
         self.desirable: int = sum(self.rows["desirable"])  # rows
         self.summary += f" {self.desirable} are desirable, {len(self) - self.desirable} are not."
 
-    def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
+    def columns(
+        self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
+    ) -> Result:
         """Those of SFT, and the label."""
         label, result = _label(row, self.data.label_key), super().columns(row, passages, encoded)
         return result if isinstance(result, str) else {**result, "desirable": label}
@@ -354,7 +441,9 @@ def check_both_labels(rows: LabelledDataset, *, column: str) -> Finding:
 def _label(row: Mapping[str, Any], column: str) -> bool:
     value = row[column]
     if str(value).lower() not in ("1", "0", "true", "false", "1.0", "0.0"):
-        raise row_error(row, column, f"is {value!r}, which is no label: 1 or true (desirable), 0 or false.")
+        raise row_error(
+            row, column, f"is {value!r}, which is no label: 1 or true (desirable), 0 or false."
+        )
     return str(value).lower() in ("1", "true", "1.0")
 
 

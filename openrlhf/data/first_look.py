@@ -1,7 +1,7 @@
 """Looks at the first rows of every run before a model is loaded.
 
-A certain mistake is an error, a likely mistake a notice. The functions are pure: they return the notices, and raise
-DataError.
+A certain mistake is an error, a likely mistake a notice. The functions are pure: they return the
+notices, and raise DataError.
 """
 
 import hashlib
@@ -32,21 +32,32 @@ RECORD = "openrlhf_format"  # in tokenizer_config.json, which goes wherever the 
 def texts_of(rows: Table, columns: Collection[str]) -> list[str]:
     """The strings in some columns of the first rows: plain values, and contents of chat messages."""
     first = rows[:LOOKED_AT]
-    return [text for column in columns for value in first.get(column, []) for text in texts_in(value)]
+    return [
+        text for column in columns for value in first.get(column, []) for text in texts_in(value)
+    ]
 
 
-def round_trip(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, prompts: bool = False) -> list[str]:
-    """Notices about texts that change when they are encoded and decoded. Raises DataError for lost text.
+def round_trip(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, prompts: bool = False
+) -> list[str]:
+    """Notices about texts that change when they are encoded and decoded. Raises DataError for lost
+    text.
 
-    Harmless changes: Unicode compatibility forms, added spaces, spaces beside special tokens, runs of white space that
-    become one space. A notice: letters that lose case or accents, unknown tokens, and with `prompts` any change, since
-    a reward's query is decoded tokens. An error: any other lost character, a lost border between two words, or more
-    unknown tokens than known ones.
+    Harmless changes: Unicode compatibility forms, added spaces, spaces beside special tokens, runs
+    of white space that become one space. A notice: letters that lose case or accents, unknown
+    tokens, and with `prompts` any change, since a reward's query is decoded tokens. An error: any
+    other lost character, a lost border between two words, or more unknown tokens than known ones.
     """
     changes: list[str] = []
-    tokens = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+    tokens = (
+        tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        if texts
+        else []
+    )
     for text, ids in zip(texts, tokens, strict=True):
-        back = str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        back = str(
+            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
         if _survives(_spaced(tokenizer, text), _spaced(tokenizer, back)):
             if prompts and back != text:
                 changes = [
@@ -62,7 +73,9 @@ def round_trip(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, prom
         if _survives(_plain(_spaced(tokenizer, text)), _plain(_spaced(tokenizer, back))):
             return [f"{problem} The model cannot distinguish upper from lower case, or accents."]
         if 0 < unknown <= len(ids) / 2:
-            return [f"{problem} {unknown} of {len(ids)} tokens are unknown to it ({tokenizer.unk_token})."]
+            return [
+                f"{problem} {unknown} of {len(ids)} tokens are unknown to it ({tokenizer.unk_token})."
+            ]
         raise DataError(
             f"{problem} Text is lost: look at the tokenizer's files, or use the tokenizer that the model came with."
         )
@@ -80,9 +93,13 @@ def _plain(text: str) -> str:
 
 
 def _survives(text: str, back: str) -> bool:
-    """Whether both have the same characters but for white space, and `back` has each border between words of `text`."""
+    """Whether both have the same characters but for white space, and `back` has each border between
+    words of `text`.
+    """
     words, found = text.split(), back.split()
-    return "".join(words) == "".join(found) and set(accumulate(map(len, words))) <= set(accumulate(map(len, found)))
+    return "".join(words) == "".join(found) and set(accumulate(map(len, words))) <= set(
+        accumulate(map(len, found))
+    )
 
 
 # ---- the format of texts that a model was trained with
@@ -90,7 +107,9 @@ def _survives(text: str, back: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TextFormat:
-    """The format of prompts that a model sees, and the ending of its answers. Exports record it for later stages."""
+    """The format of prompts that a model sees, and the ending of its answers. Exports record it for
+    later stages.
+    """
 
     input_template: str | None = None
     chat_template: str | None = None  # a hash of the template that is applied
@@ -110,11 +129,17 @@ class TextFormat:
         """The flags that set this format, as they are typed in bash."""
         if self.chat_template:
             return "--data.apply_chat_template"
-        return f"--data.input_template ${self.input_template!r}" if self.input_template else "no template"
+        return (
+            f"--data.input_template ${self.input_template!r}"
+            if self.input_template
+            else "no template"
+        )
 
 
 def record(tokenizer: PreTrainedTokenizerBase, used: TextFormat | None) -> None:
-    """Store the format in the tokenizer, whose files then contain it. None removes an earlier format."""
+    """Store the format in the tokenizer, whose files then contain it. None removes an earlier
+    format.
+    """
     tokenizer.init_kwargs.pop(RECORD, None)
     if used:
         tokenizer.init_kwargs[RECORD] = asdict(used)
@@ -126,25 +151,34 @@ def recorded(tokenizer: PreTrainedTokenizerBase) -> TextFormat | None:
     return TextFormat(**noted) if noted else None
 
 
-def compare_formats(model: str, trained: TextFormat | None, used: TextFormat, prompts: Sequence[str]) -> list[str]:
+def compare_formats(
+    model: str, trained: TextFormat | None, used: TextFormat, prompts: Sequence[str]
+) -> list[str]:
     """A notice if the prompts of this run have another format than a model's training prompts.
 
     `model` is the flag that names the model, with its value.
     """
-    if trained is None or (trained.input_template, trained.chat_template) == (used.input_template, used.chat_template):
+    if trained is None or (trained.input_template, trained.chat_template) == (
+        used.input_template,
+        used.chat_template,
+    ):
         return []
     if trained.input_template and in_template(trained.input_template, prompts):
         return []  # the rows contain the template already
     both = trained.chat_template and used.chat_template
-    other = "another chat template than this run has" if both else f"{trained.flags}, but this run uses {used.flags}"
+    other = (
+        "another chat template than this run has"
+        if both
+        else f"{trained.flags}, but this run uses {used.flags}"
+    )
     return [f"{model} was trained with {other}: its prompts look different here."]
 
 
 def in_template(template: str, texts: Sequence[str]) -> bool:
     """Return whether all these texts are already in a template.
 
-    A space at the end of the template may be missing. If the template has words on both sides, a text may continue
-    after it.
+    A space at the end of the template may be missing. If the template has words on both sides, a
+    text may continue after it.
     """
     before, _, after = template.partition("{}")
     end = after.rstrip(" ")
@@ -160,8 +194,8 @@ def unused_chat_template(
 ) -> list[str]:
     """Return a notice if a model has a chat template that neither the flags nor the texts use.
 
-    `model` is the flag that names the model, with its value. A model that an earlier stage exported records its own
-    format: see `compare_formats`.
+    `model` is the flag that names the model, with its value. A model that an earlier stage exported
+    records its own format: see `compare_formats`.
     """
     if applied or recorded(tokenizer) or not tokenizer.chat_template:
         return []
@@ -175,11 +209,17 @@ def unused_chat_template(
 
 
 def glued(prompts: Sequence[str], answers: Sequence[str]) -> list[str]:
-    """Return a notice if each of these prompts ends, and each answer begins, with a word, and nothing is put between them."""
+    """Return a notice if each of these prompts ends, and each answer begins, with a word, and
+    nothing is put between them.
+    """
     pairs = [
-        (prompt.rstrip(".?!"), answer) for prompt, answer in zip(prompts, answers, strict=False) if prompt and answer
+        (prompt.rstrip(".?!"), answer)
+        for prompt, answer in zip(prompts, answers, strict=False)
+        if prompt and answer
     ]
-    if not pairs or not all(prompt[-1:].isalpha() and answer[0].isalnum() for prompt, answer in pairs):
+    if not pairs or not all(
+        prompt[-1:].isalpha() and answer[0].isalnum() for prompt, answer in pairs
+    ):
         return []
     example = f"{prompts[0][-20:]}{answers[0][:20]}"
     return [
@@ -200,7 +240,9 @@ def filled_already(used: TextFormat, texts: Sequence[str]) -> list[str]:
 
 
 def joined_border(used: TextFormat, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A notice if the tokenizer joins a space at the end of the template with the first word of an answer."""
+    """A notice if the tokenizer joins a space at the end of the template with the first word of an
+    answer.
+    """
     template = used.input_template or ""
     end = template.partition("{}")[2]
     alone, joined = tokenizer([end, f"{end}A"], add_special_tokens=False)["input_ids"]
@@ -212,10 +254,16 @@ def joined_border(used: TextFormat, tokenizer: PreTrainedTokenizerBase) -> list[
     ]
 
 
-def check_answer_room(lengths: Sequence[int], *, max_len: int, max_new_tokens: int | None) -> Finding:
-    """Check prompt lengths: return a warning if prompts are cut, a failure if no room is left for answers."""
+def check_answer_room(
+    lengths: Sequence[int], *, max_len: int, max_new_tokens: int | None
+) -> Finding:
+    """Check prompt lengths: return a warning if prompts are cut, a failure if no room is left for
+    answers.
+    """
     whole = Finding(
-        check="prompt lengths", level=Level.PASS, seen=f"All {len(lengths)} prompts leave room for an answer."
+        check="prompt lengths",
+        level=Level.PASS,
+        seen=f"All {len(lengths)} prompts leave room for an answer.",
     )
     room = max_len - (max_new_tokens or 1)
     if max_new_tokens:
@@ -239,11 +287,18 @@ def dated_template(tokenizer: PreTrainedTokenizerBase) -> Finding:
     if NAME not in str(tokenizer.chat_template):
         return Finding(check=check, level=Level.PASS, seen="The chat template writes no date.")
     try:
-        texts = {render(tokenizer, question, variables=clock_at(moment)) for moment in ("2001-02-03", "2014-05-16")}
+        texts = {
+            render(tokenizer, question, variables=clock_at(moment))
+            for moment in ("2001-02-03", "2014-05-16")
+        }
     except ValueError:  # a template that needs more, a system message for instance
         texts = set[str]()
     if len(texts) == 1:
-        return Finding(check=check, level=Level.PASS, seen="The chat template writes no date before a user's message.")
+        return Finding(
+            check=check,
+            level=Level.PASS,
+            seen="The chat template writes no date before a user's message.",
+        )
     day = (vars(tokenizer).get(MOMENT) or now()).partition("T")[0]
     return Finding(
         check=check,
@@ -259,18 +314,23 @@ def dated_template(tokenizer: PreTrainedTokenizerBase) -> Finding:
 
 
 def ending_of(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the ending of most of these training rows: end-of-text, perhaps after a space, or another end of generation.
+    """Return the ending of most of these training rows: end-of-text, perhaps after a space, or
+    another end of generation.
 
     Returns "" if no row ends so.
     """
     eos, ends = str(tokenizer.eos_token), Ends.of(tokenizer)
     last = [tokens[-1] for tokens in rows]
     others = [
-        text for text, number in zip(ends.texts[1:], ends.ids[1:], strict=True) if 2 * last.count(number) > len(rows)
+        text
+        for text, number in zip(ends.texts[1:], ends.ids[1:], strict=True)
+        if 2 * last.count(number) > len(rows)
     ]
     if others:
         return others[0]
-    before = [tokenizer.decode(tokens[-2:-1]) for tokens in rows if tokens[-1] == tokenizer.eos_token_id]
+    before = [
+        tokenizer.decode(tokens[-2:-1]) for tokens in rows if tokens[-1] == tokenizer.eos_token_id
+    ]
     if not before:
         return ""
     return f" {eos}" if 2 * sum(text in ("", " ") for text in before) > len(rows) else eos
@@ -280,7 +340,9 @@ def end_notices(ending: str, tokenizer: PreTrainedTokenizerBase, answers: str) -
     """A notice about a suspicious ending. `answers` describes the texts that have the ending."""
     eos = tokenizer.eos_token
     if not ending:
-        return [f"None of the first rows ends with {eos}: the model will not learn to end its answers."]
+        return [
+            f"None of the first rows ends with {eos}: the model will not learn to end its answers."
+        ]
     spaced = (
         f"{answers} end with an added space before {eos}. A reward that requires an exact match will see the space. To "
         "train without it, pass --data.no_space_before_eos."
@@ -290,7 +352,10 @@ def end_notices(ending: str, tokenizer: PreTrainedTokenizerBase, answers: str) -
 
 def chat_end(tokenizer: PreTrainedTokenizerBase, stops: Collection[str]) -> list[str]:
     """A notice if the chat template ends an answer with a token that does not end generation."""
-    asked, answer = {"role": "user", "content": "(a question)"}, {"role": "assistant", "content": ANSWER}
+    asked, answer = (
+        {"role": "user", "content": "(a question)"},
+        {"role": "assistant", "content": ANSWER},
+    )
     try:
         after = render(tokenizer, [asked, answer]).partition(ANSWER)[2]
     except ValueError:  # a template that needs more, a system message for instance

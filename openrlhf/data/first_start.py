@@ -1,4 +1,6 @@
-"""Settings that a run's first start fixes for its later starts, and how files store them. Standard library only."""
+"""Settings that a run's first start fixes for its later starts, and how files store them. Standard
+library only.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +17,11 @@ def now() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstStart:
-    """The moment whose date a chat template writes, and whether texts have the format of the model's training by default.
+    """The moment whose date a chat template writes, and whether texts have the format of the
+    model's training by default.
 
-    Older releases had no such default, and kept neither entry: a run that they began continues without it.
+    Older releases had no such default, and kept neither entry: a run that they began continues
+    without it.
     """
 
     moment: str
@@ -31,7 +35,9 @@ class FirstStart:
     @classmethod
     def of(cls, entries: Mapping[str, Any]) -> Self:
         """Return the first start of a run that wrote these entries."""
-        return cls(moment=entries.get(MOMENT) or now(), trained_format=bool(entries.get(TRAINED_FORMAT)))
+        return cls(
+            moment=entries.get(MOMENT) or now(), trained_format=bool(entries.get(TRAINED_FORMAT))
+        )
 
     @property
     def entries(self) -> dict[str, Any]:

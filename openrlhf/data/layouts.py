@@ -32,7 +32,11 @@ def _arena(row: Row) -> Row:
     if winner.startswith("tie"):
         return {**row, DROPPED: TIE}
     a, b = row["conversation_a"], row["conversation_b"]
-    return {**row, "chosen": a, "rejected": b} if winner == "model_a" else {**row, "chosen": b, "rejected": a}
+    return (
+        {**row, "chosen": a, "rejected": b}
+        if winner == "model_a"
+        else {**row, "chosen": b, "rejected": a}
+    )
 
 
 def _webgpt(row: Row) -> Row:
@@ -46,42 +50,66 @@ def _webgpt(row: Row) -> Row:
     if row["score_0"] == row["score_1"]:
         return {**row, DROPPED: TIE}
     best = int(row["score_1"] > row["score_0"])
-    asked, chosen, rejected = question["full_text"], row[f"answer_{best}"], row[f"answer_{1 - best}"]
+    asked, chosen, rejected = (
+        question["full_text"],
+        row[f"answer_{best}"],
+        row[f"answer_{1 - best}"],
+    )
     return {**row, "prompt": asked, "chosen": chosen, "rejected": rejected}
 
 
 def _system(row: Row) -> list[Message]:
     """The system text in a column of its own, as a message; none if the row has none."""
-    return [{"role": "system", "content": text_of(row, name)} for name in ("system", "system_prompt") if row.get(name)]
+    return [
+        {"role": "system", "content": text_of(row, name)}
+        for name in ("system", "system_prompt")
+        if row.get(name)
+    ]
 
 
 def _chat(row: Row) -> Row:
-    """A conversation that goes on after a system text, unless the conversation begins with that text itself."""
+    """A conversation that goes on after a system text, unless the conversation begins with that
+    text itself.
+    """
     column = "messages" if isinstance(row.get("messages"), list) else "conversations"
     turns, opening = row[column], _system(row)
     begins, system = ([text.strip() for text in texts_in(said)[:1]] for said in (turns, opening))
-    return row if begins == system or not isinstance(turns, list) else {**row, column: [*opening, *turns]}
+    return (
+        row
+        if begins == system or not isinstance(turns, list)
+        else {**row, column: [*opening, *turns]}
+    )
 
 
 def _with_context(question: str) -> Callable[[Row], Row]:
-    """A question that `input` goes on with, after a system text and a history of [question, answer]."""
+    """A question that `input` goes on with, after a system text and a history of [question,
+    answer].
+    """
 
     def read(row: Row) -> Row:
         prompt = "\n".join(
-            text_of(row, column) for column in (question, "input") if column == question or row.get(column)
+            text_of(row, column)
+            for column in (question, "input")
+            if column == question or row.get(column)
         )
         messages = _system(row)
         for turn in row.get("history") or ():
             if not (isinstance(turn, list) and [kind(text) for text in turn] == ["a string"] * 2):
                 raise row_error(row, "history", f"has {turn!r}, which is no [question, answer].")
-            messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-        return {**row, question: [*messages, {"role": "user", "content": prompt}] if messages else prompt}
+            messages += [
+                {"role": "user", "content": turn[0]},
+                {"role": "assistant", "content": turn[1]},
+            ]
+        return {
+            **row,
+            question: [*messages, {"role": "user", "content": prompt}] if messages else prompt,
+        }
 
     return read
 
 
-# By the value of --data.layout: a row in, the row with the texts in the columns that the layout's flags name out. Raise
-# DataError, naming the row.
+# By the value of --data.layout: a row in, the row with the texts in the columns that the layout's
+# flags name out. Raise DataError, naming the row.
 READERS: dict[str, Callable[[Row], Row]] = {
     "alpaca": _with_context("instruction"),
     "arena": _arena,
@@ -96,30 +124,40 @@ JUDGED = ("arena", "webgpt")  # readers that make the columns of pairs
 
 
 LAYOUTS = toml_beside(__file__)
-CHIEF = {"pairs": "chosen_key", "text": "input_key"}  # a section of flags without it reads no rows of the kind
+CHIEF = {
+    "pairs": "chosen_key",
+    "text": "input_key",
+}  # a section of flags without it reads no rows of the kind
 
 
 def _fits(row: Row, columns: Mapping[str, str]) -> bool:
     """Whether a row has these columns, with values of these kinds."""
-    return all(column in row and kind(row[column]) in expected for column, expected in columns.items())
+    return all(
+        column in row and kind(row[column]) in expected for column, expected in columns.items()
+    )
 
 
 def _repeats_prompt(row: Row) -> bool:
-    """Whether the last message of the prompt is in the beginning that both texts share, or before both answers of chats."""
+    """Whether the last message of the prompt is in the beginning that both texts share, or before
+    both answers of chats.
+    """
     asked, sides = "".join(texts_in(row["prompt"])[-1:]).strip(), [row["chosen"], row["rejected"]]
     if all(isinstance(side, list) for side in sides):
-        return all(not asked or any(asked in text for text in texts_in(side[:-1])) for side in sides)
+        return all(
+            not asked or any(asked in text for text in texts_in(side[:-1])) for side in sides
+        )
     chosen, rejected = map(str, sides)
     return asked in chosen[: in_common(chosen, rejected)]
 
 
 def recognise(rows: Dataset, config: Any, *kinds: str, answers: str = "output_key") -> Any:
-    """The section `data` of the configuration, with the flags of the layout that fits the first row, and a notice.
+    """The section `data` of the configuration, with the flags of the layout that fits the first
+    row, and a notice.
 
-    `answers`: the flag of --data.* that reads the answers to the prompts.
-    A prompt column is not used if both answers repeat it in all of the first rows. Columns that the user names with
-    flags are kept, and the notice says what is missing. Raises DataError if the rows do not have the layout that
-    --data.layout names.
+    `answers`: the flag of --data.* that reads the answers to the prompts. A prompt column is not
+    used if both answers repeat it in all of the first rows. Columns that the user names with flags
+    are kept, and the notice says what is missing. Raises DataError if the rows do not have the
+    layout that --data.layout names.
     """
     data, named = config.data, config.data.layout
     first_rows: list[Row] = []
@@ -130,7 +168,12 @@ def recognise(rows: Dataset, config: Any, *kinds: str, answers: str = "output_ke
         return data
     first = dict(first_rows[0])
     read_here = [name for name in kinds or CHIEF if CHIEF[name] in vars(data)]
-    if "pairs" in read_here and named != "columns" and not data.prompt_key and _all_repeat_prompt(first_rows):
+    if (
+        "pairs" in read_here
+        and named != "columns"
+        and not data.prompt_key
+        and _all_repeat_prompt(first_rows)
+    ):
         del first["prompt"]
         notice(
             "The column 'prompt' is not read, because both texts of each of the first rows have the prompt already. "
@@ -151,14 +194,20 @@ def recognise(rows: Dataset, config: Any, *kinds: str, answers: str = "output_ke
         return data
     typed = " ".join(_typed(flag, value) for flag, value in changes.items() if value)
     if given and named == "auto":
-        notice(f"The rows have the layout of {typed}, which is not added, because flags name some columns.")
+        notice(
+            f"The rows have the layout of {typed}, which is not added, because flags name some columns."
+        )
         return data
-    notice(f"The rows have the layout of {typed}, and are read so. --data.layout columns: as the flags say.")
+    notice(
+        f"The rows have the layout of {typed}, and are read so. --data.layout columns: as the flags say."
+    )
     return replace(data, **changes)
 
 
 def _all_repeat_prompt(rows: Sequence[Row]) -> bool:
-    """Return whether both answers of all rows repeat the prompt, and at least one prompt says something."""
+    """Return whether both answers of all rows repeat the prompt, and at least one prompt says
+    something.
+    """
     if not {"prompt", "chosen", "rejected"} <= rows[0].keys():
         return False
     asks = any(isinstance(row["chosen"], list) or "".join(texts_in(row["prompt"])) for row in rows)
@@ -166,7 +215,9 @@ def _all_repeat_prompt(rows: Sequence[Row]) -> bool:
 
 
 def _layout_of(first: Row, kinds: Sequence[str], named: str) -> dict[str, Any]:
-    """Return the flags of the first layout that fits a row, and that `named`, a value of --data.layout, allows; else {}."""
+    """Return the flags of the first layout that fits a row, and that `named`, a value of
+    --data.layout, allows; else {}.
+    """
     for name in kinds:
         for layout in LAYOUTS[name]:
             flags = layout["flags"]
@@ -193,8 +244,11 @@ def _typed(flag: str, value: Any) -> str:
     return f"--data.{flag}" if value is True else f"--data.{flag} {value}"
 
 
-def columns_read(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: Any, keys: Sequence[str]) -> list[str]:
-    """The columns that these flags of --data.* name, and those of `EXTRA`; all columns if the layout has a reader.
+def columns_read(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: Any, keys: Sequence[str]
+) -> list[str]:
+    """The columns that these flags of --data.* name, and those of `EXTRA`; all columns if the
+    layout has a reader.
 
     Raises DataError for a missing column or chat template.
     """

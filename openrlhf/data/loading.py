@@ -24,17 +24,21 @@ ALL_ROWS = 10**8
 SPLIT_FLAGS = "--data.dataset_split, --data.prompt_split or --eval.split"
 
 
-def load_datasets(spec: str, *, split: str, probs: str | None = None, max_samples: int, seed: int) -> Dataset:
+def load_datasets(
+    spec: str, *, split: str, probs: str | None = None, max_samples: int, seed: int
+) -> Dataset:
     """The datasets of a comma list, `split` of each, as one dataset of at most `max_samples` rows.
 
-    An item is a .json, .jsonl, .csv, .tsv, .parquet or .arrow file (the first four also gzipped), a folder of such
-    files, a folder written by `save_to_disk`, or a hub name. `item@folder` reads the folder `folder` of the item. Each
-    item is cut to `max_samples` rows. Without `probs` the items follow each other. With `probs`, which the flags have
-    checked, rows are drawn from the items with these probabilities until every row was drawn. Values are those of the
-    files: every cell of a CSV file is text (007 stays 007), an empty cell is null. Two more columns give the origin of
-    a row (`errors.SOURCE`, `errors.ROW`).
+    An item is a .json, .jsonl, .csv, .tsv, .parquet or .arrow file (the first four also gzipped), a
+    folder of such files, a folder written by `save_to_disk`, or a hub name. `item@folder` reads the
+    folder `folder` of the item. Each item is cut to `max_samples` rows. Without `probs` the items
+    follow each other. With `probs`, which the flags have checked, rows are drawn from the items
+    with these probabilities until every row was drawn. Values are those of the files: every cell of
+    a CSV file is text (007 stays 007), an empty cell is null. Two more columns give the origin of a
+    row (`errors.SOURCE`, `errors.ROW`).
 
-    Raises DataError if an item cannot be read, has no such split or has no rows, or if the items cannot be blended.
+    Raises DataError if an item cannot be read, has no such split or has no rows, or if the items
+    cannot be blended.
     """
     items = [item.strip() for item in spec.split(",") if item.strip()]
     parts = [_load_one(item, split, max_samples) for item in items]
@@ -47,7 +51,9 @@ def key_columns(data: Any) -> list[str]:
     return [column for flag, column in vars(data).items() if flag.endswith("_key") and column]
 
 
-def _blend(parts: list[Dataset], items: list[str], probs: str | None, max_samples: int, seed: int) -> Dataset:
+def _blend(
+    parts: list[Dataset], items: list[str], probs: str | None, max_samples: int, seed: int
+) -> Dataset:
     written: set[str] = set()
     for part in parts:
         written |= {name for name, type_ in part.features.items() if isinstance(type_, AsWritten)}
@@ -57,18 +63,28 @@ def _blend(parts: list[Dataset], items: list[str], probs: str | None, max_sample
             blend = datasets.concatenate_datasets(parts)
         else:
             given = [float(number) for number in probs.split(",")]
-            weights = [number / math.fsum(given) for number in given]  # 0.333,0.333,0.333 means thirds
+            weights = [
+                number / math.fsum(given) for number in given
+            ]  # 0.333,0.333,0.333 means thirds
             _announce_repeats(items, weights, [len(part) for part in parts], max_samples)
-            blend = datasets.interleave_datasets(parts, weights, seed=seed, stopping_strategy="all_exhausted")
+            blend = datasets.interleave_datasets(
+                parts, weights, seed=seed, stopping_strategy="all_exhausted"
+            )
     except ValueError as error:
         problem = f"{', '.join(items)} cannot be blended: {error}. Columns of the same name need the same type."
         raise DataError(problem) from error
     return blend
 
 
-def _announce_repeats(items: list[str], weights: list[float], rows: list[int], max_samples: int) -> None:
-    """Name the items that are drawn more than once on average: drawing ends when the last item is used up."""
-    drawn = min(max(count / weight for count, weight in zip(rows, weights, strict=True)), max_samples)
+def _announce_repeats(
+    items: list[str], weights: list[float], rows: list[int], max_samples: int
+) -> None:
+    """Name the items that are drawn more than once on average: drawing ends when the last item is
+    used up.
+    """
+    drawn = min(
+        max(count / weight for count, weight in zip(rows, weights, strict=True)), max_samples
+    )
     for item, weight, count in zip(items, weights, rows, strict=True):
         if (times := weight * drawn / count) >= 1.5:
             notice(
@@ -79,23 +95,33 @@ def _announce_repeats(items: list[str], weights: list[float], rows: list[int], m
 def _store_as_written(part: Dataset, written: Collection[str]) -> Dataset:
     """Store these columns as the columns of JSON files with mixed values are stored."""
     types = part.features
-    columns = [name for name in part.column_names if name in written and not isinstance(types[name], AsWritten)]
+    columns = [
+        name
+        for name in part.column_names
+        if name in written and not isinstance(types[name], AsWritten)
+    ]
     if not columns:
         return part
 
     def texts_of(rows: dict[str, list[Any]]) -> dict[str, list[str | None]]:
         texts = {}
         for name in columns:
-            texts[name] = [ANY.encode_example(without_added_nulls(value, types[name])) for value in rows[name]]
+            texts[name] = [
+                ANY.encode_example(without_added_nulls(value, types[name])) for value in rows[name]
+            ]
         return texts
 
     texts = Features(types | dict.fromkeys(columns, Value("string")))
-    part = part.map(texts_of, batched=True, features=texts, keep_in_memory=True, load_from_cache_file=False)
+    part = part.map(
+        texts_of, batched=True, features=texts, keep_in_memory=True, load_from_cache_file=False
+    )
     return part.cast(Features(types | dict.fromkeys(columns, ANY)))
 
 
 def _with_short_strings(part: Dataset) -> Dataset:
-    """Strings of CSV files (64-bit) as strings of JSON files (32-bit), because the two types do not concatenate."""
+    """Strings of CSV files (64-bit) as strings of JSON files (32-bit), because the two types do not
+    concatenate.
+    """
     wide = [name for name, type_ in part.features.items() if type_ == Value("large_string")]
     short = Features(part.features | dict.fromkeys(wide, Value("string")))
     return part.cast(short) if wide else part
@@ -110,7 +136,9 @@ def _load_one(item: str, split: str, max_samples: int) -> Dataset:
     if isinstance(loaded, DatasetDict):
         if split not in loaded:
             there = ", ".join(repr(str(name)) for name in loaded)
-            raise DataError(f"{item} has no split {split!r}; it has {there}. Set {SPLIT_FLAGS} to one of them.")
+            raise DataError(
+                f"{item} has no split {split!r}; it has {there}. Set {SPLIT_FLAGS} to one of them."
+            )
         loaded = loaded[split]
     if not len(loaded):
         raise DataError(f"{item} has no rows in split {split!r}.")
@@ -128,7 +156,9 @@ def _read(path: str, folder: str | None) -> Dataset | DatasetDict:
     extension = os.path.splitext(path.removesuffix(".gz"))[1].lower()
     if extension in FORMATS and (not path.endswith(".gz") or path.lower().endswith(GZIPPED)):
         options: dict[str, Any] = {"sep": "\t"} if extension == ".tsv" else {}
-        read = read_as_written(load_dataset_builder(FORMATS[extension], data_files=glob.escape(path), **options))
+        read = read_as_written(
+            load_dataset_builder(FORMATS[extension], data_files=glob.escape(path), **options)
+        )
         return read["train"]  # the library's name for all rows
     if os.path.isdir(path):
         inner = Path(path, folder or "")
@@ -136,12 +166,16 @@ def _read(path: str, folder: str | None) -> Dataset | DatasetDict:
             return load_from_disk(str(inner))
     elif os.path.isfile(path):
         known = ", ".join([*FORMATS, *GZIPPED])
-        raise DataError(f"{path} has an unknown format. Known are {known}: convert the file to one of them.")
+        raise DataError(
+            f"{path} has an unknown format. Known are {known}: convert the file to one of them."
+        )
     return read_as_written(load_dataset_builder(path, data_dir=folder))
 
 
 def _explain(item: str, path: str, error: Exception) -> str:
-    """Why the datasets library could not read an item. The library's error names the file of a folder."""
+    """Why the datasets library could not read an item. The library's error names the file of a
+    folder.
+    """
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__

@@ -16,29 +16,45 @@ from openrlhf.data.layouts import DATASOURCE
 from openrlhf.data.lost_tools import lost_tool
 from openrlhf.data.rows import Result, TokenizedRows, contents_of, number_rows
 from openrlhf.data.sft import SFTDataset
-from openrlhf.data.templates import Encoded, Passage, cut, fill_template, messages_of, render, tools_of
+from openrlhf.data.templates import (
+    Encoded,
+    Passage,
+    cut,
+    fill_template,
+    messages_of,
+    render,
+    tools_of,
+)
 from openrlhf.data.text_files import without_added_nulls
 from openrlhf.trajectory import Prompt
 
-PromptSection = RLDataConfig | EvaluatedDataConfig | InferenceDataConfig  # columns and templates of prompts
+PromptSection = (
+    RLDataConfig | EvaluatedDataConfig | InferenceDataConfig
+)  # columns and templates of prompts
 
 
 class PromptDataset(TokenizedRows[Prompt]):
     """The rows of a dataset as prompts, rendered when the object is created; no row is dropped.
 
-    With `apply_chat_template` the input column holds strings (a user message) or lists of messages. They are rendered
-    up to the last turn that is not the assistant's, with the tools in the column `tools`, and with the generation
-    prompt of the assistant. Without `apply_chat_template` the column holds strings, which are put
-    into `input_template`. Without `label_key` every label is "". Without a column `datasource` the data source is
-    "default". Without a column `image_key` there are no images. The index of a prompt is its row number: a source
-    replaces the index by the running number of the draw. Raises DataError for a missing column, and for malformed or
-    empty prompts, naming the first.
+    With `apply_chat_template` the input column holds strings (a user message) or lists of messages.
+    They are rendered up to the last turn that is not the assistant's, with the tools in the column
+    `tools`, and with the generation prompt of the assistant. Without `apply_chat_template` the
+    column holds strings, which are put into `input_template`. Without `label_key` every label is
+    "". Without a column `datasource` the data source is "default". Without a column `image_key`
+    there are no images. The index of a prompt is its row number: a source replaces the index by the
+    running number of the draw. Raises DataError for a missing column, and for malformed or empty
+    prompts, naming the first.
     """
 
     row: ClassVar = Prompt
 
     def __init__(
-        self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: PromptSection, *, image_key: str = "images"
+        self,
+        dataset: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        data: PromptSection,
+        *,
+        image_key: str = "images",
     ) -> None:
         self.keys = data.columns
         rows = number_rows(dataset)
@@ -48,7 +64,9 @@ class PromptDataset(TokenizedRows[Prompt]):
             notice(
                 f"{answered} prompts end with turns of the assistant, which are left out: the policy answers instead."
             )
-        self._extras = rows.select_columns([*{*rows.column_names} & {data.label_key, image_key, SOURCE, ROW}])
+        self._extras = rows.select_columns(
+            [*{*rows.column_names} & {data.label_key, image_key, SOURCE, ROW}]
+        )
 
     def lengths(self) -> list[int]:
         """Return the number of tokens of each prompt."""
@@ -71,7 +89,11 @@ class PromptDataset(TokenizedRows[Prompt]):
         extras = self._extras[index]
         key = self.data.label_key
         label = without_added_nulls(extras[key], self._extras.features[key]) if key else ""
-        return Prompt(**{**self._fields[index], "index": index}, label=label, images=extras.get(self.image_key))
+        return Prompt(
+            **{**self._fields[index], "index": index},
+            label=label,
+            images=extras.get(self.image_key),
+        )
 
     def contents(self) -> Iterator[bytes]:
         """All prompts and labels as bytes, to be hashed."""
@@ -79,13 +101,22 @@ class PromptDataset(TokenizedRows[Prompt]):
         if self.data.label_key:
             yield from contents_of(self._extras.select_columns([self.data.label_key]))
 
-    def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
-        """Text, tokens and data source of a prompt, and whether turns of the assistant at its end were left out."""
+    def columns(
+        self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
+    ) -> Result:
+        """Text, tokens and data source of a prompt, and whether turns of the assistant at its end
+        were left out.
+        """
         [prompt], [known] = passages, encoded
         if not known.tokens:
             raise row_error(row, self.data.input_key, "is an empty prompt.")
         source = str(row.get(DATASOURCE) or "default")
-        return {"text": prompt.text, "tokens": known.tokens, "datasource": source, "rewritten": prompt.rewritten}
+        return {
+            "text": prompt.text,
+            "tokens": known.tokens,
+            "datasource": source,
+            "rewritten": prompt.rewritten,
+        }
 
     def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
         """The prompt."""
@@ -93,16 +124,25 @@ class PromptDataset(TokenizedRows[Prompt]):
             text = fill_template(self.data.input_template, text_of(row, self.data.input_key))
             return [Passage(text=text, spans=[], response=0)]
         messages = messages_of(row, self.data.input_key, role="user", flag="--data.input_key")
-        asked = max((n for n, message in enumerate(messages, 1) if message["role"] != "assistant"), default=0)
+        asked = max(
+            (n for n, message in enumerate(messages, 1) if message["role"] != "assistant"),
+            default=0,
+        )
         if not asked:
-            raise row_error(row, self.data.input_key, "has turns of the assistant only, which nobody asked for.")
+            raise row_error(
+                row, self.data.input_key, "has turns of the assistant only, which nobody asked for."
+            )
         tools = tools_of(row)
         try:
             text = render(self.tokenizer, messages[:asked], add_generation_prompt=True, tools=tools)
-            lost = lost_tool(self.tokenizer, messages[:asked], text, tools=tools, add_generation_prompt=True)
+            lost = lost_tool(
+                self.tokenizer, messages[:asked], text, tools=tools, add_generation_prompt=True
+            )
         except ValueError as error:
             raise row_error(row, self.data.input_key, f"{error}.") from error
-        return [Passage(text=text, spans=[], response=0, rewritten=asked < len(messages), lost=lost)]
+        return [
+            Passage(text=text, spans=[], response=0, rewritten=asked < len(messages), lost=lost)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,19 +155,29 @@ class Answered(Prompt):
 class AnsweredDataset(SFTDataset):
     """The rows of a dataset as prompts and answers, which a reward model scores as one text.
 
-    As `SFTDataset`, which also says how the text ends, how it is cut, which rows are dropped, and what the answer of a
-    chat is. The answer of a chat is written as the template renders it.
+    As `SFTDataset`, which also says how the text ends, how it is cut, which rows are dropped, and
+    what the answer of a chat is. The answer of a chat is written as the template renders it.
     """
 
     row: ClassVar = Answered
 
-    def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
+    def columns(
+        self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
+    ) -> Result:
         """Prompt, answer, and the tokens of both, or the reason why the row is dropped."""
         [passage], [known], data = passages, encoded, self.data
         if known.tokens_of((passage.response, len(passage.text))).start >= data.max_len - 1:
             return f"whose prompt leaves no token of the answer (--data.max_len {data.max_len})"
         prompt, answer = passage.text[: passage.response], passage.text[passage.response :]
         if not data.apply_chat_template:  # not as it was ended
-            prompt, answer = fill_template(data.input_template, row[data.input_key]), row[data.output_key]
+            prompt, answer = (
+                fill_template(data.input_template, row[data.input_key]),
+                row[data.output_key],
+            )
         tokens = cut(known.tokens, data.max_len, self.tokenizer, self.ends.ids)
-        return {"text": prompt, "label": answer, "tokens": tokens, "cut": len(known.tokens) > data.max_len}
+        return {
+            "text": prompt,
+            "label": answer,
+            "tokens": tokens,
+            "cut": len(known.tokens) > data.max_len,
+        }

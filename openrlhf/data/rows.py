@@ -62,10 +62,11 @@ NOTES = {
 
 
 class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
-    """The rows of a dataset as tokens, made when the object is created. `summary` counts dropped rows by reason.
+    """The rows of a dataset as tokens, made when the object is created. `summary` counts dropped
+    rows by reason.
 
-    The processes of a launcher must all create the object: one process of each machine makes the tokens. `data` is the
-    section of the flags with the columns, the layout and `max_len`.
+    The processes of a launcher must all create the object: one process of each machine makes the
+    tokens. `data` is the section of the flags with the columns, the layout and `max_len`.
     """
 
     row: ClassVar[Any]  # the data class of a row; its fields of the types in `STORED` are kept
@@ -73,7 +74,9 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
     what: ClassVar[str] = "row"  # the word for a row in messages
 
     def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: Any) -> None:
-        """Raises DataError for a missing column, for malformed rows (the first are named), and if no row is left."""
+        """Raises DataError for a missing column, for malformed rows (the first are named), and if
+        no row is left.
+        """
         self.tokenizer, self.data, what = tokenizer, data, self.what
         used = columns_read(dataset, tokenizer, data, self.keys)
         own = {field.name: STORED[field.type] for field in fields(self.row) if field.type in STORED}
@@ -81,22 +84,34 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         dataset = number_rows(dataset)
         self._types = dataset.features
         self.control = ControlTokens.of(tokenizer, in_chats=data.apply_chat_template)
-        mapped = once_per_machine(lambda: map_rows(dataset, used, self._encoded, self.features, "Tokenizing"))
+        mapped = once_per_machine(
+            lambda: map_rows(dataset, used, self._encoded, self.features, "Tokenizing")
+        )
         if malformed := [problem for problem in mapped[MALFORMED][:] if problem]:
-            count = f"\n{len(malformed)} of {len(mapped)} rows are malformed." * (len(malformed) > 1)
+            count = f"\n{len(malformed)} of {len(mapped)} rows are malformed." * (
+                len(malformed) > 1
+            )
             raise DataError("\n".join(malformed[:MOST_NAMED]) + count)
         self._look_for_control_tokens(mapped, dataset)
         self._look_for_lost_tools(mapped, dataset)
         reasons = mapped["dropped"][:]
         counts = Counter(reasons)
-        dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()) if reason)
-        self.summary: str = f"{counts['']} of {len(reasons)} {what}s kept{', dropped ' * bool(dropped)}{dropped}."
+        dropped = ", ".join(
+            f"{count} {reason}" for reason, count in sorted(counts.items()) if reason
+        )
+        self.summary: str = (
+            f"{counts['']} of {len(reasons)} {what}s kept{', dropped ' * bool(dropped)}{dropped}."
+        )
         if not counts[""]:
             flags = ", ".join(f"--data.{key}" for key in self.keys)
-            raise DataError(f"No {what} is left: {self.summary} Look at {flags} and --data.max_len.")
+            raise DataError(
+                f"No {what} is left: {self.summary} Look at {flags} and --data.max_len."
+            )
         self.rows = mapped.select([number for number, reason in enumerate(reasons) if not reason])
         if cut := sum(self.rows["cut"]):
-            self.summary += f" {cut} of the kept {what}s were cut to {data.max_len} tokens (--data.max_len)."
+            self.summary += (
+                f" {cut} of the kept {what}s were cut to {data.max_len} tokens (--data.max_len)."
+            )
         self._fields = self.rows.select_columns(list(own))
 
     def _look_for_control_tokens(self, mapped: Dataset, dataset: Dataset) -> None:
@@ -108,7 +123,8 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
                 found,
                 what=self.what,
                 first=_first_origin(found, dataset),
-                rendered=not self.data.apply_chat_template and self.data.input_template in (None, "{}"),
+                rendered=not self.data.apply_chat_template
+                and self.data.input_template in (None, "{}"),
             )
         )
 
@@ -131,29 +147,42 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         """The texts of a row, or the reason why the row is dropped."""
 
     @abstractmethod
-    def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
+    def columns(
+        self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
+    ) -> Result:
         """The columns of a row whose texts are tokens now, or the reason why the row is dropped."""
 
     def _encoded(self, columns: Columns) -> Columns:
-        """Batches of columns as the columns of `features`. `dropped` and `MALFORMED` have the reason and the mistake, if any."""
+        """Batches of columns as the columns of `features`. `dropped` and `MALFORMED` have the
+        reason and the mistake, if any.
+        """
         read = READERS.get(self.data.layout, dict)
         kept = {}
         for name, values in columns.items():
             kept[name] = [without_added_nulls(value, self._types[name]) for value in values]
-        rows = [attempt(read, dict(zip(columns, row, strict=True))) for row in zip(*kept.values(), strict=True)]
+        rows = [
+            attempt(read, dict(zip(columns, row, strict=True)))
+            for row in zip(*kept.values(), strict=True)
+        ]
         texts = [attempt(self.passages, row) for row in rows]
         to_encode = [passage.text for text in texts if isinstance(text, list) for passage in text]
         encoded = iter(encode(self.tokenizer, to_encode))
         results = [
-            attempt(self.columns, row, text, [next(encoded) for _ in text]) if isinstance(text, list) else text
+            attempt(self.columns, row, text, [next(encoded) for _ in text])
+            if isinstance(text, list)
+            else text
             for row, text in zip(rows, texts, strict=True)
         ]
         blank = {"dropped": "", "cut": False, "rewritten": 0, "unended": 0, "control": ""}
-        made = [{"dropped": result} if isinstance(result, str) else blank | result for result in results]
+        made = [
+            {"dropped": result} if isinstance(result, str) else blank | result for result in results
+        ]
         written = [getattr(self.data, key) for key in self.keys if key != "label_key"]
         for result, row, text in zip(made, rows, texts, strict=True):
             result |= _lost_in(text)
-            result["control"] = self.control.first_in([row.get(column) for column in written if column])
+            result["control"] = self.control.first_in(
+                [row.get(column) for column in written if column]
+            )
         return {name: [row.get(name) for row in made] for name in self.features}
 
     def __len__(self) -> int:
@@ -175,7 +204,9 @@ def _first_origin(found: list[str], dataset: Dataset) -> str:
 
 
 def _lost_in(text: Any) -> dict[str, Any]:
-    """Return what the template left out of a row's tools. `text`: its passages, or why it is dropped."""
+    """Return what the template left out of a row's tools. `text`: its passages, or why it is
+    dropped.
+    """
     if text == ONLY_CALLS:
         return {"lost": "the calls of its answer", "empty": 0}
     passages: list[Passage] = text if isinstance(text, list) else []
@@ -184,7 +215,9 @@ def _lost_in(text: Any) -> dict[str, Any]:
 
 
 def attempt(step: Callable[..., Any], row: dict[str, Any], *arguments: Any) -> Any:
-    """What a step makes of a row, or a column with the mistake that this step or an earlier one found in the row."""
+    """What a step makes of a row, or a column with the mistake that this step or an earlier one
+    found in the row.
+    """
     try:
         return row if MALFORMED in row else step(row, *arguments)
     except DataError as error:
@@ -193,11 +226,15 @@ def attempt(step: Callable[..., Any], row: dict[str, Any], *arguments: Any) -> A
 
 def without_origin(dataset: Dataset) -> Dataset:
     """Return a dataset without the columns that say where its rows came from."""
-    return dataset.select_columns([name for name in dataset.column_names if name not in (SOURCE, ROW)])
+    return dataset.select_columns(
+        [name for name in dataset.column_names if name not in (SOURCE, ROW)]
+    )
 
 
 def contents_of(dataset: Dataset) -> Iterator[bytes]:
-    """All values of a dataset as bytes, however the dataset is stored; a million rows of 250 tokens take 2 to 5 s to hash."""
+    """All values of a dataset as bytes, however the dataset is stored; a million rows of 250 tokens
+    take 2 to 5 s to hash.
+    """
     batches: Any = dataset.with_format("arrow").iter(1000)
     for column in (column for batch in batches for column in batch.columns):
         values = column.combine_chunks()
@@ -205,14 +242,20 @@ def contents_of(dataset: Dataset) -> Iterator[bytes]:
             yield values.value_lengths().to_numpy(zero_copy_only=False).tobytes()
             values = values.flatten()
         array = values.to_numpy(zero_copy_only=False)
-        yield repr(values.to_pylist()).encode(errors="surrogatepass") if array.dtype == object else array.tobytes()
+        yield (
+            repr(values.to_pylist()).encode(errors="surrogatepass")
+            if array.dtype == object
+            else array.tobytes()
+        )
 
 
 def once_per_machine(prepare: Callable[[], Dataset]) -> Dataset:
-    """One process of this machine prepares the rows and saves them; all processes of the machine map the files.
+    """One process of this machine prepares the rows and saves them; all processes of the machine
+    map the files.
 
-    The others wait for a lock. The system takes the lock from a process that ends, and the next process prepares: there
-    is no deadline. Raises DataError as `prepare` does, and if the disk is full.
+    The others wait for a lock. The system takes the lock from a process that ends, and the next
+    process prepares: there is no deadline. Raises DataError as `prepare` does, and if the disk is
+    full.
     """
     if world_size() == 1 or not dist.is_initialized():
         return prepare()
@@ -230,7 +273,9 @@ def once_per_machine(prepare: Callable[[], Dataset]) -> Dataset:
                 shutil.rmtree(folder, ignore_errors=True)
                 if not isinstance(error, OSError):
                     raise
-                raise DataError(f"Rows cannot be written to {folder}: {error}. TMPDIR names another folder.") from error
+                raise DataError(
+                    f"Rows cannot be written to {folder}: {error}. TMPDIR names another folder."
+                ) from error
     mapped = Dataset.load_from_disk(rows)
     dist.barrier()
     shutil.rmtree(folder, ignore_errors=True)  # the system keeps mapped files while they are in use
@@ -238,14 +283,19 @@ def once_per_machine(prepare: Callable[[], Dataset]) -> Dataset:
 
 
 def map_rows(
-    dataset: Dataset, columns: list[str], function: Callable[[Columns], Columns], features: Features, title: str
+    dataset: Dataset,
+    columns: list[str],
+    function: Callable[[Columns], Columns],
+    features: Features,
+    title: str,
 ) -> Dataset:
     """The columns that `function` makes of batches of these columns and of the rows' origins.
 
-    Nothing is cached, because a cached result would outlive a change of this code. The tables of many rows are on disk
-    while the process uses them, but their folder is deleted before this function returns. `dataset` is a result of
-    `number_rows`. Raises DataError for text that is not UTF-8 and for a full disk, SystemExit if the process is asked
-    to end, and every error of `function`.
+    Nothing is cached, because a cached result would outlive a change of this code. The tables of
+    many rows are on disk while the process uses them, but their folder is deleted before this
+    function returns. `dataset` is a result of `number_rows`. Raises DataError for text that is not
+    UTF-8 and for a full disk, SystemExit if the process is asked to end, and every error of
+    `function`.
     """
     dataset = dataset.select_columns(list(dict.fromkeys([*columns, SOURCE, ROW])))
     options: dict[str, Any] = {"keep_in_memory": True}
@@ -255,7 +305,10 @@ def map_rows(
         cache = Path(datasets.config.HF_DATASETS_CACHE)
         cache.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix="openrlhf-rows-", dir=cache))
-        options = {"cache_file_name": str(folder / "rows.arrow"), "num_proc": workers if workers > 1 else None}
+        options = {
+            "cache_file_name": str(folder / "rows.arrow"),
+            "num_proc": workers if workers > 1 else None,
+        }
         notice(f"{title} {len(dataset)} rows; processes: {workers}.")
     try:
         return dataset.map(
@@ -279,7 +332,9 @@ def map_rows(
         raise
     finally:
         if folder:
-            shutil.rmtree(folder, ignore_errors=True)  # the system keeps mapped files while they are in use
+            shutil.rmtree(
+                folder, ignore_errors=True
+            )  # the system keeps mapped files while they are in use
 
 
 def _first_unreadable(dataset: Dataset) -> str:

@@ -17,7 +17,9 @@ from openrlhf.data.rows import Result, TokenizedRows
 from openrlhf.data.templates import Encoded, Passage, cut, fill_template, messages_of
 from openrlhf.data.tokenizer import Ends
 
-TextSection = SFTDataConfig | KTODataConfig | InferenceDataConfig  # columns, templates and `max_len` of texts
+TextSection = (
+    SFTDataConfig | KTODataConfig | InferenceDataConfig
+)  # columns, templates and `max_len` of texts
 NO_PROMPT, NO_RESPONSE = "with an empty prompt", "with an empty response"
 NO_ASSISTANT, TOO_SHORT = "without an assistant message", "of fewer than two tokens"
 NOT_LEARNED = "without a turn to learn"
@@ -25,7 +27,8 @@ NOT_LEARNED = "without a turn to learn"
 
 @dataclass(frozen=True, kw_only=True)
 class SFTRow:
-    """One training text of T tokens. Token t is learned if `loss_mask[t]`; the first token never is.
+    """One training text of T tokens. Token t is learned if `loss_mask[t]`; the first token never
+    is.
 
     Example, the prompt "Q: " and the response "yes" (ids made up):
 
@@ -40,29 +43,39 @@ class SFTRow:
 class SFTDataset(TokenizedRows[SFTRow]):
     """The rows of a dataset as tokens and loss masks, made when the object is created.
 
-    `data` has the columns, the templates and `max_len`. A text is prompt and response, or a rendered conversation. The
-    text loses its trailing newlines, ends with end-of-text (after a space if end-of-text was missing), and is cut to
-    `max_len` tokens, the last of which is always end-of-text and learned.
+    `data` has the columns, the templates and `max_len`. A text is prompt and response, or a
+    rendered conversation. The text loses its trailing newlines, ends with end-of-text (after a
+    space if end-of-text was missing), and is cut to `max_len` tokens, the last of which is always
+    end-of-text and learned.
 
-    The response is the output column with all its messages; without an output column, the last message of the
-    assistant; with `multiturn`, every message of the assistant whose field `loss` or `weight`, if it has one, is not
-    false or 0. A turn that consists only of tool calls is not a target if the template leaves them out. Messages after
-    the last learned message are cut off. The chat template gets the column `tools`.
-    In pretrain mode a text is the unchanged input column, and every token but the first is learned.
+    The response is the output column with all its messages; without an output column, the last
+    message of the assistant; with `multiturn`, every message of the assistant whose field `loss` or
+    `weight`, if it has one, is not false or 0. A turn that consists only of tool calls is not a
+    target if the template leaves them out. Messages after the last learned message are cut off. The
+    chat template gets the column `tools`. In pretrain mode a text is the unchanged input column,
+    and every token but the first is learned.
 
-    Rows with an empty prompt or response, or with a prompt of `max_len` − 2 tokens or more, are dropped and counted in
-    `summary`. Raises DataError for a missing column, for malformed rows (naming the first), and if no row is left.
+    Rows with an empty prompt or response, or with a prompt of `max_len` − 2 tokens or more, are
+    dropped and counted in `summary`. Raises DataError for a missing column, for malformed rows
+    (naming the first), and if no row is left.
     """
 
     row: ClassVar[Any] = SFTRow
     keys = ("input_key", "output_key")
 
     def __init__(
-        self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: TextSection, *, pretrain: bool = False
+        self,
+        dataset: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        data: TextSection,
+        *,
+        pretrain: bool = False,
     ) -> None:
         self.pretrain = pretrain
         if data.multiturn and not data.apply_chat_template:
-            raise DataError("--data.multiturn needs --data.apply_chat_template: only a chat has turns.")
+            raise DataError(
+                "--data.multiturn needs --data.apply_chat_template: only a chat has turns."
+            )
         if pretrain:
             data = replace(data, output_key=None, apply_chat_template=False)
         if not (pretrain or data.output_key or data.apply_chat_template):
@@ -97,15 +110,23 @@ class SFTDataset(TokenizedRows[SFTRow]):
         messages = messages_of(row, self.data.input_key, role="user", flag="--data.input_key")
         asked, tools = len(messages), templates.tools_of(row)
         if self.data.output_key:
-            messages += messages_of(row, self.data.output_key, role="assistant", flag="--data.output_key")
+            messages += messages_of(
+                row, self.data.output_key, role="assistant", flag="--data.output_key"
+            )
         try:
             learned = templates.learned_turns(messages, chosen=self.data.multiturn)
             if not learned:
-                return NOT_LEARNED if any(message["role"] == "assistant" for message in messages) else NO_ASSISTANT
+                return (
+                    NOT_LEARNED
+                    if any(message["role"] == "assistant" for message in messages)
+                    else NO_ASSISTANT
+                )
             messages = messages[: learned[-1] + 1]
             if len(messages) < 2:
                 return NO_PROMPT
-            first = next((turn for turn in learned if turn >= asked), -1)  # without an output column the last one
+            first = next(
+                (turn for turn in learned if turn >= asked), -1
+            )  # without an output column the last one
             turns = learned if self.data.multiturn else []
             targets = turns or [turn for turn in learned if turn >= asked] or learned[-1:]
             empty = empty_calls(self.tokenizer, messages, targets, tools=tools)
@@ -118,14 +139,18 @@ class SFTDataset(TokenizedRows[SFTRow]):
                     return NO_PROMPT
             if not messages[-1]["content"] and not messages[-1].get("tool_calls"):
                 return NO_RESPONSE
-            passage = templates.render_conversation(self.tokenizer, messages, first=first, turns=turns, tools=tools)
+            passage = templates.render_conversation(
+                self.tokenizer, messages, first=first, turns=turns, tools=tools
+            )
             lost = lost_tool(self.tokenizer, messages, passage.text, tools=tools)
         except ValueError as error:
             raise row_error(row, self.data.input_key, f"{error}.") from error
         ended = replace(passage, empty=len(empty), lost=lost).with_ended_turns(self.ends.texts)
         return [ended.closed(self.ends.texts, self.ends.marks, space=self.data.space_before_eos)]
 
-    def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
+    def columns(
+        self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
+    ) -> Result:
         """The columns of a row whose text is tokens now, or the reason why the row is dropped."""
         [passage], [known] = passages, encoded
         tokens, longest = known.tokens[: self.data.max_len], self.data.max_len - 2
@@ -139,7 +164,10 @@ class SFTDataset(TokenizedRows[SFTRow]):
             learned = range(max(places.start, 1), min(places.stop, len(tokens)))
             mask[learned.start : learned.stop] = [True] * len(learned)
         if not self.pretrain:
-            tokens, mask[-1] = cut(known.tokens, self.data.max_len, self.tokenizer, self.ends.ids), True
+            tokens, mask[-1] = (
+                cut(known.tokens, self.data.max_len, self.tokenizer, self.ends.ids),
+                True,
+            )
         was_cut = len(known.tokens) > len(tokens)
         return {
             "tokens": tokens,
@@ -151,7 +179,9 @@ class SFTDataset(TokenizedRows[SFTRow]):
 
 
 def _refuse_rows_without_answers(dataset: Dataset, input_key: str) -> None:
-    """Raise DataError, because no column has the answers. Another check reports a missing input column."""
+    """Raise DataError, because no column has the answers. Another check reports a missing input
+    column.
+    """
     columns = dataset.column_names
     if input_key not in columns:
         return

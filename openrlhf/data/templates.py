@@ -20,22 +20,33 @@ from openrlhf.data.tokenizer import added_tokens
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # [start, end) in characters
-Draw = Callable[..., tuple[str, list[Span]]]  # messages to a text, and the spans that the template marks
+Draw = Callable[
+    ..., tuple[str, list[Span]]
+]  # messages to a text, and the spans that the template marks
 
 ANSWER = "(the answer)"
 STAND_IN = "<<what the assistant said>>"
 REASONING = ("reasoning_content", "reasoning", "thinking")  # fields besides the content
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 # Words of ShareGPT and HH-RLHF.
-SPEAKERS = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+SPEAKERS = {
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+}
 SPEAKERS |= {"Human": "user", "Assistant": "assistant"}
-TRANSCRIPT = re.compile(r"\n\n(Human|Assistant):")  # turns of a text of HH-RLHF, which begins with the first
+TRANSCRIPT = re.compile(
+    r"\n\n(Human|Assistant):"
+)  # turns of a text of HH-RLHF, which begins with the first
 LEARNED = ("loss", "weight")  # fields of a message
 TOOLS = "tools"  # a column
 
 
 def fill_template(template: str | None, text: str) -> str:
-    """`template` with `text` in place of its `{}`. Other braces, in template or text, stay unchanged."""
+    """`template` with `text` in place of its `{}`. Other braces, in template or text, stay
+    unchanged.
+    """
     if template is None:
         return text
     try:
@@ -45,7 +56,9 @@ def fill_template(template: str | None, text: str) -> str:
 
 
 def messages_of(row: Mapping[str, Any], column: str, *, role: str, flag: str) -> list[Message]:
-    """The value of a column as chat messages. Raises DataError with row, column and the flag of the column."""
+    """The value of a column as chat messages. Raises DataError with row, column and the flag of the
+    column.
+    """
     try:
         return to_messages(row[column], role=role)
     except ValueError as error:
@@ -53,11 +66,12 @@ def messages_of(row: Mapping[str, Any], column: str, *, role: str, flag: str) ->
 
 
 def to_messages(value: Any, *, role: str = "user") -> list[Message]:
-    """A value as chat messages. A string is one message of `role`, or a transcript of HH-RLHF; a list is checked.
+    """A value as chat messages. A string is one message of `role`, or a transcript of HH-RLHF; a
+    list is checked.
 
-    Messages may have `from` and `value`, as in ShareGPT; a single message needs no list; a content may be the parts of a
-    text. A null field of a message is the same as none; nulls inside tool calls stay. Raises ValueError that names the
-    malformed message and its fault.
+    Messages may have `from` and `value`, as in ShareGPT; a single message needs no list; a content
+    may be the parts of a text. A null field of a message is the same as none; nulls inside tool
+    calls stay. Raises ValueError that names the malformed message and its fault.
     """
     if isinstance(value, str):
         return _turns(value) or [{"role": role, "content": value}]
@@ -78,7 +92,9 @@ def _turns(text: str) -> list[Message]:
 
 def _to_message(message: Any, number: int) -> Message:
     if not isinstance(message, dict):
-        raise ValueError(f"message {number} is {kind(message)}, not an object with role and content")
+        raise ValueError(
+            f"message {number} is {kind(message)}, not an object with role and content"
+        )
     present = {field: part for field, part in message.items() if part is not None}
     if "role" not in present and {"from", "value"} <= present.keys():
         speaker, value = present.pop("from"), present.pop("value")
@@ -87,7 +103,9 @@ def _to_message(message: Any, number: int) -> Message:
             try:
                 said = {"tool_calls": [{"type": "function", "function": json.loads(value)}]}
             except (TypeError, ValueError) as error:
-                raise ValueError(f"the function_call of message {number} is no JSON: {value!r}") from error
+                raise ValueError(
+                    f"the function_call of message {number} is no JSON: {value!r}"
+                ) from error
         present = {"role": SPEAKERS.get(str(speaker), speaker), **said, **present}
     if "role" not in present or not ("content" in present or present.get("tool_calls")):
         has = ", ".join(map(repr, present)) or "nothing"
@@ -96,16 +114,22 @@ def _to_message(message: Any, number: int) -> Message:
     if _are_objects(content):
         if other := {part.get("type") or "text" for part in content} - {"text"}:
             held = ", ".join(sorted(map(repr, other)))
-            raise ValueError(f"the content of message {number} has parts of type {held}; the policy reads text only")
+            raise ValueError(
+                f"the content of message {number} has parts of type {held}; the policy reads text only"
+            )
         content = "".join(str(part.get("text") or "") for part in content)
     if not isinstance(content, str):
-        raise ValueError(f"the content of message {number} must be a string or a list of texts, not {kind(content)}")
+        raise ValueError(
+            f"the content of message {number} must be a string or a list of texts, not {kind(content)}"
+        )
     present["content"] = content
     if role not in ROLES:
         raise ValueError(f"the role of message {number} is {role!r}, not one of {', '.join(ROLES)}")
     calls = present.get("tool_calls") or []
     if not _are_objects(calls) or not _are_objects([call.get("function") or {} for call in calls]):
-        raise ValueError(f"the tool_calls of message {number} must be a list of objects, not {calls!r}")
+        raise ValueError(
+            f"the tool_calls of message {number} must be a list of objects, not {calls!r}"
+        )
     return with_parsed_arguments(present)
 
 
@@ -119,7 +143,9 @@ def with_parsed_arguments(message: Message) -> Message:
         return message
     calls = []
     for call in message["tool_calls"]:
-        function = {**(call.get("function") or call)}  # some calls have name and arguments themselves
+        function = {
+            **(call.get("function") or call)
+        }  # some calls have name and arguments themselves
         with suppress(TypeError, ValueError):
             function["arguments"] = json.loads(function.get("arguments") or "{}")
         calls.append({**call, "function": function} if call.get("function") else function)
@@ -127,7 +153,9 @@ def with_parsed_arguments(message: Message) -> Message:
 
 
 def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The definitions of tools in the column `tools`, a list or JSON. Raises DataError for anything else."""
+    """The definitions of tools in the column `tools`, a list or JSON. Raises DataError for anything
+    else.
+    """
     tools = row.get(TOOLS)
     try:
         tools = json.loads(tools) if isinstance(tools, str) and tools else tools or []
@@ -139,9 +167,11 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def learned_turns(messages: Sequence[Message], *, chosen: bool) -> list[int]:
-    """The turns of the assistant; if they are `chosen`, without those whose field `loss` or `weight` is false or 0.
+    """The turns of the assistant; if they are `chosen`, without those whose field `loss` or
+    `weight` is false or 0.
 
-    Raises ValueError for a field with another value, of somebody else's turn that would be learned, or that is not read.
+    Raises ValueError for a field with another value, of somebody else's turn that would be learned,
+    or that is not read.
     """
     turns: list[int] = []
     for number, message in enumerate(messages):
@@ -165,12 +195,16 @@ def texts_in(value: Any) -> list[str]:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> str:
-    """The messages through the chat template, with the options of `render_marked`. Raises ValueError as it does."""
+    """The messages through the chat template, with the options of `render_marked`. Raises
+    ValueError as it does.
+    """
     return render_marked(tokenizer, messages, **options)[0]
 
 
 def rendered_question(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a user's message in the chat template; the template itself if it needs more, such as a system message."""
+    """Return a user's message in the chat template; the template itself if it needs more, such as a
+    system message.
+    """
     try:
         return render(tokenizer, [{"role": "user", "content": ANSWER}], add_generation_prompt=True)
     except ValueError:
@@ -191,10 +225,11 @@ def render_marked(
     tools: Sequence[dict[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> tuple[str, list[Span]]:
-    """The text, and the spans that the template's `{% generation %}` blocks wrote, if there are such blocks.
+    """The text, and the spans that the template's `{% generation %}` blocks wrote, if there are
+    such blocks.
 
-    `variables` are further variables of the template, such as `enable_thinking`. Raises ValueError with the error
-    message of the template.
+    `variables` are further variables of the template, such as `enable_thinking`. Raises ValueError
+    with the error message of the template.
     """
     template = tokenizer.get_chat_template()
     special_tokens: dict[str, Any] = tokenizer.special_tokens_map
@@ -221,15 +256,20 @@ class Passage:
     spans: list[Span]
     response: int
     rewritten: int = 0  # assistant turns that are no targets, because the template changes them
-    unended: int = 0  # targets before the last one that end without a text at which generation stops
-    empty: int = 0  # assistant turns that are no targets, because the template leaves their tool calls out
+    unended: int = (
+        0  # targets before the last one that end without a text at which generation stops
+    )
+    empty: int = (
+        0  # assistant turns that are no targets, because the template leaves their tool calls out
+    )
     lost: str = ""  # a tool that the template leaves out
 
     def closed(self, ends: Sequence[str], marks: Sequence[str] = (), *, space: bool = True) -> Self:
-        """Return the passage without trailing newlines and with an end: one of `ends`, at which generation stops.
+        """Return the passage without trailing newlines and with an end: one of `ends`, at which
+        generation stops.
 
-        If it has none of them, the first is added, with `space` after a space unless one of `marks` is there. The added end
-        is a target if the text before it is one.
+        If it has none of them, the first is added, with `space` after a space unless one of `marks`
+        is there. The added end is a target if the text before it is one.
         """
         text = self.text.rstrip("\n")
         if text.endswith(tuple(ends)):
@@ -246,10 +286,11 @@ class Passage:
         return replace(self, text=closed, spans=spans)
 
     def with_ended_turns(self, ends: Sequence[str]) -> Self:
-        """Return the passage with the role marker after each turn as a target, if generation stops at the marker.
+        """Return the passage with the role marker after each turn as a target, if generation stops
+        at the marker.
 
-        Some templates close a turn with nothing but the marker of the next turn. `unended` counts the turns before the
-        last that have no end even so.
+        Some templates close a turn with nothing but the marker of the next turn. `unended` counts
+        the turns before the last that have no end even so.
         """
         spans, unended = list[Span](), 0
         for start, end in self.spans:
@@ -272,11 +313,12 @@ def render_conversation(
 ) -> Passage:
     """A conversation that ends with the assistant, with its targets.
 
-    Targets are everything from message `first` on, which is the assistant's, or these `turns` of the assistant. If the
-    template has `{% generation %}` marks, only marked text is a target. Without marks a turn is the text after the
-    generation prompt and before the next message. If the template rewrites history (drops earlier reasoning), a turn is
-    its content and the end of turn after it; an earlier turn whose content was changed is no target. Raises ValueError
-    if message `first`, or the last of `turns`, cannot be found.
+    Targets are everything from message `first` on, which is the assistant's, or these `turns` of
+    the assistant. If the template has `{% generation %}` marks, only marked text is a target.
+    Without marks a turn is the text after the generation prompt and before the next message. If the
+    template rewrites history (drops earlier reasoning), a turn is its content and the end of turn
+    after it; an earlier turn whose content was changed is no target. Raises ValueError if message
+    `first`, or the last of `turns`, cannot be found.
     """
     draw: Draw = partial(render_marked, tokenizer, tools=tools)
     text, marked = draw(messages)
@@ -301,7 +343,9 @@ def render_conversation(
 def _marked(
     draw: Draw, messages: Sequence[Message], marked: list[Span], first: int, turns: Sequence[int]
 ) -> list[Span]:
-    """The marked spans from message `first` on, or those of `turns`, found by counting the marks before each turn."""
+    """The marked spans from message `first` on, or those of `turns`, found by counting the marks
+    before each turn.
+    """
 
     def before(turn: int) -> int:
         if not turn:
@@ -315,12 +359,16 @@ def _marked(
         return marked[before(first) :] or marked[-1:]
     if len(turns) == sum(message["role"] == "assistant" for message in messages):
         return marked
-    return [span for turn in turns for span in marked[before(turn) : before(turn + 1)]] or marked[-1:]
+    return [span for turn in turns for span in marked[before(turn) : before(turn + 1)]] or marked[
+        -1:
+    ]
 
 
 def _find_turn(draw: Draw, messages: Sequence[Message], turn: int, text: str) -> Span | None:
     if turn:
-        with suppress(ValueError):  # a beginning that the template forbids, for example without a user
+        with suppress(
+            ValueError
+        ):  # a beginning that the template forbids, for example without a user
             through, _ = draw(messages[: turn + 1])
             prompt, _ = draw(messages[:turn], add_generation_prompt=True)
             if text.startswith(prompt) and text.startswith(through) and len(prompt) < len(through):
@@ -331,7 +379,9 @@ def _find_turn(draw: Draw, messages: Sequence[Message], turn: int, text: str) ->
 
 
 def _find_content(draw: Draw, messages: Sequence[Message], turn: int, text: str) -> Span | None:
-    """The span of a turn's content in `text`: between the texts before and after a placeholder for the content."""
+    """The span of a turn's content in `text`: between the texts before and after a placeholder for
+    the content.
+    """
     past = [*messages[:turn], {**messages[turn], "content": STAND_IN}]
     before, _, after = draw([*past, *messages[turn + 1 :]])[0].partition(STAND_IN)
     end = len(text) - len(after)
@@ -340,7 +390,9 @@ def _find_content(draw: Draw, messages: Sequence[Message], turn: int, text: str)
         return None
     try:
         last, _ = draw(past)
-    except ValueError:  # a beginning that the template forbids: take the end of the whole conversation
+    except (
+        ValueError
+    ):  # a beginning that the template forbids: take the end of the whole conversation
         last, _ = draw([*messages[:-1], {**messages[-1], "content": STAND_IN}])
     end_of_turn = last.partition(STAND_IN)[2]
     return len(before), end + in_common(end_of_turn, after)
@@ -362,10 +414,11 @@ class Encoded:
     tokenizer: PreTrainedTokenizerBase
 
     def tokens_of(self, span: Span) -> range:
-        """The tokens of a span of characters. A token that straddles the border of the span belongs to it.
+        """The tokens of a span of characters. A token that straddles the border of the span belongs
+        to it.
 
-        If the tokenizer has no offsets, the text before each border is encoded: the tokens in common come before the
-        border.
+        If the tokenizer has no offsets, the text before each border is encoded: the tokens in
+        common come before the border.
 
         Example, the text "Q: yes" as `Q`, `:`, `▁yes` and the span (3, 6) of "yes": range(2, 3).
         """
@@ -383,9 +436,14 @@ class Encoded:
 
 
 def cut(
-    tokens: Sequence[int], max_len: int, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()
+    tokens: Sequence[int],
+    max_len: int,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Collection[int] = (),
 ) -> list[int]:
-    """Return at most `max_len` tokens, the last of which is end-of-text, or one of `ends` if nothing is cut."""
+    """Return at most `max_len` tokens, the last of which is end-of-text, or one of `ends` if
+    nothing is cut.
+    """
     if len(tokens) <= max_len and tokens[-1] in ends:
         return list(tokens)
     end_of_text: Any = tokenizer.eos_token_id

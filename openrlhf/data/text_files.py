@@ -1,8 +1,8 @@
 """Readers of CSV and JSON files that keep every value as it is written.
 
-The library's own readers guess types from a block of rows: 00109 becomes a number, a surplus field an index, a string
-that looks like a date a timestamp, and a key that a row lacks a null. These readers replace them; files, splits and
-cache are still the library's.
+The library's own readers guess types from a block of rows: 00109 becomes a number, a surplus field
+an index, a string that looks like a date a timestamp, and a key that a row lacks a null. These
+readers replace them; files, splits and cache are still the library's.
 """
 
 import codecs
@@ -43,7 +43,8 @@ Rows = Iterator[Row]
 
 
 def read_as_written(builder: datasets.DatasetBuilder) -> DatasetDict:
-    """Read the files that a builder of the library has found: CSV and JSON by our readers, other files by the library.
+    """Read the files that a builder of the library has found: CSV and JSON by our readers, other
+    files by the library.
 
     JSON files whose types a dataset's card declares are left to the library too.
     """
@@ -54,7 +55,11 @@ def read_as_written(builder: datasets.DatasetBuilder) -> DatasetDict:
         reader = CsvFiles
         options["sep"] = config.delimiter or config.sep
     elif isinstance(builder, Json):
-        declared = builder.info.features is not None or config.field is not None or config.encoding != "utf-8"
+        declared = (
+            builder.info.features is not None
+            or config.field is not None
+            or config.encoding != "utf-8"
+        )
         reader = None if declared else JsonFiles
     if reader is not None:
         builder = reader(
@@ -75,11 +80,15 @@ def read_as_written(builder: datasets.DatasetBuilder) -> DatasetDict:
 
 @dataclass(repr=False)
 class AsWritten:
-    """A column type for arbitrary JSON values, which are stored as text, so that they are read back unchanged."""
+    """A column type for arbitrary JSON values, which are stored as text, so that they are read back
+    unchanged.
+    """
 
     dtype = "string"
     pa_type = pa.string()
-    _type: str = field(default="AsWritten", init=False)  # the library looks the class up by this name
+    _type: str = field(
+        default="AsWritten", init=False
+    )  # the library looks the class up by this name
 
     def __call__(self) -> pa.DataType:
         return self.pa_type
@@ -99,7 +108,8 @@ with warnings.catch_warnings():
 
 
 def without_added_nulls(value: Any, feature: Feature) -> Any:
-    """Return a value without the null fields of structs, which Arrow adds where another row has the field.
+    """Return a value without the null fields of structs, which Arrow adds where another row has the
+    field.
 
     A null in a list, or in a column of the type `AsWritten`, was written by the user, and stays.
     """
@@ -192,7 +202,9 @@ def _table(rows: list[Row], features: Features) -> pa.Table:
 
 
 class CsvFiles(_TextFiles):
-    """CSV files: every cell is text, an empty cell is null, and every row has the fields of the header."""
+    """CSV files: every cell is text, an empty cell is null, and every row has the fields of the
+    header.
+    """
 
     BUILDER_CONFIG_CLASS = CsvConfig
 
@@ -224,11 +236,12 @@ class CsvFiles(_TextFiles):
 
 
 def csv_records(file: IO[bytes], name: str, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """Read the line number and the fields of each record: first the names of the columns, then the rows.
+    """Read the line number and the fields of each record: first the names of the columns, then the
+    rows.
 
-    Empty lines are skipped. A header without `separator` is split at a comma, a semicolon or a tab instead. Columns
-    without a name are called as pandas calls them. Raises DataError, with the line, for text that is not UTF-8, for
-    quotes that do not match, and for two columns of one name.
+    Empty lines are skipped. A header without `separator` is split at a comma, a semicolon or a tab
+    instead. Columns without a name are called as pandas calls them. Raises DataError, with the
+    line, for text that is not UTF-8, for quotes that do not match, and for two columns of one name.
     """
     csv.field_size_limit(LONGEST_CELL)
     lines = _csv_lines(file, name)
@@ -259,7 +272,9 @@ def _csv_lines(file: IO[bytes], name: str) -> Iterator[str]:
         text = _decoded(line, name, number)
         if number == 1:
             text = text.removeprefix("\ufeff")  # Excel's mark of UTF-8
-        yield from io.StringIO(text, newline="")  # the lines of a file of an old Mac end in a carriage return
+        yield from io.StringIO(
+            text, newline=""
+        )  # the lines of a file of an old Mac end in a carriage return
 
 
 def _name_of(column: str, place: int) -> str:
@@ -279,7 +294,9 @@ def _check_names(header: list[str], name: str, line: int) -> None:
 
 
 class JsonFiles(_TextFiles):
-    """JSON files: lines, an array, or values one after the other. Columns of one simple type have it; others are `AsWritten`."""
+    """JSON files: lines, an array, or values one after the other. Columns of one simple type have
+    it; others are `AsWritten`.
+    """
 
     BUILDER_CONFIG_CLASS = JsonConfig
 
@@ -330,10 +347,11 @@ def _common(a: Feature, b: Feature) -> Feature:
 
 
 def json_rows(file: IO[bytes], name: str) -> Rows:
-    """Read the objects of a JSON file. A string in place of an object is a row with the column `text`.
+    """Read the objects of a JSON file. A string in place of an object is a row with the column
+    `text`.
 
-    Raises DataError, with the line, for text that is not UTF-8, for broken JSON, for an object that has a key twice,
-    for half of a surrogate pair, and for a value that is no row.
+    Raises DataError, with the line, for text that is not UTF-8, for broken JSON, for an object that
+    has a key twice, for half of a surrogate pair, and for a value that is no row.
     """
     before = 0  # lines
     opening = b""
@@ -345,7 +363,9 @@ def json_rows(file: IO[bytes], name: str) -> Rows:
             opening = opening.removeprefix(codecs.BOM_UTF8)
         before += 1
     if opening.lstrip().startswith(b"[") or opening.rstrip().endswith(OPENINGS):
-        yield from _whole_file("\n" * (before - 1) + _decoded(opening + file.read(), name, before), name)
+        yield from _whole_file(
+            "\n" * (before - 1) + _decoded(opening + file.read(), name, before), name
+        )
         return
     for number, line in enumerate(chain([opening], file), before):
         text = _decoded(line, name, number)
@@ -424,5 +444,7 @@ def _row(value: Any, place: str, *, escaped: bool) -> Row:
         try:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise DataError(f"{place}: a text has half of a surrogate pair, {error.object[error.start]!r}.") from error
+            raise DataError(
+                f"{place}: a text has half of a surrogate pair, {error.object[error.start]!r}."
+            ) from error
     return row

@@ -9,7 +9,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from openrlhf.config.flags import notice
 from openrlhf.data.errors import DataError
 
-CHARACTERS_PER_TOKEN = 64  # more than ordinary text has: a longer text cannot fit, and can take minutes to tokenize
+CHARACTERS_PER_TOKEN = (
+    64  # more than ordinary text has: a longer text cannot fit, and can take minutes to tokenize
+)
 LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # of Transformers
 FEWEST_CHARACTERS = 1 << 16
 
@@ -24,13 +26,16 @@ def get_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub name. A missing padding token becomes end-of-text.
 
-    `chat_template` replaces the template of the tokenizer. `flag` is the flag that names the model. Raises DataError if
-    there is no tokenizer, if it needs code of the model's repository that is not trusted, or if it has no end-of-text
-    token.
+    `chat_template` replaces the template of the tokenizer. `flag` is the flag that names the model.
+    Raises DataError if there is no tokenizer, if it needs code of the model's repository that is
+    not trusted, or if it has no end-of-text token.
     """
     owner = os.path.dirname(path)
     if os.path.isdir(owner) and os.access(owner, os.R_OK) and not os.path.isdir(path):
-        there = ", ".join(sorted(entry.name for entry in os.scandir(owner) if entry.is_dir())) or "no folder"
+        there = (
+            ", ".join(sorted(entry.name for entry in os.scandir(owner) if entry.is_dir()))
+            or "no folder"
+        )
         notice(
             f"{flag}: there is no folder {path!r} ({owner!r} has {there:.200}), so the hub is asked for the tokenizer."
         )
@@ -39,7 +44,9 @@ def get_tokenizer(
     except (OSError, ValueError, LookupError, AttributeError, ImportError) as error:
         raise DataError(_explain(path, error, flag)) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # made of a config.json alone
-        raise DataError(f"{path!r} has no tokenizer: the vocabulary is empty. Add the tokenizer's files.")
+        raise DataError(
+            f"{path!r} has no tokenizer: the vocabulary is empty. Add the tokenizer's files."
+        )
     if tokenizer.eos_token is None:
         raise DataError(
             f"The tokenizer of {path!r} has no end-of-text token (eos_token), which must end every training text. "
@@ -56,12 +63,16 @@ def get_tokenizer(
 
 
 def most_characters(max_tokens: int) -> int:
-    """Return the number of characters above which a text is refused or cut where at most `max_tokens` tokens are read."""
+    """Return the number of characters above which a text is refused or cut where at most
+    `max_tokens` tokens are read.
+    """
     return max(FEWEST_CHARACTERS, CHARACTERS_PER_TOKEN * max_tokens)
 
 
 def end_ids(path: str) -> list[int]:
-    """Return the tokens at which a model ends a text, by its generation_config.json; none without that file."""
+    """Return the tokens at which a model ends a text, by its generation_config.json; none without
+    that file.
+    """
     try:
         ids = GenerationConfig.from_pretrained(path).eos_token_id
     except (OSError, ValueError):
@@ -73,7 +84,9 @@ def end_ids(path: str) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
-    """The tokens at which generation ends: end-of-text, which comes first, and those of generation_config.json."""
+    """The tokens at which generation ends: end-of-text, which comes first, and those of
+    generation_config.json.
+    """
 
     texts: list[str]
     ids: list[int]
@@ -85,7 +98,11 @@ class Ends:
         ids = [int(str(tokenizer.eos_token_id))]
         if tokenizer.name_or_path:
             known = len(tokenizer)
-            ids += [number for number in end_ids(tokenizer.name_or_path) if number not in ids and number < known]
+            ids += [
+                number
+                for number in end_ids(tokenizer.name_or_path)
+                if number not in ids and number < known
+            ]
         texts = [str(token) for token in tokenizer.convert_ids_to_tokens(ids)]
         return cls(texts=texts, ids=ids, marks=added_tokens(tokenizer))
 
@@ -99,9 +116,11 @@ def added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def require_vocabulary(
     tokenizer: PreTrainedTokenizerBase, path: str, *, flag: str, owner: str, trust_remote_code: bool
 ) -> None:
-    """Raise DataError if the model at `path` has other numbers for the tokens of `tokenizer`, which it is given.
+    """Raise DataError if the model at `path` has other numbers for the tokens of `tokenizer`, which
+    it is given.
 
-    `flag` names that model; `owner` is the flag that names the model of `tokenizer`, with its value.
+    `flag` names that model; `owner` is the flag that names the model of `tokenizer`, with its
+    value.
     """
     theirs = get_tokenizer(path, trust_remote_code=trust_remote_code, flag=flag).get_vocab()
     ours = tokenizer.get_vocab()
@@ -109,7 +128,11 @@ def require_vocabulary(
         raise DataError(
             f"{flag} {path} has another vocabulary than {owner}: {len(differing)} of {len(ours)} tokens have another number "
             f"or none there, among them {differing[0]!r}. Use a model with the same tokenizer"
-            + (", or serve this one and name its URL with --reward.remote_url." if "reward" in flag else ".")
+            + (
+                ", or serve this one and name its URL with --reward.remote_url."
+                if "reward" in flag
+                else "."
+            )
         )
 
 

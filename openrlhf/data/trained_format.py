@@ -1,7 +1,8 @@
-"""The text format that a model was trained with, used as the default for flags that the user does not set.
+"""The text format that a model was trained with, used as the default for flags that the user does
+not set.
 
-An export records the format of its training texts (`first_look.TextFormat`). A later command that names no template
-builds its texts in the same way.
+An export records the format of its training texts (`first_look.TextFormat`). A later command that
+names no template builds its texts in the same way.
 """
 
 from collections.abc import Sequence
@@ -30,21 +31,27 @@ def with_trained_format(
     model: str,
     generates: bool = False,
 ) -> Any:
-    """Return the section `data` with the format that the model was trained with, where no flag names one, and print a notice.
+    """Return the section `data` with the format that the model was trained with, where no flag
+    names one, and print a notice.
 
-    `column` has the prompts of `rows`; None: there are no prompts to put into a template. `model` is the flag that names
-    the model, with its value. `generates`: the model continues where the template ends. Prompts that already have
-    the format stay unchanged.
+    `column` has the prompts of `rows`; None: there are no prompts to put into a template. `model`
+    is the flag that names the model, with its value. `generates`: the model continues where the
+    template ends. Prompts that already have the format stay unchanged.
     """
     trained = recorded(tokenizer)
     if trained is None:
         return data
     if generates and joined_border(trained, tokenizer):
-        trained = replace(trained, input_template=str(trained.input_template)[:-1])  # answers begin with the space
+        trained = replace(
+            trained, input_template=str(trained.input_template)[:-1]
+        )  # answers begin with the space
     changes: dict[str, Any] = {}
     opposites: list[str] = []
     if follows_template(config, data, trained, tokenizer, prompts_in(rows, column)):
-        changes = {"input_template": trained.input_template, "apply_chat_template": bool(trained.chat_template)}
+        changes = {
+            "input_template": trained.input_template,
+            "apply_chat_template": bool(trained.chat_template),
+        }
         opposites.append("--data.input_template {}")
     if follows_ending(config, data, trained, tokenizer):
         changes["space_before_eos"] = False
@@ -70,14 +77,24 @@ def prompts_in(rows: Table, column: str | None) -> list[Any]:
 
 
 def follows_template(
-    config: Any, data: Any, trained: TextFormat, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any]
+    config: Any,
+    data: Any,
+    trained: TextFormat,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Any],
 ) -> bool:
     """Return whether prompts get the template that the model was trained with.
 
-    Not if a flag or the layout of the rows names another, and not if the prompts have the template already.
+    Not if a flag or the layout of the rows names another, and not if the prompts have the template
+    already.
     """
     named = {TEMPLATE, CHAT} & config.given.keys()
-    if named or data.apply_chat_template or not prompts or unmet(config, flags_of(type(config))[CHAT]):
+    if (
+        named
+        or data.apply_chat_template
+        or not prompts
+        or unmet(config, flags_of(type(config))[CHAT])
+    ):
         return False
     if trained.chat_template and not tokenizer.chat_template:
         return False
@@ -85,36 +102,52 @@ def follows_template(
         return False
     if not trained.chat_template and not trained.input_template:
         return False
-    return not has_format(trained, tokenizer, [prompt for prompt in prompts if isinstance(prompt, str)])
+    return not has_format(
+        trained, tokenizer, [prompt for prompt in prompts if isinstance(prompt, str)]
+    )
 
 
-def follows_ending(config: Any, data: Any, trained: TextFormat, tokenizer: PreTrainedTokenizerBase) -> bool:
+def follows_ending(
+    config: Any, data: Any, trained: TextFormat, tokenizer: PreTrainedTokenizerBase
+) -> bool:
     """Return whether an added end-of-text token goes without a space, as in the model's training."""
     if "space_before_eos" not in vars(data) or SPACE in config.given:
         return False
-    return trained.ending == tokenizer.eos_token and not unmet(config, flags_of(type(config))[SPACE])
+    return trained.ending == tokenizer.eos_token and not unmet(
+        config, flags_of(type(config))[SPACE]
+    )
 
 
-def has_format(trained: TextFormat, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> bool:
+def has_format(
+    trained: TextFormat, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
+) -> bool:
     """Return whether all these texts are in a format already; False without texts."""
     if not texts:
         return False
     if trained.chat_template:
-        header = rendered_question(tokenizer).partition(ANSWER)[2].strip()  # of the assistant's turn
+        header = (
+            rendered_question(tokenizer).partition(ANSWER)[2].strip()
+        )  # of the assistant's turn
         marks = [header] if header else chat_marks(tokenizer)
         return bool(marks) and all(mark in text for mark in marks for text in texts)
     return bool(trained.input_template) and in_template(trained.input_template or "", texts)
 
 
-def kept_format(used: TextFormat, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> TextFormat:
-    """Return the format to record: `used`, with the template of the model's training if these prompts are in it.
+def kept_format(
+    used: TextFormat, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
+) -> TextFormat:
+    """Return the format to record: `used`, with the template of the model's training if these
+    prompts are in it.
 
-    `texts` are prompts as the model reads them. A space at the end of a template makes no difference.
+    `texts` are prompts as the model reads them. A space at the end of a template makes no
+    difference.
     """
     trained = recorded(tokenizer)
     if trained is None or used.chat_template:
         return used
-    same = (used.input_template or "").rstrip(" ") == (trained.input_template or "").rstrip(" ") != ""
+    same = (
+        (used.input_template or "").rstrip(" ") == (trained.input_template or "").rstrip(" ") != ""
+    )
     if not same and not has_format(trained, tokenizer, texts):
         return used
     return replace(used, input_template=trained.input_template, chat_template=trained.chat_template)

@@ -8,17 +8,24 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from openrlhf.distributed.masters import own_part, own_shard, set_own_master, set_own_shard, whole_master
+from openrlhf.distributed.masters import (
+    own_part,
+    own_shard,
+    set_own_master,
+    set_own_shard,
+    whole_master,
+)
 from openrlhf.distributed.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
 
 class WeightAverage:
-    """p̄ ← β·p̄ + (1 − β)·p for every trained weight, in float32. The average starts at the current weights.
+    """p̄ ← β·p̄ + (1 − β)·p for every trained weight, in float32. The average starts at the current
+    weights.
 
-    In bfloat16 training, the float32 masters are averaged. With ZeRO 3 each rank averages its shards. Otherwise rank 0
-    averages whole weights.
+    In bfloat16 training, the float32 masters are averaged. With ZeRO 3 each rank averages its
+    shards. Otherwise rank 0 averages whole weights.
     """
 
     def __init__(self, module: nn.Module, strategy: Strategy, beta: float) -> None:
@@ -76,7 +83,9 @@ class WeightAverage:
 
     @property
     def whole_weights(self) -> dict[str, Tensor]:
-        """The average by the names of the Transformers model; empty under ZeRO 3, where no rank has whole weights."""
+        """The average by the names of the Transformers model; empty under ZeRO 3, where no rank has
+        whole weights.
+        """
         if self.sharded:
             return {}
         return {name.removeprefix("hf."): weight for name, weight in self.averages.items()}
@@ -87,13 +96,16 @@ class WeightAverage:
             torch.save(self.averages, self._file(directory, tag))
 
     def load(self, directory: str, tag: str) -> None:
-        """Read the files of `save`. If the checkpoint has no average, the average starts at its weights."""
+        """Read the files of `save`. If the checkpoint has no average, the average starts at its
+        weights.
+        """
         file = self._file(directory, tag)
         if file.exists():
             self.averages = torch.load(file)
         elif self.averages:
             logger.warning(
-                "%s has no average of the weights: it starts at the weights of this checkpoint.", file.parent
+                "%s has no average of the weights: it starts at the weights of this checkpoint.",
+                file.parent,
             )
             self.averages = self._copied(torch.float32)
 
@@ -102,5 +114,7 @@ class WeightAverage:
 
 
 def _model_weight(parameter: nn.Parameter) -> Tensor:
-    """Return the weight that the model computes with. ZeRO 3 leaves an empty parameter with the shard as an attribute."""
+    """Return the weight that the model computes with. ZeRO 3 leaves an empty parameter with the
+    shard as an attribute.
+    """
     return getattr(parameter, "ds_tensor", parameter).data

@@ -1,7 +1,7 @@
 """Weights for transport: cut into buckets, packed into bytes, hashed, and verified after arrival.
 
-Torch only: the trainer's half (`distributed.weight_sync`) and the engine's half (`rollout.engine_worker`) both build on
-this module.
+Torch only: the trainer's half (`distributed.weight_sync`) and the engine's half
+(`rollout.engine_worker`) both build on this module.
 """
 
 import math
@@ -18,7 +18,8 @@ from openrlhf.config.flags import UserError
 T = TypeVar("T")
 ALIGNMENT = 16  # bytes; every tensor starts on this boundary, so any dtype can be viewed in place
 HASH_BLOCK = 2**16  # words of 8 bytes: half a megabyte stays in the cache of a CPU core
-# How many blocks are computed at once. A GPU would wait for thousands of small kernels per GiB if it took them one by one.
+# How many blocks are computed at once. A GPU would wait for thousands of small kernels per GiB if
+# it took them one by one.
 BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 64}
 
 
@@ -43,8 +44,12 @@ class TensorSpec:
 Bucket = list[TensorSpec]
 
 
-def cut_into_buckets(items: Iterable[T], size: Callable[[T], int], bucket_bytes: int) -> list[list[T]]:
-    """Cut `items`, in order, into buckets of at most `bucket_bytes`. A larger item has a bucket of its own."""
+def cut_into_buckets(
+    items: Iterable[T], size: Callable[[T], int], bucket_bytes: int
+) -> list[list[T]]:
+    """Cut `items`, in order, into buckets of at most `bucket_bytes`. A larger item has a bucket of
+    its own.
+    """
     buckets: list[list[T]] = []
     room = -1
     for item in items:
@@ -62,13 +67,17 @@ def bucket_nbytes(bucket: Bucket) -> int:
 
 
 def pack(bucket: Bucket, tensors: Iterable[tuple[str, Tensor]], buffer: Tensor) -> None:
-    """Copy the tensors, with their names, into `buffer` (uint8), one behind the other, cast to the dtypes of the specs.
+    """Copy the tensors, with their names, into `buffer` (uint8), one behind the other, cast to the
+    dtypes of the specs.
 
-    Raises ValueError if a tensor has another name or shape than its spec, or if there are fewer tensors than specs.
+    Raises ValueError if a tensor has another name or shape than its spec, or if there are fewer
+    tensors than specs.
     """
     for (spec, view), (name, tensor) in zip(_views(bucket, buffer), tensors, strict=True):
         if (name, tuple(tensor.shape)) != (spec.name, spec.shape):
-            raise ValueError(f"the manifest has {spec.name} {spec.shape}, the model {name} {tuple(tensor.shape)}")
+            raise ValueError(
+                f"the manifest has {spec.name} {spec.shape}, the model {name} {tuple(tensor.shape)}"
+            )
         view.copy_(tensor.detach())
 
 
@@ -81,11 +90,11 @@ def unpack(bucket: Bucket, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
 def bucket_hash(buffer: Tensor) -> int:
     """64-bit hash of `buffer` (uint8, a multiple of 8 bytes), computed on the device of the buffer.
 
-    H = Σ wᵢ·(xᵢ + xᵢ≫32) mod 2⁶⁴ over words xᵢ of 8 bytes, wᵢ odd and pseudo-random, per block; the hashes of the
-    blocks are hashed again (multilinear family: Carter and Wegman 1979). Every position has a different weight, so the
-    hash detects values that were swapped or shifted, not only changed values. An accident is missed with odds of about
-    2⁻³¹ per bucket. The weights are constants, so the hash is no defence against an adversary. About 2 GB/s on one CPU
-    core.
+    H = Σ wᵢ·(xᵢ + xᵢ≫32) mod 2⁶⁴ over words xᵢ of 8 bytes, wᵢ odd and pseudo-random, per block; the
+    hashes of the blocks are hashed again (multilinear family: Carter and Wegman 1979). Every
+    position has a different weight, so the hash detects values that were swapped or shifted, not
+    only changed values. An accident is missed with odds of about 2⁻³¹ per bucket. The weights are
+    constants, so the hash is no defence against an adversary. About 2 GB/s on one CPU core.
     """
     words = buffer.view(torch.int64)
     weights = _hash_weights(words.device)
@@ -96,7 +105,9 @@ def bucket_hash(buffer: Tensor) -> int:
 
 
 def _hash_blocks(words: Tensor, weights: Tensor, blocks_at_once: int) -> Tensor:
-    """Return the weighted sum of each block of `words`; the last block may be shorter. `blocks_at_once` changes nothing."""
+    """Return the weighted sum of each block of `words`; the last block may be shorter.
+    `blocks_at_once` changes nothing.
+    """
     sums = []
     length = len(words) // HASH_BLOCK * HASH_BLOCK
     if length:
@@ -124,12 +135,16 @@ def _hash_weights(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightManifest:
-    """The tensors of a publication, each under its own name. Made by the trainer, used by trainer and engines."""
+    """The tensors of a publication, each under its own name. Made by the trainer, used by trainer
+    and engines.
+    """
 
     version: int
     specs: tuple[TensorSpec, ...]
     bucket_bytes: int
-    adapter: dict[str, Any] | None = None  # PEFT's names of an adapter's settings, if the tensors are an adapter's
+    adapter: dict[str, Any] | None = (
+        None  # PEFT's names of an adapter's settings, if the tensors are an adapter's
+    )
 
     def buckets(self) -> list[Bucket]:
         """The tensors in buckets, as trainer and engines cut them."""
@@ -145,14 +160,19 @@ class WorkerReceipt:
     sent_hashes: tuple[int, ...]  # from the sender's message after the last bucket
     loads: dict[str, int]  # tensor name → number of times the model's loader got the tensor
     unwritten: tuple[str, ...]  # layers of the engine without all new values, with counts
-    stale: tuple[str, ...]  # layers that compute with a packed copy of their weights (on a CPU), which is old
+    stale: tuple[
+        str, ...
+    ]  # layers that compute with a packed copy of their weights (on a CPU), which is old
 
 
-def verify_receipts(manifest: WeightManifest, engine: int, workers: Sequence[WorkerReceipt]) -> None:
-    """Raise PublicationError, naming the differences, unless each worker uses exactly the weights that were sent.
+def verify_receipts(
+    manifest: WeightManifest, engine: int, workers: Sequence[WorkerReceipt]
+) -> None:
+    """Raise PublicationError, naming the differences, unless each worker uses exactly the weights
+    that were sent.
 
-    Checked for each worker: the hash of every bucket, that each tensor was loaded exactly once, that no layer of the
-    engine has old values, and that no packed copy of a weight is old.
+    Checked for each worker: the hash of every bucket, that each tensor was loaded exactly once,
+    that no layer of the engine has old values, and that no packed copy of a weight is old.
     """
     if faults := [fault for worker in workers for fault in _faults(manifest, worker)]:
         raise PublicationError(

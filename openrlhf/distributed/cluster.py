@@ -24,31 +24,58 @@ from ray.exceptions import AuthenticationError
 from openrlhf import termination
 from openrlhf.config import machine
 from openrlhf.config.flags import UserError
-from openrlhf.distributed.placement import CPU_PER_SLOT, NODE_ID, Machine, Placement, PlacementError, Places
+from openrlhf.distributed.placement import (
+    CPU_PER_SLOT,
+    NODE_ID,
+    Machine,
+    Placement,
+    PlacementError,
+    Places,
+)
 from openrlhf.distributed.ray_watch import LostRay, RayProcess, RayWatch
 
 # Bytes, for a Ray that we start on a machine without GPUs: batches are flat and small.
 OBJECT_STORE_BYTES = 512 << 20
-OF_EVERY_NODE = ("CPU", "GPU", "memory", "object_store_memory", "node:")  # resources that say nothing of their kind
+OF_EVERY_NODE = (
+    "CPU",
+    "GPU",
+    "memory",
+    "object_store_memory",
+    "node:",
+)  # resources that say nothing of their kind
 LEAN = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)  # type: ignore[arg-type]
-# Spare workers cost seconds of a small machine; statistics that nobody reads cost a quarter of Ray's CPU time at rest.
-IDLE_WORK = ("enable_worker_prestart", "prestart_worker_first_driver", "enable_metrics_collection", "event_stats")
-# At Ray's nice value of 15, a run only gets the CPU time that other programs of a shared machine leave. Ray's record of
-# all tasks, which is not used here, grows by several MiB per hundred steps.
-OWN_RAY: dict[str, Any] = dict.fromkeys(IDLE_WORK, False) | {"worker_niceness": 0, "task_events_report_interval_ms": 0}
+# Spare workers cost seconds of a small machine; statistics that nobody reads cost a quarter of
+# Ray's CPU time at rest.
+IDLE_WORK = (
+    "enable_worker_prestart",
+    "prestart_worker_first_driver",
+    "enable_metrics_collection",
+    "event_stats",
+)
+# At Ray's nice value of 15, a run only gets the CPU time that other programs of a shared machine
+# leave. Ray's record of all tasks, which is not used here, grows by several MiB per hundred steps.
+OWN_RAY: dict[str, Any] = dict.fromkeys(IDLE_WORK, False) | {
+    "worker_niceness": 0,
+    "task_events_report_interval_ms": 0,
+}
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-# A control store that keeps its state elsewhere may start again. Ray ends its drivers 60 s after its death.
+# A control store that keeps its state elsewhere may start again. Ray ends its drivers 60 s after
+# its death.
 JOINED_PATIENCE_S = 40.0
 PRINT_OF_RAY: Callable[[Any, bool], None] = worker.print_to_stdstream
 STARTED_BY = "OPENRLHF_RAY_STARTED_BY"  # a variable of all processes of a Ray that we start, with a value of its own
 
 
 @contextmanager
-def ray_cluster(plan: Placement, on_loss: Callable[[LostRay], None] | None = None) -> Iterator[None]:
-    """Join the Ray of RAY_ADDRESS, of the job, or of `ray start` on this machine; otherwise start a Ray for the run.
+def ray_cluster(
+    plan: Placement, on_loss: Callable[[LostRay], None] | None = None
+) -> Iterator[None]:
+    """Join the Ray of RAY_ADDRESS, of the job, or of `ray start` on this machine; otherwise start a
+    Ray for the run.
 
-    `on_loss` ends this process. It is called in a thread if Ray's control store, or its raylet on this machine, dies.
-    Raises PlacementError if the Ray of RAY_ADDRESS cannot be joined, or if the cluster is too small for the plan.
+    `on_loss` ends this process. It is called in a thread if Ray's control store, or its raylet on
+    this machine, dies. Raises PlacementError if the Ray of RAY_ADDRESS cannot be joined, or if the
+    cluster is too small for the plan.
     """
     started = not ray.is_initialized()
     with termination.in_order():
@@ -61,8 +88,11 @@ def ray_cluster(plan: Placement, on_loss: Callable[[LostRay], None] | None = Non
             if started:
                 ray.shutdown()
             error = sys.exception()
-            # Ray's logs stay after an error, but not after a mistake in flags, data or files, which is a ValueError.
-            if session and (not error or (isinstance(error, UserError) and isinstance(error, ValueError))):
+            # Ray's logs stay after an error, but not after a mistake in flags, data or files, which
+            # is a ValueError.
+            if session and (
+                not error or (isinstance(error, UserError) and isinstance(error, ValueError))
+            ):
                 shutil.rmtree(session, ignore_errors=True)
 
 
@@ -72,7 +102,9 @@ def _watch(on_loss: Callable[[LostRay], None], *, own: bool) -> RayWatch:
     host, _, port = context.gcs_address.rpartition(":")
     patience_s = 0.0 if own else JOINED_PATIENCE_S
     store = (host.strip("[]"), int(port))
-    processes = [RayProcess(name="control store (gcs_server)", address=store, own=own, patience_s=patience_s)]
+    processes = [
+        RayProcess(name="control store (gcs_server)", address=store, own=own, patience_s=patience_s)
+    ]
     for node in ray.nodes():
         if node["NodeID"] == context.get_node_id():
             daemon = (node["NodeManagerAddress"], node["NodeManagerPort"])
@@ -83,15 +115,19 @@ def _watch(on_loss: Callable[[LostRay], None], *, own: bool) -> RayWatch:
 
 
 def _print_unless_of_raylet(data: Mapping[str, Any], ignore_prefix: bool) -> None:
-    """Print Ray's messages, except for the end of the log of a dead raylet: `on_loss` reports the death."""
+    """Print Ray's messages, except for the end of the log of a dead raylet: `on_loss` reports the
+    death.
+    """
     if not any("Raylet is terminated" in line for line in data["lines"]):
         PRINT_OF_RAY(data, ignore_prefix)
 
 
 def join_ray() -> int | None:
-    """Join the running Ray, unless this process has joined one. Returns its number of GPUs, or None if none is running.
+    """Join the running Ray, unless this process has joined one. Returns its number of GPUs, or None
+    if none is running.
 
-    Nothing is reserved. The process leaves Ray when it ends. Raises PlacementError if Ray cannot be joined.
+    Nothing is reserved. The process leaves Ray when it ends. Raises PlacementError if Ray cannot be
+    joined.
     """
     # Ray leaves CUDA_VISIBLE_DEVICES of actors without GPUs as it is.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -110,12 +146,18 @@ def join_ray() -> int | None:
 
 
 def machines(on_gpus: bool, *, free: bool = False) -> list[Machine]:
-    """The nodes of the cluster that has been joined, with all their slots and resources, or with the free ones.
+    """The nodes of the cluster that has been joined, with all their slots and resources, or with
+    the free ones.
 
-    Nodes with something free have answered just now: Ray takes half a minute to see that a node is gone.
+    Nodes with something free have answered just now: Ray takes half a minute to see that a node is
+    gone.
     """
     nodes = [node for node in ray.nodes() if node["Alive"] and (not free or _answers(node))]
-    left = available_resources_per_node() if free else {node["NodeID"]: node["Resources"] for node in nodes}
+    left = (
+        available_resources_per_node()
+        if free
+        else {node["NodeID"]: node["Resources"] for node in nodes}
+    )
     found: list[Machine] = []
     for node in nodes:
         there: dict[str, float] = left.get(node["NodeID"], {})
@@ -124,7 +166,9 @@ def machines(on_gpus: bool, *, free: bool = False) -> list[Machine]:
             Machine(
                 name=node["NodeManagerAddress"],
                 slots=int(slots + 1e-6),
-                resources={name: there[name] for name in there if not name.startswith(OF_EVERY_NODE)},
+                resources={
+                    name: there[name] for name in there if not name.startswith(OF_EVERY_NODE)
+                },
                 labels={name: label for name, label in node["Labels"].items() if name != NODE_ID},
                 id=node["NodeID"],
             )
@@ -133,23 +177,35 @@ def machines(on_gpus: bool, *, free: bool = False) -> list[Machine]:
 
 
 def _answers(node: dict[str, Any]) -> bool:
-    with suppress(OSError), socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=5):
+    with (
+        suppress(OSError),
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=5),
+    ):
         return True
     return False
 
 
 def expected_machines(on_gpus: bool, declared: str | None) -> list[Machine]:
-    """The machines of a run that starts nothing: of a declared cluster, of the joined Ray, or this one."""
+    """The machines of a run that starts nothing: of a declared cluster, of the joined Ray, or this
+    one.
+    """
     if declared:
         sizes = machine.declared_machines(declared)
         return [Machine(name=f"node {number}", slots=size) for number, size in enumerate(sizes)]
     if ray.is_initialized():
         return machines(on_gpus)
-    return [Machine(name="this machine", slots=machine.count_gpus() if on_gpus else int(own_cores() / CPU_PER_SLOT))]
+    return [
+        Machine(
+            name="this machine",
+            slots=machine.count_gpus() if on_gpus else int(own_cores() / CPU_PER_SLOT),
+        )
+    ]
 
 
 def places_now(plan: Placement) -> Places:
-    """The machine of every process: free ones if there are enough, otherwise machines on which others must end first."""
+    """The machine of every process: free ones if there are enough, otherwise machines on which
+    others must end first.
+    """
     return plan.places(machines(plan.on_gpus, free=True)) or plan.check(machines(plan.on_gpus))
 
 
@@ -171,16 +227,22 @@ def _start_ray(plan: Placement) -> str:
             **QUIET,
         )
     except Exception as error:  # Ray raises no narrower class
-        raise PlacementError(f"Ray did not start here: {error} If the machine is busy, try again.") from error
+        raise PlacementError(
+            f"Ray did not start here: {error} If the machine is busy, try again."
+        ) from error
     return str(context.address_info["session_dir"])  # type: ignore[attr-defined]
 
 
 def _init_ray(*args: Any, **options: Any) -> Any:
-    """Call `ray.init` in a thread. If the process is asked to end meanwhile, kill what has been started, and end.
+    """Call `ray.init` in a thread. If the process is asked to end meanwhile, kill what has been
+    started, and end.
 
-    In the main thread `ray.init` would replace the handler of SIGTERM, and see the signal after half a minute.
+    In the main thread `ray.init` would replace the handler of SIGTERM, and see the signal after
+    half a minute.
     """
-    logging.getLogger(worker.__name__).setLevel(logging.ERROR)  # it would warn that it sets no handler
+    logging.getLogger(worker.__name__).setLevel(
+        logging.ERROR
+    )  # it would warn that it sets no handler
     answer = Future[Any]()
 
     def init() -> None:
@@ -200,7 +262,9 @@ def _init_ray(*args: Any, **options: Any) -> Any:
             termination.end_at_once()
         raise
     if threading.current_thread() is threading.main_thread():
-        for number in termination.ENDINGS:  # Ray has put a handler below Python's, which dumps a stack first
+        for (
+            number
+        ) in termination.ENDINGS:  # Ray has put a handler below Python's, which dumps a stack first
             signal.signal(number, signal.getsignal(number))
     return context
 
@@ -213,14 +277,17 @@ class _Started:
 def _spawn(*args: Any, **options: Any) -> "subprocess.Popen[Any]":
     """Start a process of Ray in a process group of its own.
 
-    Schedulers and `timeout` send SIGTERM to the process group. In that group Ray would end before the run has.
+    Schedulers and `timeout` send SIGTERM to the process group. In that group Ray would end before
+    the run has.
     """
     with _Started.spawning:
         return subprocess.Popen(*args, process_group=0, **options)
 
 
 def kill_started_ray() -> bool:
-    """Kill all processes of the Ray that this process has started, wherever they are. Returns False if there are none."""
+    """Kill all processes of the Ray that this process has started, wherever they are. Returns False
+    if there are none.
+    """
     if not _Started.mark:
         return False
     mark = f"{STARTED_BY}={_Started.mark}".encode()
@@ -240,10 +307,12 @@ def own_cores() -> int:
 
 
 def _answering_address() -> str | None:
-    """The address in RAY_ADDRESS, or the address that `ray start` noted on this machine; None if there is neither.
+    """The address in RAY_ADDRESS, or the address that `ray start` noted on this machine; None if
+    there is neither.
 
-    The note of `ray start` outlives its cluster, and `ray.init` would wait for that cluster for minutes. So a noted
-    address that does not answer is ignored. Raises PlacementError if nothing answers at RAY_ADDRESS.
+    The note of `ray start` outlives its cluster, and `ray.init` would wait for that cluster for
+    minutes. So a noted address that does not answer is ignored. Raises PlacementError if nothing
+    answers at RAY_ADDRESS.
     """
     asked = os.environ.get("RAY_ADDRESS")
     try:

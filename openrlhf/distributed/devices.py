@@ -1,4 +1,6 @@
-"""The device kind of this process, and the environment variables to set before torch and DeepSpeed are imported."""
+"""The device kind of this process, and the environment variables to set before torch and DeepSpeed
+are imported.
+"""
 
 import os
 import random
@@ -24,7 +26,8 @@ def device_kind() -> str:
 def free_port() -> int:
     """A TCP port of this machine that is free now.
 
-    The kernel and Ray give no port of this range to other sockets, because the port is bound seconds later.
+    The kernel and Ray give no port of this range to other sockets, because the port is bound
+    seconds later.
     """
     for port in random.SystemRandom().sample(OWN_PORTS, len(OWN_PORTS)):
         with socket.socket() as probe, suppress(OSError):
@@ -34,10 +37,11 @@ def free_port() -> int:
 
 
 def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
-    """Environment variables of a training process, to be set before torch and DeepSpeed are imported.
+    """Environment variables of a training process, to be set before torch and DeepSpeed are
+    imported.
 
-    `threads`: OpenMP threads of the process. Idle OpenMP threads must sleep, because spinning threads take the cores of
-    the engine.
+    `threads`: OpenMP threads of the process. Idle OpenMP threads must sleep, because spinning
+    threads take the cores of the engine.
     """
     common = {
         "NCCL_DEBUG": "WARN",
@@ -54,7 +58,9 @@ def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
 
 @contextmanager
 def silenced_stderr() -> Iterator[None]:
-    """Within it, standard error of C code and child processes is dropped. Exceptions are raised as usual."""
+    """Within it, standard error of C code and child processes is dropped. Exceptions are raised as
+    usual.
+    """
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -83,7 +89,9 @@ def note(what: str) -> None:
 
 
 def complete_launcher_environment() -> None:
-    """Set the variables that a launcher would have set, so that one plain process is a world of one."""
+    """Set the variables that a launcher would have set, so that one plain process is a world of
+    one.
+    """
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(free_port())

@@ -8,8 +8,8 @@ from openrlhf.config.shared import DeepSpeedConfig
 def training_config(engine: DeepSpeedConfig, *, max_norm: float, ranks: int) -> dict[str, Any]:
     """DeepSpeed's configuration of a model that `ranks` processes train.
 
-    The optimizer-step window is ours. With `managed_gradient_accumulation` off, every backward accumulates and every
-    step steps, so the caller owns boundaries and denominators.
+    The optimizer-step window is ours. With `managed_gradient_accumulation` off, every backward
+    accumulates and every step steps, so the caller owns boundaries and denominators.
     """
     return _common(engine) | {
         "managed_gradient_accumulation": False,
@@ -21,11 +21,13 @@ def training_config(engine: DeepSpeedConfig, *, max_norm: float, ranks: int) -> 
 
 
 def training_stage(engine: DeepSpeedConfig, ranks: int) -> int:
-    """The ZeRO stage in which a model is trained: stage 1 or 2 in three cases in which it computes the same.
+    """The ZeRO stage in which a model is trained: stage 1 or 2 in three cases in which it computes
+    the same.
 
-    Stage 0 in bfloat16: DeepSpeed's stage 0 cannot sum bfloat16 gradients in float32. Stage 2 of one process, which has
-    nobody to share gradients with: it would copy the gradients of every micro-batch once more. Stages 0 and 1 in
-    bfloat16 with --ds.enable_sleep run as stage 2, because DeepSpeed's optimizer of the others cannot be moved.
+    Stage 0 in bfloat16: DeepSpeed's stage 0 cannot sum bfloat16 gradients in float32. Stage 2 of
+    one process, which has nobody to share gradients with: it would copy the gradients of every
+    micro-batch once more. Stages 0 and 1 in bfloat16 with --ds.enable_sleep run as stage 2, because
+    DeepSpeed's optimizer of the others cannot be moved.
     """
     if engine.sleeps and engine.param_dtype == "bf16":
         return max(2, engine.zero_stage)
@@ -35,7 +37,9 @@ def training_stage(engine: DeepSpeedConfig, ranks: int) -> int:
 
 
 def inference_config(engine: DeepSpeedConfig, *, offload: bool = False) -> dict[str, Any]:
-    """DeepSpeed's configuration of a frozen model: sharded with ZeRO 3 if the trained model is, otherwise whole."""
+    """DeepSpeed's configuration of a frozen model: sharded with ZeRO 3 if the trained model is,
+    otherwise whole.
+    """
     zero = _zero(engine, 3) | _offloaded(param=offload) if engine.zero_stage == 3 else {"stage": 0}
     return _common(engine) | {"zero_optimization": zero}
 
@@ -61,7 +65,9 @@ def _offloaded(**parts: bool) -> dict[str, Any]:
 
 
 def with_bucket_sizes(config: dict[str, Any], hidden_size: int) -> dict[str, Any]:
-    """The configuration; with ZeRO 3, bucket sizes are those of Transformers' integration for this hidden size."""
+    """The configuration; with ZeRO 3, bucket sizes are those of Transformers' integration for this
+    hidden size.
+    """
     zero = config["zero_optimization"]
     sizes = {
         "reduce_bucket_size": hidden_size * hidden_size,

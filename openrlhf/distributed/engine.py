@@ -1,7 +1,8 @@
 """A model in training: a DeepSpeed engine whose optimizer-step window is ours.
 
-The window owns the denominator: counts are summed over all micro-batches of the window and all data-parallel ranks before
-the first forward, so the result does not depend on how the window was split.
+The window owns the denominator: counts are summed over all micro-batches of the window and all
+data-parallel ranks before the first forward, so the result does not depend on how the window was
+split.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ from openrlhf.config.shared import OptimizerConfig
 from openrlhf.distributed import devices, ds_config
 from openrlhf.distributed.averaging import WeightAverage
 from openrlhf.distributed.buckets import cut_into_buckets
-from openrlhf.distributed.masters import ChangedShare, restore_masters, round_new_weights, whole_master
+from openrlhf.distributed.masters import (
+    ChangedShare,
+    restore_masters,
+    round_new_weights,
+    whole_master,
+)
 from openrlhf.distributed.optimizers import make_optimizer, make_schedule
 from openrlhf.distributed.quiet_deepspeed import OffloadStateTypeEnum, deepspeed
 from openrlhf.distributed.strategy import Strategy, initialize
@@ -37,8 +43,13 @@ from openrlhf.observability.metrics import Metric, merge_all, values
 Totals = Mapping[str, float]
 Metrics = dict[str, Metric]
 M = TypeVar("M")  # a micro-batch
-ROUNDED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by --ds.param_dtype: weights that have float32 masters
-_Share = tuple[Tensor, Metrics]  # the part of the window's loss that a micro-batch contributes, and its metrics
+ROUNDED = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}  # by --ds.param_dtype: weights that have float32 masters
+_Share = tuple[
+    Tensor, Metrics
+]  # the part of the window's loss that a micro-batch contributes, and its metrics
 
 
 class NonFiniteError(UserError, RuntimeError):
@@ -47,10 +58,11 @@ class NonFiniteError(UserError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The result of one optimizer step. `grad_norm` is before clipping; a step without a finite norm was skipped.
+    """The result of one optimizer step. `grad_norm` is before clipping; a step without a finite
+    norm was skipped.
 
-    `changed`: the share of the rounded weights that the step changed. None in float32, where no weight is rounded, and
-    for a skipped step.
+    `changed`: the share of the rounded weights that the step changed. None in float32, where no
+    weight is rounded, and for a skipped step.
     """
 
     applied: bool
@@ -72,32 +84,45 @@ class TrainEngine:
         total_steps: int,
         name: str = "model",
     ) -> None:
-        """Load a model with `load` and give it an optimizer and a schedule. Error messages call the model `name`."""
+        """Load a model with `load` and give it an optimizer and a schedule. Error messages call the
+        model `name`.
+        """
         config = ds_config.training_config(
             strategy.config, max_norm=optimizer.max_norm, ranks=strategy.layout.world_size
         )
         with strategy.loading(config):
-            module = load().train()  # Transformers loads in evaluation mode: without dropout and checkpointing
+            module = (
+                load().train()
+            )  # Transformers loads in evaluation mode: without dropout and checkpointing
         rounded = ROUNDED.get(strategy.config.param_dtype)
         new = round_new_weights(module, rounded) if rounded else {}
         engine = initialize(
             config,
             module,
-            optimizer=make_optimizer(module.named_parameters(), optimizer, offload=strategy.config.adam_offload),
+            optimizer=make_optimizer(
+                module.named_parameters(), optimizer, offload=strategy.config.adam_offload
+            ),
             lr_scheduler=lambda wrapped: make_schedule(wrapped, optimizer, total_steps),
         )
         if rounded:
             restore_masters(engine.module, new)
-        self.changed_share = ChangedShare(engine.module) if rounded else None  # None: no weight is rounded
+        self.changed_share = (
+            ChangedShare(engine.module) if rounded else None
+        )  # None: no weight is rounded
         self.engine, self.strategy, self.name = engine, strategy, name
         self._moments = 2 if optimizer.optim == "adam" else 1  # of each weight, at least
         self.sleeps = strategy.config.sleeps  # its training state is in CPU memory between uses
-        self.partial = not all(p.requires_grad for p in engine.module.parameters())  # some weights are frozen
+        self.partial = not all(
+            p.requires_grad for p in engine.module.parameters()
+        )  # some weights are frozen
         engine.module.register_state_dict_post_hook(_drop_frozen)
         self.sharded = strategy.config.zero_stage == 3  # each rank has a part of every weight
         self._wrapped = ds_config.training_stage(strategy.config, strategy.layout.world_size) > 0
         self.average: WeightAverage | None = None  # of the weights; exported in their place
-        self.nonfinite_steps, self.nonfinite_in_a_row = 0, 0  # skipped steps: all so far; since the last applied step
+        self.nonfinite_steps, self.nonfinite_in_a_row = (
+            0,
+            0,
+        )  # skipped steps: all so far; since the last applied step
         # Stage 0 in float32 has neither a norm nor a guard against non-finite gradients of its own.
         engine.enable_backward_allreduce = self._wrapped
         self._sleep()
@@ -109,7 +134,9 @@ class TrainEngine:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Within it, optimizer state, gradients and float32 weights are on the device. Forwards do not need them."""
+        """Within it, optimizer state, gradients and float32 weights are on the device. Forwards do
+        not need them.
+        """
         if self.sleeps:
             devices.note(f"{self.name} awake")
             self.engine.reload_states()
@@ -122,9 +149,13 @@ class TrainEngine:
         """Move everything to CPU memory but the weights of forwards, if the engine sleeps."""
         if not self.sleeps:
             return
-        states = [state for state in OffloadStateTypeEnum if state != OffloadStateTypeEnum.lp_params]
+        states = [
+            state for state in OffloadStateTypeEnum if state != OffloadStateTypeEnum.lp_params
+        ]
         # Under ZeRO 3 DeepSpeed asks for its FusedAdam, but does the same for every optimizer.
-        with patch("deepspeed.ops.adam.fused_adam.FusedAdam", type(self.engine.optimizer.optimizer)):
+        with patch(
+            "deepspeed.ops.adam.fused_adam.FusedAdam", type(self.engine.optimizer.optimizer)
+        ):
             self.engine.offload_states(include=states)
         devices.note(f"{self.name} asleep")
 
@@ -139,7 +170,9 @@ class TrainEngine:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within it, the model has the average of its weights, if there is one: the weights to export. Collective."""
+        """Within it, the model has the average of its weights, if there is one: the weights to
+        export. Collective.
+        """
         with self.average.in_place() if self.average else nullcontext():
             self._forget_gathered()
             yield
@@ -169,35 +202,43 @@ class TrainEngine:
     ) -> StepResult:
         """One optimizer step over a window of micro-batches.
 
-        `counts(micro)` returns the denominators of a micro-batch by name (tokens, sequences). `loss(micro, totals)`
-        returns the micro-batch's part of the window's loss, already divided by the totals over the window and all
-        ranks. `before(micro)` is a first pass over the window: it returns the micro-batch, perhaps with more columns,
-        and numbers, whose sums are among the totals too. Raises NonFiniteError after `max_nonfinite` skipped steps in a
-        row.
+        `counts(micro)` returns the denominators of a micro-batch by name (tokens, sequences).
+        `loss(micro, totals)` returns the micro-batch's part of the window's loss, already divided
+        by the totals over the window and all ranks. `before(micro)` is a first pass over the
+        window: it returns the micro-batch, perhaps with more columns, and numbers, whose sums are
+        among the totals too. Raises NonFiniteError after `max_nonfinite` skipped steps in a row.
         """
         [rounds] = self.strategy.all_reduce([len(window)], "max")
         window, sums = self._first_pass(window, before, int(rounds)) if before else (window, {})
         counted = self._summed([counts(micro) for micro in window])
         if not any(counted.values()):
             return StepResult(applied=False, grad_norm=0.0, lr=self._lr())
-        totals = {name: total or 1.0 for name, total in counted.items()} | sums  # nothing ÷ 1 is nothing
+        totals = {
+            name: total or 1.0 for name, total in counted.items()
+        } | sums  # nothing ÷ 1 is nothing
         shares: list[_Share] = []
         with self._watched_gradients() as broken:
             for turn in range(int(rounds)):
-                # Under ZeRO 2 and 3 all ranks run equally many backwards: a rank with fewer micro-batches repeats its
-                # last one with weight 0.
+                # Under ZeRO 2 and 3 all ranks run equally many backwards: a rank with fewer
+                # micro-batches repeats its last one with weight 0.
                 share, metrics = loss(window[min(turn, len(window) - 1)], totals)
                 real = turn < len(window)
-                self.engine.backward(share * self.strategy.dp_size if real else share * 0.0)  # DeepSpeed takes means
+                self.engine.backward(
+                    share * self.strategy.dp_size if real else share * 0.0
+                )  # DeepSpeed takes means
                 shares += [(share.detach(), metrics)] if real else []
         return self._step(shares, broken, max_nonfinite)
 
     def _first_pass(
         self, window: Sequence[M], before: Callable[[M], tuple[M, Totals]], rounds: int
     ) -> tuple[list[M], dict[str, float]]:
-        """`before` over the window, without gradient and dropout. Every rank calls `before` `rounds` times."""
+        """`before` over the window, without gradient and dropout. Every rank calls `before`
+        `rounds` times.
+        """
         with self.evaluating(), torch.no_grad():
-            seen = [before(window[min(turn, len(window) - 1)]) for turn in range(rounds)][: len(window)]
+            seen = [before(window[min(turn, len(window) - 1)]) for turn in range(rounds)][
+                : len(window)
+            ]
         return [micro for micro, _ in seen], self._summed([numbers for _, numbers in seen])
 
     def _summed(self, numbers: Sequence[Totals]) -> dict[str, float]:
@@ -211,10 +252,16 @@ class TrainEngine:
         before = self.changed_share.sample() if self.changed_share else None
         if self._wrapped:
             self.engine.step()  # DeepSpeed itself skips a step whose norm is not finite
-            norm = None if getattr(self.engine.optimizer, "overflow", False) else self.engine.get_global_grad_norm()
+            norm = (
+                None
+                if getattr(self.engine.optimizer, "overflow", False)
+                else self.engine.get_global_grad_norm()
+            )
         else:
             self.engine.buffered_allreduce_fallback()
-            norm = nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+            norm = nn.utils.get_total_norm(
+                [p.grad for p in self.module.parameters() if p.grad is not None]
+            )
             self.engine.step() if norm.isfinite() else self.engine.zero_grad()
         grad_norm = math.inf if norm is None else float(norm)
         applied = math.isfinite(grad_norm)
@@ -232,14 +279,17 @@ class TrainEngine:
                 "Lower the learning rate, look at the rewards and data of these steps, or raise --train.max_nonfinite."
             )
         metrics = merge_all(metrics for _, metrics in shares)
-        return StepResult(applied=applied, grad_norm=grad_norm, lr=lr, changed=changed, metrics=metrics)
+        return StepResult(
+            applied=applied, grad_norm=grad_norm, lr=lr, changed=changed, metrics=metrics
+        )
 
     @contextmanager
     def _watched_gradients(self) -> Iterator[list[str]]:
-        """Collects parameters whose gradient is not finite in a backward within it, the nearest to the loss first.
+        """Collects parameters whose gradient is not finite in a backward within it, the nearest to
+        the loss first.
 
-        ZeRO drops the gradients before their norm is known. Checking each gradient costs time, so the gradients are
-        watched only after a skipped step.
+        ZeRO drops the gradients before their norm is known. Checking each gradient costs time, so
+        the gradients are watched only after a skipped step.
         """
         broken: list[str] = []
 
@@ -248,7 +298,9 @@ class TrainEngine:
                 broken.append(name)
 
         trained = [
-            (name, p) for name, p in self.module.named_parameters() if p.requires_grad and self.nonfinite_in_a_row
+            (name, p)
+            for name, p in self.module.named_parameters()
+            if p.requires_grad and self.nonfinite_in_a_row
         ]
         hooks = [parameter.register_hook(partial(look, name)) for name, parameter in trained]
         yield broken
@@ -256,7 +308,9 @@ class TrainEngine:
             hook.remove()
 
     def _culprit(self, shares: list[_Share], broken: list[str]) -> str:
-        """The first loss that was not finite on any rank, with its metrics; if all were finite, the gradients."""
+        """The first loss that was not finite on any rank, with its metrics; if all were finite, the
+        gradients.
+        """
         losses = [
             f"the loss of micro-batch {place} of {len(shares)} on rank {self.strategy.rank} was {float(share)} "
             f"({_not_finite(metrics) or 'its metrics were finite'})"
@@ -274,11 +328,20 @@ class TrainEngine:
         return float(self.engine.get_lr()[0])
 
     def save(self, directory: str, tag: str) -> None:
-        """Write trained weights, their average, optimizer, schedule, random state and skipped steps to `directory/tag`. Collective."""
-        skipped = {"nonfinite_steps": self.nonfinite_steps, "nonfinite_in_a_row": self.nonfinite_in_a_row}
+        """Write trained weights, their average, optimizer, schedule, random state and skipped steps
+        to `directory/tag`. Collective.
+        """
+        skipped = {
+            "nonfinite_steps": self.nonfinite_steps,
+            "nonfinite_in_a_row": self.nonfinite_in_a_row,
+        }
         with self.awake():
             self.engine.save_checkpoint(
-                directory, tag=tag, client_state=skipped, save_latest=False, exclude_frozen_parameters=self.partial
+                directory,
+                tag=tag,
+                client_state=skipped,
+                save_latest=False,
+                exclude_frozen_parameters=self.partial,
             )
         torch.save(random_state(), Path(directory) / tag / f"random_state_{self.strategy.rank}.pt")
         if self.average:
@@ -286,23 +349,37 @@ class TrainEngine:
         self.strategy.barrier()
 
     def load(self, directory: str, tag: str) -> None:
-        """Read the files of `save`, in a run with the same ZeRO stage, or 1 instead of 2 or 2 instead of 1. Collective.
+        """Read the files of `save`, in a run with the same ZeRO stage, or 1 instead of 2 or 2
+        instead of 1. Collective.
 
-        Files of another number of ranks are converted if --ds.use_universal_ckpt allows it. Learning rate, schedule and the optimizer's other settings stay as the flags of this run say.
+        Files of another number of ranks are converted if --ds.use_universal_ckpt allows it.
+        Learning rate, schedule and the optimizer's other settings stay as the flags of this run
+        say.
         """
-        flags = [{key: each[key] for key in each.keys() - {"params"}} for each in self.engine.optimizer.param_groups]
+        flags = [
+            {key: each[key] for key in each.keys() - {"params"}}
+            for each in self.engine.optimizer.param_groups
+        ]
         checkpoint, ranks = Path(directory) / tag, self.strategy.layout.world_size
-        convert = self.strategy.config.use_universal_ckpt and was_sharded_otherwise(checkpoint, ranks)
+        convert = self.strategy.config.use_universal_ckpt and was_sharded_otherwise(
+            checkpoint, ranks
+        )
         self.engine._config.load_universal_checkpoint = convert
         universal = converted(self.strategy, directory, tag) if convert else nullcontext(directory)
         with self.awake(), universal as readable:
-            path, skipped = self.engine.load_checkpoint(readable, tag=tag, load_module_strict=not self.partial)
+            path, skipped = self.engine.load_checkpoint(
+                readable, tag=tag, load_module_strict=not self.partial
+            )
         if path is None:
             raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag} in {directory}")
         for state in self.engine.optimizer.state.values() if convert else ():
-            state["step"] = state["step"].clone()  # DeepSpeed gives all parameters of ZeRO 3 one tensor to count in
+            state["step"] = state[
+                "step"
+            ].clone()  # DeepSpeed gives all parameters of ZeRO 3 one tensor to count in
         schedule = self.engine.lr_scheduler
-        for group, given, factor in zip(self.engine.optimizer.param_groups, flags, schedule.lr_lambdas, strict=True):
+        for group, given, factor in zip(
+            self.engine.optimizer.param_groups, flags, schedule.lr_lambdas, strict=True
+        ):
             group.update(given, lr=given["initial_lr"] * factor(schedule.last_epoch))
         schedule.base_lrs = [given["initial_lr"] for given in flags]
         self.nonfinite_steps = skipped.get("nonfinite_steps", 0)
@@ -314,15 +391,19 @@ class TrainEngine:
             self.average.load(directory, tag)
 
     def full_parameters(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """The parameters of the plain model in buckets, by their names in the Transformers model; adapters are merged.
+        """The parameters of the plain model in buckets, by their names in the Transformers model;
+        adapters are merged.
 
-        Collective over the ranks. The tensors of a bucket are valid until the next bucket is requested. Tied weights
-        come once.
+        Collective over the ranks. The tensors of a bucket are valid until the next bucket is
+        requested. Tied weights come once.
         """
         return self._gathered(whole_tensors(self.hf), bucket_bytes)
 
-    def exported_parameters(self, bucket_bytes: int, *, masters: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield what `full_parameters` yields; for a model with adapters, the trained parameters unchanged.
+    def exported_parameters(
+        self, bucket_bytes: int, *, masters: bool = False
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield what `full_parameters` yields; for a model with adapters, the trained parameters
+        unchanged.
 
         `masters`: the float32 masters instead of the rounded weights. The engine must be awake.
         """
@@ -346,7 +427,9 @@ class TrainEngine:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The size of the files of `save` on all ranks, estimated: trained weights, their masters, and the optimizer's moments."""
+        """The size of the files of `save` on all ranks, estimated: trained weights, their masters,
+        and the optimizer's moments.
+        """
         weights = [p for p in self.module.parameters() if p.requires_grad]
         width = 4 * self._moments
         if not self.sharded:  # stage 3 writes the masters alone
@@ -357,12 +440,16 @@ class TrainEngine:
 
     @property
     def exported_bytes(self) -> int:
-        """The size of an export: of the plain model, or of the adapters. An average in float32 counts as the weights."""
+        """The size of an export: of the plain model, or of the adapters. An average in float32
+        counts as the weights.
+        """
         tensors = self._exported_tensors()
         width = self.hf.dtype.itemsize
         return sum(math.prod(each.shape) * width for each in tensors)
 
-    def _gathered(self, tensors: Iterable[Whole], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    def _gathered(
+        self, tensors: Iterable[Whole], bucket_bytes: int
+    ) -> Iterator[list[tuple[str, Tensor]]]:
         self._forget_gathered()
         for bucket in cut_into_buckets(tensors, lambda each: each.nbytes, bucket_bytes):
             parameters = [part for each in bucket for part in each.parts]
@@ -371,19 +458,27 @@ class TrainEngine:
 
 
 def _drop_frozen(module: nn.Module, state: dict[str, Any], *_: object) -> None:
-    """Take the frozen weights out of a checkpoint. DeepSpeed leaves the second names of tied ones there."""
+    """Take the frozen weights out of a checkpoint. DeepSpeed leaves the second names of tied ones
+    there.
+    """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             state.pop(name, None)
 
 
 def _not_finite(metrics: Metrics) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in values(metrics).items() if not math.isfinite(value))
+    return ", ".join(
+        f"{name} = {value}" for name, value in values(metrics).items() if not math.isfinite(value)
+    )
 
 
 def random_state() -> dict[str, Any]:
     """The states of all generators that a forward may use (dropout)."""
-    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 

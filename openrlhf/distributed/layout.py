@@ -1,4 +1,6 @@
-"""Which rank has which part of the data, of a sequence and of a weight. Pure: no process group, no device."""
+"""Which rank has which part of the data, of a sequence and of a weight. Pure: no process group, no
+device.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,10 +18,11 @@ class Place(NamedTuple):
 class RankLayout:
     """`dp` data slices, every sequence split over `sp` ranks, every split weight over `tp` ranks.
 
-    Neighbouring ranks split a weight, the ranks next to them a sequence: the busiest traffic stays on one node.
+    Neighbouring ranks split a weight, the ranks next to them a sequence: the busiest traffic stays
+    on one node.
 
-    Example, dp 2, sp 1, tp 2: ranks 0 and 1 work on slice 0, ranks 2 and 3 on slice 1. Ranks 0 and 2 have the same half
-    of the weights, and sum their gradients.
+    Example, dp 2, sp 1, tp 2: ranks 0 and 1 work on slice 0, ranks 2 and 3 on slice 1. Ranks 0 and
+    2 have the same half of the weights, and sum their gradients.
     """
 
     dp: int
@@ -33,7 +36,9 @@ class RankLayout:
 
     def place(self, rank: int) -> Place:
         """The position of a rank on each axis."""
-        return Place(dp=rank // (self.sp * self.tp), sp=rank // self.tp % self.sp, tp=rank % self.tp)
+        return Place(
+            dp=rank // (self.sp * self.tp), sp=rank // self.tp % self.sp, tp=rank % self.tp
+        )
 
     def slice_ranks(self) -> list[list[int]]:
         """The ranks that work on each data slice. Results are taken from the first rank of a slice."""

@@ -1,8 +1,10 @@
-"""Float32 master weights: the optimizer updates them, and a bfloat16 model has their rounded values.
+"""Float32 master weights: the optimizer updates them, and a bfloat16 model has their rounded
+values.
 
-DeepSpeed makes the masters from the rounded weights, so a float32 checkpoint would lose its low bits before the first
-step. `restore_masters` puts them back. Each rank holds the masters of a part of every weight: under ZeRO 3, of its
-shard; under ZeRO 1 and 2, of the elements in its partition of the optimizer's state.
+DeepSpeed makes the masters from the rounded weights, so a float32 checkpoint would lose its low
+bits before the first step. `restore_masters` puts them back. Each rank holds the masters of a part
+of every weight: under ZeRO 3, of its shard; under ZeRO 1 and 2, of the elements in its partition of
+the optimizer's state.
 """
 
 from collections.abc import Mapping
@@ -27,7 +29,11 @@ def round_new_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor
     """
     exact: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and parameter.dtype == torch.float32 and not hasattr(parameter, "ds_id"):
+        if (
+            parameter.requires_grad
+            and parameter.dtype == torch.float32
+            and not hasattr(parameter, "ds_id")
+        ):
             exact[name] = parameter.data
             parameter.data = parameter.data.to(dtype)
     return exact
@@ -37,10 +43,12 @@ def round_new_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor
 def restore_masters(module: nn.Module, new: Mapping[str, Tensor]) -> None:
     """Set the masters of a DeepSpeed engine's module to values that were not rounded.
 
-    The values are those of `new`, from `round_new_weights`, and those of the checkpoint's files. A weight that is not
-    the rounded value from its files keeps its master.
+    The values are those of `new`, from `round_new_weights`, and those of the checkpoint's files. A
+    weight that is not the rounded value from its files keeps its master.
     """
-    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    trained = {
+        name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
+    }
     for name, value in new.items():
         set_own_master(trained[name], own_part(trained[name], value))
     hf = module.get_submodule("hf") if hasattr(module, "hf") else None
@@ -63,23 +71,30 @@ def restore_masters(module: nn.Module, new: Mapping[str, Tensor]) -> None:
 
 
 class ChangedShare:
-    """The share of the rounded weights that an optimizer step changed, measured in an evenly spaced sample.
+    """The share of the rounded weights that an optimizer step changed, measured in an evenly spaced
+    sample.
 
     If a rank has at most `SAMPLED` trained weights, all of them are counted.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._parameters = [
+            parameter for parameter in module.parameters() if parameter.requires_grad
+        ]
         spans = [own_span(parameter) for parameter in self._parameters]
         total = sum(span.stop - span.start for span in spans)
-        self._stride = max(1, total // SAMPLED) | 1  # odd, so that the sample does not align with matrix columns
+        self._stride = (
+            max(1, total // SAMPLED) | 1
+        )  # odd, so that the sample does not align with matrix columns
 
     def sample(self) -> Tensor:
         """Return a copy of the sampled weights."""
         return torch.cat([own_weight(parameter)[:: self._stride] for parameter in self._parameters])
 
     def since(self, before: Tensor) -> tuple[float, float]:
-        """Return how many weights of an earlier sample have changed since, and how many there are, on this rank."""
+        """Return how many weights of an earlier sample have changed since, and how many there are,
+        on this rank.
+        """
         return float((self.sample() != before).sum()), float(len(before))
 
 
@@ -119,7 +134,9 @@ def set_own_master(parameter: Any, exact: Tensor) -> None:
 
 
 def own_shard(parameter: nn.Parameter) -> Tensor:
-    """Return the masters of this rank's shard under ZeRO 3, flat, with the padding of the last shard."""
+    """Return the masters of this rank's shard under ZeRO 3, flat, with the padding of the last
+    shard.
+    """
     shard: Any = deepspeed.utils.safe_get_local_fp32_param(parameter)
     return shard
 

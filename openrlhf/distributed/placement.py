@@ -1,7 +1,9 @@
-"""The devices of each role: a pure plan from flags and machines to processes, and Ray placement groups for the plan.
+"""The devices of each role: a pure plan from flags and machines to processes, and Ray placement
+groups for the plan.
 
-A *device slot* is a GPU on a machine with GPUs, and room for a process on a machine without. Roles of one group share
-their slots: each slot is one process that hosts all of them. Engines may share the slots of a group too (hybrid engine).
+A *device slot* is a GPU on a machine with GPUs, and room for a process on a machine without. Roles
+of one group share their slots: each slot is one process that hosts all of them. Engines may share
+the slots of a group too (hybrid engine).
 """
 
 from collections import Counter
@@ -20,7 +22,9 @@ from openrlhf.config.rollout import VLLMConfig
 # Processes on a CPU mostly wait for each other, so that ten can use one core.
 CPU_PER_SLOT = 0.1
 NODE_ID = "ray.io/node-id"  # a label that Ray gives every node
-Wants = Mapping[str, float | str]  # by name: an amount of a Ray resource, or the value of a node's label
+Wants = Mapping[
+    str, float | str
+]  # by name: an amount of a Ray resource, or the value of a node's label
 
 
 class PlacementError(UserError, RuntimeError):
@@ -51,7 +55,10 @@ class Machine:
 
     def without(self, group: "HostGroup", processes: int) -> "Machine":
         """What is left beside these processes of a group."""
-        left = {name: there - processes * group.amounts.get(name, 0.0) for name, there in self.resources.items()}
+        left = {
+            name: there - processes * group.amounts.get(name, 0.0)
+            for name, there in self.resources.items()
+        }
         return replace(self, slots=self.slots - processes * group.devices, resources=left)
 
 
@@ -59,9 +66,10 @@ class Machine:
 class HostGroup:
     """Processes that belong together, each hosting all `roles` on `devices` slots of one machine.
 
-    With `nodes`, there are `per_node` processes on each of so many machines. Without, there are `per_node` processes in
-    all, wherever there is room. `wants` is what each process needs besides slots. The processes of a group that
-    `shares` the slots of another group use these slots in order.
+    With `nodes`, there are `per_node` processes on each of so many machines. Without, there are
+    `per_node` processes in all, wherever there is room. `wants` is what each process needs besides
+    slots. The processes of a group that `shares` the slots of another group use these slots in
+    order.
     """
 
     name: str
@@ -90,13 +98,24 @@ class HostGroup:
     @property
     def amounts(self) -> dict[str, float]:
         """The Ray resources that each process takes."""
-        return {name: value for name, value in self.wants.items() if not isinstance(value, str) and value}
+        return {
+            name: value
+            for name, value in self.wants.items()
+            if not isinstance(value, str) and value
+        }
 
 
-def engine_group(vllm: VLLMConfig, name: str, *, shares: str | None = None, wants: Wants | None = None) -> HostGroup:
+def engine_group(
+    vllm: VLLMConfig, name: str, *, shares: str | None = None, wants: Wants | None = None
+) -> HostGroup:
     """The engines of a model: a process each, with the devices of all its workers."""
     return HostGroup(
-        name=name, roles=(name,), per_node=vllm.num_engines, devices=vllm.devices, shares=shares, wants=wants or {}
+        name=name,
+        roles=(name,),
+        per_node=vllm.num_engines,
+        devices=vllm.devices,
+        shares=shares,
+        wants=wants or {},
     )
 
 
@@ -105,7 +124,9 @@ Places = Mapping[str, Sequence[Machine]]  # the machine of each process, by grou
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """All host groups of a run. A slot is a GPU if `on_gpus`, otherwise room for a process on a CPU."""
+    """All host groups of a run. A slot is a GPU if `on_gpus`, otherwise room for a process on a
+    CPU.
+    """
 
     groups: tuple[HostGroup, ...]
     on_gpus: bool
@@ -116,7 +137,9 @@ class Placement:
         return sum(group.slots for group in self.groups)
 
     def places(self, machines: Sequence[Machine]) -> Places | None:
-        """The machine of every process; None if the groups do not fit. The fullest machines are used first."""
+        """The machine of every process; None if the groups do not fit. The fullest machines are
+        used first.
+        """
         own = [group for group in self.groups if not group.shares]
         # Groups on whole machines go before groups that go anywhere, large ones before small ones.
         own.sort(key=lambda group: (group.nodes is None, -group.per_node * group.devices))
@@ -139,8 +162,12 @@ class Placement:
             return places
         kind = "GPUs" if self.on_gpus else "CPU processes"
         sizes = Counter(machine.slots for machine in machines)
-        cluster = " + ".join(f"{count} x {size}" for size, count in sorted(sizes.items(), reverse=True))
-        needed = " + ".join(f"{_count(group)} for {_named(group)}" for group in self.groups if not group.shares)
+        cluster = " + ".join(
+            f"{count} x {size}" for size, count in sorted(sizes.items(), reverse=True)
+        )
+        needed = " + ".join(
+            f"{_count(group)} for {_named(group)}" for group in self.groups if not group.shares
+        )
         wants = [f"{_named(group)}: {dict(group.wants)}" for group in self.groups if group.wants]
         raise PlacementError(
             f"the run needs {self.slots} {kind} ({needed}; machines x {kind}), and the cluster has "
@@ -156,14 +183,19 @@ class Placement:
         for group in self.groups:
             devices = f", {group.devices} {kind}s each" if group.devices > 1 else ""
             where = ", ".join(
-                f"{count} on {name}" for name, count in Counter(m.name for m in places[group.name]).items()
+                f"{count} on {name}"
+                for name, count in Counter(m.name for m in places[group.name]).items()
             )
             shared = f", on devices of {group.shares.replace('+', ', ')}" if group.shares else ""
-            lines.append(f"{_named(group)}: {group.processes} process(es){devices}: {where}{shared}")
+            lines.append(
+                f"{_named(group)}: {group.processes} process(es){devices}: {where}{shared}"
+            )
         return "\n".join(lines)
 
 
-def _fillings(groups: Sequence[HostGroup], machines: Sequence[Machine]) -> Iterator[dict[str, list[int]]]:
+def _fillings(
+    groups: Sequence[HostGroup], machines: Sequence[Machine]
+) -> Iterator[dict[str, list[int]]]:
     """Every way to place the groups: for each group, the number of the machine of each process."""
     if not groups:
         yield {}
@@ -176,8 +208,12 @@ def _fillings(groups: Sequence[HostGroup], machines: Sequence[Machine]) -> Itera
             yield {group.name: sorted(processes.elements())} | others
 
 
-def _choices(group: HostGroup, machines: Sequence[Machine], order: Sequence[int]) -> Iterator[Counter[int]]:
-    """Every way to place one group: the number of processes on each machine. Machines of a kind count as the same."""
+def _choices(
+    group: HostGroup, machines: Sequence[Machine], order: Sequence[int]
+) -> Iterator[Counter[int]]:
+    """Every way to place one group: the number of processes on each machine. Machines of a kind
+    count as the same.
+    """
     if group.nodes is None:  # comes last, so one way is enough
         processes = Counter[int]()
         for index in order:
@@ -215,11 +251,15 @@ def _count(group: HostGroup) -> str:
 
 
 class Slots:
-    """The reserved slots of a host group: one bundle of Ray's for each process, on the machine of the plan."""
+    """The reserved slots of a host group: one bundle of Ray's for each process, on the machine of
+    the plan.
+    """
 
     def __init__(self, group: HostGroup, machines: Sequence[Machine], *, on_gpus: bool) -> None:
         self.group, self.machine, self.on_gpus = group, machines[0], on_gpus
-        bundle = {"CPU": CPU_PER_SLOT * group.devices} | ({"GPU": float(group.devices)} if on_gpus else {})
+        bundle = {"CPU": CPU_PER_SLOT * group.devices} | (
+            {"GPU": float(group.devices)} if on_gpus else {}
+        )
         there = [{NODE_ID: machine.id} for machine in machines]
         self._bundles: PlacementGroup = placement_group(
             [bundle | group.amounts for _ in there], strategy="PACK", bundle_label_selector=there

@@ -18,7 +18,8 @@ deepspeed_logger.setLevel("ERROR")
 # DeepSpeed calls collectives by names that torch has deprecated, once per gradient bucket.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
-# Compiling the shared-memory collectives takes 25 s on a fresh machine and gains nothing for our message sizes.
+# Compiling the shared-memory collectives takes 25 s on a fresh machine and gains nothing for our
+# message sizes.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pyright: ignore[reportAttributeAccessIssue]
 
 __all__ = ["HfDeepSpeedConfig", "OffloadStateTypeEnum", "deepspeed"]

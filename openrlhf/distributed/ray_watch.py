@@ -1,8 +1,9 @@
-"""Monitoring of the Ray processes that a command needs: the control store, and the raylet of the command's machine.
+"""Monitoring of the Ray processes that a command needs: the control store, and the raylet of the
+command's machine.
 
-Neither death raises an error. Ray ends the process of the command at its next use of the object store after the raylet
-has died, and a minute after the control store has died; until then some calls hang. So the command has to detect
-the death first.
+Neither death raises an error. Ray ends the process of the command at its next use of the object
+store after the raylet has died, and a minute after the control store has died; until then some
+calls hang. So the command has to detect the death first.
 
     RayWatch
       └─ one thread per process: holds a connection, which the kernel closes when the process dies; connects again
@@ -18,7 +19,8 @@ from dataclasses import dataclass
 
 CONNECT_TIMEOUT_S = 5.0
 RETRY_S = 0.02  # between two attempts to connect
-# A lost machine does not close its connections. The kernel drops a connection after 5 + 3 * 2 seconds of silence.
+# A lost machine does not close its connections. The kernel drops a connection after 5 + 3 * 2
+# seconds of silence.
 KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
@@ -29,7 +31,9 @@ KEEPALIVE = (
 
 @dataclass(frozen=True, kw_only=True)
 class RayProcess:
-    """A process of Ray. `own`: of a Ray that this process has started. It may start again within `patience_s`."""
+    """A process of Ray. `own`: of a Ray that this process has started. It may start again within
+    `patience_s`.
+    """
 
     name: str
     address: tuple[str, int]
@@ -49,7 +53,9 @@ class LostRay:
 
 
 class RayWatch:
-    """Calls `on_loss` once, in a thread, when one of the processes has died. Nothing must use Ray from then on."""
+    """Calls `on_loss` once, in a thread, when one of the processes has died. Nothing must use Ray
+    from then on.
+    """
 
     def __init__(self, processes: Sequence[RayProcess], on_loss: Callable[[LostRay], None]) -> None:
         self._on_loss = on_loss
@@ -57,7 +63,9 @@ class RayWatch:
         self._closed = threading.Event()
         self._lost = False
         for process in processes:
-            threading.Thread(target=self._watch, args=(process,), name="ray-watch", daemon=True).start()
+            threading.Thread(
+                target=self._watch, args=(process,), name="ray-watch", daemon=True
+            ).start()
 
     def close(self) -> None:
         """Stop watching. After a loss, never return: `on_loss` ends the process."""
@@ -72,7 +80,9 @@ class RayWatch:
         while not self._closed.is_set():
             began = time.monotonic()
             if _hold_connection(process.address):
-                answered = time.monotonic()  # however the connection has ended: only failed attempts count
+                answered = (
+                    time.monotonic()
+                )  # however the connection has ended: only failed attempts count
             elif time.monotonic() - answered >= process.patience_s:
                 return self._report(process)
             if time.monotonic() - began < RETRY_S:
@@ -89,7 +99,8 @@ class RayWatch:
 def _hold_connection(address: tuple[str, int]) -> bool:
     """Connect, and return True when the connection has ended. Return False if nothing answers.
 
-    A connection may end without a death: gRPC closes a silent one now and then, and networks reset some.
+    A connection may end without a death: gRPC closes a silent one now and then, and networks reset
+    some.
     """
     try:
         connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)

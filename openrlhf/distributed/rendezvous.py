@@ -1,4 +1,5 @@
-"""Rendezvous stores of process groups: torch's TCPStore, made to listen on a single address of its machine.
+"""Rendezvous stores of process groups: torch's TCPStore, made to listen on a single address of its
+machine.
 
 By default the store listens on all interfaces, and it never requires a password.
 """
@@ -17,15 +18,19 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 logger = logging.getLogger(__name__)
 
-INIT_METHOD = "openrlhf://"  # of `init_process_group`: the variables of env://, and this module's store
+INIT_METHOD = (
+    "openrlhf://"  # of `init_process_group`: the variables of env://, and this module's store
+)
 BACKLOG = 2048  # connections of ranks that wait to be accepted
 
 
 def host_store(host: str, port: int, *, timeout: timedelta, world_size: int | None = None) -> Store:
-    """Return the store of rank 0, which listens on `host` only. With `world_size`, wait until all ranks have connected.
+    """Return the store of rank 0, which listens on `host` only. With `world_size`, wait until all
+    ranks have connected.
 
-    It listens on all interfaces if `host` is a name, which can mean loopback here and another address elsewhere, or if
-    this machine does not have the address (for example, behind NAT). Raises RuntimeError, as torch does.
+    It listens on all interfaces if `host` is a name, which can mean loopback here and another
+    address elsewhere, or if this machine does not have the address (for example, behind NAT).
+    Raises RuntimeError, as torch does.
     """
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         host,
@@ -39,14 +44,18 @@ def host_store(host: str, port: int, *, timeout: timedelta, world_size: int | No
 
 
 def join_store(host: str, port: int, *, timeout: timedelta) -> Store:
-    """Return the store of another rank, connected to that of rank 0. Raises RuntimeError, as torch does."""
+    """Return the store of another rank, connected to that of rank 0. Raises RuntimeError, as torch
+    does.
+    """
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         host, port, is_master=False, timeout=timeout, wait_for_workers=False
     )
 
 
 def _listen(host: str, port: int) -> int | None:
-    """Return the descriptor of a socket that listens on `host`; None if the store must listen on all interfaces."""
+    """Return the descriptor of a socket that listens on `host`; None if the store must listen on
+    all interfaces.
+    """
     address = "127.0.0.1" if host == "localhost" else host
     try:
         version = ipaddress.ip_address(address).version
@@ -56,14 +65,18 @@ def _listen(host: str, port: int) -> int | None:
     try:
         return socket.create_server((address, port), family=family, backlog=BACKLOG).detach()
     except OSError as error:
-        logger.warning("The rendezvous store %s:%d listens on all interfaces: %s", host, port, error.strerror)
+        logger.warning(
+            "The rendezvous store %s:%d listens on all interfaces: %s", host, port, error.strerror
+        )
         return None
 
 
 def _meet(url: str, timeout: timedelta, **settings: Any) -> Iterator[tuple[Store, int, int]]:
     """Yield store, rank and number of ranks, as torch's env:// does."""
     rank = int(os.environ["RANK"])
-    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # which has opened the store itself
+    of_torchrun = (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    )  # which has opened the store itself
     if rank > 0 or of_torchrun:
         yield from rendezvous("env://", timeout=timeout)
         return

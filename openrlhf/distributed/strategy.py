@@ -26,18 +26,25 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 class Strategy:
     """This process among its peers."""
 
-    def __init__(self, engine: DeepSpeedConfig, *, seed: int, full_determinism: bool = False) -> None:
+    def __init__(
+        self, engine: DeepSpeedConfig, *, seed: int, full_determinism: bool = False
+    ) -> None:
         self.config = engine
         self.kind = devices.device_kind()
         devices.complete_launcher_environment()
         self.local_rank = int(os.environ["LOCAL_RANK"])
         if self.kind == "cuda":
             torch.cuda.set_device(self.local_rank)
-        self.device = torch.device("cuda", self.local_rank) if self.kind == "cuda" else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", self.local_rank) if self.kind == "cuda" else torch.device("cpu")
+        )
         if not dist.is_initialized():
             backend = "nccl" if self.kind == "cuda" else "gloo"
             deepspeed.init_distributed(
-                backend, timeout=COLLECTIVE_TIMEOUT, verbose=False, init_method=rendezvous.INIT_METHOD
+                backend,
+                timeout=COLLECTIVE_TIMEOUT,
+                verbose=False,
+                init_method=rendezvous.INIT_METHOD,
             )
             if backend == "gloo":  # whose threads may abort a process that unloads its libraries
                 atexit.register(dist.destroy_process_group)
@@ -74,7 +81,9 @@ class Strategy:
 
     @contextmanager
     def loading(self, config: dict[str, Any]) -> Iterator[None]:
-        """Within it, Transformers loads weights directly into ZeRO-3 shards if `config` asks for stage 3."""
+        """Within it, Transformers loads weights directly into ZeRO-3 shards if `config` asks for
+        stage 3.
+        """
         live = HfDeepSpeedConfig(config) if config["zero_optimization"]["stage"] == 3 else None
         try:
             yield
@@ -85,11 +94,17 @@ class Strategy:
 class FrozenModel:
     """A model for forwards only. Under ZeRO 3 it is sharded like the trained model.
 
-    If it is offloaded, it is on the device from a use until `rest`; ZeRO 3 brings single layers by itself.
+    If it is offloaded, it is on the device from a use until `rest`; ZeRO 3 brings single layers by
+    itself.
     """
 
-    def __init__(self, strategy: Strategy, load: Callable[[], nn.Module], *, offload: bool = False) -> None:
-        config, self._device = ds_config.inference_config(strategy.config, offload=offload), strategy.device
+    def __init__(
+        self, strategy: Strategy, load: Callable[[], nn.Module], *, offload: bool = False
+    ) -> None:
+        config, self._device = (
+            ds_config.inference_config(strategy.config, offload=offload),
+            strategy.device,
+        )
         sharded = config["zero_optimization"]["stage"] == 3
         with strategy.loading(config):
             self._module = load().requires_grad_(False).eval()

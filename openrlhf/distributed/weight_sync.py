@@ -1,9 +1,10 @@
 """Transport of weights from trainer to engines: the channel of both halves, and the sender.
 
-Senders and all engine workers form one group, outside torch's default group. Broadcasts have one sender, trainer rank
-0: gloo between CPU processes, NCCL between different GPUs. With CUDA IPC every trainer rank sends to the engine worker
-on its own GPU. Only gloo has been run so far. NCCL and CUDA IPC are written from torch's sources; their tests have the
-marker `gpu` and need a machine with GPUs.
+Senders and all engine workers form one group, outside torch's default group. Broadcasts have one
+sender, trainer rank 0: gloo between CPU processes, NCCL between different GPUs. With CUDA IPC every
+trainer rank sends to the engine worker on its own GPU. Only gloo has been run so far. NCCL and CUDA
+IPC are written from torch's sources; their tests have the marker `gpu` and need a machine with
+GPUs.
 """
 
 import os
@@ -20,7 +21,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.multiprocessing.reductions import reduce_tensor
 
-from openrlhf.distributed.buckets import PublicationError, WeightManifest, bucket_hash, bucket_nbytes, pack
+from openrlhf.distributed.buckets import (
+    PublicationError,
+    WeightManifest,
+    bucket_hash,
+    bucket_nbytes,
+    pack,
+)
 from openrlhf.distributed.rendezvous import host_store, join_store
 
 Transport = Literal["gloo", "nccl", "ipc"]
@@ -28,7 +35,9 @@ Transport = Literal["gloo", "nccl", "ipc"]
 
 @dataclass(frozen=True, kw_only=True)
 class WeightGroup:
-    """The members of a weight sync and their meeting point: `host:port` of rank 0. The first ranks are the `senders`."""
+    """The members of a weight sync and their meeting point: `host:port` of rank 0. The first ranks
+    are the `senders`.
+    """
 
     host: str
     port: int
@@ -47,7 +56,9 @@ def _meet(group: WeightGroup, rank: int) -> Store:
         tcp = open_store(group.host, group.port, timeout=timeout)
     except RuntimeError as error:
         role = "listen" if rank == 0 else "reach the trainer"
-        raise _broken(group, f"rank {rank} could not {role} at {group.host}:{group.port}", error) from error
+        raise _broken(
+            group, f"rank {rank} could not {role} at {group.host}:{group.port}", error
+        ) from error
     store = PrefixStore(group.name, tcp)
     store.set(keys[rank], "")
     try:
@@ -66,7 +77,9 @@ def _absent(store: Store, keys: dict[int, str], timeout_s: float) -> str:
 
 
 def _broken(group: WeightGroup, what: str, error: Exception) -> PublicationError:
-    return PublicationError(f"weight group {group.name} ({group.transport}): {what}: {str(error).splitlines()[0]}")
+    return PublicationError(
+        f"weight group {group.name} ({group.transport}): {what}: {str(error).splitlines()[0]}"
+    )
 
 
 class _BroadcastChannel:
@@ -82,9 +95,9 @@ class _BroadcastChannel:
         if self.on_gpu:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            # The watchdog of an NCCL group ends the whole process if a member is lost. A group made with this variable has
-            # no watchdog: `wait` raises an error, also after the timeout. Other groups keep the watchdog: blocking waits
-            # are slow.
+            # The watchdog of an NCCL group ends the whole process if a member is lost. A group made
+            # with this variable has no watchdog: `wait` raises an error, also after the timeout.
+            # Other groups keep the watchdog: blocking waits are slow.
             before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0")
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
             try:
@@ -101,7 +114,9 @@ class _BroadcastChannel:
 
     def send(self, buffer: Tensor) -> None:
         try:
-            self.backend.broadcast([buffer], dist.BroadcastOptions()).wait()  # by default from rank 0
+            self.backend.broadcast(
+                [buffer], dist.BroadcastOptions()
+            ).wait()  # by default from rank 0
         except RuntimeError as error:
             raise _broken(self.group, "a member died, or did not answer in time", error) from error
 
@@ -114,7 +129,9 @@ class _BroadcastChannel:
 
 
 class _IpcChannel:
-    """Gives the worker on this GPU a handle to the sender's memory. The worker copies the memory and confirms it."""
+    """Gives the worker on this GPU a handle to the sender's memory. The worker copies the memory
+    and confirms it.
+    """
 
     def __init__(self, store: Store, group: WeightGroup) -> None:
         self.group = group
@@ -176,7 +193,9 @@ class Membership:
     rank: int
 
     def join(self, group: WeightGroup, rank: int = 0) -> None:
-        """Leave the previous group and meet the other members of a new one. Blocks until all members have come."""
+        """Leave the previous group and meet the other members of a new one. Blocks until all
+        members have come.
+        """
         self.leave()
         self.channel, self.rank = join_group(group, rank), rank
 
@@ -193,12 +212,14 @@ class WeightSender(Membership):
     def send(self, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Send `tensors` (name, full tensor) in the manifest's order, each read before the next.
 
-        Raises PublicationError if a member is lost, and ValueError if the tensors differ from the manifest. In both
-        cases the sender leaves the group, so that the engines fail at once. The engines stay paused until a new group
-        sends everything again.
+        Raises PublicationError if a member is lost, and ValueError if the tensors differ from the
+        manifest. In both cases the sender leaves the group, so that the engines fail at once. The
+        engines stay paused until a new group sends everything again.
         """
         if self.channel is None:
-            raise PublicationError(f"version {manifest.version} cannot be sent: the sender has not joined a group")
+            raise PublicationError(
+                f"version {manifest.version} cannot be sent: the sender has not joined a group"
+            )
         try:
             hashes = tuple(self._send_buckets(self.channel, manifest, iter(tensors)))
             self.channel.send(torch.tensor(hashes, device=self.channel.device).view(torch.uint8))
@@ -210,7 +231,9 @@ class WeightSender(Membership):
         self, channel: Channel, manifest: WeightManifest, stream: Iterator[tuple[str, Tensor]]
     ) -> Iterator[int]:
         buckets = manifest.buckets()
-        buffer = torch.empty(max(map(bucket_nbytes, buckets)), dtype=torch.uint8, device=channel.device)
+        buffer = torch.empty(
+            max(map(bucket_nbytes, buckets)), dtype=torch.uint8, device=channel.device
+        )
         for bucket in buckets:
             packed = buffer[: bucket_nbytes(bucket)]
             pack(bucket, islice(stream, len(bucket)), packed)

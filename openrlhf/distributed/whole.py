@@ -20,7 +20,10 @@ class Whole(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of what it is made of, or of the tensor itself in float32 if that is more."""
-        return max(4 * math.prod(self.shape), sum(math.prod(full_shape(p)) * p.element_size() for p in self.parts))
+        return max(
+            4 * math.prod(self.shape),
+            sum(math.prod(full_shape(p)) * p.element_size() for p in self.parts),
+        )
 
 
 def whole_tensors(model: nn.Module) -> Iterator[Whole]:
@@ -32,14 +35,20 @@ def whole_tensors(model: nn.Module) -> Iterator[Whole]:
             layer: Any = layers[owner]
             adapters = [part for own, part in layer.named_parameters() if own.startswith("lora_")]
             shape = (layer.out_features, layer.in_features)
-            yield Whole(f"{owner}.weight", shape, [parameter, *adapters], partial(merged, parameter, layer))
+            yield Whole(
+                f"{owner}.weight", shape, [parameter, *adapters], partial(merged, parameter, layer)
+            )
         elif ".lora_" not in name:
             yield _as_it_is(name.replace(".base_layer.", "."), parameter)
 
 
 def trained_tensors(model: nn.Module) -> Iterator[Whole]:
     """Every trained parameter."""
-    return (_as_it_is(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return (
+        _as_it_is(name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    )
 
 
 def _as_it_is(name: str, parameter: Any) -> Whole:
@@ -50,9 +59,11 @@ def _as_it_is(name: str, parameter: Any) -> Whole:
 
 @torch.no_grad()
 def merged(weight: nn.Parameter, layer: Any) -> Tensor:
-    """W + s·BA, in float32; s = α/r, or α/√r for rsLoRA. DoRA scales the rows of the sum to its magnitudes.
+    """W + s·BA, in float32; s = α/r, or α/√r for rsLoRA. DoRA scales the rows of the sum to its
+    magnitudes.
 
-    Hu et al. 2021, arXiv:2106.09685; Kalajdzievski 2023, arXiv:2312.03732; Liu et al. 2024, arXiv:2402.09353
+    Hu et al. 2021, arXiv:2106.09685; Kalajdzievski 2023, arXiv:2312.03732; Liu et al. 2024,
+    arXiv:2402.09353
     """
     (a,), (b,), (scale,) = layer.lora_A.values(), layer.lora_B.values(), layer.scaling.values()
     total = dense(weight).float() + scale * (b.weight.float() @ a.weight.float())

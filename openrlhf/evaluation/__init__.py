@@ -1,1 +1,3 @@
-"""Commands that train nothing: a checkpoint evaluated, models compared, a reward tried on a dataset."""
+"""Commands that train nothing: a checkpoint evaluated, models compared, a reward tried on a
+dataset.
+"""

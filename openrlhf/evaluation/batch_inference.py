@@ -1,4 +1,6 @@
-"""`openrlhf batch_inference`: answers to all prompts of a dataset, or the rewards of answers, in a file."""
+"""`openrlhf batch_inference`: answers to all prompts of a dataset, or the rewards of answers, in a
+file.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stderr
@@ -23,13 +25,30 @@ from openrlhf.data.prompts import AnsweredDataset, PromptDataset
 from openrlhf.data.shown import SHOWN, show_template, show_text
 from openrlhf.data.templates import encode
 from openrlhf.evaluation.comparing import given_text
-from openrlhf.evaluation.journal import Journal, has_another_request, is_complete, request_of, start_of_results
+from openrlhf.evaluation.journal import (
+    Journal,
+    has_another_request,
+    is_complete,
+    request_of,
+    start_of_results,
+)
 from openrlhf.evaluation.post_processing import POST_PROCESSORS, by_input
-from openrlhf.evaluation.runs import NOTE_EVERY_S, engines, reward_models, say_engines_start, started
+from openrlhf.evaluation.runs import (
+    NOTE_EVERY_S,
+    engines,
+    reward_models,
+    say_engines_start,
+    started,
+)
 from openrlhf.files import write_atomically
 from openrlhf.launch import prompt_data, settings
 from openrlhf.launch.identity import inference_identity, request_identity
-from openrlhf.launch.prompt_data import look_at_prompts, policy_tokenizer, prompts_of, scorer_tokenizer
+from openrlhf.launch.prompt_data import (
+    look_at_prompts,
+    policy_tokenizer,
+    prompts_of,
+    scorer_tokenizer,
+)
 from openrlhf.observability.recorder import Recorder
 from openrlhf.observability.run_folder import json_line
 from openrlhf.rollout.background import BackgroundLoop
@@ -42,10 +61,16 @@ MODEL = "--model.model_name_or_path"
 
 
 def run_batch_inference(config: BatchInferenceConfig) -> None:
-    """Answer or score all rows that have no result yet, and write the file. Raises UserError if a row failed."""
+    """Answer or score all rows that have no result yet, and write the file. Raises UserError if a
+    row failed.
+    """
     check_engine_args(config.vllm.engine_args, engine_device())
     path = str(config.model.model_name_or_path)
-    tokenizer = policy_tokenizer(config, path, flag=MODEL) if config.samples_answers else scorer_tokenizer(config)
+    tokenizer = (
+        policy_tokenizer(config, path, flag=MODEL)
+        if config.samples_answers
+        else scorer_tokenizer(config)
+    )
     final = Path(config.output_path)
     rows = load_rows(config)
     request = request_identity(config, rows, tokenizer)
@@ -56,7 +81,9 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     journal = Journal(final, identity, request=request)
     with started(config) as recorder:
         missing = [prompt for prompt in prompts if prompt.index not in journal.results]
-        recorder.display.note(f"{len(prompts)} rows, {len(missing)} to do. Results so far: {journal.path}")
+        recorder.display.note(
+            f"{len(prompts)} rows, {len(missing)} to do. Results so far: {journal.path}"
+        )
         recorder.display.begin(len(prompts), done=len(journal.results))
         work = answered if config.samples_answers else scored
         if config.samples_answers:
@@ -84,15 +111,23 @@ def load_rows(config: BatchInferenceConfig) -> Table:
 
 
 def start_of_request(
-    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, rows: Table, final: Path, request: str
+    config: BatchInferenceConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Table,
+    final: Path,
+    request: str,
 ) -> FirstStart:
-    """Return the first start of this request. If the final file belongs to another request, this one starts now."""
+    """Return the first start of this request. If the final file belongs to another request, this
+    one starts now.
+    """
     begun = start_of_results(final)
     if not is_complete(final):
         return begun
     made = request_of(final)
     if made == "":  # by an older release, which recorded only the rendered rows
-        with redirect_stderr(StringIO()):  # the notices are printed when the rows are rendered for good
+        with redirect_stderr(
+            StringIO()
+        ):  # the notices are printed when the rows are rendered for good
             _, identity = rendered_rows(config, deepcopy(tokenizer), rows, begun)
         if has_another_request(final, identity):
             return FirstStart.here()
@@ -104,16 +139,23 @@ def start_of_request(
 def rendered_rows(
     config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, rows: Table, begun: FirstStart
 ) -> tuple[list[Prompt], dict[str, Any]]:
-    """Return the prompts as rendered by a command that began at `begun`, and its identity. Raises DataError."""
+    """Return the prompts as rendered by a command that began at `begun`, and its identity. Raises
+    DataError.
+    """
     set_clock(tokenizer, begun.moment)
     prompts = read_rows(config, tokenizer, rows, follows=begun.trained_format)
     return prompts, inference_identity(config, prompts) | begun.entries
 
 
 def read_rows(
-    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, rows: Table, *, follows: bool = True
+    config: BatchInferenceConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Table,
+    *,
+    follows: bool = True,
 ) -> list[Prompt]:
-    """The prompts to answer, or whole texts to score; their format is recorded in the tokenizer. Raises DataError.
+    """The prompts to answer, or whole texts to score; their format is recorded in the tokenizer.
+    Raises DataError.
 
     `follows`: by default texts have the format that the model was trained with.
     """
@@ -123,10 +165,17 @@ def read_rows(
     if not config.samples_answers:
         model = f"--reward.model_name_or_path {config.reward.models[0]}"
     dataset: Any = prompts_of(
-        config, rows_of, tokenizer, rows, model=model if follows else None, generates=config.samples_answers
+        config,
+        rows_of,
+        tokenizer,
+        rows,
+        model=model if follows else None,
+        generates=config.samples_answers,
     )
     if config.samples_answers:
-        look_at_prompts(config, dataset, tokenizer, policy=str(config.model.model_name_or_path), flag=MODEL)
+        look_at_prompts(
+            config, dataset, tokenizer, policy=str(config.model.model_name_or_path), flag=MODEL
+        )
         prompt_data.check_prompts(config, dataset)
     else:
         record(tokenizer, used := TextFormat.of(dataset.data, tokenizer))
@@ -137,18 +186,31 @@ def read_rows(
     if number is not None:
         numbers = numbers[number * size : (number + 1) * size]
     if not numbers:
-        raise DataError(f"--iter {number} begins behind the last of the {len(dataset)} rows of --data.dataset.")
+        raise DataError(
+            f"--iter {number} begins behind the last of the {len(dataset)} rows of --data.dataset."
+        )
     prompts: list[Prompt] = [replace(dataset[row], index=row) for row in numbers]
     if not suffix:
         return prompts
     asked = encode(tokenizer, [prompt.text + suffix for prompt in prompts])
-    return [replace(p, text=p.text + suffix, tokens=e.tokens) for p, e in zip(prompts, asked, strict=True)]
+    return [
+        replace(p, text=p.text + suffix, tokens=e.tokens)
+        for p, e in zip(prompts, asked, strict=True)
+    ]
 
 
-def show_rows(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> None:
-    """Print the format and the first texts as the model will see them; a reward is read at the last token."""
+def show_rows(
+    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+) -> None:
+    """Print the format and the first texts as the model will see them; a reward is read at the last
+    token.
+    """
     print(f"{len(prompts)} rows. {show_template(tokenizer)}")
-    room = settings.inference_sampling(config).prompt_room if config.samples_answers else config.data.max_len
+    room = (
+        settings.inference_sampling(config).prompt_room
+        if config.samples_answers
+        else config.data.max_len
+    )
     for row in prompts[:SHOWN]:
         marks = [] if config.samples_answers else [*[None] * (len(row.tokens) - 1), ""]
         print(show_text(f"row {row.index + 1}", row.tokens[-room:], tokenizer, marks))
@@ -156,21 +218,36 @@ def show_rows(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, 
 
 @contextmanager
 def answered(
-    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], logs: Path
+    config: BatchInferenceConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    logs: Path,
 ) -> Iterator[Iterable[list[Trajectory]]]:
-    """Engines that run within it, and the answers to these prompts, prompt by prompt as they finish."""
+    """Engines that run within it, and the answers to these prompts, prompt by prompt as they
+    finish.
+    """
     path, size = str(config.model.model_name_or_path), config.rollout.batch_size
     request = Request(spec=settings.inference_sampling(config), step=0)
-    with engines(config, path, tokenizer, name="vllm", logs=logs) as fleet, closing(BackgroundLoop()) as loop:
-        stream = RolloutGenerator(fleet, tokenizer, None).stream(prompts, request, groups=len(prompts), at_once=size)
+    with (
+        engines(config, path, tokenizer, name="vllm", logs=logs) as fleet,
+        closing(BackgroundLoop()) as loop,
+    ):
+        stream = RolloutGenerator(fleet, tokenizer, None).stream(
+            prompts, request, groups=len(prompts), at_once=size
+        )
         yield loop.iterate(stream, config.train.step_timeout)
 
 
 @contextmanager
 def scored(
-    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], logs: Path
+    config: BatchInferenceConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    logs: Path,
 ) -> Iterator[Iterable[list[Trajectory]]]:
-    """Reward models that run within it, and these prompts and their answers as whole texts with rewards."""
+    """Reward models that run within it, and these prompts and their answers as whole texts with
+    rewards.
+    """
     size = config.rollout.batch_size
     parts = (prompts[start : start + size] for start in range(0, len(prompts), size))
     texts = ([given_text(tokenizer, p.index, "", p.tokens) for p in part] for part in parts)
@@ -178,8 +255,11 @@ def scored(
         yield ([text] for part in texts for text in models.annotated(part))
 
 
-def keep(groups: Iterable[list[Trajectory]], journal: Journal, recorder: Recorder) -> list[Trajectory]:
-    """Write down each row that finishes, and show the speed: sampled tokens, or tokens of texts that are scored.
+def keep(
+    groups: Iterable[list[Trajectory]], journal: Journal, recorder: Recorder
+) -> list[Trajectory]:
+    """Write down each row that finishes, and show the speed: sampled tokens, or tokens of texts
+    that are scored.
 
     Returns a failed answer of each row that has one.
     """
@@ -190,9 +270,14 @@ def keep(groups: Iterable[list[Trajectory]], journal: Journal, recorder: Recorde
         failures = [t for t in group if t.failed]
         failed += failures[:1]
         if not failures:
-            journal.add(group[0].prompt.index, [t.response_text if t.reward is None else t.reward for t in group])
+            journal.add(
+                group[0].prompt.index,
+                [t.response_text if t.reward is None else t.reward for t in group],
+            )
         tokens += sum(t.num_actions or len(t.tokens) for t in group if not t.failed)
-        speed = f"{tokens / max(monotonic() - began, 1e-9):,.0f} tokens/s, {len(failed)} rows failed"
+        speed = (
+            f"{tokens / max(monotonic() - began, 1e-9):,.0f} tokens/s, {len(failed)} rows failed"
+        )
         display.status(speed, done=len(journal.results))
         if not display.live and monotonic() - noted >= NOTE_EVERY_S:
             noted = monotonic()
@@ -205,17 +290,34 @@ def write_results(
 ) -> None:
     """Write the final file, in the order of the dataset. Raises DataError if it would be empty."""
     note = recorder.display.note
-    results = [(prompt, journal.results[prompt.index]) for prompt in prompts if prompt.index in journal.results]
+    results = [
+        (prompt, journal.results[prompt.index])
+        for prompt in prompts
+        if prompt.index in journal.results
+    ]
     if not config.samples_answers:
-        lines = [{"input": prompt.text, "output": prompt.label, "reward": reward} for prompt, [reward] in results]
+        lines = [
+            {"input": prompt.text, "output": prompt.label, "reward": reward}
+            for prompt, [reward] in results
+        ]
         rewards, inputs = [row["reward"] for row in lines], len(by_input(lines))
         mean, deviation = fmean(rewards), stdev(rewards) if len(rewards) > 1 else 0.0
         recorder.log(0, {"eval/reward_mean": mean, "eval/reward_std": deviation})
-        note(f"{len(rewards)} answers to {inputs} inputs: reward {mean:.4f} on average, deviation {deviation:.4f}")
+        note(
+            f"{len(rewards)} answers to {inputs} inputs: reward {mean:.4f} on average, deviation {deviation:.4f}"
+        )
         lines = POST_PROCESSORS[config.post_processor](lines, config)
     else:
-        lines = [{"input": prompt.text, "output": output} for prompt, outputs in results for output in outputs]
+        lines = [
+            {"input": prompt.text, "output": output}
+            for prompt, outputs in results
+            for output in outputs
+        ]
     if not lines:
-        raise DataError(f"There is no pair to write to {journal.final}: sample several answers with --best_of_n.")
+        raise DataError(
+            f"There is no pair to write to {journal.final}: sample several answers with --best_of_n."
+        )
     write_atomically(journal.final, map(json_line, lines))
-    note(f"{len(lines)} lines are in {journal.final}. Inputs are whole prompts: train with --data.input_template {{}}.")
+    note(
+        f"{len(lines)} lines are in {journal.final}. Inputs are whole prompts: train with --data.input_template {{}}."
+    )

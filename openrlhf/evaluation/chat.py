@@ -1,4 +1,6 @@
-"""`openrlhf interactive_chat`: a conversation with a model, whose answers appear as they are sampled."""
+"""`openrlhf interactive_chat`: a conversation with a model, whose answers appear as they are
+sampled.
+"""
 
 import sys
 from contextlib import suppress
@@ -26,14 +28,20 @@ def run_chat(config: ChatConfig) -> None:
     path = config.model.model_name_or_path
     tokenizer = policy_tokenizer(config, path, flag="--model.model_name_or_path")
     chat = Chat(config=config, tokenizer=tokenizer, template=template_of(config, tokenizer))
-    print(f"{path}, with {f'the template {chat.template!r}' if chat.template else 'its chat template'}.", flush=True)
+    print(
+        f"{path}, with {f'the template {chat.template!r}' if chat.template else 'its chat template'}.",
+        flush=True,
+    )
     if config.dry_run:
         return print(show_text("the prompt 'Hello'", chat.read("Hello"), tokenizer))
     model = load_causal_lm(replace(settings.load_spec(config, path), spread=True)).eval()
     chat.config = decide_sampling(config, model)
     print("/reset begins anew, /exit ends, Ctrl-C stops an answer.", flush=True)
     with suppress(EOFError):
-        while (message := input("> " if sys.stdin.isatty() else "").strip()) not in ("/exit", "exit"):
+        while (message := input("> " if sys.stdin.isatty() else "").strip()) not in (
+            "/exit",
+            "exit",
+        ):
             if message in ("/reset", "clear"):
                 chat.turns.clear()
             elif message:
@@ -41,10 +49,12 @@ def run_chat(config: ChatConfig) -> None:
 
 
 def decide_sampling(config: ChatConfig, model: Any) -> ChatConfig:
-    """Return the configuration with the repetition penalty in effect, and let the flags decide everything else.
+    """Return the configuration with the repetition penalty in effect, and let the flags decide
+    everything else.
 
-    Without `--rollout.repetition_penalty`, the penalty is the one of the model's generation configuration, or none.
-    `generate` would fill in other values of that configuration, such as `num_beams`, beside the flags.
+    Without `--rollout.repetition_penalty`, the penalty is the one of the model's generation
+    configuration, or none. `generate` would fill in other values of that configuration, such as
+    `num_beams`, beside the flags.
     """
     recommended = model.generation_config.repetition_penalty
     model.generation_config = GenerationConfig()
@@ -54,7 +64,9 @@ def decide_sampling(config: ChatConfig, model: Any) -> ChatConfig:
 
 
 def template_of(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The text around a message, or None for the chat template: as the flags say, else as the model was trained."""
+    """The text around a message, or None for the chat template: as the flags say, else as the model
+    was trained.
+    """
     data, trained = config.data, recorded(tokenizer)
     if data.apply_chat_template:
         require_chat_template(tokenizer)
@@ -84,11 +96,15 @@ class Chat:
     config: ChatConfig
     tokenizer: PreTrainedTokenizerBase
     template: str | None
-    turns: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # a message and its answer each
+    turns: list[tuple[str, str]] = field(
+        default_factory=list[tuple[str, str]]
+    )  # a message and its answer each
 
     def __post_init__(self) -> None:
         if joined_border(TextFormat(input_template=self.template), self.tokenizer):
-            self.template = str(self.template)[:-1]  # the model has learned the space with the answer
+            self.template = str(self.template)[
+                :-1
+            ]  # the model has learned the space with the answer
         preamble = text_of("--preamble", file).strip() if (file := self.config.preamble) else ""
         self.before = "\n".join(filter(None, (self.config.system, preamble)))
         self.ends = [*end_ids(self.config.model.model_name_or_path), self.tokenizer.eos_token_id]
@@ -99,24 +115,39 @@ class Chat:
         if self.template is not None:
             said = [fill_template(self.template, asked) + answer for asked, answer in turns]
             return "\n".join(filter(None, (self.before, *said))) + suffix
-        messages: list[Message] = [{"role": "system", "content": self.before}] if self.before else []
+        messages: list[Message] = (
+            [{"role": "system", "content": self.before}] if self.before else []
+        )
         for asked, answer in turns:
-            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+            messages += [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": answer},
+            ]
         return render(self.tokenizer, messages[:-1], add_generation_prompt=True) + suffix
 
     def read(self, message: str) -> list[int]:
-        """The tokens that the model reads before it answers. Turns that leave no room for an answer are forgotten."""
+        """The tokens that the model reads before it answers. Turns that leave no room for an answer
+        are forgotten.
+        """
         room = self.config.data.max_len - (self.config.rollout.max_new_tokens or 1)
-        while len(tokens := encode(self.tokenizer, [self.text(message)])[0].tokens) > room and self.turns:
+        while (
+            len(tokens := encode(self.tokenizer, [self.text(message)])[0].tokens) > room
+            and self.turns
+        ):
             del self.turns[0]
             print("[notice] The oldest turn no longer fits into --data.max_len and is forgotten.")
         return tokens[-room:]
 
     @torch.no_grad()
     def answer(self, message: str, model: Any) -> None:
-        """Print the answer to a message while it is sampled, and remember both. Ctrl-C ends the answer."""
+        """Print the answer to a message while it is sampled, and remember both. Ctrl-C ends the
+        answer.
+        """
         rollout, max_len = self.config.rollout, self.config.data.max_len
-        read, printed = torch.tensor([self.read(message)], device=model.device), Printed(self.tokenizer)
+        read, printed = (
+            torch.tensor([self.read(message)], device=model.device),
+            Printed(self.tokenizer),
+        )
         try:
             model.generate(
                 read,

@@ -22,7 +22,9 @@ Columns = Callable[[Sequence["Comparison"]], Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two answers to one prompt. `win`: 1.0 if ours is better, 0.0 if theirs is, 0.5 if neither is; None, with an error, if nobody can tell."""
+    """Two answers to one prompt. `win`: 1.0 if ours is better, 0.0 if theirs is, 0.5 if neither is;
+    None, with an error, if nobody can tell.
+    """
 
     ours: Trajectory
     theirs: Trajectory
@@ -38,7 +40,9 @@ class Comparison:
 
 
 def pair_up(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Comparison]:
-    """Pair each of our answers with their answer to the same prompt that has the same number; a single one is paired with all of ours."""
+    """Pair each of our answers with their answer to the same prompt that has the same number; a
+    single one is paired with all of ours.
+    """
     answers: dict[int, list[Trajectory]] = {}
     for answer in theirs:
         answers.setdefault(answer.prompt.index, []).append(answer)
@@ -54,21 +58,32 @@ def pair_up(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Co
 
 def by_reward(pair: Comparison) -> float | None:
     """1.0 if our reward is larger, 0.0 if theirs is, 0.5 if they are equal; None if one is missing."""
-    return None if math.isnan(pair.margin) else (1.0 if pair.margin > 0 else 0.5 if pair.margin == 0 else 0.0)
+    return (
+        None
+        if math.isnan(pair.margin)
+        else (1.0 if pair.margin > 0 else 0.5 if pair.margin == 0 else 0.0)
+    )
 
 
-def given_text(tokenizer: PreTrainedTokenizerBase, number: int, source: str, tokens: list[int]) -> Trajectory:
+def given_text(
+    tokenizer: PreTrainedTokenizerBase, number: int, source: str, tokens: list[int]
+) -> Trajectory:
     """A whole text of pair `number` as an episode that a reward model can score."""
     prompt = Prompt(index=number, text="", tokens=[], datasource=source)
     return TrajectoryBuilder(tokens).finish(
-        prompt=prompt, sample_index=0, stop_reason=StopReason.STOP, response_text=str(tokenizer.decode(tokens))
+        prompt=prompt,
+        sample_index=0,
+        stop_reason=StopReason.STOP,
+        response_text=str(tokenizer.decode(tokens)),
     )
 
 
 async def judged(
     judge: Judge, pairs: Sequence[Comparison], readers: Sequence[PreTrainedTokenizerBase]
 ) -> list[Comparison]:
-    """The pairs with the judge's verdicts; a pair with a failed answer stays as it is. `readers` decode our tokens and theirs."""
+    """The pairs with the judge's verdicts; a pair with a failed answer stays as it is. `readers`
+    decode our tokens and theirs.
+    """
 
     async def verdict(pair: Comparison) -> Comparison:
         if pair.error:
@@ -95,9 +110,11 @@ def sampled(answer: Trajectory) -> list[int]:
 
 
 def win_rate(pairs: Sequence[Comparison]) -> tuple[float, float]:
-    """The mean over prompts of the mean win of their pairs (a tie counts one half), and its standard error over prompts.
+    """The mean over prompts of the mean win of their pairs (a tie counts one half), and its
+    standard error over prompts.
 
-    Failed pairs are left out. Without pairs the rate is NaN; with fewer than two prompts the error is NaN.
+    Failed pairs are left out. Without pairs the rate is NaN; with fewer than two prompts the error
+    is NaN.
     """
     prompts: dict[int, list[float]] = {}
     for pair in pairs:
@@ -123,7 +140,8 @@ def win_columns(pairs: Sequence[Comparison]) -> dict[str, float]:
 
 
 def accuracy_columns(pairs: Sequence[Comparison]) -> dict[str, float]:
-    """The columns of a table of rewards: how often, and by how much, the chosen answer has the larger reward.
+    """The columns of a table of rewards: how often, and by how much, the chosen answer has the
+    larger reward.
 
     As in reward-model training, equal rewards are no success.
     """
@@ -136,26 +154,39 @@ def accuracy_columns(pairs: Sequence[Comparison]) -> dict[str, float]:
 
 
 def metrics_of(pairs: Sequence[Comparison], columns: Columns) -> dict[str, float]:
-    """The numbers of a table under their logged names: of all pairs, and the rates also per data source.
+    """The numbers of a table under their logged names: of all pairs, and the rates also per data
+    source.
 
     A number that is NaN, such as a rate of no pairs, is left out.
     """
     metrics = {f"eval/{column}": float(value) for column, value in columns(pairs).items()}
     for source, members in of_sources(pairs, lambda pair: pair.ours).items():
-        rates = {column: value for column, value in columns(members).items() if isinstance(value, float)}
+        rates = {
+            column: value for column, value in columns(members).items() if isinstance(value, float)
+        }
         metrics |= {f"eval/eval_{source}_{column}": value for column, value in rates.items()}
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
 def reward_metrics(pairs: Sequence[Comparison]) -> dict[str, float]:
-    """Mean and deviation of both rewards of the pairs that have them, under the names of reward-model training."""
+    """Mean and deviation of both rewards of the pairs that have them, under the names of
+    reward-model training.
+    """
     judged = [pair for pair in pairs if pair.win is not None]
-    rewards = [t.reward for pair in judged for t in (pair.ours, pair.theirs) if t.reward is not None]
-    return {"eval/reward_mean": fmean(rewards), "eval/reward_std": max(stdev(rewards), 1e-8)} if rewards else {}
+    rewards = [
+        t.reward for pair in judged for t in (pair.ours, pair.theirs) if t.reward is not None
+    ]
+    return (
+        {"eval/reward_mean": fmean(rewards), "eval/reward_std": max(stdev(rewards), 1e-8)}
+        if rewards
+        else {}
+    )
 
 
 def row_of(pair: Comparison) -> dict[str, Any]:
-    """The line of samples.jsonl: `response` and `reward` are of our answer; `win` is 1.0 if our answer is the better one."""
+    """The line of samples.jsonl: `response` and `reward` are of our answer; `win` is 1.0 if our
+    answer is the better one.
+    """
     return sample_row(0, pair.ours, evaluation=True) | {
         "against": pair.theirs.response_text,
         "against_reward": pair.theirs.reward,

@@ -1,4 +1,6 @@
-"""The results of a long command on disk as soon as they are there, so that a killed command continues."""
+"""The results of a long command on disk as soon as they are there, so that a killed command
+continues.
+"""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +19,9 @@ REQUEST = "request, before its rows were rendered"  # an entry beside an identit
 
 
 def start_of_results(final: Path) -> FirstStart:
-    """Return the first start of the command that wrote the file or began to; else that of this command."""
+    """Return the first start of the command that wrote the file or began to; else that of this
+    command.
+    """
     for begun in (part_of(final), record_of(final)):
         if begun.exists():
             with suppress(ValueError):
@@ -41,7 +45,9 @@ def record_of(final: Path) -> Path:
 
 
 def request_of(final: Path) -> str | None:
-    """Return the request that wrote the final file; "" if an older release wrote it, None without a record."""
+    """Return the request that wrote the final file; "" if an older release wrote it, None without a
+    record.
+    """
     record = record_of(final)
     if not record.exists():
         return None
@@ -60,11 +66,12 @@ def has_another_request(final: Path, identity: Mapping[str, Any]) -> bool:
 class Journal:
     """Results by row number, in a file beside the final one.
 
-    The first line is the identity of the command. Each other line has a row and its whole result, so a row is complete
-    or absent. A last line that was cut off by a kill is dropped. At the end the identity stays beside the final file. A
-    final file of a command with another identity is moved aside. `request` is kept beside the identity, for
-    `request_of`. Raises DataError if a final file of this identity, or one of unknown origin, already exists, or if a
-    command with another identity began the results.
+    The first line is the identity of the command. Each other line has a row and its whole result,
+    so a row is complete or absent. A last line that was cut off by a kill is dropped. At the end
+    the identity stays beside the final file. A final file of a command with another identity is
+    moved aside. `request` is kept beside the identity, for `request_of`. Raises DataError if a
+    final file of this identity, or one of unknown origin, already exists, or if a command with
+    another identity began the results.
     """
 
     def __init__(self, final: Path, identity: Mapping[str, Any], *, request: str = "") -> None:
@@ -73,16 +80,22 @@ class Journal:
         self.request = {REQUEST: request} if request else {}
         if is_complete(final):
             if not has_another_request(final, identity):
-                raise DataError(f"--output_path {final} is there already: delete it, or give another path.")
+                raise DataError(
+                    f"--output_path {final} is there already: delete it, or give another path."
+                )
             aside = set_aside(final.parent, [final.name, self.record.name])
-            notice(f"--output_path {final} had the results of another request, which are now in {aside}.")
+            notice(
+                f"--output_path {final} had the results of another request, which are now in {aside}."
+            )
         final.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()
         whole, newline, _ = self.path.read_bytes().rpartition(b"\n")
         there, *lines = map(json.loads, whole.split(b"\n") if newline else [json_line(identity)])
         if different := differences(there, self.identity):
             advice = "Go on with those, or delete it to begin anew, or give another --output_path:"
-            raise DataError("\n  ".join([f"{self.path} was begun with other settings. {advice}", *different]))
+            raise DataError(
+                "\n  ".join([f"{self.path} was begun with other settings. {advice}", *different])
+            )
         self.results: dict[int, list[Any]] = dict(lines)
         with self.path.open("ab") as file:
             file.truncate(len(whole + newline))

@@ -1,4 +1,6 @@
-"""`openrlhf reward test`: the reward of a run, called as a run calls it, on rows that have a response already."""
+"""`openrlhf reward test`: the reward of a run, called as a run calls it, on rows that have a
+response already.
+"""
 
 import asyncio
 import os
@@ -37,7 +39,9 @@ EXAMPLES, ERRORS, TEXT = 5, 3, 60  # rows shown of each kind, and characters of 
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """A row and the result of its call. `seconds`: duration of the call, which the rows of one group share."""
+    """A row and the result of its call. `seconds`: duration of the call, which the rows of one
+    group share.
+    """
 
     request: RewardRequest
     result: RewardResult
@@ -45,7 +49,9 @@ class Scored:
 
 
 def try_reward(config: RewardTestConfig) -> NoReturn:
-    """Score the rows, print the scores, and end with status 0, or with 1 above --reward.max_error_rate."""
+    """Score the rows, print the scores, and end with status 0, or with 1 above
+    --reward.max_error_rate.
+    """
     path = config.actor.model_name_or_path
     tokenizer = get_tokenizer(path, flag="--actor.model_name_or_path") if path else None
     requests = list(read_requests(config, tokenizer))
@@ -56,12 +62,16 @@ def try_reward(config: RewardTestConfig) -> NoReturn:
         assert reward is not None
         at_once = IN_FLIGHT if config.reward.urls else config.reward.workers
         began = time.monotonic()
-        scored = asyncio.run(score_all(reward, [*requests, *wrong], at_once=at_once, groups=config.reward.batch))
+        scored = asyncio.run(
+            score_all(reward, [*requests, *wrong], at_once=at_once, groups=config.reward.batch)
+        )
         seconds = time.monotonic() - began
     scored, misled = scored[: len(requests)], scored[len(requests) :]
     print_scores(scored, seconds=seconds, at_once=at_once)
     if given := rewards_of(misled):
-        print(f"\nWrong answers (labels of other rows): {len(given):,}, mean reward {fmean(given):.4g}")
+        print(
+            f"\nWrong answers (labels of other rows): {len(given):,}, mean reward {fmean(given):.4g}"
+        )
     if tokenizer is None:
         print(
             "\nResponses were scored as they stand. In a run they have passed through the tokenizer, and end with its end "
@@ -73,17 +83,25 @@ def try_reward(config: RewardTestConfig) -> NoReturn:
 
 
 def show_printed(logs: Path) -> None:
-    """Show the end of what the reward printed, and where the rest is; a folder with nothing in its logs is removed."""
+    """Show the end of what the reward printed, and where the rest is; a folder with nothing in its
+    logs is removed.
+    """
     written = [log for log in sorted(logs.glob("*")) if log.stat().st_size]
     if written:
         printed = "".join(log.read_text(errors="replace") for log in written)
-        print(f"\nPrinted by the reward (all of it: {logs}), the end of it:\n{printed[-PRINTED:].strip()}")
+        print(
+            f"\nPrinted by the reward (all of it: {logs}), the end of it:\n{printed[-PRINTED:].strip()}"
+        )
     elif logs.exists():
         shutil.rmtree(logs.parent)
 
 
-def read_requests(config: RewardTestConfig, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[RewardRequest]:
-    """A request per row. Without --data.output_key the label stands for a right answer. Raises DataError."""
+def read_requests(
+    config: RewardTestConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> Iterator[RewardRequest]:
+    """A request per row. Without --data.output_key the label stands for a right answer. Raises
+    DataError.
+    """
     data, verifier = config.data, config.reward.verifier
     most, split, probs = data.max_samples, data.prompt_split, data.prompt_probs
     rows = load_datasets(data.prompt_dataset, split=split, probs=probs, max_samples=most, seed=0)
@@ -91,7 +109,14 @@ def read_requests(config: RewardTestConfig, tokenizer: PreTrainedTokenizerBase |
     check_columns(rows, columns | {"--data.output_key": data.output_key})
     if verifier and data.label_key:
         labels, source = rows[data.label_key], data.prompt_dataset
-        report(check_labels(verifier, labels, column=data.label_key, origin=lambda row: f"{source}, row {row + 1}"))
+        report(
+            check_labels(
+                verifier,
+                labels,
+                column=data.label_key,
+                origin=lambda row: f"{source}, row {row + 1}",
+            )
+        )
     for row in rows:
         assert isinstance(row, dict)
         prompt = fill_template(data.input_template, _prompt(row, data.input_key))
@@ -114,7 +139,9 @@ def _prompt(row: Mapping[str, Any], column: str) -> str:
     return "\n".join(message["content"] for message in messages)
 
 
-async def score_all(reward: Reward, requests: list[RewardRequest], *, at_once: int, groups: bool) -> list[Scored]:
+async def score_all(
+    reward: Reward, requests: list[RewardRequest], *, at_once: int, groups: bool
+) -> list[Scored]:
     """What each request got; with `groups`, neighbours with one prompt share a call."""
     await reward.check()
     turns = asyncio.Semaphore(at_once)
@@ -125,7 +152,9 @@ async def score_all(reward: Reward, requests: list[RewardRequest], *, at_once: i
             results = await reward.score(group)
             seconds = time.monotonic() - began
         pairs = zip(group, results, strict=True)
-        return [Scored(request=request, result=result, seconds=seconds) for request, result in pairs]
+        return [
+            Scored(request=request, result=result, seconds=seconds) for request, result in pairs
+        ]
 
     shared_by = attrgetter("prompt") if groups else id
     calls = [call(list(group)) for _, group in groupby(requests, key=shared_by)]
@@ -133,7 +162,9 @@ async def score_all(reward: Reward, requests: list[RewardRequest], *, at_once: i
 
 
 def print_scores(rows: Sequence[Scored], *, seconds: float, at_once: int) -> None:
-    """Print rewards, errors by kind, times, some scored rows and the first errors. `seconds`: the time that all calls took."""
+    """Print rewards, errors by kind, times, some scored rows and the first errors. `seconds`: the
+    time that all calls took.
+    """
     for name, value in _facts(rows, seconds, at_once):
         print(f" {name:<14}  {value}")
     if examples := _examples([row for row in rows if row.result.reward is not None]):
@@ -154,7 +185,10 @@ def errors_of(rows: Sequence[Scored]) -> list[Scored]:
 
 
 def _facts(rows: Sequence[Scored], seconds: float, at_once: int) -> Iterator[tuple[str, str]]:
-    failures, times = Counter(row.result.failure for row in errors_of(rows)), sorted(row.seconds for row in rows)
+    failures, times = (
+        Counter(row.result.failure for row in errors_of(rows)),
+        sorted(row.seconds for row in rows),
+    )
     yield "rows", f"{len(rows):,} in {seconds:.1f} s, {at_once} at a time"
     if rewards := rewards_of(rows):
         ends = f"from {min(rewards):.4g} to {max(rewards):.4g}"
@@ -163,15 +197,25 @@ def _facts(rows: Sequence[Scored], seconds: float, at_once: int) -> Iterator[tup
     for kind, count in failures.most_common():
         yield f"  {kind}", f"{count:,}"
     middle, late = times[len(times) // 2], times[int(0.99 * (len(times) - 1))]
-    yield "time of a call", f"median {middle:.3g} s, 99 % within {late:.3g} s, longest {times[-1]:.3g} s"
+    yield (
+        "time of a call",
+        f"median {middle:.3g} s, 99 % within {late:.3g} s, longest {times[-1]:.3g} s",
+    )
 
 
 def _examples(rows: Sequence[Scored]) -> list[tuple[str, str, str]]:
-    """Rows from the lowest reward to the highest, evenly spread in between: reward, label, response."""
+    """Rows from the lowest reward to the highest, evenly spread in between: reward, label,
+    response.
+    """
     ordered = sorted(rows, key=lambda row: row.result.reward or 0.0)
-    places = {round(i * (len(ordered) - 1) / (EXAMPLES - 1)) for i in range(EXAMPLES)} if rows else ()
+    places = (
+        {round(i * (len(ordered) - 1) / (EXAMPLES - 1)) for i in range(EXAMPLES)} if rows else ()
+    )
     shown = [ordered[place] for place in sorted(places)]
-    return [(f"{row.result.reward:g}", _end(str(row.request.label)), _end(row.request.response)) for row in shown]
+    return [
+        (f"{row.result.reward:g}", _end(str(row.request.label)), _end(row.request.response))
+        for row in shown
+    ]
 
 
 def _end(text: str) -> str:

@@ -1,4 +1,6 @@
-"""`openrlhf eval`: a checkpoint by itself. pass@k per data source, the accuracy of reward models, the win rate against others."""
+"""`openrlhf eval`: a checkpoint by itself. pass@k per data source, the accuracy of reward models,
+the win rate against others.
+"""
 
 import asyncio
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -66,12 +68,16 @@ T = TypeVar("T")
 
 
 def run_evaluation(config: EvaluationConfig) -> None:
-    """Evaluate as the flags say, on a running Ray cluster or a new one. Raises RewardErrors if too much failed."""
+    """Evaluate as the flags say, on a running Ray cluster or a new one. Raises RewardErrors if too
+    much failed.
+    """
     check_engine_args(config.vllm.engine_args, engine_device())
     if config.samples_answers:
         offer_engines(config.rollout, config.reward)
         check_reward(config.reward)
-    {"pass_k": run_pass_k, "rm_accuracy": run_rm_accuracy, "win_rate": run_win_rate}[config.task](config)
+    {"pass_k": run_pass_k, "rm_accuracy": run_rm_accuracy, "win_rate": run_win_rate}[config.task](
+        config
+    )
 
 
 def run_pass_k(config: EvaluationConfig) -> None:
@@ -82,8 +88,13 @@ def run_pass_k(config: EvaluationConfig) -> None:
     with started(config) as recorder:
         evaluation = Evaluation(config, recorder)
         answers = evaluation.rewarded(evaluation.answers(model, "vllm"))
-        evaluation.recorder.folder.log_samples(sample_row(0, answer, evaluation=True) for answer in answers)
-        evaluation.report(evaluation_metrics(answers, k=k), rows_of(answers, lambda t: t, partial(source_columns, k=k)))
+        evaluation.recorder.folder.log_samples(
+            sample_row(0, answer, evaluation=True) for answer in answers
+        )
+        evaluation.report(
+            evaluation_metrics(answers, k=k),
+            rows_of(answers, lambda t: t, partial(source_columns, k=k)),
+        )
         evaluation.errors.check(answers)
 
 
@@ -94,21 +105,33 @@ def run_rm_accuracy(config: EvaluationConfig) -> None:
     model = f"--reward.model_name_or_path {config.reward.models[0]}"
     data = with_trained_format(config, data, tokenizer, read, column=data.prompt_key, model=model)
     rows = PreferenceDataset(read, tokenizer, data)
-    prompt_data.check_reward_formats(config, TextFormat.of(data, tokenizer), texts_of(read, key_columns(data)))
+    prompt_data.check_reward_formats(
+        config, TextFormat.of(data, tokenizer), texts_of(read, key_columns(data))
+    )
     if config.dry_run:
-        chosen, rejected = (show_text(side, getattr(rows[0], side), tokenizer) for side in ("chosen", "rejected"))
+        chosen, rejected = (
+            show_text(side, getattr(rows[0], side), tokenizer) for side in ("chosen", "rejected")
+        )
         return print(rows.summary, chosen, rejected, sep="\n")
     with started(config) as recorder:
         evaluation = Evaluation(config, recorder)
         evaluation.recorder.display.note(rows.summary)
-        chosen = [comparing.given_text(tokenizer, n, rows[n].datasource, rows[n].chosen) for n in range(len(rows))]
-        rejected = [comparing.given_text(tokenizer, n, rows[n].datasource, rows[n].rejected) for n in range(len(rows))]
+        chosen = [
+            comparing.given_text(tokenizer, n, rows[n].datasource, rows[n].chosen)
+            for n in range(len(rows))
+        ]
+        rejected = [
+            comparing.given_text(tokenizer, n, rows[n].datasource, rows[n].rejected)
+            for n in range(len(rows))
+        ]
         pairs = evaluation.compared(chosen, rejected)
         evaluation.report_pairs(pairs, comparing.accuracy_columns, comparing.reward_metrics(pairs))
 
 
 def run_win_rate(config: EvaluationConfig) -> None:
-    """Sample answers of the model and of another, or read the others, and report how often the model's are better."""
+    """Sample answers of the model and of another, or read the others, and report how often the
+    model's are better.
+    """
     model = other = read_candidate(config, "model")
     written: list[list[int]] | None = None
     if config.against.answer_key:
@@ -123,7 +146,11 @@ def run_win_rate(config: EvaluationConfig) -> None:
     with started(config) as recorder:
         evaluation = Evaluation(config, recorder)
         ours = evaluation.answers(model, "vllm")
-        theirs = evaluation.answers(other, "against") if written is None else evaluation.written(model, written)
+        theirs = (
+            evaluation.answers(other, "against")
+            if written is None
+            else evaluation.written(model, written)
+        )
         if judge:
             pairs = comparing.pair_up(ours, theirs)
             pairs = asyncio.run(comparing.judged(judge, pairs, (model.tokenizer, other.tokenizer)))
@@ -142,8 +169,12 @@ class Candidate:
 
 
 def read_candidate(config: EvaluationConfig, section: Literal["model", "against"]) -> Candidate:
-    """Check a model's folder, and those of the reward models that will read its tokens. Raises ModelError or DataError."""
-    path = config.model.model_name_or_path if section == "model" else config.against.model_name_or_path
+    """Check a model's folder, and those of the reward models that will read its tokens. Raises
+    ModelError or DataError.
+    """
+    path = (
+        config.model.model_name_or_path if section == "model" else config.against.model_name_or_path
+    )
     assert path is not None  # a rule
     flag = f"--{section}.model_name_or_path"
     model = f"{flag} {path}"
@@ -151,7 +182,9 @@ def read_candidate(config: EvaluationConfig, section: Literal["model", "against"
     check_agents(config, tokenizer)
     check_reward_models(config, tokenizer, policy=model)
     source, split, most = config.eval.dataset, config.eval.split, config.data.max_samples
-    prompts = read_prompts(config, PromptDataset, tokenizer, source, model=model, split=split, max_samples=most)
+    prompts = read_prompts(
+        config, PromptDataset, tokenizer, source, model=model, split=split, max_samples=most
+    )
     look_at_prompts(config, prompts, tokenizer, policy=path, flag=flag)
     check_prompts(config, prompts)
     return Candidate(path=path, tokenizer=tokenizer, prompts=prompts)
@@ -163,7 +196,9 @@ def read_rows(config: EvaluationConfig) -> Table:
     return load_datasets(held_out.dataset, split=held_out.split, max_samples=most, seed=seed)
 
 
-def read_answers(config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, column: str) -> list[list[int]]:
+def read_answers(
+    config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, column: str
+) -> list[list[int]]:
     """The answers in a column as tokens, each with its end. Raises DataError."""
     rows = read_rows(config)
     check_columns(rows, {"--against.answer_key": column})
@@ -173,21 +208,29 @@ def read_answers(config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, c
 
 
 class Evaluation:
-    """An evaluation with its run folder, on a Ray cluster. Engines and reward models start when they are needed, one after the other."""
+    """An evaluation with its run folder, on a Ray cluster. Engines and reward models start when
+    they are needed, one after the other.
+    """
 
     def __init__(self, config: EvaluationConfig, recorder: Recorder) -> None:
         self.config, self.recorder, self.logs = config, recorder, recorder.folder.logs
         self.errors = ErrorBudget(config.reward)
 
     def answers(self, model: Candidate, name: str) -> list[Trajectory]:
-        """Samples of every prompt, rewarded by the reward function, server or verifier if there is one. Engines run only meanwhile."""
+        """Samples of every prompt, rewarded by the reward function, server or verifier if there is
+        one. Engines run only meanwhile.
+        """
         config = self.config
         spec = settings.eval_sampling(config)
-        self.recorder.display.note(f"{len(model.prompts)} prompts, {spec.n_samples} answers of {model.path} to each.")
+        self.recorder.display.note(
+            f"{len(model.prompts)} prompts, {spec.n_samples} answers of {model.path} to each."
+        )
         say_engines_start(self.recorder, config, model.path)
         with engines(config, model.path, model.tokenizer, name=name, logs=self.logs) as fleet:
             scored_later = config.reward.models or config.judge.url
-            agents = make_agents(config, model.tokenizer, needs_reward=not scored_later, log_dir=self.logs)
+            agents = make_agents(
+                config, model.tokenizer, needs_reward=not scored_later, log_dir=self.logs
+            )
             return self._sample(model, fleet, spec, agents)
 
     def written(self, model: Candidate, answers: Sequence[list[int]]) -> list[Trajectory]:
@@ -197,7 +240,11 @@ class Evaluation:
         return self._sample(model, WrittenAnswers(answers), one_each)
 
     def _sample(
-        self, model: Candidate, engines: Engines, spec: SamplingSpec, agents: AgentEpisodes | None = None
+        self,
+        model: Candidate,
+        engines: Engines,
+        spec: SamplingSpec,
+        agents: AgentEpisodes | None = None,
     ) -> list[Trajectory]:
         config = self.config
         with (
@@ -205,7 +252,9 @@ class Evaluation:
             reward_of(config.reward, log_dir=self.logs) as rule,
             closing(agents) if agents else nullcontext(),
         ):
-            generator = RolloutGenerator(engines, model.tokenizer, rule, agents=agents, fallback=config.reward.fallback)
+            generator = RolloutGenerator(
+                engines, model.tokenizer, rule, agents=agents, fallback=config.reward.fallback
+            )
             progress = Progress(self.recorder, prompts=len(model.prompts))
             return evaluate(
                 model.prompts,
@@ -220,11 +269,15 @@ class Evaluation:
     def rewarded(self, answers: Sequence[Trajectory]) -> list[Trajectory]:
         """The answers with the sums of their rewards. Reward models run only meanwhile."""
         if not self.config.reward.models:
-            return EarlyStages(models=RewardModels(None, self.config.reward), timeout_s=0).annotated(answers)
+            return EarlyStages(
+                models=RewardModels(None, self.config.reward), timeout_s=0
+            ).annotated(answers)
         with reward_models(self.config, logs=self.logs) as models:
             return models.annotated(answers)
 
-    def compared(self, ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Comparison]:
+    def compared(
+        self, ours: Sequence[Trajectory], theirs: Sequence[Trajectory]
+    ) -> list[Comparison]:
         """The pairs; the answer with the larger reward is the better one."""
         scored = self.rewarded([*ours, *theirs])
         pairs = comparing.pair_up(scored[: len(ours)], scored[len(ours) :])
@@ -239,18 +292,29 @@ class Evaluation:
             print_sources(rows, console=self.recorder.display.console)
 
     def report_pairs(
-        self, pairs: Sequence[Comparison], columns: Columns, rewards: Mapping[str, float] | None = None
+        self,
+        pairs: Sequence[Comparison],
+        columns: Columns,
+        rewards: Mapping[str, float] | None = None,
     ) -> None:
-        """Report pairs by these columns, and write the pairs down. Raises RewardErrors if too many could not be judged."""
+        """Report pairs by these columns, and write the pairs down. Raises RewardErrors if too many
+        could not be judged.
+        """
         self.recorder.folder.log_samples(map(comparing.row_of, pairs))
-        rows = rows_of(pairs, lambda pair: pair.ours, lambda members: {"pairs": len(members), **columns(members)})
+        rows = rows_of(
+            pairs,
+            lambda pair: pair.ours,
+            lambda members: {"pairs": len(members), **columns(members)},
+        )
         self.report({**comparing.metrics_of(pairs, columns), **(rewards or {})}, rows)
         failed = [pair.error for pair in pairs if pair.win is None]
         self.errors.check_errors(failed, of=len(pairs), what="pairs could not be judged")
 
 
 class Progress:
-    """Display of how many prompts have all their answers: beside the bar, or in a line every half minute."""
+    """Display of how many prompts have all their answers: beside the bar, or in a line every half
+    minute.
+    """
 
     def __init__(self, recorder: Recorder, *, prompts: int) -> None:
         self.display, self.prompts = recorder.display, prompts
@@ -269,18 +333,33 @@ class Progress:
 def say_engines_start(recorder: Recorder, config: settings.Engines, path: str) -> None:
     """Print that engines are loading a model: nothing else is printed until they have."""
     recorder.display.status("starting engines")
-    recorder.display.note(f"Starting {config.vllm.num_engines} engine(s) of {path}; logs: {recorder.folder.logs}")
+    recorder.display.note(
+        f"Starting {config.vllm.num_engines} engine(s) of {path}; logs: {recorder.folder.logs}"
+    )
 
 
 @contextmanager
 def engines(
-    config: settings.Engines, path: str, tokenizer: PreTrainedTokenizerBase, *, name: str, logs: Path
+    config: settings.Engines,
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    name: str,
+    logs: Path,
 ) -> Iterator[Fleet]:
-    """Run the engines of a model until the block exits. Raises ModelError for weights that are NaN or infinite."""
+    """Run the engines of a model until the block exits. Raises ModelError for weights that are NaN
+    or infinite.
+    """
     require_finite_files(path)  # vLLM reads the files by itself
     plan = alone(engine_group(config.vllm, name))
-    [group], made_of = plan.groups, settings.engine_settings(config, path, engine_device(), tokenizer)
-    with closing(Fleet(group, places_now(plan)[name], on_gpus=plan.on_gpus)) as fleet, fleet.naming_logs():
+    [group], made_of = (
+        plan.groups,
+        settings.engine_settings(config, path, engine_device(), tokenizer),
+    )
+    with (
+        closing(Fleet(group, places_now(plan)[name], on_gpus=plan.on_gpus)) as fleet,
+        fleet.naming_logs(),
+    ):
         fleet.start(made_of, log_dir=str(logs), timeout_s=config.train.setup_timeout)
         fleet.wait()
         yield fleet
@@ -297,7 +376,9 @@ def reward_models(config: settings.Sampling, *, logs: Path) -> Iterator[EarlySta
         workers = WorkerGroup(hosts, "reward")
         created = workers.create(RewardWorker, settings.reward_settings(config))
         gather(created, timeout_s=config.train.setup_timeout, doing="load the models")
-        yield EarlyStages(models=RewardModels(workers, config.reward), timeout_s=config.train.step_timeout)
+        yield EarlyStages(
+            models=RewardModels(workers, config.reward), timeout_s=config.train.step_timeout
+        )
 
 
 def alone(group: HostGroup) -> Placement:
@@ -319,7 +400,9 @@ def started(config: EvaluationConfig | BatchInferenceConfig) -> Iterator[Recorde
 
 
 def rows_of(
-    items: Sequence[T], episode: Callable[[T], Trajectory], columns: Callable[[Sequence[T]], Mapping[str, float]]
+    items: Sequence[T],
+    episode: Callable[[T], Trajectory],
+    columns: Callable[[Sequence[T]], Mapping[str, float]],
 ) -> dict[str, Mapping[str, float]]:
     """A row of `columns` per data source, and if there are several sources, a row of everything."""
     rows = {source: columns(members) for source, members in of_sources(items, episode).items()}
@@ -346,7 +429,9 @@ class WrittenAnswers:
     def __init__(self, answers: Sequence[list[int]]) -> None:
         self._answers = answers
 
-    async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
+    async def generate(
+        self, key: Hashable, tokens: list[int], params: list[SamplingParams]
+    ) -> list[Generation]:
         """The answer of the prompt whose index is in the key."""
         answer = self._answers[cast(tuple[str, int], key)[1]]
         return [Generation(tokens=answer, logprobs=[0.0] * len(answer), finish_reason="stop")]

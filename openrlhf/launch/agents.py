@@ -10,14 +10,19 @@ from openrlhf.agents.play import AgentEpisodes
 from openrlhf.launch import settings
 
 
-def make_agents(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, **more: Any) -> AgentEpisodes | None:
-    """The agents of --train.agent_func_path, or None. Their processes start with their first episodes.
+def make_agents(
+    config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, **more: Any
+) -> AgentEpisodes | None:
+    """The agents of --train.agent_func_path, or None. Their processes start with their first
+    episodes.
 
     `more`: the optional arguments of `AgentEpisodes`.
     """
     if not (file := config.train.agent_func_path):
         return None
-    return AgentEpisodes(file, tokenizer, config.rollout, config.reward, max_length=config.data.max_len, **more)
+    return AgentEpisodes(
+        file, tokenizer, config.rollout, config.reward, max_length=config.data.max_len, **more
+    )
 
 
 def check_agents(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,6 +1,8 @@
-"""The identity of a run, compared when a checkpoint is continued and when recorded episodes are replayed.
+"""The identity of a run, compared when a checkpoint is continued and when recorded episodes are
+replayed.
 
-An identity maps flags, or the things that flags name, to values that survive JSON. Long values are replaced by a hash.
+An identity maps flags, or the things that flags name, to values that survive JSON. Long values are
+replaced by a hash.
 """
 
 import hashlib
@@ -31,32 +33,53 @@ def offline_identity(task: OfflineTask[Config, Row, Micro], rows: Rows) -> Ident
     """The identity of an offline run."""
     flags = ("train.batch_size", "train.seed", *FLAGS["adapter"], *task.objective)
     trusted = task.config.model.trust_remote_code
-    frozen = {name: of_model(path, trust_remote_code=trusted) for name, path in task.frozen_paths().items() if path}
-    return {"task": task.name, **texts_identity(task, rows, flags, task.config.model.model_name_or_path), **frozen}
+    frozen = {
+        name: of_model(path, trust_remote_code=trusted)
+        for name, path in task.frozen_paths().items()
+        if path
+    }
+    return {
+        "task": task.name,
+        **texts_identity(task, rows, flags, task.config.model.model_name_or_path),
+        **frozen,
+    }
 
 
-def texts_identity(task: OfflineTask[Any, Any, Any], rows: Rows, flags: Sequence[str], model: str) -> Identity:
+def texts_identity(
+    task: OfflineTask[Any, Any, Any], rows: Rows, flags: Sequence[str], model: str
+) -> Identity:
     """The identity of rows that a model reads, with these flags."""
     collated = (vars(task.collate([rows[row]])).values() for row in range(len(rows)))
-    plain = (repr([column.tolist() for column in row if isinstance(column, Tensor)]).encode() for row in collated)
+    plain = (
+        repr([column.tolist() for column in row if isinstance(column, Tensor)]).encode()
+        for row in collated
+    )
     contents = getattr(rows, "contents", lambda: plain)()  # rows of a plug-in may be of any class
     return {
         **_values(task.config, flags),
         "all rows of --data.dataset, tokenized": of_rows(len(rows), contents),
-        "--model.model_name_or_path": of_model(model, trust_remote_code=task.config.model.trust_remote_code),
+        "--model.model_name_or_path": of_model(
+            model, trust_remote_code=task.config.model.trust_remote_code
+        ),
     }
 
 
 def rl_identity(config: PPOConfig, prompts: PromptDataset) -> Identity:
     """The identity of an RL run."""
-    model = of_model(config.actor.model_name_or_path, trust_remote_code=config.model.trust_remote_code)
+    model = of_model(
+        config.actor.model_name_or_path, trust_remote_code=config.model.trust_remote_code
+    )
     of_prompts = episode_identity(config, prompts, FLAGS["run"] + FLAGS["adapter"])
     teacher = {"--algo.distill.teacher": of_model(path)} if (path := config.local_teacher) else {}
     return of_prompts | {"--actor.model_name_or_path": model} | teacher
 
 
-def episode_identity(config: PPOConfig, prompts: PromptDataset, flags: Sequence[str] = FLAGS["episodes"]) -> Identity:
-    """The identity of an RL run's episodes: its prompts, and by default the flags that decide how samples are drawn."""
+def episode_identity(
+    config: PPOConfig, prompts: PromptDataset, flags: Sequence[str] = FLAGS["episodes"]
+) -> Identity:
+    """The identity of an RL run's episodes: its prompts, and by default the flags that decide how
+    samples are drawn.
+    """
     found, tokenizer = of_rows(len(prompts), prompts.contents()), prompts.tokenizer
     return {
         **_values(config, ("rollout.batch_size", "train.seed", *flags)),
@@ -67,7 +90,9 @@ def episode_identity(config: PPOConfig, prompts: PromptDataset, flags: Sequence[
 
 def inference_identity(config: BatchInferenceConfig, prompts: Sequence[Prompt]) -> Identity:
     """The identity of answers to prompts, or of the rewards of answers."""
-    contents = (repr((prompt.text, prompt.label)).encode(errors="surrogatepass") for prompt in prompts)
+    contents = (
+        repr((prompt.text, prompt.label)).encode(errors="surrogatepass") for prompt in prompts
+    )
     return {
         **_values(config, FLAGS["inference"]),
         "models": _inference_models(config),
@@ -75,10 +100,19 @@ def inference_identity(config: BatchInferenceConfig, prompts: Sequence[Prompt]) 
     }
 
 
-def request_identity(config: BatchInferenceConfig, rows: Table, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of a batch_inference request before its rows are rendered: flags, rows as stored, models."""
+def request_identity(
+    config: BatchInferenceConfig, rows: Table, tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """Return a hash of a batch_inference request before its rows are rendered: flags, rows as
+    stored, models.
+    """
     sections = json.loads(json.dumps([vars(config.data), vars(config.csft)], default=str))
-    for name in ("dataset", "dataset_split", "dataset_probs", "dataloader_num_workers"):  # the rows themselves count
+    for name in (
+        "dataset",
+        "dataset_split",
+        "dataset_probs",
+        "dataloader_num_workers",
+    ):  # the rows themselves count
         sections[0].pop(name)
     stored = without_origin(rows)
     request = {
@@ -94,7 +128,9 @@ def request_identity(config: BatchInferenceConfig, rows: Table, tokenizer: PreTr
 
 def _inference_models(config: BatchInferenceConfig) -> list[str]:
     trusted = config.model.trust_remote_code
-    models = [str(config.model.model_name_or_path)] if config.samples_answers else config.reward.models
+    models = (
+        [str(config.model.model_name_or_path)] if config.samples_answers else config.reward.models
+    )
     return [of_model(path, trust_remote_code=trusted) for path in models]
 
 
@@ -107,9 +143,13 @@ def of_rows(count: int, contents: Iterable[bytes]) -> str:
 
 
 def of_model(path: str, *, trust_remote_code: bool = False) -> str:
-    """The architecture of a model and a hash of its weights; for a model on the hub, its name instead of the hash."""
+    """The architecture of a model and a hash of its weights; for a model on the hub, its name
+    instead of the hash.
+    """
     stored = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).to_dict()
-    architecture = {name: stored[name] for name in stored.keys() - {"transformers_version", "_name_or_path"}}
+    architecture = {
+        name: stored[name] for name in stored.keys() - {"transformers_version", "_name_or_path"}
+    }
     folder = Path(path)
     files = sorted(file for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind))
     weights = _hash([fingerprint(file) for file in files]) if folder.is_dir() else path

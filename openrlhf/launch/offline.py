@@ -46,16 +46,22 @@ MORE_STEPS = "For more steps lower --train.batch_size, raise --train.max_epochs 
 
 
 def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
-    """Train a task as its flags say: rows, schedule, engine, resume, loop. Runs in every process of the launcher.
+    """Train a task as its flags say: rows, schedule, engine, resume, loop. Runs in every process of
+    the launcher.
 
-    Raises DataError for too few rows, and CheckpointError if --ckpt.load_enable finds a checkpoint of another run.
+    Raises DataError for too few rows, and CheckpointError if --ckpt.load_enable finds a checkpoint
+    of another run.
     """
     config = task.config
     task.check_model()
     tokenizer = exportable_tokenizer(task)
     ds, train = config.ds, config.train
     # Before the rows, which the processes of a machine share.
-    strategy = None if config.dry_run else Strategy(ds, seed=train.seed, full_determinism=train.full_determinism_enable)
+    strategy = (
+        None
+        if config.dry_run
+        else Strategy(ds, seed=train.seed, full_determinism=train.full_determinism_enable)
+    )
     checkpoints = CheckpointManager(config.ckpt, [""])
     checkpoint = newest(checkpoints, strategy) if strategy and config.ckpt.load_enable else None
     begun = first_start(checkpoint, strategy, tokenizer)
@@ -116,7 +122,9 @@ def train_loop(
     with closing(recorder) if recorder else nullcontext():
         if recorder:
             recorder.display.note(plan)
-            recorder.folder.write_texts([show_template(tokenizer), *first_texts(task, train_rows, tokenizer)])
+            recorder.folder.write_texts(
+                [show_template(tokenizer), *first_texts(task, train_rows, tokenizer)]
+            )
         if task.precomputes:
             train_rows = with_reference(task, train_rows, engine)
             if eval_rows:
@@ -143,7 +151,9 @@ def plan_of(rows: Rows, steps: int, *, batch_size: int) -> str:
 
 
 def exportable_tokenizer(task: OfflineTask[Config, Row, Micro]) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the model, after a check that it and the model's other files can be exported."""
+    """Return the tokenizer of the model, after a check that it and the model's other files can be
+    exported.
+    """
     model = task.config.model
     trusted = model.trust_remote_code
     tokenizer = get_tokenizer(
@@ -153,21 +163,31 @@ def exportable_tokenizer(task: OfflineTask[Config, Row, Micro]) -> PreTrainedTok
         chat_template=task.config.data.tokenizer_chat_template,
     )
     if is_first():
-        notice(*check_can_be_exported(model.model_name_or_path, tokenizer, trust_remote_code=trusted))
+        notice(
+            *check_can_be_exported(model.model_name_or_path, tokenizer, trust_remote_code=trusted)
+        )
     return tokenizer
 
 
-def show_plan(plan: str, task: OfflineTask[Config, Row, Micro], rows: Rows, tokenizer: PreTrainedTokenizerBase) -> None:
+def show_plan(
+    plan: str, task: OfflineTask[Config, Row, Micro], rows: Rows, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Print the results of a dry run."""
     if is_first():
-        print(plan, show_template(tokenizer), *first_texts(task, rows, tokenizer), UNPROVEN, sep="\n")
+        print(
+            plan, show_template(tokenizer), *first_texts(task, rows, tokenizer), UNPROVEN, sep="\n"
+        )
 
 
-def first_texts(task: OfflineTask[Config, Row, Micro], rows: Rows, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+def first_texts(
+    task: OfflineTask[Config, Row, Micro], rows: Rows, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
     """The first rows of the first optimizer step as the model will see them."""
     train = task.config.train
     order = ResumableSampler(len(rows), seed=train.seed, batch_size=train.batch_size)
-    return show_batch(task.collate([rows[row] for row in islice(order, SHOWN)]), tokenizer, task.sample_names)
+    return show_batch(
+        task.collate([rows[row] for row in islice(order, SHOWN)]), tokenizer, task.sample_names
+    )
 
 
 def newest(checkpoints: CheckpointManager, strategy: Strategy) -> Checkpoint | None:
@@ -179,7 +199,9 @@ def newest(checkpoints: CheckpointManager, strategy: Strategy) -> Checkpoint | N
 def first_start(
     checkpoint: Checkpoint | None, strategy: Strategy | None, tokenizer: PreTrainedTokenizerBase
 ) -> FirstStart:
-    """Return the run's first start, the same on all ranks, and set the chat template's clock. Collective."""
+    """Return the run's first start, the same on all ranks, and set the chat template's clock.
+    Collective.
+    """
     begun = checkpoint.state.first_start if checkpoint else FirstStart.here()
     begun = strategy.broadcast(begun) if strategy else begun
     clock.set_clock(tokenizer, begun.moment)
@@ -187,7 +209,9 @@ def first_start(
 
 
 def check_room(checkpoints: CheckpointManager, engine: TrainEngine, ckpt: CheckpointConfig) -> None:
-    """Print a notice if the disk is too small for the checkpoints. Raises CheckpointError if not one fits."""
+    """Print a notice if the disk is too small for the checkpoints. Raises CheckpointError if not
+    one fits.
+    """
     if engine.strategy.is_main and ckpt.resumable:
         exported = engine.exported_bytes if ckpt.save_hf else 0
         notice(*checkpoints.check_room(engine.checkpoint_bytes + exported))
@@ -200,19 +224,28 @@ def check_continued(checkpoint: Checkpoint, start: RunState, config: SupervisedC
 
 
 def load_models(
-    task: OfflineTask[Config, Row, Micro], strategy: Strategy, total_steps: int, checkpoints: CheckpointManager
+    task: OfflineTask[Config, Row, Micro],
+    strategy: Strategy,
+    total_steps: int,
+    checkpoints: CheckpointManager,
 ) -> TrainEngine:
-    """The trained model with its optimizer. The frozen models of the task are stored in `task.frozen`.
+    """The trained model with its optimizer. The frozen models of the task are stored in
+    `task.frozen`.
 
-    Raises ModelError if a model fails the proof of its layout, and UserError if its disks have no room for it.
+    Raises ModelError if a model fails the proof of its layout, and UserError if its disks have no
+    room for it.
     """
     engine = TrainEngine(strategy, task.load_model, task.config, total_steps=total_steps)
     if task.config.ds.lora.rank and not engine.partial:
-        raise ModelError(f"--ds.lora.rank: load_model of the task {task.name} must take the settings of `trained_spec`")
+        raise ModelError(
+            f"--ds.lora.rank: load_model of the task {task.name} must take the settings of `trained_spec`"
+        )
     if task.config.train.enable_ema:
         engine.average = WeightAverage(engine.module, strategy, task.config.train.ema_beta)
     models = task.frozen_models().items()
-    task.frozen = {name: FrozenModel(strategy, load, offload=task.offloads) for name, load in models}
+    task.frozen = {
+        name: FrozenModel(strategy, load, offload=task.offloads) for name, load in models
+    }
     prove_layout(engine.module)
     if strategy.is_main:
         check_disk_room(task.config.ckpt.output_dir, engine.exported_bytes)
@@ -224,24 +257,35 @@ def load_models(
 
 
 def load_rows(
-    task: OfflineTask[Config, Row, Micro], tokenizer: PreTrainedTokenizerBase, *, follows: bool = True
+    task: OfflineTask[Config, Row, Micro],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    follows: bool = True,
 ) -> tuple[Rows, Rows | None]:
-    """The tokenized training and evaluation rows, of one layout and format, which become the task's configuration.
+    """The tokenized training and evaluation rows, of one layout and format, which become the task's
+    configuration.
 
-    --data.max_samples limits training rows only. `follows`: by default texts have the format that the model was trained
-    with. Raises DataError, also for a frozen model with another vocabulary.
+    --data.max_samples limits training rows only. `follows`: by default texts have the format that
+    the model was trained with. Raises DataError, also for a frozen model with another vocabulary.
     """
     model, data, evaluation = task.config.model, task.config.data, task.config.eval
-    owner, trusts = f"--model.model_name_or_path {model.model_name_or_path}", model.trust_remote_code
+    owner, trusts = (
+        f"--model.model_name_or_path {model.model_name_or_path}",
+        model.trust_remote_code,
+    )
     for flag, path in task.frozen_paths().items():
         if path is not None:
             require_vocabulary(tokenizer, path, flag=flag, owner=owner, trust_remote_code=trusts)
     seed, split, probs = task.config.train.seed, data.dataset_split, data.dataset_probs
-    read = load_datasets(data.dataset, split=split, probs=probs, max_samples=data.max_samples, seed=seed)
+    read = load_datasets(
+        data.dataset, split=split, probs=probs, max_samples=data.max_samples, seed=seed
+    )
     task.config = replace(task.config, data=recognise(read, task.config))
     prompts = task.prompt_column(read)
     if follows:
-        data = with_trained_format(task.config, task.config.data, tokenizer, read, column=prompts, model=owner)
+        data = with_trained_format(
+            task.config, task.config.data, tokenizer, read, column=prompts, model=owner
+        )
         task.config = replace(task.config, data=data)
     train = task.rows(read, tokenizer)
     report(*task.look_at_rows(train))
@@ -250,7 +294,9 @@ def load_rows(
     notice(*look_at_borders(task.config, read))
     if not evaluation.dataset:
         return train, None
-    held_out = load_datasets(evaluation.dataset, split=evaluation.split, max_samples=ALL_ROWS, seed=seed)
+    held_out = load_datasets(
+        evaluation.dataset, split=evaluation.split, max_samples=ALL_ROWS, seed=seed
+    )
     return train, task.rows(held_out, tokenizer)
 
 
@@ -267,7 +313,9 @@ def look_at_borders(config: SupervisedConfig, rows: Table) -> list[str]:
     prompt, answer = columns
     if not prompt or not answer:
         return []
-    return first_look.glued(first_look.texts_of(rows, [prompt]), first_look.texts_of(rows, [answer]))
+    return first_look.glued(
+        first_look.texts_of(rows, [prompt]), first_look.texts_of(rows, [answer])
+    )
 
 
 def first_look_at(
@@ -283,7 +331,9 @@ def first_look_at(
     Records the format of prompts in the tokenizer.
     """
     found = first_look.round_trip(tokenizer, texts)
-    if (ends := end_tokens(configuration(load_spec(task.config)))) and tokenizer.eos_token_id not in ends:
+    if (
+        ends := end_tokens(configuration(load_spec(task.config)))
+    ) and tokenizer.eos_token_id not in ends:
         found.append(
             f"The tokenizer ends texts with {tokenizer.eos_token} ({tokenizer.eos_token_id}), the model with {ends}."
         )
@@ -298,21 +348,35 @@ def first_look_at(
         report(first_look.dated_template(tokenizer))
     if used:
         try:
-            found += first_look.round_trip(tokenizer, [(used.input_template or "").replace("{}", "")])
+            found += first_look.round_trip(
+                tokenizer, [(used.input_template or "").replace("{}", "")]
+            )
         except DataError as error:  # rows may go without the template's words
             found.append(f"--data.input_template: {error}")
-        found += first_look.compare_formats(model, trained, used, texts) + first_look.filled_already(used, texts)
+        found += first_look.compare_formats(
+            model, trained, used, texts
+        ) + first_look.filled_already(used, texts)
         found += first_look.joined_border(used, tokenizer)
-        found += first_look.end_notices(ending, tokenizer, "Responses") if isinstance(first[0], TokenRows) else []
+        found += (
+            first_look.end_notices(ending, tokenizer, "Responses")
+            if isinstance(first[0], TokenRows)
+            else []
+        )
     if used:
-        read = [fill_template(used.input_template, prompt) for prompt in prompts if isinstance(prompt, str)]
+        read = [
+            fill_template(used.input_template, prompt)
+            for prompt in prompts
+            if isinstance(prompt, str)
+        ]
         used = kept_format(used, tokenizer, read)
     first_look.record(tokenizer, used)
     return found
 
 
 def steps_per_epoch(config: SupervisedConfig, rows: Rows) -> int:
-    """Optimizer steps per epoch, without an incomplete last batch. Raises DataError if the rows do not fill one batch."""
+    """Optimizer steps per epoch, without an incomplete last batch. Raises DataError if the rows do
+    not fill one batch.
+    """
     size = config.train.batch_size
     if len(rows) < size:
         raise DataError(

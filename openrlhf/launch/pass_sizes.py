@@ -1,4 +1,6 @@
-"""The check of RL's forward pass sizes at start: passes with a single sample leave most of a device idle."""
+"""The check of RL's forward pass sizes at start: passes with a single sample leave most of a device
+idle.
+"""
 
 from openrlhf.config.learning import RLTrainConfig
 from openrlhf.config.ppo import PPOConfig
@@ -11,17 +13,22 @@ TRAINED, SCORED = "train.micro_batch_size", "rollout.micro_batch_size"
 
 
 def check_pass_sizes(config: PPOConfig, longest_prompt: int, *, on_gpus: bool) -> Finding:
-    """Return a warning if micro-batches have one sample by default, and several samples of a rank fit into a pass.
+    """Return a warning if micro-batches have one sample by default, and several samples of a rank
+    fit into a pass.
 
     `longest_prompt` is in tokens.
     """
     most = CPU_TOKENS
     if on_gpus:
         most = GPU_TOKENS
-    sample = min(config.data.max_len, longest_prompt + (config.rollout.max_new_tokens or config.data.max_len))
+    sample = min(
+        config.data.max_len, longest_prompt + (config.rollout.max_new_tokens or config.data.max_len)
+    )
     sizes = advised_sizes(config, most // sample)
     if not sizes:
-        return Finding(check="micro-batches", level=Level.PASS, seen="Forward passes have several samples.")
+        return Finding(
+            check="micro-batches", level=Level.PASS, seen="Forward passes have several samples."
+        )
     alone = " and ".join(f"--{path} 1" for path in sizes)
     advice = " and ".join(f"--{path} {size}" for path, size in sizes.items())
     return Finding(
@@ -34,7 +41,9 @@ def check_pass_sizes(config: PPOConfig, longest_prompt: int, *, on_gpus: bool) -
 
 
 def advised_sizes(config: PPOConfig, most: int) -> dict[str, int]:
-    """Return larger sizes for the micro-batches that have one sample by default, by flag: at most `most` samples."""
+    """Return larger sizes for the micro-batches that have one sample by default, by flag: at most
+    `most` samples.
+    """
     if config.train.dynamic_batch_enable:
         return {}
     ranks = max(1, config.actor_ranks)
@@ -42,7 +51,11 @@ def advised_sizes(config: PPOConfig, most: int) -> dict[str, int]:
     of_rank = config.train.batch_size // ranks
     if TRAINED not in config.given and config.train.micro_batch_size == 1:
         sizes[TRAINED] = largest_divisor(of_rank, most)
-    if SCORED not in config.given and config.rollout.micro_batch_size == 1 and scores_samples(config):
+    if (
+        SCORED not in config.given
+        and config.rollout.micro_batch_size == 1
+        and scores_samples(config)
+    ):
         sizes[SCORED] = min(most, config.samples // ranks)
     return {path: size for path, size in sizes.items() if size > 1}
 

@@ -32,12 +32,16 @@ class Scored(torch.utils.data.Dataset[Any]):
 
 
 def with_reference(task: Any, rows: Rows, engine: TrainEngine) -> Scored:
-    """The rows with the scores in the file of an earlier run with these rows and this reference, or with new ones. Collective."""
+    """The rows with the scores in the file of an earlier run with these rows and this reference, or
+    with new ones. Collective.
+    """
     reference = task.config.ref.model_name_or_path or task.config.model.model_name_or_path
     strategy, identity = engine.strategy, texts_identity(task, rows, FLAGS["reference"], reference)
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     path = Path(task.config.ckpt.path) / f"reference-{digest}.json"
-    sums = strategy.broadcast(json.loads(path.read_bytes()) if strategy.is_main and path.exists() else None)
+    sums = strategy.broadcast(
+        json.loads(path.read_bytes()) if strategy.is_main and path.exists() else None
+    )
     if sums is None:
         sums = reference_sums(task, rows, engine)
         if strategy.is_main:
@@ -50,7 +54,9 @@ def with_reference(task: Any, rows: Rows, engine: TrainEngine) -> Scored:
 
 @torch.no_grad()
 def reference_sums(task: Any, rows: Rows, engine: TrainEngine) -> list[list[float]]:
-    """Σ log π_ref of the answers of each row. Every rank scores a part, with equally many forwards. Collective."""
+    """Σ log π_ref of the answers of each row. Every rank scores a part, with equally many forwards.
+    Collective.
+    """
     strategy = engine.strategy
     ranks, size, found = strategy.dp_size, task.config.train.micro_batch_size, list[Tensor]()
     mine = list(range(strategy.dp_rank, len(rows), ranks))

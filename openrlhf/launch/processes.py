@@ -18,7 +18,9 @@ if TYPE_CHECKING:  # it loads trainers and workers, which take seconds
 
 
 class Processes:
-    """The processes of a run: none until `start`. They import their libraries as soon as they start."""
+    """The processes of a run: none until `start`. They import their libraries as soon as they
+    start.
+    """
 
     def __init__(self, plan: Placement) -> None:
         self.plan = plan
@@ -33,7 +35,9 @@ class Processes:
         places, on_gpus = places_now(self.plan), self.plan.on_gpus
         for group in self.plan.groups:
             if group.name == "vllm":
-                shared = next((hosts for hosts in self.hosts if hosts.group.name == group.shares), None)
+                shared = next(
+                    (hosts for hosts in self.hosts if hosts.group.name == group.shares), None
+                )
                 self.fleet = Fleet(group, places[group.name], on_gpus=on_gpus, hosts=shared)
                 self._ends.callback(self.fleet.close)
             else:
@@ -53,7 +57,11 @@ def make_hosts(group: HostGroup, machines: Sequence[Machine], *, on_gpus: bool) 
 def connect_hosts(config: Sampling, hosts: HostHandles, *, log_dir: str) -> None:
     """Make the processes a process group, without models."""
     hosts.connect(
-        {"engine": config.ds, "seed": config.train.seed, "full_determinism": config.train.full_determinism_enable},
+        {
+            "engine": config.ds,
+            "seed": config.train.seed,
+            "full_determinism": config.train.full_determinism_enable,
+        },
         log_dir=log_dir,
         timeout_s=config.train.setup_timeout,
         plugins=[abspath(path) for path in config.plugin],

@@ -1,7 +1,8 @@
 """The end of a command whose Ray has died.
 
-Ray may end this process at any of its calls from then on (`distributed/ray_watch.py`). So the main thread is held, and
-the thread that detected the death ends the process, or replaces it with the same command, which starts a new Ray.
+Ray may end this process at any of its calls from then on (`distributed/ray_watch.py`). So the main
+thread is held, and the thread that detected the death ends the process, or replaces it with the
+same command, which starts a new Ray.
 """
 
 import os
@@ -20,7 +21,8 @@ from openrlhf.processes.confinement import killed_some
 
 CLOSE_TIMEOUT_S = 10.0  # for reports and trackers
 KILL_TIMEOUT_S = 5.0
-# Variables of a command that replaces itself: how often the run was started again, and whether it added --ckpt.load_enable
+# Variables of a command that replaces itself: how often the run was started again, and whether it
+# added --ckpt.load_enable
 RESTARTS = "OPENRLHF_RESTARTS"
 CONTINUES_ITSELF = "OPENRLHF_CONTINUES_ITSELF"
 FAILED = 2  # the status of a command that ends with an error
@@ -29,8 +31,8 @@ FAILED = 2  # the status of a command that ends with an error
 class RayLoss:
     """The action when Ray has died; called by the thread that detected it.
 
-    `advice` completes the error. `restart` returns the flags to add to the command that replaces this one, or None if the
-    command ends.
+    `advice` completes the error. `restart` returns the flags to add to the command that replaces
+    this one, or None if the command ends.
     """
 
     def __init__(
@@ -83,12 +85,16 @@ class RayLoss:
 
 
 def inherited(variable: str) -> int:
-    """Return the number that the replaced command has left in a variable, or 0. Child processes do not see it."""
+    """Return the number that the replaced command has left in a variable, or 0. Child processes do
+    not see it.
+    """
     return int(os.environ.pop(variable, "0"))
 
 
 def can_replace_process() -> bool:
-    """Return whether the program of this process is a command of ours, and not a notebook or a test."""
+    """Return whether the program of this process is a command of ours, and not a notebook or a
+    test.
+    """
     program = Path(sys.argv[0])
     commands = Path(__file__).resolve().parent.parent / "cli"
     return program.name == "openrlhf" or program.resolve().parent == commands
@@ -101,7 +107,9 @@ def replace_process(flags: list[str]) -> NoReturn:
 
 
 def kill_processes(*, of_ray: bool) -> None:
-    """Kill all processes below this one, and `of_ray` also those of the Ray that this process has started."""
+    """Kill all processes below this one, and `of_ray` also those of the Ray that this process has
+    started.
+    """
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while time.monotonic() < deadline:
         killed = killed_some()

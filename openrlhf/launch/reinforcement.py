@@ -34,22 +34,26 @@ from openrlhf.rollout.engine_settings import Device
 from openrlhf.trainers.ppo import SOURCE
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 
-MORE_STEPS = (
-    "For more steps lower --train.batch_size or --rollout.batch_size, raise --train.num_episodes or use more prompts."
-)
+MORE_STEPS = "For more steps lower --train.batch_size or --rollout.batch_size, raise --train.num_episodes or use more prompts."
 PREVIEWED = 4  # rows whose labels are scored before the run
 
 
 def check_training(config: PPOConfig, data: PromptData, *, on_gpus: bool) -> None:
-    """Check number of steps, micro-batches and export. Raises ConfigError or CheckpointError for what cannot work."""
+    """Check number of steps, micro-batches and export. Raises ConfigError or CheckpointError for
+    what cannot work.
+    """
     total_steps = settings.optimizer_steps(config, len(data.train), after=config.frozen_steps)
     longest = config.data.max_len if config.train.agent_func_path else max(data.train.lengths())
-    report(check_steps(total_steps, config.actor, fix=MORE_STEPS), check_pass_sizes(config, longest, on_gpus=on_gpus))
+    report(
+        check_steps(total_steps, config.actor, fix=MORE_STEPS),
+        check_pass_sizes(config, longest, on_gpus=on_gpus),
+    )
     check_exports(config, data)
 
 
 def train(config: PPOConfig, processes: Processes, loss: RayLoss) -> None:
-    """Train as configured, in `processes`, which are started after the checks if they are not running yet.
+    """Train as configured, in `processes`, which are started after the checks if they are not
+    running yet.
 
     A dry run ends after the checks. `loss`: what happens if Ray dies.
     """
@@ -75,7 +79,9 @@ def train(config: PPOConfig, processes: Processes, loss: RayLoss) -> None:
         first = [] if config.train.agent_func_path else range(min(PREVIEWED, len(data.train)))
         check_reward(config.reward, [data.train[place] for place in first], data.tokenizer)
     if config.remote_teacher:
-        RemoteTeacher.named(config.remote_teacher).check(data.tokenizer, max_len=config.data.max_len)
+        RemoteTeacher.named(config.remote_teacher).check(
+            data.tokenizer, max_len=config.data.max_len
+        )
     run_dir = os.path.abspath(config.run.dir)
     if checkpoint:
         run_dir = checkpoint.state.continued_folder(run_dir)
@@ -95,7 +101,9 @@ def train(config: PPOConfig, processes: Processes, loss: RayLoss) -> None:
     if config.dry_run:
         return show_plan(config, data, processes.plan)
     if config.rollout.only:
-        require_finite_files(config.actor.model_name_or_path)  # no worker loads the policy, and vLLM does not check
+        require_finite_files(
+            config.actor.model_name_or_path
+        )  # no worker loads the policy, and vLLM does not check
     processes.start()
     run = Run(config, data, start, kind, processes, checkpoints, checkpoint, replay)
     with loss.closing(run.recorder.close), run.started() as trainer:
@@ -104,10 +112,14 @@ def train(config: PPOConfig, processes: Processes, loss: RayLoss) -> None:
 
 
 def check_exports(config: PPOConfig, data: PromptData) -> None:
-    """Print what is wrong with the generation configurations of the trained models. Raises UserError for unwritable files."""
+    """Print what is wrong with the generation configurations of the trained models. Raises
+    UserError for unwritable files.
+    """
     critic = config.critic.model_name_or_path if config.critic.save_value_network else None
     trusted = config.model.trust_remote_code
-    for path in dict.fromkeys([config.actor.model_name_or_path, critic or config.actor.model_name_or_path]):
+    for path in dict.fromkeys(
+        [config.actor.model_name_or_path, critic or config.actor.model_name_or_path]
+    ):
         notice(*check_can_be_exported(path, data.tokenizer, trust_remote_code=trusted))
 
 
@@ -117,15 +129,23 @@ def show_plan(config: PPOConfig, data: PromptData, plan: Placement) -> None:
     sizes = config.step_sizes(len(data.train))
     most = "at most " if config.algo.dynamic_filtering_enable else ""
     steps = f"{len(sizes)} step" if len(sizes) == 1 else f"{len(sizes)} steps"
-    short = f" (--rollout.batch_size {config.rollout.batch_size})" if max(sizes) < config.rollout.batch_size else ""
+    short = (
+        f" (--rollout.batch_size {config.rollout.batch_size})"
+        if max(sizes) < config.rollout.batch_size
+        else ""
+    )
     print(f"{len(data.train)} prompts, {most}{steps} of {max(sizes)} prompts{short}")
     order = ResumableSampler(len(data.train), seed=config.train.seed, drop_last=False)
     show_prompts(config, data.train, order)
     print(UNPROVEN)
 
 
-def show_prompts(config: settings.Sampling, prompts: PromptDataset, rows: Iterable[int] | None = None) -> None:
-    """Print the format of the prompts, and the first of them as the policy will see them: cut, if they are too long."""
+def show_prompts(
+    config: settings.Sampling, prompts: PromptDataset, rows: Iterable[int] | None = None
+) -> None:
+    """Print the format of the prompts, and the first of them as the policy will see them: cut, if
+    they are too long.
+    """
     print(show_template(prompts.tokenizer))
     order = range(len(prompts)) if rows is None else rows
     for index in islice(order, SHOWN):

@@ -40,7 +40,9 @@ from openrlhf.workers.policy import PolicyWorker
 
 @dataclass(eq=False, repr=False)
 class Run:
-    """A run in its processes: models, processes of user code, trainer. The end of `started` ends everything."""
+    """A run in its processes: models, processes of user code, trainer. The end of `started` ends
+    everything.
+    """
 
     config: PPOConfig
     data: PromptData
@@ -53,7 +55,9 @@ class Run:
 
     def __post_init__(self) -> None:
         state = self.checkpoint.state if self.checkpoint else None
-        self.recorder = Recorder(self.config, self.start.run_dir, resume_step=state.step if state else None)
+        self.recorder = Recorder(
+            self.config, self.start.run_dir, resume_step=state.step if state else None
+        )
         self.log_dir = str(self.recorder.folder.logs.absolute())
         self.loop = BackgroundLoop()
         self.fleet = self.processes.fleet
@@ -61,18 +65,28 @@ class Run:
 
     @contextmanager
     def started(self) -> Iterator[PPOTrainer | RolloutOnly]:
-        """Within it, the run is in its processes. An engine's failure becomes a RolloutError that names the logs."""
+        """Within it, the run is in its processes. An engine's failure becomes a RolloutError that
+        names the logs.
+        """
         with ExitStack() as self.ends:
             self.ends.callback(self.recorder.close)
             self.ends.callback(self.loop.close)
-            self.ends.callback(self.processes.close)  # before the report: others may wait for the devices
+            self.ends.callback(
+                self.processes.close
+            )  # before the report: others may wait for the devices
             if not self.replay:
-                self.reward = self.ends.enter_context(reward_of(self.config.reward, log_dir=Path(self.log_dir)))
+                self.reward = self.ends.enter_context(
+                    reward_of(self.config.reward, log_dir=Path(self.log_dir))
+                )
             if self.fleet:
                 policy = self.config.actor.model_name_or_path
-                engine = settings.engine_settings(self.config, policy, self.kind, self.data.tokenizer)
+                engine = settings.engine_settings(
+                    self.config, policy, self.kind, self.data.tokenizer
+                )
                 engine = replace(engine, lora_rank=self.config.ds.lora.served_rank)
-                self.fleet.start(engine, log_dir=self.log_dir, timeout_s=self.config.train.setup_timeout)
+                self.fleet.start(
+                    engine, log_dir=self.log_dir, timeout_s=self.config.train.setup_timeout
+                )
                 if self.fleet.hosts:  # an engine takes its memory while the models are not there
                     self.fleet.wait()
             groups = self._start_workers()
@@ -86,7 +100,9 @@ class Run:
                 yield trainer
 
     def _start_workers(self) -> dict[str, WorkerGroup]:
-        """Connect the processes of every host group, and load the models of all roles. Returns the groups by role."""
+        """Connect the processes of every host group, and load the models of all roles. Returns the
+        groups by role.
+        """
         config, prompts = self.config, len(self.data.train)
         for hosts in self.processes.hosts:
             connect_hosts(config, hosts, log_dir=self.log_dir)
@@ -96,8 +112,14 @@ class Run:
         critic_steps = settings.optimizer_steps(config, prompts)
         workers: dict[str, tuple[type, Any]] = {
             "actor": (PolicyWorker, settings.trained_settings(config, policy, policy_steps)),
-            "ref": (ReferenceWorker, RoleSettings(config=config, load=settings.load_spec(config, policy))),
-            "teacher": (ReferenceWorker, RoleSettings(config=config, load=settings.load_spec(config, teacher))),
+            "ref": (
+                ReferenceWorker,
+                RoleSettings(config=config, load=settings.load_spec(config, policy)),
+            ),
+            "teacher": (
+                ReferenceWorker,
+                RoleSettings(config=config, load=settings.load_spec(config, teacher)),
+            ),
             "critic": (CriticWorker, settings.trained_settings(config, critic, critic_steps)),
             "reward": (RewardWorker, settings.reward_settings(config)),
         }
@@ -110,12 +132,16 @@ class Run:
         return groups
 
     def _check_room(self, groups: Mapping[str, WorkerGroup]) -> None:
-        """Print a notice if the disk is too small for the checkpoints. Raises CheckpointError if one alone does not fit."""
+        """Print a notice if the disk is too small for the checkpoints. Raises CheckpointError if
+        one alone does not fit.
+        """
         trained = [groups[role] for role in ("actor", "critic") if role in groups]
         if not self.config.ckpt.resumable or not trained:
             return
         asked = [group.broadcast(TrainedWorker.checkpoint_bytes)[0] for group in trained]
-        sizes = gather(asked, timeout_s=self.config.train.setup_timeout, doing="tell the size of a checkpoint")
+        sizes = gather(
+            asked, timeout_s=self.config.train.setup_timeout, doing="tell the size of a checkpoint"
+        )
         for sentence in self.checkpoints.check_room(sum(sizes)):
             self.recorder.display.note(f"Notice: {sentence}")
 
@@ -127,7 +153,9 @@ class Run:
         scored = EarlyStages(models=models, timeout_s=config.train.step_timeout)
         source = self._make_source(generator, scored, stages)
         self.ends.callback(source.close)
-        maker = ExperienceMaker(config, stages, None if source.keep or config.train.async_enable else models)
+        maker = ExperienceMaker(
+            config, stages, None if source.keep or config.train.async_enable else models
+        )
         if config.rollout.only:
             return RolloutOnly(source, maker, self.recorder)
         publisher = WeightPublisher(
@@ -135,7 +163,9 @@ class Run:
             self.fleet,
             transport=settings.transport(config, self.kind),
             timeout_s=config.train.publish_timeout,
-            probe=settings.engine_probe(config, [self.data.train[0].tokens, self.data.train[-1].tokens]),
+            probe=settings.engine_probe(
+                config, [self.data.train[0].tokens, self.data.train[-1].tokens]
+            ),
         )
         if self.fleet:
             self.fleet.refit, self.fleet.say = publisher.refit, self.recorder.display.note
@@ -156,17 +186,25 @@ class Run:
         )
 
     def _make_generator(self) -> Generator:
-        """Engines and reward; with --rollout.dump_dir also written to disk, with --rollout.replay_dir read instead."""
+        """Engines and reward; with --rollout.dump_dir also written to disk, with
+        --rollout.replay_dir read instead.
+        """
         config = self.config
         if self.replay:
             return ReplayGenerator(self.replay)
         assert self.fleet
         rewarded = bool(config.reward.models or config.algo.distill.teacher)
-        agents = make_agents(config, self.data.tokenizer, needs_reward=not rewarded, log_dir=Path(self.log_dir))
+        agents = make_agents(
+            config, self.data.tokenizer, needs_reward=not rewarded, log_dir=Path(self.log_dir)
+        )
         if agents:
             self.ends.callback(agents.close)
         generator = RolloutGenerator(
-            self.fleet, self.data.tokenizer, self.reward, agents=agents, fallback=config.reward.fallback
+            self.fleet,
+            self.data.tokenizer,
+            self.reward,
+            agents=agents,
+            fallback=config.reward.fallback,
         )
         if not config.rollout.dump_dir:
             return generator
@@ -204,7 +242,9 @@ class Run:
 
         def evaluation(step: int) -> list[Trajectory]:
             timeout_s = self.config.train.step_timeout
-            return scored.annotated(evaluate(prompts, generator, self.loop, spec, step=step, timeout_s=timeout_s))
+            return scored.annotated(
+                evaluate(prompts, generator, self.loop, spec, step=step, timeout_s=timeout_s)
+            )
 
         return evaluation
 
@@ -213,12 +253,23 @@ def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[St
     """The columns that the update needs, and the workers that compute them."""
     stages: list[Stage] = []
     if "actor" in groups and settings.needs_old_logprobs(config):
-        stages.append(Stage(writes="old_logprobs", by=groups["actor"], method=PolicyWorker.logprobs))
+        stages.append(
+            Stage(writes="old_logprobs", by=groups["actor"], method=PolicyWorker.logprobs)
+        )
     if "actor" in groups and config.algo.kl.init_coef and not config.has_reference:
-        stages.append(Stage(writes="ref_logprobs", by=groups["actor"], method=PolicyWorker.reference_logprobs))
+        stages.append(
+            Stage(writes="ref_logprobs", by=groups["actor"], method=PolicyWorker.reference_logprobs)
+        )
     for role, column in (("ref", "ref_logprobs"), ("teacher", "teacher_logprobs")):
         if role in groups:
             stages.append(Stage(writes=column, by=groups[role], method=ReferenceWorker.logprobs))
     if "critic" in groups:
-        stages.append(Stage(writes="values", by=groups["critic"], method=CriticWorker.values, reads=Experience.texts))
+        stages.append(
+            Stage(
+                writes="values",
+                by=groups["critic"],
+                method=CriticWorker.values,
+                reads=Experience.texts,
+            )
+        )
     return stages

@@ -1,4 +1,6 @@
-"""The start of a run of RL. Libraries are imported while Ray and the processes start: together they take ten seconds."""
+"""The start of a run of RL. Libraries are imported while Ray and the processes start: together they
+take ten seconds.
+"""
 
 import os
 import sys
@@ -19,7 +21,13 @@ from openrlhf.distributed.cluster import expected_machines, ray_cluster
 from openrlhf.distributed.placement import HostGroup, Placement, engine_group
 from openrlhf.distributed.ray_watch import LostRay
 from openrlhf.distributed.worker_group import WorkerError
-from openrlhf.launch.ray_loss import CONTINUES_ITSELF, RESTARTS, RayLoss, can_replace_process, inherited
+from openrlhf.launch.ray_loss import (
+    CONTINUES_ITSELF,
+    RESTARTS,
+    RayLoss,
+    can_replace_process,
+    inherited,
+)
 from openrlhf.rollout.engine_settings import engine_device
 
 LOAD_ENABLE = "ckpt.load_enable"
@@ -34,7 +42,10 @@ def run_ppo(config: PPOConfig) -> None:
         plan.check(expected_machines(plan.on_gpus, config.placement.cluster))
     loss = RayLoss(lambda: how_to_continue(config), restarts.flags_after)
     with ThreadPoolExecutor(1) as thread:
-        first, rest = (thread.submit(imported, f"openrlhf.launch.{name}") for name in ("processes", "reinforcement"))
+        first, rest = (
+            thread.submit(imported, f"openrlhf.launch.{name}")
+            for name in ("processes", "reinforcement")
+        )
         with nullcontext() if config.dry_run else ray_cluster(plan, loss):
             while True:
                 try:
@@ -52,17 +63,21 @@ def run_ppo(config: PPOConfig) -> None:
 
 
 class Restarts:
-    """The restarts of a run (--train.max_restarts), in this process and in the processes that it has replaced.
+    """The restarts of a run (--train.max_restarts), in this process and in the processes that it
+    has replaced.
 
-    `config.given` has --ckpt.load_enable only if the user gave it: otherwise a run that has restarted continues from its
-    own checkpoints, and not from those of another run with the same --ckpt.path.
+    `config.given` has --ckpt.load_enable only if the user gave it: otherwise a run that has
+    restarted continues from its own checkpoints, and not from those of another run with the same
+    --ckpt.path.
     """
 
     def __init__(self, config: PPOConfig) -> None:
         self.most = config.train.max_restarts
         self.done = inherited(RESTARTS)
         self.config = config
-        self.continues_itself = bool(inherited(CONTINUES_ITSELF))  # by --ckpt.load_enable that we have added
+        self.continues_itself = bool(
+            inherited(CONTINUES_ITSELF)
+        )  # by --ckpt.load_enable that we have added
         if self.continues_itself:
             by_user = {path: value for path, value in config.given.items() if path != LOAD_ENABLE}
             self.config = amend(config, {"given": by_user})
@@ -73,7 +88,9 @@ class Restarts:
         return self.done < self.most
 
     def again(self) -> str:
-        """Count one more restart, which continues from the newest checkpoint. Returns what to print."""
+        """Count one more restart, which continues from the newest checkpoint. Returns what to
+        print.
+        """
         self.done += 1
         self.config = amend(self.config, {LOAD_ENABLE: True})
         return (
@@ -82,17 +99,26 @@ class Restarts:
         )
 
     def flags_after(self, lost: LostRay) -> list[str] | None:
-        """Return the flags with which this process starts the command again, or None if the command ends."""
+        """Return the flags with which this process starts the command again, or None if the command
+        ends.
+        """
         if not self.left:
             return None
         if obstacle := obstacle_to_restart(lost):
-            print(f"[notice] No restart (--train.max_restarts {self.most}): {obstacle}.", file=sys.stderr)
+            print(
+                f"[notice] No restart (--train.max_restarts {self.most}): {obstacle}.",
+                file=sys.stderr,
+            )
             return None
         flags: list[str] = []
         given = self.config.given
         if "run.dir" not in given:
             flags += ["--run.dir", os.path.abspath(self.config.run.dir)]
-        if not given.get(LOAD_ENABLE) and not self.continues_itself and newest_checkpoint(self.config):
+        if (
+            not given.get(LOAD_ENABLE)
+            and not self.continues_itself
+            and newest_checkpoint(self.config)
+        ):
             flags += [f"--{LOAD_ENABLE}"]
             self.continues_itself = True
         print(f"{lost}\n{self.again()}", file=sys.stderr, flush=True)
@@ -102,7 +128,9 @@ class Restarts:
 
 
 def obstacle_to_restart(lost: LostRay) -> str:
-    """Return why this process cannot start its command again with a new Ray, or an empty string if it can."""
+    """Return why this process cannot start its command again with a new Ray, or an empty string if
+    it can.
+    """
     if not lost.own:
         return "this Ray was not started by the run"
     if not can_replace_process():
@@ -153,7 +181,11 @@ def plan_placement(config: PPOConfig, kind: str) -> Placement:
         roles["reward"] = config.reward
     groups: list[HostGroup] = []
     for sharing in [*config.train.colocated, *([role] for role in roles)]:
-        together = tuple(role for role in roles if role in sharing and not any(role in group.roles for group in groups))
+        together = tuple(
+            role
+            for role in roles
+            if role in sharing and not any(role in group.roles for group in groups)
+        )
         if together:
             size = roles[together[0]]
             group = HostGroup(
@@ -166,5 +198,7 @@ def plan_placement(config: PPOConfig, kind: str) -> Placement:
             groups.append(group)
     if not config.rollout.replay_dir:
         shares = groups[0].name if config.hybrid and not config.rollout.only else None
-        groups.append(engine_group(config.vllm, "vllm", shares=shares, wants=config.placement.wants(["vllm"])))
+        groups.append(
+            engine_group(config.vllm, "vllm", shares=shares, wants=config.placement.wants(["vllm"]))
+        )
     return Placement(groups=tuple(groups), on_gpus=kind == "cuda")

@@ -1,4 +1,6 @@
-"""LoRA: low-rank updates of linear layers, trained beside frozen weights.  Hu et al. 2021, arXiv:2106.09685"""
+"""LoRA: low-rank updates of linear layers, trained beside frozen weights.  Hu et al. 2021,
+arXiv:2106.09685
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,10 +23,11 @@ PREFIX = "base_model.model."  # of the names in PEFT's files
 def with_adapters(
     model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: int, head: str | None = None
 ) -> PreTrainedModel:
-    """The model of `path` with new adapters, which change nothing yet. Only they and the scalar `head` are trained.
+    """The model of `path` with new adapters, which change nothing yet. Only they and the scalar
+    `head` are trained.
 
-    The adapters are in float32 and depend only on `seed`, so they are equal on every rank. Raises UserError for target
-    modules that the model does not have.
+    The adapters are in float32 and depend only on `seed`, so they are equal on every rank. Raises
+    UserError for target modules that the model does not have.
     """
     import peft  # only with --ds.lora.rank: it takes a second
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -37,9 +40,12 @@ def with_adapters(
         **scale_settings(lora),
         use_dora=lora.dora,
     )
-    # PEFT would round them to the layer's data type. The engine does that, and keeps the exact values.
+    # PEFT would round them to the layer's data type. The engine does that, and keeps the exact
+    # values.
     in_float32 = patch.object(
-        BaseTunerLayer, "_get_base_layer_device_and_dtype", lambda _, layer: (layer.weight.device, torch.float32)
+        BaseTunerLayer,
+        "_get_base_layer_device_and_dtype",
+        lambda _, layer: (layer.weight.device, torch.float32),
     )
     with in_float32, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -61,16 +67,26 @@ def stored_name(name: str) -> str:
 
 
 def _targets(model: PreTrainedModel, wanted: tuple[str, ...], path: str) -> list[str]:
-    """The names of the layers to adapt. `all-linear` is every linear layer of the decoder, without the output layer."""
+    """The names of the layers to adapt. `all-linear` is every linear layer of the decoder, without
+    the output layer.
+    """
     decoder = {id(layer) for layer in model.get_decoder().modules()}
     output: Any = model.get_output_embeddings()
-    if output is not None and output.weight is not model.get_input_embeddings().weight:  # adapted only if it is named
+    if (
+        output is not None and output.weight is not model.get_input_embeddings().weight
+    ):  # adapted only if it is named
         decoder |= {id(output)} if wanted != ("all-linear",) else set()
-    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and id(layer) in decoder]
+    names = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and id(layer) in decoder
+    ]
     known = sorted({name.rpartition(".")[2] for name in names})
     if wanted == ("all-linear",):
         return known
-    if unknown := [each for each in wanted if not any(f".{name}".endswith(f".{each}") for name in names)]:
+    if unknown := [
+        each for each in wanted if not any(f".{name}".endswith(f".{each}") for name in names)
+    ]:
         raise UserError(
             f"--ds.lora.target_modules {' '.join(unknown)}: no linear layer of {path} that can be adapted has this name. "
             f"Use names among {', '.join(known)}; or all-linear alone."
@@ -79,14 +95,21 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...], path: str) -> list
 
 
 def unadapted_experts(model: PreTrainedModel, path: str) -> str | None:
-    """Return a sentence about the experts of a mixture, which cannot have adapters; None if there are none.
+    """Return a sentence about the experts of a mixture, which cannot have adapters; None if there
+    are none.
 
     Transformers holds the experts of a layer in stacked tensors, which are not linear layers.
     """
-    experts = [weight for name, weight in model.named_parameters() if weight.dim() == 3 and ".experts." in name]
+    experts = [
+        weight
+        for name, weight in model.named_parameters()
+        if weight.dim() == 3 and ".experts." in name
+    ]
     if not experts:
         return None
-    share = sum(weight.numel() for weight in experts) / sum(weight.numel() for weight in model.parameters())
+    share = sum(weight.numel() for weight in experts) / sum(
+        weight.numel() for weight in model.parameters()
+    )
     return (
         f"--ds.lora.rank: {path} is a mixture of experts. Adapters train only its attention and other linear layers; "
         f"the experts, {share:.0%} of its weights, stay frozen. To train the experts too, leave out --ds.lora.rank."
@@ -96,8 +119,8 @@ def unadapted_experts(model: PreTrainedModel, path: str) -> str | None:
 def untie_adapted(model: PreTrainedModel) -> bool:
     """Untie the output layer from the embeddings if either of them has an adapter.
 
-    An adapter of one of them, merged into a tied weight, would change the other too. Returns whether the weights were
-    tied.
+    An adapter of one of them, merged into a tied weight, would change the other too. Returns
+    whether the weights were tied.
     """
     output: Any = model.get_output_embeddings()
     embeddings: Any = model.get_input_embeddings()
@@ -139,15 +162,22 @@ def save_adapter(model: Any, trained: Mapping[str, Tensor], folder: Path) -> Non
     from peft import get_peft_model_state_dict
 
     state = get_peft_model_state_dict(model, dict(trained), save_embedding_layers=False)
-    state |= {name: tensor for name, tensor in trained.items() if ".lora_" not in name}  # the scalar head
-    save_file({PREFIX + name: tensor for name, tensor in state.items()}, folder / "adapter_model.safetensors")
+    state |= {
+        name: tensor for name, tensor in trained.items() if ".lora_" not in name
+    }  # the scalar head
+    save_file(
+        {PREFIX + name: tensor for name, tensor in state.items()},
+        folder / "adapter_model.safetensors",
+    )
     model.peft_config["default"].save_pretrained(folder)
     with writable_configuration(model.config):
         model.config.save_pretrained(folder)
 
 
 def name_in_files(name: str) -> str:
-    """Return the name of a trained tensor in a stored adapter, where DoRA's magnitudes are not layers."""
+    """Return the name of a trained tensor in a stored adapter, where DoRA's magnitudes are not
+    layers.
+    """
     return stored_name(name).replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 

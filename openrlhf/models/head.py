@@ -1,4 +1,6 @@
-"""The output layer of a model: hidden states in; log-probabilities, entropies, logits or values out."""
+"""The output layer of a model: hidden states in; log-probabilities, entropies, logits or values
+out.
+"""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -13,10 +15,12 @@ from openrlhf.algorithms.tensors import linear_logprobs, logit_logprobs, row_chu
 
 
 class OutputHead(nn.Module):
-    """The output layer after the decoder: one linear layer, perhaps tied to the embeddings, or an adapter around it.
+    """The output layer after the decoder: one linear layer, perhaps tied to the embeddings, or an
+    adapter around it.
 
-    The head has the layer as a submodule and reads its weight in its own forward. So ZeRO 3 learns to gather the
-    weight. `precise`: multiply in float32 whatever the dtype of the weights, because rewards need more than 8 bits.
+    The head has the layer as a submodule and reads its weight in its own forward. So ZeRO 3 learns
+    to gather the weight. `precise`: multiply in float32 whatever the dtype of the weights, because
+    rewards need more than 8 bits.
     """
 
     def __init__(self, layer: Any, *, precise: bool = False) -> None:
@@ -31,11 +35,13 @@ class OutputHead(nn.Module):
         entropy: bool = False,
         reduce: Callable[[Tensor, slice], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities (K,) of `targets`, and entropies in nats if asked for; without targets the outputs (K, V).
+        """Log-probabilities (K,) of `targets`, and entropies in nats if asked for; without targets
+        the outputs (K, V).
 
         With `reduce`: what it makes of the outputs of each chunk of rows.
 
-        Log-probabilities hold the logits of one chunk at a time. The backward computes the logits again.
+        Log-probabilities hold the logits of one chunk at a time. The backward computes the logits
+        again.
         """
         if reduce:
             return self.reduced(hidden, reduce), None
@@ -44,7 +50,9 @@ class OutputHead(nn.Module):
         if not self._is_plain:
             return self._adapted_scores(hidden, targets, temperature, entropy)
         weight, bias = self.layer.weight, self.layer.bias
-        return linear_logprobs(hidden, weight, targets, temperature=temperature, entropy=entropy, bias=bias)
+        return linear_logprobs(
+            hidden, weight, targets, temperature=temperature, entropy=entropy, bias=bias
+        )
 
     @property
     def _is_plain(self) -> bool:
@@ -58,15 +66,22 @@ class OutputHead(nn.Module):
         bias = None if self.layer.bias is None else self.layer.bias.to(hidden.device, wide)
         return linear(hidden.to(wide), self.layer.weight.to(hidden.device, wide), bias)
 
-    def reduced(self, hidden: Float[Tensor, "K H"], reduce: Callable[[Tensor, slice], Tensor]) -> Tensor:
-        """What `reduce` makes of the logits (k, V), in float32, of each chunk of rows. The backward computes the logits again."""
+    def reduced(
+        self, hidden: Float[Tensor, "K H"], reduce: Callable[[Tensor, slice], Tensor]
+    ) -> Tensor:
+        """What `reduce` makes of the logits (k, V), in float32, of each chunk of rows. The backward
+        computes the logits again.
+        """
 
         def of_chunk(states: Tensor, rows: slice) -> Tensor:
             return reduce(self._outputs(states), rows)
 
         chunks = list(row_chunks(len(hidden), self.layer.out_features)) or [slice(0, 0)]
         return torch.cat(
-            [cast(Tensor, checkpoint(of_chunk, hidden[rows], rows, use_reentrant=False)) for rows in chunks]
+            [
+                cast(Tensor, checkpoint(of_chunk, hidden[rows], rows, use_reentrant=False))
+                for rows in chunks
+            ]
         )
 
     def _adapted_scores(
@@ -83,6 +98,7 @@ class OutputHead(nn.Module):
 def preceding(states: Float[Tensor, "N ..."], places: Int[Tensor, " K"]) -> Float[Tensor, "K ..."]:
     """The states one token before each of `places`. No place begins a sequence.
 
-    No other code reads the state of the token before: in a split sequence, that token may be on another rank.
+    No other code reads the state of the token before: in a split sequence, that token may be on
+    another rank.
     """
     return states[places - 1]

@@ -11,7 +11,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -25,7 +31,13 @@ from openrlhf.models.adapters import unadapted_experts, with_adapters
 from openrlhf.models.weights import ModelError, StoredWeights, odd_experts, require_finite
 
 # Configuration entries by which some architectures transform logits after the output layer.
-LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier")
+LOGIT_TRANSFORMS = (
+    "final_logit_softcapping",
+    "logits_soft_cap",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+)
 STEP_TOKENS = "process_reward"  # in the config.json of a process reward model: its placeholder and reward tokens
 SHOWN_FILES = 8  # names in a message
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -49,18 +61,29 @@ class LoadSpec:
 
     @classmethod
     def of(cls, config: ModelCommand, path: str) -> Self:
-        """The settings for a model of this command. Attention, precision and packing are the same for all its models."""
+        """The settings for a model of this command. Attention, precision and packing are the same
+        for all its models.
+        """
         trusted = config.model.trust_remote_code
         return cls(path=path, ds=config.ds, max_len=config.data.max_len, trust_remote_code=trusted)
 
     def trained(self, model: TrainedModelConfig, lora: LoraConfig, seed: int) -> Self:
-        """The settings for the same model where it is trained, with adapters if the flags ask for them."""
-        checkpointing, reentrant = model.gradient_checkpointing_enable, model.gradient_checkpointing_reentrant
-        return replace(self, gradient_checkpointing=checkpointing, reentrant=reentrant, lora=lora, seed=seed)
+        """The settings for the same model where it is trained, with adapters if the flags ask for
+        them.
+        """
+        checkpointing, reentrant = (
+            model.gradient_checkpointing_enable,
+            model.gradient_checkpointing_reentrant,
+        )
+        return replace(
+            self, gradient_checkpointing=checkpointing, reentrant=reentrant, lora=lora, seed=seed
+        )
 
 
 def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
-    """A causal language model, ready to train. Raises ModelError for unreadable or incomplete files, and as `check_is_causal`."""
+    """A causal language model, ready to train. Raises ModelError for unreadable or incomplete
+    files, and as `check_is_causal`.
+    """
     check_is_causal(spec)
     model, stored = read_model(AutoModelForCausalLM, spec, **pretrained_options(spec))
     stored.require_all()
@@ -69,7 +92,8 @@ def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
 
 
 def check_causal_lm(spec: LoadSpec) -> None:
-    """Raise ModelError as `load_causal_lm` would, except for numbers that are not finite. Print notices.
+    """Raise ModelError as `load_causal_lm` would, except for numbers that are not finite. Print
+    notices.
 
     Reads names and sizes of the weights only, so that a run can do it before it starts a process.
     """
@@ -79,14 +103,16 @@ def check_causal_lm(spec: LoadSpec) -> None:
 
 
 def named_weights(model_class: Any, spec: LoadSpec, **more: Any) -> StoredWeights | None:
-    """Compare names and sizes of the stored weights with the architecture. Print notices about unused weights, and about
-    experts that adapters leave out.
+    """Compare names and sizes of the stored weights with the architecture. Print notices about
+    unused weights, and about experts that adapters leave out.
 
     Returns None for a quantized model, whose names only its own loader knows.
     """
     if getattr(configuration(spec), "quantization_config", None):
         return None
-    model, stored = read_model(model_class, spec, device_map="meta", trust_remote_code=spec.trust_remote_code, **more)
+    model, stored = read_model(
+        model_class, spec, device_map="meta", trust_remote_code=spec.trust_remote_code, **more
+    )
     if stored.notice:
         notice(stored.notice)
     if spec.lora and spec.lora.rank and (left_out := unadapted_experts(model, spec.path)):
@@ -95,8 +121,12 @@ def named_weights(model_class: Any, spec: LoadSpec, **more: Any) -> StoredWeight
     return stored
 
 
-def read_model(model_class: Any, spec: LoadSpec, **options: Any) -> tuple[PreTrainedModel, StoredWeights]:
-    """Load a model, and compare its files with its architecture. Every model that this package reads comes from here."""
+def read_model(
+    model_class: Any, spec: LoadSpec, **options: Any
+) -> tuple[PreTrainedModel, StoredWeights]:
+    """Load a model, and compare its files with its architecture. Every model that this package
+    reads comes from here.
+    """
     with explaining_failures(spec), _quietly():
         model, report = model_class.from_pretrained(
             spec.path,
@@ -109,7 +139,9 @@ def read_model(model_class: Any, spec: LoadSpec, **options: Any) -> tuple[PreTra
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppress Transformers' tables of missing and unused weights until the block exits; we report them."""
+    """Suppress Transformers' tables of missing and unused weights until the block exits; we report
+    them.
+    """
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -121,7 +153,8 @@ def _quietly() -> Iterator[None]:
 def configuration(spec: LoadSpec) -> Any:
     """The stored configuration.
 
-    Raises ModelError for files that cannot be read, and for positions whose frequencies depend on the batch.
+    Raises ModelError for files that cannot be read, and for positions whose frequencies depend on
+    the batch.
     """
     if os.path.isdir(spec.path) and not os.path.exists(os.path.join(spec.path, "config.json")):
         files = ", ".join(sorted(os.listdir(spec.path))[:SHOWN_FILES]) or "nothing"
@@ -143,8 +176,14 @@ def configuration(spec: LoadSpec) -> Any:
 def _rope(config: Any) -> tuple[str, int | None]:
     """The type of position scaling (`default`: none), and the number of positions."""
     stored = config.get_text_config().to_dict()
-    given = stored.get("rope_parameters") or {}  # of the model, or of each type of its layers; "dynamic" sorts first
-    kinds = {each.get("rope_type", "default") for each in (given, *given.values()) if isinstance(each, dict)}
+    given = (
+        stored.get("rope_parameters") or {}
+    )  # of the model, or of each type of its layers; "dynamic" sorts first
+    kinds = {
+        each.get("rope_type", "default")
+        for each in (given, *given.values())
+        if isinstance(each, dict)
+    }
     return min(kinds - {"default"}, default="default"), stored.get("max_position_embeddings")
 
 
@@ -155,14 +194,17 @@ def end_tokens(config: Any) -> list[int]:
 
 
 def check_is_causal(spec: LoadSpec) -> None:
-    """Raise ModelError unless the stored configuration is of a causal language model that is fully supported.
+    """Raise ModelError unless the stored configuration is of a causal language model that is fully
+    supported.
 
     Reads no weights, so that the check costs nothing at the start.
     """
     config = configuration(spec)
     for name in config.architectures or []:
         if "SequenceClassification" in name:
-            raise ModelError(f"{spec.path} is a reward model or critic ({name}). Name a language model.")
+            raise ModelError(
+                f"{spec.path} is a reward model or critic ({name}). Name a language model."
+            )
     loaded: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     own_code = spec.trust_remote_code and getattr(config, "auto_map", None)
     if loaded is not None and not own_code and not isinstance(config, loaded.config_class):
@@ -175,7 +217,8 @@ def check_is_causal(spec: LoadSpec) -> None:
 
 
 def step_tokens(spec: LoadSpec) -> tuple[str, list[str]]:
-    """The placeholder of a process reward model, and its tokens for a right and a wrong step, from its config.json.
+    """The placeholder of a process reward model, and its tokens for a right and a wrong step, from
+    its config.json.
 
     Raises ModelError if they are not there.
     """
@@ -206,7 +249,9 @@ def reject_transformed_logits(architecture: PretrainedConfig) -> None:
 
 
 def check_positions(spec: LoadSpec) -> None:
-    """Raise ModelError if --data.max_len exceeds the model's positions, and no scaling extends them."""
+    """Raise ModelError if --data.max_len exceeds the model's positions, and no scaling extends
+    them.
+    """
     kind, positions = _rope(configuration(spec))
     if spec.max_len and positions and spec.max_len > positions and kind == "default":
         raise ModelError(
@@ -228,28 +273,45 @@ def pretrained_options(spec: LoadSpec) -> dict[str, Any]:
 
 
 def qlora(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """NF4, the scale of each block quantized too, computing in `dtype`.  Dettmers et al. 2023, arXiv:2305.14314"""
+    """NF4, the scale of each block quantized too, computing in `dtype`.  Dettmers et al. 2023,
+    arXiv:2305.14314
+    """
     nf4: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **nf4)
 
 
 @contextmanager
 def explaining_failures(spec: LoadSpec) -> Iterator[None]:
-    """Within it, a failure of Transformers to load a model becomes a ModelError that names the file or the flag."""
+    """Within it, a failure of Transformers to load a model becomes a ModelError that names the file
+    or the flag.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
         there = os.path.isdir(spec.path)
-        what = "cannot be read (an incomplete download?)" if there else "is no folder here, and the hub did not give it"
+        what = (
+            "cannot be read (an incomplete download?)"
+            if there
+            else "is no folder here, and the hub did not give it"
+        )
         raise ModelError(f"the model in {spec.path} {what}: {error}") from error
-    except (ImportError, KeyError, ValueError) as error:  # KeyError: of architectures with an own table of attentions
+    except (
+        ImportError,
+        KeyError,
+        ValueError,
+    ) as error:  # KeyError: of architectures with an own table of attentions
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"the model {spec.path} comes with its own code: if you trust the code, add --model.trust_remote_code"
             ) from error
         if "attention implementation" in str(error) or packed_attention.NAME in str(error):
-            # Eager attention is correct for packed rows in few architectures; others only seem so, for short texts.
-            advice = "drop --ds.packing_samples" if spec.ds.packing_samples else "try --ds.attn_implementation eager"
+            # Eager attention is correct for packed rows in few architectures; others only seem so,
+            # for short texts.
+            advice = (
+                "drop --ds.packing_samples"
+                if spec.ds.packing_samples
+                else "try --ds.attn_implementation eager"
+            )
             raise ModelError(
                 f"{spec.path} does not support {spec.ds.attn_implementation} attention: {advice}. {error}"
             ) from error
@@ -258,8 +320,17 @@ def explaining_failures(spec: LoadSpec) -> Iterator[None]:
         raise ModelError(f"{os.path.join(spec.path, 'config.json')} is wrong: {error}") from error
     except torch.OutOfMemoryError:
         raise
-    except (ArithmeticError, AssertionError, AttributeError, IndexError, RuntimeError, TypeError) as error:
-        if odd := odd_experts(spec.path):  # Transformers stacks experts, and names none of them if it cannot
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        IndexError,
+        RuntimeError,
+        TypeError,
+    ) as error:
+        if odd := odd_experts(
+            spec.path
+        ):  # Transformers stacks experts, and names none of them if it cannot
             raise ModelError(
                 f"the weights in {spec.path} do not match its config.json: {odd}. Download or export the model again."
             ) from error
@@ -269,14 +340,16 @@ def explaining_failures(spec: LoadSpec) -> Iterator[None]:
 
 
 def prepared(model: PreTrainedModel, spec: LoadSpec, *, head: str | None = None) -> PreTrainedModel:
-    """The model with one set of position frequencies; with adapters and gradient checkpointing if the flags ask for it.
+    """The model with one set of position frequencies; with adapters and gradient checkpointing if
+    the flags ask for it.
 
     `head` names the head of a scalar model, which is trained beside adapters.
     """
     if spec.max_len:
         pin_longrope(model, spec.max_len)
     for layer in model.modules() if spec.ds.load_in_4bit else ():
-        # Otherwise the first evaluation on a CPU packs the weights for kernels that have no gradient.
+        # Otherwise the first evaluation on a CPU packs the weights for kernels that have no
+        # gradient.
         layer.support_avx512bf16_for_cpu = False  # pyright: ignore[reportArgumentType]
     if spec.lora and spec.lora.rank:
         model = with_adapters(model, spec.lora, path=spec.path, seed=spec.seed, head=head)
@@ -291,8 +364,8 @@ def prepared(model: PreTrainedModel, spec: LoadSpec, *, head: str | None = None)
 def pin_longrope(model: PreTrainedModel, max_len: int) -> None:
     """Give all sequences the position frequencies of `max_len` tokens, as the engine does.
 
-    LongRoPE has two sets of frequencies, and Transformers chooses one by the longest sequence of each batch: a result
-    would depend on the other sequences of the batch.
+    LongRoPE has two sets of frequencies, and Transformers chooses one by the longest sequence of
+    each batch: a result would depend on the other sequences of the batch.
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) == "longrope":
@@ -301,10 +374,14 @@ def pin_longrope(model: PreTrainedModel, max_len: int) -> None:
                 rotary.config, device=rotary.inv_freq.device, seq_len=max_len
             )
             rotary.register_buffer("inv_freq", frequencies, persistent=False)
-            rotary.rope_type = "longrope of one length"  # under this name Transformers ignores the batch
+            rotary.rope_type = (
+                "longrope of one length"  # under this name Transformers ignores the batch
+            )
 
 
-def stored_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def stored_tensors(
+    model: PreTrainedModel, name: str, tensor: Tensor
+) -> Iterator[tuple[str, Tensor]]:
     """A parameter under the names of the model's files.
 
     The files list experts one by one; in memory Transformers stacks the experts.

@@ -1,8 +1,8 @@
 """Attention over packed rows without FlashAttention: one scaled-dot-product call per document.
 
-The function is registered with Transformers under a name that the mask registry does not know, so that no mask is
-built. The lengths of the documents travel through the keyword arguments of `model.forward`. The cost is the sum of the
-costs of the documents, not the cost of the whole row.
+The function is registered with Transformers under a name that the mask registry does not know, so
+that no mask is built. The lengths of the documents travel through the keyword arguments of
+`model.forward`. The cost is the sum of the costs of the documents, not the cost of the whole row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,8 +38,8 @@ def packed_sdpa(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each document of a packed row. Returns (1, N, H, D).
 
-    Raises UnsupportedAttentionError for attention variants that plain scaled-dot-product attention would silently compute
-    wrongly, and for layers that do not pass on where the documents begin.
+    Raises UnsupportedAttentionError for attention variants that plain scaled-dot-product attention
+    would silently compute wrongly, and for layers that do not pass on where the documents begin.
     """
     if document_lengths is None:
         raise UnsupportedAttentionError(
@@ -59,7 +59,14 @@ def packed_sdpa(
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = _window_mask(q.shape[2], sliding_window, q.device)
         return scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=dropout,
+            scale=scaling,
+            enable_gqa=grouped,
         )
 
     parts = (each.to(dtype).split(lengths, 2) for each in (query, key, value))

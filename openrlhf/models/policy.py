@@ -25,14 +25,17 @@ class TokenScores(NamedTuple):
 
 
 class PolicyModel(HeadedModel):
-    """log π(token_t | tokens before it) for flat batches. The numbers are the same for packing and for padding.
+    """log π(token_t | tokens before it) for flat batches. The numbers are the same for packing and
+    for padding.
 
     Raises ModelError for a model that changes logits after the output layer.
     """
 
     def __init__(self, hf: PreTrainedModel, *, packing: bool, balancing: bool = False) -> None:
         reject_transformed_logits(hf.config)
-        super().__init__(hf, OutputHead(hf.get_output_embeddings()), packing=packing, balancing=balancing)
+        super().__init__(
+            hf, OutputHead(hf.get_output_embeddings()), packing=packing, balancing=balancing
+        )
 
     @classmethod
     def load(cls, spec: LoadSpec, *, balancing: bool = False) -> Self:
@@ -57,7 +60,9 @@ class PolicyModel(HeadedModel):
         scored = wanted.clone()
         scored[offsets[:-1]] = False
         places = scored.nonzero()[:, 0]
-        logprobs, entropies = self.head(preceding(hidden, places), tokens[places], temperature, entropy)
+        logprobs, entropies = self.head(
+            preceding(hidden, places), tokens[places], temperature, entropy
+        )
         blank = torch.zeros(len(tokens), dtype=torch.float32, device=tokens.device)
         return TokenScores(
             logprobs=blank.index_put((places,), logprobs),
@@ -76,7 +81,8 @@ class LogitModel(PolicyModel):
         at: Bool[Tensor, " N"],
         reduce: Callable[[Tensor, slice], Tensor] | None = None,
     ) -> Outputs | TokenScores:
-        """`reduce(logits (k, V), rows)` of the places `at`, whose logits are about the token after each; all chunks together.
+        """`reduce(logits (k, V), rows)` of the places `at`, whose logits are about the token after
+        each; all chunks together.
 
         Without `reduce`, a policy.
         """

@@ -1,4 +1,6 @@
-"""Logits of a few tokens, to compare two forms of a model: with an adapter and merged, or in memory and in files."""
+"""Logits of a few tokens, to compare two forms of a model: with an adapter and merged, or in memory
+and in files.
+"""
 
 from typing import Any
 
@@ -11,21 +13,24 @@ from openrlhf.models.packed_attention import unpacked
 PROBED_TOKENS = 16
 # Mean differences that rounding to the stored type explains, in standard deviations of the logits.
 LARGEST_GAPS = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.2}
-# The same at half of the tokens. No other kernel, and no router that chooses another expert, explains more. The logits
-# of unrelated models are 1.1 apart.
+# The same at half of the tokens. No other kernel, and no router that chooses another expert,
+# explains more. The logits of unrelated models are 1.1 apart.
 OTHER_MODELS = {"fp32": 0.02, "fp16": 0.5, "bf16": 0.5}
 
 
 @torch.no_grad()
 def probe_logits(model: nn.Module) -> Tensor:
-    """Return the logits, or the values of a scalar head, of 16 tokens spread over the vocabulary, by Transformers' own forward.
+    """Return the logits, or the values of a scalar head, of 16 tokens spread over the vocabulary,
+    by Transformers' own forward.
 
     Collective under ZeRO 3.
     """
     hf: Any = model
     vocabulary = hf.config.get_text_config().vocab_size
     tokens = torch.arange(PROBED_TOKENS) * max(1, vocabulary // PROBED_TOKENS) % vocabulary
-    values: list[Tensor] = []  # of the head at every token: Transformers keeps one number of a scalar model
+    values: list[
+        Tensor
+    ] = []  # of the head at every token: Transformers keeps one number of a scalar model
     head, training = _scalar_head(hf), hf.training
 
     def keep(_: nn.Module, __: object, output: Tensor) -> None:
@@ -35,7 +40,9 @@ def probe_logits(model: nn.Module) -> Tensor:
     try:
         hf.eval()
         with unpacked(hf):
-            logits = hf(input_ids=tokens[None].to(next(hf.parameters()).device), use_cache=False).logits
+            logits = hf(
+                input_ids=tokens[None].to(next(hf.parameters()).device), use_cache=False
+            ).logits
     finally:
         hf.train(training)
         if hook:
@@ -63,9 +70,11 @@ def explain_gap(expected: Tensor, found: Tensor, precision: str) -> str | None:
 
 
 def are_of_another_model(expected: Tensor, found: Tensor, precision: str) -> bool:
-    """Return whether logits are so far apart that the models are not the same, whatever computes them in this data type.
+    """Return whether logits are so far apart that the models are not the same, whatever computes
+    them in this data type.
 
-    The values of a scalar head may be nearly the same at all tokens, so their size counts instead of their deviation.
+    The values of a scalar head may be nearly the same at all tokens, so their size counts instead
+    of their deviation.
     """
     if expected.shape != found.shape:
         return True
@@ -86,5 +95,7 @@ def _have_diverged(expected: Tensor, found: Tensor) -> bool:
 
 
 def _rounding(logits: Tensor, precision: str) -> float:
-    """Return the rounding error of numbers that are nearly equal but far from 0, such as rewards of a trained model."""
+    """Return the rounding error of numbers that are nearly equal but far from 0, such as rewards of
+    a trained model.
+    """
     return 4 * torch.finfo(DTYPES[precision]).eps * float(logits.square().mean().sqrt())

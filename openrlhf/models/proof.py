@@ -17,53 +17,79 @@ from openrlhf.models.scalar import ScalarModel
 
 Proven = PolicyModel | ScalarModel
 LENGTHS = (11, 17)  # tokens of the two sequences
-BEYOND = (16, 32)  # tokens of the two long sequences, more than the model's attention reaches at once
+BEYOND = (
+    16,
+    32,
+)  # tokens of the two long sequences, more than the model's attention reaches at once
 LONGEST = 4096  # reach that is tried where the longest sequence of the run is not known
-# Entries of a configuration that count tokens, or blocks of tokens, that attention keeps; and others that sound alike.
+# Entries of a configuration that count tokens, or blocks of tokens, that attention keeps; and
+# others that sound alike.
 UNITS = re.compile("block|chunk|compress_rate")
 KEPT = re.compile("window|topk|top_k")
-OTHERS = re.compile("expert|group|layer|moe|mlp|prob|pattern|method|num_|stage|step|mamba|rope|patch|conv")
-GRADIENT_TOKENS = (
-    1024  # in longer sequences only the numbers are compared, because a gradient would need their activations
+OTHERS = re.compile(
+    "expert|group|layer|moe|mlp|prob|pattern|method|num_|stage|step|mamba|rope|patch|conv"
 )
-LAYER_TYPES = ("layer_types", "layers_block_type", "block_types")  # of a configuration, where layers differ
+GRADIENT_TOKENS = 1024  # in longer sequences only the numbers are compared, because a gradient would need their activations
+LAYER_TYPES = (
+    "layer_types",
+    "layers_block_type",
+    "block_types",
+)  # of a configuration, where layers differ
 ALIKE = 8  # tokens with which both begin, where packed rows compute a common beginning once
-# Differences that rounding explains: of the numbers, mean in standard deviations; of the gradient, relative.
+# Differences that rounding explains: of the numbers, mean in standard deviations; of the gradient,
+# relative.
 TOLERANCES = {torch.float32: (1e-3, 0.01), torch.float16: (0.05, 0.1), torch.bfloat16: (0.2, 0.5)}
 UNPROVEN = "Not checked: whether the layout of the batches changes what the models compute. A run checks it first."
 LEAK = 1e-5  # gradient by the tokens of another sequence, relative to the gradient by the sequence's own; correct is 0
 
 
 def prove_layout(model: nn.Module) -> None:
-    """Score two short sequences in the layout of the run, packed or padded, and each alone through plain Transformers.
+    """Score two short sequences in the layout of the run, packed or padded, and each alone through
+    plain Transformers.
 
-    If the model's attention has windows, blocks, a top-k or compression of tokens that the run's sequences exceed, also
-    score two sequences that exceed them. The log-probabilities or values and one gradient must agree, and no token may
-    depend on another sequence. Raises ModelError, naming the layer types, if they do not agree. Weights, gradients,
-    random state and mode stay unchanged. Collective under ZeRO 3, where a DeepSpeed engine may wrap the model. A model
-    that is neither a PolicyModel nor a ScalarModel is not checked, because it lays out its batches itself.
+    If the model's attention has windows, blocks, a top-k or compression of tokens that the run's
+    sequences exceed, also score two sequences that exceed them. The log-probabilities or values and
+    one gradient must agree, and no token may depend on another sequence. Raises ModelError, naming
+    the layer types, if they do not agree. Weights, gradients, random state and mode stay unchanged.
+    Collective under ZeRO 3, where a DeepSpeed engine may wrap the model. A model that is neither a
+    PolicyModel nor a ScalarModel is not checked, because it lays out its batches itself.
     """
     model = getattr(model, "module", model)
     if not isinstance(model, Proven):
         return
     require_decoder(model)
     weights, training = next(model.parameters()), model.training
-    texts: list[tuple[Tensor, tuple[int, ...], int]] = []  # tokens, lengths, and the sequence that is compared
+    texts: list[
+        tuple[Tensor, tuple[int, ...], int]
+    ] = []  # tokens, lengths, and the sequence that is compared
     for tokens in _texts(model):
         texts += [(tokens.to(weights.device), LENGTHS, place) for place in range(len(LENGTHS))]
     if reach := attention_reach(model.hf.config, model.max_len or LONGEST):
         lengths = tuple(min(reach + more, model.max_len or reach + more) for more in BEYOND)
         # A packed sequence may see the one before it, a padded one may see its padding.
         texts.append((_tokens(model, sum(lengths)).to(weights.device), lengths, int(model.packing)))
-    with torch.random.fork_rng(devices=[weights.device] if weights.is_cuda else []), torch.enable_grad():
+    with (
+        torch.random.fork_rng(devices=[weights.device] if weights.is_cuda else []),
+        torch.enable_grad(),
+    ):
         try:
             model.eval()
             faults = [_fault(model, *text, weights.dtype) for text in texts]
         except packed_attention.UnsupportedAttentionError as error:
             raise ModelError(_refusal(model, f"cannot compute them: {error}")) from error
-        except (AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        except (
+            AttributeError,
+            ImportError,
+            KeyError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise ModelError(
-                _refusal(model, f"fails in its own code or in Transformers' ({type(error).__name__}: {error})")
+                _refusal(
+                    model,
+                    f"fails in its own code or in Transformers' ({type(error).__name__}: {error})",
+                )
             ) from error
         finally:
             model.train(training)
@@ -72,7 +98,8 @@ def prove_layout(model: nn.Module) -> None:
 
 
 def require_decoder(model: Proven) -> None:
-    """Raise ModelError unless the model's decoder is a separate Transformers module, below the output layer.
+    """Raise ModelError unless the model's decoder is a separate Transformers module, below the
+    output layer.
 
     Training reads hidden states from it, so that logits exist for a chunk of tokens at a time.
     """
@@ -87,16 +114,29 @@ def require_decoder(model: Proven) -> None:
 
 
 def attention_reach(config: PretrainedConfig, max_len: int) -> int:
-    """Return the tokens that a sequence must exceed to use every window, block, top-k and compression that fits into `max_len`.
+    """Return the tokens that a sequence must exceed to use every window, block, top-k and
+    compression that fits into `max_len`.
 
-    0 if there are none beyond the short sequences. A top-k of blocks reaches as far as all its blocks.
+    0 if there are none beyond the short sequences. A top-k of blocks reaches as far as all its
+    blocks.
     """
     counts: dict[str, list[int]] = {}
     for name, value in config.get_text_config().to_dict().items():
         if not OTHERS.search(name):
-            values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+            values = (
+                value.values()
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, list)
+                else [value]
+            )
             counts[name] = [count for count in values if type(count) is int and count > 0]
-    units = [count for name in counts if UNITS.search(name) and not KEPT.search(name) for count in counts[name]]
+    units = [
+        count
+        for name in counts
+        if UNITS.search(name) and not KEPT.search(name)
+        for count in counts[name]
+    ]
     kept = [count for name in counts if KEPT.search(name) for count in counts[name]]
     reaches = [*units, *kept, *(unit * count for unit in units for count in kept)]
     return max((reach for reach in reaches if sum(LENGTHS) < 2 * reach < 2 * max_len), default=0)
@@ -119,15 +159,21 @@ def _tokens(model: Proven, count: int) -> Tensor:
     return torch.tensor(list(islice(cycle(ordinary), count)))
 
 
-def _fault(model: Proven, tokens: Tensor, lengths: tuple[int, ...], place: int, dtype: torch.dtype) -> str | None:
-    """The fault of one sequence in the layout of the run, as the end of a message; None if there is no fault."""
+def _fault(
+    model: Proven, tokens: Tensor, lengths: tuple[int, ...], place: int, dtype: torch.dtype
+) -> str | None:
+    """The fault of one sequence in the layout of the run, as the end of a message; None if there is
+    no fault.
+    """
     offsets = offsets_of(lengths).to(tokens.device)
     own = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     own[offsets[place] : offsets[place + 1]] = True
     if len(tokens) > GRADIENT_TOKENS:
         with torch.no_grad():
             numbers, expected = _laid_out(model, tokens, offsets)[own], _alone(model, tokens[own])
-        return _gap_fault(numbers[-BEYOND[0] :], expected[-BEYOND[0] :], dtype)  # tokens beyond the model's reach
+        return _gap_fault(
+            numbers[-BEYOND[0] :], expected[-BEYOND[0] :], dtype
+        )  # tokens beyond the model's reach
     expected, expected_gradient = _differentiated(model.hf, lambda: _alone(model, tokens[own]))
     # A forward for each sequence: ZeRO 3 knows no second backward of one forward.
     numbers, gradient = _differentiated(model.hf, lambda: _laid_out(model, tokens, offsets)[own])
@@ -150,7 +196,8 @@ def _fault(model: Proven, tokens: Tensor, lengths: tuple[int, ...], place: int, 
 
 def _gap_fault(numbers: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
     gaps = (numbers - expected).abs()
-    # Trained reward models may give nearly equal numbers far from 0, whose rounding exceeds their deviation.
+    # Trained reward models may give nearly equal numbers far from 0, whose rounding exceeds their
+    # deviation.
     rounding = 4 * torch.finfo(dtype).eps * float(expected.square().mean().sqrt())
     if not float(gaps.mean()) <= TOLERANCES[dtype][0] * float(expected.std()) + rounding:
         return f"computes other numbers than Transformers for each sequence alone (largest difference {gaps.max():.3g})"
@@ -158,7 +205,9 @@ def _gap_fault(numbers: Tensor, expected: Tensor, dtype: torch.dtype) -> str | N
 
 
 def _differentiated(hf: PreTrainedModel, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """The numbers of a forward, and the gradient of their sum by the embeddings. No parameter gets a gradient."""
+    """The numbers of a forward, and the gradient of their sum by the embeddings. No parameter gets
+    a gradient.
+    """
     leaves: list[Tensor] = []
 
     def cut(_: nn.Module, __: object, output: Tensor) -> Tensor:
@@ -172,7 +221,9 @@ def _differentiated(hf: PreTrainedModel, forward: Callable[[], Tensor]) -> tuple
 
 def _alone(model: Proven, sequence: Tensor) -> Tensor:
     """Numbers of one sequence alone, from the whole Transformers model without any code of ours."""
-    outputs: list[Tensor] = []  # of the last layer at every token: Transformers keeps one number of a scalar model
+    outputs: list[
+        Tensor
+    ] = []  # of the last layer at every token: Transformers keeps one number of a scalar model
 
     def keep(_: nn.Module, __: object, output: Tensor) -> None:
         outputs.append(output)
@@ -182,7 +233,9 @@ def _alone(model: Proven, sequence: Tensor) -> Tensor:
     if isinstance(model, ScalarModel):
         return outputs[0].reshape(-1).float()
     chunks = zip(logits[0, :-1].split(256), sequence[1:].split(256), strict=True)
-    of_next = torch.cat([rows.float().log_softmax(-1).gather(1, next[:, None])[:, 0] for rows, next in chunks])
+    of_next = torch.cat(
+        [rows.float().log_softmax(-1).gather(1, next[:, None])[:, 0] for rows, next in chunks]
+    )
     return torch.cat([of_next.new_zeros(1), of_next])
 
 

@@ -1,4 +1,5 @@
-"""Reward models and critics: a language model's decoder under a linear head with one output per token.
+"""Reward models and critics: a language model's decoder under a linear head with one output per
+token.
 
 They are stored as Transformers' sequence classification models with one label, so that
 `AutoModelForSequenceClassification` loads them.
@@ -23,15 +24,25 @@ NATIVE_HEAD = "score"  # what Transformers calls the head
 
 
 class ScalarModel(HeadedModel):
-    """One number for every prefix of every sequence: a reward model reads the last number, a critic all of them.
+    """One number for every prefix of every sequence: a reward model reads the last number, a critic
+    all of them.
 
-    `normalize`: return (value − mean) / std, with the statistics that the training of the reward model stored in its
-    configuration. The training of a reward model itself does not normalise.
+    `normalize`: return (value − mean) / std, with the statistics that the training of the reward
+    model stored in its configuration. The training of a reward model itself does not normalise.
     """
 
-    def __init__(self, hf: PreTrainedModel, *, packing: bool, normalize: bool = False, balancing: bool = False) -> None:
+    def __init__(
+        self,
+        hf: PreTrainedModel,
+        *,
+        packing: bool,
+        normalize: bool = False,
+        balancing: bool = False,
+    ) -> None:
         stored = hf.config.to_dict()
-        head = OutputHead(hf.get_submodule(stored.get("value_head_prefix") or NATIVE_HEAD), precise=True)
+        head = OutputHead(
+            hf.get_submodule(stored.get("value_head_prefix") or NATIVE_HEAD), precise=True
+        )
         super().__init__(hf, head, packing=packing, balancing=balancing)
         self.normalize = normalize
         self.mean, self.std = _scale(stored.get("mean", 0.0), stored.get("std", 1.0))
@@ -51,7 +62,9 @@ class ScalarModel(HeadedModel):
         return Outputs((values - self.mean) / self.std if self.normalize else values, aux_loss)
 
 
-def last_token_scores(values: Float[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Float[Tensor, " B"]:
+def last_token_scores(
+    values: Float[Tensor, " N"], offsets: Int[Tensor, " B+1"]
+) -> Float[Tensor, " B"]:
     """The reward of each sequence: the head's output at the last token. No sequence may be empty."""
     return values[offsets[1:] - 1]
 
@@ -59,8 +72,8 @@ def last_token_scores(values: Float[Tensor, " N"], offsets: Int[Tensor, " B+1"])
 def state_values(values: Float[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Float[Tensor, " N"]:
     """V of the state before token t is chosen, from the head's outputs after each token.
 
-    Position t gets the output at t − 1. The first position of each sequence gets 0, because there is no state before
-    it.
+    Position t gets the output at t − 1. The first position of each sequence gets 0, because there
+    is no state before it.
 
     Example, two sequences: outputs [1, 2, 3 | 4, 5] give [0, 1, 2 | 0, 4].
     """
@@ -80,33 +93,43 @@ def load_scalar(
     balancing: bool = False,
     seed: int = 0,
 ) -> ScalarModel:
-    """A scalar model from the folder of a scalar model, or from a causal language model with a new head.
+    """A scalar model from the folder of a scalar model, or from a causal language model with a new
+    head.
 
-    `head_prefix` names the head; a `value_head_prefix` in the stored configuration wins. An export whose head has
-    another name than "score" can only be loaded by this function. `reinit_head`: make a new head even if one is stored.
-    `require_head`: refuse a folder without a head, whose rewards would be random. A new head is N(0, σ²) with σ = 1 /
-    (hidden size + 1). It depends on `seed` alone, so that it is equal on every rank; the stored mean and standard
-    deviation are reset with it. Raises ModelError for a model that cannot be loaded.
+    `head_prefix` names the head; a `value_head_prefix` in the stored configuration wins. An export
+    whose head has another name than "score" can only be loaded by this function. `reinit_head`:
+    make a new head even if one is stored. `require_head`: refuse a folder without a head, whose
+    rewards would be random. A new head is N(0, σ²) with σ = 1 / (hidden size + 1). It depends on
+    `seed` alone, so that it is equal on every rank; the stored mean and standard deviation are
+    reset with it. Raises ModelError for a model that cannot be loaded.
     """
     config, declared = _configuration(spec, head_prefix)
     model_class = _model_class(config)
-    hf, weights = loading.read_model(model_class, spec, config=config, **loading.pretrained_options(spec))
+    hf, weights = loading.read_model(
+        model_class, spec, config=config, **loading.pretrained_options(spec)
+    )
     name = config.value_head_prefix
     head = hf._modules.get(name)
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ModelError(_unsupported(config))
-    stored = _check_weights(weights, name, reinit_head=reinit_head, require_head=require_head or declared)
+    stored = _check_weights(
+        weights, name, reinit_head=reinit_head, require_head=require_head or declared
+    )
     require_finite(hf, spec.path)
     if reinit_head or not stored:
         setattr(hf, name, _new_head(head, seed))
         hf.config.update({"mean": 0.0, "std": 1.0} if "mean" in hf.config.to_dict() else {})
     hf = loading.prepared(hf, spec, head=name)
-    model = ScalarModel(hf, packing=spec.ds.packing_samples, normalize=normalize, balancing=balancing)
+    model = ScalarModel(
+        hf, packing=spec.ds.packing_samples, normalize=normalize, balancing=balancing
+    )
     model.max_len = spec.max_len
     return model
 
 
-def check_is_scalar(spec: LoadSpec, *, head_prefix: str = NATIVE_HEAD, normalize: bool = False) -> None:
+def check_is_scalar(
+    spec: LoadSpec, *, head_prefix: str = NATIVE_HEAD, normalize: bool = False
+) -> None:
     """Raise ModelError if the folder has no complete reward model, or lacks what `normalize` needs.
 
     Reads names and sizes of the weights only.
@@ -125,18 +148,26 @@ def check_is_scalar(spec: LoadSpec, *, head_prefix: str = NATIVE_HEAD, normalize
 
 
 def check_scalar_weights(
-    spec: LoadSpec, *, head_prefix: str = NATIVE_HEAD, reinit_head: bool = False, require_head: bool = False
+    spec: LoadSpec,
+    *,
+    head_prefix: str = NATIVE_HEAD,
+    reinit_head: bool = False,
+    require_head: bool = False,
 ) -> None:
     """Raise ModelError as `load_scalar` would for the names and sizes of the stored weights."""
     config, declared = _configuration(spec, head_prefix)
     weights = loading.named_weights(_model_class(config), spec, config=config)
     if weights:
         name = config.value_head_prefix
-        _check_weights(weights, name, reinit_head=reinit_head, require_head=require_head or declared)
+        _check_weights(
+            weights, name, reinit_head=reinit_head, require_head=require_head or declared
+        )
 
 
 def _configuration(spec: LoadSpec, head_prefix: str) -> tuple[Any, bool]:
-    """The stored configuration, changed to a scalar model's, and whether it was a scalar model's before the change."""
+    """The stored configuration, changed to a scalar model's, and whether it was a scalar model's
+    before the change.
+    """
     config = configuration(spec)
     stored_prefix = config.to_dict().get("value_head_prefix")
     names = config.architectures or []
@@ -145,8 +176,8 @@ def _configuration(spec: LoadSpec, head_prefix: str) -> tuple[Any, bool]:
     config.value_head_prefix = stored_prefix or head_prefix
     text = config.get_text_config()
     if text.pad_token_id in end_tokens(config):
-        # Transformers reads the score at the last token that is not padding. With this padding token, that would be the
-        # token before end-of-text.
+        # Transformers reads the score at the last token that is not padding. With this padding
+        # token, that would be the token before end-of-text.
         text.pad_token_id = None
     return config, declared
 
@@ -181,10 +212,13 @@ def _unsupported(config: PretrainedConfig) -> str:
     )
 
 
-def _check_weights(weights: StoredWeights, name: str, *, reinit_head: bool, require_head: bool) -> bool:
+def _check_weights(
+    weights: StoredWeights, name: str, *, reinit_head: bool, require_head: bool
+) -> bool:
     """Return whether the folder has the head `name`.
 
-    Raises ModelError for weights that are missing, have another size, or would be left out, such as the bias of a head.
+    Raises ModelError for weights that are missing, have another size, or would be left out, such as
+    the bias of a head.
     """
     key = f"{name}.weight"
     weights.require_all(but=[key, f"{name}.bias"] if reinit_head else [key])
@@ -201,7 +235,9 @@ def _check_weights(weights: StoredWeights, name: str, *, reinit_head: bool, requ
 
 
 def _new_head(old: nn.Linear, seed: int) -> nn.Linear:
-    """A float32 head with outputs near 0. It is a new module, which ZeRO 3 shards when the engine is made."""
+    """A float32 head with outputs near 0. It is a new module, which ZeRO 3 shards when the engine
+    is made.
+    """
     head = nn.Linear(old.in_features, 1, bias=False, dtype=torch.float32)
     draw = torch.Generator().manual_seed(seed)
     weight = torch.empty(1, old.in_features).normal_(0, 1 / (old.in_features + 1), generator=draw)

@@ -1,7 +1,8 @@
 """Configuration and generation configuration of a model, written even if Transformers refuses to.
 
-Transformers refuses to write values that it has read: sampling values without `do_sample`, or generation values in
-config.json. A run must not lose its weights because of that, so these files are written with the values that were read.
+Transformers refuses to write values that it has read: sampling values without `do_sample`, or
+generation values in config.json. A run must not lose its weights because of that, so these files
+are written with the values that were read.
 """
 
 from collections.abc import Iterator
@@ -52,7 +53,9 @@ def writable(model: PreTrainedModel) -> Iterator[None]:
 
 
 def write_generation(model: PreTrainedModel, folder: Path) -> None:
-    """Write the generation configuration of a model to `folder`, with the values that the model came with."""
+    """Write the generation configuration of a model to `folder`, with the values that the model
+    came with.
+    """
     if model.can_generate():
         generation: Any = model.generation_config
         generation.to_json_file(folder / GENERATION, use_diff=True, keys_to_pop=["compile_config"])
@@ -75,8 +78,11 @@ def generation_complaint(path: str, config: PreTrainedConfig) -> str | None:
     return None
 
 
-def check_can_be_exported(path: str, tokenizer: Any, *, trust_remote_code: bool = False) -> list[str]:
-    """Write a model's configuration and tokenizer to a temporary folder, as an export would. Return notices.
+def check_can_be_exported(
+    path: str, tokenizer: Any, *, trust_remote_code: bool = False
+) -> list[str]:
+    """Write a model's configuration and tokenizer to a temporary folder, as an export would. Return
+    notices.
 
     Raises UserError if one of them cannot be written.
     """
@@ -86,7 +92,9 @@ def check_can_be_exported(path: str, tokenizer: Any, *, trust_remote_code: bool 
             with writable_configuration(config):
                 config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        except Exception as error:  # Transformers, its validation and the model's own code raise many kinds
+        except (
+            Exception
+        ) as error:  # Transformers, its validation and the model's own code raise many kinds
             raise UserError(
                 f"The files of {path} can be read but not written, so a trained model could not be exported: "
                 f"{type(error).__name__}: {error}. Correct its config.json or the files of its tokenizer."

@@ -1,4 +1,6 @@
-"""The check that a loaded model matches its files: every weight exists, has the right size, and is finite."""
+"""The check that a loaded model matches its files: every weight exists, has the right size, and is
+finite.
+"""
 
 import json
 import re
@@ -15,7 +17,12 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
 
 from openrlhf.config.flags import UserError
 
@@ -30,14 +37,22 @@ class ModelError(UserError, ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredWeights:
-    """The differences between the files in `path` and the weights of the architecture, by the architecture's names."""
+    """The differences between the files in `path` and the weights of the architecture, by the
+    architecture's names.
+    """
 
     path: str
     missing: tuple[str, ...]
-    sizes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # of the file and of the architecture, if they differ
+    sizes: Mapping[
+        str, tuple[tuple[int, ...], tuple[int, ...]]
+    ]  # of the file and of the architecture, if they differ
     unused: tuple[str, ...]  # weights of the files without a place in the architecture
-    ignored: tuple[str, ...]  # unused weights of layers that the architecture has and computes without these weights
-    torn: tuple[tuple[str, str], ...] = ()  # weights that config.json ties, but that differ in the files
+    ignored: tuple[
+        str, ...
+    ]  # unused weights of layers that the architecture has and computes without these weights
+    torn: tuple[
+        tuple[str, str], ...
+    ] = ()  # weights that config.json ties, but that differ in the files
 
     @classmethod
     def of(cls, path: str, model: nn.Module, report: Mapping[str, Any]) -> Self:
@@ -47,10 +62,20 @@ class StoredWeights:
         for name in unused:
             if _is_left_out(model, name):
                 ignored.append(name)
-        sizes = {name: (tuple(stored), tuple(needed)) for name, stored, needed in report["mismatched_keys"]}
+        sizes = {
+            name: (tuple(stored), tuple(needed))
+            for name, stored, needed in report["mismatched_keys"]
+        }
         missing = tuple(sorted(report["missing_keys"] - sizes.keys()))
         torn = _torn(path, model)
-        return cls(path=path, missing=missing, sizes=sizes, unused=tuple(unused), ignored=tuple(ignored), torn=torn)
+        return cls(
+            path=path,
+            missing=missing,
+            sizes=sizes,
+            unused=tuple(unused),
+            ignored=tuple(ignored),
+            torn=torn,
+        )
 
     @property
     def lacking(self) -> set[str]:
@@ -58,7 +83,9 @@ class StoredWeights:
         return {*self.missing, *self.sizes}
 
     def require_all(self, but: Collection[str] = ()) -> None:
-        """Raise ModelError if, except for `but`, weights are missing from the files or ignored by their layers."""
+        """Raise ModelError if, except for `but`, weights are missing from the files or ignored by
+        their layers.
+        """
         problems: list[str] = []
         sizes = {name: pair for name, pair in self.sizes.items() if name not in but}
         if sizes:
@@ -98,14 +125,18 @@ class StoredWeights:
 
 
 def _torn(path: str, model: Any) -> tuple[tuple[str, str], ...]:
-    """Return the weights that the configuration ties although the files have different values for them."""
+    """Return the weights that the configuration ties although the files have different values for
+    them.
+    """
     held = dict(model.named_parameters(remove_duplicate=False))
     pairs: list[tuple[str, str]] = []
     for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         first, second = held.get(name), held.get(other)
         if first is None or second is None or first is second:
             continue
-        if first.device.type == "meta" or hasattr(first, "ds_tensor"):  # no values here, or a part of them
+        if first.device.type == "meta" or hasattr(
+            first, "ds_tensor"
+        ):  # no values here, or a part of them
             equal = _equal_in_files(path, name, other)
         else:
             equal = torch.equal(first, second.to(first))
@@ -115,11 +146,15 @@ def _torn(path: str, model: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _equal_in_files(path: str, name: str, other: str) -> bool:
-    """Return whether the files have equal tensors of both names. A name that is in no file is not compared."""
+    """Return whether the files have equal tensors of both names. A name that is in no file is not
+    compared.
+    """
     found: list[Tensor] = []
     for each in (name, other):
         file = _file_of(path, each)
-        if not (file.endswith(".safetensors") and Path(file).is_file()):  # unknown, or one that can only be read whole
+        if not (
+            file.endswith(".safetensors") and Path(file).is_file()
+        ):  # unknown, or one that can only be read whole
             return True
         with safe_open(file, framework="pt") as stored:
             if each not in stored.keys():  # noqa: SIM118 it is no mapping
@@ -129,10 +164,12 @@ def _equal_in_files(path: str, name: str, other: str) -> bool:
 
 
 def require_finite_files(path: str) -> None:
-    """Raise ModelError, with the first names, if weights in the files of a model are NaN or infinite.
+    """Raise ModelError, with the first names, if weights in the files of a model are NaN or
+    infinite.
 
-    For models that another program loads. Reads one tensor at a time, from safetensors or, where there are none, from
-    pytorch_model*.bin. `path` is a folder, or the name of a model in the hub's cache.
+    For models that another program loads. Reads one tensor at a time, from safetensors or, where
+    there are none, from pytorch_model*.bin. `path` is a folder, or the name of a model in the hub's
+    cache.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -153,14 +190,20 @@ def require_finite_files(path: str) -> None:
 
 
 def odd_experts(path: str) -> str | None:
-    """Return the first expert's weight whose size differs from that of most experts of its layer, in words."""
-    sizes: dict[str, dict[str, tuple[int, ...]]] = {}  # by the names without the number of the expert
+    """Return the first expert's weight whose size differs from that of most experts of its layer,
+    in words.
+    """
+    sizes: dict[
+        str, dict[str, tuple[int, ...]]
+    ] = {}  # by the names without the number of the expert
     files: dict[str, Path] = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, framework="pt") as stored:
             for name in stored.keys():  # noqa: SIM118 it is no mapping
                 files[name] = file
-                sizes.setdefault(EXPERT.sub(".experts.", name), {})[name] = tuple(stored.get_slice(name).get_shape())
+                sizes.setdefault(EXPERT.sub(".experts.", name), {})[name] = tuple(
+                    stored.get_slice(name).get_shape()
+                )
     for experts in sizes.values():
         [(usual, _)] = Counter(experts.values()).most_common(1)
         for name, size in experts.items():
@@ -170,7 +213,9 @@ def odd_experts(path: str) -> str | None:
 
 
 def require_finite(model: nn.Module, path: str) -> None:
-    """Raise ModelError, with the names, if weights of a loaded model are NaN or infinite. Collective under ZeRO 3."""
+    """Raise ModelError, with the names, if weights of a loaded model are NaN or infinite.
+    Collective under ZeRO 3.
+    """
     found: list[str] = []
     sharded = False
     for name, weight in model.state_dict(keep_vars=True).items():
@@ -203,7 +248,9 @@ def is_finite(weight: Tensor) -> bool:
 
 
 def _held(weight: Any) -> Tensor:
-    """The numbers of a weight in this process: under ZeRO 3 its part, without the padding of the last part."""
+    """The numbers of a weight in this process: under ZeRO 3 its part, without the padding of the
+    last part.
+    """
     if not hasattr(weight, "ds_tensor"):
         return weight.detach()
     part: Tensor = weight.ds_tensor.flatten()
@@ -223,7 +270,10 @@ def _is_left_out(model: nn.Module, name: str) -> bool:
 
 def _file_of(path: str, name: str) -> str:
     """The file with a weight, or the folder if that is not known."""
-    for index_name, single_name in ((SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME), (WEIGHTS_INDEX_NAME, WEIGHTS_NAME)):
+    for index_name, single_name in (
+        (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME),
+        (WEIGHTS_INDEX_NAME, WEIGHTS_NAME),
+    ):
         index, single = Path(path) / index_name, Path(path) / single_name
         if index.exists():
             file = json.loads(index.read_text())["weight_map"].get(name)

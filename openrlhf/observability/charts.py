@@ -20,7 +20,9 @@ FEW = 24  # so many points or fewer are marked by dots
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One curve. `path` is SVG; a noisy curve is pale, and its moving mean `trend` is drawn over it."""
+    """One curve. `path` is SVG; a noisy curve is pale, and its moving mean `trend` is drawn over
+    it.
+    """
 
     path: str
     trend: str
@@ -67,18 +69,26 @@ def draw(series: Sequence[Series]) -> Chart:
         ],
         data={
             "range": [first, last],
-            "lines": [{"x": [s for s, _ in curve], "y": [float(f"{v:.5g}") for _, v in curve]} for curve in curves],
+            "lines": [
+                {"x": [s for s, _ in curve], "y": [float(f"{v:.5g}") for _, v in curve]}
+                for curve in curves
+            ],
         },
     )
 
 
 def thinned(series: Series, limit: int = MAX_POINTS) -> Series:
-    """At most about `limit` points. Of neighbouring steps the lowest and the highest value stay, so that no spike is lost."""
+    """At most about `limit` points. Of neighbouring steps the lowest and the highest value stay, so
+    that no spike is lost.
+    """
     size = math.ceil(2 * len(series) / limit)
     if size <= 2:
         return series
     groups = [series[start : start + size] for start in range(0, len(series), size)]
-    kept = [{min(group, key=lambda point: point[1]), max(group, key=lambda point: point[1])} for group in groups]
+    kept = [
+        {min(group, key=lambda point: point[1]), max(group, key=lambda point: point[1])}
+        for group in groups
+    ]
     return [point for group in kept for point in sorted(group)]
 
 
@@ -88,7 +98,8 @@ def trend(series: Series, points: int = 80) -> Series:
     places = [*range(0, last, max(1, last // points)), last]
     windows = [series[max(0, place - reach) : place + reach + 1] for place in places]
     return [
-        (series[place][0], fmean(value for _, value in window)) for place, window in zip(places, windows, strict=True)
+        (series[place][0], fmean(value for _, value in window))
+        for place, window in zip(places, windows, strict=True)
     ]
 
 
@@ -100,7 +111,9 @@ def is_noisy(series: Series) -> bool:
 
 
 def value_range(values: Sequence[float]) -> tuple[float, float]:
-    """The range of the y axis: it shows all values, and zero too if they are constant or not far from zero."""
+    """The range of the y axis: it shows all values, and zero too if they are constant or not far
+    from zero.
+    """
     low, high = min(values), max(values)
     constant = high - low <= 1e-9 * max(abs(low), abs(high))
     if constant or 0 < low < 0.4 * high:
@@ -118,4 +131,6 @@ def round_ticks(low: float, high: float, count: int = 5) -> list[float]:
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     apart = power * next(k for k in (1, 2, 5, 10) if k * power >= rough * 0.999)
-    return [k * apart for k in range(math.ceil(low / apart - 1e-9), math.floor(high / apart + 1e-9) + 1)]
+    return [
+        k * apart for k in range(math.ceil(low / apart - 1e-9), math.floor(high / apart + 1e-9) + 1)
+    ]

@@ -1,7 +1,8 @@
 """What a run prints on the terminal: one line per step and per evaluation, and notes.
 
-On an interactive terminal the lines scroll above a live progress bar. Elsewhere (files, pipes, --run.quiet) the same lines
-are plain. With --run.json each line is one JSON object. Only the process with rank 0 has a display.
+On an interactive terminal the lines scroll above a live progress bar. Elsewhere (files, pipes,
+--run.quiet) the same lines are plain. With --run.json each line is one JSON object. Only the
+process with rank 0 has a display.
 """
 
 import sys
@@ -18,14 +19,20 @@ from openrlhf.observability.run_folder import json_line
 
 
 class Display:
-    """Prints for the person who started the run. `live`: lines above a progress bar; `json`: one object per line."""
+    """Prints for the person who started the run. `live`: lines above a progress bar; `json`: one
+    object per line.
+    """
 
-    def __init__(self, *, quiet: bool = False, json: bool = False, out: TextIO | None = None) -> None:
+    def __init__(
+        self, *, quiet: bool = False, json: bool = False, out: TextIO | None = None
+    ) -> None:
         """`quiet` and `json` are --run.quiet and --run.json; `out` defaults to standard output."""
         self._out = out or sys.stdout
         self.json = json
         self.live = not quiet and not json and self._out.isatty()
-        self.console = Console(file=self._out, highlight=False, color_system="auto" if self.live else None)
+        self.console = Console(
+            file=self._out, highlight=False, color_system="auto" if self.live else None
+        )
         self._total, self._first, self._began = 0, 0, time.monotonic()
         self._progress = Progress(
             SpinnerColumn(style="cyan"),
@@ -48,7 +55,9 @@ class Display:
             self.note(f"Nothing is left to do: all {total_steps} are done.")
 
     def status(self, text: str, *, done: int | None = None) -> None:
-        """Show beside the progress bar what the run is doing now: "generating 512 episodes". `done`: where the bar is."""
+        """Show beside the progress bar what the run is doing now: "generating 512 episodes".
+        `done`: where the bar is.
+        """
         self._progress.update(self._bar, description=text, completed=done)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
@@ -60,7 +69,9 @@ class Display:
             return
         # A live terminal has the time left beside the bar.
         self._line(step_parts(step, self._total, values, seconds_left=None if self.live else left))
-        self._progress.update(self._bar, completed=step, left="" if left is None else f"{clock_time(left)} left")
+        self._progress.update(
+            self._bar, completed=step, left="" if left is None else f"{clock_time(left)} left"
+        )
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Print an evaluation of the weights after `step`."""
@@ -81,7 +92,9 @@ class Display:
         self._progress.stop()
 
     def _line(self, parts: Sequence[Part]) -> None:
-        self.console.print(join_parts(parts, width=self.console.width if self.live else None), soft_wrap=True)
+        self.console.print(
+            join_parts(parts, width=self.console.width if self.live else None), soft_wrap=True
+        )
 
     def _emit(self, event: str, **fields: Any) -> None:
         self._out.write(json_line({"event": event, **fields}))

@@ -1,7 +1,9 @@
-"""What every logged number means: its name, how it reduces, its unit, its range and one line of definition.
+"""What every logged number means: its name, how it reduces, its unit, its range and one line of
+definition.
 
-The declarations are in `glossary.toml`, and docs/metrics.md shows them as tables. Numbers that a user's reward function or
-agent adds are logged as `train/<name>`, as means, and need no declaration.
+The declarations are in `glossary.toml`, and docs/metrics.md shows them as tables. Numbers that a
+user's reward function or agent adds are logged as `train/<name>`, as means, and need no
+declaration.
 """
 
 import re
@@ -12,7 +14,9 @@ from openrlhf.config.flags import toml_beside
 
 
 class MetricSpec(NamedTuple):
-    """The declaration of one metric. `unit` is "" for a plain number; every value lies within `bounds`."""
+    """The declaration of one metric. `unit` is "" for a plain number; every value lies within
+    `bounds`.
+    """
 
     reduces: str  # "mean", "max", "last" or "deviation"
     unit: str

@@ -1,7 +1,7 @@
 """Notices about a run that learns nothing or falls apart: pure rules over the numbers that it logs.
 
-The terminal and report.html give the same notices, because both read what metrics.jsonl has. Each kind of
-sickness is reported once per run.
+The terminal and report.html give the same notices, because both read what metrics.jsonl has. Each
+kind of sickness is reported once per run.
 """
 
 import math
@@ -25,10 +25,12 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A sickness, the metrics that show it (`metric` matches their whole names), and how their curves look then.
+    """A sickness, the metrics that show it (`metric` matches their whole names), and how their
+    curves look then.
 
-    The latest `points` (0: all) pass the test `looks`, one of `TESTS`. Its limit is `limit`, plus `of_start` times the
-    first value of the curve. With `at_end`, only a run that has ended is tested. A curve has `least` points.
+    The latest `points` (0: all) pass the test `looks`, one of `TESTS`. Its limit is `limit`, plus
+    `of_start` times the first value of the curve. With `at_end`, only a run that has ended is
+    tested. A curve has `least` points.
     """
 
     sickness: str
@@ -42,7 +44,9 @@ class Rule:
 
     def holds(self, first: Point, latest: Sequence[Point]) -> bool:
         """Whether the latest points of a curve with this first one show the sickness."""
-        return TESTS[self.looks](first, latest, self.limit + (self.of_start and self.of_start * first.value))
+        return TESTS[self.looks](
+            first, latest, self.limit + (self.of_start and self.of_start * first.value)
+        )
 
 
 class Health:
@@ -53,11 +57,15 @@ class Health:
         self._reported: set[str] = set()
 
     def see(self, step: int, values: Mapping[str, float | None]) -> list[str]:
-        """The new notices, given the numbers of a step or an evaluation. None stands for a number that is not finite."""
+        """The new notices, given the numbers of a step or an evaluation. None stands for a number
+        that is not finite.
+        """
         for name, value in values.items():
             if _rules_of(name):
                 error = values.get(f"{name.removesuffix('_pass1')}_score_stderr")
-                point = Point(step, math.nan if value is None else value, math.nan if error is None else error)
+                point = Point(
+                    step, math.nan if value is None else value, math.nan if error is None else error
+                )
                 self._curves.setdefault(name, []).append(point)
         return self._notices(values)
 
@@ -85,7 +93,9 @@ class Health:
                 since, now = latest[0].step, latest[-1].step
                 steps = f"Step {now}" if since == now else f"Steps {since} to {now}"
                 start = f" (at the start {first.value:.4g})" if first is not latest[0] else ""
-                notices.append(f"{steps}: {name} is {latest[-1].value:.4g}{start}. {MEANING[rule.sickness]}")
+                notices.append(
+                    f"{steps}: {name} is {latest[-1].value:.4g}{start}. {MEANING[rule.sickness]}"
+                )
         return notices
 
 
@@ -129,7 +139,9 @@ TESTS: dict[str, Callable[[Point, Sequence[Point], float], bool]] = {
     "mean below": lambda _, latest, limit: fmean(point.value for point in latest) < limit,
     "leap above": lambda _, latest, limit: latest[-1].value - latest[0].value > limit,
     # by so many standard errors of the difference
-    "fallen": lambda a, latest, limit: all(a.value - b.value > limit * math.hypot(a.error, b.error) for b in latest),
+    "fallen": lambda a, latest, limit: all(
+        a.value - b.value > limit * math.hypot(a.error, b.error) for b in latest
+    ),
     "constant": _constant,
     "rising": _rising,
 }

@@ -1,4 +1,5 @@
-"""The line of a step: which metrics it shows, how numbers are written, and what a narrow terminal leaves out first.
+"""The line of a step: which metrics it shows, how numbers are written, and what a narrow terminal
+leaves out first.
 
 Numbers have fixed widths, so that the lines of a run read as columns.
 """
@@ -17,7 +18,9 @@ MANY_TRUNCATED = 0.1  # a larger share of episodes that ran out of tokens is on 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One piece of a line: `label value unit (detail)`. A narrow terminal leaves out the highest `rank` first."""
+    """One piece of a line: `label value unit (detail)`. A narrow terminal leaves out the highest
+    `rank` first.
+    """
 
     value: str = ""
     label: str = ""
@@ -35,7 +38,9 @@ class Part:
 
 
 def join_parts(parts: Sequence[Part], *, width: int | None = None) -> Text:
-    """The line. If it is longer than `width` columns, details are left out first, then the parts with the highest rank."""
+    """The line. If it is longer than `width` columns, details are left out first, then the parts
+    with the highest rank.
+    """
     line = Text()
     for index, part in enumerate(parts):
         line.append(" · " if index else "", "dim").append_text(part.text)
@@ -49,7 +54,9 @@ def join_parts(parts: Sequence[Part], *, width: int | None = None) -> Text:
     return join_parts([*parts[:leaves], *parts[leaves + 1 :]], width=width)
 
 
-def step_parts(step: int, total: int, values: Mapping[str, float], *, seconds_left: float | None) -> list[Part]:
+def step_parts(
+    step: int, total: int, values: Mapping[str, float], *, seconds_left: float | None
+) -> list[Part]:
     """The pieces of a training step's line, from the metrics that were logged."""
     parts = [Part(label="step", value=f"{step:>{len(str(total))}}/{total}", style="bold")]
     for shown in _TABLES["shown"]:
@@ -59,39 +66,63 @@ def step_parts(step: int, total: int, values: Mapping[str, float], *, seconds_le
             look = {key: shown[key] for key in ("label", "unit", "rank") if key in shown}
             parts.append(Part(value=written, style="" if "rank" in shown else "bold", **look))
     if "timing/step_total" in values:
-        spent = [f"{say} {seconds(values[name])}" for name, say in _TABLES["spent"].items() if name in values]
+        spent = [
+            f"{say} {seconds(values[name])}"
+            for name, say in _TABLES["spent"].items()
+            if name in values
+        ]
         time = seconds(values["timing/step_total"])
         parts.append(Part(value=f"{time:>5}", unit="s", detail=", ".join(spent), rank=2))
     if seconds_left is not None:
         parts.append(Part(value=clock_time(seconds_left), unit="left", rank=1))
     if values.get("train/truncated", 0) >= MANY_TRUNCATED:
         parts.append(Part(value=f"{values['train/truncated']:.0%}", unit="cut off", style="yellow"))
-    kinds = {name: f"{number:.0f} {name.removeprefix(_FAILED)}" for name, number in values.items() if _FAILED in name}
+    kinds = {
+        name: f"{number:.0f} {name.removeprefix(_FAILED)}"
+        for name, number in values.items()
+        if _FAILED in name
+    }
     if values.get(_EPISODES, 0) > 0:
         of_kinds = ", ".join(words for name, words in sorted(kinds.items()) if name != _EPISODES)
         unit = "failed episodes" + (f" ({of_kinds})" if of_kinds else "")
         parts.append(Part(value=f"{values[_EPISODES]:.0f}", unit=unit, style="bold red"))
     if values.get(_NONFINITE, 0) > 0:
-        parts.append(Part(value=f"{values[_NONFINITE]:.0f}", unit="steps not finite", style="bold red"))
+        parts.append(
+            Part(value=f"{values[_NONFINITE]:.0f}", unit="steps not finite", style="bold red")
+        )
     return parts
 
 
 def evaluation_parts(step: int, values: Mapping[str, float]) -> list[Part]:
-    """The pieces of an evaluation's line: all its results, pass@k first. A standard error stands behind its pass@1."""
+    """The pieces of an evaluation's line: all its results, pass@k first. A standard error stands
+    behind its pass@1.
+    """
     parts = [Part(value="eval", unit=f"after step {step}", style="bold green")]
-    shown = [name for name in values if name.startswith("eval/") and not name.endswith("_score_stderr")]
+    shown = [
+        name for name in values if name.startswith("eval/") and not name.endswith("_score_stderr")
+    ]
     for name in sorted(shown, key=lambda name: "pass@" not in evaluation_label(name)):
         label = evaluation_label(name)
         write = percent if name.endswith("rate") else compact
         style, rank = ("bold", 0) if "pass@" in label or "loss" in name else ("", 1)
         error = values.get(f"{name.removesuffix('_pass1')}_score_stderr")
         detail = "" if error is None else f"± {compact(error)}"
-        parts.append(Part(label=label, value=write(values[name]).strip(), detail=detail, rank=rank, style=style))
+        parts.append(
+            Part(
+                label=label,
+                value=write(values[name]).strip(),
+                detail=detail,
+                rank=rank,
+                style=style,
+            )
+        )
     return parts
 
 
 def evaluation_label(name: str) -> str:
-    """A metric's name for people: `eval/eval_gsm8k_pass4` is "gsm8k pass@4". "default", the rows without a data source, is left out."""
+    """A metric's name for people: `eval/eval_gsm8k_pass4` is "gsm8k pass@4". "default", the rows
+    without a data source, is left out.
+    """
     label = re.sub(r"^eval/(eval[_ ])?(default_)?", "", name)
     found = re.fullmatch(r"(.*?)_?pass(\d+)", label)
     return f"{found[1]} pass@{found[2]}".lstrip() if found else label.replace("_", " ")

@@ -10,13 +10,15 @@ MOST_PENDING_BYTES = 64 * 2**20
 class LogFile:
     """A file that logging appends lines to. A failed write is reported once and never raised.
 
-    Bytes that could not be written, for example because the disk is full, are written before the next line. At most 64 MiB
-    wait; later lines are dropped until there is room.
+    Bytes that could not be written, for example because the disk is full, are written before the
+    next line. At most 64 MiB wait; later lines are dropped until there is room.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("ab", buffering=0)  # unbuffered: a killed process loses at most the line it was writing
+        self._file = path.open(
+            "ab", buffering=0
+        )  # unbuffered: a killed process loses at most the line it was writing
         self._pending = b""
         self._has_failed = False
 
@@ -48,4 +50,6 @@ class LogFile:
 def report_failed_write(path: Path, error: OSError) -> None:
     """Report that a file of the run folder could not be written, and that the run continues."""
     reason = error.strerror or error
-    notice(f"{path} cannot be written: {reason}. Training continues. Make room on the disk to continue the log.")
+    notice(
+        f"{path} cannot be written: {reason}. Training continues. Make room on the disk to continue the log."
+    )

@@ -21,7 +21,9 @@ class Metric(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean that knows its weight, so that merging parts of different sizes gives the mean of the whole."""
+    """A mean that knows its weight, so that merging parts of different sizes gives the mean of the
+    whole.
+    """
 
     sum: float
     count: float
@@ -38,7 +40,8 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """An unbiased standard deviation. Distances are from the mean, so that rounding cannot replace a small one.
+    """An unbiased standard deviation. Distances are from the mean, so that rounding cannot replace
+    a small one.
 
     Chan, Golub and LeVeque 1979, STAN-CS-79-773, eq. 1.5
     """
@@ -57,7 +60,9 @@ class Deviation:
         """The deviation of all the numbers."""
         count, apart = self.count + other.count, other.mean - self.mean
         squares = self.squares + other.squares + apart**2 * self.count * other.count / count
-        return replace(self, count=count, mean=self.mean + apart * other.count / count, squares=squares)
+        return replace(
+            self, count=count, mean=self.mean + apart * other.count / count, squares=squares
+        )
 
     @property
     def value(self) -> float:
@@ -67,7 +72,9 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest value seen. If one part is NaN, the result is NaN, so that a large value cannot hide it."""
+    """The largest value seen. If one part is NaN, the result is NaN, so that a large value cannot
+    hide it.
+    """
 
     value: float
 
@@ -78,7 +85,9 @@ class Max:
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """The newest value: for a learning rate, a gradient norm, a duration, or a count that one process keeps."""
+    """The newest value: for a learning rate, a gradient norm, a duration, or a count that one
+    process keeps.
+    """
 
     value: float
 
@@ -90,7 +99,8 @@ class Last:
 def merge_all(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Join the metrics of micro-batches and ranks, in their order.
 
-    A name that some parts lack is reduced over the parts that have it. All parts reduce a name in the same way.
+    A name that some parts lack is reduced over the parts that have it. All parts reduce a name in
+    the same way.
     """
     merged: dict[str, Metric] = {}
     for part in parts:

@@ -14,34 +14,52 @@ from openrlhf.observability.display import Display
 from openrlhf.observability.health import Health
 from openrlhf.observability.log_file import report_failed_write
 from openrlhf.observability.report import report_run
-from openrlhf.observability.run_folder import METRICS, REPORT, RESOLVED, RunFolder, read_lines, sample_row
+from openrlhf.observability.run_folder import (
+    METRICS,
+    REPORT,
+    RESOLVED,
+    RunFolder,
+    read_lines,
+    sample_row,
+)
 from openrlhf.observability.trackers import make_trackers
 from openrlhf.trajectory import Failure, Trajectory
 
-SAMPLES_PER_STEP = 16  # episodes of a step that go to samples.jsonl, and as many filtered and as many failed ones
+SAMPLES_PER_STEP = (
+    16  # episodes of a step that go to samples.jsonl, and as many filtered and as many failed ones
+)
 SAMPLES_PER_EVALUATION = 4  # one of each of the first prompts, so that evaluations can be compared
 
 
 class Recorder:
     """Logs the numbers and samples of a run. Only the main process has one.
 
-    `resume_step`: the step that a resumed run continues from. Its folder `run_dir` is continued, cut back to that step.
+    `resume_step`: the step that a resumed run continues from. Its folder `run_dir` is continued,
+    cut back to that step.
     """
 
-    def __init__(self, config: RecordedCommand, run_dir: str, *, resume_step: int | None = None) -> None:
+    def __init__(
+        self, config: RecordedCommand, run_dir: str, *, resume_step: int | None = None
+    ) -> None:
         run, logger = config.run, config.logger
         self.display = Display(quiet=run.quiet, json=run.json)
         self.folder = RunFolder(run_dir, resume_step=resume_step)
         if resume_step is not None:
             self.display.note(f"Continuing after step {resume_step} in {run_dir}.")
             if "run.dir" in config.given and os.path.abspath(config.run.dir) != run_dir:
-                self.display.note(f"--run.dir {config.run.dir} is not used: a resumed run continues in its own folder.")
+                self.display.note(
+                    f"--run.dir {config.run.dir} is not used: a resumed run continues in its own folder."
+                )
             self._compare_flags(config)
         elif self.folder.earlier:
-            self.display.note(f"The files of an earlier run in {run_dir} are now in {self.folder.earlier}.")
+            self.display.note(
+                f"The files of an earlier run in {run_dir} are now in {self.folder.earlier}."
+            )
         full, place = dump_yaml(config), self.folder.path
         self.folder.write_config(dump_yaml(config, given_only=True), full)
-        self.trackers = make_trackers(logger, settings={"config": full}, run_dir=place, resume_step=resume_step)
+        self.trackers = make_trackers(
+            logger, settings={"config": full}, run_dir=place, resume_step=resume_step
+        )
         self.logging_steps = logger.logging_steps
         self._shown_failures = set[Failure | None]()
         self._closing = threading.Lock()  # any thread may end the run
@@ -64,14 +82,20 @@ class Recorder:
             self.display.step(step, values)
             self.log(step, values)
 
-    def evaluation(self, step: int, values: Mapping[str, float], trajectories: Sequence[Trajectory] = ()) -> None:
-        """Log the numbers of an evaluation of the weights after `step`, and a sample of each of its first prompts."""
+    def evaluation(
+        self, step: int, values: Mapping[str, float], trajectories: Sequence[Trajectory] = ()
+    ) -> None:
+        """Log the numbers of an evaluation of the weights after `step`, and a sample of each of its
+        first prompts.
+        """
         self.display.evaluation(step, values)
         self.log(step, values)
         by_prompt = {t.prompt.index: t for t in reversed(trajectories) if not t.failed}
         chosen = [by_prompt[prompt] for prompt in sorted(by_prompt)[:SAMPLES_PER_EVALUATION]]
         chosen += failed_of_every_kind(trajectories)[:SAMPLES_PER_EVALUATION]
-        self.folder.log_samples(sample_row(step, trajectory, evaluation=True) for trajectory in chosen)
+        self.folder.log_samples(
+            sample_row(step, trajectory, evaluation=True) for trajectory in chosen
+        )
         self._show_errors(f"Evaluation after step {step}", trajectories)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -81,7 +105,9 @@ class Recorder:
         self._show(self.health.see(step, values))
 
     def samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Log some episodes of a step, some of the filtered ones, and failed ones of every kind with their errors."""
+        """Log some episodes of a step, some of the filtered ones, and failed ones of every kind
+        with their errors.
+        """
         good = [t for t in trajectories if not t.failed and not t.filtered][:SAMPLES_PER_STEP]
         filtered = [t for t in trajectories if not t.failed and t.filtered][:SAMPLES_PER_STEP]
         failed = failed_of_every_kind(trajectories)[:SAMPLES_PER_STEP]
@@ -89,7 +115,9 @@ class Recorder:
         self.folder.log_samples(rows)
         self._show_errors(f"Step {step}", trajectories)
         if rows:
-            self.trackers.log_samples(step, rows[0]["prompt"] + rows[0]["response"], rows[0]["reward"])
+            self.trackers.log_samples(
+                step, rows[0]["prompt"] + rows[0]["response"], rows[0]["reward"]
+            )
 
     def close(self) -> None:
         """Write the report and leave the terminal as it was. Do nothing the second time."""
@@ -117,7 +145,9 @@ class Recorder:
             lines = trajectory.error.strip().splitlines() or ["no message"]
             error = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1].strip()}"
             kind = f" ({trajectory.failure})" if trajectory.failure else ""
-            self._show([f"{when}: an episode has an error{kind}, in full in samples.jsonl: {error}"])
+            self._show(
+                [f"{when}: an episode has an error{kind}, in full in samples.jsonl: {error}"]
+            )
 
     def _show(self, notices: Iterable[str]) -> None:
         for sentence in notices:

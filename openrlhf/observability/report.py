@@ -1,7 +1,7 @@
 """report.html: one self-contained page about a run, or about the stages of a pipeline.
 
-Everything comes from run folders, so a report can be written while a run is still training, after it was
-killed, or on another machine. The page needs no network. Missing or empty files leave gaps.
+Everything comes from run folders, so a report can be written while a run is still training, after
+it was killed, or on another machine. The page needs no network. Missing or empty files leave gaps.
 The page itself is the template `report.html.jinja`.
 """
 
@@ -24,7 +24,15 @@ from openrlhf.observability.charts import Chart, draw
 from openrlhf.observability.glossary import find_spec
 from openrlhf.observability.health import notices_of
 from openrlhf.observability.lines import clock_time, compact, evaluation_label
-from openrlhf.observability.run_folder import CONFIG, METRICS, REPORT, RESOLVED, SAMPLES, TEXTS, read_lines
+from openrlhf.observability.run_folder import (
+    CONFIG,
+    METRICS,
+    REPORT,
+    RESOLVED,
+    SAMPLES,
+    TEXTS,
+    read_lines,
+)
 
 Row = dict[str, Any]  # one line of a .jsonl file
 Series = dict[str, list[tuple[int, float]]]  # (step, value) by metric name
@@ -50,7 +58,9 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Pairs of samples, earlier and later, with a `caption` that says which; and the newest samples that have an error."""
+    """Pairs of samples, earlier and later, with a `caption` that says which; and the newest samples
+    that have an error.
+    """
 
     caption: str
     pairs: Sequence[tuple[Row | None, Row | None]]
@@ -79,9 +89,14 @@ def report_run(folder: Path) -> Path:
 
 
 def write_report(
-    path: Path, stages: Mapping[str, Path], *, title: str, tables: Sequence[Sequence[Sequence[object]]] = ()
+    path: Path,
+    stages: Mapping[str, Path],
+    *,
+    title: str,
+    tables: Sequence[Sequence[Sequence[object]]] = (),
 ) -> Path:
-    """Write the page about `stages`: the run folder of each, by name, in their order. Returns `path`.
+    """Write the page about `stages`: the run folder of each, by name, in their order. Returns
+    `path`.
 
     `tables`: for the top of the page; the rows of each, its column heads first, e.g.
     [["", "before", "after"], ["pass@1", 0.41, 0.62]].
@@ -94,7 +109,9 @@ def write_report(
         stages=[(name, folder, read_stage(folder)) for name, folder in stages.items()],
         cell=_cell,
         charts=charts,
-        link=lambda folder: os.path.relpath(own, path.parent) if (own := folder / REPORT).exists() else "",
+        link=lambda folder: (
+            os.path.relpath(own, path.parent) if (own := folder / REPORT).exists() else ""
+        ),
     )
     write_atomically(path, page)
     return path
@@ -107,7 +124,9 @@ def read_stage(folder: Path) -> StageView:
     samples = read_samples(read_lines(folder / SAMPLES))
     panels, used = [], set[str]()
     for title, patterns in SHOWN["panels"].items():
-        names = [name for name in sorted(series) if re.fullmatch(patterns, name) and name not in used]
+        names = [
+            name for name in sorted(series) if re.fullmatch(patterns, name) and name not in used
+        ]
         if names:
             panels.append(make_panel(title, names, series))
             used.update(names)
@@ -126,11 +145,17 @@ def read_stage(folder: Path) -> StageView:
 
 
 def read_series(rows: Iterable[Row]) -> Series:
-    """The finite values of each metric by step. If a step was logged twice, the later number counts."""
+    """The finite values of each metric by step. If a step was logged twice, the later number
+    counts.
+    """
     points: dict[str, dict[int, float]] = {}
     for row in rows:
         for name, value in row.items():
-            if name not in ("step", "time") and isinstance(value, int | float) and abs(value) < HUGE:
+            if (
+                name not in ("step", "time")
+                and isinstance(value, int | float)
+                and abs(value) < HUGE
+            ):
                 points.setdefault(name, {})[row["step"]] = float(value)
     return {name: sorted(curve.items()) for name, curve in points.items()}
 
@@ -138,14 +163,18 @@ def read_series(rows: Iterable[Row]) -> Series:
 def read_samples(rows: Iterable[Row]) -> Samples:
     """What the report shows of samples.jsonl, which may be larger than memory.
 
-    Pairs are of the same prompt: of evaluations, else of training steps that drew a prompt of the first step again.
-    If there is no such prompt, samples of the first and of the latest step stand side by side.
+    Pairs are of the same prompt: of evaluations, else of training steps that drew a prompt of the
+    first step again. If there is no such prompt, samples of the first and of the latest step stand
+    side by side.
     """
     errors: deque[Row] = deque(maxlen=SHOWN_ERRORS)
     error_count = 0
     # The first key says whether it is an evaluation, the second is the prompt.
     first: dict[bool, dict[str, Row]] = {True: {}, False: {}}  # samples of the first step
-    again: dict[bool, dict[str, Row]] = {True: {}, False: {}}  # the newest samples of the same prompts
+    again: dict[bool, dict[str, Row]] = {
+        True: {},
+        False: {},
+    }  # the newest samples of the same prompts
     latest: dict[str, Row] = {}  # samples of the newest training step
     for row in rows:
         kind, prompt = bool(row.get("evaluation")), str(row.get("prompt"))
@@ -165,13 +194,21 @@ def read_samples(rows: Iterable[Row]) -> Samples:
         caption = f"{'evaluation' if kind else 'training'} prompts, the first and the newest sample of each"
         pairs = [(first[kind][prompt], row) for prompt, row in again[kind].items()]
     else:
-        caption = "of the first and of the newest step; no prompt of the first step was drawn again" if latest else ""
+        caption = (
+            "of the first and of the newest step; no prompt of the first step was drawn again"
+            if latest
+            else ""
+        )
         earlier = list((first[False] or first[True]).values())
         if latest:
             pairs = list(zip_longest(earlier, latest.values()))
         else:
-            pairs = list(zip_longest(earlier[0::2], earlier[1::2]))  # of one step: two beside each other
-    return Samples(caption=caption, pairs=pairs[:SAMPLE_PAIRS], errors=list(errors), error_count=error_count)
+            pairs = list(
+                zip_longest(earlier[0::2], earlier[1::2])
+            )  # of one step: two beside each other
+    return Samples(
+        caption=caption, pairs=pairs[:SAMPLE_PAIRS], errors=list(errors), error_count=error_count
+    )
 
 
 def make_panel(title: str, names: Sequence[str], series: Series) -> Panel:
@@ -189,7 +226,8 @@ def make_panel(title: str, names: Sequence[str], series: Series) -> Panel:
 def main_numbers(series: Series) -> list[tuple[str, float, float]]:
     """Beginning and end of the numbers that a stage is judged by, by name.
 
-    A number of every step is averaged over the first and the last twentieth of its steps; an evaluation is not.
+    A number of every step is averaged over the first and the last twentieth of its steps; an
+    evaluation is not.
     """
     found: list[tuple[str, float, float]] = []
     for pattern in SHOWN["tiles"]:
@@ -213,7 +251,9 @@ def make_tiles(series: Series) -> list[tuple[str, str, str]]:
 
 
 def averaged_steps(name: str, series: Series) -> int:
-    """Return over how many steps at each end a main number is averaged: a twentieth of all; one for an evaluation."""
+    """Return over how many steps at each end a main number is averaged: a twentieth of all; one for
+    an evaluation.
+    """
     if name.startswith("eval/"):
         return 1
     return max(1, len(series[name]) // 20)
@@ -249,10 +289,16 @@ def _facts(rows: Sequence[Row]) -> list[str]:
 
 def _failures(series: Series, samples: Samples) -> list[str]:
     failed = sum(value for _, value in series.get("train/failed_episodes", []))
-    counts = {"Failed episodes, dropped": failed, "Logged episodes with an error": samples.error_count}
+    counts = {
+        "Failed episodes, dropped": failed,
+        "Logged episodes with an error": samples.error_count,
+    }
     return [f"{what}: {count:,.0f}" for what, count in counts.items() if count]
 
 
 _ENVIRONMENT = Environment(
-    loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
 )

@@ -10,9 +10,10 @@
     wandb_id        the W&B run that a resumed run continues
     earlier/<n>/    files of an earlier run in the same folder
 
-An evaluation after step 12 is a separate line with step 12, after the line of the training step; readers merge the
-lines of a step. JSON has no NaN or infinity: such numbers become null. A line is written to the file as soon as it is
-logged, so a killed process loses at most the line that it was writing.
+An evaluation after step 12 is a separate line with step 12, after the line of the training step;
+readers merge the lines of a step. JSON has no NaN or infinity: such numbers become null. A line is
+written to the file as soon as it is logged, so a killed process loses at most the line that it was
+writing.
 """
 
 import json
@@ -29,22 +30,30 @@ from openrlhf.locks import locked
 from openrlhf.observability.log_file import LogFile, report_failed_write
 from openrlhf.trajectory import Trajectory
 
-CONFIG, RESOLVED, METRICS, SAMPLES = "config.yaml", "config_resolved.yaml", "metrics.jsonl", "samples.jsonl"
+CONFIG, RESOLVED, METRICS, SAMPLES = (
+    "config.yaml",
+    "config_resolved.yaml",
+    "metrics.jsonl",
+    "samples.jsonl",
+)
 TEXTS = "texts.txt"
 REPORT, LOGS, WANDB_ID, EARLIER = "report.html", "logs", "wandb_id", "earlier"
 ENTRIES = tuple(name for name in OWNED["run"] if name != EARLIER)
 
 
 class RunFolder:
-    """Writer of the files of a run. Only one live process may have it; other processes use only the path.
+    """Writer of the files of a run. Only one live process may have it; other processes use only the
+    path.
 
     Raises InUseError if another process has it.
     """
 
     def __init__(self, path: Path | str, *, resume_step: int | None = None) -> None:
-        """Start a new run in `path`; files of an earlier run are moved to the folder `earlier`, if there are any.
+        """Start a new run in `path`; files of an earlier run are moved to the folder `earlier`, if
+        there are any.
 
-        With `resume_step`, continue the run that is there: the lines that it logged after this step are deleted.
+        With `resume_step`, continue the run that is there: the lines that it logged after this step
+        are deleted.
         """
         self.path = Path(path)
         self._lock = ExitStack()
@@ -93,7 +102,9 @@ class RunFolder:
 
 
 def sample_row(step: int, trajectory: Trajectory, *, evaluation: bool = False) -> dict[str, Any]:
-    """The line of samples.jsonl about an episode that was generated for `step`, or to evaluate the weights after `step`."""
+    """The line of samples.jsonl about an episode that was generated for `step`, or to evaluate the
+    weights after `step`.
+    """
     score = {} if trajectory.score is None else {"score": trajectory.score}
     played: dict[str, Any] = {}
     if trajectory.turns is not None:
@@ -118,7 +129,9 @@ def sample_row(step: int, trajectory: Trajectory, *, evaluation: bool = False) -
 
 
 def set_aside(path: Path, names: Iterable[str] = ENTRIES) -> Path | None:
-    """Move the files of an earlier run in `path` to the next free `earlier/<n>/`. Returns that folder, or None if there are no files."""
+    """Move the files of an earlier run in `path` to the next free `earlier/<n>/`. Returns that
+    folder, or None if there are no files.
+    """
     left = [path / name for name in names if (path / name).exists()]
     if not left:
         return None
@@ -131,7 +144,9 @@ def set_aside(path: Path, names: Iterable[str] = ENTRIES) -> Path | None:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """One line of valid JSON; a number that is not finite becomes null, an object that JSON does not know its text."""
+    """One line of valid JSON; a number that is not finite becomes null, an object that JSON does
+    not know its text.
+    """
     finite = json.loads(json.dumps(row, default=str), parse_constant=lambda _: None)
     return json.dumps(finite, ensure_ascii=False) + "\n"
 

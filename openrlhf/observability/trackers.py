@@ -1,8 +1,8 @@
 """Mirrors of metrics.jsonl: TensorBoard and Weights & Biases.
 
-A tracker never ends a run. If it cannot start or fails later, a warning is logged once and the run continues
-without it; the run folder has every number in any case. The only error is a tracker whose flag is set and whose
-package is not installed; it is raised before a model is loaded.
+A tracker never ends a run. If it cannot start or fails later, a warning is logged once and the run
+continues without it; the run folder has every number in any case. The only error is a tracker whose
+flag is set and whose package is not installed; it is raised before a model is loaded.
 """
 
 import importlib
@@ -29,7 +29,9 @@ WANDB_SAMPLE_ROWS = 200  # bounded, because a W&B table is sent as a whole each 
 
 
 class Trackers:
-    """All trackers of a run; each has `log`, `log_samples` and `close`. Calls never raise: one that fails is dropped with a warning."""
+    """All trackers of a run; each has `log`, `log_samples` and `close`. Calls never raise: one that
+    fails is dropped with a warning.
+    """
 
     def __init__(self, trackers: Sequence[Any]) -> None:
         self._trackers = list(trackers)
@@ -49,17 +51,23 @@ class Trackers:
                 call(tracker)
             except Exception as error:
                 self._trackers.remove(tracker)
-                logger.warning("%s failed, and the run continues without it: %r", type(tracker).__name__, error)
+                logger.warning(
+                    "%s failed, and the run continues without it: %r", type(tracker).__name__, error
+                )
 
 
 class TensorBoardTracker:
     """Event files, which can be read before the run ends."""
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
-        """Events after `resume_step` that an earlier process wrote are hidden. Raises InUseError for another run's folder."""
+        """Events after `resume_step` that an earlier process wrote are hidden. Raises InUseError
+        for another run's folder.
+        """
         self._lock = ExitStack()
         self._lock.enter_context(locked(directory, f"TensorBoard's folder {directory}"))
-        self._writer = SummaryWriter(directory, purge_step=None if resume_step is None else resume_step + 1)
+        self._writer = SummaryWriter(
+            directory, purge_step=None if resume_step is None else resume_step + 1
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for tag, value in values.items():
@@ -77,7 +85,9 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A W&B run. Its id is stored in the run folder, so that a resumed run continues the same W&B run."""
+    """A W&B run. Its id is stored in the run folder, so that a resumed run continues the same W&B
+    run.
+    """
 
     def __init__(self, wandb: WandbConfig, *, settings: Mapping[str, Any], run_dir: Path) -> None:
         self._wandb: Any = importlib.import_module("wandb")  # optional dependency
@@ -112,20 +122,27 @@ class WandbTracker:
 
 
 def _wandb_axis(stage: str) -> str:
-    """Evaluations have their own axis, because an asynchronous evaluation is logged after later training steps."""
+    """Evaluations have their own axis, because an asynchronous evaluation is logged after later
+    training steps.
+    """
     return "eval/global_step" if stage == "eval" else "train/global_step"
 
 
 def make_trackers(
-    config: LoggerConfig, *, settings: Mapping[str, Any], run_dir: Path, resume_step: int | None = None
+    config: LoggerConfig,
+    *,
+    settings: Mapping[str, Any],
+    run_dir: Path,
+    resume_step: int | None = None,
 ) -> Trackers:
     """Start the trackers of the flags. `settings`: the resolved configuration, which W&B shows.
 
-    `resume_step`: the step that a resumed run continues from. Raises ConfigError if a W&B key is set but wandb is not
-    installed; any other problem at the start is a warning.
+    `resume_step`: the step that a resumed run continues from. Raises ConfigError if a W&B key is
+    set but wandb is not installed; any other problem at the start is a warning.
     """
     wandb = config.wandb
-    # W&B leaves a folder ./wandb behind. Python takes the folder for an empty package, which has no origin.
+    # W&B leaves a folder ./wandb behind. Python takes the folder for an empty package, which has no
+    # origin.
     package = importlib.util.find_spec("wandb")
     if wandb.key and (package is None or package.origin is None):
         raise ConfigError(

@@ -1,1 +1,3 @@
-"""Code that may hang, crash or misbehave, in processes that can be killed: user functions, agents, sandboxed programs."""
+"""Code that may hang, crash or misbehave, in processes that can be killed: user functions, agents,
+sandboxed programs.
+"""

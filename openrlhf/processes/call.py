@@ -17,7 +17,9 @@ class Asked:
 
 
 class UserCodeError(RuntimeError):
-    """User code raised, took too long, ended its process, or returned what cannot leave it; the message has the traceback."""
+    """User code raised, took too long, ended its process, or returned what cannot leave it; the
+    message has the traceback.
+    """
 
     def __init__(self, message: str, failure: Failure = Failure.EXCEPTION) -> None:
         super().__init__(message)
@@ -25,7 +27,9 @@ class UserCodeError(RuntimeError):
 
 
 class ProcessLost(UserCodeError):
-    """The process of a call is gone. `again`: where the call may run once more; None if nobody else can be to blame."""
+    """The process of a call is gone. `again`: where the call may run once more; None if nobody else
+    can be to blame.
+    """
 
     def __init__(self, error: UserCodeError, again: Literal["anywhere", "alone"] | None) -> None:
         super().__init__(str(error), error.failure)
@@ -34,9 +38,11 @@ class ProcessLost(UserCodeError):
 
 @dataclass(frozen=True, kw_only=True)
 class UserCall:
-    """A function of the user, its arguments, and its deadlines. `limit` is the flag behind `seconds`, for messages.
+    """A function of the user, its arguments, and its deadlines. `limit` is the flag behind
+    `seconds`, for messages.
 
-    `answer` gets the number of a question and the question. Questions and answers are kept in `asked`, those of a failed call too.
+    `answer` gets the number of a question and the question. Questions and answers are kept in
+    `asked`, those of a failed call too.
     """
 
     name: str  # in messages
@@ -53,7 +59,9 @@ class UserCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What bounds a process. `grace`: seconds for a call to end after its deadline, before its process is killed."""
+    """What bounds a process. `grace`: seconds for a call to end after its deadline, before its
+    process is killed.
+    """
 
     memory_gib: float
     at_once: int  # calls

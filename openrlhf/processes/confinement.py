@@ -1,9 +1,11 @@
-"""What a process of someone else's code may no longer do, and the end of all that it has started, daemons too.
+"""What a process of someone else's code may no longer do, and the end of all that it has started,
+daemons too.
 
-For user processes and sandboxed programs. Standard library only, by Linux calls that need no privilege. A function that
-takes something away changes the calling process for good, and what it starts inherits that; where the kernel lacks a call,
-the function raises OSError or says so. The parent of such a process calls `adopt_orphans` before the start and `end_all`
-afterwards: a process that leaves its session or loses its parent becomes our child, and is found.
+For user processes and sandboxed programs. Standard library only, by Linux calls that need no
+privilege. A function that takes something away changes the calling process for good, and what it
+starts inherits that; where the kernel lacks a call, the function raises OSError or says so. The
+parent of such a process calls `adopt_orphans` before the start and `end_all` afterwards: a process
+that leaves its session or loses its parent becomes our child, and is found.
 """
 
 import ctypes
@@ -20,16 +22,29 @@ from pathlib import Path
 from openrlhf.processes.system_calls import seccomp_filter
 
 _libc = ctypes.CDLL(None, use_errno=True)
-UIDS = range(0x7000_0000, 0x7FFF_FFFF)  # no distribution, container or service takes users from here
+UIDS = range(
+    0x7000_0000, 0x7FFF_FFFF
+)  # no distribution, container or service takes users from here
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SYS_ADMIN, CAP_SYS_RESOURCE = 1, 2, 21, 24
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_SET_SECUREBITS, PR_CAP_AMBIENT = 38, 22, 28, 47
 NO_SETUID_FIXUP = 1 << 2  # a change of user keeps capabilities, and access() knows them
 CLONE_NEWUSER = 0x1000_0000
-LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # system calls, the same on all platforms
-LANDLOCK_TRUNCATE, LANDLOCK_NETWORK, LANDLOCK_SIGNALS = 3, 4, 6  # versions that brought a protection
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = (
+    444,
+    445,
+    446,
+)  # system calls, the same on all platforms
+LANDLOCK_TRUNCATE, LANDLOCK_NETWORK, LANDLOCK_SIGNALS = (
+    3,
+    4,
+    6,
+)  # versions that brought a protection
 BIND_AND_CONNECT, SOCKETS_AND_SIGNALS = 0b11, 0b11
-READ, FILE_WRITE = 0b1101, 0b0110 | 1 << 14  # Landlock: execute, read file, read folder; read, write, truncate a file
+READ, FILE_WRITE = (
+    0b1101,
+    0b0110 | 1 << 14,
+)  # Landlock: execute, read file, read folder; read, write, truncate a file
 
 
 def _call(result: int) -> int:
@@ -40,7 +55,9 @@ def _call(result: int) -> int:
 
 
 def _prctl(*arguments: int) -> int:
-    return _call(_libc.prctl(*(ctypes.c_ulong(argument) for argument in (*arguments, 0, 0, 0, 0)[:5])))
+    return _call(
+        _libc.prctl(*(ctypes.c_ulong(argument) for argument in (*arguments, 0, 0, 0, 0)[:5]))
+    )
 
 
 def adopt_orphans() -> None:
@@ -54,11 +71,12 @@ def die_with_parent() -> None:
 
 
 def limit_processes(count: int, uid: int) -> bool:
-    """Let this process and what it starts be at most `count` processes and threads; whether that worked.
+    """Let this process and what it starts be at most `count` processes and threads; whether that
+    worked.
 
-    The kernel counts per user and never stops root. So root becomes the otherwise unused user `uid`,
-    and keeps what it may do with files and processes; anybody else gets a user namespace, where the
-    counting starts anew.
+    The kernel counts per user and never stops root. So root becomes the otherwise unused user
+    `uid`, and keeps what it may do with files and processes; anybody else gets a user namespace,
+    where the counting starts anew.
     """
     try:
         if os.geteuid() == 0 or os.geteuid() in UIDS:
@@ -72,7 +90,9 @@ def limit_processes(count: int, uid: int) -> bool:
 
 
 def limit(kind: int, value: int) -> None:
-    """Let this process have `value` of a resource, or what it may have at most, and never more again."""
+    """Let this process have `value` of a resource, or what it may have at most, and never more
+    again.
+    """
     hard = resource.getrlimit(kind)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (value, value))
@@ -81,7 +101,9 @@ def limit(kind: int, value: int) -> None:
 def _change_user(uid: int) -> None:
     _prctl(PR_SET_SECUREBITS, NO_SETUID_FIXUP)
     os.setresuid(uid, uid, uid)
-    keep_capabilities(capabilities() - {CAP_SYS_ADMIN, CAP_SYS_RESOURCE})  # each of them lifts the limit
+    keep_capabilities(
+        capabilities() - {CAP_SYS_ADMIN, CAP_SYS_RESOURCE}
+    )  # each of them lifts the limit
     _libc.setfsuid(0)  # files it writes are root's
 
 
@@ -95,7 +117,11 @@ def _enter_user_namespace() -> None:
 
 def capabilities() -> set[int]:
     """The numbers of the capabilities this process may use."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapPrm:"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("CapPrm:")
+    )
     bits = int(line.split()[1], 16)
     return {number for number in range(64) if bits >> number & 1}
 
@@ -104,7 +130,11 @@ def keep_capabilities(kept: Iterable[int]) -> None:
     """Drop all other capabilities; programs that are started get the kept ones too."""
     bits = sum(1 << number for number in kept)
     low, high = bits & 0xFFFF_FFFF, bits >> 32
-    _call(_libc.capset(struct.pack("II", 0x2008_0522, 0), struct.pack("6I", low, low, low, high, high, high)))
+    _call(
+        _libc.capset(
+            struct.pack("II", 0x2008_0522, 0), struct.pack("6I", low, low, low, high, high, high)
+        )
+    )
     _prctl(PR_CAP_AMBIENT, 4)  # clear
     for number in kept:
         with suppress(OSError):  # one that the container does not have
@@ -117,10 +147,11 @@ def landlock_version() -> int:
 
 
 def restrict_files(*, read: Iterable[str], write: str) -> None:
-    """Leave these paths readable, the folder `write` writable, and no other file within reach (Landlock).
+    """Leave these paths readable, the folder `write` writable, and no other file within reach
+    (Landlock).
 
-    A newer Landlock also refuses TCP connections, and signals and abstract sockets that lead to other processes.
-    Raises OSError if the kernel has no Landlock.
+    A newer Landlock also refuses TCP connections, and signals and abstract sockets that lead to
+    other processes. Raises OSError if the kernel has no Landlock.
     """
     version = landlock_version()
     every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
@@ -130,11 +161,19 @@ def restrict_files(*, read: Iterable[str], write: str) -> None:
     if version >= LANDLOCK_SIGNALS:
         rules += struct.pack("Q", SOCKETS_AND_SIGNALS)
     ruleset = _call(_libc.syscall(LANDLOCK_CREATE, rules, len(rules), 0))
-    for path, allowed in [*((path, READ) for path in read), ("/dev/null", FILE_WRITE), (write, every)]:
+    for path, allowed in [
+        *((path, READ) for path in read),
+        ("/dev/null", FILE_WRITE),
+        (write, every),
+    ]:
         with suppress(FileNotFoundError):
             opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
             allowed = allowed if os.path.isdir(path) else allowed & (0b0111 | 1 << 14)
-            _call(_libc.syscall(LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", allowed & every, opened), 0))
+            _call(
+                _libc.syscall(
+                    LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", allowed & every, opened), 0
+                )
+            )
             os.close(opened)
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     _call(_libc.syscall(LANDLOCK_RESTRICT, ruleset, 0))
@@ -150,7 +189,9 @@ def restrict_calls() -> None:
         raise OSError(f"the list of system calls is one for x86-64, not {platform.machine()}")
     program = seccomp_filter()
     code = ctypes.create_string_buffer(b"".join(program))
-    described = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code)))
+    described = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code))
+    )
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     _prctl(PR_SET_SECCOMP, 2, ctypes.addressof(described))
 
@@ -167,9 +208,13 @@ def end_all(child: int) -> int:
 
 
 def reap_orphans(child: int) -> None:
-    """Reap every ended process below this one but `child`: until then, each counts towards the limit of processes."""
+    """Reap every ended process below this one but `child`: until then, each counts towards the
+    limit of processes.
+    """
     with suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != child:
+        while (
+            ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ) and ended.si_pid != child:
             os.waitpid(ended.si_pid, 0)
 
 

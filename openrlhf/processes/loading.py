@@ -1,4 +1,6 @@
-"""The user's files and functions: importing them, describing them, and turning what they return into built-in data."""
+"""The user's files and functions: importing them, describing them, and turning what they return
+into built-in data.
+"""
 
 import importlib
 import importlib.util
@@ -30,7 +32,9 @@ def plain(value: Any) -> Any:
     if hasattr(value, "__float__"):
         return float(value)
     kind = type(value).__qualname__
-    raise TypeError(f"returned type {kind}; only numbers, text, lists, dicts and tensors can leave the process")
+    raise TypeError(
+        f"returned type {kind}; only numbers, text, lists, dicts and tensors can leave the process"
+    )
 
 
 @cache
@@ -53,7 +57,11 @@ def load_file(path: Path) -> ModuleType:
 def load_function(target: str) -> Callable[..., Any]:
     """The function that `path/to/file.py:name` or `package.module:name` means."""
     place, _, name = target.rpartition(":")
-    module = load_file(Path(place).resolve()) if place.endswith(".py") else importlib.import_module(place)
+    module = (
+        load_file(Path(place).resolve())
+        if place.endswith(".py")
+        else importlib.import_module(place)
+    )
     function = getattr(module, name, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
@@ -63,7 +71,9 @@ def load_function(target: str) -> Callable[..., Any]:
 
 
 def parameters_of(target: str) -> list[list[Any]] | None:
-    """[name, kind, required] of each parameter of a function, in the words of `inspect`; None if unreadable."""
+    """[name, kind, required] of each parameter of a function, in the words of `inspect`; None if
+    unreadable.
+    """
     try:
         parameters = inspect.signature(load_function(target)).parameters.values()
     except (TypeError, ValueError):

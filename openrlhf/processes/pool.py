@@ -1,10 +1,12 @@
 """A pool of processes that run user code: one call at a time in each, or many.
 
-A call that hangs, exits, crashes or fills its memory ends a process, never the run. The call comes back as a
-`UserCodeError`, the process and all it started are killed, and a fresh process takes its place while the others go on.
+A call that hangs, exits, crashes or fills its memory ends a process, never the run. The call comes
+back as a `UserCodeError`, the process and all it started are killed, and a fresh process takes its
+place while the others go on.
 
-If a process had several calls, only the one at fault fails. Calls that waited for an answer run again in another process.
-Calls whose own code was running run again too, each alone in a process: the call at fault ends that process as well.
+If a process had several calls, only the one at fault fails. Calls that waited for an answer run
+again in another process. Calls whose own code was running run again too, each alone in a process:
+the call at fault ends that process as well.
 """
 
 import asyncio
@@ -25,16 +27,21 @@ __all__ = ["Asked", "ProcessPool", "UserCall", "UserCodeError"]
 LOAD_S = 120.0  # for the import of a user's file, if a call may not take longer anyway
 LEAST_ALONE = 4  # processes for calls that run alone
 LOSSES = 4  # of its processes, after which a call that only waited for answers fails, or runs alone
-LOG_BYTES, LOG_KEPT = 16 << 20, 1 << 20  # of a log, above which its first and last mebibyte are kept
+LOG_BYTES, LOG_KEPT = (
+    16 << 20,
+    1 << 20,
+)  # of a log, above which its first and last mebibyte are kept
 LOG_SECONDS = 1.0  # between two looks at the sizes of logs
 T = TypeVar("T")
 
 
 class ProcessPool:
-    """`workers` processes that run user code, `at_once` calls in each. To be used from any thread and event loop.
+    """`workers` processes that run user code, `at_once` calls in each. To be used from any thread
+    and event loop.
 
-    A process starts with its first call. `memory_gib` limits the data of each. `log_dir` gets what user code prints, a
-    `<name>-<n>.log` per process; without it, the output goes to stderr. `grace` (seconds): see `Limits`.
+    A process starts with its first call. `memory_gib` limits the data of each. `log_dir` gets what
+    user code prints, a `<name>-<n>.log` per process; without it, the output goes to stderr. `grace`
+    (seconds): see `Limits`.
     """
 
     def __init__(
@@ -52,30 +59,45 @@ class ProcessPool:
         limits = Limits(memory_gib=memory_gib, at_once=at_once, grace=grace)
         self._shared = _Processes(workers, limits, log_dir and log_dir / name)
         alone = max(LEAST_ALONE, workers) if at_once > 1 else 0
-        self._alone = _Processes(alone, replace(limits, at_once=1), log_dir and log_dir / f"{name}-alone")
+        self._alone = _Processes(
+            alone, replace(limits, at_once=1), log_dir and log_dir / f"{name}-alone"
+        )
         self._closed = False
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"{name} processes", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name=f"{name} processes", daemon=True
+        )
         self._thread.start()
         logs = [log for log in (*self._shared.logs, *self._alone.logs) if log]
         self._keeping_short = self._submit(_keep_short(logs))
 
     async def check(self, target: str) -> Any:
-        """The parameters of a function, see `parameters_of`. Raises UserCodeError if it cannot be loaded."""
+        """The parameters of a function, see `parameters_of`. Raises UserCodeError if it cannot be
+        loaded.
+        """
         setup = _load_of(target, 0.0)
         return await self.run(setup, setup)
 
     async def call(self, target: str, *args: Any, timeout: float, **kwargs: Any) -> Any:
         """What `path/to/file.py:function` or `package.module:function` returns, as built-in data.
 
-        `timeout` (seconds) counts from the moment when a free process that has loaded the function gets the call.
-        Raises UserCodeError.
+        `timeout` (seconds) counts from the moment when a free process that has loaded the function
+        gets the call. Raises UserCodeError.
         """
-        call = UserCall(name=target, target=target, args=args, kwargs=kwargs, seconds=timeout, limit="--reward.timeout")
+        call = UserCall(
+            name=target,
+            target=target,
+            args=args,
+            kwargs=kwargs,
+            seconds=timeout,
+            limit="--reward.timeout",
+        )
         return await self.run(call, _load_of(target, timeout))
 
     async def run(self, call: UserCall, setup: UserCall) -> Any:
-        """What a call returns in a process where `setup`, which may be the same, was called once. Raises UserCodeError."""
+        """What a call returns in a process where `setup`, which may be the same, was called once.
+        Raises UserCodeError.
+        """
         return await asyncio.wrap_future(self._submit(self._run(call, setup)))
 
     async def _run(self, call: UserCall, setup: UserCall) -> Any:
@@ -110,7 +132,9 @@ class ProcessPool:
     async def _close(self) -> None:
         self._keeping_short.cancel()
         await asyncio.gather(self._shared.close(), self._alone.close())
-        if others := asyncio.all_tasks() - {asyncio.current_task()}:  # calls, which get their errors now
+        if others := asyncio.all_tasks() - {
+            asyncio.current_task()
+        }:  # calls, which get their errors now
             await asyncio.wait(others)
 
     def __enter__(self) -> Self:
@@ -121,7 +145,9 @@ class ProcessPool:
 
 
 def loading(name: str, target: str, *args: Any, seconds: float, limit: str) -> UserCall:
-    """The call that loads a user's file in a process. It may take as long as a call, and `LOAD_S` at least."""
+    """The call that loads a user's file in a process. It may take as long as a call, and `LOAD_S`
+    at least.
+    """
     if seconds <= LOAD_S:
         seconds, limit = LOAD_S, f"more only with {limit}"
     return UserCall(name=f"loading {name}", target=target, args=args, seconds=seconds, limit=limit)
@@ -129,7 +155,11 @@ def loading(name: str, target: str, *args: Any, seconds: float, limit: str) -> U
 
 def _load_of(target: str, timeout: float) -> UserCall:
     return loading(
-        target, "openrlhf.processes.loading:parameters_of", target, seconds=timeout, limit="--reward.timeout"
+        target,
+        "openrlhf.processes.loading:parameters_of",
+        target,
+        seconds=timeout,
+        limit="--reward.timeout",
     )
 
 
@@ -141,11 +171,15 @@ class _Processes:
         self.logs = [log and Path(f"{log}-{number}.log") for number in range(count)]
         self._processes = [self._fresh(number) for number in range(count)]
         self._replaced = set[UserProcess]()  # not gone yet
-        self._places = asyncio.Semaphore(count * limits.at_once)  # given in the order they are asked for
+        self._places = asyncio.Semaphore(
+            count * limits.at_once
+        )  # given in the order they are asked for
         self._closed: UserCodeError | None = None
 
     async def run(self, call: UserCall, setup: UserCall) -> Any:
-        """What a call returns. The call begins again if its process is lost through no fault of its own."""
+        """What a call returns. The call begins again if its process is lost through no fault of its
+        own.
+        """
         losses = 0
         async with self._places:
             while True:
@@ -184,7 +218,9 @@ class _Processes:
     async def close(self) -> None:
         """Kill all processes, and wait until nothing is left of them."""
         self._closed = closed = UserCodeError("the pool of processes was closed")
-        await asyncio.gather(*(process.close(closed) for process in [*self._processes, *self._replaced]))
+        await asyncio.gather(
+            *(process.close(closed) for process in [*self._processes, *self._replaced])
+        )
 
 
 async def _keep_short(logs: Sequence[Path]) -> None:
@@ -194,7 +230,9 @@ async def _keep_short(logs: Sequence[Path]) -> None:
         for log in logs:
             if (size := log_size(log)) > LOG_BYTES:
                 cut[log] += size - 2 * LOG_KEPT
-                _cut(log, f"\n[{cut[log]:,} bytes were cut here: this log may have {LOG_BYTES:,}]\n")
+                _cut(
+                    log, f"\n[{cut[log]:,} bytes were cut here: this log may have {LOG_BYTES:,}]\n"
+                )
         await asyncio.sleep(LOG_SECONDS)
 
 

@@ -1,6 +1,7 @@
 """One process with user code: its start, the calls under way in it, their deadlines, and its end.
 
-Of a process that hangs, exits, crashes or fills its memory, and of all that it started, nothing is left.
+Of a process that hangs, exits, crashes or fills its memory, and of all that it started, nothing is
+left.
 """
 
 import asyncio
@@ -48,18 +49,24 @@ class _Running:
 
 
 class UserProcess:
-    """One process, from its first call to its end. Belongs to one event loop. `on_end` is called when the process is gone."""
+    """One process, from its first call to its end. Belongs to one event loop. `on_end` is called
+    when the process is gone.
+    """
 
     def __init__(self, limits: Limits, log: Path | None, on_end: Callable[[Self], None]) -> None:
         self.limits, self.log, self.on_end = limits, log, on_end
         self.calls_given = 0
-        self.retiring = False  # a call was late here, and may have left threads that hang: no further calls
+        self.retiring = (
+            False  # a call was late here, and may have left threads that hang: no further calls
+        )
         self.loads: dict[UserCall, asyncio.Task[Any]] = {}
         self.process: subprocess.Popen[bytes] | None = None
         self._calls: dict[int, _Running] = {}
         self._numbers = itertools.count()
         self._connected: asyncio.Task[None] | None = None
-        self._ending: UserCodeError | None = None  # why calls that are left end, if not by the process's own end
+        self._ending: UserCodeError | None = (
+            None  # why calls that are left end, if not by the process's own end
+        )
         self._culprit_known = False
         self.gone = asyncio.Event()
 
@@ -69,7 +76,9 @@ class UserProcess:
         return not (self.retiring or self.gone.is_set())
 
     async def run(self, call: UserCall, setup: UserCall) -> Any:
-        """What a call returns after `setup`, which runs once and may be the call itself. Raises UserCodeError."""
+        """What a call returns after `setup`, which runs once and may be the call itself. Raises
+        UserCodeError.
+        """
         self.calls_given += 1
         try:
             loaded = await asyncio.shield(self.begin_load(setup))
@@ -83,7 +92,9 @@ class UserProcess:
         """Have `setup` run, if it has not yet."""
         if setup not in self.loads:
             self.loads[setup] = asyncio.create_task(self._load(setup))
-            self.loads[setup].add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait
+            self.loads[setup].add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )  # nobody may wait
         return self.loads[setup]
 
     async def _load(self, setup: UserCall) -> Any:
@@ -96,7 +107,9 @@ class UserProcess:
         try:
             return await self._run(setup)
         except ProcessLost as lost:
-            raise ProcessLost(lost, None if lost.failure is Failure.TIMEOUT else "anywhere") from None
+            raise ProcessLost(
+                lost, None if lost.failure is Failure.TIMEOUT else "anywhere"
+            ) from None
         finally:
             announced.cancel()
 
@@ -104,7 +117,11 @@ class UserProcess:
         """Start the process, in a session of its own, and listen to it."""
         ours, theirs = socket.socketpair()
         uid = random.choice(UIDS)  # of user code, if we are root
-        output = os.dup(2) if self.log is None else os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        output = (
+            os.dup(2)
+            if self.log is None
+            else os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        )
         memory_bytes = int(self.limits.memory_gib * 2**30)
         try:
             self.process = subprocess.Popen(
@@ -118,7 +135,9 @@ class UserProcess:
             )
         except OSError as error:
             ours.close()
-            raise UserCodeError(f"no process can be started for user code: {error}", Failure.KILLED) from error
+            raise UserCodeError(
+                f"no process can be started for user code: {error}", Failure.KILLED
+            ) from error
         finally:
             theirs.close()
             os.close(output)
@@ -128,19 +147,36 @@ class UserProcess:
     async def _run(self, call: UserCall) -> Any:
         done = asyncio.get_running_loop().create_future()
         clock, total = asyncio.timeout(call.seconds), asyncio.timeout(call.total_seconds)
-        running = _Running(number=next(self._numbers), call=call, done=done, log_start=log_size(self.log), clock=clock)
+        running = _Running(
+            number=next(self._numbers),
+            call=call,
+            done=done,
+            log_start=log_size(self.log),
+            clock=clock,
+        )
         call.asked.clear()
         if self.gone.is_set():
-            raise ProcessLost(self._ending or UserCodeError(f"{call.name} had no process", Failure.KILLED), "anywhere")
+            raise ProcessLost(
+                self._ending or UserCodeError(f"{call.name} had no process", Failure.KILLED),
+                "anywhere",
+            )
         self._calls[running.number] = running
         try:
-            self._write(kind="call", call=running.number, target=call.target, args=call.args, kwargs=dict(call.kwargs))
+            self._write(
+                kind="call",
+                call=running.number,
+                target=call.target,
+                args=call.args,
+                kwargs=dict(call.kwargs),
+            )
             with suppress(TimeoutError):
                 async with total, clock:
                     await asyncio.wait([done])
             if not done.done():
                 seconds, limit = (
-                    (call.seconds, call.limit) if clock.expired() else (call.total_seconds, call.total_limit)
+                    (call.seconds, call.limit)
+                    if clock.expired()
+                    else (call.total_seconds, call.total_limit)
                 )
                 running.late = f"{call.name} took more than {seconds:g} s ({limit})"
                 await self._end(running)
@@ -189,10 +225,20 @@ class UserProcess:
         self._writer.transport.abort()
         code = await asyncio.to_thread(process.wait)
         left = [running for running in self._calls.values() if not running.done.done()]
-        suspects = [] if self._culprit_known else [each for each in left if each.late or not each.waiting]
+        suspects = (
+            [] if self._culprit_known else [each for each in left if each.late or not each.waiting]
+        )
         for running in left:
-            again = None if suspects == left == [running] else "alone" if running in suspects else "anywhere"
-            running.done.set_exception(ProcessLost(self._ending or self._loss(running, code), again))
+            again = (
+                None
+                if suspects == left == [running]
+                else "alone"
+                if running in suspects
+                else "anywhere"
+            )
+            running.done.set_exception(
+                ProcessLost(self._ending or self._loss(running, code), again)
+            )
         self.on_end(self)
 
     def _loss(self, running: _Running, code: int) -> UserCodeError:
@@ -201,7 +247,9 @@ class UserProcess:
         if running.late:
             return UserCodeError(f"{running.late}.{log}", Failure.TIMEOUT)
         failure = Failure.EXIT if code >= 0 else Failure.KILLED
-        return UserCodeError(f"{running.call.name} ended its process: {_ending(code)}.{log}", failure)
+        return UserCodeError(
+            f"{running.call.name} ended its process: {_ending(code)}.{log}", failure
+        )
 
     def _done(self, running: _Running, message: dict[str, Any]) -> None:
         """A call is over."""
@@ -209,17 +257,31 @@ class UserProcess:
             running.done.set_result(message["value"])
             return
         failure = Failure(message["failure"])
-        words = f"{running.late}, and was ended here" if running.late else f"{running.call.name} failed"
-        memory = f"(--reward.memory_gib is {self.limits.memory_gib:g}.)" if failure is Failure.MEMORY else ""
-        error = UserCodeError(f"{words}:\n{message['error']}{memory}", Failure.TIMEOUT if running.late else failure)
-        shared = message["scarce"] and len(self._calls) > 1  # other calls may have what this one lacked
+        words = (
+            f"{running.late}, and was ended here" if running.late else f"{running.call.name} failed"
+        )
+        memory = (
+            f"(--reward.memory_gib is {self.limits.memory_gib:g}.)"
+            if failure is Failure.MEMORY
+            else ""
+        )
+        error = UserCodeError(
+            f"{words}:\n{message['error']}{memory}", Failure.TIMEOUT if running.late else failure
+        )
+        shared = (
+            message["scarce"] and len(self._calls) > 1
+        )  # other calls may have what this one lacked
         running.done.set_exception(ProcessLost(error, "alone") if shared else error)
         self._culprit_known = message["last"]
 
     def _ask(self, running: _Running | None, *, number: int, question: Any) -> None:
-        """Answer a question. A call's clock stands while it waits; that of every call, if nobody knows whose question it is."""
+        """Answer a question. A call's clock stands while it waits; that of every call, if nobody
+        knows whose question it is.
+        """
         askers = [running] if running else list(self._calls.values())
-        answering = next((each for each in askers if each.call.answer and not each.done.done()), None)
+        answering = next(
+            (each for each in askers if each.call.answer and not each.done.done()), None
+        )
         if answering is None:
             return
 
@@ -251,16 +313,22 @@ class UserProcess:
         try:
             data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:
-            raise UserCodeError(f"the arguments of {message.get('target')} cannot be sent: {error}") from error
+            raise UserCodeError(
+                f"the arguments of {message.get('target')} cannot be sent: {error}"
+            ) from error
         self._writer.write(LENGTH.pack(len(data)) + data)
 
     def cut(self) -> None:
-        """Have the process end with all that it started; the listener does the rest. Kill what does not end in time."""
+        """Have the process end with all that it started; the listener does the rest. Kill what does
+        not end in time.
+        """
         if self.process and self.process.stdin and not self.process.stdin.closed:
             self.process.stdin.close()
             self.process.terminate()  # a process that was forked here may hold the other end open
             loop = asyncio.get_running_loop()
-            loop.call_later(END_S, self.process.kill)  # user code may have stopped it, and dies with it
+            loop.call_later(
+                END_S, self.process.kill
+            )  # user code may have stopped it, and dies with it
             loop.call_later(END_S, self._writer.transport.abort)
 
     async def close(self, why: UserCodeError) -> None:
@@ -297,7 +365,9 @@ def _printed(log: Path | None, start: int) -> str:
         return ""
     size = log_size(log)
     with log.open("rb") as file:
-        file.seek(max(start if start <= size else 0, size - 4000))  # a log that grew too long is shorter now
+        file.seek(
+            max(start if start <= size else 0, size - 4000)
+        )  # a log that grew too long is shorter now
         text = file.read().decode(errors="replace").strip()
     return f" It wrote to {log}:\n{text}" if text else ""
 

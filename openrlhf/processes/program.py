@@ -1,17 +1,20 @@
-"""The program that a user process runs: it loads the user's functions, and answers the calls of its pool.
+"""The program that a user process runs: it loads the user's functions, and answers the calls of its
+pool.
 
-The pool starts it with the arguments SOCKET MEMORY_BYTES UID. User code runs in a child, so that the process itself can end
-all that user code leaves behind, even if the run was killed. The program imports the standard library only: torch is here
-if the user's file imports it. What user code prints goes to stdout and stderr, which nobody reads as data. Messages
-go through the socket. Those to the program are pickled. Those from the program are marshalled, which holds built-in data
-only, so that no object of user code comes to life outside.
+The pool starts it with the arguments SOCKET MEMORY_BYTES UID. User code runs in a child, so that
+the process itself can end all that user code leaves behind, even if the run was killed. The program
+imports the standard library only: torch is here if the user's file imports it. What user code
+prints goes to stdout and stderr, which nobody reads as data. Messages go through the socket. Those
+to the program are pickled. Those from the program are marshalled, which holds built-in data only,
+so that no object of user code comes to life outside.
 
     in   call     a function and its arguments            out  done   the result of a call, or its error
          answer   what a call has asked for                    ask    a call asks the pool's owner for something
          cancel   a call has run out of time
 
-A function runs in the main thread while no event loop runs, so that it may start its own. If its result can be awaited, as
-that of `async def`, it is awaited in one event loop, together with the other calls under way.
+A function runs in the main thread while no event loop runs, so that it may start its own. If its
+result can be awaited, as that of `async def`, it is awaited in one event loop, together with the
+other calls under way.
 """
 
 import asyncio
@@ -42,7 +45,9 @@ from openrlhf.processes.loading import load_function, plain
 from openrlhf.trajectory import Failure
 
 PROCESSES = 512  # and threads, of a user process and what it starts: a fork bomb ends here
-THREADS = 256  # for calls that wait in `asyncio.to_thread`, and for late calls that still hang there
+THREADS = (
+    256  # for calls that wait in `asyncio.to_thread`, and for late calls that still hang there
+)
 STACK_BYTES = 2 << 20  # of each thread; stacks count towards the memory of the process
 MAX_MESSAGE_BYTES = 1 << 26  # of a message from a user process
 LONGEST_ERROR = 100_000  # characters
@@ -126,24 +131,31 @@ class Program:
             text += f"This process and what it started have reached the limit of {PROCESSES} processes and threads. "
         scarce = full or failure is Failure.MEMORY  # what this call lacked, others may have used up
         last = scarce or failure is Failure.EXIT
-        self._send(kind="done", call=call, error=text, failure=str(failure), scarce=scarce, last=last)
+        self._send(
+            kind="done", call=call, error=text, failure=str(failure), scarce=scarce, last=last
+        )
 
     def _send(self, **message: Any) -> None:
         if os.getpid() != self._process:  # user code forked, and the copy came here too
             os._exit(0)
         data = marshal.dumps(message)
         if len(data) > MAX_MESSAGE_BYTES:
-            raise ValueError(f"returned {len(data):,} bytes, more than the {MAX_MESSAGE_BYTES:,} that may be sent")
+            raise ValueError(
+                f"returned {len(data):,} bytes, more than the {MAX_MESSAGE_BYTES:,} that may be sent"
+            )
         self._writer.write(LENGTH.pack(len(data)) + data)
 
     async def ask(self, call: int, question: Any) -> Any:
         """What the pool's owner answers to a call.
 
-        A question from another thread's event loop, or from a call that is over, comes from some call under way.
+        A question from another thread's event loop, or from a call that is over, comes from some
+        call under way.
         """
         if asyncio.get_running_loop() is self.loop:
             return await self._ask(call if call in self._tasks else None, question)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._ask(None, question), self.loop))
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self._ask(None, question), self.loop)
+        )
 
     async def _ask(self, call: int | None, question: Any) -> Any:
         number = next(self._questions)
@@ -153,7 +165,9 @@ class Program:
 
 
 def failure_of(error: BaseException, otherwise: Failure) -> Failure:
-    """What an exception of user code counts as; an error of ours that passes through user code says so itself."""
+    """What an exception of user code counts as; an error of ours that passes through user code says
+    so itself.
+    """
     own = getattr(error, "failure", None)
     if isinstance(own, Failure):
         return own
@@ -163,7 +177,9 @@ def failure_of(error: BaseException, otherwise: Failure) -> Failure:
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback from the first frame that is the user's. Of an error of ours, which says all, the message alone."""
+    """The traceback from the first frame that is the user's. Of an error of ours, which says all,
+    the message alone.
+    """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(OURS):
         frames = frames.tb_next
@@ -181,7 +197,9 @@ def _is_full() -> bool:
 
 
 def main(socket_fd: int, memory_bytes: int, uid: int) -> None:
-    """Start the process of user code. When it ends, or when the pool closes our standard input, end all that is left of it."""
+    """Start the process of user code. When it ends, or when the pool closes our standard input, end
+    all that is left of it.
+    """
     confinement.limit(resource.RLIMIT_CORE, 0)
     confinement.adopt_orphans()
     if (child := os.fork()) == 0:
@@ -192,7 +210,10 @@ def main(socket_fd: int, memory_bytes: int, uid: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: confinement.reap_orphans(child))
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     select.select([sys.stdin, os.pidfd_open(child)], [], [])
-    for number in (signal.SIGTERM, DUMP_SIGNAL):  # whose handlers would signal a process that is gone
+    for number in (
+        signal.SIGTERM,
+        DUMP_SIGNAL,
+    ):  # whose handlers would signal a process that is gone
         signal.signal(number, signal.SIG_IGN)
     end_like(os.waitstatus_to_exitcode(confinement.end_all(child)))
 
@@ -212,14 +233,18 @@ def run_user_code(channel: socket.socket, memory_bytes: int, uid: int) -> None:
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=False)
     confinement.limit(resource.RLIMIT_DATA, memory_bytes)
-    with suppress(OSError):  # if the whole machine runs short of memory, the kernel is to take a user process first
+    with suppress(
+        OSError
+    ):  # if the whole machine runs short of memory, the kernel is to take a user process first
         Path("/proc/self/oom_score_adj").write_text("1000")
     confinement.limit_processes(PROCESSES, uid)
     confinement.die_with_parent()  # after the change of user, which would take it back
     channel.set_inheritable(False)
     try:
         Program(channel).serve()
-    except SystemExit as end:  # of a callback or task of user code; before the calls of others are cancelled
+    except (
+        SystemExit
+    ) as end:  # of a callback or task of user code; before the calls of others are cancelled
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
         os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))

@@ -1,8 +1,9 @@
-"""Runs a Python program that a model wrote: in a folder of its own, without network, within limits and a deadline.
+"""Runs a Python program that a model wrote: in a folder of its own, without network, within limits
+and a deadline.
 
-A program is the child of a launcher, a process that keeps the deadline and kills all that the program leaves behind. Both
-are gone when `run_program` returns, or at the program's deadline if the caller is killed. `confinement` confines the
-program. Standard library only.
+A program is the child of a launcher, a process that keeps the deadline and kills all that the
+program leaves behind. Both are gone when `run_program` returns, or at the program's deadline if the
+caller is killed. `confinement` confines the program. Standard library only.
 """
 
 import json
@@ -31,9 +32,7 @@ FOLDER_ENTRIES, FOLDER_BYTES = 4096, 256 << 20  # limits on what a program's fol
 LOOK_SECONDS = 0.05  # between two checks of the folder
 SPARE_SECONDS = 30  # for the launcher, beyond the program's own deadline
 OK, FAILED, LATE = 0, 100, 101  # how a launcher ends; anything else is a defect of ours
-LAUNCH = (
-    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from openrlhf.processes.sandbox import launch"
-)
+LAUNCH = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from openrlhf.processes.sandbox import launch"
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -52,7 +51,9 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """How a program ended. `output` is what it wrote to standard output, `errors` the end of standard error."""
+    """How a program ended. `output` is what it wrote to standard output, `errors` the end of
+    standard error.
+    """
 
     ok: bool  # exit status 0 in time
     late: bool  # it ran out of time
@@ -61,7 +62,8 @@ class Ran:
 
 
 def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
-    """Run `program` with this standard input; it has `seconds` of CPU time, and twice that by the clock.
+    """Run `program` with this standard input; it has `seconds` of CPU time, and twice that by the
+    clock.
 
     Raises SandboxError if it cannot be started.
     """
@@ -71,7 +73,13 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
         uid = random.choice(confinement.UIDS)  # used by root
         try:
             status = subprocess.run(
-                [sys.executable, "-I", "-S", "-c", f"{LAUNCH}; launch({seconds!r}, {uid}, {READABLE!r})"],
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    "-c",
+                    f"{LAUNCH}; launch({seconds!r}, {uid}, {READABLE!r})",
+                ],
                 input=stdin.encode(errors="replace"),
                 stdout=output,
                 stderr=errors,
@@ -83,14 +91,21 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
             ).returncode
         except subprocess.TimeoutExpired as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise SandboxError(f"the sandbox did not end {SPARE_SECONDS} s after its program's deadline") from error
+            raise SandboxError(
+                f"the sandbox did not end {SPARE_SECONDS} s after its program's deadline"
+            ) from error
         errors.seek(max(0, errors.seek(0, os.SEEK_END) - 2000))
         said = errors.read().decode(errors="replace")
         if status not in (OK, FAILED, LATE):
             shutil.rmtree(folder, ignore_errors=True)
             raise SandboxError(f"the sandbox does not work here:\n{said}")
         output.seek(0)
-        return Ran(ok=status == OK, late=status == LATE, output=output.read().decode(errors="replace"), errors=said)
+        return Ran(
+            ok=status == OK,
+            late=status == LATE,
+            output=output.read().decode(errors="replace"),
+            errors=said,
+        )
 
 
 def missing_protection() -> list[str]:
@@ -102,7 +117,9 @@ def missing_protection() -> list[str]:
 
 
 def launch(seconds: float, uid: int, readable: list[str]) -> NoReturn:
-    """The launcher: start ./program.py as a confined child, wait, remove all that is left of it, report how it ended."""
+    """The launcher: start ./program.py as a confined child, wait, remove all that is left of it,
+    report how it ended.
+    """
     unprotected: list[str] = []
     with suppress(OSError):
         os.chown(".", uid, -1)
@@ -137,7 +154,9 @@ def launch(seconds: float, uid: int, readable: list[str]) -> NoReturn:
 
 
 def _wait(child: int, seconds: float) -> tuple[bool, bool]:
-    """Wait until a program ends or fills its folder. Return whether it ended in time, and whether it filled its folder."""
+    """Wait until a program ends or fills its folder. Return whether it ended in time, and whether
+    it filled its folder.
+    """
     deadline = time.monotonic() + seconds
     ended = os.pidfd_open(child)
     while (left := deadline - time.monotonic()) > 0:
@@ -171,7 +190,8 @@ def is_too_full(folder: str) -> bool:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder of any depth: subfolders move up before they are emptied, which keeps their paths short.
+    """Remove a folder of any depth: subfolders move up before they are emptied, which keeps their
+    paths short.
 
     Nobody else may change the folder meanwhile.
     """
@@ -202,21 +222,30 @@ def _make_writable(folder: str) -> None:
 
 
 def _confine(seconds: float, readable: list[str], unprotected: list[str]) -> None:
-    """Drop the rights that a program does not need; describe in its environment those that cannot be dropped."""
+    """Drop the rights that a program does not need; describe in its environment those that cannot
+    be dropped.
+    """
     cpu = max(1, round(seconds))
     for kind, value in (
         (resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, FILE_BYTES),
         (resource.RLIMIT_NOFILE, OPEN_FILES), (resource.RLIMIT_CORE, 0),
     ):  # fmt: skip
         confinement.limit(kind, value)
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))  # a signal that tells, then one that ends
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (cpu, cpu + 1)
+    )  # a signal that tells, then one that ends
     # The interpreter may be in a folder that only root reads.
-    kept = {confinement.CAP_DAC_OVERRIDE, confinement.CAP_DAC_READ_SEARCH} & confinement.capabilities()
+    kept = {
+        confinement.CAP_DAC_OVERRIDE,
+        confinement.CAP_DAC_READ_SEARCH,
+    } & confinement.capabilities()
     try:
         confinement.restrict_files(read=readable, write=os.getcwd())
     except OSError as error:
         kept = set()
-        unprotected.append(f"files that this account may read or write are not out of reach (no Landlock: {error})")
+        unprotected.append(
+            f"files that this account may read or write are not out of reach (no Landlock: {error})"
+        )
     confinement.keep_capabilities(kept)
     try:
         confinement.restrict_calls()
@@ -231,15 +260,23 @@ def _open_without_seccomp(error: OSError) -> list[str]:
         version = confinement.landlock_version()
     except OSError:
         version = 0
-    unprotected = [f"permissions, owner and times of this account's files can be changed (no seccomp: {error})"]
+    unprotected = [
+        f"permissions, owner and times of this account's files can be changed (no seccomp: {error})"
+    ]
     if version < confinement.LANDLOCK_SIGNALS:
-        unprotected.append(f"other processes of this account can be signalled and limited (no seccomp: {error})")
+        unprotected.append(
+            f"other processes of this account can be signalled and limited (no seccomp: {error})"
+        )
     else:
-        unprotected.append(f"other processes of this account can be limited and slowed down (no seccomp: {error})")
+        unprotected.append(
+            f"other processes of this account can be limited and slowed down (no seccomp: {error})"
+        )
     if version < confinement.LANDLOCK_NETWORK:
         unprotected.append(f"there is a network (no seccomp: {error})")
     else:
         unprotected.append(f"there is a network, without TCP (no seccomp: {error})")
     if 0 < version < confinement.LANDLOCK_TRUNCATE:
-        unprotected.append(f"files of the interpreter can be emptied (Landlock of version {version}, no seccomp)")
+        unprotected.append(
+            f"files of the interpreter can be emptied (Landlock of version {version}, no seccomp)"
+        )
     return unprotected

@@ -1,8 +1,10 @@
-"""System calls that a sandboxed program may make, and the seccomp filter that refuses every other call.
+"""System calls that a sandboxed program may make, and the seccomp filter that refuses every other
+call.
 
-Numbers and argument values are those of Linux on x86-64. The list holds what the interpreter, libc and numerical
-libraries need for computing, threads, child processes, pipes and files. Whatever reaches another process, a network, a
-device, or the owner, permissions and times of a file is absent, and so is whatever a later kernel adds.
+Numbers and argument values are those of Linux on x86-64. The list holds what the interpreter, libc
+and numerical libraries need for computing, threads, child processes, pipes and files. Whatever
+reaches another process, a network, a device, or the owner, permissions and times of a file is
+absent, and so is whatever a later kernel adds.
 """
 
 import errno
@@ -39,7 +41,9 @@ ALLOWED = {
     "copy_file_range": 326, "preadv2": 327, "pwritev2": 328, "pkey_mprotect": 329, "pkey_alloc": 330,
     "pkey_free": 331, "statx": 332, "rseq": 334, "close_range": 436, "faccessat2": 439, "epoll_pwait2": 441,
 }  # fmt: skip
-NEWEST_KNOWN = 334  # among the calls that libc makes by itself; if a newer one does not exist, libc falls back
+NEWEST_KNOWN = (
+    334  # among the calls that libc makes by itself; if a newer one does not exist, libc falls back
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +56,25 @@ class Checked:
     mask: int = 0xFFFF_FFFF
 
 
-READ_FILE, WRITE_FILE, READ_AND_WRITE, TRUNCATE, OPEN_MODE_AND_TRUNCATE = 0o0, 0o1, 0o2, 0o1000, 0o1003
+READ_FILE, WRITE_FILE, READ_AND_WRITE, TRUNCATE, OPEN_MODE_AND_TRUNCATE = (
+    0o0,
+    0o1,
+    0o2,
+    0o1000,
+    0o1003,
+)
 # A read-only file must not be truncated either, which the first versions of Landlock allow.
-OPEN_VALUES = (READ_FILE, WRITE_FILE, READ_AND_WRITE, WRITE_FILE | TRUNCATE, READ_AND_WRITE | TRUNCATE)
+OPEN_VALUES = (
+    READ_FILE,
+    WRITE_FILE,
+    READ_AND_WRITE,
+    WRITE_FILE | TRUNCATE,
+    READ_AND_WRITE | TRUNCATE,
+)
 NEW_NAMESPACES = 0x7E02_0000  # CLONE_NEW*
 SEND_SIGNAL_ON_INPUT = 0o20000  # O_ASYNC
-# fcntl without F_SETOWN, F_SETSIG, F_SETLEASE and F_NOTIFY, each of which makes the kernel send signals.
+# fcntl without F_SETOWN, F_SETSIG, F_SETLEASE and F_NOTIFY, each of which makes the kernel send
+# signals.
 FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1033, 1034)
 TERMINAL_SETTINGS, TERMINAL_SIZE, BYTES_TO_READ, NON_BLOCKING, NO_CLOSE_ON_EXEC, CLOSE_ON_EXEC = (
     0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451,
@@ -69,12 +86,23 @@ CHECKED = (
     Checked(
         number=16,  # ioctl
         argument=1,
-        values=(TERMINAL_SETTINGS, TERMINAL_SIZE, BYTES_TO_READ, NON_BLOCKING, NO_CLOSE_ON_EXEC, CLOSE_ON_EXEC),
+        values=(
+            TERMINAL_SETTINGS,
+            TERMINAL_SIZE,
+            BYTES_TO_READ,
+            NON_BLOCKING,
+            NO_CLOSE_ON_EXEC,
+            CLOSE_ON_EXEC,
+        ),
     ),
-    Checked(number=53, argument=1, values=(1,), mask=0xF),  # socketpair: streams, which cannot be sent elsewhere
+    Checked(
+        number=53, argument=1, values=(1,), mask=0xF
+    ),  # socketpair: streams, which cannot be sent elsewhere
     Checked(number=56, argument=0, values=(0,), mask=NEW_NAMESPACES),  # clone
     Checked(number=72, argument=1, values=FCNTL_COMMANDS),  # fcntl
-    Checked(number=157, argument=0, values=(PARENT_DEATH_SIGNAL, SET_NAME, GET_NAME, NAME_MEMORY)),  # prctl
+    Checked(
+        number=157, argument=0, values=(PARENT_DEATH_SIGNAL, SET_NAME, GET_NAME, NAME_MEMORY)
+    ),  # prctl
     Checked(number=302, argument=0, values=(0,)),  # prlimit64: of the calling process alone
 )
 SET_FLAGS = Checked(number=72, argument=2, values=(0,), mask=SEND_SIGNAL_ON_INPUT)  # fcntl(F_SETFL)
@@ -89,7 +117,9 @@ Instruction = tuple[int, int, int, int]  # code, instructions to skip if true, a
 
 
 def seccomp_filter() -> list[bytes]:
-    """Return the instructions of the filter: calls that are not listed fail with EPERM, or ENOSYS if they are new."""
+    """Return the instructions of the filter: calls that are not listed fail with EPERM, or ENOSYS
+    if they are new.
+    """
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE_AT),
         (EQUAL, 1, 0, X86_64),  # another architecture has other numbers
@@ -104,7 +134,12 @@ def seccomp_filter() -> list[bytes]:
         block = _check(call)
         if call.number == SET_FLAGS.number:
             flags = _check(SET_FLAGS)
-            block = [(LOAD, 0, 0, ARGUMENTS_AT + 8), (EQUAL, 0, len(flags), F_SETFL), *flags, *block]
+            block = [
+                (LOAD, 0, 0, ARGUMENTS_AT + 8),
+                (EQUAL, 0, len(flags), F_SETFL),
+                *flags,
+                *block,
+            ]
         program += [(EQUAL, 0, len(block), call.number), *block]
     program += [(GREATER, 0, 1, NEWEST_KNOWN), (RETURN, 0, 0, ABSENT), (RETURN, 0, 0, REFUSE)]
     return [struct.pack("HBBI", *instruction) for instruction in program]
@@ -112,7 +147,10 @@ def seccomp_filter() -> list[bytes]:
 
 def _check(call: Checked) -> list[Instruction]:
     """Return the instructions that decide about a call whose number has been recognized."""
-    block: list[Instruction] = [(LOAD, 0, 0, ARGUMENTS_AT + 8 * call.argument), (AND, 0, 0, call.mask)]
+    block: list[Instruction] = [
+        (LOAD, 0, 0, ARGUMENTS_AT + 8 * call.argument),
+        (AND, 0, 0, call.mask),
+    ]
     for value in call.values:
         block += [(EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW)]
     return [*block, (RETURN, 0, 0, REFUSE)]

@@ -1,1 +1,3 @@
-"""What rewards an episode: Python functions, HTTP servers, verifiers, judges, and weighted sums of them."""
+"""What rewards an episode: Python functions, HTTP servers, verifiers, judges, and weighted sums of
+them.
+"""

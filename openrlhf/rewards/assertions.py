@@ -1,6 +1,8 @@
-"""Assertions about a program that are checked outside its process: the program computes values and never sees what is expected.
+"""Assertions about a program that are checked outside its process: the program computes values and
+never sees what is expected.
 
-An assertion can be checked this way if it only needs the values of the program's calls with constant arguments:
+An assertion can be checked this way if it only needs the values of the program's calls with
+constant arguments:
 
     assert square(3) == 9                asks `square(3)`; outside, its value is compared with 9
     assert sorted(pairs([1, 2])) == []   asks `pairs([1, 2])`; the rest is computed outside
@@ -29,9 +31,19 @@ PLAIN = (
     ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop, ast.UnaryOp,
     ast.unaryop, ast.BinOp, ast.operator, ast.Subscript, ast.Slice, ast.IfExp, ast.keyword, ast.expr_context,
 )  # fmt: skip
-GROWING = (ast.Mult, ast.Pow, ast.LShift, ast.Mod)  # with a value from the program, the result could fill the memory
-OWN_NAMES = {*dir(builtins), "math"}  # in an assertion these names are Python's, not functions of the program
-MOST_ANSWER = 1 << 18  # characters; the time to compare some values grows with the square of their length
+GROWING = (
+    ast.Mult,
+    ast.Pow,
+    ast.LShift,
+    ast.Mod,
+)  # with a value from the program, the result could fill the memory
+OWN_NAMES = {
+    *dir(builtins),
+    "math",
+}  # in an assertion these names are Python's, not functions of the program
+MOST_ANSWER = (
+    1 << 18
+)  # characters; the time to compare some values grows with the square of their length
 VALUE = "__value_{}"
 
 
@@ -51,25 +63,33 @@ class _NotOutside(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Assertions:
-    """Assertions and the calls that they need: expressions for the program's process, in the order of the tests."""
+    """Assertions and the calls that they need: expressions for the program's process, in the order
+    of the tests.
+    """
 
     calls: Sequence[str]
     tests: Sequence[CodeType]  # expressions of FUNCTIONS and of the values of `calls`
 
     def hold(self, answer: str) -> bool:
-        """Return whether all assertions are true of the values of `calls`, which the program has written."""
+        """Return whether all assertions are true of the values of `calls`, which the program has
+        written.
+        """
         if len(answer) > MOST_ANSWER:
             return False
         try:
             values = plain(json.JSONDecoder().raw_decode(answer)[0])
             names = {VALUE.format(place): value for place, value in enumerate(values)}
-            return all(eval(test, {"__builtins__": {}, **FUNCTIONS, **names}) for test in self.tests)
+            return all(
+                eval(test, {"__builtins__": {}, **FUNCTIONS, **names}) for test in self.tests
+            )
         except Exception:  # no values, or such as a text where the assertion needs a number
             return False
 
 
 def plain(form: Any) -> Any:
-    """Return the data that a program has written as JSON, of Python's own types only: tagged objects are tuples, sets and so on."""
+    """Return the data that a program has written as JSON, of Python's own types only: tagged
+    objects are tuples, sets and so on.
+    """
     match form:
         case list():
             return [plain(each) for each in cast("list[Any]", form)]
@@ -98,7 +118,8 @@ def plain(form: Any) -> Any:
 
 
 def read_assertions(tests: str, entry: str) -> Assertions | None:
-    """Return the assertions of a label's tests; None if some of them can only be checked in the program's process.
+    """Return the assertions of a label's tests; None if some of them can only be checked in the
+    program's process.
 
     `entry`: the function that a test function `check` is called with.
     """
@@ -106,7 +127,10 @@ def read_assertions(tests: str, entry: str) -> Assertions | None:
     try:
         for statement in ast.parse(tests).body:
             reader.read(statement)
-        codes = [compile(ast.fix_missing_locations(ast.Expression(test)), "tests", "eval") for test in reader.tests]
+        codes = [
+            compile(ast.fix_missing_locations(ast.Expression(test)), "tests", "eval")
+            for test in reader.tests
+        ]
     except (_NotOutside, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     return Assertions(calls=reader.calls, tests=codes) if codes else None
@@ -121,16 +145,28 @@ class _Reader:
         self.tests: list[ast.expr] = []
 
     def read(self, statement: ast.stmt) -> None:
-        """Take an assertion, a function `check` with assertions, or a statement that has no part in them. Raises _NotOutside."""
+        """Take an assertion, a function `check` with assertions, or a statement that has no part in
+        them. Raises _NotOutside.
+        """
         match statement:
             case ast.Assert(test=test):
                 self.tests.append(self.outside(test))
-            case ast.FunctionDef(name="check", args=ast.arguments(args=[ast.arg(arg=candidate)])) if self.entry:
+            case ast.FunctionDef(
+                name="check", args=ast.arguments(args=[ast.arg(arg=candidate)])
+            ) if self.entry:
                 for inner in statement.body:
                     self.read(_Renamed(candidate, self.entry).visit(inner))
-            case ast.Expr(value=ast.Call(func=ast.Name(id="check"), args=[ast.Name(id=self.entry)], keywords=[])):
+            case ast.Expr(
+                value=ast.Call(
+                    func=ast.Name(id="check"), args=[ast.Name(id=self.entry)], keywords=[]
+                )
+            ):
                 pass
-            case ast.Expr(value=ast.Constant()) | ast.Pass() | ast.Import(names=[ast.alias(name="math", asname=None)]):
+            case (
+                ast.Expr(value=ast.Constant())
+                | ast.Pass()
+                | ast.Import(names=[ast.alias(name="math", asname=None)])
+            ):
                 pass
             case ast.Assign(targets=[ast.Name(id="METADATA")]):  # of HumanEval: nothing reads it
                 pass
@@ -160,7 +196,9 @@ class _Reader:
             function = function_of(node)
             if function is None or (function == "range" and not is_constant(node)):
                 raise _NotOutside
-            node = ast.Call(func=ast.Name(id=function, ctx=ast.Load()), args=node.args, keywords=node.keywords)
+            node = ast.Call(
+                func=ast.Name(id=function, ctx=ast.Load()), args=node.args, keywords=node.keywords
+            )
         elif not isinstance(node, PLAIN):
             raise _NotOutside
         if isinstance(node, ast.BinOp) and isinstance(node.op, GROWING) and not is_constant(node):
@@ -171,7 +209,9 @@ class _Reader:
             return node
         for name, value in ast.iter_fields(node):
             if isinstance(value, list):
-                setattr(node, name, [None if each is None else self._rewritten(each) for each in value])
+                setattr(
+                    node, name, [None if each is None else self._rewritten(each) for each in value]
+                )
             elif isinstance(value, ast.AST):
                 setattr(node, name, self._rewritten(value))
         return node
@@ -188,7 +228,8 @@ class _Renamed(ast.NodeTransformer):
 
 
 def is_asked(node: ast.AST) -> bool:
-    """Return whether the node is a call of the program's with constant arguments: `f(3)`, `f(3).lower()`, `Solution().f(x=3)`.
+    """Return whether the node is a call of the program's with constant arguments: `f(3)`,
+    `f(3).lower()`, `Solution().f(x=3)`.
 
     Not `f(3).startswith("a")`, which tells the program what its value should be.
     """

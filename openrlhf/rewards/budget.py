@@ -12,7 +12,9 @@ class RewardErrors(UserError, RuntimeError):
 
 
 class ErrorBudget:
-    """The fraction of a batch's episodes that may fail: --reward.max_error_rate; with --reward.on_error drop, all."""
+    """The fraction of a batch's episodes that may fail: --reward.max_error_rate; with
+    --reward.on_error drop, all.
+    """
 
     def __init__(self, reward: RewardConfig) -> None:
         self.max_error_rate = 1.0 if reward.on_error == "drop" else reward.max_error_rate
@@ -22,12 +24,16 @@ class ErrorBudget:
         return failed > self.max_error_rate * of
 
     def check(self, trajectories: Sequence[Trajectory], *, of: str = "episodes") -> None:
-        """Raise RewardErrors, with the first error, if too many have failed. `of` names them in the message."""
+        """Raise RewardErrors, with the first error, if too many have failed. `of` names them in the
+        message.
+        """
         failed = [trajectory.error for trajectory in trajectories if trajectory.failed]
         self.check_errors(failed, of=len(trajectories), what=f"{of} failed")
 
     def check_errors(self, errors: Sequence[str | None], *, of: int, what: str) -> None:
-        """Raise RewardErrors, with the first error, if there are too many errors. `what` says what happened: "episodes failed"."""
+        """Raise RewardErrors, with the first error, if there are too many errors. `what` says what
+        happened: "episodes failed".
+        """
         if self.exceeded_by(len(errors), of=of):
             raise RewardErrors(
                 f"{len(errors)} of {of} {what}, a larger fraction than --reward.max_error_rate {self.max_error_rate:g}. "

@@ -74,7 +74,8 @@ write(output, (token + dumps(values)).encode())
 
 
 def grade_format(response: str, label: str) -> float:
-    """1.0 if the whole response matches the label, a regular expression in which . matches line breaks too.
+    """1.0 if the whole response matches the label, a regular expression in which . matches line
+    breaks too.
 
     An empty label asks for `<think>…</think>` once, then an answer; the opening tag may be the end
     of the prompt instead.
@@ -102,7 +103,9 @@ def word_bounds(label: str) -> tuple[int, int]:
     """Return the least and the largest number of words that a label asks for. Raises ValueError."""
     bounds = _RANGE.fullmatch(label)
     if bounds is None or int(bounds[2]) < max(1, int(bounds[1] or 0)):
-        raise ValueError(f"--reward.verifier length takes a label like 200 or 100-200, in words, not {label[:200]!r}")
+        raise ValueError(
+            f"--reward.verifier length takes a label like 200 or 100-200, in words, not {label[:200]!r}"
+        )
     return int(bounds[1] or 0), int(bounds[2])
 
 
@@ -117,7 +120,9 @@ class CodeTests:
 
     @classmethod
     def parse(cls, label: str) -> Self:
-        """`{"tests": "assert …", "entry": name}` or `{"inputs": […], "outputs": […], "fn_name": name}`. Raises ValueError."""
+        """`{"tests": "assert …", "entry": name}` or `{"inputs": […], "outputs": […], "fn_name":
+        name}`. Raises ValueError.
+        """
         try:
             given = json.loads(label)
         except ValueError:
@@ -134,20 +139,25 @@ class CodeTests:
             return cls(asserts=asserts, outside=read_assertions(asserts, name))
         inputs, outputs = given["inputs"], given.get("outputs") or []
         if len(inputs) != len(outputs):
-            raise ValueError(f"the label has {len(inputs)} inputs and {len(outputs)} outputs: {label[:200]!r}")
+            raise ValueError(
+                f"the label has {len(inputs)} inputs and {len(outputs)} outputs: {label[:200]!r}"
+            )
         return cls(function=name, cases=list(zip(inputs, outputs, strict=True)))
 
 
 def grade_code(response: str, label: str, timeout: float) -> dict[str, Any]:
-    """1.0 if the program in the response passes all tests of its label, else 0.0; the fraction of passed tests is logged.
+    """1.0 if the program in the response passes all tests of its label, else 0.0; the fraction of
+    passed tests is logged.
 
-    After a test that ran out of time, or when `PART_OF_TIMEOUT` of `timeout` (seconds) is used up, the
-    rest counts as failed.
+    After a test that ran out of time, or when `PART_OF_TIMEOUT` of `timeout` (seconds) is used up,
+    the rest counts as failed.
     """
     tests, program, passed = CodeTests.parse(label), program_in(response), 0
     deadline = time.monotonic() + PART_OF_TIMEOUT * timeout
     for case in tests.cases or [None]:
-        seconds = min(TEST_SECONDS, (deadline - time.monotonic()) / 2)  # a run may take twice that by the clock
+        seconds = min(
+            TEST_SECONDS, (deadline - time.monotonic()) / 2
+        )  # a run may take twice that by the clock
         right, late = _passes(program, tests, case, seconds) if seconds > 0.1 else (False, True)
         passed += right
         if late:
@@ -157,25 +167,37 @@ def grade_code(response: str, label: str, timeout: float) -> dict[str, Any]:
 
 
 def program_in(response: str) -> str:
-    """The last block between ``` and ```, of Python or of no named language; without one, the whole response."""
+    """The last block between ``` and ```, of Python or of no named language; without one, the whole
+    response.
+    """
     blocks = [
-        block for language, block in _FENCED.findall(response) if language.lower() in ("python", "python3", "py", "")
+        block
+        for language, block in _FENCED.findall(response)
+        if language.lower() in ("python", "python3", "py", "")
     ]
     return blocks[-1] if blocks else response
 
 
-def _passes(program: str, tests: CodeTests, case: tuple[Any, Any] | None, seconds: float) -> tuple[bool, bool]:
+def _passes(
+    program: str, tests: CodeTests, case: tuple[Any, Any] | None, seconds: float
+) -> tuple[bool, bool]:
     """Whether one test is passed, and whether it ran out of time."""
     if case and not tests.function:
         ran = run_program(program, _text(case[0]), seconds=seconds)
         return ran.ok and same_output(ran.output, _text(case[1])), ran.late
     token = secrets.token_hex(16)
     if tests.outside:
-        ran = run_program(_CALLS, json.dumps([program, tests.outside.calls, token]), seconds=seconds)
+        ran = run_program(
+            _CALLS, json.dumps([program, tests.outside.calls, token]), seconds=seconds
+        )
         _, reached, values = ran.output.partition(token)
         return bool(ran.ok and reached and tests.outside.hold(values)), ran.late
     arguments = _arguments(case[0]) if case else []
-    ran = run_program(_HARNESS, json.dumps([program, tests.asserts, tests.function, arguments, token]), seconds=seconds)
+    ran = run_program(
+        _HARNESS,
+        json.dumps([program, tests.asserts, tests.function, arguments, token]),
+        seconds=seconds,
+    )
     _, reached, result = ran.output.partition(token)
     if not (ran.ok and reached):
         return False, ran.late
@@ -186,7 +208,9 @@ def _passes(program: str, tests: CodeTests, case: tuple[Any, Any] | None, second
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Whether two outputs are the same words; numbers with a decimal point may differ by a millionth."""
+    """Whether two outputs are the same words; numbers with a decimal point may differ by a
+    millionth.
+    """
     ours, theirs = output.split(), expected.split()
     return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
 
@@ -195,7 +219,9 @@ def _same_word(word: str, expected: str) -> bool:
     if word == expected:
         return True
     try:
-        return "." in expected and math.isclose(float(word), float(expected), rel_tol=1e-6, abs_tol=1e-6)
+        return "." in expected and math.isclose(
+            float(word), float(expected), rel_tol=1e-6, abs_tol=1e-6
+        )
     except ValueError:
         return False
 

@@ -26,28 +26,41 @@ class Arguments:
 
     @classmethod
     def for_parameters(cls, parameters: list[list[Any]] | None) -> Self:
-        """By name if the function uses our names, else by position. Parameters are [name, kind, required].
+        """By name if the function uses our names, else by position. Parameters are [name, kind,
+        required].
 
         Raises ValueError if the names say that the function expects something else.
         """
         if parameters is None:
             return cls(names=ARGUMENTS, by_name=False)
         kinds = {kind for _, kind, _ in parameters}
-        nameable = {name for name, kind, _ in parameters if kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")}
+        nameable = {
+            name
+            for name, kind, _ in parameters
+            if kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")
+        }
         names = tuple(name for name in ARGUMENTS if name in nameable or "VAR_KEYWORD" in kinds)
         required = {name for name, _, required in parameters if required}
         unlabelled = "takes no labels, and gets none"
         if "queries" in names and required <= set(names):
             return cls(names=names, by_name=True, notice="" if "labels" in names else unlabelled)
         places = [name for name, kind, _ in parameters if kind.startswith("POSITIONAL")]
-        moved = [name for place, name in enumerate(places) if name in ARGUMENTS and ARGUMENTS.index(name) != place]
+        moved = [
+            name
+            for place, name in enumerate(places)
+            if name in ARGUMENTS and ARGUMENTS.index(name) != place
+        ]
         takes = f"takes ({', '.join(places)}), but is called with (queries, prompts, labels), a query being prompt and response"
         without_labels = len(places) == 2 and "VAR_POSITIONAL" not in kinds
         if moved or RESPONSES & set(places) or (without_labels and "prompt" not in places[1]):
             raise ValueError(f"{takes}: give its parameters these names")
         names = ARGUMENTS if "VAR_POSITIONAL" in kinds else ARGUMENTS[: len(places)]
         foreign = set(places) - set(ARGUMENTS)
-        return cls(names=names, by_name=False, notice=takes if foreign else "" if len(names) == 3 else unlabelled)
+        return cls(
+            names=names,
+            by_name=False,
+            notice=takes if foreign else "" if len(names) == 3 else unlabelled,
+        )
 
     def of(self, requests: list[RewardRequest]) -> tuple[list[list[Any]], dict[str, list[Any]]]:
         """The positional and the keyword arguments of a call."""
@@ -64,7 +77,9 @@ class FunctionReward(Reward):
     return a bare tensor or list of rewards. `function` is its name in the file.
     """
 
-    def __init__(self, rule: RuleConfig, pool: ProcessPool, *, function: str = "reward_func") -> None:
+    def __init__(
+        self, rule: RuleConfig, pool: ProcessPool, *, function: str = "reward_func"
+    ) -> None:
         assert rule.function_path
         self.source = f"{Path(rule.function_path).resolve()}:{function}"
         self.pool, self.timeout, self.batch = pool, rule.timeout, rule.batch
@@ -84,7 +99,9 @@ class FunctionReward(Reward):
         args, kwargs = (await self._learn_arguments()).of(requests)
         returned = await self.pool.call(self.source, *args, timeout=self.timeout, **kwargs)
         if not isinstance(returned, Mapping):
-            warn_once(f"{self.source} returns rewards alone; a dict with rewards, scores and extra_logs can say more.")
+            warn_once(
+                f"{self.source} returns rewards alone; a dict with rewards, scores and extra_logs can say more."
+            )
         return returned
 
     async def _learn_arguments(self) -> Arguments:

@@ -2,7 +2,8 @@
 
 `grade_answer` compares two answers by the rules that reward functions written for OpenRLHF rely on;
 `grade_math` grades a whole response. An odd answer (9^{9^9}) takes seconds, so run both in a user
-process: math-verify stops itself by a signal, which only a main thread gets, and functions run in the main thread there.
+process: math-verify stops itself by a signal, which only a main thread gets, and functions run in
+the main thread there.
 """
 
 import logging
@@ -20,7 +21,10 @@ LONGEST_ANSWER = 1000  # characters; more is not read: a babbling policy is to c
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings repeat the whole response
 
 TABLES = toml_beside(__file__)
-SPELLING, VALUE = TABLES["latex"] + TABLES["spelling"], TABLES["words"] + TABLES["latex"] + TABLES["value"]
+SPELLING, VALUE = (
+    TABLES["latex"] + TABLES["spelling"],
+    TABLES["words"] + TABLES["latex"] + TABLES["value"],
+)
 _MIXED = re.compile(r"(?<![\w^.])(\d+) +(\d+)/(\d+)")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 _GSM8K = re.compile(r"####\s*\$?\s*(-?[\d,./]*\d)")
@@ -68,18 +72,23 @@ def grade_answer(given: str | None, truth: str | None) -> bool:
     if given == truth:
         return True
     ours, theirs = _parts(given), _parts(truth)
-    if len(ours) != len(theirs) or (len(theirs) > 1 and (given[0], given[-1]) != (truth[0], truth[-1])):
+    if len(ours) != len(theirs) or (
+        len(theirs) > 1 and (given[0], given[-1]) != (truth[0], truth[-1])
+    ):
         return False
-    return bool(given) and all(_same_value(one, other) for one, other in zip(ours, theirs, strict=True))
+    return bool(given) and all(
+        _same_value(one, other) for one, other in zip(ours, theirs, strict=True)
+    )
 
 
 def grade_math(response: str, label: Any) -> float:
-    r"""1.0 if the response's final answer is the label's, or one of those in a list of labels, else 0.0.
+    r"""1.0 if the response's final answer is the label's, or one of those in a list of labels, else
+    0.0.
 
     The final answer is what the last box holds, else what follows `####`, else what math-verify
     finds in the last 1,000 characters (a formula or number, rather after "answer"). A label is a
-    bare answer (`72`, `\frac{1}{2}`) or a solution with a box or `####` in it. Raises ValueError for
-    a label without an answer.
+    bare answer (`72`, `\frac{1}{2}`) or a solution with a box or `####` in it. Raises ValueError
+    for a label without an answer.
     """
     for right in math_answers(label):
         if grade := _grade_one(response, right):
@@ -94,15 +103,23 @@ def _grade_one(response: str, label: str) -> float:
         return 1.0
     if answer is not None and len(answer) > LONGEST_ANSWER:
         return 0.0
-    if re.fullmatch(r"(\\text\{)?[A-Za-z][A-Za-z .'-]+\}?", truth):  # a word is no product of its letters
+    if re.fullmatch(
+        r"(\\text\{)?[A-Za-z][A-Za-z .'-]+\}?", truth
+    ):  # a word is no product of its letters
         return 0.0
-    found = parse(response[-LONGEST_ANSWER:], parsing_timeout=_seconds()) if answer is None else _parse(answer)
+    found = (
+        parse(response[-LONGEST_ANSWER:], parsing_timeout=_seconds())
+        if answer is None
+        else _parse(answer)
+    )
     return float(verify(_parse(truth), found, timeout_seconds=_seconds()))
 
 
 def _value(text: str) -> str:
     """An answer as its value is compared: mixed numbers as fractions, no spaces, no capitals."""
-    text = _MIXED.sub(lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", _rewrite(text, VALUE))
+    text = _MIXED.sub(
+        lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", _rewrite(text, VALUE)
+    )
     return "".join(text.split()).lower()
 
 

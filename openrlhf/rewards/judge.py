@@ -21,17 +21,23 @@ class NoVerdict(ValueError):
 
 
 class Judge:
-    """Asks for each pair in both orders: a judge that prefers a place rather than an answer calls the pair a tie."""
+    """Asks for each pair in both orders: a judge that prefers a place rather than an answer calls
+    the pair a tie.
+    """
 
     def __init__(self, judge: JudgeConfig, reward: RuleConfig) -> None:
         """The server's key is the environment variable OPENAI_API_KEY."""
         assert judge.url
         base = judge.url.rstrip("/").removesuffix("/chat/completions")
-        self.engine = RemoteEngine.at(base, reward, model=judge.model, kind="judge", flag="--judge.url")
+        self.engine = RemoteEngine.at(
+            base, reward, model=judge.model, kind="judge", flag="--judge.url"
+        )
         self.max_tokens = judge.max_tokens
 
     async def compare(self, message: str, first: str, second: str) -> float:
-        """1.0 if the first answer to a message is better, 0.0 if the second is, else 0.5. Raises ServerError or NoVerdict."""
+        """1.0 if the first answer to a message is better, 0.0 if the second is, else 0.5. Raises
+        ServerError or NoVerdict.
+        """
         won, lost = await asyncio.gather(
             self._prefers_a(message, first, second), self._prefers_a(message, second, first)
         )
@@ -39,7 +45,12 @@ class Judge:
 
     async def _prefers_a(self, message: str, a: str, b: str) -> bool:
         messages = [{"role": "user", "content": QUESTION.render(message=message, a=a, b=b)}]
-        return read_verdict(await self.engine.chat(messages, temperature=0, max_tokens=self.max_tokens)) == "A"
+        return (
+            read_verdict(
+                await self.engine.chat(messages, temperature=0, max_tokens=self.max_tokens)
+            )
+            == "A"
+        )
 
 
 def read_verdict(text: str) -> str:

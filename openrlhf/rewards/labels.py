@@ -13,18 +13,26 @@ LONGEST_SHOWN = 100  # characters of a label
 
 
 def math_answers(label: Any) -> list[str]:
-    """Return the right answers that a label names: its text or number, or those of a list. Raises ValueError if there are none."""
+    """Return the right answers that a label names: its text or number, or those of a list. Raises
+    ValueError if there are none.
+    """
     values = label if isinstance(label, list) else [label]
     answers: list[str] = []
     for value in values:
         if isinstance(value, str) and value.strip():
             answers.append(value)
-        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        elif (
+            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        ):
             answers.append(json.dumps(value))
         else:
-            raise ValueError(f"--reward.verifier math takes a text, a number, or a list of them, not {_shown(label)}")
+            raise ValueError(
+                f"--reward.verifier math takes a text, a number, or a list of them, not {_shown(label)}"
+            )
     if not answers:
-        raise ValueError("--reward.verifier math takes a list of answers with at least one answer, not []")
+        raise ValueError(
+            "--reward.verifier math takes a list of answers with at least one answer, not []"
+        )
     return answers
 
 
@@ -50,8 +58,11 @@ READERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def check_labels(verifier: str, labels: Iterable[Any], *, column: str, origin: Callable[[int], str]) -> Finding:
-    """Return a failure that counts the labels that a verifier cannot read and names the first; else a pass.
+def check_labels(
+    verifier: str, labels: Iterable[Any], *, column: str, origin: Callable[[int], str]
+) -> Finding:
+    """Return a failure that counts the labels that a verifier cannot read and names the first; else
+    a pass.
 
     `origin` returns the dataset and row of a label, by its number.
     """

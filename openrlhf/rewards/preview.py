@@ -1,6 +1,8 @@
-"""A reward on answers that nobody has sampled yet: labels as right answers, other rows' labels as wrong answers.
+"""A reward on answers that nobody has sampled yet: labels as right answers, other rows' labels as
+wrong answers.
 
-Requests are made as a run makes them, so that a reward that looks for an end token finds it here if it finds it there.
+Requests are made as a run makes them, so that a reward that looks for an end token finds it here if
+it finds it there.
 """
 
 from __future__ import annotations
@@ -20,10 +22,16 @@ if TYPE_CHECKING:
     from openrlhf.trajectory import Prompt
 
 
-def answered(tokenizer: PreTrainedTokenizerBase | None, prompt: str, label: Any, response: str) -> RewardRequest:
-    """The request for a response that the policy has ended itself, as in a run; without a tokenizer, for the text as it stands."""
+def answered(
+    tokenizer: PreTrainedTokenizerBase | None, prompt: str, label: Any, response: str
+) -> RewardRequest:
+    """The request for a response that the policy has ended itself, as in a run; without a
+    tokenizer, for the text as it stands.
+    """
     if tokenizer is None:
-        return RewardRequest(query=prompt + response, prompt=prompt, label=label, response=response, answer=response)
+        return RewardRequest(
+            query=prompt + response, prompt=prompt, label=label, response=response, answer=response
+        )
     tokens: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
     sampled: list[int] = tokenizer(response, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
     if (end := int(tokenizer.eos_token_id)) != (sampled or [None])[-1]:  # type: ignore[arg-type]
@@ -31,8 +39,12 @@ def answered(tokenizer: PreTrainedTokenizerBase | None, prompt: str, label: Any,
     return request_of(tokenizer, prompt, label, tokens, sampled)
 
 
-def wrong_requests(requests: Sequence[RewardRequest], tokenizer: PreTrainedTokenizerBase | None) -> list[RewardRequest]:
-    """The requests whose label is text, each with the next label that differs as its answer; none if all labels are the same."""
+def wrong_requests(
+    requests: Sequence[RewardRequest], tokenizer: PreTrainedTokenizerBase | None
+) -> list[RewardRequest]:
+    """The requests whose label is text, each with the next label that differs as its answer; none
+    if all labels are the same.
+    """
     labelled = [request for request in requests if isinstance(request.label, str) and request.label]
     wrong: list[RewardRequest] = []
     for place, request in enumerate(labelled):
@@ -43,7 +55,9 @@ def wrong_requests(requests: Sequence[RewardRequest], tokenizer: PreTrainedToken
     return wrong
 
 
-async def reward_preview(reward: Reward, rows: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> str | None:
+async def reward_preview(
+    reward: Reward, rows: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> str | None:
     """One line if the reward fails on labels, or gives them no more than wrong answers; else None.
 
     Rows whose label is not text are left out.
@@ -53,7 +67,10 @@ async def reward_preview(reward: Reward, rows: Sequence[Prompt], tokenizer: PreT
     results = await reward.score([*requests, *wrong_requests(requests, tokenizer)]) if rows else []
     if failed := [result for result in results if result.error is not None]:
         return f"The reward failed on {len(failed)} of {len(results)} answers made of labels. The first error:\n{failed[0].error}"
-    right, others = ([result.reward or 0.0 for result in part] for part in (results[: len(rows)], results[len(rows) :]))
+    right, others = (
+        [result.reward or 0.0 for result in part]
+        for part in (results[: len(rows)], results[len(rows) :])
+    )
     if not others or sum(right) / len(right) > sum(others) / len(others):
         return None
     return (
@@ -65,7 +82,8 @@ async def reward_preview(reward: Reward, rows: Sequence[Prompt], tokenizer: PreT
 def check_reward(
     rule: RuleConfig, rows: Sequence[Prompt] = (), tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """Load the function or verifier of the flags, or reach the servers, and warn of what `reward_preview` says of some rows.
+    """Load the function or verifier of the flags, or reach the servers, and warn of what
+    `reward_preview` says of some rows.
 
     Raises ConfigError. Labels are scored only if they may be answers.
     """

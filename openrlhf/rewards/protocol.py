@@ -1,7 +1,8 @@
-"""Rewards of finished samples: what a reward is asked, what it gives, and the weighted sum of several.
+"""Rewards of finished samples: what a reward is asked, what it gives, and the weighted sum of
+several.
 
-A failed reward is a result with an error, never a number: --reward.on_error says what the episode becomes, `ErrorBudget` when
-the run stops.
+A failed reward is a result with an error, never a number: --reward.on_error says what the episode
+becomes, `ErrorBudget` when the run stops.
 """
 
 from __future__ import annotations
@@ -43,11 +44,15 @@ def request_of(
     *,
     reads: Collection[str] = ("query", "answer"),
 ) -> RewardRequest:
-    """The request for a sample. Query and answer stay empty unless they are in `reads`, because decoding takes time."""
+    """The request for a sample. Query and answer stay empty unless they are in `reads`, because
+    decoding takes time.
+    """
 
     def text(tokens: Sequence[int], *, special: bool) -> str:
         # of an array: Transformers looks at each token of a list
-        return str(tokenizer.decode(np.asarray(tokens, dtype=np.int64), skip_special_tokens=not special))
+        return str(
+            tokenizer.decode(np.asarray(tokens, dtype=np.int64), skip_special_tokens=not special)
+        )
 
     return RewardRequest(
         query=text([*tokens, *sampled], special=True) if "query" in reads else "",
@@ -70,11 +75,15 @@ class RewardResult:
 
 
 class Reward(ABC):
-    """Scores samples. A call gets one request, or with `batch` all requests together; calls run side by side."""
+    """Scores samples. A call gets one request, or with `batch` all requests together; calls run
+    side by side.
+    """
 
     source: str  # what messages call the reward
     batch = False
-    reads: Collection[str] = ("query",)  # what it needs of a request besides prompt, label and response
+    reads: Collection[str] = (
+        "query",
+    )  # what it needs of a request besides prompt, label and response
 
     @abstractmethod
     async def check(self) -> None:
@@ -82,7 +91,9 @@ class Reward(ABC):
 
     @abstractmethod
     async def ask(self, requests: list[RewardRequest]) -> Any:
-        """What one call returns, for `read_rewards`. Raises UserCodeError or ServerError, which say what kind of failure they are."""
+        """What one call returns, for `read_rewards`. Raises UserCodeError or ServerError, which say
+        what kind of failure they are.
+        """
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         """One result per request, in order; an error is a result too."""
@@ -121,21 +132,36 @@ def read_rewards(returned: Any, count: int) -> list[RewardResult]:
     if not isinstance(returned, Mapping):
         returned = {"rewards": returned}
     if "rewards" not in returned:
-        raise ValueError(f"returned a dict without 'rewards'; its keys are {sorted(map(str, returned))}")
+        raise ValueError(
+            f"returned a dict without 'rewards'; its keys are {sorted(map(str, returned))}"
+        )
     rewards = numbers("rewards", returned["rewards"], count, finite=True)
-    scores = rewards if returned.get("scores") is None else numbers("scores", returned["scores"], count, finite=True)
+    scores = (
+        rewards
+        if returned.get("scores") is None
+        else numbers("scores", returned["scores"], count, finite=True)
+    )
     logs = returned.get("extra_logs") or {}
     if not isinstance(logs, Mapping):
         raise ValueError(f"returned extra_logs that are no dict: {shown(logs)}")
-    columns = {str(name): numbers(f"extra_logs[{name!r}]", value, count) for name, value in logs.items()}
+    columns = {
+        str(name): numbers(f"extra_logs[{name!r}]", value, count) for name, value in logs.items()
+    }
     return [
-        RewardResult(reward=reward, score=score, extra_logs={name: column[i] for name, column in columns.items()})
+        RewardResult(
+            reward=reward,
+            score=score,
+            extra_logs={name: column[i] for name, column in columns.items()},
+        )
         for i, (reward, score) in enumerate(zip(rewards, scores, strict=True))
     ]
 
 
-def numbers(name: str, value: Any, count: int, *, of: str = "samples", finite: bool = False) -> list[float]:
-    """`value` (a number, or lists of them as tensors give them) as `count` floats, one for each `of`.
+def numbers(
+    name: str, value: Any, count: int, *, of: str = "samples", finite: bool = False
+) -> list[float]:
+    """`value` (a number, or lists of them as tensors give them) as `count` floats, one for each
+    `of`.
 
     Raises ValueError that says what was returned instead.
     """
@@ -151,7 +177,9 @@ def numbers(name: str, value: Any, count: int, *, of: str = "samples", finite: b
 
 
 def _flatten(value: Any) -> list[Any]:
-    return [leaf for item in value for leaf in _flatten(item)] if isinstance(value, list) else [value]
+    return (
+        [leaf for item in value for leaf in _flatten(item)] if isinstance(value, list) else [value]
+    )
 
 
 def shown(value: Any) -> str:
@@ -161,15 +189,20 @@ def shown(value: Any) -> str:
 
 
 def combined(
-    trajectory: Trajectory, by_models: Sequence[float], weights: Sequence[float], by_steps: Sequence[float] = ()
+    trajectory: Trajectory,
+    by_models: Sequence[float],
+    weights: Sequence[float],
+    by_steps: Sequence[float] = (),
 ) -> Trajectory:
-    """The episode with the weighted sum of its rewards: of each model, then of the rule, if there is one.
+    """The episode with the weighted sum of its rewards: of each model, then of the rule, if there
+    is one.
 
-    `by_steps`: what a process reward model gives each token; its sum is the last of the models' rewards.
+    `by_steps`: what a process reward model gives each token; its sum is the last of the models'
+    rewards.
 
-    Without weights each counts 1. An agent's rewards of turns are weighted like its reward. The rule's score stays the
-    score; without a rule the sum is the score too. Each of several rewards is logged. A sum that is not finite fails the
-    episode.
+    Without weights each counts 1. An agent's rewards of turns are weighted like its reward. The
+    rule's score stays the score; without a rule the sum is the score too. Each of several rewards
+    is logged. A sum that is not finite fails the episode.
     """
     rule = [] if trajectory.reward is None else [trajectory.reward]
     by_models = [*by_models, *([math.fsum(by_steps)] if by_steps else [])]
@@ -177,11 +210,17 @@ def combined(
     weights = weights or [1.0] * len(rewards)
     total = math.fsum(w * r for w, r in zip(weights[: len(rewards)], rewards, strict=True))
     if not abs(total) < LARGEST:
-        return trajectory.failing(f"its reward is {total}: the reward models gave {list(by_models)}", Failure.RESULT)
-    names = [f"reward_model_{i}" for i in range(1, len(by_models) + 1)] + ["reward_rule"] * len(rule)
+        return trajectory.failing(
+            f"its reward is {total}: the reward models gave {list(by_models)}", Failure.RESULT
+        )
+    names = [f"reward_model_{i}" for i in range(1, len(by_models) + 1)] + ["reward_rule"] * len(
+        rule
+    )
     parts = dict(zip(names, rewards, strict=True)) if len(rewards) > 1 else {}
     turns = [(position, weights[-1] * part) for position, part in trajectory.turn_rewards]
-    steps = [(place, weights[len(by_models) - 1] * part) for place, part in enumerate(by_steps) if part]
+    steps = [
+        (place, weights[len(by_models) - 1] * part) for place, part in enumerate(by_steps) if part
+    ]
     return replace(
         trajectory,
         reward=total,

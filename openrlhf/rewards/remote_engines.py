@@ -1,4 +1,5 @@
-"""OpenAI-compatible servers that were not started here: agents and reward functions ask them by name.
+"""OpenAI-compatible servers that were not started here: agents and reward functions ask them by
+name.
 
 The process that starts user processes leaves names and URLs in its environment, which they inherit.
 """
@@ -21,17 +22,24 @@ T = TypeVar("T")
 
 
 def offer_engines(rollout: RemoteEnginesConfig, reward: RuleConfig) -> None:
-    """Tell user processes that start from now on the names of the remote engines, once all engines answer. Raises ConfigError."""
-    urls, limits = dict(rollout.named_engines), {"timeout": reward.timeout, "retries": reward.retries}
+    """Tell user processes that start from now on the names of the remote engines, once all engines
+    answer. Raises ConfigError.
+    """
+    urls, limits = (
+        dict(rollout.named_engines),
+        {"timeout": reward.timeout, "retries": reward.retries},
+    )
     asyncio.run(HTTPServers(list(urls.values()), reward, kind="remote engine", flag=FLAG).check())
     os.environ[VARIABLE] = json.dumps({"urls": urls, **limits})
 
 
 class RemoteEngine:
-    """One server. `model`: the name of a model there; None asks the server for the first; `parameters` are those of the OpenAI API.
+    """One server. `model`: the name of a model there; None asks the server for the first;
+    `parameters` are those of the OpenAI API.
 
-    Methods raise ServerError if the server is gone, slow, refuses, or answers something else. Methods with names in
-    `_sync` are for code that is not async; they may be called from any thread. Requests of a process share their connections.
+    Methods raise ServerError if the server is gone, slow, refuses, or answers something else.
+    Methods with names in `_sync` are for code that is not async; they may be called from any
+    thread. Requests of a process share their connections.
     """
 
     def __init__(self, servers: HTTPServers, model: str | None = None) -> None:
@@ -39,9 +47,24 @@ class RemoteEngine:
         self._first: str | None = None  # in the server's list, until the server refuses something
 
     @classmethod
-    def at(cls, url: str, rule: RuleConfig, *, model: str | None = None, key: str | None = None, **names: str) -> Self:
-        """The server at this URL. `key`, or else OPENAI_API_KEY, goes along; `names` are those of `HTTPServers`."""
-        return cls(HTTPServers([url.rstrip("/")], rule, key=key or os.environ.get("OPENAI_API_KEY"), **names), model)
+    def at(
+        cls,
+        url: str,
+        rule: RuleConfig,
+        *,
+        model: str | None = None,
+        key: str | None = None,
+        **names: str,
+    ) -> Self:
+        """The server at this URL. `key`, or else OPENAI_API_KEY, goes along; `names` are those of
+        `HTTPServers`.
+        """
+        return cls(
+            HTTPServers(
+                [url.rstrip("/")], rule, key=key or os.environ.get("OPENAI_API_KEY"), **names
+            ),
+            model,
+        )
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> str:
         """The text of the reply to a conversation."""
@@ -70,7 +93,9 @@ class RemoteEngine:
         return await self._answer(body, path)
 
     async def room(self) -> int | None:
-        """Tokens that a request and its answer may have together; None if the server does not say; vLLM does."""
+        """Tokens that a request and its answer may have together; None if the server does not say;
+        vLLM does.
+        """
         return (await self._listed(kind=dict)).get("max_model_len")
 
     async def _listed(self, *path: str, kind: type[T]) -> T:
@@ -106,7 +131,8 @@ def remote_engine(
 ) -> RemoteEngine:
     """The engine of that name in --rollout.remote_engines. Raises LookupError if there is none.
 
-    `timeout` (seconds) bounds one attempt; without it, --reward.timeout does. `key`, or else OPENAI_API_KEY, goes along.
+    `timeout` (seconds) bounds one attempt; without it, --reward.timeout does. `key`, or else
+    OPENAI_API_KEY, goes along.
     """
     offered = json.loads(os.environ.get(VARIABLE, '{"urls": {}}'))
     if name not in offered["urls"]:
@@ -117,14 +143,18 @@ def remote_engine(
 
 
 @cache
-def _engine(url: str, model: str | None, rule: RuleConfig, key: str | None, process: int) -> RemoteEngine:
+def _engine(
+    url: str, model: str | None, rule: RuleConfig, key: str | None, process: int
+) -> RemoteEngine:
     """One for all who ask alike in a process: a fork does not have the threads of its parent."""
     return RemoteEngine.at(url, rule, model=model, key=key, kind="remote engine", flag=FLAG)
 
 
 @cache
 def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """An event loop that runs in a thread of its own: that of all requests, whatever loop they come from."""
+    """An event loop that runs in a thread of its own: that of all requests, whatever loop they come
+    from.
+    """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="remote engines", daemon=True).start()
     return loop

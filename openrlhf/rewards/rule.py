@@ -1,4 +1,6 @@
-"""The reward that the flags name, if code or a server gives it: a function, a verifier, HTTP servers."""
+"""The reward that the flags name, if code or a server gives it: a function, a verifier, HTTP
+servers.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,23 +27,31 @@ VERIFIERS = {  # called with a response and its label; code with a limit of seco
 def reward_of(
     reward: RuleConfig, *, workers: int | None = None, log_dir: Path | None = None
 ) -> Iterator[Reward | None]:
-    """The function, servers or verifier of these flags, with processes for the code that runs here; None without any."""
+    """The function, servers or verifier of these flags, with processes for the code that runs here;
+    None without any.
+    """
     if reward.urls:
         yield HTTPReward(reward)
     elif reward.function_path or reward.verifier:
-        with ProcessPool(workers or reward.workers, memory_gib=reward.memory_gib, log_dir=log_dir) as pool:
+        with ProcessPool(
+            workers or reward.workers, memory_gib=reward.memory_gib, log_dir=log_dir
+        ) as pool:
             yield VerifierReward(reward, pool) if reward.verifier else FunctionReward(reward, pool)
     else:
         yield None
 
 
 class HTTPReward(Reward):
-    """Servers that answer POST {"query": [...], "prompts": [...], "labels": [...]} as `read_rewards` says."""
+    """Servers that answer POST {"query": [...], "prompts": [...], "labels": [...]} as
+    `read_rewards` says.
+    """
 
     source = "reward server:"
 
     def __init__(self, rule: RuleConfig) -> None:
-        self.servers = HTTPServers(rule.urls, rule, kind="reward server", flag="--reward.remote_url")
+        self.servers = HTTPServers(
+            rule.urls, rule, kind="reward server", flag="--reward.remote_url"
+        )
         self.batch = rule.batch
 
     async def check(self) -> None:
@@ -65,10 +75,14 @@ class VerifierReward(Reward):
         self.pool, self.timeout, self.sandboxed = pool, rule.timeout, rule.verifier == "code"
 
     async def check(self) -> None:
-        """Load the verifier in a process. If it needs the sandbox, say what the sandbox cannot do on this machine."""
+        """Load the verifier in a process. If it needs the sandbox, say what the sandbox cannot do
+        on this machine.
+        """
         await self.pool.check(self.source)
         if self.sandboxed:
-            for missing in await self.pool.call("openrlhf.processes.sandbox:missing_protection", timeout=120):
+            for missing in await self.pool.call(
+                "openrlhf.processes.sandbox:missing_protection", timeout=120
+            ):
                 warn_once(f"--reward.verifier code, on this machine: {missing}.")
 
     async def ask(self, requests: list[RewardRequest]) -> Any:
@@ -78,4 +92,6 @@ class VerifierReward(Reward):
         if self.source != VERIFIERS["math"]:  # which reads lists
             label = label_text(label)
         limits = [self.timeout] if self.sandboxed else []
-        return await self.pool.call(self.source, request.answer, label, *limits, timeout=self.timeout)
+        return await self.pool.call(
+            self.source, request.answer, label, *limits, timeout=self.timeout
+        )

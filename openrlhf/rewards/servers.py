@@ -51,20 +51,30 @@ class _Server:
             if self.failures == 0:
                 logger.warning(f"{self.kind} %s: %s", self.name, problem)
             self.failures = min(self.failures + 1, 10)
-            self.rests_until = now + min(0.5 * 2**self.failures, LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+            self.rests_until = now + min(0.5 * 2**self.failures, LONGEST_PAUSE_S) * random.uniform(
+                0.5, 1.0
+            )
         return ServerError(f"{self.kind} {self.name}: {problem}")
 
 
 class HTTPServers:
     """Servers that answer with JSON, any of which may be asked.
 
-    `timeout` (seconds) bounds one attempt, `retries` says how many may follow a failed one. An attempt goes to the server
-    with the fewest requests under way; one that failed rests, longer each time, while another is there. `kind` is what
-    messages call a server, `flag` where its URL comes from, `limit` where the timeout does, `key` what goes with every request.
+    `timeout` (seconds) bounds one attempt, `retries` says how many may follow a failed one. An
+    attempt goes to the server with the fewest requests under way; one that failed rests, longer
+    each time, while another is there. `kind` is what messages call a server, `flag` where its URL
+    comes from, `limit` where the timeout does, `key` what goes with every request.
     """
 
     def __init__(
-        self, urls: Sequence[str], rule: RuleConfig, *, kind: str, flag: str, key: str | None = None, limit: str = ""
+        self,
+        urls: Sequence[str],
+        rule: RuleConfig,
+        *,
+        kind: str,
+        flag: str,
+        key: str | None = None,
+        limit: str = "",
     ) -> None:
         self.servers = [_Server(url, kind) for url in urls]
         self.timeout, self.retries = rule.timeout, rule.retries
@@ -79,10 +89,13 @@ class HTTPServers:
             problems = await asyncio.gather(*(_await_server(client, s.url) for s in self.servers))
         if problems := [problem for problem in problems if problem]:
             remedy = f"Start the {self.kind}, or correct host and port."
-            raise ConfigError("\n".join(f"{self.flag}: {problem}. {remedy}" for problem in problems))
+            raise ConfigError(
+                "\n".join(f"{self.flag}: {problem}. {remedy}" for problem in problems)
+            )
 
     async def ask(self, body: Mapping[str, Any] | None, path: str = "") -> Any:
-        """The first answer in `retries` + 1 attempts to POST `body`, or without one to GET, at the URL with `path` behind it.
+        """The first answer in `retries` + 1 attempts to POST `body`, or without one to GET, at the
+        URL with `path` behind it.
 
         Raises ServerError after the last, ValueError or TypeError for no JSON.
         """
@@ -96,9 +109,14 @@ class HTTPServers:
             await asyncio.sleep(min(map(self._rest, self.servers)))
 
     async def _attempt(self, body: Mapping[str, Any] | None, path: str, tried: list[str]) -> Any:
-        """The answer of one server, if possible one not yet `tried`. Raises ServerError, or ValueError if asking again is no use."""
+        """The answer of one server, if possible one not yet `tried`. Raises ServerError, or
+        ValueError if asking again is no use.
+        """
         async with self._turns:
-            server = min(self.servers, key=lambda each: (tried.count(each.url), self._rest(each), each.in_flight))
+            server = min(
+                self.servers,
+                key=lambda each: (tried.count(each.url), self._rest(each), each.in_flight),
+            )
             tried.append(server.url)
             server.in_flight += 1
             try:
@@ -111,12 +129,18 @@ class HTTPServers:
         try:
             return response.json()
         except ValueError as error:
-            raise ValueError(f"{server.name}{path} sent no JSON: {response.text[:200]!r}") from error
+            raise ValueError(
+                f"{server.name}{path} sent no JSON: {response.text[:200]!r}"
+            ) from error
 
-    async def _send(self, server: _Server, body: Mapping[str, Any] | None, path: str) -> httpx.Response:
+    async def _send(
+        self, server: _Server, body: Mapping[str, Any] | None, path: str
+    ) -> httpx.Response:
         if self._client is None:
             limits = httpx.Limits(max_connections=IN_FLIGHT, max_keepalive_connections=IN_FLIGHT)
-            self._client = httpx.AsyncClient(timeout=None, follow_redirects=True, limits=limits, headers=self.headers)
+            self._client = httpx.AsyncClient(
+                timeout=None, follow_redirects=True, limits=limits, headers=self.headers
+            )
         try:
             async with asyncio.timeout(self.timeout):
                 method = "GET" if body is None else "POST"

@@ -22,7 +22,9 @@ class BackgroundLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-loop", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="rollout-loop", daemon=True
+        )
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
@@ -40,7 +42,8 @@ class BackgroundLoop:
             raise
 
     def iterate(self, stream: AsyncGenerator[T], timeout_s: float) -> Iterator[T]:
-        """The items of `stream`, each waited for at most `timeout_s` seconds. The stream is closed at the end.
+        """The items of `stream`, each waited for at most `timeout_s` seconds. The stream is closed
+        at the end.
 
         Raises RolloutError if an item takes longer.
         """

@@ -4,8 +4,8 @@
     engine = ray.remote(RolloutEngine).options(runtime_env=environment).remote(0)
     engine.start.remote(settings)
 
-Only methods of the actor import vLLM, which takes 5 s: the controller imports this module too. No class of vLLM's
-leaves the actor, errors included, for the same reason.
+Only methods of the actor import vLLM, which takes 5 s: the controller imports this module too. No
+class of vLLM's leaves the actor, errors included, for the same reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from openrlhf.config.machine import quick_imports
-from openrlhf.distributed.buckets import PublicationError, WeightManifest, WorkerReceipt, verify_receipts
+from openrlhf.distributed.buckets import (
+    PublicationError,
+    WeightManifest,
+    WorkerReceipt,
+    verify_receipts,
+)
 from openrlhf.distributed.devices import note, redirect_output
 from openrlhf.distributed.weight_sync import WeightGroup
 from openrlhf.rollout.engine_settings import ADAPTER_ID, Device, EngineSettings, engine_arguments
@@ -46,7 +51,9 @@ class RequestRefused(EngineError):
 
 
 def _plain_errors(engine: type[T]) -> type[T]:
-    """Have public coroutines raise our own classes only: a caller would have to import vLLM to read vLLM's exceptions."""
+    """Have public coroutines raise our own classes only: a caller would have to import vLLM to read
+    vLLM's exceptions.
+    """
 
     def guarded(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         @functools.wraps(method)
@@ -58,9 +65,13 @@ def _plain_errors(engine: type[T]) -> type[T]:
             except Exception as error:
                 died = self._llm is not None and self._llm.errored
                 if not died and isinstance(error, refusals()):
-                    raise RequestRefused(str(error)) from None  # the reason alone: agents and their clients read it
+                    raise RequestRefused(
+                        str(error)
+                    ) from None  # the reason alone: agents and their clients read it
                 kind = EngineDied if died else EngineError
-                raise kind(f"engine {self.index}, {method.__name__}: {type(error).__name__}: {error}") from None
+                raise kind(
+                    f"engine {self.index}, {method.__name__}: {type(error).__name__}: {error}"
+                ) from None
 
         return call
 
@@ -74,8 +85,8 @@ def _plain_errors(engine: type[T]) -> type[T]:
 class RolloutEngine:
     """One vLLM engine. Methods may be called concurrently, and raise EngineError.
 
-    Weights: version 0 is the model folder's. `receive` leaves the engine paused. `resume` lets the engine serve, unless
-    the last version it received is unverified.
+    Weights: version 0 is the model folder's. `receive` leaves the engine paused. `resume` lets the
+    engine serve, unless the last version it received is unverified.
     """
 
     def __init__(self, index: int) -> None:
@@ -88,14 +99,18 @@ class RolloutEngine:
         self._waking = asyncio.Lock()
 
     def prepare(self, device: Device, *gpus: list[str]) -> None:
-        """Import vLLM, which takes seconds. `gpus`: of the processes whose devices the engine uses, if it has none."""
+        """Import vLLM, which takes seconds. `gpus`: of the processes whose devices the engine uses,
+        if it has none.
+        """
         if gpus and device == "cuda":
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(itertools.chain.from_iterable(gpus))
         modules: dict[str, Any] = sys.modules
         compiler = "torch._inductor.lowering"
         with quick_imports():
             if device == "cpu":
-                modules[compiler] = None  # nothing is compiled there, and vLLM goes on if this import fails
+                modules[compiler] = (
+                    None  # nothing is compiled there, and vLLM goes on if this import fails
+                )
                 import vllm
 
                 del modules[compiler]
@@ -108,7 +123,8 @@ class RolloutEngine:
     async def start(self, settings: EngineSettings, log_path: str | None = None) -> None:
         """Load the model, and serve version 0.
 
-        `log_path`: file for the output of vLLM; without one, vLLM prints to the output of the process.
+        `log_path`: file for the output of vLLM; without one, vLLM prints to the output of the
+        process.
         """
         if log_path:
             redirect_output(log_path)
@@ -131,8 +147,12 @@ class RolloutEngine:
         self._llm.shutdown()
         self._llm = None
 
-    async def generate(self, prompt_tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
-        """One sample of the prompt for each of `params`, in their order. Waits during a pause, wakes from sleep."""
+    async def generate(
+        self, prompt_tokens: list[int], params: list[SamplingParams]
+    ) -> list[Generation]:
+        """One sample of the prompt for each of `params`, in their order. Waits during a pause,
+        wakes from sleep.
+        """
         await self._wake("weights", "kv_cache")
         samples = [asyncio.create_task(self._sample(prompt_tokens, each)) for each in params]
         try:
@@ -146,7 +166,9 @@ class RolloutEngine:
         from vllm.lora.request import LoRARequest
 
         request, asked = f"{self.index}-{next(self._requests)}", time.perf_counter()
-        adapter = LoRARequest("policy", ADAPTER_ID, "published") if self.settings.lora_rank else None
+        adapter = (
+            LoRARequest("policy", ADAPTER_ID, "published") if self.settings.lora_rank else None
+        )
         stream = self._llm.generate(
             tokens_input(prompt_tokens), self._vllm_params(params), request, lora_request=adapter
         )
@@ -160,7 +182,8 @@ class RolloutEngine:
         return Generation(
             tokens=list(output.token_ids),
             logprobs=[
-                candidates[token].logprob for token, candidates in zip(output.token_ids, output.logprobs, strict=True)
+                candidates[token].logprob
+                for token, candidates in zip(output.token_ids, output.logprobs, strict=True)
             ],
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason if named else None,
@@ -175,12 +198,20 @@ class RolloutEngine:
         from vllm.sampling_params import RequestOutputKind
 
         if params.stop and not self.settings.stop_strings:
-            raise RequestRefused(f"stop strings {params.stop!r} need an engine with a tokenizer: stop_strings=True")
+            raise RequestRefused(
+                f"stop strings {params.stop!r} need an engine with a tokenizer: stop_strings=True"
+            )
         if params.seed is not None and self.settings.device == "cpu" and not self.settings.seeded:
-            raise RequestRefused(f"seed {params.seed} needs an engine for seeded samples on a CPU: --rollout.seeded")
+            raise RequestRefused(
+                f"seed {params.seed} needs an engine for seeded samples on a CPU: --rollout.seeded"
+            )
         stops, vocabulary = params.stop_token_ids or (), self._llm.model_config.get_vocab_size()
-        if unknown := [token for token in stops if not 0 <= token < vocabulary]:  # fatal to vLLM below 0.29
-            raise RequestRefused(f"stop_token_ids {unknown} are not in the vocabulary of {vocabulary} tokens")
+        if unknown := [
+            token for token in stops if not 0 <= token < vocabulary
+        ]:  # fatal to vLLM below 0.29
+            raise RequestRefused(
+                f"stop_token_ids {unknown} are not in the vocabulary of {vocabulary} tokens"
+            )
         ends = [] if params.ignore_eos else list(self.settings.end_token_ids)
         return VLLMSamplingParams(
             **asdict(params) | {"logprobs": 0, "stop_token_ids": [*stops, *ends]},
@@ -189,25 +220,30 @@ class RolloutEngine:
         )
 
     async def join(self, group: WeightGroup, rank_offset: int) -> None:
-        """Leave the previous weight group and join another. `rank_offset`: the rank of this engine's first worker.
+        """Leave the previous weight group and join another. `rank_offset`: the rank of this
+        engine's first worker.
 
-        The engine stands still until all members have joined. Raises EngineError if a member does not join in time.
+        The engine stands still until all members have joined. Raises EngineError if a member does
+        not join in time.
         """
         await self._llm.collective_rpc("publication_join", args=(pickle.dumps(group), rank_offset))
 
     async def receive(self, manifest: WeightManifest) -> tuple[WorkerReceipt, ...]:
         """Pause, receive the version that the group's sender sends, and verify it.
 
-        Samples under way are frozen. After `resume` they continue with the new weights and a recomputed KV cache.
-        Raises PublicationError if the version did not arrive completely. The engine then stays paused until a
-        publication succeeds. Of an engine that sleeps, only the weights wake.
+        Samples under way are frozen. After `resume` they continue with the new weights and a
+        recomputed KV cache. Raises PublicationError if the version did not arrive completely. The
+        engine then stays paused until a publication succeeds. Of an engine that sleeps, only the
+        weights wake.
         """
         await self._wake("weights")
         if not self._paused:
             await self.pause()
         self._unverified = manifest.version
         try:
-            answers = await self._llm.collective_rpc("publication_receive", args=(pickle.dumps(manifest),))
+            answers = await self._llm.collective_rpc(
+                "publication_receive", args=(pickle.dumps(manifest),)
+            )
         except Exception as error:
             if self._llm.errored:
                 raise
@@ -227,7 +263,9 @@ class RolloutEngine:
         await self._llm.is_paused()
 
     async def pause(self) -> None:
-        """Freeze the samples under way, and drop the KV cache, which was computed with the present weights."""
+        """Freeze the samples under way, and drop the KV cache, which was computed with the present
+        weights.
+        """
         await self._llm.pause_generation(mode="keep", clear_cache=True)
         self._paused = True
 
@@ -242,7 +280,9 @@ class RolloutEngine:
         self._paused = False
 
     async def sleep(self) -> None:
-        """Free the device: weights move to CPU memory, and the KV cache is dropped. No sample may be under way."""
+        """Free the device: weights move to CPU memory, and the KV cache is dropped. No sample may
+        be under way.
+        """
         if self._asleep:
             return
         await self._llm.sleep(level=1)

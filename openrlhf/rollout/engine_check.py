@@ -1,7 +1,8 @@
-"""Asks vLLM whether `--vllm.engine_args` are arguments of its engine: names, and the types of their values.
+"""Asks vLLM whether `--vllm.engine_args` are arguments of its engine: names, and the types of their
+values.
 
-The check runs in its own process, which takes 5 s. Importing vLLM changes the environment, which later processes would
-inherit.
+The check runs in its own process, which takes 5 s. Importing vLLM changes the environment, which
+later processes would inherit.
 """
 
 import dataclasses
@@ -19,7 +20,9 @@ from openrlhf.rollout.engine_settings import Device, engine_environment
 
 
 def check_engine_args(extra: Mapping[str, Any], device: Device) -> None:
-    """Raise ConfigError for an unknown argument of vLLM, or a value of another type. No device is touched."""
+    """Raise ConfigError for an unknown argument of vLLM, or a value of another type. No device is
+    touched.
+    """
     if not extra:
         return
     answer = subprocess.run(
@@ -41,17 +44,24 @@ def mistakes_in(extra: Mapping[str, Any]) -> Iterator[str]:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     yield from _mistakes_of(AsyncEngineArgs, extra, "--vllm.engine_args")
-    yield from _mistakes_of(SpeculativeConfig, drafting(extra), "--vllm.engine_args speculative_config")
+    yield from _mistakes_of(
+        SpeculativeConfig, drafting(extra), "--vllm.engine_args speculative_config"
+    )
 
 
 def _mistakes_of(arguments: type, given: Mapping[str, Any], where: str) -> Iterator[str]:
     from pydantic import TypeAdapter, ValidationError
 
-    known = {field.name: Any if isinstance(field.type, str) else field.type for field in dataclasses.fields(arguments)}
+    known = {
+        field.name: Any if isinstance(field.type, str) else field.type
+        for field in dataclasses.fields(arguments)
+    }
     for name, value in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            yield f"{where}: vLLM has no argument {name}" + (f". Is {near[0]} meant?" if near else ".")
+            yield f"{where}: vLLM has no argument {name}" + (
+                f". Is {near[0]} meant?" if near else "."
+            )
             continue
         try:
             TypeAdapter(known[name]).validate_json(json.dumps(value), strict=True)

@@ -1,8 +1,9 @@
 """vLLM's engine core in a thread of the engine actor, for engines on a CPU.
 
-vLLM runs the core in its own process, which imports everything a second time. In a thread, the same `AsyncLLM` starts
-in about 2 s instead of 7 to 18 s and takes 0.7 GiB instead of 1.1. Two hooks of vLLM make this possible:
-`AsyncLLM(client_addresses=…)`, which its API servers use, and a core without a handshake, as in its Ray actors.
+vLLM runs the core in its own process, which imports everything a second time. In a thread, the same
+`AsyncLLM` starts in about 2 s instead of 7 to 18 s and takes 0.7 GiB instead of 1.1. Two hooks of
+vLLM make this possible: `AsyncLLM(client_addresses=…)`, which its API servers use, and a core
+without a handshake, as in its Ray actors.
 """
 
 import json
@@ -39,10 +40,15 @@ from openrlhf.rollout.engine_settings import CPU_KV_CACHE_BYTES
 
 
 def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
-    """An engine whose core lives as long as the process. Raises every exception of the core's start."""
+    """An engine whose core lives as long as the process. Raises every exception of the core's
+    start.
+    """
     register_architectures(arguments.model)
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    head_size, known = (config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes())
+    head_size, known = (
+        config.model_config.get_head_size(),
+        CPUAttentionBackend.get_supported_head_sizes(),
+    )
     if head_size not in known:  # vLLM would die at the first sample without a message
         raise ValueError(
             f"vLLM's CPU attention has kernels for heads of {known} entries, but the heads of {arguments.model} have "
@@ -52,14 +58,24 @@ def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
         correct_rejection_sampler()
     inputs, outputs = get_open_zmq_ipc_path(), get_open_zmq_ipc_path()
     started, zmq = Future[_Core](), EngineZmqAddresses(inputs=[inputs], outputs=[outputs])
-    threading.Thread(target=run_core, args=(config, zmq, started), name="vllm-engine-core", daemon=True).start()
+    threading.Thread(
+        target=run_core, args=(config, zmq, started), name="vllm-engine-core", daemon=True
+    ).start()
     started.result()
     addresses = {"input_address": inputs, "output_address": outputs}
-    return AsyncLLM(config, Executor.get_class(config), log_stats=False, log_requests=False, client_addresses=addresses)
+    return AsyncLLM(
+        config,
+        Executor.get_class(config),
+        log_stats=False,
+        log_requests=False,
+        client_addresses=addresses,
+    )
 
 
 def register_architectures(model: str) -> None:
-    """Give vLLM the model's class. vLLM inspects a class known only by name in a subprocess, which takes 11 s once."""
+    """Give vLLM the model's class. vLLM inspects a class known only by name in a subprocess, which
+    takes 11 s once.
+    """
     config = Path(model) / "config.json"
     names = json.loads(config.read_text()).get("architectures", []) if config.is_file() else []
     for name in names:
@@ -70,16 +86,25 @@ def register_architectures(model: str) -> None:
 def correct_rejection_sampler() -> None:
     """Make vLLM judge drafts at the temperature, top-k and top-p of their sample.
 
-    On a CPU without Triton, vLLM writes these values into a copy that it drops, and divides by uninitialised memory.
-    The log-probabilities are NaN and seeds have no effect. Also, top-k fails in a step without drafts.
+    On a CPU without Triton, vLLM writes these values into a copy that it drops, and divides by
+    uninitialised memory. The log-probabilities are NaN and seeds have no effect. Also, top-k fails
+    in a step without drafts.
     """
     constrain = rejection_sampler.apply_sampling_constraints
 
-    def expand(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
+    def expand(
+        x: Tensor,
+        cu_num_tokens: Tensor,
+        num_tokens: int,
+        replace_from: int = 0,
+        replace_to: int = 0,
+    ) -> Tensor:
         expanded = x.repeat_interleave(cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)))
         return expanded.masked_fill(expanded == replace_from, replace_to)
 
-    def constrain_drafts(logits: Tensor, cu_num_draft_tokens: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:
+    def constrain_drafts(
+        logits: Tensor, cu_num_draft_tokens: Tensor, sampling_metadata: SamplingMetadata
+    ) -> Tensor:
         return constrain(logits, cu_num_draft_tokens, sampling_metadata) if len(logits) else logits
 
     rejection_sampler.expand_batch_to_tokens = expand
@@ -87,10 +112,11 @@ def correct_rejection_sampler() -> None:
 
 
 class _Core(EngineCoreProc):
-    """A core that knows its addresses, so that no handshake is needed, and sends a sample when the sample is finished.
+    """A core that knows its addresses, so that no handshake is needed, and sends a sample when the
+    sample is finished.
 
-    vLLM's core sends every token of every sample through a socket. Only the detokenizer, which looks for stop strings
-    on the other side, needs them one by one.
+    vLLM's core sends every token of every sample through a socket. Only the detokenizer, which
+    looks for stop strings on the other side, needs them one by one.
     """
 
     def __init__(self, config: VllmConfig, addresses: EngineZmqAddresses) -> None:
@@ -106,11 +132,15 @@ class _Core(EngineCoreProc):
         yield self._known_addresses
 
     def _initialize_kv_caches(self, vllm_config: VllmConfig) -> KVCacheConfig:
-        """A cache of the default size is no larger than twice what a full batch of longest samples needs: zeros take time."""
+        """A cache of the default size is no larger than twice what a full batch of longest samples
+        needs: zeros take time.
+        """
         cache, full = vllm_config.cache_config, vllm_config.scheduler_config.max_num_seqs
         if cache.kv_cache_memory_bytes == CPU_KV_CACHE_BYTES:
             specs = self.model_executor.get_kv_cache_specs()
-            sample = max(max_memory_usage_bytes(vllm_config, of_worker.values()) for of_worker in specs)
+            sample = max(
+                max_memory_usage_bytes(vllm_config, of_worker.values()) for of_worker in specs
+            )
             cache.kv_cache_memory_bytes = min(2 * full * sample, CPU_KV_CACHE_BYTES)
         return super()._initialize_kv_caches(vllm_config)
 
@@ -121,11 +151,17 @@ class _Core(EngineCoreProc):
         for step in (outputs or {}).values():
             for output in step.outputs:
                 self._held[output.request_id].append(output)
-            step.outputs = [joined(self._held.pop(output.request_id)) for output in step.outputs if output.finished]
+            step.outputs = [
+                joined(self._held.pop(output.request_id))
+                for output in step.outputs
+                if output.finished
+            ]
         return {client: step for client, step in (outputs or {}).items() if step.outputs}, executed
 
     def send_held(self) -> None:
-        """Send the tokens so far of samples that go on: the next tokens have another weight version."""
+        """Send the tokens so far of samples that go on: the next tokens have another weight
+        version.
+        """
         if parts := [joined(held) for held in self._held.values()]:
             self.output_queue.put_nowait((0, EngineCoreOutputs(outputs=parts)))
         self._held.clear()
@@ -148,7 +184,9 @@ def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
 
 
 def run_core(config: VllmConfig, addresses: EngineZmqAddresses, started: Future[_Core]) -> None:
-    """Run a core until it fails. The `AsyncLLM` notices a failure; its calls then raise vLLM's EngineDeadError."""
+    """Run a core until it fails. The `AsyncLLM` notices a failure; its calls then raise vLLM's
+    EngineDeadError.
+    """
     try:
         # a copy, as a new process would have: the core changes its configuration while it starts
         core = _Core(pickle.loads(cloudpickle.dumps(config)), addresses)

@@ -1,4 +1,6 @@
-"""The settings of a rollout engine, and vLLM's arguments and environment for them. Imports nothing heavy."""
+"""The settings of a rollout engine, and vLLM's arguments and environment for them. Imports nothing
+heavy.
+"""
 
 import os
 from dataclasses import dataclass
@@ -47,13 +49,16 @@ def engine_environment(device: Device) -> dict[str, str]:
     }
     if device == "cuda":
         return common | runner_environment() | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    return common | {
-        "CUDA_VISIBLE_DEVICES": "",  # a node may have GPUs that are not Ray's
-        "OMP_NUM_THREADS": "1",  # two spinning threads on two cores: 10 to 25 times slower
-        "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles its log-probability helper at the first sample: 2 to 12 s
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" binds every engine to the same core
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM adds a process between core and worker
-    }
+    return (
+        common
+        | {
+            "CUDA_VISIBLE_DEVICES": "",  # a node may have GPUs that are not Ray's
+            "OMP_NUM_THREADS": "1",  # two spinning threads on two cores: 10 to 25 times slower
+            "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles its log-probability helper at the first sample: 2 to 12 s
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" binds every engine to the same core
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM adds a process between core and worker
+        }
+    )
 
 
 def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
@@ -82,12 +87,17 @@ def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
     if on_cpu:
         arguments["block_size"] = 32  # tokens; with the default of 128 a cached prefix is rare
         arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
-        arguments["compilation_config"] = {"custom_ops": ["all"]}  # vLLM's own kernels, as nothing is compiled
+        arguments["compilation_config"] = {
+            "custom_ops": ["all"]
+        }  # vLLM's own kernels, as nothing is compiled
         if settings.seeded:
-            # if vLLM splits the prompt of a seeded sample, it rewinds the sample's generator. CPU generators cannot
-            # be rewound, and the engine dies
+            # if vLLM splits the prompt of a seeded sample, it rewinds the sample's generator. CPU
+            # generators cannot be rewound, and the engine dies
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(2048, settings.max_model_len)
     if settings.lora_rank:
-        arguments |= {"enable_lora": True, "max_lora_rank": min(r for r in LORA_RANKS if r >= settings.lora_rank)}
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": min(r for r in LORA_RANKS if r >= settings.lora_rank),
+        }
     return arguments | dict(vllm.engine_args)

@@ -1,7 +1,8 @@
 """The engine's half of a publication, in vLLM's workers: receive, load, and report what was loaded.
 
-vLLM mixes `WorkerExtension` into its worker class, and `RolloutEngine` calls the methods through `collective_rpc`. This
-is not one of vLLM's weight-transfer backends, because they return nothing to verify.
+vLLM mixes `WorkerExtension` into its worker class, and `RolloutEngine` calls the methods through
+`collective_rpc`. This is not one of vLLM's weight-transfer backends, because they return nothing to
+verify.
 """
 
 import pickle
@@ -15,26 +16,40 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from openrlhf.distributed.buckets import WeightManifest, WorkerReceipt, bucket_hash, bucket_nbytes, unpack
+from openrlhf.distributed.buckets import (
+    WeightManifest,
+    WorkerReceipt,
+    bucket_hash,
+    bucket_nbytes,
+    unpack,
+)
 from openrlhf.distributed.weight_sync import Channel, Membership
 from openrlhf.rollout.engine_settings import ADAPTER_ID
 from openrlhf.rollout.engine_versions import adapter_renames, expert_kernel, heed_seeds_on_cpu
 
-# vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX). Linux refuses them to a process that has not
-# asked for them, and vLLM does not ask. Unless oneDNN happened to ask before, the first sample ends the engine with
-# SIGILL.
+# vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX). Linux refuses them to a
+# process that has not asked for them, and vLLM does not ask. Unless oneDNN happened to ask before,
+# the first sample ends the engine with SIGILL.
 if torch.cpu._is_amx_tile_supported():
     torch.cpu._init_amx()
 heed_seeds_on_cpu()  # here, because each worker of an engine imports this module
 
 
 class WorkerExtension:
-    """Methods added to vLLM's worker class. Our classes travel as pickled bytes: vLLM sends plain values only."""
+    """Methods added to vLLM's worker class. Our classes travel as pickled bytes: vLLM sends plain
+    values only.
+    """
 
     vllm_config: VllmConfig
     device: torch.device
@@ -46,27 +61,34 @@ class WorkerExtension:
 
         `rank_offset`: the rank of the engine's first worker.
         """
-        self.publication.join(pickle.loads(group), rank_offset + self.vllm_config.parallel_config.rank)
+        self.publication.join(
+            pickle.loads(group), rank_offset + self.vllm_config.parallel_config.rank
+        )
 
     def publication_receive(self, message: bytes) -> bytes:
-        """Receive the weights of `message`, a pickled `WeightManifest`. Returns a pickled `WorkerReceipt`.
+        """Receive the weights of `message`, a pickled `WeightManifest`. Returns a pickled
+        `WorkerReceipt`.
 
-        No step may run meanwhile: the engine is paused and its scheduler waits for this call. If the call raises, the
-        model has old, new and missing weights until a later call succeeds.
+        No step may run meanwhile: the engine is paused and its scheduler waits for this call. If
+        the call raises, the model has old, new and missing weights until a later call succeeds.
         """
         manifest: WeightManifest = pickle.loads(message)
         if self.publication.channel is None:
             raise RuntimeError("this engine is in no weight group: join one first")
         intake = Intake(manifest, self.publication.channel, self.device)
         if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)  # a pause of vLLM below 0.29 does not wait for kernels
+            torch.accelerator.synchronize(
+                self.device
+            )  # a pause of vLLM below 0.29 does not wait for kernels
         model = self.model_runner.get_model()
         handles = packed_handles(model)
         try:
             with set_current_vllm_config(self.vllm_config):
                 if manifest.adapter:
                     handles = {}  # packed copies are of the model's own weights, which stay
-                    unwritten = take_adapter(self.model_runner.lora_manager, manifest.adapter, intake)
+                    unwritten = take_adapter(
+                        self.model_runner.lora_manager, manifest.adapter, intake
+                    )
                 else:
                     unwritten = take_weights(model, self.vllm_config, intake)
         except BaseException:
@@ -85,7 +107,9 @@ class WorkerExtension:
 
 
 class Intake:
-    """Receives a publication while the model's loader consumes the tensors, and counts the consumed tensors."""
+    """Receives a publication while the model's loader consumes the tensors, and counts the consumed
+    tensors.
+    """
 
     def __init__(self, manifest: WeightManifest, channel: Channel, device: torch.device) -> None:
         self.manifest = manifest
@@ -112,8 +136,11 @@ class Intake:
 
     def _receive(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in self.manifest.buckets():
-            # a new buffer for each bucket: vLLM keeps views of it until the last tensor of a layer has come
-            buffer = torch.empty(bucket_nbytes(bucket), dtype=torch.uint8, device=self.channel.device)
+            # a new buffer for each bucket: vLLM keeps views of it until the last tensor of a layer
+            # has come
+            buffer = torch.empty(
+                bucket_nbytes(bucket), dtype=torch.uint8, device=self.channel.device
+            )
             self.channel.receive(buffer)
             self.hashes.append(bucket_hash(buffer))
             yield from unpack(bucket, buffer.to(self.device))
@@ -131,7 +158,9 @@ def take_weights(model: nn.Module, config: VllmConfig, intake: Intake) -> list[s
 
 
 def take_adapter(worker_manager: Any, settings: dict[str, Any], intake: Intake) -> list[str]:
-    """Serve the adapter that arrives, in place of the previous one. Returns its layers that the engine cannot adapt."""
+    """Serve the adapter that arrives, in place of the previous one. Returns its layers that the
+    engine cannot adapt.
+    """
     tensors = dict(intake.tensors())
     intake.finish()
     manager = worker_manager._adapter_manager
@@ -150,27 +179,31 @@ def take_adapter(worker_manager: Any, settings: dict[str, Any], intake: Intake) 
 
 
 def begin_reload(model: nn.Module) -> None:
-    """Start vLLM's layerwise reload: layers fill up tensor by tensor, and are processed when they are full."""
+    """Start vLLM's layerwise reload: layers fill up tensor by tensor, and are processed when they
+    are full.
+    """
     for layer in model.modules():
         info = get_layerwise_info(layer)
-        # clear the counts of an update that failed in the middle of the layer: vLLM would count these tensors twice,
-        # treat the layer as full too early, and drop the remaining tensors
+        # clear the counts of an update that failed in the middle of the layer: vLLM would count
+        # these tensors twice, treat the layer as full too early, and drop the remaining tensors
         info.loaded_weights.clear()
         info.load_numel = 0
         if (method := packed_experts(layer)) is not None:
             method.moe_kernel = None  # vLLM packs experts only while it builds their kernel
         if isinstance(layer, ParallelLMHead) and layer.bias is not None:
-            # vLLM's loader of Transformers models makes a new bias for each update, which nothing would count
+            # vLLM's loader of Transformers models makes a new bias for each update, which nothing
+            # would count
             layer._register_bias = lambda: None
     initialize_layerwise_reload(model)
 
 
 def unwritten_layers(model: nn.Module) -> list[str]:
-    """Layers that the update has not filled, with counts. Must be called before the reload is finalised.
+    """Layers that the update has not filled, with counts. Must be called before the reload is
+    finalised.
 
-    vLLM only logs a warning for a layer without new values, and silently completes a partly filled layer. Some elements
-    need no new value: padding of the vocabulary, buffers, elements that vLLM does not count, and a layer that shares
-    its parameters with a filled layer (a tied head).
+    vLLM only logs a warning for a layer without new values, and silently completes a partly filled
+    layer. Some elements need no new value: padding of the vocabulary, buffers, elements that vLLM
+    does not count, and a layer that shares its parameters with a filled layer (a tied head).
     """
     filled: set[int] = set()
     missing: dict[str, tuple[set[int], str]] = {}
@@ -190,7 +223,9 @@ def unwritten_layers(model: nn.Module) -> list[str]:
 
 
 def vocabulary_padding(layer: nn.Module) -> int:
-    """Number of elements of an embedding or head that belong to no token, because vLLM rounds vocabularies up."""
+    """Number of elements of an embedding or head that belong to no token, because vLLM rounds
+    vocabularies up.
+    """
     if not isinstance(layer, VocabParallelEmbedding):
         return 0
     rows = layer.num_embeddings_per_partition - layer.shard_indices.num_org_elements
@@ -198,7 +233,9 @@ def vocabulary_padding(layer: nn.Module) -> int:
 
 
 def packed_handles(model: nn.Module) -> dict[str, Any]:
-    """Layers of a CPU engine with packed weights. The value is the object that the last packing made."""
+    """Layers of a CPU engine with packed weights. The value is the object that the last packing
+    made.
+    """
     handles = {
         name: getattr(layer, "cpu_linear", expert_kernel(packed_experts(layer)))
         for name, layer in model.named_modules()

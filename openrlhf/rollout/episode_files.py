@@ -1,12 +1,14 @@
-"""Episodes on disk, as they were generated and rewarded: --rollout.dump_dir writes, --rollout.replay_dir reads.
+"""Episodes on disk, as they were generated and rewarded: --rollout.dump_dir writes,
+--rollout.replay_dir reads.
 
     step-000007.jsonl.gz    the episodes of step 7, in prompt order
     eval-000006.jsonl.gz    the episodes of the evaluation of the weights after step 6
     earlier/<n>/            files that an earlier run left in the folder
 
-The first line of a file is a header: {"format": 1, "kind": "step", "step": 7, "episodes": 64, "run": {…}}. Each of the
-other lines is a `Trajectory` with its fields by name. Numbers are stored exactly. A label that JSON can express is
-stored exactly too; any other label (bytes, dates, images) is stored as its text.
+The first line of a file is a header: {"format": 1, "kind": "step", "step": 7, "episodes": 64,
+"run": {…}}. Each of the other lines is a `Trajectory` with its fields by name. Numbers are stored
+exactly. A label that JSON can express is stored exactly too; any other label (bytes, dates, images)
+is stored as its text.
 """
 
 import gzip
@@ -34,7 +36,9 @@ Kind = Literal["step", "eval"]
 
 
 class EpisodeFolder:
-    """The files of a run, each written completely or not at all. Reading raises DataError with file and line."""
+    """The files of a run, each written completely or not at all. Reading raises DataError with file
+    and line.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
@@ -54,7 +58,9 @@ class EpisodeFolder:
 
     def _found(self) -> dict[str, tuple[str, int]]:
         names = [path.name for path in self.path.glob("*.jsonl.gz")]
-        return {name: (match[1], int(match[2])) for name in names if (match := FILE.fullmatch(name))}
+        return {
+            name: (match[1], int(match[2])) for name in names if (match := FILE.fullmatch(name))
+        }
 
     def begin(self, *, after: int) -> None:
         """Prepare the folder for a run that continues after step `after` (-1: a new run).
@@ -64,15 +70,29 @@ class EpisodeFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         set_aside(self.path, [name for name, (_, step) in self._found().items() if step > after])
 
-    def write(self, kind: Kind, step: int, episodes: Sequence[Trajectory], *, run: Mapping[str, Any]) -> None:
+    def write(
+        self, kind: Kind, step: int, episodes: Sequence[Trajectory], *, run: Mapping[str, Any]
+    ) -> None:
         """Write or replace a file. `run`: the identity that a run must have to replay the file."""
-        header = {"format": FORMAT, "kind": kind, "step": step, "episodes": len(episodes), "run": run}
-        rows = [EPISODE.dump_python(episode) | {"error": hide(episode.error)} for episode in episodes]
+        header = {
+            "format": FORMAT,
+            "kind": kind,
+            "step": step,
+            "episodes": len(episodes),
+            "run": run,
+        }
+        rows = [
+            EPISODE.dump_python(episode) | {"error": hide(episode.error)} for episode in episodes
+        ]
         text = "".join(json.dumps(row, default=_plain) + "\n" for row in [header, *rows])
-        write_atomically(self.file(kind, step), gzip.compress(text.encode(), compresslevel=1, mtime=0))
+        write_atomically(
+            self.file(kind, step), gzip.compress(text.encode(), compresslevel=1, mtime=0)
+        )
 
     def header(self, kind: Kind, step: int) -> dict[str, Any]:
-        """`episodes` (their number) and `run` (the argument of `write`) from the first line of a file."""
+        """`episodes` (their number) and `run` (the argument of `write`) from the first line of a
+        file.
+        """
         path = self.file(kind, step)
         try:
             with gzip.open(path) as file:

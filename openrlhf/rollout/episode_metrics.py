@@ -12,11 +12,14 @@ from openrlhf.trajectory import Trajectory
 T = TypeVar("T")
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]) -> dict[str, Metric]:
-    """Metrics of a step's rollout, and the means of the user's extra numbers over the samples that have them.
+def rollout_metrics(
+    trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]
+) -> dict[str, Metric]:
+    """Metrics of a step's rollout, and the means of the user's extra numbers over the samples that
+    have them.
 
-    Every episode is kept, failed, filtered, or left out. An episode is left out if no other sample of its prompt has
-    finished, or if it has no sampled token.
+    Every episode is kept, failed, filtered, or left out. An episode is left out if no other sample
+    of its prompt has finished, or if it has no sampled token.
     """
     used = {(t.prompt.index, t.sample_index) for t in kept}
     finished = [t for t in trajectories if not t.failed and not t.filtered]
@@ -28,31 +31,42 @@ def rollout_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajector
         "rollout/response_length_mean": Mean(sum(t.num_actions for t in kept), len(kept)),
         "rollout/truncated_rate": Mean(sum(t.truncated for t in kept), len(kept)),
         "rollout/num_samples": Last(float(len(kept))),
-        "train/score": Mean(sum(t.score for t in kept if t.score is not None), sum(t.score is not None for t in kept)),
+        "train/score": Mean(
+            sum(t.score for t in kept if t.score is not None),
+            sum(t.score is not None for t in kept),
+        ),
         "train/failed_episodes": Last(float(sum(t.failed for t in trajectories))),
     }
     if played := [t for t in kept if t.turns is not None]:
         metrics["rollout/turns_mean"] = Mean(sum(t.turns or 0 for t in played), len(played))
-        metrics["rollout/conversations_mean"] = Mean(sum(len(t.conversations) for t in played), len(played))
+        metrics["rollout/conversations_mean"] = Mean(
+            sum(len(t.conversations) for t in played), len(played)
+        )
     for failure, number in Counter(t.failure for t in trajectories if t.failure).items():
         metrics[f"train/failed_{failure}"] = Last(float(number))
     if left_out:
         metrics["train/left_out_episodes"] = Last(float(left_out))
-    logs = [{_logged_as(name): Mean(value, 1) for name, value in t.extra_logs.items()} for t in kept]
+    logs = [
+        {_logged_as(name): Mean(value, 1) for name, value in t.extra_logs.items()} for t in kept
+    ]
     return metrics | merge_all(logs)
 
 
 def _logged_as(name: str) -> str:
-    """The metric name of a user's extra number. A name of one of our metrics gets the prefix `user_`."""
+    """The metric name of a user's extra number. A name of one of our metrics gets the prefix
+    `user_`.
+    """
     ours = find_spec(f"train/{name}") is not None and not name.startswith("reward_")
     return f"train/user_{name}" if ours else f"train/{name}"
 
 
 def evaluation_metrics(trajectories: Sequence[Trajectory], *, k: int) -> dict[str, float]:
-    """pass@1 and pass@k per data source, rewards, response lengths and truncation, under the logged names.
+    """pass@1 and pass@k per data source, rewards, response lengths and truncation, under the logged
+    names.
 
-    pass@1 is the mean over prompts of the mean score of their samples; `score_stderr` is its standard error. pass@k is
-    the mean over prompts of the best score. Failed samples are left out and counted.
+    pass@1 is the mean over prompts of the mean score of their samples; `score_stderr` is its
+    standard error. pass@k is the mean over prompts of the best score. Failed samples are left out
+    and counted.
     """
     finished = [t for t in trajectories if not t.failed]
     metrics = {

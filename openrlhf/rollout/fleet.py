@@ -1,4 +1,6 @@
-"""The fleet: all engines of a model, with their processes, devices and logs, and the choice of an engine."""
+"""The fleet: all engines of a model, with their processes, devices and logs, and the choice of an
+engine.
+"""
 
 import asyncio
 import math
@@ -15,7 +17,14 @@ import ray
 
 from openrlhf.distributed.cluster import machines
 from openrlhf.distributed.placement import HostGroup, Machine, Placement, Slots
-from openrlhf.distributed.worker_group import DEATHS, Call, HostHandles, WorkerError, gather, reason_of_death
+from openrlhf.distributed.worker_group import (
+    DEATHS,
+    Call,
+    HostHandles,
+    WorkerError,
+    gather,
+    reason_of_death,
+)
 from openrlhf.observability.metrics import Metric
 from openrlhf.rollout.background import CLOSE_S, RolloutError
 from openrlhf.rollout.engine import EngineDied, EngineError, RequestRefused, RolloutEngine
@@ -28,7 +37,9 @@ WATCH_S = 2.0  # between two looks at all engines
 
 @dataclass(eq=False, kw_only=True)
 class Member:
-    """One engine of a fleet. `up`: it has a model with the present weights, and may be asked for samples."""
+    """One engine of a fleet. `up`: it has a model with the present weights, and may be asked for
+    samples.
+    """
 
     index: int
     slots: Slots
@@ -43,25 +54,34 @@ class Member:
 
 
 class Fleet:
-    """Owns the engines. Generator, weight sync and launcher ask the fleet; nothing else has a list of engines.
+    """Owns the engines. Generator, weight sync and launcher ask the fleet; nothing else has a list
+    of engines.
 
-    Its processes import vLLM from the start; `start` gives them a model, and `wait` returns when all of them serve. Call
-    `generate` from one event loop only. With `hosts`, the engines use the devices of these processes.
+    Its processes import vLLM from the start; `start` gives them a model, and `wait` returns when
+    all of them serve. Call `generate` from one event loop only. With `hosts`, the engines use the
+    devices of these processes.
 
-    An engine that dies or hangs is started again, with the present weights, which `refit` sends; its unfinished samples
-    are drawn again. If its machine is gone, it moves to another or leaves the fleet. Engines join, up to
-    --vllm.max_engines, when the cluster has room.
+    An engine that dies or hangs is started again, with the present weights, which `refit` sends;
+    its unfinished samples are drawn again. If its machine is gone, it moves to another or leaves
+    the fleet. Engines join, up to --vllm.max_engines, when the cluster has room.
     """
 
     def __init__(
-        self, group: HostGroup, places: Sequence[Machine], *, on_gpus: bool, hosts: HostHandles | None = None
+        self,
+        group: HostGroup,
+        places: Sequence[Machine],
+        *,
+        on_gpus: bool,
+        hosts: HostHandles | None = None,
     ) -> None:
         self.group, self.hosts, self.on_gpus = replace(group, per_node=1), hosts, on_gpus
         self.workers_per_engine = group.devices
         self.refit: Callable[[Member], None] | None = None
         self.say: Callable[[str], None] = print
         self._device: Device = "cuda" if on_gpus else "cpu"
-        self._scratch = tempfile.mkdtemp(prefix="openrlhf-")  # for sockets and files that vLLM never removes
+        self._scratch = tempfile.mkdtemp(
+            prefix="openrlhf-"
+        )  # for sockets and files that vLLM never removes
         self._failure: Exception | None = None
         self._closed, self._changing = threading.Event(), threading.RLock()
         self._watcher = threading.Thread(target=self._watch, name="fleet", daemon=True)
@@ -81,7 +101,9 @@ class Fleet:
             max_concurrency=4096,
             runtime_env={"env_vars": engine_environment(self._device) | {"TMPDIR": self._scratch}},
         ).remote(member.index)
-        member.actor.prepare.remote(self._device, *(hosts.gpus[first : first + devices] if hosts else []))
+        member.actor.prepare.remote(
+            self._device, *(hosts.gpus[first : first + devices] if hosts else [])
+        )
         return member
 
     @property
@@ -90,7 +112,9 @@ class Fleet:
         return [member for member in list(self._members.values()) if member.up]
 
     def start(self, settings: EngineSettings, *, log_dir: str, timeout_s: float) -> None:
-        """Let all engines load the model, each in its own time. Raises PlacementError if their devices are not free."""
+        """Let all engines load the model, each in its own time. Raises PlacementError if their
+        devices are not free.
+        """
         self.settings, self.timeout_s, self._log_dir = settings, timeout_s, log_dir
         for member in self._members.values():
             member.slots.wait(timeout_s)
@@ -117,9 +141,13 @@ class Fleet:
         return {"timing/engines_idle": self._router.idle(list(self._members))}
 
     async def rest(self) -> None:
-        """Free the memory that others use on the same devices, until the next sample or publication."""
+        """Free the memory that others use on the same devices, until the next sample or
+        publication.
+        """
         asked = [
-            (member, member.actor, member.actor.sleep.remote()) for member in self.up if self.settings.vllm.enable_sleep
+            (member, member.actor, member.actor.sleep.remote())
+            for member in self.up
+            if self.settings.vllm.enable_sleep
         ]
         for member, actor, answer in asked:
             try:
@@ -127,10 +155,13 @@ class Fleet:
             except (*DEATHS, EngineDied) as error:
                 self.lose(member, actor, error)
 
-    async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
+    async def generate(
+        self, key: Hashable, tokens: list[int], params: list[SamplingParams]
+    ) -> list[Generation]:
         """One sample of the prompt for each of `params`, all from one engine.
 
-        Samples with the same `key` share a prefix. Samples of an engine that dies are drawn again by another.
+        Samples with the same `key` share a prefix. Samples of an engine that dies are drawn again
+        by another.
         """
         while True:
             member = await self._serving(key, len(params))
@@ -149,7 +180,9 @@ class Fleet:
                 self._router.done(key, member.index, len(params))
 
     async def _serving(self, key: Hashable, samples: int) -> Member:
-        """The engine to ask. Waits while none serves. Raises RolloutError if an engine was lost too often."""
+        """The engine to ask. Waits while none serves. Raises RolloutError if an engine was lost too
+        often.
+        """
         self.check()
         while not (serving := [member.index for member in self.up]):
             self.check()
@@ -162,7 +195,9 @@ class Fleet:
             raise self._failure
 
     def lose(self, member: Member, actor: Any, error: Exception) -> None:
-        """Note that the process of an engine has died. It is started again, unless that has been tried too often."""
+        """Note that the process of an engine has died. It is started again, unless that has been
+        tried too often.
+        """
         with self._changing:
             if not member.up or member.actor is not actor or self._closed.is_set():
                 return  # somebody else has noticed
@@ -172,7 +207,10 @@ class Fleet:
     def _try_again(self, member: Member, error: Exception) -> None:
         if self._closed.is_set():
             return
-        most, reason = self.settings.vllm.max_restarts, (str(error).strip() or type(error).__name__).splitlines()[0]
+        most, reason = (
+            self.settings.vllm.max_restarts,
+            (str(error).strip() or type(error).__name__).splitlines()[0],
+        )
         if member.restarts >= most:
             self._failure = RolloutError(
                 f"engine {member.index} was lost after {member.restarts} restart(s) (--vllm.max_restarts {most}): {reason}. "
@@ -183,14 +221,20 @@ class Fleet:
         self.say(
             f"Engine {member.index} was lost ({reason}). Restart {member.restarts} of {most}; its log: {member.log}"
         )
-        threading.Thread(target=self._bring_up, args=(member,), name=f"restart-{member.index}", daemon=True).start()
+        threading.Thread(
+            target=self._bring_up, args=(member,), name=f"restart-{member.index}", daemon=True
+        ).start()
 
     def _leave(self, member: Member) -> None:
         """Go on without an engine, for which there is no machine any more."""
         del self._members[member.index]
         if not self._members:
-            self._failure = RolloutError("the machine of the last engine is gone. Start the run again.")
-        self.say(f"The machine of engine {member.index} is gone: {len(self._members)} engine(s) are left.")
+            self._failure = RolloutError(
+                "the machine of the last engine is gone. Start the run again."
+            )
+        self.say(
+            f"The machine of engine {member.index} is gone: {len(self._members)} engine(s) are left."
+        )
 
     def _join(self, slots: Slots) -> None:
         """Start one more engine."""
@@ -202,16 +246,22 @@ class Fleet:
     def _room(self) -> Slots | None:
         """Free slots for one more engine."""
         group = self.group
-        places = Placement(groups=(group,), on_gpus=self.on_gpus).places(machines(self.on_gpus, free=True))
+        places = Placement(groups=(group,), on_gpus=self.on_gpus).places(
+            machines(self.on_gpus, free=True)
+        )
         return Slots(group, places[group.name], on_gpus=self.on_gpus) if places else None
 
     def _bring_up(self, member: Member) -> None:
-        """Give a member a process with model and weights, on its machine if that is there. Then it serves."""
+        """Give a member a process with model and weights, on its machine if that is there. Then it
+        serves.
+        """
         began = time.monotonic()
         try:
             if member.actor:
                 ray.kill(member.actor)
-            if not self.hosts and member.slots.machine.id not in {m.id for m in machines(self.on_gpus, free=True)}:
+            if not self.hosts and member.slots.machine.id not in {
+                m.id for m in machines(self.on_gpus, free=True)
+            }:
                 member.slots.release()
                 if (slots := self._room()) is None:
                     return self._leave(member)
@@ -241,7 +291,9 @@ class Fleet:
     def find_lost(self) -> None:
         """Ask all engines whether they live. Those that do not answer are started again."""
         asked = {member.actor.ping.remote(): (member, member.actor) for member in self.up}
-        answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=self.settings.vllm.hang_timeout)
+        answered, silent = ray.wait(
+            list(asked), num_returns=len(asked), timeout=self.settings.vllm.hang_timeout
+        )
         for reference in silent:
             waited = f"it did not answer within --vllm.hang_timeout {self.settings.vllm.hang_timeout:g} s"
             self.lose(*asked[reference], WorkerError(waited))
@@ -280,9 +332,15 @@ class Fleet:
 
 
 def checked(generation: Generation, engine: int) -> Generation:
-    """The sample, marked as failed if a log-probability is not finite: a NaN would make all weights NaN."""
+    """The sample, marked as failed if a log-probability is not finite: a NaN would make all weights
+    NaN.
+    """
     if math.isfinite(sum(generation.logprobs)):
         return generation
-    place = next(place for place, logprob in enumerate(generation.logprobs) if not math.isfinite(logprob))
-    reason = f"engine {engine} gave its token {place} the log-probability {generation.logprobs[place]}"
+    place = next(
+        place for place, logprob in enumerate(generation.logprobs) if not math.isfinite(logprob)
+    )
+    reason = (
+        f"engine {engine} gave its token {place} the log-probability {generation.logprobs[place]}"
+    )
     return replace(generation, logprobs=[0.0] * len(generation.tokens), finish_reason=reason)

@@ -1,4 +1,6 @@
-"""Prompts in, finished groups out: samples of every prompt from the engines, rewarded as they finish."""
+"""Prompts in, finished groups out: samples of every prompt from the engines, rewarded as they
+finish.
+"""
 
 import asyncio
 import hashlib
@@ -42,8 +44,13 @@ class SamplingSpec:
         return self._params(prompt, min(budget, self.rollout.max_new_tokens or budget))
 
     def agent_params_for(self, prompt: Prompt) -> list[SamplingParams]:
-        """Sampling parameters for the agent of each sample, with log-probabilities. `max_tokens` limits a turn."""
-        return [replace(params, logprobs=1) for params in self._params(prompt, self.rollout.max_new_tokens)]
+        """Sampling parameters for the agent of each sample, with log-probabilities. `max_tokens`
+        limits a turn.
+        """
+        return [
+            replace(params, logprobs=1)
+            for params in self._params(prompt, self.rollout.max_new_tokens)
+        ]
 
     def _params(self, prompt: Prompt, max_tokens: int | None) -> list[SamplingParams]:
         common = SamplingParams(
@@ -55,10 +62,14 @@ class SamplingSpec:
             stop=list(self.rollout.stop) or None,
             stop_token_ids=list(self.rollout.stop_token_ids) or None,
         )
-        return [replace(common, seed=self.seed_of(prompt, sample)) for sample in range(self.n_samples)]
+        return [
+            replace(common, seed=self.seed_of(prompt, sample)) for sample in range(self.n_samples)
+        ]
 
     def seed_of(self, prompt: Prompt, sample: int, turn: int = 0) -> int | None:
-        """The seed of one sampled turn, 32 bits. It depends on what is sampled, not on when or where."""
+        """The seed of one sampled turn, 32 bits. It depends on what is sampled, not on when or
+        where.
+        """
         if self.seed is None:
             return None
         name = f"{self.seed}/{self.purpose}/{prompt.index}/{sample}/{turn}"
@@ -90,12 +101,14 @@ def unobserved(_: Prompt) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """How a stream of groups is generated. It travels with the prompts, so nothing is read back from the trainer.
+    """How a stream of groups is generated. It travels with the prompts, so nothing is read back
+    from the trainer.
 
-    `annotated` may add scores of reward models, and mark the samples of a prompt as filtered. A filtered prompt is
-    replaced by the next prompt, so that the stream has as many other groups as were asked for. `sampled` is called when
-    the engines have drawn the last token of a prompt's samples, before these are rewarded; with agents, which may sample
-    again at any time, when all episodes of the prompt have ended.
+    `annotated` may add scores of reward models, and mark the samples of a prompt as filtered. A
+    filtered prompt is replaced by the next prompt, so that the stream has as many other groups as
+    were asked for. `sampled` is called when the engines have drawn the last token of a prompt's
+    samples, before these are rewarded; with agents, which may sample again at any time, when all
+    episodes of the prompt have ended.
     """
 
     spec: SamplingSpec
@@ -108,9 +121,15 @@ class Generator(Protocol):
     """Gives prompts their samples: from engines, or from files of an earlier run."""
 
     def stream(
-        self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
+        self,
+        prompts: Iterable[Prompt],
+        request: Request,
+        *,
+        groups: int,
+        at_once: int | None = None,
     ) -> AsyncGenerator[Group]:
-        """Groups in the order in which they finish, until `groups` are not filtered or the prompts are used up.
+        """Groups in the order in which they finish, until `groups` are not filtered or the prompts
+        are used up.
 
         At most `at_once` prompts (by default `groups`) are sampled at a time.
         """
@@ -124,14 +143,18 @@ class Generator(Protocol):
 class Engines(Protocol):
     """Samples tokens. Samples with the same `key` share a prefix."""
 
-    async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]: ...
+    async def generate(
+        self, key: Hashable, tokens: list[int], params: list[SamplingParams]
+    ) -> list[Generation]: ...
 
     async def rest(self) -> None: ...  # no sample is asked for until the next stream
 
     def metrics(self) -> dict[str, Metric]: ...  # since the last call
 
 
-Generate = Callable[[Prompt, SamplingSpec, list[int], list[SamplingParams]], Awaitable[list[Generation]]]
+Generate = Callable[
+    [Prompt, SamplingSpec, list[int], list[SamplingParams]], Awaitable[list[Generation]]
+]
 
 
 class Agents(Protocol):
@@ -142,11 +165,13 @@ class Agents(Protocol):
 
 @dataclass(eq=False, repr=False)
 class RolloutGenerator:
-    """Draws samples from the engines and has them rewarded. Lives in the controller; user code runs in other processes.
+    """Draws samples from the engines and has them rewarded. Lives in the controller; user code runs
+    in other processes.
 
-    Without `agents` an episode is one sample of the prompt, and `reward` scores the episode. With agents an agent plays
-    the episode. Without a reward, reward models score the finished episodes later. An episode whose reward failed gets
-    the reward `fallback` (--reward.on_error); without a fallback the episode has failed.
+    Without `agents` an episode is one sample of the prompt, and `reward` scores the episode. With
+    agents an agent plays the episode. Without a reward, reward models score the finished episodes
+    later. An episode whose reward failed gets the reward `fallback` (--reward.on_error); without a
+    fallback the episode has failed.
     """
 
     engines: Engines
@@ -160,15 +185,25 @@ class RolloutGenerator:
         self._costs: list[SampleCost] = []  # of training samples, since `metrics` was last called
 
     async def stream(
-        self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
+        self,
+        prompts: Iterable[Prompt],
+        request: Request,
+        *,
+        groups: int,
+        at_once: int | None = None,
     ) -> AsyncGenerator[Group]:
-        """See `Generator`. Closing the stream cancels the samples under way. Raises the error of a failed engine."""
+        """See `Generator`. Closing the stream cancels the samples under way. Raises the error of a
+        failed engine.
+        """
         waiting = iter(prompts)
         missing = groups  # prompts to start, if no group under way is filtered
         under_way: set[asyncio.Task[Group]] = set()
 
         def start(count: int) -> int:
-            fresh = [asyncio.ensure_future(self._finished(prompt, request)) for prompt in islice(waiting, count)]
+            fresh = [
+                asyncio.ensure_future(self._finished(prompt, request))
+                for prompt in islice(waiting, count)
+            ]
             under_way.update(fresh)
             return len(fresh)
 
@@ -202,17 +237,25 @@ class RolloutGenerator:
             warn_once(
                 f"Prompts that leave no room for a response in --data.max_len keep their last {len(tokens)} tokens."
             )
-        generations = await self._generate(prompt, spec, tokens, spec.params_for(prompt, len(tokens)))
+        generations = await self._generate(
+            prompt, spec, tokens, spec.params_for(prompt, len(tokens))
+        )
         request.sampled(prompt)
         reads = self.reward.reads if self.reward else ()
         requests = [
-            request_of(self.tokenizer, prompt.text, prompt.label, tokens, generation.tokens, reads=reads)
+            request_of(
+                self.tokenizer, prompt.text, prompt.label, tokens, generation.tokens, reads=reads
+            )
             for generation in generations
         ]
-        results = await self.reward.score(requests) if self.reward else [RewardResult()] * len(requests)
+        results = (
+            await self.reward.score(requests) if self.reward else [RewardResult()] * len(requests)
+        )
         return [
             self._trajectory(prompt, sample, tokens, generation, request.response, result)
-            for sample, (generation, request, result) in enumerate(zip(generations, requests, results, strict=True))
+            for sample, (generation, request, result) in enumerate(
+                zip(generations, requests, results, strict=True)
+            )
         ]
 
     async def _generate(
@@ -222,7 +265,12 @@ class RolloutGenerator:
         generations = await self.engines.generate((spec.purpose, prompt.index), tokens, params)
         if spec.purpose == "train":
             self._costs.extend(  # never assigned here: another thread takes the list away
-                SampleCost(asked=asked, seconds=g.seconds, prompt_tokens=len(tokens), cached_tokens=g.cached_tokens)
+                SampleCost(
+                    asked=asked,
+                    seconds=g.seconds,
+                    prompt_tokens=len(tokens),
+                    cached_tokens=g.cached_tokens,
+                )
                 for g in generations
             )
         return generations
@@ -233,7 +281,13 @@ class RolloutGenerator:
         return generation_metrics(costs) | self.engines.metrics()
 
     def _trajectory(
-        self, prompt: Prompt, sample: int, tokens: list[int], generation: Generation, text: str, result: RewardResult
+        self,
+        prompt: Prompt,
+        sample: int,
+        tokens: list[int],
+        generation: Generation,
+        text: str,
+        result: RewardResult,
     ) -> Trajectory:
         builder = TrajectoryBuilder(tokens)
         builder.append_action(generation.tokens, generation.logprobs, generation.weight_versions)
@@ -249,7 +303,9 @@ class RolloutGenerator:
             failure=result.failure,
         )
         if finished.failed:
-            return finished.failing(f"the engine ended the sample: {generation.finish_reason}", Failure.ENGINE)
+            return finished.failing(
+                f"the engine ended the sample: {generation.finish_reason}", Failure.ENGINE
+            )
         if result.error is None:
             return finished
         if self.fallback is None:

@@ -1,4 +1,6 @@
-"""The cost of generation: prompt tokens found in the cache, and time in which only a few long samples ran."""
+"""The cost of generation: prompt tokens found in the cache, and time in which only a few long
+samples ran.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,17 +25,23 @@ def generation_metrics(costs: Sequence[SampleCost]) -> dict[str, Metric]:
     peak = max((samples for samples, _ in running), default=0)
     tail = sum(seconds for samples, seconds in running if 10 * samples < peak)
     return {
-        "timing/prefill_cached": Mean(sum(c.cached_tokens for c in costs), sum(c.prompt_tokens for c in costs)),
+        "timing/prefill_cached": Mean(
+            sum(c.cached_tokens for c in costs), sum(c.prompt_tokens for c in costs)
+        ),
         "timing/tail_share": Mean(tail, sum(seconds for _, seconds in running)),
     }
 
 
 def at_once(spans: Iterable[tuple[float, float]]) -> list[tuple[int, float]]:
-    """How many of these spans of time lie side by side, and for how many seconds; times without any are left out.
+    """How many of these spans of time lie side by side, and for how many seconds; times without any
+    are left out.
 
     Example: of two spans, from 0 to 3 and from 1 to 2: [(1, 1), (2, 1), (1, 1)].
     """
     edges = sorted(edge for start, end in spans for edge in ((start, 1), (end, -1)))
     numbers = accumulate(change for _, change in edges)
-    lasted = [(number, end - start) for number, ((start, _), (end, _)) in zip(numbers, pairwise(edges), strict=False)]
+    lasted = [
+        (number, end - start)
+        for number, ((start, _), (end, _)) in zip(numbers, pairwise(edges), strict=False)
+    ]
     return [(number, seconds) for number, seconds in lasted if number]

@@ -1,4 +1,6 @@
-"""Generators that write episodes to disk, and that read episodes from disk. Each can replace `RolloutGenerator`."""
+"""Generators that write episodes to disk, and that read episodes from disk. Each can replace
+`RolloutGenerator`.
+"""
 
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import replace
@@ -13,21 +15,34 @@ from openrlhf.trajectory import Prompt, Trajectory
 
 
 class DumpingGenerator:
-    """Writes every group of another generator to disk, before reward models and filters read the group.
+    """Writes every group of another generator to disk, before reward models and filters read the
+    group.
 
     `run`: the identity that a run must have to replay the files.
     """
 
-    def __init__(self, generator: Generator, folder: EpisodeFolder, *, run: Mapping[str, Any]) -> None:
+    def __init__(
+        self, generator: Generator, folder: EpisodeFolder, *, run: Mapping[str, Any]
+    ) -> None:
         self.generator, self.folder, self.run = generator, folder, run
         self._file: tuple[Kind, int] | None = None
         self._episodes: list[Trajectory] = []  # of that file
 
     async def stream(
-        self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
+        self,
+        prompts: Iterable[Prompt],
+        request: Request,
+        *,
+        groups: int,
+        at_once: int | None = None,
     ) -> AsyncGenerator[Group]:
-        """The stream of the other generator. The file of a step, or of an evaluation, grows with each stream."""
-        file: tuple[Kind, int] = (("eval" if request.spec.purpose == "eval" else "step"), request.step)
+        """The stream of the other generator. The file of a step, or of an evaluation, grows with
+        each stream.
+        """
+        file: tuple[Kind, int] = (
+            ("eval" if request.spec.purpose == "eval" else "step"),
+            request.step,
+        )
         if file != self._file:
             self._file, self._episodes = file, []
         sampled: list[Group] = []
@@ -38,7 +53,9 @@ class DumpingGenerator:
 
         try:
             options = {"groups": groups, "at_once": at_once}
-            async for group in self.generator.stream(prompts, replace(request, annotated=recorded), **options):
+            async for group in self.generator.stream(
+                prompts, replace(request, annotated=recorded), **options
+            ):
                 yield group
         finally:
             if sampled:
@@ -51,7 +68,8 @@ class DumpingGenerator:
 
 
 class ReplayGenerator:
-    """Gives the prompts of a step the samples that an earlier run wrote. After the folder's last step there are none.
+    """Gives the prompts of a step the samples that an earlier run wrote. After the folder's last
+    step there are none.
 
     Raises DataError if the files are damaged, or have other prompts.
     """
@@ -62,14 +80,22 @@ class ReplayGenerator:
         self._samples: dict[int, Group] = {}  # by prompt
 
     async def stream(
-        self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
+        self,
+        prompts: Iterable[Prompt],
+        request: Request,
+        *,
+        groups: int,
+        at_once: int | None = None,
     ) -> AsyncGenerator[Group]:
         """See `Generator`: the groups come in prompt order."""
         if request.step > self.folder.last_step:
             return
         if request.step != self._read:
             episodes = self.folder.read("step", request.step)
-            self._samples = {index: list(group) for index, group in groupby(episodes, key=lambda t: t.prompt.index)}
+            self._samples = {
+                index: list(group)
+                for index, group in groupby(episodes, key=lambda t: t.prompt.index)
+            }
             self._read = request.step
         for prompt in prompts:
             group = await request.annotated(self._samples_of(prompt))
@@ -98,4 +124,6 @@ class ReplayGenerator:
                 f"{prompt.text!r:.100} with {prompt.tokens[:8]}… in this run: use the same --data.prompt_dataset, columns, "
                 "template and tokenizer."
             )
-        return [replace(t, prompt=prompt) for t in samples]  # with label and images, which JSON may not express
+        return [
+            replace(t, prompt=prompt) for t in samples
+        ]  # with label and images, which JSON may not express

@@ -1,4 +1,6 @@
-"""The choice of an engine: the engine that has the prefix in its cache, unless it is far busier than another."""
+"""The choice of an engine: the engine that has the prefix in its cache, unless it is far busier
+than another.
+"""
 
 import time
 from collections import Counter, defaultdict
@@ -11,12 +13,14 @@ MOST_KEYS = 100_000  # keys to remember; the prefix of an older key has left the
 
 
 class Router:
-    """Spreads samples over engines by the number of samples in flight. `pick` and `done` belong to one thread.
+    """Spreads samples over engines by the number of samples in flight. `pick` and `done` belong to
+    one thread.
 
-    Samples with the same prefix have the same key (the samples of a prompt, the turns of an episode). They go to the
-    engine that the key had last, because that engine need not prefill the prefix again. The exception is a busy engine:
-    if its samples of *other* keys are more than `SLACK` above, and more than 1.5 times, the samples of the least busy
-    engine, the least busy engine is picked.
+    Samples with the same prefix have the same key (the samples of a prompt, the turns of an
+    episode). They go to the engine that the key had last, because that engine need not prefill the
+    prefix again. The exception is a busy engine: if its samples of *other* keys are more than
+    `SLACK` above, and more than 1.5 times, the samples of the least busy engine, the least busy
+    engine is picked.
     """
 
     def __init__(self, engines: Iterable[int]) -> None:
@@ -26,7 +30,9 @@ class Router:
         self._changed: dict[int, float] = {}
         for engine in engines:
             self.add(engine)
-        self._homes: dict[Hashable, int] = {}  # the last engine of each key, the least recent key first
+        self._homes: dict[
+            Hashable, int
+        ] = {}  # the last engine of each key, the least recent key first
         self._of_key: Counter[tuple[Hashable, int]] = Counter()
 
     def add(self, engine: int) -> None:
@@ -35,7 +41,9 @@ class Router:
         self._changed.setdefault(engine, time.monotonic())
 
     def pick(self, key: Hashable, samples: int = 1, *, among: Sequence[int] = ()) -> int:
-        """The engine for `samples` more samples of `key`, by default one of all. In flight until `done` is called."""
+        """The engine for `samples` more samples of `key`, by default one of all. In flight until
+        `done` is called.
+        """
         usable = among or list(self.in_flight)
         idlest = min(usable, key=self.in_flight.__getitem__)
         least = self.in_flight[idlest]
@@ -64,10 +72,15 @@ class Router:
         self._changed[engine] = now
 
     def idle(self, engines: Iterable[int]) -> Mean:
-        """The share of these engines' time without a sample, since the last call. Others have left, or not been added."""
+        """The share of these engines' time without a sample, since the last call. Others have left,
+        or not been added.
+        """
         now = time.monotonic()
         for engine in list(self.in_flight):  # engines may join meanwhile
             self._note(engine, now)
-        idle, self._idle = [self._idle[each] for each in self._idle.keys() & engines], defaultdict(float)
+        idle, self._idle = (
+            [self._idle[each] for each in self._idle.keys() & engines],
+            defaultdict(float),
+        )
         asked, self._asked = self._asked, now
         return Mean(sum(idle), len(idle) * (now - asked))

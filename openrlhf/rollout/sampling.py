@@ -1,11 +1,15 @@
-"""The request to an engine and its answer. Plain data, so that user processes import the module quickly."""
+"""The request to an engine and its answer. Plain data, so that user processes import the module
+quickly.
+"""
 
 from dataclasses import dataclass
 
 
 @dataclass(kw_only=True)
 class SamplingParams:
-    """How a sample is drawn, with vLLM's attribute names. Assignable, because agents change values between turns."""
+    """How a sample is drawn, with vLLM's attribute names. Assignable, because agents change values
+    between turns.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -29,8 +33,9 @@ class SamplingParams:
 class Generation:
     """One sample. The lists have one entry per sampled token, including an end or stop token.
 
-    `logprobs` are of the distribution that was sampled from, after temperature, top-k, top-p and min-p. `stop_reason`
-    is the stop token or stop string of the parameters that ended the sample, or None.
+    `logprobs` are of the distribution that was sampled from, after temperature, top-k, top-p and
+    min-p. `stop_reason` is the stop token or stop string of the parameters that ended the sample,
+    or None.
     """
 
     tokens: list[int]

@@ -1,4 +1,6 @@
-"""Merges concurrent requests into batches and gives each request its own scores. Knows neither HTTP nor models."""
+"""Merges concurrent requests into batches and gives each request its own scores. Knows neither HTTP
+nor models.
+"""
 
 import asyncio
 from collections import deque
@@ -21,14 +23,18 @@ class _Request:
 
 
 class Batcher:
-    """Scores requests in batches: those that arrive while `score` is busy go through it together next.
+    """Scores requests in batches: those that arrive while `score` is busy go through it together
+    next.
 
-    Requests stay whole and in order. A batch has at least one request, and no more than fit into `max_tokens`. An idle
-    `score` waits up to `max_wait` seconds for as many requests as the last batch had: clients that ask again as soon as
-    they have their scores meet in one batch each time, and a single client never waits. `score` runs in its own thread.
+    Requests stay whole and in order. A batch has at least one request, and no more than fit into
+    `max_tokens`. An idle `score` waits up to `max_wait` seconds for as many requests as the last
+    batch had: clients that ask again as soon as they have their scores meet in one batch each time,
+    and a single client never waits. `score` runs in its own thread.
     """
 
-    def __init__(self, score: Callable[[Texts], list[float]], *, max_tokens: int, max_wait: float) -> None:
+    def __init__(
+        self, score: Callable[[Texts], list[float]], *, max_tokens: int, max_wait: float
+    ) -> None:
         self._score = score
         self._max_tokens, self._max_wait = max_tokens, max_wait
         self._waiting: deque[_Request] = deque()
@@ -37,7 +43,9 @@ class Batcher:
         self._thread = ThreadPoolExecutor(1, "score")
 
     async def scores(self, texts: Texts) -> list[float]:
-        """The scores of a request's texts, in their order. Raises the exception that `score` raises for them."""
+        """The scores of a request's texts, in their order. Raises the exception that `score` raises
+        for them.
+        """
         request = _Request(texts=texts, scores=asyncio.get_running_loop().create_future())
         async with self._arrival:
             self._waiting.append(request)
@@ -70,7 +78,9 @@ class Batcher:
     async def _answer(self, batch: list[_Request]) -> None:
         texts = [text for request in batch for text in request.texts]
         try:
-            scores = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, texts)
+            scores = await asyncio.get_running_loop().run_in_executor(
+                self._thread, self._score, texts
+            )
         except Exception as error:
             if len(batch) > 1:  # one request may be to blame: alone, only that one fails
                 for request in batch:

@@ -1,4 +1,6 @@
-"""Connections of the reward server: how many there may be, and how long a client may take to send a request."""
+"""Connections of the reward server: how many there may be, and how long a client may take to send a
+request.
+"""
 
 import asyncio
 import resource
@@ -11,7 +13,9 @@ OTHER_FILES = 128  # that the process has open beside its connections
 
 
 def raise_connection_limit() -> int:
-    """Raise this process's limit of open files for CONNECTIONS connections. Return how many the system allows."""
+    """Raise this process's limit of open files for CONNECTIONS connections. Return how many the
+    system allows.
+    """
     wanted = CONNECTIONS + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -22,10 +26,12 @@ def raise_connection_limit() -> int:
 
 
 class Connection(H11Protocol):
-    """A connection whose client must send a whole request, headers and body, within `request_timeout_s`.
+    """A connection whose client must send a whole request, headers and body, within
+    `request_timeout_s`.
 
-    At the connection limit, a new connection replaces the one that has waited longest for its client. Connections that
-    wait for an answer are kept; if all of them do, a further request gets status 503.
+    At the connection limit, a new connection replaces the one that has waited longest for its
+    client. Connections that wait for an answer are kept; if all of them do, a further request gets
+    status 503.
     """
 
     request_timeout_s: ClassVar[float] = 60.0
@@ -56,7 +62,9 @@ class Connection(H11Protocol):
         self._set_deadline()
 
     def on_response_complete(self) -> None:
-        """Start the timer for the next request, or for the rest of a request that was answered early."""
+        """Start the timer for the next request, or for the rest of a request that was answered
+        early.
+        """
         super().on_response_complete()
         self._set_deadline()
 

@@ -18,10 +18,12 @@ from openrlhf.models.scalar import ScalarModel, check_is_scalar, last_token_scor
 def tokenize_texts(
     texts: list[str], tokenizer: PreTrainedTokenizerBase, *, max_len: int, keep_start: bool
 ) -> list[list[int]]:
-    """Token ids of texts, without special tokens added. A long text keeps its last `max_len` tokens, or with `keep_start` the first.
+    """Token ids of texts, without special tokens added. A long text keeps its last `max_len`
+    tokens, or with `keep_start` the first.
 
-    An end-of-text token at the end of a text is always kept: the model was trained to give its score there. Characters
-    too far from the kept tokens are not tokenized, because tokenization is slow in texts without spaces.
+    An end-of-text token at the end of a text is always kept: the model was trained to give its
+    score there. Characters too far from the kept tokens are not tokenized, because tokenization is
+    slow in texts without spaces.
     """
     limit, end = most_characters(max_len), str(tokenizer.eos_token)
 
@@ -34,43 +36,66 @@ def tokenize_texts(
     def cut(tokens: list[int]) -> list[int]:
         if len(tokens) <= max_len or not keep_start:
             return tokens[-max_len:]
-        return [*tokens[: max_len - 1], tokens[-1] if tokens[-1] == tokenizer.eos_token_id else tokens[max_len - 1]]
+        return [
+            *tokens[: max_len - 1],
+            tokens[-1] if tokens[-1] == tokenizer.eos_token_id else tokens[max_len - 1],
+        ]
 
     shortened = [shorten(text) for text in texts]
-    encoded = tokenizer(shortened, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    encoded = tokenizer(
+        shortened, add_special_tokens=False, return_attention_mask=False, verbose=False
+    )
     return [cut(tokens) for tokens in encoded["input_ids"]]
 
 
-def score_texts(texts: list[list[int]], model: ScalarModel, *, max_texts: int | None, max_tokens: int) -> list[float]:
+def score_texts(
+    texts: list[list[int]], model: ScalarModel, *, max_texts: int | None, max_tokens: int
+) -> list[float]:
     """The model's output at the last token of each text, as a reward worker reads it.
 
-    A forward pass has texts of similar lengths: at most `max_texts` (None: any number) and `max_tokens`, padding included.
+    A forward pass has texts of similar lengths: at most `max_texts` (None: any number) and
+    `max_tokens`, padding included.
     """
     batch, scores = Ragged.of(texts), torch.zeros(len(texts))
     for rows in batch.similar_rows(max_tokens, max_rows=max_texts, padded=not model.packing):
         micro = batch.select(rows).to(model.hf.device)
         with torch.inference_mode():
-            scores[rows] = last_token_scores(model(micro.tokens, micro.offsets).values, micro.offsets).cpu()
+            scores[rows] = last_token_scores(
+                model(micro.tokens, micro.offsets).values, micro.offsets
+            ).cpu()
     return scores.tolist()
 
 
 def load_scorer(
     config: ServeConfig,
 ) -> tuple[Callable[[list[str]], list[list[int]]], Callable[[list[list[int]]], list[float]]]:
-    """Functions from texts to token ids and from these to scores, as the flags say; tried once. Raises DataError or ModelError."""
+    """Functions from texts to token ids and from these to scores, as the flags say; tried once.
+    Raises DataError or ModelError.
+    """
     path = config.reward.model_name_or_path
     tokenizer = get_tokenizer(
         path, trust_remote_code=config.model.trust_remote_code, flag="--reward.model_name_or_path"
     )
     keep_start = config.truncation_side == "right"
-    tokenize = partial(tokenize_texts, tokenizer=tokenizer, max_len=config.data.max_len, keep_start=keep_start)
+    tokenize = partial(
+        tokenize_texts, tokenizer=tokenizer, max_len=config.data.max_len, keep_start=keep_start
+    )
     spec, head = replace(LoadSpec.of(config, path), spread=True), config.ds.value_head_prefix
     check_is_scalar(spec, head_prefix=head, normalize=config.reward.normalize_enable)
-    model = load_scalar(spec, head_prefix=head, require_head=True, normalize=config.reward.normalize_enable)
+    model = load_scalar(
+        spec, head_prefix=head, require_head=True, normalize=config.reward.normalize_enable
+    )
     prove_layout(model)
     embeddings = model.hf.get_input_embeddings().get_parameter("weight").shape[0]
     if len(tokenizer) > embeddings:
-        raise ModelError(f"{path} has embeddings for {embeddings} tokens, but its tokenizer knows {len(tokenizer)}.")
-    score = partial(score_texts, model=model.eval(), max_texts=config.batch_size, max_tokens=config.max_batch_tokens)
+        raise ModelError(
+            f"{path} has embeddings for {embeddings} tokens, but its tokenizer knows {len(tokenizer)}."
+        )
+    score = partial(
+        score_texts,
+        model=model.eval(),
+        max_texts=config.batch_size,
+        max_tokens=config.max_batch_tokens,
+    )
     score(tokenize([str(tokenizer.eos_token)]))
     return tokenize, score

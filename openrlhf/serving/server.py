@@ -33,7 +33,9 @@ def run_server(config: ServeConfig) -> None:
     listener = listen(config.host, config.port)
     tokenize, score = load_scorer(config)
     batcher = Batcher(score, max_tokens=config.max_batch_tokens, max_wait=config.max_batch_wait)
-    app = reward_app(tokenize, batcher, max_texts=config.max_request_texts, max_mib=config.max_request_mib)
+    app = reward_app(
+        tokenize, batcher, max_texts=config.max_request_texts, max_mib=config.max_request_mib
+    )
     if config.dry_run:
         print(f"{config.reward.model_name_or_path} can be served.")
         return
@@ -47,25 +49,35 @@ def run_server(config: ServeConfig) -> None:
     )
     host = f"[{config.host}]" if ":" in config.host else config.host
     port = listener.getsockname()[1]
-    print(f"serving {config.reward.model_name_or_path} at http://{host}:{port}/get_reward", flush=True)
+    print(
+        f"serving {config.reward.model_name_or_path} at http://{host}:{port}/get_reward", flush=True
+    )
     uvicorn.Server(settings).run(sockets=[listener])
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, opened before the model is loaded: clients that connect meanwhile wait. Raises ConfigError."""
+    """A listening socket, opened before the model is loaded: clients that connect meanwhile wait.
+    Raises ConfigError.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=CONNECTIONS)
     except OSError as error:
-        raise ConfigError(f"--host {host} --port {port}: the server cannot listen there: {error.strerror}.") from error
+        raise ConfigError(
+            f"--host {host} --port {port}: the server cannot listen there: {error.strerror}."
+        ) from error
 
 
-def reward_app(tokenize: Callable[[list[str]], Texts], batcher: Batcher, *, max_texts: int, max_mib: float) -> FastAPI:
+def reward_app(
+    tokenize: Callable[[list[str]], Texts], batcher: Batcher, *, max_texts: int, max_mib: float
+) -> FastAPI:
     """Return the application. A request has at most `max_texts` texts and `max_mib` MiB.
 
     Requests are parsed, tokenized and scored in threads, so the event loop stays free.
     """
-    reader = ThreadPoolExecutor(1, "read")  # one thread, because a tokenizer must not be used by several
+    reader = ThreadPoolExecutor(
+        1, "read"
+    )  # one thread, because a tokenizer must not be used by several
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -89,30 +101,42 @@ def reward_app(tokenize: Callable[[list[str]], Texts], batcher: Batcher, *, max_
         in_thread = partial(asyncio.get_running_loop().run_in_executor, reader)
         query = await in_thread(partial(read_query, body, max_texts=max_texts))
         texts: Texts = []
-        for bite in bites(query):  # each waits for its turn in the thread, so that requests alternate
+        for bite in bites(
+            query
+        ):  # each waits for its turn in the thread, so that requests alternate
             texts += await in_thread(tokenize, bite)
         if [] in texts:
-            raise _wrong(f"query.{texts.index([])}: The text has no tokens, so there is nothing to score")
+            raise _wrong(
+                f"query.{texts.index([])}: The text has no tokens, so there is nothing to score"
+            )
         try:
             scores = await batcher.scores(texts)
         except Exception as error:
             logger.exception("a request with %d texts could not be scored", len(texts))
-            raise HTTPException(500, f"The texts could not be scored: {type(error).__name__}: {error}") from error
+            raise HTTPException(
+                500, f"The texts could not be scored: {type(error).__name__}: {error}"
+            ) from error
         for number, score in enumerate(scores):
             if not math.isfinite(score):
                 raise HTTPException(500, f"The reward model's score of query[{number}] is {score}.")
-        return JSONResponse({"rewards": scores, "scores": scores, "extra_logs": {"dummy_scores": scores}})
+        return JSONResponse(
+            {"rewards": scores, "scores": scores, "extra_logs": {"dummy_scores": scores}}
+        )
 
     return app
 
 
 async def read_body(request: Request, *, max_mib: float) -> bytes:
-    """The body of a request. Status 413 as soon as it is larger than `max_mib`: no more than that is held in memory."""
+    """The body of a request. Status 413 as soon as it is larger than `max_mib`: no more than that
+    is held in memory.
+    """
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > max_mib * 2**20:
-            raise HTTPException(413, f"The request is larger than {max_mib:g} MiB (--max_request_mib).")
+            raise HTTPException(
+                413, f"The request is larger than {max_mib:g} MiB (--max_request_mib)."
+            )
     return bytes(body)
 
 
@@ -131,7 +155,9 @@ def read_query(body: bytes, *, max_texts: int) -> list[str]:
         place = ".".join(map(str, first["loc"])) or "The request"
         raise _wrong(f"{place}: {first['msg']}") from error
     if len(query) > max_texts:
-        raise HTTPException(413, f"query has {len(query)} texts, and {max_texts} are allowed (--max_request_texts).")
+        raise HTTPException(
+            413, f"query has {len(query)} texts, and {max_texts} are allowed (--max_request_texts)."
+        )
     return query
 
 

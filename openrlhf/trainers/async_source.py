@@ -40,23 +40,28 @@ class Started(Held):
 class AsyncSource(Source):
     """Keeps as many prompts in generation as `Capacity` allows, and gives the loop finished ones.
 
-    Private methods run in the event loop, public ones in the controller's thread. Prompts start in order; epochs follow
-    each other without a break. With --train.partial_rollout_enable, samples in progress continue with the new weights.
-    Otherwise a publication waits until their last tokens are drawn, and every sample has one version. It does not wait for
-    rewards. `consumed`: prompts drawn.
+    Private methods run in the event loop, public ones in the controller's thread. Prompts start in
+    order; epochs follow each other without a break. With --train.partial_rollout_enable, samples in
+    progress continue with the new weights. Otherwise a publication waits until their last tokens
+    are drawn, and every sample has one version. It does not wait for rewards. `consumed`: prompts
+    drawn.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.rule = Capacity(
-            batch=self.spec.rollout.batch_size, queue=self.train.async_queue_size, staleness=self.train.max_staleness
+            batch=self.spec.rollout.batch_size,
+            queue=self.train.async_queue_size,
+            staleness=self.train.max_staleness,
         )
         self.total_prompts = len(self.prompts) * self.train.num_episodes
         self.version = 0  # of the engines' weights
         self.held: list[Started] = []
         self._left = self._prompts()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._sampling: dict[int, asyncio.Future[None]] = {}  # by prompt; done when its last token is drawn
+        self._sampling: dict[
+            int, asyncio.Future[None]
+        ] = {}  # by prompt; done when its last token is drawn
         self._publishing = False
         self._changed = asyncio.Event()
         self._lags: Counter[int] = Counter()
@@ -74,9 +79,11 @@ class AsyncSource(Source):
                 yield prompt
 
     def resume(self, *, step: int, consumed: int, folder: Path) -> None:
-        """Continue after `step`, when about `consumed` prompts had been drawn. `folder`: where `save` wrote.
+        """Continue after `step`, when about `consumed` prompts had been drawn. `folder`: where
+        `save` wrote.
 
-        `save` knows how many exactly. Samples that had not finished are drawn again, with the present weights.
+        `save` knows how many exactly. Samples that had not finished are drawn again, with the
+        present weights.
         """
         files = EpisodeFolder(folder)
         run = files.header("step", step)["run"]
@@ -88,18 +95,24 @@ class AsyncSource(Source):
             prompt = self.prompt(index)
             begun = Started(version=version if groups[index] else step, prompt=prompt)
             if groups[index]:
-                begun.finish([replace(t, prompt=prompt) for t in groups[index]])  # the label as it is in the data
+                begun.finish(
+                    [replace(t, prompt=prompt) for t in groups[index]]
+                )  # the label as it is in the data
             self.held.append(begun)
 
     def save(self, folder: Path) -> None:
-        """Write the prompts that have started and not been trained on, with the samples that are finished.
+        """Write the prompts that have started and not been trained on, with the samples that are
+        finished.
 
-        Samples of a prompt that have all failed are not kept: the reward may have been repaired when the run goes on.
+        Samples of a prompt that have all failed are not kept: the reward may have been repaired
+        when the run goes on.
         """
         held, consumed = self.loop.run(self._snapshot(), self.train.step_timeout)
         episodes = [t for each in held if each.failed < len(each.group) for t in each.group]
         drawn = [(each.prompt.index, each.version) for each in held]
-        EpisodeFolder(folder).write("step", self.step, episodes, run={"held": drawn, "consumed": consumed})
+        EpisodeFolder(folder).write(
+            "step", self.step, episodes, run={"held": drawn, "consumed": consumed}
+        )
 
     async def _snapshot(self) -> tuple[list[Started], int]:
         return [replace(each) for each in self.held], self.consumed
@@ -111,11 +124,15 @@ class AsyncSource(Source):
             yield list(chain.from_iterable(groups))
 
     async def _progress(self) -> list[Group] | None:
-        """The groups of the next step; None if it has to wait for more, and something has changed meanwhile."""
+        """The groups of the next step; None if it has to wait for more, and something has changed
+        meanwhile.
+        """
         self._start()
         places = self.rule.step(self.held, self.version, last=self.consumed >= self.total_prompts)
         if places is None and self._lost:
-            places = [place for place, each in enumerate(self.held) if each.finished]  # the loop reports the errors
+            places = [
+                place for place, each in enumerate(self.held) if each.finished
+            ]  # the loop reports the errors
         if places is None:
             await self._changed.wait()
             self._changed.clear()
@@ -127,19 +144,35 @@ class AsyncSource(Source):
         taken = [self.held[place] for place in places]
         self.held = [each for place, each in enumerate(self.held) if place not in places]
         self.step += any(not each.filtered for each in taken)
-        kept = [(t, each.unpublished) for each in taken for t in each.group if t.weight_versions and not each.filtered]
-        self._lags += Counter(self.version - unpublished - min(t.weight_versions) for t, unpublished in kept)
+        kept = [
+            (t, each.unpublished)
+            for each in taken
+            for t in each.group
+            if t.weight_versions and not each.filtered
+        ]
+        self._lags += Counter(
+            self.version - unpublished - min(t.weight_versions) for t, unpublished in kept
+        )
         self._start()
         return [each.group for each in taken]
 
     @property
     def _lost(self) -> bool:
-        """Whether too many of the finished samples have failed: no other prompt need be drawn for the loop to say so."""
-        failed, samples = sum(each.failed for each in self.held), sum(len(each.group) for each in self.held)
-        return self.errors.exceeded_by(failed, of=max(samples, self.rule.batch * self.spec.n_samples))
+        """Whether too many of the finished samples have failed: no other prompt need be drawn for
+        the loop to say so.
+        """
+        failed, samples = (
+            sum(each.failed for each in self.held),
+            sum(len(each.group) for each in self.held),
+        )
+        return self.errors.exceeded_by(
+            failed, of=max(samples, self.rule.batch * self.spec.n_samples)
+        )
 
     def _start(self) -> None:
-        """Start as many prompts as there is room for; first those of a resumed run that have not finished."""
+        """Start as many prompts as there is room for; first those of a resumed run that have not
+        finished.
+        """
         if self._publishing or self._lost:
             return
         again = [each for each in self.held if not (each.finished or self._tasks)]
@@ -151,7 +184,9 @@ class AsyncSource(Source):
     async def _generate(self, started: Started) -> None:
         """Generate the samples of a prompt, and judge them. A rejected prompt is replaced at once."""
         self._sampling[started.prompt.index] = asyncio.get_running_loop().create_future()
-        request = Request(spec=self.spec, step=self.step + 1, annotated=self.judged, sampled=self._end_sampling)
+        request = Request(
+            spec=self.spec, step=self.step + 1, annotated=self.judged, sampled=self._end_sampling
+        )
         try:
             async for group in self.generator.stream([started.prompt], request, groups=1):
                 started.finish(group)
@@ -169,9 +204,11 @@ class AsyncSource(Source):
 
     @contextmanager
     def publishing(self, version: int) -> Iterator[bool]:
-        """Start no prompt until the block exits. Without --train.partial_rollout_enable, no token is drawn there either.
+        """Start no prompt until the block exits. Without --train.partial_rollout_enable, no token
+        is drawn there either.
 
-        Yields False if the process is asked to end while samples are still being drawn: nothing is to be published then.
+        Yields False if the process is asked to end while samples are still being drawn: nothing is
+        to be published then.
         """
         is_quiet = self.loop.run(self._hold(), self.train.step_timeout)
         yield is_quiet
@@ -203,7 +240,9 @@ class AsyncSource(Source):
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def metrics(self) -> dict[str, Metric]:
-        """The cost of generation, the age of the samples, and the prompts that waited, since the last call."""
+        """The cost of generation, the age of the samples, and the prompts that waited, since the
+        last call.
+        """
         lags, self._lags = self._lags, Counter[int]()
         number = lags.total()
         return super().metrics() | {

@@ -1,4 +1,6 @@
-"""The best evaluation of a run: its checkpoint is kept, and --eval.patience may end the run after it."""
+"""The best evaluation of a run: its checkpoint is kept, and --eval.patience may end the run after
+it.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,7 +14,8 @@ from openrlhf.config.flags import notice
 class BestMetric:
     """The best value of one evaluation metric so far, and the number of evaluations since then.
 
-    An empty `key` follows the first metric, by name, that ends in `ending`. The key `none` follows no metric.
+    An empty `key` follows the first metric, by name, that ends in `ending`. The key `none` follows
+    no metric.
     """
 
     def __init__(self, key: str, *, ending: str, patience: int | None = None) -> None:
@@ -24,7 +27,8 @@ class BestMetric:
         self.last: float | None = None  # the value of the last evaluation
 
     def improves(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Note an evaluation of the weights after `step`. True if its value is better than every earlier value.
+        """Note an evaluation of the weights after `step`. True if its value is better than every
+        earlier value.
 
         An evaluation without the metric is ignored. A value that is not finite is never the best.
         """
@@ -32,11 +36,15 @@ class BestMetric:
         if self.key == "none":
             return False
         plain = {name.removeprefix("eval/"): value for name, value in metrics.items()}
-        self.key = self.key or min((name for name in plain if name.endswith(self.ending)), default="")
+        self.key = self.key or min(
+            (name for name in plain if name.endswith(self.ending)), default=""
+        )
         self.last = value = plain.get(self.key)
         if value is None:
             wanted = self.key or f"*{self.ending}"
-            notice(f"--ckpt.best_metric_key {wanted} is no metric of the evaluation: {', '.join(plain)}.")
+            notice(
+                f"--ckpt.best_metric_key {wanted} is no metric of the evaluation: {', '.join(plain)}."
+            )
             return False
         if not self._is_best(value):
             self.waited += 1
@@ -80,16 +88,26 @@ class BestMetric:
             self.key, self.value = state.best_metric_key, state.best_metric_value
             self.step, self.waited = state.best_step, state.evaluations_since_best
 
-    def to_export(self, step: int, checkpoints: CheckpointManager, say: Callable[[str], None]) -> Checkpoint | None:
-        """With --eval.patience, the checkpoint of the best evaluation; None to export the weights after `step`.
+    def to_export(
+        self, step: int, checkpoints: CheckpointManager, say: Callable[[str], None]
+    ) -> Checkpoint | None:
+        """With --eval.patience, the checkpoint of the best evaluation; None to export the weights
+        after `step`.
 
-        `say` gets a sentence: which weights are exported, why, and whether the patience ended the run.
+        `say` gets a sentence: which weights are exported, why, and whether the patience ended the
+        run.
         """
         if self.patience is None:
             return None
-        ended = f"--eval.patience {self.patience} ends the run after step {step}. " if self.exhausted else ""
+        ended = (
+            f"--eval.patience {self.patience} ends the run after step {step}. "
+            if self.exhausted
+            else ""
+        )
         if self.value is None:
-            say(f"{ended}The export has the last weights: no evaluation had a value of {self.followed or self.ending}.")
+            say(
+                f"{ended}The export has the last weights: no evaluation had a value of {self.followed or self.ending}."
+            )
             return None
         best = f"the weights of step {self.step}, with the best {self.key} of all evaluations, {self.value:.6g}"
         found = checkpoints.find(self.step, best=True) if self.step not in (None, step) else None

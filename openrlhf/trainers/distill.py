@@ -1,4 +1,6 @@
-"""Knowledge distillation: a student learns the responses, and the teacher's distribution of each of their tokens."""
+"""Knowledge distillation: a student learns the responses, and the teacher's distribution of each of
+their tokens.
+"""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -27,7 +29,9 @@ TEACHER = "--kd.teacher_model"
 
 @offline_task("kd")
 class DistillationTask(SFTTask):
-    """(1 − c) · −log π(token_t) + c · −Σ_v π_T(v) log π(v) of target tokens, mean over the window's target tokens."""
+    """(1 − c) · −log π(token_t) + c · −Σ_v π_T(v) log π(v) of target tokens, mean over the window's
+    target tokens.
+    """
 
     root: ClassVar = KDConfig
     model_class: ClassVar = LogitModel
@@ -46,11 +50,15 @@ class DistillationTask(SFTTask):
     def server(self) -> RemoteTeacher:
         """The teacher's server."""
         url = self.kd.teacher_model
-        engine = RemoteEngine.at(url, RuleConfig(), kind="server", flag=TEACHER, limit="of a request")
+        engine = RemoteEngine.at(
+            url, RuleConfig(), kind="server", flag=TEACHER, limit="of a request"
+        )
         return RemoteTeacher(f"{TEACHER} {url}", engine, best=self.kd.top_k or 0)
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
-        """As in SFT. Raises ConfigError if the teacher's server does not answer, or has another vocabulary."""
+        """As in SFT. Raises ConfigError if the teacher's server does not answer, or has another
+        vocabulary.
+        """
         if self.kd.served:
             self.server.check(tokenizer, max_len=self.config.data.max_len)
         return super().rows(dataset, tokenizer)
@@ -68,7 +76,9 @@ class DistillationTask(SFTTask):
         return self.kd.teacher_offload
 
     def computed(self, micro: TokenRows, at: Tensor) -> Tensor:
-        """The teacher's logits at the places `at` (K, V), or (K, k, 2): its k largest with their tokens."""
+        """The teacher's logits at the places `at` (K, V), or (K, k, 2): its k largest with their
+        tokens.
+        """
         top_k, shared = self.kd.top_k, self.shared
 
         def best(logits: Tensor, rows: slice) -> Tensor:
@@ -83,7 +93,9 @@ class DistillationTask(SFTTask):
         return said
 
     def asked(self, micro: TokenRows) -> Tensor:
-        """What the server says of the token after each token (N, k, 2): log-probabilities and tokens; −∞ where it says nothing."""
+        """What the server says of the token after each token (N, k, 2): log-probabilities and
+        tokens; −∞ where it says nothing.
+        """
         rows = [row.tolist() for row in micro.tokens.split(micro.lengths.tolist())]
         said = torch.tensor([-torch.inf, 0.0]).repeat(len(micro.tokens), self.server.best, 1)
         for start, places in zip(micro.offsets.tolist(), self.server.likeliest(rows), strict=False):
@@ -92,9 +104,14 @@ class DistillationTask(SFTTask):
                 said[place, : len(known)] = torch.tensor(known).reshape(-1, 2)
         return said.to(micro.tokens.device)
 
-    def loss(self, model: Any, micro: TokenRows, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(
+        self, model: Any, micro: TokenRows, totals: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Metric]]:
         """This micro-batch's part of the mean over the window's target tokens, and its metrics."""
-        at, targets = micro.loss_mask.roll(-1), micro.tokens[micro.loss_mask]  # the logits before each target
+        at, targets = (
+            micro.loss_mask.roll(-1),
+            micro.tokens[micro.loss_mask],
+        )  # the logits before each target
         top_k, shared = self.kd.top_k, self.shared
         taught = self.asked(micro)[at] if self.kd.served else self.computed(micro, at)
 

@@ -1,4 +1,6 @@
-"""From finished episodes to a batch to learn from: forwards of the workers first, then pure functions."""
+"""From finished episodes to a batch to learn from: forwards of the workers first, then pure
+functions.
+"""
 
 import time
 from collections import Counter
@@ -16,7 +18,12 @@ from openrlhf.algorithms.advantages import (
     shape_rewards,
 )
 from openrlhf.algorithms.kl import KLController, kl_estimate
-from openrlhf.algorithms.rewards import clip_rewards, overlong_penalty, stop_properly_penalty, token_rewards
+from openrlhf.algorithms.rewards import (
+    clip_rewards,
+    overlong_penalty,
+    stop_properly_penalty,
+    token_rewards,
+)
 from openrlhf.batches import Experience, turn_reward_column
 from openrlhf.config.flags import UserError
 from openrlhf.config.learning import RLFlags
@@ -45,7 +52,9 @@ def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list
 
     If samples of a prompt are compared (`needs_groups`), single samples are left out too.
     """
-    finished = [i for i, t in enumerate(trajectories) if not t.failed and not t.filtered and t.num_actions]
+    finished = [
+        i for i, t in enumerate(trajectories) if not t.failed and not t.filtered and t.num_actions
+    ]
     peers = Counter(trajectories[i].prompt.index for i in finished)
     return [i for i in finished if not needs_groups or peers[trajectories[i].prompt.index] > 1]
 
@@ -54,9 +63,10 @@ def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list
 class ExperienceMaker:
     """Annotates a batch with the columns of the workers, and assigns credit to its tokens.
 
-    `stages` are the columns that the update needs. `reward_models` is None if the sums of the rewards are there already,
-    because dynamic filtering needed them. `kl`: the coefficient of the KL term, fixed or following a target.
-    `teacher`: the one behind a server, if --algo.distill.teacher names one.
+    `stages` are the columns that the update needs. `reward_models` is None if the sums of the
+    rewards are there already, because dynamic filtering needed them. `kl`: the coefficient of the
+    KL term, fixed or following a target. `teacher`: the one behind a server, if
+    --algo.distill.teacher names one.
     """
 
     config: RLFlags
@@ -69,9 +79,11 @@ class ExperienceMaker:
         self.kl = KLController(kl.init_coef, target=kl.target, horizon=kl.horizon)
 
     def annotate(self, trajectories: Sequence[Trajectory]) -> Annotated:
-        """R, log π_old, log π_ref, log π_teacher and V, if something needs them; the workers compute them in parallel.
+        """R, log π_old, log π_ref, log π_teacher and V, if something needs them; the workers
+        compute them in parallel.
 
-        The metrics are the seconds of each column from the common start. A column that nothing needs has no metric.
+        The metrics are the seconds of each column from the common start. A column that nothing
+        needs has no metric.
         """
         start, timing = time.perf_counter(), dict[str, Metric]()
         timeout_s, needs_groups = self.config.train.step_timeout, self.config.estimator.needs_groups
@@ -85,7 +97,9 @@ class ExperienceMaker:
         kept = [trajectories[i] for i in trainable(trajectories, needs_groups=needs_groups)]
         experience = Experience.from_trajectories(kept)
         if not kept:
-            return Annotated(experience=experience, trajectories=list(trajectories), kept=kept, timing=timing)
+            return Annotated(
+                experience=experience, trajectories=list(trajectories), kept=kept, timing=timing
+            )
         pending_rewards = self.reward_models.launch(experience) if self.reward_models else None
         missing = [stage for stage in self.stages if getattr(experience, stage.writes) is None]
         columns = {stage.writes: stage.launch(experience) for stage in missing}
@@ -100,24 +114,30 @@ class ExperienceMaker:
         for name, pending in columns.items():
             experience = replace(experience, **{name: pending.collect(timeout_s)})
             clock(name)
-        rows = trainable(kept, needs_groups=needs_groups)  # a reward model's number may not have been finite
+        rows = trainable(
+            kept, needs_groups=needs_groups
+        )  # a reward model's number may not have been finite
         if len(rows) < len(kept):
             experience = experience.select(experience.rows_of(rows))
             kept = [kept[i] for i in rows]
-        return Annotated(experience=experience, trajectories=list(trajectories), kept=kept, timing=timing)
+        return Annotated(
+            experience=experience, trajectories=list(trajectories), kept=kept, timing=timing
+        )
 
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         """Return the rows to train on with r_t, Â_t and Ĝ_t, and the metrics of the batch.
 
-        With --algo.loss.mask_truncated, truncated samples count in the metrics and in the baselines of their prompts,
-        but are not among the rows, so no loss has them in its numerator or denominator.  DAPO, section 3.4,
-        arXiv:2503.14476 (overlong filtering)
+        With --algo.loss.mask_truncated, truncated samples count in the metrics and in the baselines
+        of their prompts, but are not among the rows, so no loss has them in its numerator or
+        denominator.  DAPO, section 3.4, arXiv:2503.14476 (overlong filtering)
         """
         algo, advantage = self.config.algo, self.config.algo.advantage
         estimator = ADVANTAGE_ESTIMATORS[advantage.estimator]
         assert experience.values is not None or not estimator.needs_critic
         rewards = self._penalised(experience)
-        once = experience.last_rows  # an episode counts once in a baseline, however many conversations it has
+        once = (
+            experience.last_rows
+        )  # an episode counts once in a baseline, however many conversations it has
         try:
             shaped = shape_rewards(rewards[once], experience.group_ids[once], estimator)
         except EstimatorError as error:
@@ -133,21 +153,32 @@ class ExperienceMaker:
         if experience.teacher_logprobs is not None:
             gap = self._teacher_kl(experience)
             columns["advantages"] -= algo.distill.coef * gap
-            metrics["train/teacher_kl"] = Mean(float(gap.sum()), float(experience.action_mask.sum()))
+            metrics["train/teacher_kl"] = Mean(
+                float(gap.sum()), float(experience.action_mask.sum())
+            )
         credited = replace(experience, rewards=rewards, **columns)
         metrics |= self._metrics(credited, kl)
         if algo.loss.mask_truncated:
             credited = credited.select(torch.nonzero(~credited.truncated).flatten().tolist())
         return credited, metrics
 
-    def _assign_credit(self, experience: Experience, shaped: Tensor, kl: Tensor | None) -> dict[str, Tensor]:
-        """Return the columns r_t, Â_t (not yet normalised) and Ĝ_t, from the shaped reward of each row (B,)."""
+    def _assign_credit(
+        self, experience: Experience, shaped: Tensor, kl: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Return the columns r_t, Â_t (not yet normalised) and Ĝ_t, from the shaped reward of each
+        row (B,).
+        """
         advantage = self.config.algo.advantage
         estimator = ADVANTAGE_ESTIMATORS[advantage.estimator]
-        columns = {name: torch.zeros(experience.num_tokens) for name in ("token_rewards", "advantages", "returns")}
+        columns = {
+            name: torch.zeros(experience.num_tokens)
+            for name in ("token_rewards", "advantages", "returns")
+        }
         row_of_token = experience.sample_of_token()
         for block in experience.blocks():
-            rows = row_of_token[block.positions[:, 0]]  # of the batch: a block has rows of similar lengths
+            rows = row_of_token[
+                block.positions[:, 0]
+            ]  # of the batch: a block has rows of similar lengths
             mask = block.gather(experience.action_mask)
             # Estimators that compare whole samples have no use for the turns of one sample.
             turns = experience.turn_rewards if not estimator.per_group else None
@@ -158,20 +189,31 @@ class ExperienceMaker:
                 self.kl.coef,
                 None if turns is None else block.gather(turns),
             )
-            values = torch.zeros_like(per_token) if experience.values is None else block.gather(experience.values)
-            advantages, returns = estimator.credit(per_token, values, mask, gamma=advantage.gamma, lam=advantage.lambd)
+            values = (
+                torch.zeros_like(per_token)
+                if experience.values is None
+                else block.gather(experience.values)
+            )
+            advantages, returns = estimator.credit(
+                per_token, values, mask, gamma=advantage.gamma, lam=advantage.lambd
+            )
             for name, computed in zip(columns, (per_token, advantages, returns), strict=True):
                 block.scatter(computed, columns[name])
         return columns
 
     def _teacher_kl(self, experience: Experience) -> Tensor:
-        """log π_old − log π_teacher of every sampled token: its part of KL(π ‖ teacher), which distillation lowers.
+        """log π_old − log π_teacher of every sampled token: its part of KL(π ‖ teacher), which
+        distillation lowers.
 
-        Only the token itself is credited, no token before it. Lu et al. 2025, On-Policy Distillation,
-        thinkingmachines.ai/blog/on-policy-distillation; Agarwal et al. 2024, arXiv:2306.13649
+        Only the token itself is credited, no token before it. Lu et al. 2025, On-Policy
+        Distillation, thinkingmachines.ai/blog/on-policy-distillation; Agarwal et al. 2024,
+        arXiv:2306.13649
         """
         assert experience.old_logprobs is not None and experience.teacher_logprobs is not None
-        return kl_estimate(experience.old_logprobs, experience.teacher_logprobs, "k1") * experience.action_mask
+        return (
+            kl_estimate(experience.old_logprobs, experience.teacher_logprobs, "k1")
+            * experience.action_mask
+        )
 
     def _penalised(self, experience: Experience) -> Tensor:
         """Rewards after the length penalties, logged as `train/reward`."""
@@ -188,15 +230,21 @@ class ExperienceMaker:
             worst = penalties.scatter_reduce(0, episodes, penalties, "amin", include_self=False)
             rewards = rewards + worst[episodes]
         if flags.stop_properly_penalty_coef is not None:
-            rewards = stop_properly_penalty(rewards, experience.truncated, flags.stop_properly_penalty_coef)
+            rewards = stop_properly_penalty(
+                rewards, experience.truncated, flags.stop_properly_penalty_coef
+            )
         return rewards
 
     def _reward_kl(self, experience: Experience) -> Tensor | None:
-        """KL per token from the rollout, log π_old against log π_ref; None if the KL is not in the reward."""
+        """KL per token from the rollout, log π_old against log π_ref; None if the KL is not in the
+        reward.
+        """
         if not self.config.algo.kl.in_reward or experience.ref_logprobs is None:
             return None
         assert experience.old_logprobs is not None
-        return kl_estimate(experience.old_logprobs, experience.ref_logprobs, self.config.algo.kl.estimator)
+        return kl_estimate(
+            experience.old_logprobs, experience.ref_logprobs, self.config.algo.kl.estimator
+        )
 
     def _metrics(self, experience: Experience, kl: Tensor | None) -> dict[str, Metric]:
         once = experience.last_rows
@@ -210,7 +258,8 @@ class ExperienceMaker:
             "train/total_length": Mean(float(experience.num_tokens), count),
             "train/truncated": Mean(float(experience.truncated[once].sum()), count),
             "train/response_clip_ratio": Mean(
-                float((experience.lengths >= self.config.data.max_len).sum()), experience.num_samples
+                float((experience.lengths >= self.config.data.max_len).sum()),
+                experience.num_samples,
             ),
         }
         metrics |= group_metrics(experience.rewards[once], experience.group_ids[once])
@@ -221,7 +270,9 @@ class ExperienceMaker:
 
 
 def group_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Metric]:
-    """Spread of the rewards of a prompt's samples, as means over the prompts with two samples or more."""
+    """Spread of the rewards of a prompt's samples, as means over the prompts with two samples or
+    more.
+    """
     stats = group_statistics(rewards, groups)
     share_of_group = (stats.size > 1) / stats.size  # the samples of a group count as one
     number = float(share_of_group.sum())

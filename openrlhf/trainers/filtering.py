@@ -1,4 +1,6 @@
-"""Dynamic filtering: prompts that teach nothing are replaced before the step.  DAPO, section 3.2, arXiv:2503.14476"""
+"""Dynamic filtering: prompts that teach nothing are replaced before the step.  DAPO, section 3.2,
+arXiv:2503.14476
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +15,10 @@ from openrlhf.trajectory import Trajectory
 class DynamicFilter:
     """Keeps a prompt if low < mean score of its finished samples < high.
 
-    A step begins with as many prompts as it needs, and each rejected prompt is replaced by the next one. So a step
-    draws the fewest prompts that give enough kept ones, whichever finishes first. Without over-sampling, no prompt
-    waits when a step is complete, so a resumed run needs only the number of prompts drawn.
+    A step begins with as many prompts as it needs, and each rejected prompt is replaced by the next
+    one. So a step draws the fewest prompts that give enough kept ones, whichever finishes first.
+    Without over-sampling, no prompt waits when a step is complete, so a resumed run needs only the
+    number of prompts drawn.
     """
 
     low: float
@@ -27,13 +30,23 @@ class DynamicFilter:
         return not (scores and self.low < fmean(scores) < self.high)
 
     def marked(self, group: Group) -> Group:
-        """The group. Samples of a rejected group are marked as filtered: they are logged, but lose their tokens."""
+        """The group. Samples of a rejected group are marked as filtered: they are logged, but lose
+        their tokens.
+        """
         return [thrown_away(t) for t in group] if self.rejects(group) else group
 
 
 def thrown_away(trajectory: Trajectory) -> Trajectory:
     """An episode of a rejected prompt, marked as filtered and without its tokens."""
-    return replace(trajectory, filtered=True, tokens=[], action_mask=[], rollout_logprobs=[], columns={}, earlier=())
+    return replace(
+        trajectory,
+        filtered=True,
+        tokens=[],
+        action_mask=[],
+        rollout_logprobs=[],
+        columns={},
+        earlier=(),
+    )
 
 
 def pass_rate(trajectories: Sequence[Trajectory]) -> Mean:

@@ -12,7 +12,13 @@ from openrlhf.algorithms.preference_losses import kto
 from openrlhf.batches import Answers
 from openrlhf.config.supervised import KTOConfig
 from openrlhf.data.errors import DataError, source_of
-from openrlhf.data.feedback import BothAnswers, LabelledDataset, LabelledRow, PreferenceDataset, check_both_labels
+from openrlhf.data.feedback import (
+    BothAnswers,
+    LabelledDataset,
+    LabelledRow,
+    PreferenceDataset,
+    check_both_labels,
+)
 from openrlhf.data.findings import Finding
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.layouts import JUDGED
@@ -27,14 +33,20 @@ from openrlhf.trainers.tasks import Rows, offline_task
 class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
     """The loss of each answer, mean over the window's answers of all ranks.
 
-    The KL is the mean of log π − log π_ref over prompts with the answer of the next row of the optimizer step, without
-    gradient: from a first pass over the window, so that it does not depend on how the window is split.
+    The KL is the mean of log π − log π_ref over prompts with the answer of the next row of the
+    optimizer step, without gradient: from a first pass over the window, so that it does not depend
+    on how the window is split.
     """
 
     root: ClassVar = KTOConfig
     has_prompts = True
     sample_names: ClassVar = ("answer", "")  # the other is that of the KL
-    objective: ClassVar = ("kto.beta", "kto.desirable_weight", "kto.undesirable_weight", "model.aux_loss_coef")
+    objective: ClassVar = (
+        "kto.beta",
+        "kto.desirable_weight",
+        "kto.undesirable_weight",
+        "model.aux_loss_coef",
+    )
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> Rows:
         """Return labelled answers; both answers of pairs, if there are pairs and no labels.
@@ -55,7 +67,9 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
             return []
         return [check_both_labels(train_rows, column=self.config.data.label_key)]
 
-    def _labelled(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> BothAnswers | LabelledDataset:
+    def _labelled(
+        self, dataset: Table, tokenizer: PreTrainedTokenizerBase
+    ) -> BothAnswers | LabelledDataset:
         data = self.config.data
         if self._has_pairs(dataset):
             self.has_prompts = bool(data.prompt_key or data.apply_chat_template)
@@ -68,14 +82,20 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
 
     def prompt_column(self, dataset: Table) -> str | None:
         """The column of --data.prompt_key in pairs, and of --data.input_key elsewhere."""
-        return self.config.data.prompt_key if self._has_pairs(dataset) else super().prompt_column(dataset)
+        return (
+            self.config.data.prompt_key
+            if self._has_pairs(dataset)
+            else super().prompt_column(dataset)
+        )
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
         """Unknown if the prompt is inside the texts of pairs."""
         return super().text_format(tokenizer, ending) if self.has_prompts else None
 
     def of_window(self, rows: Sequence[LabelledRow], strategy: Strategy) -> list[LabelledRow]:
-        """The rows, each with the answer of the next row of the window; the last row with that of the first."""
+        """The rows, each with the answer of the next row of the window; the last row with that of
+        the first.
+        """
         ranks = strategy.dp_size
         every = strategy.gather([(row.answer, row.loss_mask[row.prompt_length :]) for row in rows])
         answers: list[tuple[list[int], list[bool]]] = []  # in the order of rows
@@ -117,13 +137,17 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         matched, mismatched = (micro.select(range(side, micro.num_samples, 2)) for side in (0, 1))
         scores = model(mismatched.tokens, mismatched.offsets, mismatched.loss_mask)
         assert mismatched.reference is not None
-        return matched, {"kl": float((mismatched.answer_sums(scores.logprobs) - mismatched.reference).sum())}
+        return matched, {
+            "kl": float((mismatched.answer_sums(scores.logprobs) - mismatched.reference).sum())
+        }
 
     def counts(self, micro: Answers) -> dict[str, float]:
         """The number of answers, which is the denominator."""
         return {"answers": float(micro.num_samples)}
 
-    def loss(self, model: Any, micro: Answers, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(
+        self, model: Any, micro: Answers, totals: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Metric]]:
         """This micro-batch's part of the mean over the window's answers, and its metrics."""
         flags = self.config.kto
         assert micro.reference is not None and micro.desirable is not None
@@ -132,7 +156,14 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         desirable, answers = micro.desirable, micro.num_samples
         kl = totals["kl"] / totals["answers"]
         wanted, unwanted = flags.desirable_weight, flags.undesirable_weight
-        losses = kto(ratio, desirable, kl, beta=flags.beta, desirable_weight=wanted, undesirable_weight=unwanted)
+        losses = kto(
+            ratio,
+            desirable,
+            kl,
+            beta=flags.beta,
+            desirable_weight=wanted,
+            undesirable_weight=unwanted,
+        )
         rewards, good = flags.beta * ratio.detach(), float(desirable.sum())
         metrics: dict[str, Metric] = {
             "train/kto_loss": Mean(float(losses.detach().sum()), answers),
@@ -146,4 +177,6 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Loss and mean rewards of both kinds of answers."""
         names = ("chosen_reward", "reject_reward")
-        return {"eval/eval_loss": metrics["train/kto_loss"]} | {f"eval/{n}": metrics[f"train/{n}"] for n in names}
+        return {"eval/eval_loss": metrics["train/kto_loss"]} | {
+            f"eval/{n}": metrics[f"train/{n}"] for n in names
+        }

@@ -1,4 +1,6 @@
-"""Counts of a run's episodes by outcome, for the last message of a run that ran out of prompts or learned nothing."""
+"""Counts of a run's episodes by outcome, for the last message of a run that ran out of prompts or
+learned nothing.
+"""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +15,9 @@ class NothingLearned(UserError, RuntimeError):
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Counts of the episodes of a run, since its start or its resume. `keep`: the run's dynamic filter."""
+    """Counts of the episodes of a run, since its start or its resume. `keep`: the run's dynamic
+    filter.
+    """
 
     keep: DynamicFilter | None
     updates: int = 0  # batches that were trained on
@@ -60,7 +64,9 @@ class Outcome:
             return
         left_out = [f"{self.failed} failed"] if self.failed else []
         if self.alone:
-            left_out.append(f"{self.alone} had no other finished sample of their prompt to compare with")
+            left_out.append(
+                f"{self.alone} had no other finished sample of their prompt to compare with"
+            )
         if self.truncated:
             left_out.append(f"{self.truncated} are truncated (--algo.loss.mask_truncated)")
         counts = f" Of {self.episodes} episodes {', '.join(left_out)}." if left_out else ""

@@ -1,4 +1,6 @@
-"""The on-policy loop. PPO, REINFORCE++, RLOO and GRPO are choices inside `credit` and the policy loss."""
+"""The on-policy loop. PPO, REINFORCE++, RLOO and GRPO are choices inside `credit` and the policy
+loss.
+"""
 
 import logging
 import time
@@ -36,7 +38,9 @@ from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 
 logger = logging.getLogger(__name__)
-SOURCE = "_source"  # the part of a checkpoint with the samples that wait, beside those of the models
+SOURCE = (
+    "_source"  # the part of a checkpoint with the samples that wait, beside those of the models
+)
 Evaluate = Callable[[int], list[Trajectory]]  # of the weights after that step
 
 
@@ -65,7 +69,9 @@ class PPOTrainer:
         self.saved = -1  # the step of the newest checkpoint
         self.resumed = False
         self.stopped = False  # before the prompts are used up
-        self.best = BestMetric(self.ckpt.best_metric_key, ending="_pass1", patience=self.config.eval.patience)
+        self.best = BestMetric(
+            self.ckpt.best_metric_key, ending="_pass1", patience=self.config.eval.patience
+        )
         self.timing: dict[str, Metric] = {}
         self.outcome = Outcome(keep=self.source.keep)
 
@@ -74,7 +80,9 @@ class PPOTrainer:
         self.recorder.display.begin(self.source.total_steps, done=self.step)
         self.weights.publish(self.step)  # π_rollout ← π_θ, also after a resume
         at_start = self.config.eval.at_start and self.step == 0 and self.best.step is None
-        was_interrupted = self.step > 0 and self.evaluation_is_due and self.best.evaluated_at < self.step
+        was_interrupted = (
+            self.step > 0 and self.evaluation_is_due and self.best.evaluated_at < self.step
+        )
         if at_start or was_interrupted:
             self.run_evaluation()
         with self.saved_when_it_ends():
@@ -83,18 +91,23 @@ class PPOTrainer:
                     with self.clock("make_experience"):
                         batch = self.maker.annotate(trajectories)  # R, log π_old, log π_ref, V
                     self.record(batch)
-                    if all(t.filtered for t in trajectories):  # the rest of an epoch teaches nothing
+                    if all(
+                        t.filtered for t in trajectories
+                    ):  # the rest of an epoch teaches nothing
                         continue
                     self.learn_from(batch)
                 self.after_step()
                 if self.stopped:
                     break
-            # The last step is not evaluated with the others if filtering ended the run before its planned end.
+            # The last step is not evaluated with the others if filtering ended the run before its
+            # planned end.
             if self.config.eval.steps > 0 and self.best.evaluated_at < self.step:
                 self.run_evaluation()
             if self.source.exhausted and self.step < self.source.total_steps:
                 why = self.outcome.rejections
-                self.recorder.display.note(f"No prompts to train on are left after step {self.step}.{why}")
+                self.recorder.display.note(
+                    f"No prompts to train on are left after step {self.step}.{why}"
+                )
             if not self.resumed:
                 self.outcome.check()
             self.return_to_best()
@@ -107,7 +120,9 @@ class PPOTrainer:
             with self.clock("make_experience"):
                 experience, credit = self.maker.credit(batch.experience)  # r_t, Â_t, Ĝ_t
             metrics.append(credit)
-            if experience.num_samples:  # not if all are truncated and --algo.loss.mask_truncated leaves them out
+            if (
+                experience.num_samples
+            ):  # not if all are truncated and --algo.loss.mask_truncated leaves them out
                 metrics.append(self.update(experience))
         self.end_step(merge_all(metrics))
 
@@ -122,10 +137,11 @@ class PPOTrainer:
 
     @contextmanager
     def saved_when_it_ends(self) -> Iterator[None]:
-        """Save the last finished step of a run that writes checkpoints, if the block is terminated or fails.
+        """Save the last finished step of a run that writes checkpoints, if the block is terminated
+        or fails.
 
-        A failure is the loss of all engines, or an evaluation in which too many episodes fail. A run that writes no
-        checkpoints exports its model when such an evaluation ends it.
+        A failure is the loss of all engines, or an evaluation in which too many episodes fail. A
+        run that writes no checkpoints exports its model when such an evaluation ends it.
         """
         try:
             yield
@@ -134,7 +150,9 @@ class PPOTrainer:
             if evaluated and self.ckpt.save_steps <= 0 and self.outcome.updates:
                 self.export_final(Path(self.ckpt.output_dir).absolute())
                 raise
-            if self.ckpt.save_steps > 0 and self.saved < self.step == self.source.step:  # no batch was on its way here
+            if (
+                self.ckpt.save_steps > 0 and self.saved < self.step == self.source.step
+            ):  # no batch was on its way here
                 self.save()
             if note := note_of_end(self.ckpt, saved=self.saved, step=self.step):
                 self.recorder.display.note(note)
@@ -147,7 +165,8 @@ class PPOTrainer:
         self.source.errors.check(batch.trajectories)
 
     def publish(self) -> None:
-        """Publish the weights of the current step to the engines, unless the engines have them already.
+        """Publish the weights of the current step to the engines, unless the engines have them
+        already.
 
         A process that is asked to end does not wait for samples, and publishes nothing.
         """
@@ -192,7 +211,9 @@ class PPOTrainer:
         return merge_all(self._gather(launched, "update the models"))
 
     def _plans(self, experience: Experience, ranks: int) -> list[RankUpdate]:
-        """Each rank's rows of every optimizer step. All roles take the same steps in the same order."""
+        """Each rank's rows of every optimizer step. All roles take the same steps in the same
+        order.
+        """
         return plan_update(
             experience.lengths.tolist(),
             episodes=experience.episode_of_row.tolist(),
@@ -203,7 +224,9 @@ class PPOTrainer:
         )
 
     def _pretraining_text(self, steps: int) -> list[list[TokenRows]]:
-        """Each rank's pretraining text for the next `steps` optimizer steps; empty without --algo.ptx.dataset."""
+        """Each rank's pretraining text for the next `steps` optimizer steps; empty without
+        --algo.ptx.dataset.
+        """
         if not self.pretraining:
             return [[] for _ in range(self.policy.slices)]
         first = self.step * self.config.updates_of(self.config.rollout.batch_size)
@@ -217,7 +240,9 @@ class PPOTrainer:
         self.step += 1
         if "train/kl" in metrics:
             metrics["train/kl_coef"] = Last(self.maker.kl.coef)
-            self.maker.kl.update(metrics["train/kl"].value, int(metrics["rollout/num_samples"].value))
+            self.maker.kl.update(
+                metrics["train/kl"].value, int(metrics["rollout/num_samples"].value)
+            )
         total = sum(part.value for part in self.timing.values())
         timing = self.timing | {"timing/step_total": Last(total)}
         timing |= utilisation([hosts.take_spans() for hosts in self.hosts], total)
@@ -256,7 +281,8 @@ class PPOTrainer:
     def run_evaluation(self) -> None:
         """Measure pass@k of the published weights. A new best is saved.
 
-        Raises RewardErrors if too many episodes have failed: such an evaluation is logged, and never the best.
+        Raises RewardErrors if too many episodes have failed: such an evaluation is logged, and
+        never the best.
         """
         if self.evaluate is None:
             return
@@ -282,12 +308,16 @@ class PPOTrainer:
                     self.source.save(Path(staged.engine_dir(SOURCE)) / staged.tag)
                 if self.ckpt.save_hf:
                     self.export(staged.hf_dir, final=False)
-            self.checkpoints.commit(staged, state=self._state(), metric_value=self.best.value_of(self.step))
+            self.checkpoints.commit(
+                staged, state=self._state(), metric_value=self.best.value_of(self.step)
+            )
             self.saved = self.step
 
     @contextmanager
     def going_on_without(self) -> Iterator[None]:
-        """Within it, a checkpoint that cannot be written, as on a full disk, is told and does not end the run."""
+        """Within it, a checkpoint that cannot be written, as on a full disk, is told and does not
+        end the run.
+        """
         try:
             yield
         except CheckpointError as error:
@@ -316,7 +346,9 @@ class PPOTrainer:
 
     def return_to_best(self) -> None:
         """With --eval.patience, load the weights of the best evaluation."""
-        if checkpoint := self.best.to_export(self.step, self.checkpoints, self.recorder.display.note):
+        if checkpoint := self.best.to_export(
+            self.step, self.checkpoints, self.recorder.display.note
+        ):
             self.saved = self.step  # from now on, no checkpoint of this step can be written
             self._all_parts(TrainedWorker.load_checkpoint, checkpoint, "load the best weights")
 
@@ -334,15 +366,24 @@ class PPOTrainer:
         self.export(str(folder))
         self.recorder.display.note(f"model: {folder}")
         if self.critic and self.config.critic.save_value_network:
-            exported = self.critic.broadcast(TrainedWorker.export, self.tokenizer, f"{folder}_critic")
+            exported = self.critic.broadcast(
+                TrainedWorker.export, self.tokenizer, f"{folder}_critic"
+            )
             self._gather(exported, "export the critic")
 
     def export(self, path: str, *, final: bool = True) -> None:
-        """Write the policy in the format that Transformers and vLLM load. `final`: the run ends with this export."""
-        self._gather(self.policy.broadcast(TrainedWorker.export, self.tokenizer, path, final), "export the policy")
+        """Write the policy in the format that Transformers and vLLM load. `final`: the run ends
+        with this export.
+        """
+        self._gather(
+            self.policy.broadcast(TrainedWorker.export, self.tokenizer, path, final),
+            "export the policy",
+        )
 
     def timed(self, name: str, iterable: Iterable[Any]) -> Iterator[Any]:
-        """The items, until the patience is used up. The seconds of waiting for each item count as `timing/<name>`."""
+        """The items, until the patience is used up. The seconds of waiting for each item count as
+        `timing/<name>`.
+        """
         iterator = iter(iterable)
         while not self.best.exhausted:
             with self.clock(name):
@@ -364,4 +405,6 @@ class PPOTrainer:
 def step_metrics(source: Source, batch: Annotated) -> dict[str, Metric]:
     """Metrics of a step's rollout, of its cost, and of dynamic filtering."""
     metrics = rollout_metrics(batch.trajectories, batch.kept) | source.metrics() | batch.timing
-    return metrics | ({"train/dynamic_filtering_pass_rate": pass_rate(batch.trajectories)} if source.keep else {})
+    return metrics | (
+        {"train/dynamic_filtering_pass_rate": pass_rate(batch.trajectories)} if source.keep else {}
+    )

@@ -1,6 +1,8 @@
-"""Direct preference optimization: the policy should prefer the chosen answer of a pair more than the reference does.
+"""Direct preference optimization: the policy should prefer the chosen answer of a pair more than
+the reference does.
 
-Also what this task shares with others: the frozen reference and its log-probabilities, and pairs that stay together.
+Also what this task shares with others: the frozen reference and its log-probabilities, and pairs
+that stay together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,12 +30,16 @@ REFERENCE = "--ref.model_name_or_path"
 
 
 class ReferencedTask(LanguageTask[Referenced, Row, Answers], Generic[Referenced, Row]):
-    """A language model that is compared with a frozen one. Rows 2i and 2i + 1 of a micro-batch belong together."""
+    """A language model that is compared with a frozen one. Rows 2i and 2i + 1 of a micro-batch
+    belong together.
+    """
 
     rows_per_group: ClassVar = 2
 
     def frozen_paths(self) -> dict[str, str | None]:
-        """The reference, if the loss reads one, unless it is the trained model without its adapters."""
+        """The reference, if the loss reads one, unless it is the trained model without its
+        adapters.
+        """
         loaded = self.config.needs_reference and not self.config.reference_is_policy
         return {REFERENCE: self.config.ref.model_name_or_path} if loaded else {}
 
@@ -61,7 +67,11 @@ class PairTask(OfflineTask[Paired, PairRow, Micro], Generic[Paired, Micro]):
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
         """Unknown if the prompt is inside the texts, unless the texts are chat messages."""
         data = self.config.data
-        return super().text_format(tokenizer, ending) if data.prompt_key or data.apply_chat_template else None
+        return (
+            super().text_format(tokenizer, ending)
+            if data.prompt_key or data.apply_chat_template
+            else None
+        )
 
     def prompt_column(self, dataset: Table) -> str | None:
         """The column of --data.prompt_key; the texts of pairs without it have their prompts."""
@@ -117,26 +127,39 @@ class PreferenceTask(PairTask[DPOConfig, Answers], ReferencedTask[DPOConfig, Pai
         return self.config.needs_reference and self.config.ref.precompute
 
     def collate(self, rows: Sequence[PairRow]) -> Answers:
-        """Rows of the dataset as one ragged batch: 2i is the chosen and 2i + 1 the rejected text of pair i."""
+        """Rows of the dataset as one ragged batch: 2i is the chosen and 2i + 1 the rejected text of
+        pair i.
+        """
         tokens = [tokens for row in rows for tokens in (row.chosen, row.rejected)]
         known = [total for row in rows for total in row.reference]
         masks = [mask for row in rows for mask in row.masks]
         return Answers.from_lists(tokens, masks, reference=torch.tensor(known) if known else None)
 
-    def loss(self, model: Any, micro: Answers, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(
+        self, model: Any, micro: Answers, totals: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Metric]]:
         """This micro-batch's part of the mean over the window's pairs, and its metrics."""
         flags = self.config.model
         scores = model(micro.tokens, micro.offsets, micro.loss_mask)
-        ours, tokens = micro.answer_sums(scores.logprobs), micro.answer_sums(micro.loss_mask.float())
+        ours, tokens = (
+            micro.answer_sums(scores.logprobs),
+            micro.answer_sums(micro.loss_mask.float()),
+        )
         theirs = torch.zeros_like(ours) if micro.reference is None else micro.reference
-        judged = Judged(policy=ours.view(-1, 2), reference=theirs.view(-1, 2), tokens=tokens.view(-1, 2))
-        strength = Strength(beta=flags.beta, smoothing=flags.label_smoothing, target=flags.target_margin)
+        judged = Judged(
+            policy=ours.view(-1, 2), reference=theirs.view(-1, 2), tokens=tokens.view(-1, 2)
+        )
+        strength = Strength(
+            beta=flags.beta, smoothing=flags.label_smoothing, target=flags.target_margin
+        )
         losses = PREFERENCE_LOSSES[flags.loss_type].function(judged, strength)
         nll, pairs = -judged.means[:, 0], len(losses)
         summed = (losses + flags.nll_loss_coef * nll).sum()
         gained = ours - theirs if self.config.needs_reference else judged.means.flatten()
         rewards = flags.beta * gained.detach()
-        metrics = pair_metrics(losses, rewards) | {"train/nll_loss": Mean(float(nll.detach().sum()), pairs)}
+        metrics = pair_metrics(losses, rewards) | {
+            "train/nll_loss": Mean(float(nll.detach().sum()), pairs)
+        }
         if self.config.needs_reference:
             metrics["train/chosen_logratio"] = Mean(float(gained.detach()[0::2].sum()), pairs)
         return self.share(summed, scores.aux_loss, pairs, totals["pairs"], metrics)

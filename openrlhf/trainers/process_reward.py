@@ -22,10 +22,12 @@ from openrlhf.trainers.tasks import LanguageTask, offline_task
 
 @offline_task("prm")
 class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
-    """ℓ = −Σ_v q(v) log p(v) after each labelled step, mean over the window's labelled steps of all ranks.
+    """ℓ = −Σ_v q(v) log p(v) after each labelled step, mean over the window's labelled steps of all
+    ranks.
 
-    p is over the reward tokens, or over the whole vocabulary if none are named; q is the label: one token, or for soft
-    labels P(right) and 1 − P(right).     Lightman et al. 2023, arXiv:2305.20050; Wang et al. 2023, arXiv:2312.08935
+    p is over the reward tokens, or over the whole vocabulary if none are named; q is the label: one
+    token, or for soft labels P(right) and 1 − P(right).     Lightman et al. 2023, arXiv:2305.20050;
+    Wang et al. 2023, arXiv:2312.08935
     """
 
     root: ClassVar = PRMConfig
@@ -35,17 +37,24 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
     soft: bool | None = None
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> StepDataset:
-        """Texts with labelled steps. Raises DataError unless the labels of all datasets are tokens, or all are numbers."""
+        """Texts with labelled steps. Raises DataError unless the labels of all datasets are tokens,
+        or all are numbers.
+        """
         rows = StepDataset(dataset, tokenizer, self.config)
         if self.soft not in (None, rows.soft):
-            raise DataError("Of --data.dataset and --eval.dataset, one has numbers as labels, the other has tokens.")
+            raise DataError(
+                "Of --data.dataset and --eval.dataset, one has numbers as labels, the other has tokens."
+            )
         self.reward_tokens, self.soft = rows.reward_tokens, rows.soft
         return rows
 
     def load_model(self) -> PolicyModel:
         """A language model that stores its tokens, for its use as a reward."""
         model, prm = super().load_model(), self.config.prm
-        stored = {"placeholder_token": prm.placeholder_token, "reward_tokens": list(prm.reward_tokens)}
+        stored = {
+            "placeholder_token": prm.placeholder_token,
+            "reward_tokens": list(prm.reward_tokens),
+        }
         setattr(model.hf.config, STEP_TOKENS, stored)
         return model
 
@@ -59,24 +68,37 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
         labels = torch.full((int(offsets[-1]),), torch.nan, dtype=torch.float64)
         for row, first in zip(rows, offsets.tolist(), strict=False):
             labels[first + torch.tensor(row.places)] = torch.tensor(row.labels, dtype=torch.float64)
-        return Steps(tokens=torch.tensor([t for row in rows for t in row.tokens]), offsets=offsets, labels=labels)
+        return Steps(
+            tokens=torch.tensor([t for row in rows for t in row.tokens]),
+            offsets=offsets,
+            labels=labels,
+        )
 
     def counts(self, micro: Steps) -> dict[str, float]:
         """The number of labelled steps, which is the denominator."""
         return {"steps": float((~micro.labels.isnan()).sum())}
 
-    def loss(self, model: Any, micro: Steps, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(
+        self, model: Any, micro: Steps, totals: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Metric]]:
         """This micro-batch's part of the mean over the window's labelled steps, and its metrics."""
         at = ~micro.labels.isnan()
         labels = micro.labels[at]
         among = torch.tensor(self.reward_tokens, device=labels.device)
-        outputs = model(micro.tokens, micro.offsets, at, lambda logits, _: logits[:, among] if len(among) else logits)
+        outputs = model(
+            micro.tokens,
+            micro.offsets,
+            at,
+            lambda logits, _: logits[:, among] if len(among) else logits,
+        )
         logits = outputs.values
         if self.soft:
             wanted = torch.stack([labels, 1 - labels], 1).to(logits.dtype)
             right = wanted.argmax(1)
         else:
-            wanted = right = (labels[:, None] == among).long().argmax(1) if len(among) else labels.long()
+            wanted = right = (
+                (labels[:, None] == among).long().argmax(1) if len(among) else labels.long()
+            )
         summed, seen = cross_entropy(logits, wanted, reduction="sum"), float(len(labels))
         accuracy = Mean(float((logits.argmax(1) == right).sum()), seen)
         metrics: dict[str, Metric] = {
@@ -88,4 +110,7 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Loss and accuracy, under the names of the reference."""
-        return {"eval/eval prm_loss": metrics["train/prm_loss"], "eval/eval acc": metrics["train/acc"]}
+        return {
+            "eval/eval prm_loss": metrics["train/prm_loss"],
+            "eval/eval acc": metrics["train/acc"],
+        }

@@ -22,10 +22,11 @@ ANSWER_S = 10.0  # for an engine to answer when another has failed
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Prompts that every engine answers with its first published weights, to compare engine and trainer.
+    """Prompts that every engine answers with its first published weights, to compare engine and
+    trainer.
 
-    `params`: a few tokens, at the policy's temperature, without top-k or top-p. `tolerance`: the mean difference, in
-    nats, of log-probabilities that rounding may explain.
+    `params`: a few tokens, at the policy's temperature, without top-k or top-p. `tolerance`: the
+    mean difference, in nats, of log-probabilities that rounding may explain.
     """
 
     prompts: Sequence[list[int]]
@@ -35,10 +36,11 @@ class Probe:
 
 @dataclass(eq=False, repr=False)
 class WeightPublisher:
-    """Publishes the policy's weights to all engine workers. An engine serves a version after all receipts are verified.
+    """Publishes the policy's weights to all engine workers. An engine serves a version after all
+    receipts are verified.
 
-    Senders and engine workers form one group. Without engines, as in a replay, nothing is published. The first
-    publication ends with the `probe`, if there is one.
+    Senders and engine workers form one group. Without engines, as in a replay, nothing is
+    published. The first publication ends with the `probe`, if there is one.
     """
 
     policy: WorkerGroup
@@ -48,14 +50,18 @@ class WeightPublisher:
     timeout_s: float
     probe: Probe | None = None
     groups_made: int = field(default=0, init=False)
-    connected: list[Member] = field(default_factory=list[Member], init=False)  # the engines of the weight group
-    sending: threading.RLock = field(default_factory=threading.RLock, init=False)  # held to publish or start an update
+    connected: list[Member] = field(
+        default_factory=list[Member], init=False
+    )  # the engines of the weight group
+    sending: threading.RLock = field(
+        default_factory=threading.RLock, init=False
+    )  # held to publish or start an update
 
     def publish(self, version: int) -> None:
         """Send the policy's weights as `version` to all engines.
 
-        Engines that are lost meanwhile start again, and are sent the weights when they have. Raises PublicationError,
-        naming the differences, or WorkerError.
+        Engines that are lost meanwhile start again, and are sent the weights when they have. Raises
+        PublicationError, naming the differences, or WorkerError.
         """
         with self.sending:
             self._publish_to_all(version)
@@ -77,7 +83,9 @@ class WeightPublisher:
             except (PublicationError, WorkerError, EngineError):
                 self.connected = []  # a failed publication leaves no group behind
                 self.fleet.find_lost()
-                if self.fleet.up == engines:  # no engine was lost; the loss of a sender is a WorkerError
+                if (
+                    self.fleet.up == engines
+                ):  # no engine was lost; the loss of a sender is a WorkerError
                     self._gather(self.policy.broadcast(PolicyWorker.weight_address), "answer")
                     raise
         if self.fleet:
@@ -88,7 +96,8 @@ class WeightPublisher:
         asked = self.policy.broadcast(PolicyWorker.weight_address)[:1]
         [(host, port)] = self._gather(asked, "tell where to send weights from")
         self.groups_made += 1
-        # One rank broadcasts; CUDA IPC reaches a rank's own GPU only, so that each rank with an engine sends.
+        # One rank broadcasts; CUDA IPC reaches a rank's own GPU only, so that each rank with an
+        # engine sends.
         ranks = [engine.index * workers + worker for engine in engines for worker in range(workers)]
         senders = ranks if self.transport == "ipc" else [0]
         group = WeightGroup(
@@ -114,20 +123,26 @@ class WeightPublisher:
         assert self.fleet
         if self.connected != engines:
             self.connect(engines, self.fleet.workers_per_engine)
-        [manifest] = self._gather(self.policy.broadcast(PolicyWorker.weight_manifest, version)[:1], "list its weights")
+        [manifest] = self._gather(
+            self.policy.broadcast(PolicyWorker.weight_manifest, version)[:1], "list its weights"
+        )
         receiving = [engine.call(RolloutEngine.receive, manifest) for engine in engines]
         sending = self.policy.broadcast(PolicyWorker.send_weights, manifest)
         try:
             self._gather([*receiving, *sending], f"publish weight version {manifest.version}")
         except PublicationError as error:
             raise told_by_all(error, receiving) from error
-        self._gather([engine.call(RolloutEngine.resume) for engine in engines], "serve the new weights")
+        self._gather(
+            [engine.call(RolloutEngine.resume) for engine in engines], "serve the new weights"
+        )
 
     def check_engines(self, fleet: Fleet, probe: Probe) -> None:
-        """Let every engine answer the probe with its present weights, and score the answers with the policy.
+        """Let every engine answer the probe with its present weights, and score the answers with
+        the policy.
 
-        Raises PublicationError if the log-probabilities differ by more than rounding explains: engine and trainer then
-        compute different functions of the same weights. The engines' caches are empty afterwards.
+        Raises PublicationError if the log-probabilities differ by more than rounding explains:
+        engine and trainer then compute different functions of the same weights. The engines' caches
+        are empty afterwards.
         """
         engines = fleet.up
         asked = [
@@ -137,12 +152,17 @@ class WeightPublisher:
         ]
         answers = self._gather(asked, "sample from the new weights")
         self._gather([engine.call(RolloutEngine.pause) for engine in engines], "empty their caches")
-        self._gather([engine.call(RolloutEngine.resume) for engine in engines], "serve the new weights")
+        self._gather(
+            [engine.call(RolloutEngine.resume) for engine in engines], "serve the new weights"
+        )
         asked_of = [prompt for prompt in probe.prompts for _ in engines]
         samples: list[Generation] = [sample for [sample] in answers]
         rows = TokenRows.from_lists(
             [prompt + sample.tokens for prompt, sample in zip(asked_of, samples, strict=True)],
-            [[False] * len(p) + [True] * len(s.tokens) for p, s in zip(asked_of, samples, strict=True)],
+            [
+                [False] * len(p) + [True] * len(s.tokens)
+                for p, s in zip(asked_of, samples, strict=True)
+            ],
         )
         scoring = self.policy.broadcast(PolicyWorker.logprobs, rows)
         ours: Tensor = self._gather(scoring, "score the engines' samples")[0][rows.loss_mask]

@@ -24,7 +24,9 @@ MEASURED, FEWEST = 0.01, 100
 
 @offline_task("rm")
 class RewardTask(PairTask[RMConfig, Pairs]):
-    """ℓ = −log σ(r_chosen − r_rejected − margin) per pair, mean over the window's pairs of all ranks."""
+    """ℓ = −log σ(r_chosen − r_rejected − margin) per pair, mean over the window's pairs of all
+    ranks.
+    """
 
     root: ClassVar = RMConfig
     padding_side: ClassVar = "left"
@@ -37,7 +39,9 @@ class RewardTask(PairTask[RMConfig, Pairs]):
 
     def measured_rows(self, train_rows: Any) -> Subset[PairRow]:
         """The first rows, because mean and deviation of the rewards are always needed."""
-        return Subset(train_rows, range(max(min(FEWEST, len(train_rows)), int(len(train_rows) * MEASURED))))
+        return Subset(
+            train_rows, range(max(min(FEWEST, len(train_rows)), int(len(train_rows) * MEASURED)))
+        )
 
     def check_model(self) -> None:
         """Raise ModelError unless the folder has a complete model that a scalar head fits on."""
@@ -57,27 +61,44 @@ class RewardTask(PairTask[RMConfig, Pairs]):
     def collate(self, rows: Sequence[PairRow]) -> Pairs:
         """Rows of the dataset as one ragged batch."""
         texts = [tokens for row in rows for tokens in (row.chosen, row.rejected)]
-        return Pairs.of(texts, margins=torch.tensor([row.margin for row in rows]).repeat_interleave(2))
+        return Pairs.of(
+            texts, margins=torch.tensor([row.margin for row in rows]).repeat_interleave(2)
+        )
 
-    def loss(self, model: Any, micro: Pairs, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(
+        self, model: Any, micro: Pairs, totals: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Metric]]:
         """This micro-batch's part of the mean over the window's pairs, and its metrics."""
         outputs = model(micro.tokens, micro.offsets)
         scores = last_token_scores(outputs.values, micro.offsets)
         model_config = self.config.model
-        with_margin = model_config.margin_loss_enable and model_config.loss_type == "sigmoid"  # logexp has no margin
-        losses = log_sigmoid(scores[0::2], scores[1::2], micro.margins[0::2] if with_margin else None)
+        with_margin = (
+            model_config.margin_loss_enable and model_config.loss_type == "sigmoid"
+        )  # logexp has no margin
+        losses = log_sigmoid(
+            scores[0::2], scores[1::2], micro.margins[0::2] if with_margin else None
+        )
         rewards = scores.detach()
-        metrics = pair_metrics(losses, rewards) | {"rewards": Deviation.of(rewards.double().tolist())}
+        metrics = pair_metrics(losses, rewards) | {
+            "rewards": Deviation.of(rewards.double().tolist())
+        }
         return self.share(losses.sum(), outputs.aux_loss, len(losses), totals["pairs"], metrics)
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Loss, accuracy, and the mean and unbiased standard deviation of all rewards, chosen and rejected."""
+        """Loss, accuracy, and the mean and unbiased standard deviation of all rewards, chosen and
+        rejected.
+        """
         rewards = metrics["rewards"]
         assert isinstance(rewards, Deviation)
-        scale = {"eval/reward_mean": Mean(rewards.mean, 1), "eval/reward_std": Mean(max(rewards.value, 1e-8), 1)}
+        scale = {
+            "eval/reward_mean": Mean(rewards.mean, 1),
+            "eval/reward_std": Mean(max(rewards.value, 1e-8), 1),
+        }
         return super().evaluation_names(metrics) | scale
 
     def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:
-        """Store mean and deviation in the model's configuration, where --reward.normalize_enable of RL reads them."""
+        """Store mean and deviation in the model's configuration, where --reward.normalize_enable of
+        RL reads them.
+        """
         assert isinstance(model, ScalarModel)
         model.set_scale(numbers["eval/reward_mean"], numbers["eval/reward_std"])

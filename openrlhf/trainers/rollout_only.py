@@ -31,9 +31,13 @@ class RolloutOnly:
                 continue
             metrics, seconds = step_metrics(self.source, batch), time.perf_counter() - began
             metrics |= {name: Last(seconds) for name in ("timing/generation", "timing/step_total")}
-            metrics["timing/tokens_per_second"] = Last(sum(len(t.tokens) for t in batch.kept) / seconds)
+            metrics["timing/tokens_per_second"] = Last(
+                sum(len(t.tokens) for t in batch.kept) / seconds
+            )
             self.step += 1
             self.recorder.step(self.step, values(metrics))
             began = time.perf_counter()
         if not self.step:
-            self.recorder.display.note(f"The run has no step: no episode was kept.{outcome.rejections}")
+            self.recorder.display.note(
+                f"The run has no step: no episode was kept.{outcome.rejections}"
+            )

@@ -1,4 +1,6 @@
-"""Supervised fine-tuning: −log π of the response tokens, one mean over all tokens of the optimizer step."""
+"""Supervised fine-tuning: −log π of the response tokens, one mean over all tokens of the optimizer
+step.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,11 +24,17 @@ class SFTTask(LanguageTask[SFTConfig, SFTRow, TokenRows]):
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
         """Prompts and responses, conversations or plain texts, depending on the flags."""
-        return SFTDataset(dataset, tokenizer, self.config.data, pretrain=self.config.model.pretrain_mode_enable)
+        return SFTDataset(
+            dataset, tokenizer, self.config.data, pretrain=self.config.model.pretrain_mode_enable
+        )
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
         """The format of prompts; None for plain text, which has no prompts."""
-        return None if self.config.model.pretrain_mode_enable else super().text_format(tokenizer, ending)
+        return (
+            None
+            if self.config.model.pretrain_mode_enable
+            else super().text_format(tokenizer, ending)
+        )
 
     def collate(self, rows: Sequence[SFTRow]) -> TokenRows:
         """Rows of the dataset as one ragged batch."""
@@ -36,7 +44,9 @@ class SFTTask(LanguageTask[SFTConfig, SFTRow, TokenRows]):
         """The number of target tokens, which is the denominator."""
         return {"tokens": float(micro.loss_mask.sum())}
 
-    def loss(self, model: Any, micro: TokenRows, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(
+        self, model: Any, micro: TokenRows, totals: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Metric]]:
         """This micro-batch's part of the mean over the window's target tokens, and its metrics."""
         scores = model(micro.tokens, micro.offsets, micro.loss_mask)
         summed = token_nll(scores.logprobs, micro.loss_mask).sum()

@@ -16,7 +16,15 @@ from openrlhf.data.prompts import PromptDataset
 from openrlhf.observability.metrics import Metric
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.background import BackgroundLoop
-from openrlhf.rollout.generator import Annotate, Generator, Group, Request, SamplingSpec, as_sampled, in_prompt_order
+from openrlhf.rollout.generator import (
+    Annotate,
+    Generator,
+    Group,
+    Request,
+    SamplingSpec,
+    as_sampled,
+    in_prompt_order,
+)
 from openrlhf.trainers.filtering import DynamicFilter
 from openrlhf.trajectory import Prompt, Trajectory
 
@@ -26,11 +34,12 @@ READ_TOGETHER = 64  # prompts
 
 @dataclass(eq=False, repr=False)
 class Source(ABC):
-    """The loop's only view of generation: the batch of each step that is left, and how far the prompts are used up.
+    """The loop's only view of generation: the batch of each step that is left, and how far the
+    prompts are used up.
 
-    `annotated` adds the scores that the filter `keep` reads; `errors` says how many episodes may fail. `consumed`: prompts
-    drawn, or had by steps, over all epochs; kept in checkpoints. `total_steps`: of the whole run, at most: filtering may
-    use up the prompts earlier.
+    `annotated` adds the scores that the filter `keep` reads; `errors` says how many episodes may
+    fail. `consumed`: prompts drawn, or had by steps, over all epochs; kept in checkpoints.
+    `total_steps`: of the whole run, at most: filtering may use up the prompts earlier.
     """
 
     prompts: PromptDataset
@@ -44,7 +53,9 @@ class Source(ABC):
 
     def __post_init__(self) -> None:
         algo, self.train = self.config.algo, self.config.train
-        self.keep = DynamicFilter(*algo.dynamic_filtering_range) if algo.dynamic_filtering_enable else None
+        self.keep = (
+            DynamicFilter(*algo.dynamic_filtering_range) if algo.dynamic_filtering_enable else None
+        )
         self.errors = ErrorBudget(self.config.reward)
         self.total_steps = len(self.config.step_sizes(len(self.prompts)))
         self.step = self.consumed = 0  # steps handed out; prompts
@@ -60,14 +71,20 @@ class Source(ABC):
         """Whether no prompt is left."""
 
     def resume(self, *, step: int, consumed: int, folder: Path) -> None:
-        """Continue after `step`, when `consumed` prompts had been used. `folder`: where `save` wrote."""
+        """Continue after `step`, when `consumed` prompts had been used. `folder`: where `save`
+        wrote.
+        """
         self.step, self.consumed = step, consumed
 
     def save(self, folder: Path) -> None:  # noqa: B027 — a source may have nothing to keep
-        """Write what has been drawn and not been trained on; by default nothing, because it is drawn again."""
+        """Write what has been drawn and not been trained on; by default nothing, because it is
+        drawn again.
+        """
 
     def publishing(self, version: int) -> AbstractContextManager[bool]:
-        """Yield True if weights can be published in the block. By default, no sample is in progress between steps."""
+        """Yield True if weights can be published in the block. By default, no sample is in progress
+        between steps.
+        """
         return nullcontext(True)
 
     def close(self) -> None:  # noqa: B027 — or to end
@@ -79,7 +96,9 @@ class Source(ABC):
         return self.consumed // len(self.prompts)
 
     def rest_of_epoch(self, drawn: int) -> Iterator[Prompt]:
-        """The prompts that are left of an epoch when `drawn` have been drawn in all epochs, numbered as they are drawn."""
+        """The prompts that are left of an epoch when `drawn` have been drawn in all epochs,
+        numbered as they are drawn.
+        """
         loader = DataLoader(
             self.prompts,
             batch_size=READ_TOGETHER,
@@ -96,7 +115,9 @@ class Source(ABC):
         return replace(self.prompts[next(iter(self._order(number)))], index=number)
 
     def _order(self, drawn: int) -> ResumableSampler:
-        return ResumableSampler(len(self.prompts), seed=self.train.seed, consumed=drawn, drop_last=False)
+        return ResumableSampler(
+            len(self.prompts), seed=self.train.seed, consumed=drawn, drop_last=False
+        )
 
     async def judged(self, group: Group) -> Group:
         """The group with all scores that the filter reads, marked if the filter rejects it."""
@@ -110,12 +131,14 @@ class Source(ABC):
 
 @dataclass(eq=False, repr=False)
 class SyncSource(Source):
-    """Generates when the loop asks for a step and no finished step is waiting, with the weights of the last publication.
+    """Generates when the loop asks for a step and no finished step is waiting, with the weights of
+    the last publication.
 
-    `batch_size`: prompts per step, without rejected prompts; the last batch of an epoch may be short. `at_once`: prompts
-    generated together, at least one step. If they make several steps, the later steps train weights newer than the
-    weights that sampled them. `last_step`: the generator gives nothing after that step. `consumed`: prompts that steps
-    have had. A resumed run starts there, and draws the waiting prompts again.
+    `batch_size`: prompts per step, without rejected prompts; the last batch of an epoch may be
+    short. `at_once`: prompts generated together, at least one step. If they make several steps, the
+    later steps train weights newer than the weights that sampled them. `last_step`: the generator
+    gives nothing after that step. `consumed`: prompts that steps have had. A resumed run starts
+    there, and draws the waiting prompts again.
     """
 
     last_step: int | None = None
@@ -128,7 +151,9 @@ class SyncSource(Source):
     @property
     def exhausted(self) -> bool:
         """Whether all epochs have ended, or the generator gives nothing more."""
-        return self.epoch >= self.train.num_episodes or (self.last_step is not None and self.step >= self.last_step)
+        return self.epoch >= self.train.num_episodes or (
+            self.last_step is not None and self.step >= self.last_step
+        )
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
         while not self.exhausted:
@@ -136,7 +161,9 @@ class SyncSource(Source):
             self.consumed = self._drawn
 
     def _steps_of_epoch(self, prompts: Iterator[Prompt]) -> Iterator[list[Trajectory]]:
-        """The samples of each step. Samples of a rejected prompt belong to the step of the preceding kept group."""
+        """The samples of each step. Samples of a rejected prompt belong to the step of the
+        preceding kept group.
+        """
         waiting: list[Group] = []  # the groups of later steps
         while not self.exhausted:
             if len(_kept(waiting)) < self.batch_size:
@@ -153,9 +180,9 @@ class SyncSource(Source):
     def _generate(self, prompts: Iterator[Prompt]) -> list[Group]:
         """The groups of the next prompts, in prompt order; none if the epoch is over.
 
-        If so many samples have failed that the errors exceed their budget in any case, the batch ends early and the
-        loop reports the errors. A batch of several steps never ends early, because its cancelled prompts would be
-        missing in the epoch.
+        If so many samples have failed that the errors exceed their budget in any case, the batch
+        ends early and the loop reports the errors. A batch of several steps never ends early,
+        because its cancelled prompts would be missing in the epoch.
         """
         request = Request(spec=self.spec, step=self.step + 1, annotated=self.judged)
         may_end_early = self.keep is not None or self.at_once == self.batch_size
@@ -194,12 +221,18 @@ def evaluate(
     timeout_s: float,
     finished: Callable[[Group], None] = lambda group: None,
 ) -> list[Trajectory]:
-    """Episodes of every evaluation prompt for the weights after `step`, as many prompts at a time as training has in a step.
+    """Episodes of every evaluation prompt for the weights after `step`, as many prompts at a time
+    as training has in a step.
 
     `finished` is called with the episodes of each prompt when they have finished.
     """
-    every_prompt, request = (prompts[row] for row in range(len(prompts))), Request(spec=spec, step=step)
-    stream = generator.stream(every_prompt, request, groups=len(prompts), at_once=spec.rollout.batch_size)
+    every_prompt, request = (
+        (prompts[row] for row in range(len(prompts))),
+        Request(spec=spec, step=step),
+    )
+    stream = generator.stream(
+        every_prompt, request, groups=len(prompts), at_once=spec.rollout.batch_size
+    )
     groups: list[Group] = []
     for group in loop.iterate(stream, timeout_s):
         groups.append(group)

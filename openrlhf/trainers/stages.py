@@ -1,4 +1,6 @@
-"""Columns that workers compute: the workers and inputs of each column, and the transport of its rows."""
+"""Columns that workers compute: the workers and inputs of each column, and the transport of its
+rows.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -17,14 +19,22 @@ from openrlhf.workers.frozen import RewardWorker
 
 
 class Pending:
-    """A column, or a matrix of several, on its way: rows cut into data slices, results put back in place."""
+    """A column, or a matrix of several, on its way: rows cut into data slices, results put back in
+    place.
+    """
 
     def __init__(
-        self, batch: Ragged, group: WorkerGroup, method: Callable[..., Tensor], *, per_sample: bool = False
+        self,
+        batch: Ragged,
+        group: WorkerGroup,
+        method: Callable[..., Tensor],
+        *,
+        per_sample: bool = False,
     ) -> None:
         self.batch, self.group, self.per_sample = batch, group, per_sample
         lengths = batch.lengths.tolist()
-        # A slice without rows repeats the first row, because some forwards are collective. The result is the same.
+        # A slice without rows repeats the first row, because some forwards are collective. The
+        # result is the same.
         self.parts = [rows or [0] for rows in share(lengths, range(len(lengths)), group.slices)]
         self.calls = group.launch(method, batch.split(self.parts))
 
@@ -41,7 +51,9 @@ class Pending:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A per-token column of `Experience`. `writes` is its name; `reads` gives the only columns that the workers get."""
+    """A per-token column of `Experience`. `writes` is its name; `reads` gives the only columns that
+    the workers get.
+    """
 
     writes: str
     by: WorkerGroup
@@ -54,13 +66,17 @@ class Stage:
 
 
 class RewardModels:
-    """The reward workers, if there are any. Their rewards are added to the reward function's with the weights of the flags."""
+    """The reward workers, if there are any. Their rewards are added to the reward function's with
+    the weights of the flags.
+    """
 
     def __init__(self, workers: WorkerGroup | None, reward: RewardConfig) -> None:
         self.workers, self.reward = workers, reward
 
     def launch(self, experience: Experience) -> "PendingRewards":
-        """The rewards of every model for every episode, on their way. Models read the last conversation of an episode."""
+        """The rewards of every model for every episode, on their way. Models read the last
+        conversation of an episode.
+        """
         whole = steps = None
         if experience.trajectory_ids is not None:
             experience = experience.select(experience.last_rows)
@@ -85,7 +101,10 @@ class PendingRewards:
         if self.whole:
             whole = self.whole.collect(timeout_s).tolist()
         if self.steps:
-            steps = [row.tolist() for row in self.steps.collect(timeout_s).split(self.steps.batch.lengths.tolist())]
+            steps = [
+                row.tolist()
+                for row in self.steps.collect(timeout_s).split(self.steps.batch.lengths.tolist())
+            ]
         rows = zip(trajectories, whole, steps, strict=True)
         return [combined(t, by_models, self.weights, by_steps) for t, by_models, by_steps in rows]
 
@@ -103,11 +122,15 @@ class EarlyStages:
         return await asyncio.to_thread(self.annotated, group)
 
     def annotated(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The episodes; finished ones have the sum of all their rewards, and the columns. Workers compute side by side."""
+        """The episodes; finished ones have the sum of all their rewards, and the columns. Workers
+        compute side by side.
+        """
         finished = [t for t in trajectories if not t.failed]
         if not finished:
             return list(trajectories)
-        experience = Experience.from_trajectories(finished if self.models.workers or self.stages else [])  # for workers
+        experience = Experience.from_trajectories(
+            finished if self.models.workers or self.stages else []
+        )  # for workers
         rewards = self.models.launch(experience)
         pending = {stage.writes: stage.launch(experience) for stage in self.stages}
         done = rewards.added_to(finished, self.timeout_s)
@@ -118,7 +141,9 @@ class EarlyStages:
         return [of.get(id(t), t) for t in trajectories]
 
 
-def with_column(trajectories: Sequence[Trajectory], name: str, rows: Sequence[Sequence[float]]) -> list[Trajectory]:
+def with_column(
+    trajectories: Sequence[Trajectory], name: str, rows: Sequence[Sequence[float]]
+) -> list[Trajectory]:
     """Return the episodes with a column for every conversation; `rows` has them in order."""
     left = iter(rows)
     done: list[Trajectory] = []

@@ -1,4 +1,6 @@
-"""The offline loop: windows of rows, one optimizer step each. A task defines rows, models, counts and loss."""
+"""The offline loop: windows of rows, one optimizer step each. A task defines rows, models, counts
+and loss.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -52,7 +54,9 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.steps_per_epoch = len(self.train_rows) // self.train.batch_size
         self.total_steps = self.steps_per_epoch * self.train.max_epochs
         self.eval_steps = config.eval.steps if config.eval.steps > 0 else self.steps_per_epoch
-        self.limits = MicroBatchLimits(size=self.train.micro_batch_size, packed=config.ds.packing_samples)
+        self.limits = MicroBatchLimits(
+            size=self.train.micro_batch_size, packed=config.ds.packing_samples
+        )
         self.step = 0
         self.saved = -1  # the step of the newest checkpoint
         self.measured_at = -1  # the step whose numbers the model stores
@@ -91,7 +95,9 @@ class SupervisedTrainer(Generic[Row, Micro]):
             numbers["train/changed_weights"] = Last(result.changed)
         self.after_step(result.metrics | numbers)
 
-    def _loss(self, micro: Micro, totals: Mapping[str, float]) -> tuple[torch.Tensor, dict[str, Metric]]:
+    def _loss(
+        self, micro: Micro, totals: Mapping[str, float]
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
         for frozen in self.task.frozen.values():
             frozen.rest()  # the first pass is over
         return self.task.loss(self.engine, micro.to(self.strategy.device), totals)
@@ -107,7 +113,9 @@ class SupervisedTrainer(Generic[Row, Micro]):
                 batch_size=self.train.batch_size,
                 consumed=self.step * self.train.batch_size,
             )
-            for rows in self._loader(self.train_rows, sampler, self.train.batch_size // self.strategy.dp_size):
+            for rows in self._loader(
+                self.train_rows, sampler, self.train.batch_size // self.strategy.dp_size
+            ):
                 batch = self.task.collate(self.task.of_window(rows, self.strategy))
                 yield self.task.micro_batches(batch, self.limits)
                 if self.best.exhausted:
@@ -125,7 +133,9 @@ class SupervisedTrainer(Generic[Row, Micro]):
 
     def after_step(self, metrics: Mapping[str, Metric]) -> None:
         """Log, evaluate, checkpoint."""
-        every = self.strategy.gather((dict(metrics), termination.asked()))  # one collective of a step for both
+        every = self.strategy.gather(
+            (dict(metrics), termination.asked())
+        )  # one collective of a step for both
         merged = merge_all(numbers for numbers, _ in every)
         terminated = max(asked for _, asked in every)
         if self.recorder:
@@ -164,10 +174,11 @@ class SupervisedTrainer(Generic[Row, Micro]):
             self.save(best=True)
 
     def measure(self, *, interruptible: bool = False) -> dict[str, float]:
-        """The task's metrics over all evaluation rows, each row counted once. Collective over the ranks.
+        """The task's metrics over all evaluation rows, each row counted once. Collective over the
+        ranks.
 
-        As in training, a first pass over all rows comes before the losses. Raises EvaluationInterrupted on all ranks if it
-        is `interruptible` and one of them is asked to end.
+        As in training, a first pass over all rows comes before the losses. Raises
+        EvaluationInterrupted on all ranks if it is `interruptible` and one of them is asked to end.
         """
 
         def look_for_end() -> None:
@@ -181,9 +192,16 @@ class SupervisedTrainer(Generic[Row, Micro]):
                     look_for_end()
                 batch = self.task.collate(rows).to(self.strategy.device)
                 seen.append((self.task.before(self.engine, batch), counts))
-            every = [{**self.task.counts(micro), **numbers} for (micro, numbers), counts in seen if counts]
+            every = [
+                {**self.task.counts(micro), **numbers}
+                for (micro, numbers), counts in seen
+                if counts
+            ]
             every = [part for rank in self.strategy.gather(every) for part in rank]
-            totals = {name: math.fsum(part[name] for part in every) for name in (every[0] if every else ())}
+            totals = {
+                name: math.fsum(part[name] for part in every)
+                for name in (every[0] if every else ())
+            }
             parts: list[dict[str, Metric]] = []
             for (micro, _), counts in seen:
                 look_for_end()
@@ -197,9 +215,11 @@ class SupervisedTrainer(Generic[Row, Micro]):
         return numbers
 
     def store_numbers(self, *, interruptible: bool = False) -> None:
-        """Let the model store statistics of the exported weights: a reward model stores the mean of its rewards.
+        """Let the model store statistics of the exported weights: a reward model stores the mean of
+        its rewards.
 
-        `interruptible`: if a rank is asked to end meanwhile, the model keeps those of its newest evaluation. Collective.
+        `interruptible`: if a rank is asked to end meanwhile, the model keeps those of its newest
+        evaluation. Collective.
         """
         stored = self.measured_at == self.step and not self.engine.average
         if self.eval_rows is None or not self.task.stores_numbers or stored:
@@ -210,30 +230,41 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def _evaluation_batches(self) -> Iterator[tuple[list[Any], bool]]:
         """This rank's evaluation rows, and whether they count.
 
-        Every rank runs as many forwards as rank 0, which has the most rows: under ZeRO 3 a forward is collective, and so is
-        the check for an interruption.
+        Every rank runs as many forwards as rank 0, which has the most rows: under ZeRO 3 a forward
+        is collective, and so is the check for an interruption.
         """
         assert self.eval_rows is not None
         size, ranks = self.train.micro_batch_size, self.strategy.dp_size
         sampler = ResumableSampler(
-            len(self.eval_rows), seed=0, shuffle=False, dp_rank=self.strategy.dp_rank, dp_size=ranks, drop_last=False
+            len(self.eval_rows),
+            seed=0,
+            shuffle=False,
+            dp_rank=self.strategy.dp_rank,
+            dp_size=ranks,
+            drop_last=False,
         )
         mine = [row for rows in self._loader(self.eval_rows, sampler, size) for row in rows]
         mine = self.task.of_window(mine, self.strategy)
         yield from [(list(mine[start : start + size]), True) for start in range(0, len(mine), size)]
-        missing = math.ceil(math.ceil(len(self.eval_rows) / ranks) / size) - math.ceil(len(mine) / size)
+        missing = math.ceil(math.ceil(len(self.eval_rows) / ranks) / size) - math.ceil(
+            len(mine) / size
+        )
         yield from [([self.eval_rows[0]], False)] * missing
 
     def save(self, *, best: bool = False) -> None:
-        """Write a checkpoint of the current state, or report why it failed and continue. Collective over the ranks.
+        """Write a checkpoint of the current state, or report why it failed and continue. Collective
+        over the ranks.
 
-        Raises CheckpointError if one of several ranks cannot write its part: the other ranks wait for it.
+        Raises CheckpointError if one of several ranks cannot write its part: the other ranks wait
+        for it.
         """
         if self.ckpt.disable_ds and not self.ckpt.save_hf:
             return
         if self.ckpt.save_hf:
             self.store_numbers(interruptible=True)
-        staged = self._on_main(lambda: self.checkpoints.begin(self.step, best=best, hf=self.ckpt.save_hf))
+        staged = self._on_main(
+            lambda: self.checkpoints.begin(self.step, best=best, hf=self.ckpt.save_hf)
+        )
         if staged is None:
             return
         try:
@@ -252,7 +283,9 @@ class SupervisedTrainer(Generic[Row, Micro]):
             self.saved = self.step
 
     def _on_main(self, work: Callable[[], T]) -> T | None:
-        """Return the result of `work` in the main process, on all ranks; None, with a note, if it is a CheckpointError."""
+        """Return the result of `work` in the main process, on all ranks; None, with a note, if it
+        is a CheckpointError.
+        """
         outcome: T | CheckpointError | None = None
         if self.strategy.is_main:
             try:
@@ -286,24 +319,36 @@ class SupervisedTrainer(Generic[Row, Micro]):
 
     def return_to_best(self) -> None:
         """With --eval.patience, load the weights of the best evaluation. Collective over the ranks."""
-        found = self.best.to_export(self.step, self.checkpoints, self.recorder.display.note) if self.recorder else None
+        found = (
+            self.best.to_export(self.step, self.checkpoints, self.recorder.display.note)
+            if self.recorder
+            else None
+        )
         checkpoint: Checkpoint | None = self.strategy.broadcast(found)
         if checkpoint:
             self.engine.load(checkpoint.engine_dir(), checkpoint.tag)
             self.measured_at = -1
 
     def export(self, path: str, *, final: bool = True) -> None:
-        """Write the model in Transformers' format, or its adapters in PEFT's; with --train.enable_ema the average. Collective.
+        """Write the model in Transformers' format, or its adapters in PEFT's; with
+        --train.enable_ema the average. Collective.
 
         `final`: the run ends with this export.
         """
         with self.engine.averaged():
             export_trained(
-                self.engine, self.tokenizer, path, bucket_bytes=1 << 30, masters=self.ckpt.export_fp32, final=final
+                self.engine,
+                self.tokenizer,
+                path,
+                bucket_bytes=1 << 30,
+                masters=self.ckpt.export_fp32,
+                final=final,
             )
 
 
 def layout_of(strategy: Strategy) -> EngineLayout:
     """The layout of the files in which this run's engine stores its state."""
     config = strategy.config
-    return EngineLayout(world_size=strategy.dp_size, zero_stage=config.zero_stage, param_dtype=config.param_dtype)
+    return EngineLayout(
+        world_size=strategy.dp_size, zero_stage=config.zero_stage, param_dtype=config.param_dtype
+    )

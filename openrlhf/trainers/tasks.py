@@ -1,4 +1,6 @@
-"""Offline tasks by name. `openrlhf sft` trains the task "sft"; the name of a plug-in's task is a verb too."""
+"""Offline tasks by name. `openrlhf sft` trains the task "sft"; the name of a plug-in's task is a
+verb too.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -44,20 +46,28 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     root: ClassVar[type[SupervisedConfig]] = SFTConfig  # the flags
     padding_side: ClassVar[str] = "right"
     rows_per_group: ClassVar[int] = 1  # neighbouring rows of a batch that stay in one micro-batch
-    objective: ClassVar[tuple[str, ...]] = ("model.aux_loss_coef",)  # flags; a resumed run needs the same values
+    objective: ClassVar[tuple[str, ...]] = (
+        "model.aux_loss_coef",
+    )  # flags; a resumed run needs the same values
     stores_numbers: ClassVar[bool] = False  # whether `evaluated` stores numbers in the model
-    sample_names: ClassVar[tuple[str, ...]] = ("text",)  # the samples of a row in a batch; "": --dry_run leaves it out
+    sample_names: ClassVar[tuple[str, ...]] = (
+        "text",
+    )  # the samples of a row in a batch; "": --dry_run leaves it out
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.frozen: Mapping[str, FrozenModel] = {}  # the models of `frozen_models`, loaded before training begins
+        self.frozen: Mapping[
+            str, FrozenModel
+        ] = {}  # the models of `frozen_models`, loaded before training begins
 
     @abstractmethod
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> Rows:
         """The rows of a dataset, tokenized."""
 
     def check_model(self) -> None:
-        """Raise ModelError if the stored configuration is of the wrong kind of model. Reads no weights."""
+        """Raise ModelError if the stored configuration is of the wrong kind of model. Reads no
+        weights.
+        """
         configuration(load_spec(self.config))
 
     @abstractmethod
@@ -65,7 +75,9 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
         """The model to train. Its submodule `hf` is exported."""
 
     def frozen_paths(self) -> dict[str, str | None]:
-        """The frozen language models, by the flags that name them; None is the trained model as it begins."""
+        """The frozen language models, by the flags that name them; None is the trained model as it
+        begins.
+        """
         return {}
 
     def frozen_models(self) -> dict[str, Callable[[], nn.Module]]:
@@ -74,12 +86,16 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
 
     @property
     def precomputes(self) -> bool:
-        """Whether the rows get what the frozen models say of them before the training, and the models go."""
+        """Whether the rows get what the frozen models say of them before the training, and the
+        models go.
+        """
         return False
 
     @property
     def offloads(self) -> bool:
-        """Whether the frozen models are in CPU memory but for the first pass over an optimizer step."""
+        """Whether the frozen models are in CPU memory but for the first pass over an optimizer
+        step.
+        """
         return False
 
     @abstractmethod
@@ -87,20 +103,29 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
         """Rows of the dataset as one ragged batch."""
 
     def of_window(self, rows: Sequence[Row], strategy: Strategy) -> Sequence[Row]:
-        """This rank's rows of an optimizer step, or of an evaluation, perhaps changed by the rows of the others. Collective."""
+        """This rank's rows of an optimizer step, or of an evaluation, perhaps changed by the rows
+        of the others. Collective.
+        """
         return rows
 
     def micro_batches(self, batch: Micro, limits: MicroBatchLimits) -> list[Micro]:
         """The batch in parts. A limit of rows counts groups of `rows_per_group` rows."""
-        size, cut = self.rows_per_group, limits.cut(batch.lengths.view(-1, self.rows_per_group).amax(1))
-        return batch.split([[size * group + row for group in part for row in range(size)] for part in cut])
+        size, cut = (
+            self.rows_per_group,
+            limits.cut(batch.lengths.view(-1, self.rows_per_group).amax(1)),
+        )
+        return batch.split(
+            [[size * group + row for group in part for row in range(size)] for part in cut]
+        )
 
     def before(self, model: Any, micro: Micro) -> tuple[Micro, Mapping[str, float]]:
-        """A first pass over every micro-batch of an optimizer step, without gradient, before the first loss.
+        """A first pass over every micro-batch of an optimizer step, without gradient, before the
+        first loss.
 
-        Returns the micro-batch, perhaps with more columns (log-probabilities of a frozen model), and numbers. The sums
-        of these numbers over the whole window and all ranks are among the totals of `loss`. Every micro-batch must run
-        the same forwards, because forwards are collective under ZeRO 3.
+        Returns the micro-batch, perhaps with more columns (log-probabilities of a frozen model),
+        and numbers. The sums of these numbers over the whole window and all ranks are among the
+        totals of `loss`. Every micro-batch must run the same forwards, because forwards are
+        collective under ZeRO 3.
         """
         return micro, {}
 
@@ -111,18 +136,29 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
 
     @abstractmethod
     def counts(self, micro: Micro) -> Mapping[str, float]:
-        """The denominators of a micro-batch. `loss` gets their sums over the window and all ranks in `totals`."""
+        """The denominators of a micro-batch. `loss` gets their sums over the window and all ranks
+        in `totals`.
+        """
 
     @abstractmethod
-    def loss(self, model: Any, micro: Micro, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(
+        self, model: Any, micro: Micro, totals: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Metric]]:
         """The micro-batch's part of the window's loss, and its metrics under their logged names."""
 
     def share(
-        self, summed: Tensor, aux_loss: Tensor | None, seen: float, total: float, metrics: dict[str, Metric]
+        self,
+        summed: Tensor,
+        aux_loss: Tensor | None,
+        seen: float,
+        total: float,
+        metrics: dict[str, Metric],
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """The end of a `loss`: the summed loss ÷ `total`, with the load-balancing term of a mixture of experts.
+        """The end of a `loss`: the summed loss ÷ `total`, with the load-balancing term of a mixture
+        of experts.
 
-        `seen` is the micro-batch's part of the denominator `total`. The metrics get the loss under one name for all tasks.
+        `seen` is the micro-batch's part of the denominator `total`. The metrics get the loss under
+        one name for all tasks.
         """
         balance, balance_metrics = balancing_term(aux_loss, self.config.model.aux_loss_coef, seen)
         minimised = {"train/loss_mean": Mean(float(summed.detach()), seen)}
@@ -133,11 +169,15 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
         """The logged metrics of an evaluation, from the metrics of all its rows."""
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
-        """The format of prompts in training, to be stored with the model; None if the flags do not define it."""
+        """The format of prompts in training, to be stored with the model; None if the flags do not
+        define it.
+        """
         return TextFormat.of(self.config.data, tokenizer, ending=ending)
 
     def prompt_column(self, dataset: Table) -> str | None:
-        """The column with the prompts that a template is put around; None if the rows have no such column."""
+        """The column with the prompts that a template is put around; None if the rows have no such
+        column.
+        """
         return getattr(self.config.data, "input_key", None)
 
     def look_at_rows(self, train_rows: Rows) -> list[Finding]:
@@ -145,11 +185,15 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
         return []
 
     def measured_rows(self, train_rows: Rows) -> Any:
-        """The rows to evaluate without --eval.dataset. By default there are none, and no evaluation."""
+        """The rows to evaluate without --eval.dataset. By default there are none, and no
+        evaluation.
+        """
         return None
 
     def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:
-        """Called after each evaluation, in every process with the same numbers: a task may store some in the model."""
+        """Called after each evaluation, in every process with the same numbers: a task may store
+        some in the model.
+        """
 
 
 class LanguageTask(OfflineTask[Config, Row, Micro]):
@@ -158,14 +202,18 @@ class LanguageTask(OfflineTask[Config, Row, Micro]):
     model_class: ClassVar[type[PolicyModel]] = PolicyModel
 
     def check_model(self) -> None:
-        """Raise ModelError unless the folders have complete language models that can be trained here."""
+        """Raise ModelError unless the folders have complete language models that can be trained
+        here.
+        """
         check_causal_lm(trained_spec(self.config))
         for path in set(self.frozen_paths().values()) - {None}:
             check_causal_lm(load_spec(self.config, path))
 
     def load_model(self) -> PolicyModel:
         """A causal language model."""
-        return self.model_class.load(trained_spec(self.config), balancing=self.config.model.aux_loss_coef > 0)
+        return self.model_class.load(
+            trained_spec(self.config), balancing=self.config.model.aux_loss_coef > 0
+        )
 
     def frozen_models(self) -> dict[str, Callable[[], nn.Module]]:
         """The models of `frozen_paths`."""

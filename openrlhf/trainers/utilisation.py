@@ -9,7 +9,9 @@ from openrlhf.rollout.measures import at_once
 
 
 def utilisation(groups: Sequence[Sequence[Span]], seconds: float) -> dict[str, Metric]:
-    """Metrics of a step of so many seconds. `groups`: when the roles of each group of processes worked, one at a time."""
+    """Metrics of a step of so many seconds. `groups`: when the roles of each group of processes
+    worked, one at a time.
+    """
     working = at_once(chain.from_iterable(groups))
     busy = sum(number * time for number, time in working)
     return {

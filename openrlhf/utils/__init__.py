@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from openrlhf.rewards.remote_engines import remote_engine
     from openrlhf.rewards.servers import ServerError
 
-__all__ = ["OpenAIAgentExecutor", "ServerError", "extract_boxed_answer", "grade_answer", "remote_engine", "run_program"]
+__all__ = [
+    "OpenAIAgentExecutor",
+    "ServerError",
+    "extract_boxed_answer",
+    "grade_answer",
+    "remote_engine",
+    "run_program",
+]
 
 _HOMES = {
     "OpenAIAgentExecutor": "openrlhf.agents.openai_endpoint",

@@ -1,4 +1,6 @@
-"""Names that an agent's file imports: executors of episodes, and environments of several turns. See docs/agents.md."""
+"""Names that an agent's file imports: executors of episodes, and environments of several turns. See
+docs/agents.md.
+"""
 
 from __future__ import annotations
 

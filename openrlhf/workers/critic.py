@@ -28,7 +28,8 @@ class CriticWorker(TrainedWorker[Update]):
             model = load_scalar(
                 settings.load,
                 head_prefix=config.ds.value_head_prefix,
-                reinit_head=critic.model_name_or_path == config.actor.model_name_or_path,  # its head is no critic's
+                reinit_head=critic.model_name_or_path
+                == config.actor.model_name_or_path,  # its head is no critic's
                 normalize=config.reward.normalize_enable,
                 seed=config.train.seed,
             )
@@ -50,15 +51,21 @@ class CriticWorker(TrainedWorker[Update]):
         """The number of action tokens, which is the denominator."""
         return {"tokens": float(micro.action_mask.sum())}
 
-    def loss(self, micro: Experience, totals: Mapping[str, float], job: Update) -> tuple[Tensor, Metrics]:
-        """½ (V − Ĝ)², clipped around the values of the rollout, mean over the window's action tokens; + a·balance."""
+    def loss(
+        self, micro: Experience, totals: Mapping[str, float], job: Update
+    ) -> tuple[Tensor, Metrics]:
+        """½ (V − Ĝ)², clipped around the values of the rollout, mean over the window's action
+        tokens; + a·balance.
+        """
         assert micro.values is not None and micro.returns is not None
         layout = micro.layout
         outputs = self.engine(micro.tokens, micro.offsets)
         values = layout.gather(state_values(outputs.values, micro.offsets))
         mask = layout.gather(micro.action_mask)
         clip = self.config.critic.value_clip
-        per_token = value_loss(values, layout.gather(micro.values), layout.gather(micro.returns), mask, clip=clip)
+        per_token = value_loss(
+            values, layout.gather(micro.values), layout.gather(micro.returns), mask, clip=clip
+        )
         summed, tokens = per_token.sum(), float(mask.sum())
         balance, balance_metrics = balancing_term(
             outputs.aux_loss, self.config.actor.aux_loss_coef, tokens, "train/critic_aux_loss"

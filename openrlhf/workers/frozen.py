@@ -24,7 +24,9 @@ class ReferenceWorker:
         config, load = settings.config, settings.load
         self.strategy, self.temperature = strategy, config.rollout.temperature
         self.limits = MicroBatchLimits.of_forwards(config.rollout, config.ds)
-        self.model = FrozenModel(strategy, partial(PolicyModel.load, load), offload=config.ref.offload)
+        self.model = FrozenModel(
+            strategy, partial(PolicyModel.load, load), offload=config.ref.offload
+        )
         prove_layout(self.model.on_device())
         self.model.rest()
 
@@ -50,24 +52,32 @@ class RewardModelSettings:
 
 
 class RewardWorker:
-    """Trained reward models. Each gives a finished episode one number, the output at the last token.
+    """Trained reward models. Each gives a finished episode one number, the output at the last
+    token.
 
     A process reward model gives each step of an episode a number.
     """
 
     def __init__(self, strategy: Strategy, settings: RewardModelSettings) -> None:
         self.strategy, self.settings, offload = strategy, settings, settings.reward.offload
-        self.models = [FrozenModel(strategy, partial(self._load, spec), offload=offload) for spec in settings.models]
+        self.models = [
+            FrozenModel(strategy, partial(self._load, spec), offload=offload)
+            for spec in settings.models
+        ]
         self.steps: StepScorer | None = None
         if settings.process_model:
             separator = settings.reward.step_separator
-            self.steps = StepScorer(strategy, settings.process_model, separator=separator, offload=offload)
+            self.steps = StepScorer(
+                strategy, settings.process_model, separator=separator, offload=offload
+            )
         for model in [*self.models, *([self.steps.model] if self.steps else [])]:
             prove_layout(model.on_device())
             model.rest()
 
     def step_rewards(self, answers: TokenRows) -> Tensor:
-        """Rewards of the steps of this rank's rows by the process reward model, (N,): see `StepScorer.rewards`."""
+        """Rewards of the steps of this rank's rows by the process reward model, (N,): see
+        `StepScorer.rewards`.
+        """
         assert self.steps
         column = column_of(answers, self.steps.rewards, self.settings.limits, self.strategy)
         self.steps.model.rest()
@@ -82,7 +92,9 @@ class RewardWorker:
         columns = list[Tensor]()
         for model in self.models:
             score = partial(self._score, model)
-            columns.append(column_of(texts, score, self.settings.limits, self.strategy, per_sample=True))
+            columns.append(
+                column_of(texts, score, self.settings.limits, self.strategy, per_sample=True)
+            )
             model.rest()
         return torch.stack(columns, dim=1)
 

@@ -37,7 +37,9 @@ def clip_of(actor: ActorConfig) -> Clip:
 
 
 def correction_of(algo: AlgoConfig) -> Correction:
-    """The correction of train/rollout mismatch. The weights of tokens outside its band are always computed, and used only if a level is set."""
+    """The correction of train/rollout mismatch. The weights of tokens outside its band are always
+    computed, and used only if a level is set.
+    """
     axes = algo.correction
     low, high = axes.band or algo.advantage.is_correction_threshold
     level, mode = cast(Level, axes.level or "token"), cast(Mode, axes.mode or "clip")
@@ -57,14 +59,27 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     """The trained policy π_θ."""
 
     name = "actor"
-    reads = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")  # columns of an update
+    reads = (
+        "advantages",
+        "old_logprobs",
+        "ref_logprobs",
+        "rollout_logprobs",
+    )  # columns of an update
 
     def __init__(self, strategy: Strategy, settings: RoleSettings) -> None:
         config, load = settings.config, settings.load
-        self.actor, self.algo, self.temperature = config.actor, config.algo, config.rollout.temperature
+        self.actor, self.algo, self.temperature = (
+            config.actor,
+            config.algo,
+            config.rollout.temperature,
+        )
         self.clip, self.correction = clip_of(self.actor), correction_of(self.algo)
-        self.max_response_tokens = config.rollout.max_new_tokens or config.data.max_len  # L of constant aggregation
-        self.served = load.lora if config.ds.lora.served_rank else None  # an adapter that engines are sent
+        self.max_response_tokens = (
+            config.rollout.max_new_tokens or config.data.max_len
+        )  # L of constant aggregation
+        self.served = (
+            load.lora if config.ds.lora.served_rank else None
+        )  # an adapter that engines are sent
         load_model = partial(PolicyModel.load, load, balancing=self.actor.aux_loss_coef > 0)
         super().__init__(strategy, settings, self.actor, load_model)
         if config.train.enable_ema:
@@ -78,7 +93,9 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return metrics
 
     def logprobs(self, rows: TokenRows) -> Tensor:
-        """log π_θ of every target of this rank's rows, (N,), with the current weights: π_old of the coming update."""
+        """log π_θ of every target of this rank's rows, (N,), with the current weights: π_old of the
+        coming update.
+        """
         with self.engine.evaluating():
             return column_of(rows, self._score, self.forward_limits, self.strategy)
 
@@ -88,20 +105,28 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
             return self.logprobs(rows)
 
     def _score(self, micro: TokenRows) -> Tensor:
-        return self.engine.module(micro.tokens, micro.offsets, micro.loss_mask, self.temperature).logprobs
+        return self.engine.module(
+            micro.tokens, micro.offsets, micro.loss_mask, self.temperature
+        ).logprobs
 
     def _weights(self, mask: Tensor) -> tuple[Tensor, float]:
-        return aggregation_weights(mask, self.algo.loss.aggregation, max_tokens=self.max_response_tokens)
+        return aggregation_weights(
+            mask, self.algo.loss.aggregation, max_tokens=self.max_response_tokens
+        )
 
     def window(self, job: PolicyUpdate, number: int) -> list[Experience | TokenRows]:
-        """Micro-batches of episodes, and of pretraining text if there is any. One optimizer step learns from both."""
+        """Micro-batches of episodes, and of pretraining text if there is any. One optimizer step
+        learns from both.
+        """
         window: list[Experience | TokenRows] = [*super().window(job, number)]
         for text in job.pretraining[number : number + 1]:
             window += text.split(self.train_limits.cut(text.lengths))
         return window
 
     def counts(self, micro: Experience | TokenRows) -> Mapping[str, float]:
-        """Denominators: for the aggregated policy loss, for means over action tokens and over pretraining tokens."""
+        """Denominators: for the aggregated policy loss, for means over action tokens and over
+        pretraining tokens.
+        """
         if isinstance(micro, TokenRows):
             return {"policy": 0.0, "tokens": 0.0, "pretraining": float(micro.loss_mask.sum())}
         mask = micro.layout.gather(micro.action_mask)
@@ -110,11 +135,19 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     def loss(
         self, micro: Experience | TokenRows, totals: Mapping[str, float], job: PolicyUpdate
     ) -> tuple[Tensor, Metrics]:
-        """policy + β·KL − c·entropy + a·balance: this micro-batch's part of the window's loss, and its metrics."""
+        """policy + β·KL − c·entropy + a·balance: this micro-batch's part of the window's loss, and
+        its metrics.
+        """
         if isinstance(micro, TokenRows):
             return self._pretraining_loss(micro, totals)
         entropy_coef = self.actor.entropy_coef
-        scores = self.engine(micro.tokens, micro.offsets, micro.action_mask, self.temperature, entropy_coef is not None)
+        scores = self.engine(
+            micro.tokens,
+            micro.offsets,
+            micro.action_mask,
+            self.temperature,
+            entropy_coef is not None,
+        )
         layout = micro.layout
         mask, logprobs = layout.gather(micro.action_mask), layout.gather(scores.logprobs)
         # In a strictly on-policy update, π_old is π_θ and the ratio is 1 by construction.
@@ -136,9 +169,16 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return loss, metrics
 
     def _policy_loss(
-        self, micro: Experience, logprobs: Tensor, old: Tensor, mask: Tensor, totals: Mapping[str, float]
+        self,
+        micro: Experience,
+        logprobs: Tensor,
+        old: Tensor,
+        mask: Tensor,
+        totals: Mapping[str, float],
     ) -> tuple[Tensor, Metrics]:
-        """The surrogate of the sampled tokens, each weighted by the correction of train/rollout mismatch."""
+        """The surrogate of the sampled tokens, each weighted by the correction of train/rollout
+        mismatch.
+        """
         layout = micro.layout
         assert micro.advantages is not None and micro.rollout_logprobs is not None
         surrogate = POLICY_LOSSES[self.actor.policy_loss_type].function(
@@ -146,26 +186,37 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         )
         rollout = layout.gather(micro.rollout_logprobs)
         corrected, outside = correction_weights(old, rollout, mask, self.correction)
-        per_token = corrected * surrogate.per_token if self.algo.correction.level else surrogate.per_token
+        per_token = (
+            corrected * surrogate.per_token if self.algo.correction.level else surrogate.per_token
+        )
         weights, count = self._weights(mask)
         summed, tokens = (weights * per_token).sum(), float(mask.sum())
         metrics: Metrics = {
             "train/policy_loss": Mean(float(summed.detach()), count),
             "train/ppo_clip_ratio": Mean(float(surrogate.clipped.sum()), tokens),
             "train/ppo_kl": Mean(float(surrogate.approx_kl.sum()), tokens),
-            "train/update_kl": Mean(float(masked_sum(kl_estimate(old, logprobs.detach(), "k3"), mask)), tokens),
+            "train/update_kl": Mean(
+                float(masked_sum(kl_estimate(old, logprobs.detach(), "k3"), mask)), tokens
+            ),
         }
         return summed / totals["policy"], metrics | mismatch_metrics(old, rollout, mask, outside)
 
-    def _pretraining_loss(self, text: TokenRows, totals: Mapping[str, float]) -> tuple[Tensor, Metrics]:
+    def _pretraining_loss(
+        self, text: TokenRows, totals: Mapping[str, float]
+    ) -> tuple[Tensor, Metrics]:
         """c_ptx · NLL of plain text, at temperature 1.  InstructGPT, eq. 2, arXiv:2203.02155"""
         scores = self.engine(text.tokens, text.offsets, text.loss_mask)
-        summed, tokens = token_nll(scores.logprobs, text.loss_mask).sum(), float(text.loss_mask.sum())
+        summed, tokens = (
+            token_nll(scores.logprobs, text.loss_mask).sum(),
+            float(text.loss_mask.sum()),
+        )
         part = self.algo.ptx.coef * summed / totals["pretraining"]
         return part, {"train/ptx_loss": Mean(float(summed.detach()), tokens)}
 
     def has_moved_enough(self, metrics: Metrics) -> bool:
-        """Whether the KL from π_old to π_θ, at the start of the last optimizer step, exceeded --algo.kl.stop_update."""
+        """Whether the KL from π_old to π_θ, at the start of the last optimizer step, exceeded
+        --algo.kl.stop_update.
+        """
         limit, moved = self.algo.kl.stop_update, metrics.get("train/update_kl", Mean(0.0, 0.0))
         if limit is None:
             return False
@@ -174,7 +225,8 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return total > limit * tokens
 
     def weight_manifest(self, version: int | None = None) -> WeightManifest:
-        """The tensors of a publication of the current weights or adapter, under their names in its files.
+        """The tensors of a publication of the current weights or adapter, under their names in its
+        files.
 
         Tied weights come once. Without a `version`, the weights keep theirs.
         """
@@ -186,17 +238,28 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
             for stored, tensor in self._stored(each.name, torch.empty(each.shape, device="meta"))
         )
         adapter = scale_settings(self.served) if self.served else None
-        return WeightManifest(version=self.version, specs=tuple(specs), bucket_bytes=self.bucket_bytes, adapter=adapter)
+        return WeightManifest(
+            version=self.version,
+            specs=tuple(specs),
+            bucket_bytes=self.bucket_bytes,
+            adapter=adapter,
+        )
 
     def _stored(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        return [(stored_name(name), tensor)] if self.served else stored_tensors(self.engine.hf, name, tensor)
+        return (
+            [(stored_name(name), tensor)]
+            if self.served
+            else stored_tensors(self.engine.hf, name, tensor)
+        )
 
     def weight_address(self) -> tuple[str, int]:
         """The address and port at which rank 0 will wait for the engines."""
         return os.environ["MASTER_ADDR"], free_port()
 
     def join_weight_group(self, group: WeightGroup) -> None:
-        """Join the engines' weight group, if this rank is a sender. Every rank leaves the group before."""
+        """Join the engines' weight group, if this rank is a sender. Every rank leaves the group
+        before.
+        """
         self.sender.leave()
         if self.strategy.rank in group.senders:
             self.sender.join(group, group.senders.index(self.strategy.rank))
@@ -207,14 +270,17 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         buckets = parameters(manifest.bucket_bytes)
         stream = (pair for bucket in buckets for pair in bucket)
         if self.sender.channel:
-            self.sender.send(manifest, (stored for pair in stream for stored in self._stored(*pair)))
+            self.sender.send(
+                manifest, (stored for pair in stream for stored in self._stored(*pair))
+            )
         for _ in stream:
             pass
 
 
 @torch.no_grad()
 def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor, outside: Tensor) -> Metrics:
-    """How far engine and trainer disagree about the sampled tokens, from Δ = log π_rollout − log π_old, in the logged names.
+    """How far engine and trainer disagree about the sampled tokens, from Δ = log π_rollout − log
+    π_old, in the logged names.
 
     `outside`: tokens whose ω = exp(−Δ) is out of the correction's bounds.
     """

@@ -1,4 +1,6 @@
-"""A chat is kept as tokens: what the policy said is never rendered or tokenised again, and the rest is exactly the template's."""
+"""A chat is kept as tokens: what the policy said is never rendered or tokenised again, and the rest
+is exactly the template's.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from hypothesis import strategies as st
 
 from examples.agents.calculator_task import CALL, CALLED, TEMPLATE, calculator_tokenizer
 from openrlhf.agents.answers import CompletionOutput
-from openrlhf.agents.chat_session import ChatMistake, ChatSession, ContextFull, asked_for, parse_reply
+from openrlhf.agents.chat_session import (
+    ChatMistake,
+    ChatSession,
+    ContextFull,
+    asked_for,
+    parse_reply,
+)
 from openrlhf.agents.openai_endpoint import OpenAIAgentExecutor
 
 TOKENIZER = calculator_tokenizer()
@@ -26,7 +34,9 @@ def ids(text: str) -> list[int]:
 
 def sampled(text: str, *, finish: str = "stop") -> CompletionOutput:
     tokens = ids(text + ("<|end|>" if finish == "stop" else ""))
-    return CompletionOutput(index=0, text=text, token_ids=tokens, logprobs=None, finish_reason=finish, stop_reason=None)
+    return CompletionOutput(
+        index=0, text=text, token_ids=tokens, logprobs=None, finish_reason=finish, stop_reason=None
+    )
 
 
 class Client(OpenAIAgentExecutor):
@@ -39,7 +49,9 @@ def user(text: str) -> dict[str, Any]:
 
 
 @given(st.lists(st.tuples(TEXT, TEXT, st.sampled_from(["stop", "length"])), min_size=1, max_size=4))
-def test_the_tokens_of_a_session_are_the_template_around_what_was_sampled(turns: list[tuple[str, str, str]]) -> None:
+def test_the_tokens_of_a_session_are_the_template_around_what_was_sampled(
+    turns: list[tuple[str, str, str]],
+) -> None:
     session = ChatSession(TOKENIZER, 10_000)
     messages: list[dict[str, Any]] = []
     expected: list[int] = []
@@ -63,15 +75,22 @@ def test_a_request_that_was_not_answered_may_be_made_again() -> None:
     assert session.prompt_for(asked_for(asked)) == session.prompt_for(
         asked_for(asked)
     )  # the first time, the engine refused
-    assert session.prompt_for(asked_for([user("2+3"), reply, user("7")]))[-3:] == ids("7<|end|><|assistant|>")
+    assert session.prompt_for(asked_for([user("2+3"), reply, user("7")]))[-3:] == ids(
+        "7<|end|><|assistant|>"
+    )
 
 
 def test_what_stopped_a_reply_stays_in_its_tokens_and_is_not_shown() -> None:
     session = ChatSession(TOKENIZER, 1000)
     output = replace(sampled("12+", finish="length"), finish_reason="stop", stop_reason="+")
-    twice = replace(sampled("1++", finish="length"), finish_reason="stop", stop_reason="+")  # of a token that holds two
+    twice = replace(
+        sampled("1++", finish="length"), finish_reason="stop", stop_reason="+"
+    )  # of a token that holds two
     other = ChatSession(TOKENIZER, 1000)
-    assert other.heard(other.prompt_for(asked_for([user("2")], TOOLS)), twice, tools=True)["content"] == "1"
+    assert (
+        other.heard(other.prompt_for(asked_for([user("2")], TOOLS)), twice, tools=True)["content"]
+        == "1"
+    )
     reply = session.heard(session.prompt_for(asked_for([user("2")])), output, tools=False)
     assert reply["content"] == "12"
     assert session.tokens[-3:] == ids("12+")
@@ -82,14 +101,21 @@ def test_what_stopped_a_reply_stays_in_its_tokens_and_is_not_shown() -> None:
 
 def test_the_parts_of_a_text_are_its_text_and_other_parts_are_refused() -> None:
     session = ChatSession(TOKENIZER, 1000)
-    asked = {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3"}]}
+    asked = {
+        "role": "user",
+        "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3"}],
+    }
     prompt = session.prompt_for(asked_for([asked]))
     assert prompt == ids("<|user|>2+3<|end|><|assistant|>")
     session.heard(prompt, sampled("5"), tools=False)
     echoed = {"role": "assistant", "content": [{"type": "text", "text": "5"}]}
     assert session.prompt_for(asked_for([asked, echoed, user("4")]))[: len(prompt)] == prompt
     with pytest.raises(ChatMistake, match="parts of type 'image_url'; the policy reads text only"):
-        session.prompt_for(asked_for([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]))
+        session.prompt_for(
+            asked_for(
+                [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+            )
+        )
 
 
 def test_a_template_that_wants_to_see_the_call_before_its_result_gets_to() -> None:
@@ -112,9 +138,13 @@ def test_a_template_that_wants_to_see_the_call_before_its_result_gets_to() -> No
 
 
 def test_what_the_template_would_change_stays_as_it_was_sampled() -> None:
-    """A template that strips what the assistant said, and another that shows none of it before the last turn."""
+    """A template that strips what the assistant said, and another that shows none of it before the
+    last turn.
+    """
     tokenizer = calculator_tokenizer()
-    tokenizer.chat_template = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] | trim('1') }}")
+    tokenizer.chat_template = TEMPLATE.replace(
+        "{{ m['content'] }}", "{{ m['content'] | trim('1') }}"
+    )
     session = ChatSession(tokenizer, 1000)
     prompt = session.prompt_for(asked_for([user("2+3")]))
     reply = session.heard(prompt, sampled("11511"), tools=False)
@@ -135,10 +165,14 @@ def test_calls_of_tools_are_read_from_the_text_and_their_results_follow() -> Non
     assert call["function"] == {"name": "calculator", "arguments": '{"expression": "2+3"}'}
     result = {"role": "tool", "tool_call_id": call["id"], "content": "5"}
     asked = session.prompt_for(asked_for([user("2+3"), {**reply, "refusal": None}, result], TOOLS))
-    assert asked == ids(f"<|user|>2+3<|end|><|assistant|>{CALL}2+3{CALLED}<|end|><|tool|>5<|end|><|assistant|>")
+    assert asked == ids(
+        f"<|user|>2+3<|end|><|assistant|>{CALL}2+3{CALLED}<|end|><|tool|>5<|end|><|assistant|>"
+    )
 
 
-@pytest.mark.parametrize("text", ["<tool_call>{no json}</tool_call>", "<tool_call>[1]</tool_call>", "<tool_call>", "5"])
+@pytest.mark.parametrize(
+    "text", ["<tool_call>{no json}</tool_call>", "<tool_call>[1]</tool_call>", "<tool_call>", "5"]
+)
 def test_a_call_that_cannot_be_read_is_text(text: str) -> None:
     assert parse_reply(TOKENIZER, text) == {"role": "assistant", "content": text}
 
@@ -166,7 +200,10 @@ def test_a_response_template_of_the_tokenizer_is_used() -> None:
                 "close": "end",
                 "repeats": True,
                 "content": "text",
-                "transform": {"type": "function", "function": {"name": "calculator", "arguments": "{content}"}},
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "calculator", "arguments": "{content}"},
+                },
             },
             "content": {"close": "<|end|>", "content": "text"},
         },
@@ -174,7 +211,9 @@ def test_a_response_template_of_the_tokenizer_is_used() -> None:
     session = ChatSession(tokenizer, 1000)
     prompt = session.prompt_for(asked_for([user("2+3")], TOOLS))
     reply = session.heard(prompt, sampled("socall2+3end"), tools=True)
-    assert [call["function"] for call in reply["tool_calls"]] == [{"name": "calculator", "arguments": "2+3"}]
+    assert [call["function"] for call in reply["tool_calls"]] == [
+        {"name": "calculator", "arguments": "2+3"}
+    ]
     assert reply["content"] == "so"
 
 
@@ -187,7 +226,9 @@ def test_a_response_template_of_the_tokenizer_is_used() -> None:
         [user("4")],
     ],
 )
-def test_messages_that_do_not_continue_the_conversation_are_refused(messages: list[dict[str, Any]]) -> None:
+def test_messages_that_do_not_continue_the_conversation_are_refused(
+    messages: list[dict[str, Any]],
+) -> None:
     session = ChatSession(TOKENIZER, 1000)
     session.heard(session.prompt_for(asked_for([user("2+3")])), sampled("5"), tools=False)
     with pytest.raises(ChatMistake, match="does not continue the conversation"):

@@ -1,4 +1,6 @@
-"""Processes of agents when things go wrong: deadlines, lost processes, threads that hang, and the end."""
+"""Processes of agents when things go wrong: deadlines, lost processes, threads that hang, and the
+end.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,13 @@ def after(seconds: float) -> Generate:
         await asyncio.sleep(seconds)
         logprobs = [-1.0, -1.0]
         return [
-            Generation(tokens=[4, 1], logprobs=logprobs, finish_reason="stop", stop_reason=None, weight_versions=(1,))
+            Generation(
+                tokens=[4, 1],
+                logprobs=logprobs,
+                finish_reason="stop",
+                stop_reason=None,
+                weight_versions=(1,),
+            )
         ]
 
     return generate
@@ -46,14 +54,22 @@ class Stand:
         processes = RuleConfig(workers=1, memory_gib=2.0)
         self.runner, self.folder = asyncio.Runner(), folder
         self.agents = AgentEpisodes(
-            str(file), character_tokenizer(), limits, processes, max_length=64, needs_reward=False, log_dir=folder
+            str(file),
+            character_tokenizer(),
+            limits,
+            processes,
+            max_length=64,
+            needs_reward=False,
+            log_dir=folder,
         )
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(work)
 
     async def play(self, label: str, seconds: float = 0.0, generate: Generate | None = None) -> Any:
-        """The logs of an episode, or if it failed the episode; the engine takes `seconds` for a sample."""
+        """The logs of an episode, or if it failed the episode; the engine takes `seconds` for a
+        sample.
+        """
         prompt = Prompt(index=0, text=str(self.folder), tokens=[5], label=label)
         [episode] = await self.agents.play(prompt, SPEC, generate or after(seconds))
         return episode if episode.failed else dict(episode.extra_logs)
@@ -91,7 +107,9 @@ def test_an_agent_that_cancels_itself_has_not_run_out_of_time(stand: Stand) -> N
 
 
 @pytest.mark.parametrize("how", ["exits", "exits in a callback"])
-def test_episodes_that_exit_at_the_same_time_fail_for_that_and_no_other_does(stand: Stand, how: str) -> None:
+def test_episodes_that_exit_at_the_same_time_fail_for_that_and_no_other_does(
+    stand: Stand, how: str
+) -> None:
     async def together() -> Any:
         return await asyncio.gather(*(stand.play(label, 0.3) for label in [how, "fine"] * 3))
 
@@ -107,7 +125,10 @@ def test_the_engine_may_be_asked_from_a_threads_own_event_loop(stand: Stand) -> 
 def test_more_than_may_be_sent_fails_its_episode_and_costs_no_process(stand: Stand) -> None:
     before = stand.do(stand.play("fine"))
     failed = stand.do(stand.play("huge"))
-    assert failed.failure is Failure.RESULT and "more than the 67,108,864 that may be sent" in failed.error
+    assert (
+        failed.failure is Failure.RESULT
+        and "more than the 67,108,864 that may be sent" in failed.error
+    )
     assert stand.do(stand.play("fine"))["pid"] == before["pid"]
 
 
@@ -136,15 +157,22 @@ def test_an_episode_that_is_given_up_ends_in_its_process_too(stand: Stand) -> No
 
 def test_an_episode_that_will_not_end_fails_although_it_waits_for_the_engine(hasty: Stand) -> None:
     failed = hasty.do(hasty.play("asks again", 1000))
-    assert failed.failure is Failure.TIMEOUT and "took more than 8 s (--rollout.episode_timeout)" in failed.error
+    assert (
+        failed.failure is Failure.TIMEOUT
+        and "took more than 8 s (--rollout.episode_timeout)" in failed.error
+    )
 
 
-def test_an_episode_that_ends_every_process_while_it_waits_for_the_engine_fails(stand: Stand) -> None:
+def test_an_episode_that_ends_every_process_while_it_waits_for_the_engine_fails(
+    stand: Stand,
+) -> None:
     failed = stand.do(stand.play("crashes while it asks", 1000))
     assert failed.failure is Failure.EXIT and "exited with status 7" in failed.error
 
 
-def test_an_episode_at_its_own_work_is_not_blamed_for_the_crash_of_one_that_waits(stand: Stand) -> None:
+def test_an_episode_at_its_own_work_is_not_blamed_for_the_crash_of_one_that_waits(
+    stand: Stand,
+) -> None:
     async def together() -> Any:
         return await asyncio.gather(stand.play("crashes while it asks", 1000), stand.play("works"))
 
@@ -163,10 +191,14 @@ def test_an_episode_that_lacked_memory_beside_another_is_played_alone(stand: Sta
 
 
 def test_episodes_played_alone_are_played_at_the_same_time(stand: Stand) -> None:
-    """If an episode ends its process, the others there run alone, in several processes: four, which meet."""
+    """If an episode ends its process, the others there run alone, in several processes: four, which
+    meet.
+    """
 
     async def together() -> Any:
-        return await asyncio.gather(*(stand.play(label) for label in ("exits at the meeting", *["meets"] * 4)))
+        return await asyncio.gather(
+            *(stand.play(label) for label in ("exits at the meeting", *["meets"] * 4))
+        )
 
     exited, *others = stand.do(together())
     assert exited.failure is Failure.EXIT
@@ -175,7 +207,9 @@ def test_episodes_played_alone_are_played_at_the_same_time(stand: Stand) -> None
 
 def test_a_late_episode_ends_no_process_but_its_own(hasty: Stand) -> None:
     async def together() -> Any:
-        return await asyncio.gather(hasty.play("block", 0.2), hasty.play("fine", 0.6), hasty.play("fine", 3.0))
+        return await asyncio.gather(
+            hasty.play("block", 0.2), hasty.play("fine", 0.6), hasty.play("fine", 3.0)
+        )
 
     blocked, *others = hasty.do(together())
     assert blocked.failure is Failure.TIMEOUT
@@ -229,7 +263,9 @@ def test_after_the_end_no_process_is_started_for_episodes_under_way(tmp_path: Pa
         return await waiting, await stand.play("fine")
 
     stand = Stand(tmp_path, loads_slowly(tmp_path, 0))
-    assert [failed.error for failed in stand.do(ended())] == ["the pool of processes was closed"] * 2
+    assert [failed.error for failed in stand.do(ended())] == [
+        "the pool of processes was closed"
+    ] * 2
     assert len((tmp_path / "pids").read_text().split()) == 1
     stand.runner.close()
 

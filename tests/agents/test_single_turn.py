@@ -16,9 +16,7 @@ from tests.reward_server import reward_server
 from tests.tiny import character_tokenizer
 
 TOKENIZER = character_tokenizer()
-FUNCTION = (
-    "def reward_func(queries, prompts, labels):\n    return {'rewards': [len(queries[0])], 'scores': [labels[0]]}\n"
-)
+FUNCTION = "def reward_func(queries, prompts, labels):\n    return {'rewards': [len(queries[0])], 'scores': [labels[0]]}\n"
 
 
 class Engine:
@@ -29,7 +27,12 @@ class Engine:
     ) -> Any:
         tokens = TOKENIZER("4")["input_ids"]
         output = CompletionOutput(
-            index=0, text="4", token_ids=tokens, logprobs=None, finish_reason="stop", stop_reason=None
+            index=0,
+            text="4",
+            token_ids=tokens,
+            logprobs=None,
+            finish_reason="stop",
+            stop_reason=None,
         )
         return RequestOutput(prompt_token_ids=prompt_token_ids, outputs=[output])
 
@@ -42,7 +45,10 @@ def played(reward: str | list[str] | None) -> dict[str, Any]:
 def test_without_a_reward_of_its_own_a_reward_model_scores_the_episode() -> None:
     episode = played(None)
     assert "reward" not in episode
-    assert (TOKENIZER.decode(episode["observation_tokens"]), episode["action_ranges"]) == ("2+2=4", [(4, 5)])
+    assert (TOKENIZER.decode(episode["observation_tokens"]), episode["action_ranges"]) == (
+        "2+2=4",
+        [(4, 5)],
+    )
 
 
 def test_a_file_is_called_with_prompt_and_response(tmp_path: Path) -> None:
@@ -53,9 +59,12 @@ def test_a_file_is_called_with_prompt_and_response(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "parameters", ["prompts, queries, labels", "queries, prompts", "queries, *, labels, **rest", "a, b, c"]
+    "parameters",
+    ["prompts, queries, labels", "queries, prompts", "queries, *, labels, **rest", "a, b, c"],
 )
-def test_a_function_gets_its_arguments_as_the_reward_flag_gives_them(parameters: str, tmp_path: Path) -> None:
+def test_a_function_gets_its_arguments_as_the_reward_flag_gives_them(
+    parameters: str, tmp_path: Path
+) -> None:
     file = tmp_path / "reward.py"
     query = parameters.split(", ")[0] if parameters.startswith("a") else "queries"
     file.write_text(f"def reward_func({parameters}):\n    return [len({query}[0])]\n")

@@ -1,4 +1,6 @@
-"""The policy sees what the agent said: through a real client, every prompt is the whole rendering, or a notice says where not."""
+"""The policy sees what the agent said: through a real client, every prompt is the whole rendering,
+or a notice says where not.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ from openrlhf.rollout.sampling import SamplingParams
 from tests.agents.tokenizers import CHATML, TEMPLATES, TOKENIZERS, ZEPHYR
 
 MAX_LENGTH = 4000
-ZEBRA = {"type": "function", "function": {"name": "zebra", "parameters": {"type": "object", "properties": {}}}}
+ZEBRA = {
+    "type": "function",
+    "function": {"name": "zebra", "parameters": {"type": "object", "properties": {}}},
+}
 WORDS = st.text("ab .\n<é", max_size=8)
 
 
@@ -50,7 +55,9 @@ class ScriptedEngine:
     async def generate(
         self, prompt_token_ids: list[int], sampling_params: Any = None, multi_modal_data: Any = None
     ) -> RequestOutput:
-        tokens, finish = self.script.pop(0) if self.script else ([*ids(self.tokenizer, "ab"), self.end], "stop")
+        tokens, finish = (
+            self.script.pop(0) if self.script else ([*ids(self.tokenizer, "ab"), self.end], "stop")
+        )
         if (most := sampling_params.max_tokens) and len(tokens) > most:
             tokens, finish = tokens[:most], "length"
         self.prompts.append(prompt_token_ids)
@@ -59,7 +66,12 @@ class ScriptedEngine:
         logprobs = [{token: Logprob(logprob=-0.5)} for token in tokens]
         text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
         output = CompletionOutput(
-            index=0, text=text, token_ids=tokens, logprobs=logprobs, finish_reason=finish, stop_reason=None
+            index=0,
+            text=text,
+            token_ids=tokens,
+            logprobs=logprobs,
+            finish_reason=finish,
+            stop_reason=None,
         )
         return RequestOutput(prompt_token_ids=prompt_token_ids, outputs=[output])
 
@@ -69,7 +81,9 @@ class ScriptedEngine:
 
 
 def whole_prompt(engine: ScriptedEngine, messages: list[Any], **options: Any) -> list[int]:
-    text = engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    text = engine.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **options
+    )
     return ids(engine.tokenizer, str(text))
 
 
@@ -81,12 +95,16 @@ class Agent(OpenAIAgentExecutor):
         self.conversation = conversation
 
     async def run_agent(self, prompt: str, label: Any, session_id: str) -> float:
-        async with AsyncOpenAI(base_url=self.session_url(session_id), api_key="none", max_retries=0) as client:
+        async with AsyncOpenAI(
+            base_url=self.session_url(session_id), api_key="none", max_retries=0
+        ) as client:
             await self.conversation(client)
         return 1.0
 
 
-def play(engine: ScriptedEngine, conversation: Any, *, max_tokens: int | None = None) -> dict[str, Any]:
+def play(
+    engine: ScriptedEngine, conversation: Any, *, max_tokens: int | None = None
+) -> dict[str, Any]:
     """The result of an episode in which the agent is the coroutine `conversation(client)`."""
 
     async def episode() -> dict[str, Any]:
@@ -131,11 +149,15 @@ async def say(client: AsyncOpenAI, messages: list[Any], **more: Any) -> dict[str
         answer = await client.chat.completions.create(model="policy", messages=messages, **more)
         return answer.choices[0].message.model_dump(exclude_none=True)
     reply: dict[str, Any] = {"role": "assistant", "content": ""}
-    async for event in await client.chat.completions.create(model="policy", messages=messages, **more):
+    async for event in await client.chat.completions.create(
+        model="policy", messages=messages, **more
+    ):
         for choice in event.choices:
             reply["content"] += choice.delta.content or ""
             for call in choice.delta.tool_calls or []:
-                reply.setdefault("tool_calls", []).append(call.model_dump(exclude_none=True, exclude={"index"}))
+                reply.setdefault("tool_calls", []).append(
+                    call.model_dump(exclude_none=True, exclude={"index"})
+                )
     return reply
 
 
@@ -161,12 +183,17 @@ def spans_match(whole: list[int], context: list[int], sampled: list[bool]) -> bo
             if place > len(whole):
                 return False
         place += len(piece)
-    return place <= len(whole) - len(pieces[-1]) and whole[len(whole) - len(pieces[-1]) :] == pieces[-1]
+    return (
+        place <= len(whole) - len(pieces[-1])
+        and whole[len(whole) - len(pieces[-1]) :] == pieces[-1]
+    )
 
 
 @dataclass(kw_only=True)
 class Request:
-    """What an agent said: the messages and tools of a request. `before`: the earlier turns of its conversation."""
+    """What an agent said: the messages and tools of a request. `before`: the earlier turns of its
+    conversation.
+    """
 
     messages: list[Any]
     options: dict[str, Any] = field(default_factory=dict)
@@ -174,7 +201,9 @@ class Request:
 
 
 def check_prompts(engine: ScriptedEngine, requests: list[Request], notices: dict[str, str]) -> None:
-    """Every prompt is the whole rendering of its messages, or there is a notice; what was sampled stays."""
+    """Every prompt is the whole rendering of its messages, or there is a notice; what was sampled
+    stays.
+    """
     for turn, request in enumerate(requests):
         prompt = engine.prompts[turn]
         sampled = [False] * len(prompt)
@@ -191,7 +220,9 @@ def check_prompts(engine: ScriptedEngine, requests: list[Request], notices: dict
 @st.composite
 def replies(draw: st.DrawFn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str]:
     """A sample: well tokenised or character by character, ended by the end token or cut."""
-    text = draw(st.one_of(WORDS, st.sampled_from(["ab! c", '<tool_call>{"name": "zebra"}</tool_call>'])))
+    text = draw(
+        st.one_of(WORDS, st.sampled_from(["ab! c", '<tool_call>{"name": "zebra"}</tool_call>']))
+    )
     pieces = [text] if draw(st.booleans()) else list(text)
     tokens = [token for piece in pieces for token in ids(tokenizer, piece)]
     finish = draw(st.sampled_from(["stop", "stop", "length"]))
@@ -202,7 +233,9 @@ def replies(draw: st.DrawFn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[i
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_every_prompt_is_the_whole_rendering_or_a_notice_says_where_not(data: st.DataObject) -> None:
+def test_every_prompt_is_the_whole_rendering_or_a_notice_says_where_not(
+    data: st.DataObject,
+) -> None:
     kind = data.draw(st.sampled_from(sorted(TOKENIZERS)))
     template = data.draw(st.sampled_from(sorted(TEMPLATES)))
     tokenizer = chat_tokenizer(kind, TEMPLATES[template])
@@ -222,8 +255,12 @@ def test_every_prompt_is_the_whole_rendering_or_a_notice_says_where_not(data: st
                 messages, before = [], []
             messages.append(user(f"{text}{turn}"))
             options = {"tools": tools} if tools else {}
-            requests.append(Request(messages=copy.deepcopy(messages), options=options, before=list(before)))
-            messages.append(await say(client, messages, **options, **({"stream": True} if streamed else {})))
+            requests.append(
+                Request(messages=copy.deepcopy(messages), options=options, before=list(before))
+            )
+            messages.append(
+                await say(client, messages, **options, **({"stream": True} if streamed else {}))
+            )
             before.append(turn)
 
     result = play(engine, conversation)
@@ -235,11 +272,14 @@ def test_every_prompt_is_the_whole_rendering_or_a_notice_says_where_not(data: st
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
 @pytest.mark.parametrize("template", [CHATML, ZEPHYR])
-def test_a_template_with_end_marks_gives_the_whole_rendering_without_notice(kind: str, template: str) -> None:
+def test_a_template_with_end_marks_gives_the_whole_rendering_without_notice(
+    kind: str, template: str
+) -> None:
     tokenizer = chat_tokenizer(kind, template.replace("<|im_end|>", TOKENIZERS[kind]().eos_token))
     cut = (ids(tokenizer, "a b"), "length")
     engine = ScriptedEngine(
-        tokenizer=tokenizer, script=[([*ids(tokenizer, "a b"), tokenizer.eos_token_id], "stop"), cut]
+        tokenizer=tokenizer,
+        script=[([*ids(tokenizer, "a b"), tokenizer.eos_token_id], "stop"), cut],
     )
     requests: list[Request] = []
 
@@ -317,7 +357,8 @@ def byte_level_engine(*script: tuple[str, str]) -> ScriptedEngine:
     tokenizer = chat_tokenizer("byte-level", CHATML)
     ends = {"stop": [tokenizer.eos_token_id], "length": []}
     return ScriptedEngine(
-        tokenizer=tokenizer, script=[([*ids(tokenizer, text), *ends[finish]], finish) for text, finish in script]
+        tokenizer=tokenizer,
+        script=[([*ids(tokenizer, text), *ends[finish]], finish) for text, finish in script],
     )
 
 
@@ -374,7 +415,9 @@ def test_bodies_and_paths_that_do_not_fit_are_answered_in_the_apis_form() -> Non
         root = str(client.base_url).rstrip("/")
         json_type = {"Content-Type": "application/json"}
         async with httpx.AsyncClient() as http:
-            answers["json"] = await http.post(f"{root}/chat/completions", content="{", headers=json_type)
+            answers["json"] = await http.post(
+                f"{root}/chat/completions", content="{", headers=json_type
+            )
             answers["list"] = await http.post(f"{root}/chat/completions", json=[1])
             answers["empty"] = await http.post(f"{root}/chat/completions", json={})
             answers["path"] = await http.post(f"{root}/embeddings", json={})
@@ -420,7 +463,9 @@ def test_values_that_ask_for_nothing_else_are_accepted() -> None:
 
 def test_variables_of_the_template_are_shown_to_the_policy() -> None:
     async def conversation(client: AsyncOpenAI) -> None:
-        await say(client, [user("a")], extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+        await say(
+            client, [user("a")], extra_body={"chat_template_kwargs": {"enable_thinking": False}}
+        )
 
     engine = byte_level_engine()
     play(engine, conversation)
@@ -444,7 +489,9 @@ def test_a_change_of_tools_is_shown_to_the_policy(first: Any, second: Any) -> No
 
     engine = byte_level_engine()
     result = play(engine, conversation)
-    assert engine.prompts == [whole_prompt(engine, each.messages, **each.options) for each in requests]
+    assert engine.prompts == [
+        whole_prompt(engine, each.messages, **each.options) for each in requests
+    ]
     assert (len(result["earlier"]), list(result["notices"])) == (1, ["conversation"])
 
 
@@ -520,7 +567,9 @@ def test_a_streamed_answer_has_logprobs_and_usage_and_calls() -> None:
         )  # type: ignore[call-overload]  # fmt: skip
         events.extend([event async for event in stream])
 
-    engine = byte_level_engine(('b <tool_call>{"name": "zebra", "arguments": {}}</tool_call>', "stop"))
+    engine = byte_level_engine(
+        ('b <tool_call>{"name": "zebra", "arguments": {}}</tool_call>', "stop")
+    )
     play(engine, conversation)
     said, ended, usage = events
     assert [call.function.name for call in said.choices[0].delta.tool_calls] == ["zebra"]
@@ -547,9 +596,16 @@ def test_only_limits_of_the_run_make_an_episode_truncated(
 
 
 def play_game(
-    engine: ScriptedEngine, feedback: Any, *, turns: int, max_tokens: int | None = None, then: int | None = None
+    engine: ScriptedEngine,
+    feedback: Any,
+    *,
+    turns: int,
+    max_tokens: int | None = None,
+    then: int | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The result of an episode whose environment answers `feedback(states)`, and what each step was told."""
+    """The result of an episode whose environment answers `feedback(states)`, and what each step was
+    told.
+    """
     told: list[dict[str, Any]] = []
 
     class Game(AgentInstanceBase):
@@ -559,17 +615,26 @@ def play_game(
             params.max_tokens = then or params.max_tokens
             done = len(told) == turns
             text = "" if done else feedback(states)
-            return {"rewards": 0.0, "environment_feedback": text, "done": done, "sampling_params": params}
+            return {
+                "rewards": 0.0,
+                "environment_feedback": text,
+                "done": done,
+                "sampling_params": params,
+            }
 
     executor = MultiTurnAgentExecutor(Game)
     params = SamplingParams(max_tokens=max_tokens)
-    result = asyncio.run(executor.execute("go ab", "", params, MAX_LENGTH, engine.tokenizer, engine))
+    result = asyncio.run(
+        executor.execute("go ab", "", params, MAX_LENGTH, engine.tokenizer, engine)
+    )
     return result, told
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_feedback_continues_the_tokens_before_it_or_a_notice_says_where_not(data: st.DataObject) -> None:
+def test_feedback_continues_the_tokens_before_it_or_a_notice_says_where_not(
+    data: st.DataObject,
+) -> None:
     tokenizer = chat_tokenizer(data.draw(st.sampled_from(sorted(TOKENIZERS))), CHATML)
     script = data.draw(st.lists(replies(tokenizer), min_size=2, max_size=3))
     engine = ScriptedEngine(tokenizer=tokenizer, script=list(script))
@@ -586,7 +651,9 @@ def test_feedback_continues_the_tokens_before_it_or_a_notice_says_where_not(data
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
 def test_feedback_after_an_end_token_is_that_of_the_whole_text(kind: str) -> None:
     tokenizer = chat_tokenizer(kind, CHATML)
-    engine = ScriptedEngine(tokenizer=tokenizer, script=[([*ids(tokenizer, "a b"), tokenizer.eos_token_id], "stop")])
+    engine = ScriptedEngine(
+        tokenizer=tokenizer, script=[([*ids(tokenizer, "a b"), tokenizer.eos_token_id], "stop")]
+    )
     result, _ = play_game(engine, lambda states: "\nab<", turns=2)
     whole = ids(tokenizer, f"go ab{tokenizer.eos_token}\nab<")
     new = whole[whole.index(tokenizer.eos_token_id) + 1 :]
@@ -595,15 +662,21 @@ def test_feedback_after_an_end_token_is_that_of_the_whole_text(kind: str) -> Non
 
 
 def test_an_environment_knows_how_a_turn_ended() -> None:
-    _, told = play_game(byte_level_engine(("a", "stop"), ("b", "length")), lambda states: "\n", turns=2)
-    assert [(states["action_text"], states["finish_reason"], states["end_text"]) for states in told] == [
+    _, told = play_game(
+        byte_level_engine(("a", "stop"), ("b", "length")), lambda states: "\n", turns=2
+    )
+    assert [
+        (states["action_text"], states["finish_reason"], states["end_text"]) for states in told
+    ] == [
         ("a", "stop", "<|im_end|>"),
         ("b", "length", ""),
     ]
 
 
 @pytest.mark.parametrize(("finish", "noticed"), [("stop", True), ("length", False)])
-def test_an_end_mark_that_the_policy_has_sampled_is_not_doubled_by_feedback(finish: str, noticed: bool) -> None:
+def test_an_end_mark_that_the_policy_has_sampled_is_not_doubled_by_feedback(
+    finish: str, noticed: bool
+) -> None:
     engine = byte_level_engine(("a", finish))
     result, _ = play_game(engine, lambda states: "<|im_end|>\n", turns=2)
     assert engine.prompts[1] == [*engine.prompts[0], *ids(engine.tokenizer, "a<|im_end|>\n")]
@@ -611,9 +684,12 @@ def test_an_end_mark_that_the_policy_has_sampled_is_not_doubled_by_feedback(fini
 
 
 @pytest.mark.parametrize(
-    ("of_run", "of_step", "truncated"), [(None, 1, False), (3, 1, False), (1, 1, True), (2, None, True)]
+    ("of_run", "of_step", "truncated"),
+    [(None, 1, False), (3, 1, False), (1, 1, True), (2, None, True)],
 )
-def test_only_limits_of_the_run_make_a_game_truncated(of_run: int | None, of_step: int | None, truncated: bool) -> None:
+def test_only_limits_of_the_run_make_a_game_truncated(
+    of_run: int | None, of_step: int | None, truncated: bool
+) -> None:
     engine = byte_level_engine(("a", "stop"), ("a b a b", "length"))
     result, _ = play_game(engine, lambda states: "b", turns=2, max_tokens=of_run, then=of_step)
     assert result["truncated"] is truncated

@@ -46,7 +46,9 @@ TEMPLATES = {
 }
 
 
-def _merges(pieces: pre_tokenizers.PreTokenizer, alphabet: list[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+def _merges(
+    pieces: pre_tokenizers.PreTokenizer, alphabet: list[str]
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pieces
     trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
@@ -60,14 +62,18 @@ def byte_level() -> Qwen2Tokenizer:
     """A tokenizer as Qwen2's, with ChatML marks."""
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False)
     vocabulary, merges = _merges(pieces, pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=merges, eos_token="<|im_end|>", unk_token=None, pad_token=None)
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary, merges=merges, eos_token="<|im_end|>", unk_token=None, pad_token=None
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": CHATML_MARKS})
     return tokenizer
 
 
 @cache
 def llama(*, legacy: bool) -> LlamaTokenizer:
-    """A tokenizer as Llama-2's: a space before the text, and with `legacy` also after each special token."""
+    """A tokenizer as Llama-2's: a space before the text, and with `legacy` also after each special
+    token.
+    """
     learned, merges = _merges(pre_tokenizers.Metaspace(prepend_scheme="first"), CHARACTERS)
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *learned]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}

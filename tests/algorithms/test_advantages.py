@@ -31,7 +31,9 @@ quarters = st.integers(-40, 40).map(lambda n: n / 4)
 batches = st.lists(st.tuples(quarters, st.integers(0, 4)), min_size=1, max_size=20)
 
 
-def shaped(name: str, rewards: list[float], groups: list[int], dtype: torch.dtype = torch.float64) -> Tensor:
+def shaped(
+    name: str, rewards: list[float], groups: list[int], dtype: torch.dtype = torch.float64
+) -> Tensor:
     group = torch.tensor(groups, dtype=torch.long)
     return shape_rewards(torch.tensor(rewards, dtype=dtype), group, ADVANTAGE_ESTIMATORS[name])
 
@@ -91,7 +93,9 @@ def test_shaping_matches_worked_example_with_two_prompts(name: str, expected: li
 @given(batch=batches)
 def test_shaping_matches_reference(name: str, batch: list[tuple[float, int]]) -> None:
     rewards, groups = [r for r, _ in batch], [g for _, g in batch]
-    assert shaped(name, rewards, groups).tolist() == pytest.approx(credit.shaped(name, rewards, groups), abs=1e-9)
+    assert shaped(name, rewards, groups).tolist() == pytest.approx(
+        credit.shaped(name, rewards, groups), abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("name", PER_GROUP)
@@ -114,7 +118,9 @@ def test_shaping_ignores_constant_added_to_rewards_of_prompt(
 
 
 @given(batch=batches, factor=st.sampled_from([0.25, 2.0, 64.0]))
-def test_group_norm_ignores_scale_of_rewards_of_prompt(batch: list[tuple[float, int]], factor: float) -> None:
+def test_group_norm_ignores_scale_of_rewards_of_prompt(
+    batch: list[tuple[float, int]], factor: float
+) -> None:
     rewards, groups = [r for r, _ in batch], [g for _, g in batch]
     scaled = shaped("group_norm", [r * factor for r in rewards], groups)
     assert torch.allclose(scaled, shaped("group_norm", rewards, groups), atol=1e-6)
@@ -150,7 +156,9 @@ def test_only_sample_of_prompt_shapes_to_zero(name: str) -> None:
 def test_group_statistics_match_worked_example() -> None:
     stats = group_statistics(torch.tensor([1.0, 0.0, 3.0, 8.0, 5.0]), torch.tensor([4, 4, 9, 1, 9]))
     assert stats.size.tolist() == [2, 2, 2, 1, 2]
-    assert stats.std.tolist() == pytest.approx([math.sqrt(0.5)] * 2 + [math.sqrt(2), 0, math.sqrt(2)])
+    assert stats.std.tolist() == pytest.approx(
+        [math.sqrt(0.5)] * 2 + [math.sqrt(2), 0, math.sqrt(2)]
+    )
 
 
 def test_shaping_accepts_empty_batch() -> None:
@@ -180,7 +188,9 @@ def test_gae_matches_worked_example() -> None:
 
 
 def test_gae_skips_tool_output() -> None:
-    """The row of `test_gae_matches_worked_example` after a prompt, around two tool tokens and before padding."""
+    """The row of `test_gae_matches_worked_example` after a prompt, around two tool tokens and
+    before padding.
+    """
     mask = torch.tensor([[False, True, False, False, True, True, False]])
     rewards = torch.tensor([[9.0, 0.0, 9.0, 9.0, 0.0, 8.0, 9.0]])
     values = torch.tensor([[7.0, 4.0, 7.0, 7.0, 2.0, 6.0, 7.0]])
@@ -189,12 +199,16 @@ def test_gae_skips_tool_output() -> None:
     assert returns.tolist() == [[0.0, 1.375, 0.0, 0.0, 3.5, 8.0, 0.0]]
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.0, 0.7), (0.5, 1.0)])
+@pytest.mark.parametrize(
+    ("gamma", "lam"), [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.0, 0.7), (0.5, 1.0)]
+)
 def test_gae_matches_sum_in_paper(gamma: float, lam: float) -> None:
     rewards, values, mask = random_block()
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
     for row in range(len(mask)):
-        expected = credit.gae(rewards[row].tolist(), values[row].tolist(), mask[row].tolist(), gamma, lam)
+        expected = credit.gae(
+            rewards[row].tolist(), values[row].tolist(), mask[row].tolist(), gamma, lam
+        )
         assert advantages[row].tolist() == pytest.approx(expected[0])
         assert returns[row].tolist() == pytest.approx(expected[1])
 
@@ -209,7 +223,9 @@ def test_gae_matches_reference_for_any_rows_and_masks(
     """Rows of different lengths, padded on the right with what must not be read."""
     width = max(map(len, block))
     padded = [row + [(99.0, -99.0, False)] * (width - len(row)) for row in block]
-    rewards, values, mask = (torch.tensor([[step[i] for step in row] for row in padded]) for i in range(3))
+    rewards, values, mask = (
+        torch.tensor([[step[i] for step in row] for row in padded]) for i in range(3)
+    )
     advantages, returns = gae(rewards.double(), values.double(), mask.bool(), gamma=gamma, lam=lam)
     for row, steps in enumerate(padded):
         expected = credit.gae(*([step[i] for step in steps] for i in range(3)), gamma, lam)
@@ -261,7 +277,9 @@ def test_values_outside_mask_are_ignored() -> None:
     rewards, values, mask = random_block()
     clean = gae(rewards, values, mask, gamma=0.9, lam=0.8)
     nan = float("nan")
-    dirty = gae(rewards.masked_fill(~mask, nan), values.masked_fill(~mask, nan), mask, gamma=0.9, lam=0.8)
+    dirty = gae(
+        rewards.masked_fill(~mask, nan), values.masked_fill(~mask, nan), mask, gamma=0.9, lam=0.8
+    )
     assert torch.equal(clean[0], dirty[0])
     assert torch.equal(clean[1], dirty[1])
 
@@ -286,7 +304,9 @@ def test_credit_of_different_shapes_raises_error() -> None:
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("kl_coef", [0.0, 0.2], ids=["without KL", "with KL"])
 @pytest.mark.parametrize("scale", [True, False], ids=["÷ std", "no std"])
-def test_every_estimator_matches_reference_from_reward_to_advantage(name: str, kl_coef: float, scale: bool) -> None:
+def test_every_estimator_matches_reference_from_reward_to_advantage(
+    name: str, kl_coef: float, scale: bool
+) -> None:
     """The walk of the experience maker, against the same walk through the references."""
     estimator = ADVANTAGE_ESTIMATORS[name]
     kl, values, mask = random_block()
@@ -302,9 +322,13 @@ def test_every_estimator_matches_reference_from_reward_to_advantage(name: str, k
     flat: list[float] = []
     for row, score in enumerate(credit.shaped(name, rewards, groups)):
         row_mask = mask[row].tolist()
-        row_rewards = credit.token_rewards(min(max(score, -10.0), 10.0), kl[row].tolist(), row_mask, kl_coef)
+        row_rewards = credit.token_rewards(
+            min(max(score, -10.0), 10.0), kl[row].tolist(), row_mask, kl_coef
+        )
         if name == "gae":
-            row_advantages, row_returns = credit.gae(row_rewards, values[row].tolist(), row_mask, gamma, lam)
+            row_advantages, row_returns = credit.gae(
+                row_rewards, values[row].tolist(), row_mask, gamma, lam
+            )
         else:
             row_returns = credit.discounted_returns(row_rewards, row_mask, gamma)
             row_advantages = row_returns
@@ -341,4 +365,6 @@ def test_equal_rewards_give_advantages_of_exactly_zero(name: str) -> None:
 )
 def test_shaping_without_finite_number_per_sample_raises_error(shape: Any) -> None:
     with pytest.raises(EstimatorError):
-        shape_rewards(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0, 0, 1]), AdvantageEstimator(shape))
+        shape_rewards(
+            torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0, 0, 1]), AdvantageEstimator(shape)
+        )

@@ -15,7 +15,9 @@ from tests.reference import policy
 
 COMBINATIONS = list(product(get_args(Level), get_args(Mode)))
 # Log-ratios of the tokens of a row, and whether each was sampled; eighths keep sums exact.
-rows = st.lists(st.tuples(st.integers(-24, 24).map(lambda n: n / 8), st.booleans()), min_size=1, max_size=8)
+rows = st.lists(
+    st.tuples(st.integers(-24, 24).map(lambda n: n / 8), st.booleans()), min_size=1, max_size=8
+)
 bands = st.tuples(st.floats(0, 0.9), st.floats(1.1, 8))
 
 
@@ -36,12 +38,18 @@ def row_of(omegas: list[float]) -> tuple[Tensor, Tensor, Tensor]:
         ("tis", [0.4, 1.0, 9.0], [0.5, 1.0, 5.0]),
         ("icepop", [0.4, 1.0, 9.0], [0.0, 1.0, 0.0]),
         ("seq-mask-tis", [0.4, 1.0, 9.0], [0.4, 1.0, 9.0]),  # mean 3.6^(1/3) = 1.53: the row stays
-        ("seq-mask-tis", [2.0, 2.0, 2.0], [2.0, 2.0, 2.0]),  # mean 2, whatever the product: the row stays
+        (
+            "seq-mask-tis",
+            [2.0, 2.0, 2.0],
+            [2.0, 2.0, 2.0],
+        ),  # mean 2, whatever the product: the row stays
         ("seq-mask-tis", [6.0, 1.0, 27.0], [0.0, 0.0, 0.0]),  # mean 162^(1/3) = 5.45: the row goes
         ("seq-mask-tis", [0.1, 0.5, 1.0], [0.0, 0.0, 0.0]),  # mean 0.05^(1/3) = 0.37: the row goes
     ],
 )
-def test_presets_match_worked_example(name: str, omegas: list[float], expected: list[float]) -> None:
+def test_presets_match_worked_example(
+    name: str, omegas: list[float], expected: list[float]
+) -> None:
     weights, _ = correction_weights(*row_of(omegas), preset(name))
     assert weights.tolist()[0] == pytest.approx(expected)
 
@@ -61,7 +69,9 @@ def test_every_level_and_mode_matches_reference(level: Level, mode: Mode) -> Non
     generator = torch.Generator().manual_seed(0)
     old, rollout = torch.randn(2, 8, 6, dtype=torch.float64, generator=generator) * 0.7
     mask = torch.rand(8, 6, generator=generator) < 0.7
-    weights, _ = correction_weights(old, rollout, mask, Correction(level=level, mode=mode, low=0.5, high=2.0))
+    weights, _ = correction_weights(
+        old, rollout, mask, Correction(level=level, mode=mode, low=0.5, high=2.0)
+    )
     for row in range(8):
         expected = policy.correction(
             old[row].tolist(), rollout[row].tolist(), mask[row].tolist(), level, mode, 0.5, 2.0
@@ -75,15 +85,24 @@ def test_every_level_and_mode_matches_reference(level: Level, mode: Mode) -> Non
 def test_weights_match_reference_for_any_row_and_band(
     level: Level, mode: Mode, row: list[tuple[float, bool]], band: tuple[float, float]
 ) -> None:
-    old, mask = torch.tensor([[x for x, _ in row]]).double(), torch.tensor([[acts for _, acts in row]])
+    old, mask = (
+        torch.tensor([[x for x, _ in row]]).double(),
+        torch.tensor([[acts for _, acts in row]]),
+    )
     correction = Correction(level=level, mode=mode, low=band[0], high=band[1])
     weights, outside = correction_weights(old, torch.zeros_like(old), mask, correction)
-    expected = policy.correction(old[0].tolist(), [0.0] * len(row), mask[0].tolist(), level, mode, *band)
+    expected = policy.correction(
+        old[0].tolist(), [0.0] * len(row), mask[0].tolist(), level, mode, *band
+    )
     assert weights.tolist()[0] == pytest.approx(expected)
     inside = (mask & ~outside)[0]
-    judged = policy.correction(old[0].tolist(), [0.0] * len(row), mask[0].tolist(), level, "clip", 0.0, 1e30)
+    judged = policy.correction(
+        old[0].tolist(), [0.0] * len(row), mask[0].tolist(), level, "clip", 0.0, 1e30
+    )
     low = 0.0 if mode == "truncate" else band[0]
-    assert inside.tolist() == [acts and low <= w <= band[1] for w, acts in zip(judged, mask[0].tolist(), strict=True)]
+    assert inside.tolist() == [
+        acts and low <= w <= band[1] for w, acts in zip(judged, mask[0].tolist(), strict=True)
+    ]
 
 
 @pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
@@ -96,7 +115,10 @@ def test_weights_follow_token_order_and_ignore_padding(
     order = data.draw(st.permutations(range(len(row))))
 
     def weights(row: list[tuple[float, bool]]) -> Tensor:
-        old, mask = torch.tensor([[x for x, _ in row]]).double(), torch.tensor([[acts for _, acts in row]])
+        old, mask = (
+            torch.tensor([[x for x, _ in row]]).double(),
+            torch.tensor([[acts for _, acts in row]]),
+        )
         return correction_weights(old, torch.zeros_like(old), mask, correction)[0][0]
 
     assert torch.equal(weights([row[i] for i in order]), weights(row)[order])
@@ -106,7 +128,9 @@ def test_weights_follow_token_order_and_ignore_padding(
 @pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
 def test_weights_are_one_for_equal_log_probabilities(level: Level, mode: Mode) -> None:
     same, mask = torch.full((2, 3), -1.5), torch.tensor([[True, True, False], [True, False, False]])
-    weights, outside = correction_weights(same, same, mask, Correction(level=level, mode=mode, low=0.5, high=2.0))
+    weights, outside = correction_weights(
+        same, same, mask, Correction(level=level, mode=mode, low=0.5, high=2.0)
+    )
     assert torch.equal(weights, mask.float())
     assert not outside.any()
 
@@ -124,10 +148,14 @@ def test_weights_are_finite_for_any_mismatch(level: Level, mode: Mode, gap: floa
 
 
 @pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
-def test_corrected_loss_of_row_without_actions_is_differentiable_zero(level: Level, mode: Mode) -> None:
+def test_corrected_loss_of_row_without_actions_is_differentiable_zero(
+    level: Level, mode: Mode
+) -> None:
     nothing = torch.zeros(2, 4, dtype=torch.bool)
     dirty = torch.full((2, 4), float("nan"))
-    weights, outside = correction_weights(dirty, dirty, nothing, Correction(level=level, mode=mode, low=0.5, high=2.0))
+    weights, outside = correction_weights(
+        dirty, dirty, nothing, Correction(level=level, mode=mode, low=0.5, high=2.0)
+    )
     terms = torch.ones(2, 4, requires_grad=True)
     (weights * terms).sum().backward()
     assert terms.grad is not None
@@ -137,7 +165,9 @@ def test_corrected_loss_of_row_without_actions_is_differentiable_zero(level: Lev
 
 def test_weights_have_no_gradient() -> None:
     old, rollout, mask = row_of([0.9, 1.1])
-    assert not correction_weights(old.requires_grad_(), rollout, mask, preset("tis"))[0].requires_grad
+    assert not correction_weights(old.requires_grad_(), rollout, mask, preset("tis"))[
+        0
+    ].requires_grad
 
 
 def test_tokens_outside_band_are_marked_by_row_at_row_levels() -> None:

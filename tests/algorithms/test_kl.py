@@ -13,8 +13,12 @@ from tests.reference import policy
 ESTIMATORS = ["k1", "k2", "k3"]
 
 
-def exact_kl_gradient(estimator: str, *, forward: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """(Σ_a π(a) ∇ k(a), ∇ KL(π‖π_ref), or ∇ KL(π_ref‖π)) by the logits of π, all five actions enumerated."""
+def exact_kl_gradient(
+    estimator: str, *, forward: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(Σ_a π(a) ∇ k(a), ∇ KL(π‖π_ref), or ∇ KL(π_ref‖π)) by the logits of π, all five actions
+    enumerated.
+    """
     logits = torch.tensor([0.3, -1.0, 0.7, 0.0, 0.2], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.1, 0.5, -0.4, 0.0, 0.9], dtype=torch.float64).log_softmax(0)
     policy_logprobs = logits.log_softmax(0)
@@ -28,9 +32,9 @@ def exact_kl_gradient(estimator: str, *, forward: bool = False) -> tuple[torch.T
 
 @pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", 0.106531)])
 def test_estimates_of_half_a_nat_match_worked_example(estimator: str, expected: float) -> None:
-    assert kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.5]), estimator).item() == pytest.approx(
-        expected, abs=1e-6
-    )
+    assert kl_estimate(
+        torch.tensor([-1.0]), torch.tensor([-1.5]), estimator
+    ).item() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -45,7 +49,9 @@ def test_k1_and_k3_are_unbiased(estimator: str) -> None:
     policy_logprobs = torch.tensor([0.3, -1.0, 0.7]).double().log_softmax(0)
     reference = torch.tensor([0.1, 0.5, -0.4]).double().log_softmax(0)
     expectation = policy_logprobs.exp() @ kl_estimate(policy_logprobs, reference, estimator)
-    assert expectation.item() == pytest.approx((policy_logprobs.exp() @ (policy_logprobs - reference)).item())
+    assert expectation.item() == pytest.approx(
+        (policy_logprobs.exp() @ (policy_logprobs - reference)).item()
+    )
 
 
 def test_k1_as_loss_has_zero_expected_gradient() -> None:
@@ -80,8 +86,12 @@ def test_estimate_and_gradient_are_finite_for_any_log_ratio(estimator: str, x: f
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_estimates_pass_gradcheck(estimator: str) -> None:
-    """Inside the bounds, at them (±20 nats before, ±10 after) and beyond: there the gradient is zero."""
-    logprobs = torch.tensor([-30.0, -15.0, -3.0, -2.5, -0.1, 0.0, 0.4, 4.0, 15.0, 30.0], dtype=torch.float64)
+    """Inside the bounds, at them (±20 nats before, ±10 after) and beyond: there the gradient is
+    zero.
+    """
+    logprobs = torch.tensor(
+        [-30.0, -15.0, -3.0, -2.5, -0.1, 0.0, 0.4, 4.0, 15.0, 30.0], dtype=torch.float64
+    )
     reference = torch.linspace(-1, 1, 10, dtype=torch.float64)
     assert torch.autograd.gradcheck(
         lambda x: kl_estimate(x, reference, estimator), ((logprobs + reference).requires_grad_(),)
@@ -98,7 +108,10 @@ def test_clipped_estimate_has_no_gradient() -> None:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(x=st.floats(-30, 30), shift=st.integers(-64, 64).map(float))
 def test_estimate_depends_only_on_log_ratio(estimator: str, x: float, shift: float) -> None:
-    at_zero, moved = (kl_estimate(*torch.tensor([[x + s], [s]], dtype=torch.float64), estimator) for s in (0.0, shift))
+    at_zero, moved = (
+        kl_estimate(*torch.tensor([[x + s], [s]], dtype=torch.float64), estimator)
+        for s in (0.0, shift)
+    )
     assert moved.item() == pytest.approx(at_zero.item(), abs=1e-9)
 
 

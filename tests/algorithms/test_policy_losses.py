@@ -52,7 +52,9 @@ def one_token(ratio: float, advantage: float, name: str = "ppo", **clip: Any) ->
 def gradient(name: str, block: Block, **clip: Any) -> Tensor:
     """∂ Σ ℓ / ∂ log π_θ."""
     logprobs = block[0].clone().requires_grad_()
-    (result,) = torch.autograd.grad(loss_of(name, (logprobs, *block[1:]), **clip).per_token.sum(), logprobs)
+    (result,) = torch.autograd.grad(
+        loss_of(name, (logprobs, *block[1:]), **clip).per_token.sum(), logprobs
+    )
     return result
 
 
@@ -118,7 +120,8 @@ def test_gspo_equals_ppo_for_one_token_sequences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dual_clip"), [("ppo", None), ("ppo", 1.5), ("gspo", None), ("gspo", 1.5), ("cispo", None)]
+    ("name", "dual_clip"),
+    [("ppo", None), ("ppo", 1.5), ("gspo", None), ("gspo", 1.5), ("cispo", None)],
 )
 @pytest.mark.parametrize("spread", [0.1, 1.0])
 def test_losses_match_reference(name: str, dual_clip: float | None, spread: float) -> None:
@@ -127,7 +130,9 @@ def test_losses_match_reference(name: str, dual_clip: float | None, spread: floa
     reference = {"ppo": policy.ppo, "gspo": policy.gspo, "cispo": policy.cispo}[name]
     for row, per_token in enumerate(loss.per_token.tolist()):
         logprobs, old, advantages, mask = (x[row].tolist() for x in block)
-        assert per_token == pytest.approx(reference(logprobs, old, advantages, mask, 0.2, 0.28, dual_clip))
+        assert per_token == pytest.approx(
+            reference(logprobs, old, advantages, mask, 0.2, 0.28, dual_clip)
+        )
 
 
 # Gradients
@@ -160,7 +165,9 @@ def test_values_outside_mask_are_ignored(name: str, garbage: float) -> None:
     clean = (*columns, mask)
     assert torch.equal(gradient(name, dirty), gradient(name, clean))
     for field in fields(PolicyLoss):
-        assert torch.equal(getattr(loss_of(name, dirty), field.name), getattr(loss_of(name, clean), field.name))
+        assert torch.equal(
+            getattr(loss_of(name, dirty), field.name), getattr(loss_of(name, clean), field.name)
+        )
         assert not getattr(loss_of(name, dirty), field.name)[~mask].any()
 
 
@@ -191,7 +198,9 @@ def test_cispo_gradient_is_minus_weight_times_advantage() -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("difference", [-1e4, -100.0, 100.0, 1e4])
-def test_losses_and_gradients_stay_finite_for_extreme_log_ratios(name: str, difference: float) -> None:
+def test_losses_and_gradients_stay_finite_for_extreme_log_ratios(
+    name: str, difference: float
+) -> None:
     old = torch.full((2, 4), -2e4)
     advantages = torch.tensor([[1.0], [-1.0]]).expand(2, 4)
     block = (old + difference, old, advantages, torch.ones(2, 4, dtype=torch.bool))
@@ -208,7 +217,9 @@ def test_loss_of_empty_mask_is_differentiable_zero(name: str, kind: str) -> None
     blank = torch.full((3, 4), math.nan)
     logprobs, empty = blank.clone().requires_grad_(), torch.zeros(3, 4, dtype=torch.bool)
     weights, count = aggregation_weights(empty, kind, max_tokens=9)
-    corrected, _ = correction_weights(blank, blank, empty, Correction(level="sequence", mode="mask", low=0.5, high=2.0))
+    corrected, _ = correction_weights(
+        blank, blank, empty, Correction(level="sequence", mode="mask", low=0.5, high=2.0)
+    )
     loss = (weights * corrected * loss_of(name, (logprobs, blank, blank, empty)).per_token).sum()
     loss.backward()
     assert (loss.item(), count) == (0.0, 0.0)
@@ -223,9 +234,13 @@ def test_losses_do_not_depend_on_order_or_padding(name: str, data: st.DataObject
     rows, width = block[0].shape
     row_order, token_order = (data.draw(st.permutations(range(n))) for n in (rows, width))
     left, right = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
-    moved = tuple(torch.nn.functional.pad(x[row_order][:, token_order], (left, right)) for x in block)
+    moved = tuple(
+        torch.nn.functional.pad(x[row_order][:, token_order], (left, right)) for x in block
+    )
     expected = loss_of(name, block).per_token[row_order][:, token_order]
-    assert torch.allclose(loss_of(name, moved).per_token[:, left : left + width], expected, rtol=1e-12)
+    assert torch.allclose(
+        loss_of(name, moved).per_token[:, left : left + width], expected, rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -233,12 +248,19 @@ def test_losses_do_not_depend_on_order_or_padding(name: str, data: st.DataObject
 def test_losses_scale_with_advantages(name: str, factor: float) -> None:
     logprobs, old, advantages, mask = random_block(spread=1.0)
     expected = factor * loss_of(name, (logprobs, old, advantages, mask)).per_token
-    assert torch.allclose(loss_of(name, (logprobs, old, factor * advantages, mask)).per_token, expected)
+    assert torch.allclose(
+        loss_of(name, (logprobs, old, factor * advantages, mask)).per_token, expected
+    )
 
 
 @given(log_rho=st.floats(-25, 25), advantage=st.floats(-9, 9), bound=st.floats(1.01, 10))
-def test_dual_clip_bounds_only_loss_of_negative_advantages(log_rho: float, advantage: float, bound: float) -> None:
-    free, held = (one_token(math.exp(log_rho), advantage, dual=dual).per_token.item() for dual in (None, bound))
+def test_dual_clip_bounds_only_loss_of_negative_advantages(
+    log_rho: float, advantage: float, bound: float
+) -> None:
+    free, held = (
+        one_token(math.exp(log_rho), advantage, dual=dual).per_token.item()
+        for dual in (None, bound)
+    )
     assert held == pytest.approx(min(free, -bound * advantage) if advantage < 0 else free)
 
 
@@ -255,7 +277,9 @@ def test_dual_clip_bounds_only_loss_of_negative_advantages(log_rho: float, advan
 )
 def test_value_loss_matches_worked_example(value: float, target: float, expected: float) -> None:
     v, old, goal = (torch.tensor([[x]]) for x in (value, 1.0, target))
-    assert value_loss(v, old, goal, torch.tensor([[True]]), clip=0.5).item() == pytest.approx(expected)
+    assert value_loss(v, old, goal, torch.tensor([[True]]), clip=0.5).item() == pytest.approx(
+        expected
+    )
 
 
 def test_value_loss_matches_reference_and_ignores_masked_tokens() -> None:
@@ -277,8 +301,12 @@ def test_value_loss_passes_gradcheck() -> None:
     plain_error = 0.5 * (values - returns).square() * mask
     held = value_loss(values, old, returns, mask, clip=0.2) > plain_error + 1e-9
     assert held.any() and (~held & mask).any()
-    assert torch.autograd.gradcheck(lambda v: value_loss(v, old, returns, mask, clip=0.2), (values.requires_grad_(),))
-    (gradient,) = torch.autograd.grad(value_loss(values, old, returns, mask, clip=0.2).sum(), values)
+    assert torch.autograd.gradcheck(
+        lambda v: value_loss(v, old, returns, mask, clip=0.2), (values.requires_grad_(),)
+    )
+    (gradient,) = torch.autograd.grad(
+        value_loss(values, old, returns, mask, clip=0.2).sum(), values
+    )
     assert not gradient[held].any(), "a value that its clip holds is not pulled further"
 
 
@@ -308,7 +336,9 @@ def test_value_loss_with_infinite_clip_is_squared_error() -> None:
         ("constant", [[0.25, 0.25, 0.0], [0.0, 0.25, 0.0], [0.0, 0.0, 0.0]], 2.0),
     ],
 )
-def test_aggregation_weights_match_worked_example(kind: str, weights: list[list[float]], count: float) -> None:
+def test_aggregation_weights_match_worked_example(
+    kind: str, weights: list[list[float]], count: float
+) -> None:
     mask = torch.tensor([[True, True, False], [False, True, False], [False, False, False]])
     actual = aggregation_weights(mask, kind, max_tokens=4)
     assert actual[0].tolist() == weights
@@ -320,11 +350,17 @@ def test_aggregation_weights_match_worked_example(kind: str, weights: list[list[
 @pytest.mark.parametrize("name", LOSSES)
 @settings(max_examples=25)
 @given(parts=st.lists(st.integers(0, 3), min_size=6, max_size=6))
-def test_loss_and_gradient_do_not_depend_on_split(name: str, kind: str, corrected: bool, parts: list[int]) -> None:
-    """Rows dealt to four micro-batches, in any way, some of them left empty; `parts[i]` is where row i goes."""
+def test_loss_and_gradient_do_not_depend_on_split(
+    name: str, kind: str, corrected: bool, parts: list[int]
+) -> None:
+    """Rows dealt to four micro-batches, in any way, some of them left empty; `parts[i]` is where
+    row i goes.
+    """
     logprobs, old, advantages, mask = random_block()
     logprobs.requires_grad_()
-    rollout = old + 0.5 * torch.randn(old.shape, dtype=old.dtype, generator=torch.Generator().manual_seed(2))
+    rollout = old + 0.5 * torch.randn(
+        old.shape, dtype=old.dtype, generator=torch.Generator().manual_seed(2)
+    )
     correction = Correction(level="geometric", mode="mask", low=0.8, high=1.25)
 
     def share(rows: list[int]) -> tuple[Tensor, Tensor, float]:
@@ -337,9 +373,14 @@ def test_loss_and_gradient_do_not_depend_on_split(name: str, kind: str, correcte
 
     terms, whole, count = share(list(range(6)))
     pieces = [share([row for row in range(6) if parts[row] == part]) for part in range(4)]
-    total, counts = torch.stack([piece[1] for piece in pieces]).sum(), sum(piece[2] for piece in pieces)
+    total, counts = (
+        torch.stack([piece[1] for piece in pieces]).sum(),
+        sum(piece[2] for piece in pieces),
+    )
     assert counts == count
-    split, at_once = (torch.autograd.grad(loss / count, logprobs, retain_graph=True)[0] for loss in (total, whole))
+    split, at_once = (
+        torch.autograd.grad(loss / count, logprobs, retain_graph=True)[0] for loss in (total, whole)
+    )
     assert torch.allclose(split, at_once, atol=1e-12)
     expected = policy.aggregate(terms.tolist(), mask.tolist(), kind, 9)
     assert (total / counts).item() == pytest.approx(expected, rel=1e-6)
@@ -349,7 +390,10 @@ def test_loss_and_gradient_do_not_depend_on_split(name: str, kind: str, correcte
 def test_row_without_actions_is_not_counted(kind: str) -> None:
     mask = random_block()[3]
     assert not mask[0].any()
-    assert aggregation_weights(mask, kind, max_tokens=9)[1] == aggregation_weights(mask[1:], kind, max_tokens=9)[1]
+    assert (
+        aggregation_weights(mask, kind, max_tokens=9)[1]
+        == aggregation_weights(mask[1:], kind, max_tokens=9)[1]
+    )
 
 
 def test_unknown_name_raises_error_with_known_names() -> None:

@@ -25,13 +25,21 @@ def judged(pairs: list[tuple[float, ...]]) -> Judged:
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(
-    pairs=st.lists(PAIR, min_size=1, max_size=4), beta=st.floats(0.01, 3), eps=st.floats(0, 0.49), gamma=st.floats(0, 2)
+    pairs=st.lists(PAIR, min_size=1, max_size=4),
+    beta=st.floats(0.01, 3),
+    eps=st.floats(0, 0.49),
+    gamma=st.floats(0, 2),
 )
 def test_pair_losses_match_papers(
     name: str, pairs: list[tuple[float, ...]], beta: float, eps: float, gamma: float
 ) -> None:
-    found = PREFERENCE_LOSSES[name].function(judged(pairs), Strength(beta=beta, smoothing=eps, target=gamma))
-    expected = [pair_loss(name, (a, b), (c, d), (int(m), int(n)), beta, eps, gamma) for a, b, c, d, m, n in pairs]
+    found = PREFERENCE_LOSSES[name].function(
+        judged(pairs), Strength(beta=beta, smoothing=eps, target=gamma)
+    )
+    expected = [
+        pair_loss(name, (a, b), (c, d), (int(m), int(n)), beta, eps, gamma)
+        for a, b, c, d, m, n in pairs
+    ]
     assert found.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
@@ -42,20 +50,28 @@ def test_pair_losses_pass_gradcheck(name: str) -> None:
 
     def loss(sums: Tensor) -> Tensor:
         lengths = torch.tensor([3.0, 5, 2, 7, 4], dtype=torch.float64)
-        pairs = Judged(policy=sums.T, reference=known[2:].T, tokens=torch.stack([lengths, lengths.flip(0)], 1))
-        return PREFERENCE_LOSSES[name].function(pairs, Strength(beta=0.3, smoothing=0.2, target=0.5))
+        pairs = Judged(
+            policy=sums.T, reference=known[2:].T, tokens=torch.stack([lengths, lengths.flip(0)], 1)
+        )
+        return PREFERENCE_LOSSES[name].function(
+            pairs, Strength(beta=0.3, smoothing=0.2, target=0.5)
+        )
 
     assert torch.autograd.gradcheck(loss, (known[:2].clone().requires_grad_(),))
 
 
 def test_pair_with_equal_log_ratios_costs_log_2() -> None:
     alike = judged([(-3.0, -5.0, -3.0, -5.0, 2, 4)])
-    assert PREFERENCE_LOSSES["dpo"].function(alike, Strength(beta=0.1)).tolist() == pytest.approx([math.log(2)])
+    assert PREFERENCE_LOSSES["dpo"].function(alike, Strength(beta=0.1)).tolist() == pytest.approx(
+        [math.log(2)]
+    )
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("sums", [(-1e4, -1e-7), (-1e-9, -1e4), (0.0, 0.0)])
-def test_pair_losses_and_gradients_are_finite_for_any_difference(name: str, sums: tuple[float, float]) -> None:
+def test_pair_losses_and_gradients_are_finite_for_any_difference(
+    name: str, sums: tuple[float, float]
+) -> None:
     """Also for an answer of which the model is sure: its odds are infinite."""
     chosen, rejected = (torch.tensor([number], requires_grad=True) for number in sums)
     ones = torch.ones(1, 2)
@@ -77,8 +93,12 @@ def test_kto_matches_paper(
 ) -> None:
     ratio = torch.tensor([r for r, _ in rows], dtype=torch.float64)
     desirable = torch.tensor([label for _, label in rows])
-    found = kto(ratio, desirable, kl, beta=beta, desirable_weight=weights[0], undesirable_weight=weights[1])
-    assert found.tolist() == pytest.approx([answer_loss(r, d, kl, beta, weights) for r, d in rows], rel=1e-6, abs=1e-12)
+    found = kto(
+        ratio, desirable, kl, beta=beta, desirable_weight=weights[0], undesirable_weight=weights[1]
+    )
+    assert found.tolist() == pytest.approx(
+        [answer_loss(r, d, kl, beta, weights) for r, d in rows], rel=1e-6, abs=1e-12
+    )
 
 
 def test_kto_passes_gradcheck() -> None:

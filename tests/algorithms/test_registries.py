@@ -48,7 +48,9 @@ def test_flag_choices_and_registry_have_same_estimators_and_needs() -> None:
         name: (entry.per_group, entry.needs_critic, entry.whiten)
         for name, entry in ((name, ADVANTAGE_ESTIMATORS[name]) for name in ADVANTAGE_ESTIMATORS)
     }
-    assert registered == {name: (e.needs_groups, e.needs_critic, e.whitened) for name, e in choices.ESTIMATORS.items()}
+    assert registered == {
+        name: (e.needs_groups, e.needs_critic, e.whitened) for name, e in choices.ESTIMATORS.items()
+    }
 
 
 def test_flag_choices_and_registry_have_same_policy_losses() -> None:
@@ -58,7 +60,10 @@ def test_flag_choices_and_registry_have_same_policy_losses() -> None:
 
 
 def test_correction_presets_have_valid_levels_and_modes() -> None:
-    assert all(level in get_args(Level) and mode in get_args(Mode) for level, mode in choices.CORRECTIONS.values())
+    assert all(
+        level in get_args(Level) and mode in get_args(Mode)
+        for level, mode in choices.CORRECTIONS.values()
+    )
 
 
 def test_flag_choices_and_registry_have_same_kl_estimators() -> None:

@@ -42,22 +42,33 @@ def test_overlong_penalty_uses_limit_of_each_sample() -> None:
     share=st.floats(0.01, 1),
     factor=st.floats(0, 3),
 )
-def test_overlong_penalty_matches_reference(lengths: list[int], longest: int, share: float, factor: float) -> None:
-    penalty = overlong_penalty(torch.tensor(lengths), max_length=longest, buffer=share * longest, factor=factor)
+def test_overlong_penalty_matches_reference(
+    lengths: list[int], longest: int, share: float, factor: float
+) -> None:
+    penalty = overlong_penalty(
+        torch.tensor(lengths), max_length=longest, buffer=share * longest, factor=factor
+    )
     expected = [credit.overlong(length, longest, share * longest, factor) for length in lengths]
     assert penalty.tolist() == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("coef", "expected"), [(0.5, [1.0, -2.0]), (0.0, [0.0, -2.0]), (1.0, [2.0, -2.0]), (-3.0, [-3.0, -2.0])]
+    ("coef", "expected"),
+    [(0.5, [1.0, -2.0]), (0.0, [0.0, -2.0]), (1.0, [2.0, -2.0]), (-3.0, [-3.0, -2.0])],
 )
-def test_rewards_of_truncated_samples_are_scaled_or_replaced(coef: float, expected: list[float]) -> None:
+def test_rewards_of_truncated_samples_are_scaled_or_replaced(
+    coef: float, expected: list[float]
+) -> None:
     truncated = torch.tensor([True, False])
     assert stop_properly_penalty(torch.tensor([2.0, -2.0]), truncated, coef).tolist() == expected
 
 
 def test_rewards_are_clipped() -> None:
-    assert clip_rewards(torch.tensor([-12.0, 3.0, 12.0]), -10.0, 10.0).tolist() == [-10.0, 3.0, 10.0]
+    assert clip_rewards(torch.tensor([-12.0, 3.0, 12.0]), -10.0, 10.0).tolist() == [
+        -10.0,
+        3.0,
+        10.0,
+    ]
 
 
 def test_last_action_is_marked_in_each_row() -> None:
@@ -75,7 +86,8 @@ def test_token_rewards_match_reference() -> None:
     generator = torch.Generator().manual_seed(0)
     kl, outcome = torch.randn(3, 6, generator=generator), torch.randn(3, generator=generator)
     expected = [
-        credit.token_rewards(r, k, m, 0.3) for r, k, m in zip(outcome.tolist(), kl.tolist(), MASK.tolist(), strict=True)
+        credit.token_rewards(r, k, m, 0.3)
+        for r, k, m in zip(outcome.tolist(), kl.tolist(), MASK.tolist(), strict=True)
     ]
     assert torch.allclose(token_rewards(outcome, kl, MASK, 0.3), torch.tensor(expected))
 
@@ -93,8 +105,14 @@ def test_nan_kl_outside_action_mask_is_ignored() -> None:
     assert token_rewards(torch.zeros(3), kl, MASK, 1.0).sum(1).tolist() == [-3.0, 0.0, -6.0]
 
 
-@given(acting=st.lists(st.booleans(), min_size=1, max_size=12), reward=st.floats(-5, 5), coef=st.floats(0, 1))
-def test_token_rewards_of_row_sum_to_reward_minus_kl(acting: list[bool], reward: float, coef: float) -> None:
+@given(
+    acting=st.lists(st.booleans(), min_size=1, max_size=12),
+    reward=st.floats(-5, 5),
+    coef=st.floats(0, 1),
+)
+def test_token_rewards_of_row_sum_to_reward_minus_kl(
+    acting: list[bool], reward: float, coef: float
+) -> None:
     mask, kl = torch.tensor([acting]), torch.arange(float(len(acting)))[None].double()
     tokens = token_rewards(torch.tensor([reward], dtype=torch.float64), kl, mask, coef)
     expected = reward - coef * float(kl[mask].sum()) if any(acting) else 0.0
@@ -103,7 +121,13 @@ def test_token_rewards_of_row_sum_to_reward_minus_kl(acting: list[bool], reward:
 
 
 def test_turn_rewards_stay_at_their_turns_and_last_action_gets_rest() -> None:
-    """[F, T, T, F, T, F] with 0.5 for the first turn, of a reward of 2 that was clipped to 1.5: the rest is 1."""
+    """[F, T, T, F, T, F] with 0.5 for the first turn, of a reward of 2 that was clipped to 1.5: the
+    rest is 1.
+    """
     mask = torch.tensor([[False, True, True, False, True, False]])
-    turns = torch.tensor([[9.0, 0.0, 0.5, 9.0, 0.0, 9.0]])  # what stands outside the mask is nobody's
-    assert token_rewards(torch.tensor([1.5]), None, mask, 0.0, turns).tolist() == [[0, 0, 0.5, 0, 1.0, 0]]
+    turns = torch.tensor(
+        [[9.0, 0.0, 0.5, 9.0, 0.0, 9.0]]
+    )  # what stands outside the mask is nobody's
+    assert token_rewards(torch.tensor([1.5]), None, mask, 0.0, turns).tolist() == [
+        [0, 0, 0.5, 0, 1.0, 0]
+    ]

@@ -30,32 +30,45 @@ def test_loss_without_targets_is_differentiable_zero() -> None:
 
 
 def test_token_nll_matches_softmax_and_passes_gradcheck() -> None:
-    logits = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    targets, mask = torch.tensor([0, 4, 2, 2, 1, 3]), torch.tensor([True, True, False, True, False, True])
+    logits = torch.randn(
+        6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
+    targets, mask = (
+        torch.tensor([0, 4, 2, 2, 1, 3]),
+        torch.tensor([True, True, False, True, False, True]),
+    )
 
     def loss(logits: torch.Tensor) -> torch.Tensor:
         return token_nll(logits.log_softmax(1).gather(1, targets[:, None])[:, 0], mask)
 
     rows = zip(logits.tolist(), targets.tolist(), mask.tolist(), strict=True)
-    assert loss(logits).tolist() == pytest.approx([-tokens.token_logprob(row, y) if m else 0.0 for row, y, m in rows])
+    assert loss(logits).tolist() == pytest.approx(
+        [-tokens.token_logprob(row, y) if m else 0.0 for row, y, m in rows]
+    )
     assert torch.autograd.gradcheck(loss, (logits,))
 
 
 @pytest.mark.parametrize("best", [None, 2])
 def test_distillation_loss_passes_gradcheck(best: int | None) -> None:
-    """And it is the sum over the teacher's tokens, written out; the teacher's probabilities of its best tokens sum to 1."""
+    """And it is the sum over the teacher's tokens, written out; the teacher's probabilities of its
+    best tokens sum to 1.
+    """
     draw = torch.Generator().manual_seed(0)
     logits, teacher = torch.randn(2, 4, 6, dtype=torch.float64, generator=draw)
     kept = teacher.topk(best or 6)
     arguments = (teacher,) if best is None else (kept.values, kept.indices)
     losses = soft_cross_entropy(logits, *arguments).tolist()
-    for row, (values, chosen) in enumerate(zip(kept.values.tolist(), kept.indices.tolist(), strict=True)):
+    for row, (values, chosen) in enumerate(
+        zip(kept.values.tolist(), kept.indices.tolist(), strict=True)
+    ):
         total = sum(math.exp(value) for value in values)
         shares = [math.exp(value) / total for value in values]
         logprobs = [tokens.token_logprob(logits[row].tolist(), token) for token in chosen]
         expected = -sum(share * logprob for share, logprob in zip(shares, logprobs, strict=True))
         assert losses[row] == pytest.approx(expected)
-    assert torch.autograd.gradcheck(lambda x: soft_cross_entropy(x, *arguments), (logits.requires_grad_(),))
+    assert torch.autograd.gradcheck(
+        lambda x: soft_cross_entropy(x, *arguments), (logits.requires_grad_(),)
+    )
 
 
 def test_pairwise_loss_matches_worked_example() -> None:
@@ -69,7 +82,9 @@ def test_pairwise_losses_are_equal_and_margin_shifts_difference() -> None:
     chosen, rejected = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(log_sigmoid(chosen, rejected), (1 + (rejected - chosen).exp()).log())
     margin = torch.full((50,), 0.7)
-    assert torch.allclose(log_sigmoid(chosen, rejected, margin), log_sigmoid(chosen - 0.7, rejected))
+    assert torch.allclose(
+        log_sigmoid(chosen, rejected, margin), log_sigmoid(chosen - 0.7, rejected)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,7 +102,9 @@ def test_pairwise_loss_passes_gradcheck() -> None:
     generator = torch.Generator().manual_seed(0)
     pairs = torch.randn(2, 5, dtype=torch.float64, generator=generator).requires_grad_()
     assert torch.autograd.gradcheck(lambda p: log_sigmoid(p[0], p[1]), (pairs,))
-    assert torch.autograd.gradcheck(lambda p: log_sigmoid(p[0], p[1], torch.ones(5).double()), (pairs,))
+    assert torch.autograd.gradcheck(
+        lambda p: log_sigmoid(p[0], p[1], torch.ones(5).double()), (pairs,)
+    )
 
 
 @given(chosen=rewards, rejected=rewards, margin=st.floats(0, 5), shift=rewards)
@@ -95,17 +112,25 @@ def test_pairwise_loss_matches_reference_and_depends_only_on_differences(
     chosen: float, rejected: float, margin: float, shift: float
 ) -> None:
     def loss(moved: float, margin: float | None) -> float:
-        pair = (torch.tensor([reward + moved], dtype=torch.float64) for reward in (chosen, rejected))
-        return log_sigmoid(*pair, None if margin is None else torch.tensor([margin], dtype=torch.float64)).item()
+        pair = (
+            torch.tensor([reward + moved], dtype=torch.float64) for reward in (chosen, rejected)
+        )
+        return log_sigmoid(
+            *pair, None if margin is None else torch.tensor([margin], dtype=torch.float64)
+        ).item()
 
     assert loss(0.0, None) == pytest.approx(supervised.pairwise(chosen, rejected), abs=1e-12)
     assert loss(shift, None) == pytest.approx(loss(0.0, None), abs=1e-12)
-    assert loss(0.0, margin) == pytest.approx(supervised.pairwise(chosen, rejected, margin), abs=1e-12)
+    assert loss(0.0, margin) == pytest.approx(
+        supervised.pairwise(chosen, rejected, margin), abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("top_k", [False, True])
 def test_token_excluded_by_teacher_and_student_adds_nothing(top_k: bool) -> None:
-    """As padding of the vocabulary. The other tokens give what they give without it, and a finite gradient."""
+    """As padding of the vocabulary. The other tokens give what they give without it, and a finite
+    gradient.
+    """
     teacher = torch.tensor([[0.5, -torch.inf, 1.5, -0.5]], dtype=torch.float64)
     logits = torch.tensor([[1.0, -torch.inf, 0.0, 2.0]], dtype=torch.float64, requires_grad=True)
     loss = soft_cross_entropy(logits, teacher, torch.arange(4)[None] if top_k else None)

@@ -73,14 +73,21 @@ def test_whitening_matches_reference(scale: bool) -> None:
 
 
 # Quarters are exact in binary; each comes with whether it counts.
-masked = st.lists(st.tuples(st.integers(-40, 40).map(lambda n: n / 4), st.booleans()), min_size=1, max_size=20)
+masked = st.lists(
+    st.tuples(st.integers(-40, 40).map(lambda n: n / 4), st.booleans()), min_size=1, max_size=20
+)
 
 
-@given(entries=masked, shift=st.integers(-40, 40), factor=st.sampled_from([0.5, 8.0]), data=st.data())
+@given(
+    entries=masked, shift=st.integers(-40, 40), factor=st.sampled_from([0.5, 8.0]), data=st.data()
+)
 def test_whitened_values_have_mean_zero_and_variance_one(
     entries: list[tuple[float, bool]], shift: int, factor: float, data: st.DataObject
 ) -> None:
-    x, mask = torch.tensor([v for v, _ in entries]).double(), torch.tensor([wanted for _, wanted in entries])
+    x, mask = (
+        torch.tensor([v for v, _ in entries]).double(),
+        torch.tensor([wanted for _, wanted in entries]),
+    )
     white = masked_whiten(x, mask)
     assert not white[~mask].any()
     if len(set(x[mask].tolist())) > 1:
@@ -89,13 +96,17 @@ def test_whitened_values_have_mean_zero_and_variance_one(
     else:
         assert not white.any()
     order = data.draw(st.permutations(range(len(entries))))
-    assert torch.allclose(masked_whiten((x * factor + shift)[order], mask[order]), white[order], atol=1e-9)
+    assert torch.allclose(
+        masked_whiten((x * factor + shift)[order], mask[order]), white[order], atol=1e-9
+    )
 
 
 def test_whitening_uses_minimum_variance() -> None:
     """Two values 2e-5 apart: variance 1e-10, held to 1e-8, so they become ±0.1 and not ±1."""
     x = torch.tensor([0.0, 2e-5])
-    assert torch.allclose(masked_whiten(x, torch.ones(2, dtype=torch.bool)), torch.tensor([-0.1, 0.1]))
+    assert torch.allclose(
+        masked_whiten(x, torch.ones(2, dtype=torch.bool)), torch.tensor([-0.1, 0.1])
+    )
 
 
 @pytest.mark.parametrize("value", [0.1, 0.3, 0.7, -1 / 3, 1e6])
@@ -112,7 +123,9 @@ def test_whitening_over_empty_mask_returns_zeros() -> None:
 
 def test_log_ratio_is_zero_outside_mask_even_for_nan() -> None:
     mask = torch.tensor([True, False, False])
-    ratio = log_ratio(torch.tensor([-1.0, NAN, -math.inf]), torch.tensor([-3.0, 0.0, -math.inf]), mask)
+    ratio = log_ratio(
+        torch.tensor([-1.0, NAN, -math.inf]), torch.tensor([-3.0, 0.0, -math.inf]), mask
+    )
     assert ratio.tolist() == [2.0, 0.0, 0.0]
 
 
@@ -138,21 +151,30 @@ def test_two_equal_logits_have_probability_one_half() -> None:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_logprobs_and_entropy_match_reference(temperature: float) -> None:
     hidden, weight, bias, targets = head_inputs()
-    logprobs, entropy = linear_logprobs(hidden, weight, targets, temperature=temperature, entropy=True, bias=bias)
+    logprobs, entropy = linear_logprobs(
+        hidden, weight, targets, temperature=temperature, entropy=True, bias=bias
+    )
     rows = [tokens.linear(h, weight.tolist(), bias.tolist()) for h in hidden.tolist()]
     assert entropy is not None
     assert entropy.tolist() == pytest.approx([tokens.entropy(row, temperature) for row in rows])
     assert logprobs.tolist() == pytest.approx(
-        [tokens.token_logprob(row, y, temperature) for row, y in zip(rows, targets.tolist(), strict=True)]
+        [
+            tokens.token_logprob(row, y, temperature)
+            for row, y in zip(rows, targets.tolist(), strict=True)
+        ]
     )
-    of_logits = logit_logprobs(hidden @ weight.t() + bias, targets, temperature=temperature, entropy=True)
+    of_logits = logit_logprobs(
+        hidden @ weight.t() + bias, targets, temperature=temperature, entropy=True
+    )
     assert of_logits[1] is not None
     assert torch.allclose(of_logits[0], logprobs) and torch.allclose(of_logits[1], entropy)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 def test_logprobs_and_entropy_belong_to_same_distribution(temperature: float) -> None:
-    """Over all tokens the probabilities sum to 1, and their mean surprise is the entropy, at every temperature."""
+    """Over all tokens the probabilities sum to 1, and their mean surprise is the entropy, at every
+    temperature.
+    """
     hidden, weight, bias, _ = head_inputs(rows=4)
     every = torch.arange(5)
     for state in hidden:
@@ -168,7 +190,9 @@ def test_logprobs_and_entropy_belong_to_same_distribution(temperature: float) ->
 def test_logprobs_ignore_constant_added_to_logits(shift: int, temperature: float) -> None:
     hidden, weight, bias, targets = head_inputs()
     plain, moved = (
-        linear_logprobs(hidden, weight, targets, temperature=temperature, entropy=True, bias=bias + s)
+        linear_logprobs(
+            hidden, weight, targets, temperature=temperature, entropy=True, bias=bias + s
+        )
         for s in (0, shift)
     )
     for before, after in zip(plain, moved, strict=True):
@@ -186,7 +210,9 @@ def test_logprobs_and_entropy_pass_gradcheck(
     hidden, weight, bias = (x.requires_grad_() for x in inputs)
 
     def both(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = linear_logprobs(hidden, weight, targets, temperature=temperature, entropy=True, bias=bias)
+        logprobs, entropy = linear_logprobs(
+            hidden, weight, targets, temperature=temperature, entropy=True, bias=bias
+        )
         assert entropy is not None
         return logprobs, entropy
 
@@ -218,7 +244,9 @@ def test_inputs_without_requires_grad_get_no_gradient() -> None:
     assert weight.grad is not None
 
 
-def test_bfloat16_states_are_scored_in_float32_with_bfloat16_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_states_are_scored_in_float32_with_bfloat16_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """1024 chunks: the gradient of the weight, summed over them in bfloat16, would be off by 4 %."""
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", 256)
     generator = torch.Generator().manual_seed(0)
@@ -249,10 +277,14 @@ def test_results_are_finite_for_extreme_logits(dtype: torch.dtype, temperature: 
     identity = torch.eye(3, dtype=dtype)
     states = logits.clone().requires_grad_()
     targets = torch.tensor([1, 0, 2])
-    logprobs, entropy = linear_logprobs(states, identity, targets, temperature=temperature, entropy=True)
+    logprobs, entropy = linear_logprobs(
+        states, identity, targets, temperature=temperature, entropy=True
+    )
     assert entropy is not None
     (logprobs + entropy).sum().backward()
-    assert logprobs.tolist() == pytest.approx([2 * float(logits[0, 1]) / temperature, -math.log(3), 0.0])
+    assert logprobs.tolist() == pytest.approx(
+        [2 * float(logits[0, 1]) / temperature, -math.log(3), 0.0]
+    )
     assert entropy.tolist() == pytest.approx([0.0, math.log(3), 0.0], abs=1e-6)
     assert states.grad is not None
     assert states.grad.isfinite().all()
@@ -262,7 +294,9 @@ def test_entropy_is_finite_with_tokens_of_probability_zero() -> None:
     """A bias of −∞ takes a token out of the vocabulary: what remains is a coin."""
     bias = torch.tensor([0.0, 0.0, -math.inf])
     hidden = torch.zeros(1, 2, requires_grad=True)
-    logprobs, entropy = linear_logprobs(hidden, torch.ones(3, 2), torch.tensor([0]), entropy=True, bias=bias)
+    logprobs, entropy = linear_logprobs(
+        hidden, torch.ones(3, 2), torch.tensor([0]), entropy=True, bias=bias
+    )
     assert entropy is not None
     (logprobs.sum() + 5 * entropy.sum()).backward()
     assert entropy.item() == pytest.approx(math.log(2))
@@ -284,13 +318,20 @@ def test_empty_input_gives_zero_gradients() -> None:
 def test_logits_are_held_for_one_chunk_at_a_time(
     temperature: float, with_bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """64 tokens, 40 words, chunks of two tokens: nothing is larger than the gradient of the hidden states."""
+    """64 tokens, 40 words, chunks of two tokens: nothing is larger than the gradient of the hidden
+    states.
+    """
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", 80)
     *inputs, targets = head_inputs(rows=64, width=2, vocabulary=40)
     hidden, weight, bias = (x.to(dtype).requires_grad_() for x in inputs)
     with LargestTensor() as largest:
         logprobs, entropy = linear_logprobs(
-            hidden, weight, targets, temperature=temperature, entropy=True, bias=bias if with_bias else None
+            hidden,
+            weight,
+            targets,
+            temperature=temperature,
+            entropy=True,
+            bias=bias if with_bias else None,
         )
         assert entropy is not None
         (logprobs + entropy).sum().backward()

@@ -11,4 +11,6 @@ def checkpoints_in(
     root: Path | str, *, parts: Sequence[str] = ("",), max_num: int = 3, max_mem_gib: float = 1e8
 ) -> CheckpointManager:
     """The checkpoints under `root`."""
-    return CheckpointManager(CheckpointConfig(path=str(root), max_num=max_num, max_mem=max_mem_gib), parts)
+    return CheckpointManager(
+        CheckpointConfig(path=str(root), max_num=max_num, max_mem=max_mem_gib), parts
+    )

@@ -315,7 +315,9 @@ def test_a_disk_that_is_full_at_any_operation_costs_at_most_the_new_checkpoint(
     assert True in outcomes and False in outcomes and len(outcomes) > 20
 
 
-def test_a_full_disk_is_reported_with_the_path_and_that_older_checkpoints_stand(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_path_and_that_older_checkpoints_stand(
+    tmp_path: Path,
+) -> None:
     manager = manager_of(tmp_path)
     save(manager, 1, "old")
     staged = manager.begin(2)
@@ -325,7 +327,10 @@ def test_a_full_disk_is_reported_with_the_path_and_that_older_checkpoints_stand(
     def strike(count: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with sabotage(strike, MODIFY), pytest.raises(CheckpointError, match=r"--ckpt\.path .*No space left.*are kept"):
+    with (
+        sabotage(strike, MODIFY),
+        pytest.raises(CheckpointError, match=r"--ckpt\.path .*No space left.*are kept"),
+    ):
         manager.commit(staged, state=RunState(step=2))
     assert newest_label(manager) == "old"
 
@@ -377,7 +382,9 @@ def test_power_may_fail_since_all_is_synced_before_it_counts_and_counts_before_o
         assert ("fsync", str((tmp_path / place).parent)) in events[installed:commit]
         assert any(path.endswith(place) and "/.tmp-" in path for path in synced)
     evicted = next(
-        n for n, (name, path) in enumerate(events) if name == "rename" and path.endswith(f"/global_step2{MANIFEST}")
+        n
+        for n, (name, path) in enumerate(events)
+        if name == "rename" and path.endswith(f"/global_step2{MANIFEST}")
     )
     assert ("fsync", str(tmp_path)) in events[commit:evicted]
     assert ("unlink", "weights") not in events[:evicted]

@@ -1,4 +1,6 @@
-"""An export writes what it is given, whatever files the model came with, and never destroys the only copy of anything."""
+"""An export writes what it is given, whatever files the model came with, and never destroys the
+only copy of anything.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from openrlhf.checkpoints.combine import combine
-from openrlhf.checkpoints.export import ASIDE, ExportError, UnwritableError, check_disk_room, export_hf, replacing
+from openrlhf.checkpoints.export import (
+    ASIDE,
+    ExportError,
+    UnwritableError,
+    check_disk_room,
+    export_hf,
+    replacing,
+)
 from openrlhf.checkpoints.manifest import CheckpointError
 from openrlhf.config.combining import CombinerConfig
 from openrlhf.config.flags import UserError
@@ -27,7 +36,8 @@ from openrlhf.models.stored_files import check_can_be_exported
 from tests.checkpoints.kept import checkpoints_in
 from tests.tiny import character_tokenizer, save_tiny_model
 
-# What models come with: generation_config.json, and values in config.json without a generation_config.json.
+# What models come with: generation_config.json, and values in config.json without a
+# generation_config.json.
 CONTRADICTIONS: list[dict[str, Any]] = [
     {"temperature": 0.9, "top_p": 0.6},
     {"top_k": 5},
@@ -39,10 +49,16 @@ CONTRADICTIONS: list[dict[str, Any]] = [
     {"pad_token_id": -1},
     {"output_scores": True},
 ]
-IN_CONFIG: list[dict[str, Any]] = [{"temperature": 0.9}, {"top_p": 0.5, "do_sample": True}, {"num_beams": 4}]
+IN_CONFIG: list[dict[str, Any]] = [
+    {"temperature": 0.9},
+    {"top_p": 0.5, "do_sample": True},
+    {"num_beams": 4},
+]
 
 
-def model_with(folder: Path, generation: dict[str, Any] | None = None, config: dict[str, Any] | None = None) -> Path:
+def model_with(
+    folder: Path, generation: dict[str, Any] | None = None, config: dict[str, Any] | None = None
+) -> Path:
     """A tiny model with these values in generation_config.json, or in config.json."""
     save_tiny_model(folder)
     if generation is not None:
@@ -77,7 +93,11 @@ def test_values_that_transformers_refuses_to_write_are_exported_as_they_came(
     before = AutoModelForCausalLM.from_pretrained(source)
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for name, value in (generation or config or {}).items():
-        assert getattr(after.generation_config, name) == getattr(before.generation_config, name) == value
+        assert (
+            getattr(after.generation_config, name)
+            == getattr(before.generation_config, name)
+            == value
+        )
     for name, tensor in before.state_dict().items():
         assert torch.equal(tensor, after.state_dict()[name])
 
@@ -89,22 +109,38 @@ def test_values_that_transformers_cannot_read_are_reported(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("values", [(CONTRADICTIONS[0], None), (None, IN_CONFIG[0])], ids=str)
-def test_an_adapter_is_combined_with_a_model_that_contradicts_itself(tmp_path: Path, values: Any) -> None:
+def test_an_adapter_is_combined_with_a_model_that_contradicts_itself(
+    tmp_path: Path, values: Any
+) -> None:
     base = model_with(tmp_path / "base", *values)
-    adapted: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
+    adapted: Any = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"])
+    )
     adapted.save_pretrained(tmp_path / "adapter")
     combine(
-        CombinerConfig(model_path=str(base), lora_path=str(tmp_path / "adapter"), output_path=str(tmp_path / "merged"))
+        CombinerConfig(
+            model_path=str(base),
+            lora_path=str(tmp_path / "adapter"),
+            output_path=str(tmp_path / "merged"),
+        )
     )
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").generation_config.temperature == 0.9
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged").generation_config.temperature
+        == 0.9
+    )
 
 
-def test_the_generation_configuration_of_a_plain_model_is_written_as_transformers_writes_it(tmp_path: Path) -> None:
+def test_the_generation_configuration_of_a_plain_model_is_written_as_transformers_writes_it(
+    tmp_path: Path,
+) -> None:
     source = model_with(tmp_path / "base")
     assert check_can_be_exported(str(source), character_tokenizer()) == []
     export(source, tmp_path / "out")
     GenerationConfig.from_pretrained(source).save_pretrained(tmp_path / "plain")
-    written, plain = (json.loads((tmp_path / name / "generation_config.json").read_text()) for name in ("out", "plain"))
+    written, plain = (
+        json.loads((tmp_path / name / "generation_config.json").read_text())
+        for name in ("out", "plain")
+    )
     assert written == plain
 
 
@@ -120,14 +156,18 @@ def test_a_model_whose_files_cannot_be_written_is_refused_at_the_start(tmp_path:
         check_can_be_exported(str(model_with(tmp_path / "base")), Unwritable())
 
 
-def test_an_export_that_fails_keeps_the_weights_and_the_model_that_was_there(tmp_path: Path) -> None:
+def test_an_export_that_fails_keeps_the_weights_and_the_model_that_was_there(
+    tmp_path: Path,
+) -> None:
     source, old = model_with(tmp_path / "base"), model_with(tmp_path / "old")
     before = {file.name: file.read_bytes() for file in old.iterdir()}
     with pytest.raises(ExportError) as failed:
         export(source, old, Unwritable())
     (aside,) = old.glob(f"{ASIDE}*")
     assert str(aside) in str(failed.value)
-    assert (aside / "model.safetensors").stat().st_size == (source / "model.safetensors").stat().st_size
+    assert (aside / "model.safetensors").stat().st_size == (
+        source / "model.safetensors"
+    ).stat().st_size
     assert {file.name: file.read_bytes() for file in old.iterdir() if file.is_file()} == before
     export(source, old)
     assert not list(old.glob(f"{ASIDE}*"))
@@ -136,7 +176,12 @@ def test_an_export_that_fails_keeps_the_weights_and_the_model_that_was_there(tmp
 def test_an_export_replaces_all_files_of_another_model_and_no_other_file(tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "additional_chat_templates").mkdir(parents=True)
-    old = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter_config.json", "vocab.json"]
+    old = [
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "adapter_config.json",
+        "vocab.json",
+    ]
     for name in [*old, "notes.txt", "tokenizer_notes.txt", "rows.safetensors"]:
         (out / name).write_text("old")
     (out / "config.json").symlink_to(tmp_path / "linked")
@@ -146,7 +191,9 @@ def test_an_export_replaces_all_files_of_another_model_and_no_other_file(tmp_pat
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
         "notes.txt", "tokenizer_notes.txt", "rows.safetensors",
     }  # fmt: skip
-    assert (tmp_path / "linked").read_text() == "of another model", "a link is replaced, not followed"
+    assert (tmp_path / "linked").read_text() == "of another model", (
+        "a link is replaced, not followed"
+    )
 
 
 def test_the_old_model_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
@@ -215,14 +262,18 @@ def test_an_export_beyond_a_quota_is_a_checkpoint_that_cannot_be_written(
         write(aside)
 
 
-def test_an_export_that_fails_otherwise_is_no_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_export_that_fails_otherwise_is_no_checkpoint_that_cannot_be_written(
+    tmp_path: Path,
+) -> None:
     manager = checkpoints_in(tmp_path)
     staged = manager.begin(2, hf=True)
     with pytest.raises(ExportError), manager.writing(staged), replacing(Path(staged.hf_dir)):
         raise ValueError("a defect")
 
 
-def test_engine_files_beyond_a_quota_are_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
+def test_engine_files_beyond_a_quota_are_a_checkpoint_that_cannot_be_written(
+    tmp_path: Path,
+) -> None:
     manager = checkpoints_in(tmp_path)
     staged = manager.begin(2)
     with pytest.raises(CheckpointError), manager.writing(staged), small_files():

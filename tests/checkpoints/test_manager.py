@@ -14,7 +14,13 @@ import pytest
 
 from openrlhf import files as checkpoint_files
 from openrlhf.checkpoints.manager import GIB, CheckpointManager, evictions
-from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState, StagedCheckpoint
+from openrlhf.checkpoints.manifest import (
+    Checkpoint,
+    CheckpointError,
+    EngineLayout,
+    RunState,
+    StagedCheckpoint,
+)
 from openrlhf.config.shared import CheckpointConfig
 from tests.checkpoints.kept import checkpoints_in
 
@@ -34,10 +40,14 @@ def fill(staged: StagedCheckpoint, text: str = "weights") -> None:
         (path.parent.parent / "latest").write_text("a pointer of DeepSpeed's that is not ours")
 
 
-def save(manager: CheckpointManager, step: int, metric: float | None = None, **begin: bool) -> Checkpoint:
+def save(
+    manager: CheckpointManager, step: int, metric: float | None = None, **begin: bool
+) -> Checkpoint:
     staged = manager.begin(step, **begin)
     fill(staged)
-    return manager.commit(staged, state=RunState(step=step, best_metric_key="eval_pass1"), metric_value=metric)
+    return manager.commit(
+        staged, state=RunState(step=step, best_metric_key="eval_pass1"), metric_value=metric
+    )
 
 
 def tags(manager: CheckpointManager) -> list[str]:
@@ -54,9 +64,13 @@ def tree(root: Path) -> set[str]:
 def test_an_offline_checkpoint_has_the_layout_that_deepspeed_loads(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path)
     staged = manager.begin(20, hf=True)
-    assert not list(Path(staged.engine_dir()).glob("global_step20/*"))  # a directory nobody else uses
+    assert not list(
+        Path(staged.engine_dir()).glob("global_step20/*")
+    )  # a directory nobody else uses
     fill(staged)
-    checkpoint = manager.commit(staged, state=RunState(step=20, best_metric_key="loss"), metric_value=0.5)
+    checkpoint = manager.commit(
+        staged, state=RunState(step=20, best_metric_key="loss"), metric_value=0.5
+    )
     assert tree(tmp_path) == {
         "latest",
         "global_step20.manifest.json",
@@ -86,7 +100,9 @@ def test_an_rl_checkpoint_keeps_each_engine_in_a_directory_of_its_own(tmp_path: 
     }
 
 
-def test_ranks_in_another_working_directory_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_in_another_working_directory_get_absolute_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     staged = checkpoints_in("ckpt/deep").begin(1, hf=True)
     assert os.path.isabs(staged.engine_dir())
@@ -133,7 +149,9 @@ def test_a_state_that_json_would_bend_is_refused_by_name(identity: dict) -> None
 def test_run_state_continues_a_moved_run_folder_where_it_is_now(tmp_path: Path) -> None:
     own, given = tmp_path / "own", tmp_path / "given"
     state = RunState(step=1, run_dir=str(own))
-    assert state.continued_folder(str(given)) == str(own), "neither exists: a deleted folder is made again"
+    assert state.continued_folder(str(given)) == str(own), (
+        "neither exists: a deleted folder is made again"
+    )
     given.mkdir()
     assert state.continued_folder(str(given)) == str(given)
     own.mkdir()
@@ -159,10 +177,14 @@ def test_an_empty_or_missing_path_is_a_fresh_start_and_says_so(
     assert not (tmp_path / "none").exists()
 
 
-def test_the_newest_save_wins_whether_regular_or_best_and_whatever_its_number(tmp_path: Path) -> None:
+def test_the_newest_save_wins_whether_regular_or_best_and_whatever_its_number(
+    tmp_path: Path,
+) -> None:
     manager = checkpoints_in(tmp_path, max_num=9)
     for step, best in [(10, False), (10, True), (20, False), (5, False), (4, True)]:
-        checkpoint = save(manager, step, best=best)  # 5 after 20: a new run over an older one's path
+        checkpoint = save(
+            manager, step, best=best
+        )  # 5 after 20: a new run over an older one's path
         assert checkpoints_in(tmp_path).latest() == checkpoint
 
 
@@ -297,7 +319,9 @@ def test_rotation_table(rows: list, max_num: int, max_gib: float, gone: list[str
 
 def test_of_losses_the_highest_goes_first() -> None:
     checkpoints = listed(("a", 0.1, 1), ("b", 0.9, 1), ("c", 0.5, 1), key="eval gpt_loss")
-    assert [checkpoint.tag for checkpoint in evictions(checkpoints, max_num=2, max_bytes=math.inf)] == ["b"]
+    assert [
+        checkpoint.tag for checkpoint in evictions(checkpoints, max_num=2, max_bytes=math.inf)
+    ] == ["b"]
 
 
 def test_a_checkpoint_is_found_by_its_step_if_it_is_whole(tmp_path: Path) -> None:
@@ -326,7 +350,9 @@ def test_what_latest_finds_incomplete_does_not_crowd_out_a_good_one(tmp_path: Pa
     assert tags(manager) == ["global_step1", "global_step3"]
 
 
-def test_max_num_counts_the_checkpoint_just_written_and_exports_go_with_their_tag(tmp_path: Path) -> None:
+def test_max_num_counts_the_checkpoint_just_written_and_exports_go_with_their_tag(
+    tmp_path: Path,
+) -> None:
     manager = checkpoints_in(tmp_path, parts=RL, max_num=2)
     for step in range(1, 6):
         save(manager, step, hf=True)
@@ -390,8 +416,12 @@ def test_checkpoints_of_another_run_in_the_same_folder_stay(tmp_path: Path) -> N
     assert sorted(tags(manager)) == ["global_step2", "global_step9"]
 
 
-def test_a_folder_in_which_deepspeed_would_not_find_its_files_again_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"--ckpt\.path .*run\[1\]: DeepSpeed takes paths as patterns"):
+def test_a_folder_in_which_deepspeed_would_not_find_its_files_again_is_refused(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"--ckpt\.path .*run\[1\]: DeepSpeed takes paths as patterns"
+    ):
         checkpoints_in(tmp_path / "run[1]")
 
 
@@ -442,7 +472,10 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
         manager.begin(2)
     message = str(caught.value)
     assert f"global_step2 could not be written to --ckpt.path {tmp_path}" in message
-    assert f"the last checkpoint took {first.size / GIB:.4g} GiB, and {free / GIB:.4g} GiB are free" in message
+    assert (
+        f"the last checkpoint took {first.size / GIB:.4g} GiB, and {free / GIB:.4g} GiB are free"
+        in message
+    )
     assert "--ckpt.max_num (now 2)" in message
     assert tree(tmp_path) == before
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free + 1))
@@ -451,14 +484,29 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
 
 @pytest.mark.parametrize(
     ("free", "max_num", "max_mem", "ends"),
-    [(99, 3, 1e8, "error"), (100, 3, 1e8, "notice"), (399, 3, 1e8, "notice"), (400, 3, 1e8, ""), (399, 3, 250.0, "")],
+    [
+        (99, 3, 1e8, "error"),
+        (100, 3, 1e8, "notice"),
+        (399, 3, 1e8, "notice"),
+        (400, 3, 1e8, ""),
+        (399, 3, 250.0, ""),
+    ],
 )
 def test_room_for_checkpoints_is_compared_with_what_the_flags_keep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, max_num: int, max_mem: float, ends: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    free: int,
+    max_num: int,
+    max_mem: float,
+    ends: str,
 ) -> None:
     """Checkpoints of 100 GiB: one more than --ckpt.max_num exists while it is written."""
-    manager = CheckpointManager(CheckpointConfig(path=str(tmp_path / "new"), max_num=max_num, max_mem=max_mem))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free * GIB, total=1000 * GIB))
+    manager = CheckpointManager(
+        CheckpointConfig(path=str(tmp_path / "new"), max_num=max_num, max_mem=max_mem)
+    )
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(free=free * GIB, total=1000 * GIB)
+    )
     if ends == "error":
         with pytest.raises(CheckpointError, match=r"--ckpt\.path .*99 GiB.*100 GiB"):
             manager.check_room(100 * GIB)
@@ -468,27 +516,36 @@ def test_room_for_checkpoints_is_compared_with_what_the_flags_keep(
     assert all("--ckpt.max_num 3" in text for text in found)
 
 
-def test_room_that_a_file_system_does_not_report_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_that_a_file_system_does_not_report_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0, total=0))
     assert checkpoints_in(tmp_path).check_room(100 * GIB) == []
 
 
-def test_a_disk_that_fills_during_a_save_is_said_to_be_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_during_a_save_is_said_to_be_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What torch says of it: that it is not where it thought it would be in the file."""
     manager = checkpoints_in(tmp_path)
     staged = manager.begin(2)
 
-    def write(message: str = "[enforce fail at inline_container.cc:664] . unexpected pos 283200 vs 283088") -> None:
+    def write(
+        message: str = "[enforce fail at inline_container.cc:664] . unexpected pos 283200 vs 283088",
+    ) -> None:
         with manager.writing(staged):
             raise RuntimeError(message)
 
-    with pytest.raises(CheckpointError, match=r"--ckpt\.path .*unexpected pos"):  # there is room: a quota, perhaps
+    with pytest.raises(
+        CheckpointError, match=r"--ckpt\.path .*unexpected pos"
+    ):  # there is room: a quota, perhaps
         write()
     with pytest.raises(RuntimeError, match=r"^a defect$"):
         write("a defect")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
     with pytest.raises(
-        CheckpointError, match=r"global_step2 .*--ckpt\.path .*No space left on device.*--ckpt\.max_num"
+        CheckpointError,
+        match=r"global_step2 .*--ckpt\.path .*No space left on device.*--ckpt\.max_num",
     ):
         write()
 
@@ -536,7 +593,9 @@ def test_short_files_are_hashed_whole(tmp_path: Path) -> None:
     assert checkpoint_files.fingerprint(path)
 
 
-def test_long_files_are_sampled_and_every_long_gap_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_files_are_sampled_and_every_long_gap_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint_files, "BLOCK", 16)
     size = checkpoint_files.SAMPLES * 16 * 10
     content = os.urandom(size)
@@ -560,7 +619,9 @@ def test_a_terabyte_costs_no_more_to_hash_than_16_mib(tmp_path: Path) -> None:
     assert checkpoint_files.fingerprint(path)
 
 
-def test_the_warnings_of_an_ordinary_run_are_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_warnings_of_an_ordinary_run_are_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     manager = checkpoints_in(tmp_path, parts=RL, max_num=1)
     for step in (1, 2):
         save(manager, step, best=True)

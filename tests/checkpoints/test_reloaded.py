@@ -1,4 +1,6 @@
-"""An exported model is loaded again and compared with the trained one: right exports pass, and every fault of the files is found."""
+"""An exported model is loaded again and compared with the trained one: right exports pass, and
+every fault of the files is found.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ FORMS = {
 }
 
 
-def trained_model(folder: Path, kind: str, form: str, *, scalar: bool = False, dtype: str = "fp32") -> Any:
+def trained_model(
+    folder: Path, kind: str, form: str, *, scalar: bool = False, dtype: str = "fp32"
+) -> Any:
     """A model in the layout of packed training, with weights that have moved."""
     path = save_tiny_model(folder / "base", kind)
     spec = load_spec(path=path, param_dtype=dtype, attention="sdpa", packing=True, lora=FORMS[form])
@@ -67,20 +71,30 @@ def export(
         logits += noise * logits.std() * torch.randn(logits.shape, generator=draw)
     state = TrainedState(logits=logits, precision=dtype, averages=averages or {})
     buckets = [[(each.name, each.make())] for each in tensors]
-    export_hf(buckets, hf, character_tokenizer(), str(folder), writes=True, trained=state, final=final)
+    export_hf(
+        buckets, hf, character_tokenizer(), str(folder), writes=True, trained=state, final=final
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_exports_of_language_models_are_the_trained_models(kind: str, form: str, tmp_path: Path) -> None:
+def test_exports_of_language_models_are_the_trained_models(
+    kind: str, form: str, tmp_path: Path
+) -> None:
     export(trained_model(tmp_path, kind, form), tmp_path / "out")
     assert not [*(tmp_path / "out").glob(f"{ASIDE}*")]
 
 
 @pytest.mark.parametrize("form", ["whole", "lora"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_exports_of_scalar_models_are_the_trained_models(form: str, dtype: str, tmp_path: Path) -> None:
-    export(trained_model(tmp_path, "qwen2-tied", form, scalar=True, dtype=dtype), tmp_path / "out", dtype=dtype)
+def test_exports_of_scalar_models_are_the_trained_models(
+    form: str, dtype: str, tmp_path: Path
+) -> None:
+    export(
+        trained_model(tmp_path, "qwen2-tied", form, scalar=True, dtype=dtype),
+        tmp_path / "out",
+        dtype=dtype,
+    )
 
 
 def edit_json(name: str, **values: Any) -> Callable[[Path], None]:
@@ -175,7 +189,9 @@ def test_exports_in_the_middle_of_a_run_are_compared_without_a_notice(
     assert str(tmp_path / "out") not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("fault", ["dropped", "one bit", "adapter dropped", "adapter renamed", "adapter stale"])
+@pytest.mark.parametrize(
+    "fault", ["dropped", "one bit", "adapter dropped", "adapter renamed", "adapter stale"]
+)
 def test_faulty_files_of_an_export_in_the_middle_of_a_run_are_a_notice(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,7 +202,11 @@ def test_faulty_files_of_an_export_in_the_middle_of_a_run_are_a_notice(
         compare_files(folder, *arguments)
 
     monkeypatch.setattr(exporting, "compare_files", compare_spoiled)
-    export(trained_model(tmp_path, "qwen2-tied" if fault == "one bit" else kind, form), tmp_path / "out", final=False)
+    export(
+        trained_model(tmp_path, "qwen2-tied" if fault == "one bit" else kind, form),
+        tmp_path / "out",
+        final=False,
+    )
     assert str(tmp_path / "out") in capsys.readouterr().err
     assert [*(tmp_path / "out").glob("*.safetensors")]
 
@@ -215,7 +235,9 @@ def test_tokens_whose_router_chose_another_expert_are_not_another_model() -> Non
     assert are_of_another_model(expected, other, "bf16")
 
 
-def test_values_that_are_nearly_the_same_at_all_tokens_are_not_of_another_model_by_rounding() -> None:
+def test_values_that_are_nearly_the_same_at_all_tokens_are_not_of_another_model_by_rounding() -> (
+    None
+):
     draw = torch.Generator().manual_seed(1)
     expected = 0.3 + 0.01 * torch.randn(16, generator=draw)
     found = expected + 0.05 * torch.randn(16, generator=draw)

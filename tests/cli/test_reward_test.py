@@ -35,7 +35,8 @@ def rows(folder: Path, labels: list[str]) -> Path:
     file = folder / "rows.jsonl"
     file.write_text(
         "".join(
-            json.dumps({"input": "2+2=", "output": label, "said": "x" * i}) + "\n" for i, label in enumerate(labels)
+            json.dumps({"input": "2+2=", "output": label, "said": "x" * i}) + "\n"
+            for i, label in enumerate(labels)
         )
     )
     return file
@@ -49,7 +50,9 @@ def reward_test(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int
     return int(ended.value.code or 0), " ".join((printed.out + printed.err).split())
 
 
-def test_scores_times_and_errors_of_a_function_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scores_times_and_errors_of_a_function_are_shown(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = rows(folder, ["fine"] * 16 + ["hang", "exit", "raise", "text"])
     shared = ("--reward.remote_url", folder / "moody.py", "--reward.timeout", 1, "--reward.workers", 2,
               "--data.prompt_dataset", data, "--data.label_key", "output", "--data.output_key", "said")  # fmt: skip
@@ -70,7 +73,14 @@ def test_what_a_function_prints_is_shown(folder: Path, capsys: pytest.CaptureFix
         "def reward_func(queries, prompts, labels):\n    print('saw', labels)\n    return [1.0]\n"
     )
     data = rows(folder, ["x", "y"])
-    flags = ("--reward.remote_url", folder / "chatty.py", "--data.prompt_dataset", data, "--data.label_key", "output")
+    flags = (
+        "--reward.remote_url",
+        folder / "chatty.py",
+        "--data.prompt_dataset",
+        data,
+        "--data.label_key",
+        "output",
+    )
     status, printed = reward_test(capsys, *flags)
     assert status == 0 and "saw ['x']" in printed and "saw ['y']" in printed
 
@@ -95,22 +105,39 @@ def test_a_function_may_ask_an_engine_that_is_there_and_is_not_tried_where_it_is
     assert status == 2 and "--rollout.remote_engines" in printed
 
 
-def test_without_responses_a_right_answer_is_scored(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_responses_a_right_answer_is_scored(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = rows(folder, ["4", "0.5", r"\frac{1}{2}"])
     status, printed = reward_test(
-        capsys, "--reward.verifier", "math", "--data.prompt_dataset", data, "--data.label_key", "output"
+        capsys,
+        "--reward.verifier",
+        "math",
+        "--data.prompt_dataset",
+        data,
+        "--data.label_key",
+        "output",
     )
     assert status == 0
     assert "mean 1, deviation 0, from 1 to 1" in printed and "errors 0 (0.0%)" in printed
 
 
-def test_labels_of_csv_files_are_text_as_in_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_of_csv_files_are_text_as_in_a_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "rows.csv").write_text("input,output,said\n3+4=,007,08\n")
     (folder / "exact.py").write_text(
         "def reward_func(queries, prompts, labels):\n    return [float(labels == ['007'] and queries == ['3+4=08'])]\n"
     )
-    flags = ("--reward.remote_url", folder / "exact.py", "--data.prompt_dataset", folder / "rows.csv")
-    status, printed = reward_test(capsys, *flags, "--data.label_key", "output", "--data.output_key", "said")
+    flags = (
+        "--reward.remote_url",
+        folder / "exact.py",
+        "--data.prompt_dataset",
+        folder / "rows.csv",
+    )
+    status, printed = reward_test(
+        capsys, *flags, "--data.label_key", "output", "--data.output_key", "said"
+    )
     assert status == 0 and "mean 1," in printed
 
 
@@ -122,9 +149,20 @@ def test_with_the_runs_tokenizer_responses_end_as_in_a_run_and_wrong_answers_are
     )
     save_tiny_model(folder / "model")
     data = rows(folder, ["4", "5", "6"])
-    flags = ("--reward.remote_url", folder / "strict.py", "--data.prompt_dataset", data, "--data.label_key", "output")
+    flags = (
+        "--reward.remote_url",
+        folder / "strict.py",
+        "--data.prompt_dataset",
+        data,
+        "--data.label_key",
+        "output",
+    )
     status, printed = reward_test(capsys, *flags, "--actor.model_name_or_path", folder / "model")
-    assert status == 0 and "mean 1, deviation 0" in printed and "(labels of other rows): 3, mean reward 0" in printed
+    assert (
+        status == 0
+        and "mean 1, deviation 0" in printed
+        and "(labels of other rows): 3, mean reward 0" in printed
+    )
     status, printed = reward_test(capsys, *flags)
     assert "mean 0, deviation 0" in printed and "pass --actor.model_name_or_path" in printed
 
@@ -144,7 +182,9 @@ def test_the_whole_of_what_a_function_prints_stays_where_it_is_said_to_be(
     assert status == 0 and list(folder.glob("runs/*/logs")) == [logs], "a silent one leaves nothing"
 
 
-def test_in_batch_mode_neighbours_of_one_prompt_share_a_call(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_batch_mode_neighbours_of_one_prompt_share_a_call(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = rows(folder, ["fine"] * 3)
     status, printed = reward_test(capsys, "--reward.remote_url", folder / "moody.py", "--reward.batch", "--data.prompt_dataset", data, "--data.label_key", "output")  # fmt: skip
     assert status == 0
@@ -156,22 +196,36 @@ def test_in_batch_mode_neighbours_of_one_prompt_share_a_call(folder: Path, capsy
     [
         ("--data.label_key output", "There is no reward to try: give --reward.remote_url"),
         ("--reward.verifier format", "There is nothing to score"),
-        ("--reward.verifier math --data.output_key said", "--reward.verifier math checks responses against labels"),
+        (
+            "--reward.verifier math --data.output_key said",
+            "--reward.verifier math checks responses against labels",
+        ),
         ("--reward.remote_url gone.py --data.label_key output", "gone.py does not exist"),
-        ("--reward.verifier math --reward.remote_url http://h --data.label_key output", "leave out one of them"),
+        (
+            "--reward.verifier math --reward.remote_url http://h --data.label_key output",
+            "leave out one of them",
+        ),
     ],
 )
 def test_mistakes_are_found_before_anything_is_scored(folder: Path, words: str, said: str) -> None:
     data = rows(folder, ["fine"])
     with pytest.raises(ConfigError, match=said):
-        parse_config(RewardTestConfig, ["--data.prompt_dataset", str(data), *words.split()], command="reward_test")
+        parse_config(
+            RewardTestConfig,
+            ["--data.prompt_dataset", str(data), *words.split()],
+            command="reward_test",
+        )
 
 
-def test_mistakes_in_data_and_files_end_with_status_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_in_data_and_files_end_with_status_2(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = rows(folder, ["fine"])
     common = ("--data.prompt_dataset", data, "--data.label_key")
     status, printed = reward_test(capsys, "--reward.verifier", "math", *common, "no_such_column")
     assert status == 2 and "has no column 'no_such_column'" in printed
     (folder / "broken.py").write_text("def reward_func(:\n")
-    status, printed = reward_test(capsys, "--reward.remote_url", folder / "broken.py", *common, "output")
+    status, printed = reward_test(
+        capsys, "--reward.remote_url", folder / "broken.py", *common, "output"
+    )
     assert status == 2 and "SyntaxError" in printed

@@ -14,7 +14,14 @@ from openrlhf.config.pipeline import PipelineConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.reward_test import RewardTestConfig
 from openrlhf.config.serving import ServeConfig
-from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
+from openrlhf.config.supervised import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    RMConfig,
+    SFTConfig,
+)
 
 TRAINING: dict[str, type[Any]] = {
     "train_sft": SFTConfig,
@@ -36,7 +43,9 @@ COMMANDS: dict[str, type[Any]] = ROOTS | {
     "lora_combiner": CombinerConfig,
     "pipeline": PipelineConfig,
 }
-WITH_OLD: dict[str, type[Any]] = ROOTS | {"train_ppo": LocalPPOConfig}  # has the flags of train_ppo_ray
+WITH_OLD: dict[str, type[Any]] = ROOTS | {
+    "train_ppo": LocalPPOConfig
+}  # has the flags of train_ppo_ray
 SMALLEST: dict[str, str] = {
     "train_sft": "--model.model_name_or_path m --data.dataset d --data.output_key answer",
     "train_rm": "--model.model_name_or_path m --data.dataset d",
@@ -53,8 +62,12 @@ SMALLEST: dict[str, str] = {
 }
 
 
-def read_flags(root: type[Any], argv: Sequence[str], *, command: str) -> tuple[dict[str, Any], list[str]]:
-    """What a command line gives, and notices, before anything is derived or checked. Raises ConfigError."""
+def read_flags(
+    root: type[Any], argv: Sequence[str], *, command: str
+) -> tuple[dict[str, Any], list[str]]:
+    """What a command line gives, and notices, before anything is derived or checked. Raises
+    ConfigError.
+    """
     reader = Reader(root, command).read(argv)
     if reader.problems:
         raise ConfigError(reader.problems)

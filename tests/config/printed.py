@@ -1,4 +1,6 @@
-"""Commands that pages about the project print, word for word: what each lacks as printed, and what makes it complete."""
+"""Commands that pages about the project print, word for word: what each lacks as printed, and what
+makes it complete.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ PPO = (
 )
 NO_PROMPTS = "--data.prompt_dataset must be given."
 NO_REWARD = "Nothing rewards the samples: give --reward.remote_url"
-NO_GROUPS = (
-    "--algo.advantage.estimator group_norm compares samples of one prompt, but --rollout.n_samples_per_prompt is 1."
-)
+NO_GROUPS = "--algo.advantage.estimator group_norm compares samples of one prompt, but --rollout.n_samples_per_prompt is 1."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Printed:
-    """A command as printed; the beginnings of what it lacks, one per flag of `missing`; and what is not there yet."""
+    """A command as printed; the beginnings of what it lacks, one per flag of `missing`; and what is
+    not there yet.
+    """
 
     text: str
     lacks: tuple[str, ...] = ()
@@ -50,7 +52,9 @@ PRINTED = {
         lacks=(NO_PROMPTS,),
         missing="--data.prompt_dataset prompts",
     ),
-    "PPO as a job": Printed(text=f"{SUBMIT}{PPO}", lacks=(NO_PROMPTS,), missing="--data.prompt_dataset prompts"),
+    "PPO as a job": Printed(
+        text=f"{SUBMIT}{PPO}", lacks=(NO_PROMPTS,), missing="--data.prompt_dataset prompts"
+    ),
     "GRPO instead of PPO": Printed(
         text=f"{SUBMIT}{PPO} --algo.advantage.estimator group_norm",
         lacks=(NO_PROMPTS, NO_GROUPS),

@@ -11,7 +11,9 @@ import pytest
 
 from openrlhf.config import machine
 from openrlhf.config.flags import amend, value_at
-from openrlhf.config.machine import has_quick_bfloat16  # not the one that tests/conftest.py puts in its place
+from openrlhf.config.machine import (
+    has_quick_bfloat16,
+)  # not the one that tests/conftest.py puts in its place
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.shared import SCHEDULERS, CheckpointConfig
@@ -23,7 +25,9 @@ Explicit = frozenset[str]
 
 
 def resolved(config: Any, *explicit: str) -> tuple[Any, str]:
-    """A configuration made in code, resolved: also with flags that are refused at present. `explicit`: the flags that were given."""
+    """A configuration made in code, resolved: also with flags that are refused at present.
+    `explicit`: the flags that were given.
+    """
     given = {path: value_at(config, path) for path in explicit}
     config, notices = amend(config, {"given": given}).resolve(command="train")
     return config, "\n".join(notices)
@@ -91,7 +95,10 @@ def test_without_a_gpu_attention_is_sdpa_and_a_notice_comes_only_where_flash_was
     assert sft().ds.attn_implementation == "sdpa"
     assert "sdpa" not in capsys.readouterr().err
     assert sft("--ds.attn_implementation flash_attention_2").ds.attn_implementation == "sdpa"
-    assert "--ds.attn_implementation sdpa instead of flash_attention_2: there is no GPU" in capsys.readouterr().err
+    assert (
+        "--ds.attn_implementation sdpa instead of flash_attention_2: there is no GPU"
+        in capsys.readouterr().err
+    )
 
 
 def test_with_gpu_and_package_attention_is_flash_attention(gpu_machine: Any) -> None:
@@ -106,10 +113,20 @@ def test_with_gpu_and_without_package_flash_attention_falls_back_with_a_notice_w
     gpu_machine(1, flash_attention=False)
     assert sft().ds.attn_implementation == "sdpa"
     assert capsys.readouterr().err == ""
-    for asked in ("--ds.attn_implementation flash_attention_2", "--flash_attn", "--ds.packing_samples --flash_attn"):
+    for asked in (
+        "--ds.attn_implementation flash_attention_2",
+        "--flash_attn",
+        "--ds.packing_samples --flash_attn",
+    ):
         assert sft(asked).ds.attn_implementation == "sdpa"
-        assert "sdpa instead of flash_attention_2: the package flash-attn is not installed" in capsys.readouterr().err
-    assert sft("--ds.attn_implementation flash_attention_3").ds.attn_implementation == "flash_attention_3"
+        assert (
+            "sdpa instead of flash_attention_2: the package flash-attn is not installed"
+            in capsys.readouterr().err
+        )
+    assert (
+        sft("--ds.attn_implementation flash_attention_3").ds.attn_implementation
+        == "flash_attention_3"
+    )
 
 
 def test_attention_that_was_chosen_stays() -> None:
@@ -229,14 +246,18 @@ def test_gspo_aggregates_by_sequence_unless_told_otherwise_and_wants_a_small_cli
     assert config.algo.loss.aggregation == "sequence"
     assert "3e-4 4e-4" in notices
     config, notices = resolved(
-        rl(actor__policy_loss_type="gspo", actor__eps_clip=3e-4), "actor.eps_clip", "algo.loss.aggregation"
+        rl(actor__policy_loss_type="gspo", actor__eps_clip=3e-4),
+        "actor.eps_clip",
+        "algo.loss.aggregation",
     )
     assert config.algo.loss.aggregation == "token"
     assert "gspo" not in notices
 
 
 def test_an_agent_replaces_the_reward_function() -> None:
-    config, notices = resolved(rl(train__agent_func_path="a.py", reward__remote_url="r.py"), "reward.remote_url")
+    config, notices = resolved(
+        rl(train__agent_func_path="a.py", reward__remote_url="r.py"), "reward.remote_url"
+    )
     assert config.reward.remote_url is None
     assert "--reward.remote_url: no effect with --train.agent_func_path" in notices
 
@@ -257,19 +278,28 @@ def test_other_estimators_have_no_critic(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "group_norm", "dr_grpo"])
-def test_group_estimators_do_not_discount(estimator: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_group_estimators_do_not_discount(
+    estimator: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = f"--algo.advantage.estimator {estimator} --rollout.n_samples_per_prompt 2"
     assert ppo(f"{line} --algo.advantage.gamma 0.9").algo.advantage.gamma == 1.0
-    assert f"--algo.advantage.gamma: no effect with --algo.advantage.estimator {estimator}." in capsys.readouterr().err
+    assert (
+        f"--algo.advantage.gamma: no effect with --algo.advantage.estimator {estimator}."
+        in capsys.readouterr().err
+    )
 
 
 def test_reinforce_does_discount() -> None:
     assert ppo("--algo.advantage.gamma 0.9").algo.advantage.gamma == 0.9
 
 
-def test_a_run_that_trains_nothing_names_the_flags_of_training(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_trains_nothing_names_the_flags_of_training(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     unused = "--actor.adam.lr 1 --algo.kl.init_coef 0.1 --ckpt.load_enable --eval.dataset e --train.batch_size 8"
-    config = ppo(f"--rollout.only {unused} --rollout.batch_size 3 --train.seed 1 --algo.dynamic_filtering_range 0 1")
+    config = ppo(
+        f"--rollout.only {unused} --rollout.batch_size 3 --train.seed 1 --algo.dynamic_filtering_range 0 1"
+    )
     said = capsys.readouterr().err
     idle = "--actor.adam.lr, --algo.kl.init_coef, --ckpt.load_enable, --eval.dataset, --train.batch_size"
     assert f"{idle}: no effect with --rollout.only." in said
@@ -280,10 +310,15 @@ def test_a_run_that_trains_nothing_names_the_flags_of_training(capsys: pytest.Ca
         + unused
         + " --actor.entropy_coef 0 --actor.eps_clip 0.1 --critic.value_clip 1 --ref.num_nodes 2"
     )
-    assert "--actor.adam.lr, --actor.entropy_coef," in (said := capsys.readouterr().err) and ", 1 more: no" in said
+    assert (
+        "--actor.adam.lr, --actor.entropy_coef," in (said := capsys.readouterr().err)
+        and ", 1 more: no" in said
+    )
 
 
-def test_a_replay_needs_no_reward_and_names_the_flags_of_engines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replay_needs_no_reward_and_names_the_flags_of_engines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     ppo(
         "--rollout.replay_dir . --vllm.num_engines 2 --eval.dataset e --rollout.dump_dir dumped --reward.clip_range -1 1"
     )
@@ -303,7 +338,9 @@ def test_counts_follow_the_flag_they_default_to() -> None:
     assert resolved(rl(train__async_queue_size=3))[0].train.max_staleness == 3
 
 
-def test_dynamic_batches_turn_packing_on_and_share_their_budget(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dynamic_batches_turn_packing_on_and_share_their_budget(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     config = ppo("--train.dynamic_batch_enable --train.max_tokens_per_gpu 4096")
     assert config.ds.packing_samples
     assert config.rollout.max_tokens_per_gpu == 4096
@@ -350,11 +387,16 @@ def test_engines_sleep_only_where_others_use_their_devices() -> None:
         ("--algo.kl.use_loss", "--algo.kl.estimator k1 as a loss has an expected gradient of zero"),
         ("--algo.kl.estimator k3", "--algo.kl.estimator k3 is meant for --algo.kl.use_loss"),
         ("--algo.kl.use_loss --algo.kl.estimator k2", ""),
-        ("--algo.kl.estimator k3 --algo.kl.init_coef 0", "--algo.kl.estimator: no effect without --algo.kl.init_coef"),
+        (
+            "--algo.kl.estimator k3 --algo.kl.init_coef 0",
+            "--algo.kl.estimator: no effect without --algo.kl.init_coef",
+        ),
         ("", ""),
     ],
 )
-def test_the_kl_is_recommended_where_it_belongs(line: str, notice: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_kl_is_recommended_where_it_belongs(
+    line: str, notice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     ppo(line)
     printed = capsys.readouterr().err
     assert notice in printed
@@ -362,21 +404,26 @@ def test_the_kl_is_recommended_where_it_belongs(line: str, notice: str, capsys: 
 
 
 @pytest.mark.parametrize("cut", ["top_p 0.9", "top_k 5"])
-def test_a_cut_distribution_is_said_to_differ_from_the_trainers(cut: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cut_distribution_is_said_to_differ_from_the_trainers(
+    cut: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     ppo(f"--rollout.{cut}")
-    assert "the engine's log-probabilities are of the cut distribution, the trainer's" in capsys.readouterr().err
+    assert (
+        "the engine's log-probabilities are of the cut distribution, the trainer's"
+        in capsys.readouterr().err
+    )
     ppo("")
     assert "cut distribution" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["--algo.kl.init_coef 0 --train.colocate_actor_ref", "--ds.lora.rank 8 --ref.offload"])
+@pytest.mark.parametrize(
+    "line", ["--algo.kl.init_coef 0 --train.colocate_actor_ref", "--ds.lora.rank 8 --ref.offload"]
+)
 def test_flags_of_a_reference_that_is_not_loaded_are_told_what_loads_it(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ppo(line)
-    said = (
-        "no effect without a reference (--algo.kl.init_coef above 0, no --ds.lora.rank) or --algo.distill.teacher PATH."
-    )
+    said = "no effect without a reference (--algo.kl.init_coef above 0, no --ds.lora.rank) or --algo.distill.teacher PATH."
     assert said in capsys.readouterr().err
 
 
@@ -390,7 +437,9 @@ def test_the_floor_of_the_learning_rate_has_an_effect_in_schedules_with_one(
 
 
 def test_images_reach_an_agent_and_nobody_else(capsys: pytest.CaptureFixture[str]) -> None:
-    assert is_refused("data.max_images_per_prompt", ppo()) and not is_refused("data.image_key", ppo())
+    assert is_refused("data.max_images_per_prompt", ppo()) and not is_refused(
+        "data.image_key", ppo()
+    )
     ppo("--data.image_key photos")
     assert "--data.image_key: no effect without --train.agent_func_path." in capsys.readouterr().err
 
@@ -404,18 +453,28 @@ def test_an_evaluation_that_never_runs_is_pointed_out(capsys: pytest.CaptureFixt
 
 def test_the_plan_of_an_iteration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     ppo("--rollout.batch_size 64 --rollout.n_samples_per_prompt 4 --train.max_epochs 2")
-    assert "64 prompts x 4 = 256 samples, 4 optimizer step(s) of 128 on 1 rank(s)" in capsys.readouterr().err
+    assert (
+        "64 prompts x 4 = 256 samples, 4 optimizer step(s) of 128 on 1 rank(s)"
+        in capsys.readouterr().err
+    )
 
 
 def test_rounded_weights_come_with_a_notice_where_the_loss_is_not_corrected_for_them() -> None:
-    assert "samples come from rounded weights" in resolved(rl(vllm__quantization="fp8_per_channel"))[1]
+    assert (
+        "samples come from rounded weights" in resolved(rl(vllm__quantization="fp8_per_channel"))[1]
+    )
     corrected = rl(vllm__quantization="fp8_per_channel", algo__advantage__is_correction_enable=True)
     assert "rounded weights" not in resolved(corrected)[1]
 
 
-def test_a_server_that_others_can_reach_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_others_can_reach_is_said_to_be_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     parse("serve_rm", "--host 0.0.0.0")
-    assert "--host 0.0.0.0: whoever reaches that address can ask this server" in capsys.readouterr().err
+    assert (
+        "--host 0.0.0.0: whoever reaches that address can ask this server"
+        in capsys.readouterr().err
+    )
     parse("serve_rm")
     assert "For trainers on other nodes use --host 0.0.0.0" in capsys.readouterr().err
     parse("serve_rm", "--host 0.0.0.0")
@@ -452,4 +511,7 @@ def test_an_engine_that_takes_a_publication_is_not_found_hanging_unless_the_user
     assert "hang_timeout" not in capsys.readouterr().err
     for line in ("--train.publish_timeout 900", "--vllm.hang_timeout 300"):
         ppo(line)
-        assert re.search(r"--vllm\.hang_timeout [\d.]+ is less than --train\.publish_timeout", capsys.readouterr().err)
+        assert re.search(
+            r"--vllm\.hang_timeout [\d.]+ is less than --train\.publish_timeout",
+            capsys.readouterr().err,
+        )

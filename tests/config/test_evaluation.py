@@ -69,8 +69,13 @@ def test_flags_without_effect_are_named(capsys: pytest.CaptureFixture[str]) -> N
     assert "--judge.model: no effect without --task win_rate." in said
 
 
-def test_flags_of_reward_models_have_no_effect_without_one(capsys: pytest.CaptureFixture[str]) -> None:
-    line, idle = "--ds.zero_stage 3 --train.full_determinism_enable", "--ds.zero_stage, --train.full_determinism_enable"
+def test_flags_of_reward_models_have_no_effect_without_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line, idle = (
+        "--ds.zero_stage 3 --train.full_determinism_enable",
+        "--ds.zero_stage, --train.full_determinism_enable",
+    )
     evaluation(f"{MODEL} {RULE} {line}")
     assert f"{idle}: no effect without --reward.model_name_or_path." in capsys.readouterr().err
     evaluation(f"{MODEL} --reward.model_name_or_path r {line}")

@@ -1,8 +1,10 @@
-"""Every flag of every command: setting it changes something that a component is given, draws a notice, or is refused by name.
+"""Every flag of every command: setting it changes something that a component is given, draws a
+notice, or is refused by name.
 
-What components are given is seen by making all their settings from a resolved configuration, without starting anything. Sections that
-are handed over whole prove nothing: a component may leave a flag in them unread. What such a component makes of its section (an
-optimizer, DeepSpeed's configuration) is made here too, and for the rest `READ_IN` names the modules that read the flags.
+What components are given is seen by making all their settings from a resolved configuration,
+without starting anything. Sections that are handed over whole prove nothing: a component may leave
+a flag in them unread. What such a component makes of its section (an optimizer, DeepSpeed's
+configuration) is made here too, and for the rest `READ_IN` names the modules that read the flags.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ LINES = SMALLEST | {
 EVERY_FLAG = [(command, path) for command, root in COMMANDS.items() for path in flags_of(root)]
 
 NOT_YET = "not available yet"
-# Words that set a flag to a value with an effect, if any other value would break a rule or be the one in effect anyway.
+# Words that set a flag to a value with an effect, if any other value would break a rule or be the
+# one in effect anyway.
 VALUES = {
     "algo.correction.mode": "--algo.correction.mode mask",
     "actor.dual_clip": "--actor.dual_clip 3",
@@ -74,7 +77,8 @@ MET = {
     "estimator.whitened": "",
     "reward.models": "--reward.model_name_or_path r",
 }
-# Modules that a command hands whole sections to, or reads flags in: `READ.section.flag` must stand in one of them.
+# Modules that a command hands whole sections to, or reads flags in: `READ.section.flag` must stand
+# in one of them.
 TRAINING = "launch.offline trainers.tasks trainers.supervised trainers.best observability.recorder observability.trackers models.adapters"
 READERS = {
     "lora_combiner": "checkpoints.combine",
@@ -197,7 +201,11 @@ def given_to_all(config: Any) -> Iterator[Any]:
             else [settings.train_sampling(config), settings.eval_sampling(config)]
         )
         for spec in specs:
-            yield spec, spec.n_samples, spec.params_for(Prompt(index=0, text="", tokens=[1]), prompt_length=1)
+            yield (
+                spec,
+                spec.n_samples,
+                spec.params_for(Prompt(index=0, text="", tokens=[1]), prompt_length=1),
+            )
         if config.vllm.dtype != "fp16":
             tokenizer: Any = SimpleNamespace(eos_token_id=0)
             yield engine_arguments(settings.engine_settings(config, "m", kind, tokenizer), 0)
@@ -253,13 +261,21 @@ def holds(term: str, value: Any) -> bool:
 def test_a_flag_does_something_or_is_said_to_do_nothing(command: str, path: str) -> None:
     flag = flags_of(COMMANDS[command])[path]
     evaluates = "eval.n_samples_per_prompt" in flags_of(COMMANDS[command])
-    beside = BESIDE.get(path, "") if evaluates and (command != "eval" or path == "vllm.enable_prefix_caching") else ""
+    beside = (
+        BESIDE.get(path, "")
+        if evaluates and (command != "eval" or path == "vllm.enable_prefix_caching")
+        else ""
+    )
     line = f"{beside} {other_words(flag)}"
     config, notices = resolved(command, line)
-    if path in dict(refusals(config)) or any(mentions(text, [path]) for text in config.check() if NOT_YET in text):
+    if path in dict(refusals(config)) or any(
+        mentions(text, [path]) for text in config.check() if NOT_YET in text
+    ):
         return
     said = [text for text in notices if mentions(text, [path]) and "no effect" in text]
-    if said and ("!always" in conditions_of(COMMANDS[command], flag) or is_refused(path, COMMANDS[command]())):
+    if said and (
+        "!always" in conditions_of(COMMANDS[command], flag) or is_refused(path, COMMANDS[command]())
+    ):
         return  # never an effect here, or not before the feature it belongs to is there
     more = enabling(command, flag, line)
     assert bool(more) <= bool(said), "without what it needs, nothing says that it has no effect"
@@ -284,17 +300,27 @@ def is_read(command: str, path: str) -> bool:
 
 
 @pytest.mark.parametrize(("command", "path"), EVERY_FLAG)
-def test_a_condition_of_a_flag_has_a_name_in_the_notice_that_it_is_not_met(command: str, path: str) -> None:
+def test_a_condition_of_a_flag_has_a_name_in_the_notice_that_it_is_not_met(
+    command: str, path: str
+) -> None:
     root = COMMANDS[command]
     conditions = conditions_of(root, flags_of(root)[path])
-    named = [{found for _, (found, _) in terms_of(root(), path, condition)} for condition in conditions]
-    assert [terms for terms in named if terms and not terms & (flags_of(root).keys() | WORDS.keys())] == []
+    named = [
+        {found for _, (found, _) in terms_of(root(), path, condition)} for condition in conditions
+    ]
+    assert [
+        terms for terms in named if terms and not terms & (flags_of(root).keys() | WORDS.keys())
+    ] == []
 
 
 @cache
 def reads(module: str) -> set[tuple[str, str]]:
     """Each `name.attribute` in a module."""
-    nodes = [node for node in ast.walk(package()[f"openrlhf.{module}"].tree) if isinstance(node, ast.Attribute)]
+    nodes = [
+        node
+        for node in ast.walk(package()[f"openrlhf.{module}"].tree)
+        if isinstance(node, ast.Attribute)
+    ]
     return {(ast.unparse(node.value).rpartition(".")[2], node.attr) for node in nodes}
 
 

@@ -1,4 +1,6 @@
-"""Configuration files: read with --config, written into the run folder, the same configuration again."""
+"""Configuration files: read with --config, written into the run folder, the same configuration
+again.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,12 @@ def written(config: Command, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("command", "line"), CASES)
-def test_what_was_given_read_back_is_the_same_configuration(command: str, line: str, tmp_path: Path) -> None:
-    config = {"train_sft": sft, "train_ppo_ray": ppo}[command](f"{line} --run.dir r --logger.wandb.run_name w")
+def test_what_was_given_read_back_is_the_same_configuration(
+    command: str, line: str, tmp_path: Path
+) -> None:
+    config = {"train_sft": sft, "train_ppo_ray": ppo}[command](
+        f"{line} --run.dir r --logger.wandb.run_name w"
+    )
     again = load(command, file := written(config, tmp_path))
     assert again == config
     assert again.given == config.given
@@ -55,7 +61,10 @@ def test_a_file_has_what_was_given_and_the_resolved_one_every_value() -> None:
     assert given["actor"] == {"model_name_or_path": "m", "policy_loss_type": "gspo"}
     assert "vllm" not in given and "loss" not in given["algo"]
     resolved = yaml.safe_load(dump_yaml(config))
-    assert (resolved["vllm"]["dtype"], resolved["algo"]["loss"]["aggregation"]) == ("bf16", "sequence")
+    assert (resolved["vllm"]["dtype"], resolved["algo"]["loss"]["aggregation"]) == (
+        "bf16",
+        "sequence",
+    )
 
 
 def test_the_resolved_file_is_no_file_of_flags(tmp_path: Path) -> None:
@@ -63,7 +72,8 @@ def test_the_resolved_file_is_no_file_of_flags(tmp_path: Path) -> None:
     file = tmp_path / "config_resolved.yaml"
     file.write_text(dump_yaml(ppo("")))
     with pytest.raises(
-        ConfigError, match=r"config_resolved\.yaml also has derived values: give config\.yaml beside it"
+        ConfigError,
+        match=r"config_resolved\.yaml also has derived values: give config\.yaml beside it",
     ):
         load("train_ppo_ray", file)
 
@@ -91,7 +101,9 @@ def test_what_is_derived_follows_a_flag_that_is_changed_beside_a_runs_own_file(
 
 def test_what_was_given_stays_given_in_a_runs_own_file(tmp_path: Path) -> None:
     line = "--ds.param_dtype fp32 --vllm.dtype bf16 --actor.eps_clip_low_high 0.1 0.2"
-    config = load("train_ppo_ray", written(ppo(line), tmp_path), "--actor.policy_loss_type", "cispo")
+    config = load(
+        "train_ppo_ray", written(ppo(line), tmp_path), "--actor.policy_loss_type", "cispo"
+    )
     assert (config.vllm.dtype, config.actor.eps_clip_low_high) == ("bf16", (0.1, 0.2))
 
 
@@ -170,7 +182,9 @@ def test_yaml_spellings_of_values_are_understood(tmp_path: Path) -> None:
         ("a: [", "run.yaml cannot be read"),
     ],
 )  # fmt: skip
-def test_mistakes_in_a_file_name_the_file_and_the_key(text: str, sentence: str, tmp_path: Path) -> None:
+def test_mistakes_in_a_file_name_the_file_and_the_key(
+    text: str, sentence: str, tmp_path: Path
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -211,7 +225,9 @@ def test_what_belongs_to_one_launch_is_not_written() -> None:
 
 
 def test_values_of_a_file_count_as_given(tmp_path: Path) -> None:
-    file = written(ppo("--ref.num_gpus_per_node 1 --train.colocate_actor_ref --algo.kl.init_coef 0"), tmp_path)
+    file = written(
+        ppo("--ref.num_gpus_per_node 1 --train.colocate_actor_ref --algo.kl.init_coef 0"), tmp_path
+    )
     config = load("train_ppo_ray", file, "--actor.num_gpus_per_node", "2")
     assert config.ref.num_gpus_per_node == 1  # as the file says, not as the policy's group
     assert type(config) is PPOConfig and type(sft()) is SFTConfig
@@ -221,7 +237,9 @@ def test_values_of_a_file_count_as_given(tmp_path: Path) -> None:
 
 
 def path_flags(*kinds: str) -> list[tuple[str, str]]:
-    flags = [(command, flag) for command, root in COMMANDS.items() for flag in flags_of(root).values()]
+    flags = [
+        (command, flag) for command, root in COMMANDS.items() for flag in flags_of(root).values()
+    ]
     return [(command, flag.path) for command, flag in flags if flag.holds in kinds]
 
 
@@ -245,7 +263,9 @@ def test_a_leading_tilde_is_the_home_folder_in_a_file_and_behind_an_equals_sign(
 
 
 @pytest.mark.parametrize(("command", "path"), path_flags("model", "dataset"))
-def test_each_part_of_a_comma_list_may_begin_with_a_tilde(command: str, path: str, home: Path) -> None:
+def test_each_part_of_a_comma_list_may_begin_with_a_tilde(
+    command: str, path: str, home: Path
+) -> None:
     words = [f"--{path}", "~/a.jsonl@x, ~nobody-here/b,c~/~,https://~/d"]
     given, _ = read_flags(COMMANDS[command], words, command=command)
     assert given[path] == f"{home}/a.jsonl@x, ~nobody-here/b,c~/~,https://~/d"
@@ -267,5 +287,7 @@ def test_a_flag_whose_help_speaks_of_files_or_folders_says_what_it_holds(command
         words = flag.help.lower().replace(",", " ").replace(".", " ").split()
         return flag.kind is str and bool({"file", "files", "folder", "folders", "py"} & set(words))
 
-    flags = [flag for flag in flags_of(COMMANDS[command]).values() if not flag.path.endswith("split")]  # part of a file
+    flags = [
+        flag for flag in flags_of(COMMANDS[command]).values() if not flag.path.endswith("split")
+    ]  # part of a file
     assert [flag.path for flag in flags if names_a_path(flag) and not flag.holds] == []

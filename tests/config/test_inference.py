@@ -1,4 +1,6 @@
-"""The flags of `batch_inference`, `interactive_chat` and `train_ppo`: rules, derived values, and defaults of older releases."""
+"""The flags of `batch_inference`, `interactive_chat` and `train_ppo`: rules, derived values, and
+defaults of older releases.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ BATCH, CHAT = "batch_inference", "interactive_chat"
             "--model.model_name_or_path= --task rm",
             "--task rm needs the reward model: give --reward.model_name_or_path",
         ),
-        (BATCH, "--task rm --reward.weights 1 2", "--reward.weights 1 2 has 2 numbers for 1 rewards"),
+        (
+            BATCH,
+            "--task rm --reward.weights 1 2",
+            "--reward.weights 1 2 has 2 numbers for 1 rewards",
+        ),
         (
             BATCH,
             "--task rm --post_processor csft --reward_template x",
@@ -42,9 +48,17 @@ BATCH, CHAT = "batch_inference", "interactive_chat"
             "--data.max_len 64 --rollout.max_new_tokens 64",
             "--rollout.max_new_tokens 64 leaves no room for a prompt",
         ),
-        (BATCH, "--reward.process_model p", "--reward.process_model p judges answers while they are sampled"),
+        (
+            BATCH,
+            "--reward.process_model p",
+            "--reward.process_model p judges answers while they are sampled",
+        ),
         (BATCH, "--ds.param_dtype fp16", "--ds.param_dtype fp16 is no type of an engine's"),
-        (BATCH, "--post_processor best", "--post_processor takes one of none, rs, csft, iter_dpo, not 'best'"),
+        (
+            BATCH,
+            "--post_processor best",
+            "--post_processor takes one of none, rs, csft, iter_dpo, not 'best'",
+        ),
         (CHAT, "--preamble gone.txt", "--preamble gone.txt is no file on this machine"),
         (CHAT, "--data.input_template=x", "--data.input_template x has no {} for the message"),
         (CHAT, "--model.model_name_or_path=", "--model.model_name_or_path must be given"),
@@ -62,7 +76,11 @@ def test_a_broken_rule_names_the_flag_and_the_value(command: str, line: str, sen
 def test_batch_inference_uses_every_gpu_unless_it_is_told_how_many(gpu_machine: Any) -> None:
     gpu_machine(8)
     config = parse(BATCH, "--vllm.tensor_parallel_size 2")
-    assert (config.vllm.num_engines, config.vllm.max_engines, config.reward.num_gpus_per_node) == (4, 4, 8)
+    assert (config.vllm.num_engines, config.vllm.max_engines, config.reward.num_gpus_per_node) == (
+        4,
+        4,
+        8,
+    )
     assert parse(BATCH, "--vllm.num_engines 3").vllm.num_engines == 3
 
 
@@ -77,11 +95,18 @@ def test_the_model_of_an_old_scoring_command_is_the_reward_model() -> None:
 @pytest.mark.parametrize(("max_len", "answer"), [("4096", 1024), ("1024", 512), ("2", 1)])
 def test_an_answer_takes_half_of_a_short_length(command: str, max_len: str, answer: int) -> None:
     assert parse(command, f"--max_len {max_len}").rollout.max_new_tokens == answer
-    assert parse(command, f"--data.max_len {max_len} --rollout.max_new_tokens 1").rollout.max_new_tokens == 1
+    assert (
+        parse(
+            command, f"--data.max_len {max_len} --rollout.max_new_tokens 1"
+        ).rollout.max_new_tokens
+        == 1
+    )
 
 
 @pytest.mark.parametrize("command", [CHAT, BATCH, "eval"])
-def test_without_a_length_the_model_gives_it_if_it_has_fewer_positions(command: str, tmp_path: Path) -> None:
+def test_without_a_length_the_model_gives_it_if_it_has_fewer_positions(
+    command: str, tmp_path: Path
+) -> None:
     def lengths(line: str) -> tuple[int, int | None]:
         rule = " --eval.dataset d --reward.verifier math" if command == "eval" else ""
         config = parse(command, f"--model.model_name_or_path {tmp_path} {line}{rule}")
@@ -149,7 +174,10 @@ def test_train_ppo_has_the_defaults_that_it_had_without_ray() -> None:
 def test_train_ppo_has_all_models_and_engines_on_all_gpus(gpu_machine: Any) -> None:
     gpu_machine(4)
     config = local()
-    sizes = [value_at(config, f"{role}.num_gpus_per_node") for role in ("actor", "critic", "ref", "reward")]
+    sizes = [
+        value_at(config, f"{role}.num_gpus_per_node")
+        for role in ("actor", "critic", "ref", "reward")
+    ]
     assert (sizes, config.vllm.num_engines, config.hybrid) == ([4] * 4, 4, True)
     assert config.vllm.enable_sleep and config.ds.enable_sleep
     assert local("--actor.num_gpus_per_node 2").vllm.num_engines == 2

@@ -1,4 +1,6 @@
-"""Flat names and old values of earlier releases: every name of the old commands, and what becomes of it."""
+"""Flat names and old values of earlier releases: every name of the old commands, and what becomes
+of it.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ OLD: dict[str, list[str]] = json.loads((Path(__file__).parent / "old_flags.json"
 
 
 @pytest.mark.parametrize(("command", "line", "values"), RENAMED)
-def test_an_old_name_sets_todays_flag_with_one_notice(command: str, line: str, values: dict[str, object]) -> None:
+def test_an_old_name_sets_todays_flag_with_one_notice(
+    command: str, line: str, values: dict[str, object]
+) -> None:
     given, notices = read_flags(WITH_OLD[command], line.split(), command=command)
     assert given == values
     (notice,) = notices
@@ -85,7 +89,13 @@ def test_an_old_name_sets_todays_flag_with_one_notice(command: str, line: str, v
 def test_every_flat_name_of_the_old_command_is_understood(command: str) -> None:
     flags = flags_of(WITH_OLD[command])
     known = legacy.aliases(flags)
-    handled = known.keys() | flags.keys() | legacy.SWITCHES.keys() | legacy.IGNORED.keys() | set(legacy.OLD_LENGTHS)
+    handled = (
+        known.keys()
+        | flags.keys()
+        | legacy.SWITCHES.keys()
+        | legacy.IGNORED.keys()
+        | set(legacy.OLD_LENGTHS)
+    )
     assert [name for name in OLD[command] if name not in handled] == []
     for name, targets in known.items():
         shapes = {flags[path].shape for path in targets}
@@ -96,7 +106,9 @@ def test_every_flat_name_of_the_old_command_is_understood(command: str) -> None:
 def test_no_alias_hides_a_flag_of_today(command: str) -> None:
     flags = flags_of(ROOTS[command])
     assert not legacy.aliases(flags).keys() & flags.keys()
-    assert not (legacy.IGNORED.keys() | legacy.REMOVED.keys() | legacy.SWITCHES.keys()) & flags.keys()
+    assert (
+        not (legacy.IGNORED.keys() | legacy.REMOVED.keys() | legacy.SWITCHES.keys()) & flags.keys()
+    )
 
 
 def test_a_launch_script_of_old_batch_inference_runs() -> None:
@@ -126,7 +138,9 @@ def test_todays_names_are_passed_on_without_a_notice() -> None:
         ("--max_new_tokens 28", 2048, 28),
     ],
 )
-def test_the_two_old_lengths_become_total_and_response(line: str, max_len: int, max_new_tokens: int) -> None:
+def test_the_two_old_lengths_become_total_and_response(
+    line: str, max_len: int, max_new_tokens: int
+) -> None:
     config = ppo(line)
     assert (config.data.max_len, config.rollout.max_new_tokens) == (max_len, max_new_tokens)
 
@@ -151,7 +165,9 @@ def test_the_answer_of_old_batch_inference_comes_on_top_of_the_prompt(
     assert (config.data.max_len, config.rollout.max_new_tokens) == (max_len, max_new_tokens)
 
 
-def test_a_file_has_the_length_that_an_old_name_on_the_command_line_does_not(tmp_path: Path) -> None:
+def test_a_file_has_the_length_that_an_old_name_on_the_command_line_does_not(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "c.yaml").write_text("data:\n  max_len: 8192\n")
     config = parse("batch_inference", f"--config {tmp_path}/c.yaml --max_new_tokens 8")
     assert (config.data.max_len, config.rollout.max_new_tokens) == (8192, 8)
@@ -166,7 +182,9 @@ def test_an_old_length_that_is_no_number_is_named() -> None:
     ]
 
 
-def test_old_switches_without_effect_are_dropped_with_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_old_switches_without_effect_are_dropped_with_a_notice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert ppo("--perf --run.dir r") == ppo("--run.dir r")
     assert "--perf has no effect any more" in capsys.readouterr().err
 
@@ -178,9 +196,14 @@ def test_what_has_no_successor_is_refused_with_what_to_do(name: str) -> None:
     assert len(sentence) > len(f"--{name} is gone. ") + 20
 
 
-def test_old_switches_of_kto_and_distillation_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_old_switches_of_kto_and_distillation_are_explained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     parse("train_kto", "--unpaired_preference")
-    assert "--unpaired_preference has no effect any more: rows of KTO are a prompt, an" in capsys.readouterr().err
+    assert (
+        "--unpaired_preference has no effect any more: rows of KTO are a prompt, an"
+        in capsys.readouterr().err
+    )
     assert "KTO has one loss" in violations("train_kto", "--vanilla_loss")[0]
     assert "by --kd.teacher_model" in violations("train_kd", "--teacher_peft_model p")[0]
 
@@ -213,7 +236,11 @@ def test_the_local_ppo_command_takes_the_names_of_rl() -> None:
 @pytest.mark.parametrize(
     ("command", "line", "named"),
     [
-        ("train_ppo_ray", "--pretrain m", {"lambd 1.0", "value_clip 0.5", "attn_implementation", "param_dtype"}),
+        (
+            "train_ppo_ray",
+            "--pretrain m",
+            {"lambd 1.0", "value_clip 0.5", "attn_implementation", "param_dtype"},
+        ),
         (
             "train_ppo_ray",
             "--pretrain m --eval_dataset e",
@@ -229,7 +256,11 @@ def test_a_script_of_flat_flags_names_the_moved_defaults_that_it_leaves_out_once
     command: str, line: str, named: set[str]
 ) -> None:
     groups = [(part.split()[0], part.split()[1:]) for part in line.split("--")[1:]]
-    said = [text for text in legacy.translate(groups, flags_of(ROOTS[command])).notices if "(was " in text]
+    said = [
+        text
+        for text in legacy.translate(groups, flags_of(ROOTS[command])).notices
+        if "(was " in text
+    ]
     assert len(said) == bool(named)
     for text in said:
         assert text.count("(was ") == len(named) and all(name in text for name in named)

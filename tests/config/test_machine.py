@@ -14,7 +14,8 @@ INSTALLED = machine.installed_gpus  # the fixture of this folder replaces it
 
 
 @pytest.mark.parametrize(
-    ("visible", "count"), [(None, 4), ("", 0), ("0,1", 2), ("0,1,2,3,4,5", 4), ("-1", 0), ("2,-1,3", 1), ("GPU-ab", 1)]
+    ("visible", "count"),
+    [(None, 4), ("", 0), ("0,1", 2), ("0,1,2,3,4,5", 4), ("-1", 0), ("2,-1,3", 1), ("GPU-ab", 1)],
 )
 def test_visible_devices_cut_down_those_of_the_machine(
     visible: str | None, count: int, gpu_machine, monkeypatch: pytest.MonkeyPatch
@@ -25,14 +26,18 @@ def test_visible_devices_cut_down_those_of_the_machine(
     assert machine.count_gpus() == count
 
 
-def test_devices_are_counted_from_the_files_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_counted_from_the_files_of_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(machine, "PROC", tmp_path)
     assert INSTALLED.__wrapped__() == 2
 
 
-def test_without_the_files_nvidia_smi_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_files_nvidia_smi_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'GPU 0: one'\necho 'GPU 1: two'\necho 'GPU 2: three'\n")
     program.chmod(0o755)
@@ -154,7 +159,8 @@ def test_free_memory_is_read_from_the_files_of_this_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "in_job", "threads"), [(None, False, 3), ("5", False, 5), ("1", False, 1), ("1", True, 3), ("5", True, 5)]
+    ("asked", "in_job", "threads"),
+    [(None, False, 3), ("5", False, 5), ("1", False, 1), ("1", True, 3), ("5", True, 5)],
 )
 def test_openmp_threads_are_the_users_but_not_those_ray_sets(
     asked: str | None, in_job: bool, threads: int, monkeypatch: pytest.MonkeyPatch

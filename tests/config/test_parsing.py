@@ -41,7 +41,9 @@ def test_a_switch_takes_no_value_and_some_have_an_opposite() -> None:
 
 def test_pairs_are_two_words_and_may_be_negative() -> None:
     assert ppo("--reward.clip_range -5 2.5").reward.clip_range == (-5.0, 2.5)
-    with pytest.raises(ConfigError, match=r"--reward\.clip_range takes two values, but 5 follows it"):
+    with pytest.raises(
+        ConfigError, match=r"--reward\.clip_range takes two values, but 5 follows it"
+    ):
         ppo("--reward.clip_range 5")
 
 
@@ -73,7 +75,10 @@ def test_json_flags_take_an_object_and_nothing_else() -> None:
         ("--train.batch_size many", "--train.batch_size takes a whole number, not 'many'."),
         ("--train.batch_size 1.5", "--train.batch_size takes a whole number, not '1.5'."),
         ("--adam.lr fast", "--adam.lr takes a number, not 'fast'."),
-        ("--ds.param_dtype bf17", "--ds.param_dtype takes one of bf16, fp16, fp32, not 'bf17'. Did you mean bf16?"),
+        (
+            "--ds.param_dtype bf17",
+            "--ds.param_dtype takes one of bf16, fp16, fp32, not 'bf17'. Did you mean bf16?",
+        ),
     ],
 )
 def test_a_wrong_value_is_answered_in_the_words_of_the_user(line: str, sentence: str) -> None:
@@ -94,7 +99,9 @@ def test_a_wrong_value_is_answered_in_the_words_of_the_user(line: str, sentence:
         ("eval", "--data.prompt_dataset", "--eval.dataset"),
     ],
 )
-def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(command: str, typed: str, meant: str) -> None:
+def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(
+    command: str, typed: str, meant: str
+) -> None:
     (sentence,) = violations(command, f"{typed} 1")
     assert sentence.startswith(f"{command} has no flag {typed}. Did you mean ")
     assert meant in sentence
@@ -102,7 +109,9 @@ def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(command: str, t
 
 @pytest.mark.parametrize("command", ["train_sft", "train_ppo_ray", "train_kto"])
 @pytest.mark.parametrize("typed", ["--data.inptu_key", "--data.imput_key", "--inptu_key"])
-def test_a_misspelled_flag_is_answered_with_the_most_similar_flag_first(command: str, typed: str) -> None:
+def test_a_misspelled_flag_is_answered_with_the_most_similar_flag_first(
+    command: str, typed: str
+) -> None:
     (sentence,) = violations(command, f"{typed} 1")
     suggested = sentence.partition("Did you mean ")[2].removesuffix("?").split(" or ")
     assert suggested[0] == "--data.input_key"
@@ -173,9 +182,17 @@ finally:
 
 def run_driver(command: str, *words: str) -> subprocess.CompletedProcess[str]:
     root = ROOTS[command]
-    code = DRIVER.replace("{module}", root.__module__).replace("{root}", root.__name__).replace("{command}", command)
+    code = (
+        DRIVER.replace("{module}", root.__module__)
+        .replace("{root}", root.__name__)
+        .replace("{command}", command)
+    )
     return subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
     )
 
 
@@ -229,7 +246,9 @@ def test_the_smallest_command_lines_are_valid(command: str) -> None:
         ("train_sft", "--perf yes", ""),
     ],
 )
-def test_words_after_a_switch_are_an_error_also_after_an_old_one(command: str, line: str, path: str) -> None:
+def test_words_after_a_switch_are_an_error_also_after_an_old_one(
+    command: str, line: str, path: str
+) -> None:
     (sentence,) = violations(command, line)
     words = line.partition(" ")[2]
     assert f"is a switch and takes no value, not even true or false: leave {words} out" in sentence
@@ -249,13 +268,17 @@ def test_words_after_a_switch_are_an_error_also_after_an_old_one(command: str, l
         ("train_sft", "--pre m", "--model.model_name_or_path"),
     ],
 )
-def test_names_of_elsewhere_and_short_names_are_answered_with_ours(command: str, line: str, meant: str) -> None:
+def test_names_of_elsewhere_and_short_names_are_answered_with_ours(
+    command: str, line: str, meant: str
+) -> None:
     (sentence,) = violations(command, line)
     assert meant in sentence
 
 
 def test_everything_that_is_wrong_comes_in_one_round() -> None:
-    """An unknown name, an ambiguous one, a value too few, a wrong value, a refusal and a broken rule."""
+    """An unknown name, an ambiguous one, a value too few, a wrong value, a refusal and a broken
+    rule.
+    """
     found = violations(
         "train_ppo_ray",
         "--xyzzy --adam. 1 --reward.clip_range 5 --actor.adam.lr fast --critic.optim muon --rollout.temperature 0",
@@ -275,7 +298,11 @@ def test_everything_that_is_wrong_comes_in_one_round() -> None:
 def test_what_follows_from_a_mistake_is_not_reported() -> None:
     line = "--actor.model_name_or_path m --data.prompt_dataset d --reward.verifier math --data.label_key l"
     with pytest.raises(ConfigError) as caught:
-        parse_config(PPOConfig, f"{line} --train.batchsize 8 --rollout.batch_size 4".split(), command="train_ppo_ray")
+        parse_config(
+            PPOConfig,
+            f"{line} --train.batchsize 8 --rollout.batch_size 4".split(),
+            command="train_ppo_ray",
+        )
     assert len(caught.value.violations) == 1  # and nothing about a --train.batch_size of 128
     assert violations("train_ppo_ray", "--ring_attn_size 2") == [
         "--ds.ring_attn_size 2 is not available yet: use 1 and a smaller --data.max_len."
@@ -291,7 +318,9 @@ def test_old_names_take_one_line_however_many(capsys: pytest.CaptureFixture[str]
     assert "config.yaml in the run folder has today's names" in line
 
 
-def test_short_help_has_what_is_required_first_and_a_word_finds_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_help_has_what_is_required_first_and_a_word_finds_its_flags(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def printed(*words: str) -> str:
         with pytest.raises(SystemExit):
             parse_config(PPOConfig, ["--help", *words], command="train_ppo_ray")
@@ -299,11 +328,14 @@ def test_short_help_has_what_is_required_first_and_a_word_finds_its_flags(capsys
 
     short = printed()
     assert len(short.splitlines()) < 40
-    assert short.index("--actor.model_name_or_path") < short.index("Sections:") < short.index("algo.*")
+    assert (
+        short.index("--actor.model_name_or_path") < short.index("Sections:") < short.index("algo.*")
+    )
     found = printed("async")
     assert "--train.async_enable" in found and "--actor.adam.lr" not in found
     assert (
-        printed("nonsense") == "train_ppo_ray has no flag with nonsense in its name or description: try --help all.\n"
+        printed("nonsense")
+        == "train_ppo_ray has no flag with nonsense in its name or description: try --help all.\n"
     )
     assert len(printed("all").splitlines()) > 200
     for word in ("muon.lr", "critic.optim", "ring_attn_size"):

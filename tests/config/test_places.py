@@ -19,18 +19,27 @@ CHECKPOINTED = {"ckpt.save_steps": 5}
 def with_values(command: str, values: dict[str, Any]) -> Any:
     """The configuration of a command with these values by path; nothing is resolved."""
     root = COMMANDS[command]
-    known = {path: value for path, value in (CHECKPOINTED | values).items() if path in flags_of(root)}
+    known = {
+        path: value for path, value in (CHECKPOINTED | values).items() if path in flags_of(root)
+    }
     return amend(root(), known | {"given": known})
 
 
 def written() -> list[tuple[str, Flag]]:
-    """Every command with each of the flags whose place it writes to, and in which another's files can be lost."""
+    """Every command with each of the flags whose place it writes to, and in which another's files
+    can be lost.
+    """
     found: list[tuple[str, Flag]] = []
     for command, root in COMMANDS.items():
-        used = {output.path: output.kind for output in outputs(with_values(command, all_places(command)))}
+        used = {
+            output.path: output.kind
+            for output in outputs(with_values(command, all_places(command)))
+        }
         kinds = [kind for kind in used.values() if kind not in ("stages", "events")]
         assert set(kinds) <= {*OWNED, "file"}
-        found += [(command, flag) for flag in flags_of(root).values() if used.get(flag.path) in kinds]
+        found += [
+            (command, flag) for flag in flags_of(root).values() if used.get(flag.path) in kinds
+        ]
     return found
 
 
@@ -44,9 +53,12 @@ def value_of(flag: Flag, path: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("command", "output"), [pytest.param(*each, id=f"{each[0]} {each[1].name}") for each in written()]
+    ("command", "output"),
+    [pytest.param(*each, id=f"{each[0]} {each[1].name}") for each in written()],
 )
-def test_an_output_over_any_input_of_the_command_is_refused(command: str, output: Flag, tmp_path: Path) -> None:
+def test_an_output_over_any_input_of_the_command_is_refused(
+    command: str, output: Flag, tmp_path: Path
+) -> None:
     place = tmp_path / "place"
     link = tmp_path / "link"
     link.symlink_to(place)
@@ -57,7 +69,9 @@ def test_an_output_over_any_input_of_the_command_is_refused(command: str, output
     if output.writes == "file":
         place.write_text("{}")
         spelled = str(place)
-    sources = [flag for flag in flags_of(COMMANDS[command]).values() if flag.holds and not flag.writes]
+    sources = [
+        flag for flag in flags_of(COMMANDS[command]).values() if flag.holds and not flag.writes
+    ]
     assert sources
     for source in sources:
         if output.path == "rollout.dump_dir" and source.path == "rollout.replay_dir":
@@ -66,18 +80,27 @@ def test_an_output_over_any_input_of_the_command_is_refused(command: str, output
         sentences = [text for _, text in overwriting(config)]
         assert len(sentences) == 1, source.path
         assert output.name in sentences[0] and source.name in sentences[0]
-        elsewhere = with_values(command, {source.path: value_of(source, tmp_path / "input"), output.path: spelled})
+        elsewhere = with_values(
+            command, {source.path: value_of(source, tmp_path / "input"), output.path: spelled}
+        )
         assert overwriting(elsewhere) == [], source.path
 
 
 def test_every_output_of_every_command_is_declared() -> None:
     written = {
-        (command, flag.path) for command, root in COMMANDS.items() for flag in flags_of(root).values() if flag.writes
+        (command, flag.path)
+        for command, root in COMMANDS.items()
+        for flag in flags_of(root).values()
+        if flag.writes
     }
     assert {path for _, path in written} == {
         "ckpt.output_dir", "ckpt.path", "run.dir", "rollout.dump_dir", "logger.tensorboard_dir", "output_path",
     }  # fmt: skip
-    assert {("batch_inference", "output_path"), ("lora_combiner", "output_path"), ("pipeline", "run.dir")} <= written
+    assert {
+        ("batch_inference", "output_path"),
+        ("lora_combiner", "output_path"),
+        ("pipeline", "run.dir"),
+    } <= written
 
 
 @pytest.mark.parametrize(
@@ -97,27 +120,39 @@ def test_only_what_an_export_replaces_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = with_values(
-        "train_sft", {"model.model_name_or_path": read, "ckpt.output_dir": "ckpt", "ckpt.path": "saved"}
+        "train_sft",
+        {"model.model_name_or_path": read, "ckpt.output_dir": "ckpt", "ckpt.path": "saved"},
     )
     assert bool(overwriting(config)) == refused
 
 
-def test_a_model_exported_beside_a_checkpoint_is_not_read_while_that_checkpoint_may_be_replaced() -> None:
+def test_a_model_exported_beside_a_checkpoint_is_not_read_while_that_checkpoint_may_be_replaced() -> (
+    None
+):
     values = {"model.model_name_or_path": "saved/global_step5_hf", "ckpt.path": "saved"}
     assert overwriting(with_values("train_sft", values))
-    assert not overwriting(with_values("train_sft", values | {"ckpt.save_steps": -1})), "no checkpoint is written"
+    assert not overwriting(with_values("train_sft", values | {"ckpt.save_steps": -1})), (
+        "no checkpoint is written"
+    )
 
 
 def test_a_folder_of_data_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     for output in ("run.dir", "ckpt.output_dir", "ckpt.path"):
-        config = with_values("train_sft", {"data.dataset": f"hub/name,{tmp_path}/rows", output: f"{tmp_path}/rows/out"})
+        config = with_values(
+            "train_sft",
+            {"data.dataset": f"hub/name,{tmp_path}/rows", output: f"{tmp_path}/rows/out"},
+        )
         assert len(overwriting(config)) == 1, output
 
 
 def test_a_file_of_answers_is_not_a_file_of_the_run() -> None:
-    assert overwriting(with_values("batch_inference", {"run.dir": "a", "output_path": "a/samples.jsonl"}))
-    assert not overwriting(with_values("batch_inference", {"run.dir": "a", "output_path": "a/answers.jsonl"}))
+    assert overwriting(
+        with_values("batch_inference", {"run.dir": "a", "output_path": "a/samples.jsonl"})
+    )
+    assert not overwriting(
+        with_values("batch_inference", {"run.dir": "a", "output_path": "a/answers.jsonl"})
+    )
 
 
 def test_a_run_without_checkpoints_does_not_claim_their_folder() -> None:
@@ -137,7 +172,10 @@ def test_a_run_without_checkpoints_does_not_claim_their_folder() -> None:
 def test_the_critic_is_an_output_if_it_is_saved() -> None:
     line = "--critic.save_value_network --algo.advantage.estimator gae --critic.model_name_or_path ckpt_critic"
     (sentence,) = [text for _, text in overwriting(parse_unchecked(line))]
-    assert "--critic.save_value_network" in sentence and "--critic.model_name_or_path ckpt_critic" in sentence
+    assert (
+        "--critic.save_value_network" in sentence
+        and "--critic.model_name_or_path ckpt_critic" in sentence
+    )
 
 
 def parse_unchecked(line: str) -> Any:
@@ -159,5 +197,7 @@ def test_the_model_in_a_folder_is_described(tmp_path: Path) -> None:
 
 
 def test_what_several_flags_name_is_read_once() -> None:
-    config = with_values("train_ppo_ray", {"actor.model_name_or_path": "m", "critic.model_name_or_path": "./m"})
+    config = with_values(
+        "train_ppo_ray", {"actor.model_name_or_path": "m", "critic.model_name_or_path": "./m"}
+    )
     assert [each.flag.path for each in inputs(config)] == ["actor.model_name_or_path"]

@@ -80,7 +80,9 @@ def test_an_unknown_name_of_a_flag_with_registered_choices_is_answered_with_the_
     command: str, flag: str
 ) -> None:
     sentences = violations(command, f"{flag} median")
-    assert any(f"{flag} takes one of" in sentence and "--plugin" in sentence for sentence in sentences)
+    assert any(
+        f"{flag} takes one of" in sentence and "--plugin" in sentence for sentence in sentences
+    )
 
 
 def test_an_unknown_name_of_a_flag_with_fixed_choices_is_answered_without_the_plugin_flag() -> None:
@@ -122,8 +124,12 @@ assert ppo(line + "my_clipped_loss").actor.eps_clip_low_high == (0.5, 0.25)
 """
 
 
-def test_what_a_plugin_registers_among_the_algorithms_is_a_choice_of_its_flag(tmp_path: Path) -> None:
-    """Estimators, losses, KL estimators and corrections; in a process of its own, for registries only grow."""
+def test_what_a_plugin_registers_among_the_algorithms_is_a_choice_of_its_flag(
+    tmp_path: Path,
+) -> None:
+    """Estimators, losses, KL estimators and corrections; in a process of its own, for registries
+    only grow.
+    """
     file = tmp_path / "mine.py"
     file.write_text(REGISTRATIONS)
     words = [sys.executable, "-c", ACCEPTED, str(file)]

@@ -1,4 +1,6 @@
-"""What pages about the project print: their commands and flag names, and the commands of our own page, read as typed."""
+"""What pages about the project print: their commands and flag names, and the commands of our own
+page, read as typed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ each_printed = pytest.mark.parametrize("printed", PRINTED.values(), ids=PRINTED)
 
 def violations(printed: Printed, more: str = "") -> list[str]:
     try:
-        parse_config(COMMANDS[printed.command], [*printed.words, *more.split()], command=printed.command)
+        parse_config(
+            COMMANDS[printed.command], [*printed.words, *more.split()], command=printed.command
+        )
     except ConfigError as error:
         return error.violations
     return []
@@ -87,7 +91,9 @@ NAMES = [(command, name) for command in TRAINING for name in INTRODUCED]
 
 @pytest.mark.parametrize("dashes", ["-", "--"])
 @pytest.mark.parametrize(("command", "name"), [pair for pair in NAMES if pair not in TWO_MEANINGS])
-def test_a_name_of_the_introduction_sets_todays_flag_with_a_notice(command: str, name: str, dashes: str) -> None:
+def test_a_name_of_the_introduction_sets_todays_flag_with_a_notice(
+    command: str, name: str, dashes: str
+) -> None:
     words = [f"{dashes}{name}", INTRODUCED[name]]
     given, notices = read_flags(COMMANDS[command], words, command=command)
     ((path, value),) = given.items()
@@ -97,7 +103,9 @@ def test_a_name_of_the_introduction_sets_todays_flag_with_a_notice(command: str,
 
 @pytest.mark.parametrize("dashes", ["-", "--"])
 @pytest.mark.parametrize(("command", "name"), TWO_MEANINGS)
-def test_a_name_with_two_meanings_is_answered_with_both(command: str, name: str, dashes: str) -> None:
+def test_a_name_with_two_meanings_is_answered_with_both(
+    command: str, name: str, dashes: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         read_flags(COMMANDS[command], [f"{dashes}{name}", INTRODUCED[name]], command=command)
     (sentence,) = caught.value.violations
@@ -133,7 +141,11 @@ def page_commands() -> list[tuple[str, str]]:
         for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
         for line in block.replace("\\\n", " ").splitlines()
     ]
-    return [(found[1], found[2]) for line in lines if (found := re.search(r"openrlhf\.cli\.(\w+) ?(.*)", line))]
+    return [
+        (found[1], found[2])
+        for line in lines
+        if (found := re.search(r"openrlhf\.cli\.(\w+) ?(.*)", line))
+    ]
 
 
 @pytest.mark.parametrize(("command", "flags"), page_commands())
@@ -152,4 +164,6 @@ def test_the_page_shows_each_command_in_each_way_to_launch_it() -> None:
     joined = PAGE.replace("\\\n", " ")
     for way, commands in ways.items():
         for command in commands:
-            assert re.search(rf"^{re.escape(way)}.*openrlhf\.cli\.{command}", joined, re.MULTILINE), (way, command)
+            assert re.search(
+                rf"^{re.escape(way)}.*openrlhf\.cli\.{command}", joined, re.MULTILINE
+            ), (way, command)

@@ -215,17 +215,24 @@ def unchecked(command: str, line: str, gpu_machine: Any) -> Any:
 
 
 @pytest.mark.parametrize(("command", "line", "sentence"), BROKEN)
-def test_a_broken_rule_names_the_flag_and_the_value(command: str, line: str, sentence: str, gpu_machine: Any) -> None:
+def test_a_broken_rule_names_the_flag_and_the_value(
+    command: str, line: str, sentence: str, gpu_machine: Any
+) -> None:
     config = unchecked(command, line, gpu_machine)
     found = [*bound_violations(config), *spelled_out(config, config.mistakes())]
     assert [text for text in found if sentence in text], found
     assert not [text for text in found if re.search(r"<\w+\.", text)], "a flag without its value"
 
 
-def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rule_has_a_command_line_that_breaks_it(
+    gpu_machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rules: dict[tuple[str, int], str] = {}
     broken: set[tuple[str, int]] = set()
-    for command, line in [*((command, line) for command, line, _ in BROKEN), (SFT, "--local_rank 2")]:
+    for command, line in [
+        *((command, line) for command, line, _ in BROKEN),
+        (SFT, "--local_rank 2"),
+    ]:
         monkeypatch.setenv("WORLD_SIZE", "3" if "local_rank" in line else "1")
         config = unchecked(command, line, gpu_machine)
         sources = len(sources_exist(config))
@@ -233,7 +240,9 @@ def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any, monkeypa
         base = Root if isinstance(config, Root) else ModelCommand  # its rules come first
         shared = len(base.mistakes(config)) - sources
         family = SFTConfig if isinstance(config, SFTConfig) else SupervisedConfig
-        inherited = len(family.mistakes(config)) - sources if isinstance(config, SupervisedConfig) else 0
+        inherited = (
+            len(family.mistakes(config)) - sources if isinstance(config, SupervisedConfig) else 0
+        )
         gpu_machine(0, flash_attention=False)
         for number, (holds, sentence) in enumerate(rows):
             rule = ("shared" if number < shared else SFT if number < inherited else command, number)
@@ -251,14 +260,18 @@ READERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "table"), [(kind, table) for kind in COMBINATIONS for table in COMBINATIONS[kind]])
+@pytest.mark.parametrize(
+    ("kind", "table"), [(kind, table) for kind in COMBINATIONS for table in COMBINATIONS[kind]]
+)
 def test_a_combination_is_of_flags_that_its_command_has(kind: str, table: str) -> None:
     root = RewardTestConfig if table == "reward_test" else ROOTS[READERS[table]]
     config = amend(root(), {}).resolve(command="")[0]
     for conditions, sentence in COMBINATIONS[kind][table].items():
         terms = [term for condition in conditions.split(" & ") for term in condition.split("|")]
         assert [term for term in terms if look_up(config, "root", term) is None] == []
-        assert not [text for text in spelled_out(config, [(True, sentence)]) if re.search(r"<\w+[.>]", text)], sentence
+        assert not [
+            text for text in spelled_out(config, [(True, sentence)]) if re.search(r"<\w+[.>]", text)
+        ], sentence
 
 
 def test_all_broken_rules_are_reported_at_once() -> None:
@@ -336,7 +349,11 @@ def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return stat(path, *args, **options)
 
     monkeypatch.setattr(os, "stat", denied)
-    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith(str(folder)) and access(path, mode))
+    monkeypatch.setattr(
+        os,
+        "access",
+        lambda path, mode: not str(path).startswith(str(folder)) and access(path, mode),
+    )
     return folder
 
 
@@ -353,7 +370,9 @@ def test_what_may_not_be_read_is_named(locked: Path) -> None:
         parse_config(PipelineConfig, ["--file", f"{locked}/p.yaml"], command="pipeline")
 
 
-def test_a_folder_of_a_file_of_flags_may_be_one_that_cannot_be_read(locked: Path, tmp_path: Path) -> None:
+def test_a_folder_of_a_file_of_flags_may_be_one_that_cannot_be_read(
+    locked: Path, tmp_path: Path
+) -> None:
     """`check_folders` then says that it cannot be written."""
     file = tmp_path / "run.yaml"
     file.write_text(f"ckpt.output_dir: {locked}/model")
@@ -364,10 +383,14 @@ def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.model"
     file.write_bytes(b"\x0a\x8a")
     (sentence,) = violations(SFT, f"--data.tokenizer_chat_template {file}")
-    assert sentence.startswith(f"--data.tokenizer_chat_template {file} cannot be read as a text file in UTF-8: ")
+    assert sentence.startswith(
+        f"--data.tokenizer_chat_template {file} cannot be read as a text file in UTF-8: "
+    )
 
 
-def test_the_batch_is_checked_against_the_processes_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batch_is_checked_against_the_processes_of_the_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     (sentence,) = violations(SFT, "")
     assert "does not divide by 3 data-parallel ranks (the launcher started 3): use 126" in sentence
@@ -383,13 +406,21 @@ def test_the_batch_is_checked_against_the_processes_of_the_launcher(monkeypatch:
         ("", False),
     ],
 )
-def test_an_evaluation_of_the_training_data_is_noticed(command: str, flags: str, is_noticed: bool) -> None:
+def test_an_evaluation_of_the_training_data_is_noticed(
+    command: str, flags: str, is_noticed: bool
+) -> None:
     config = parse(command, flags)
-    about = [sentence for sentence in spelled_out(config, config.notices()) if "--eval.dataset d" in sentence]
+    about = [
+        sentence
+        for sentence in spelled_out(config, config.notices())
+        if "--eval.dataset d" in sentence
+    ]
     assert bool(about) == is_noticed
 
 
-def test_an_evaluation_of_the_training_file_is_noticed_whatever_the_split_is_called(tmp_path: Path) -> None:
+def test_an_evaluation_of_the_training_file_is_noticed_whatever_the_split_is_called(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("{}\n")
     config = parse(SFT, f"--data.dataset {file} --eval.dataset {file} --eval.split test")

@@ -46,8 +46,18 @@ def test_texts_without_secrets_stay_as_they_are(text: str) -> None:
 
 
 def test_entries_of_json_with_the_name_of_a_secret_are_hidden() -> None:
-    plain = {"max_num_seqs": 4, "eos_token": "</s>", "image_token": "<image>", "sort_key": "length", "code": "x"}
-    given = {"hf_token": SECRET, **plain, "extra": {"my_api_key": SECRET, "url": f"http://{SECRET}@host"}}
+    plain = {
+        "max_num_seqs": 4,
+        "eos_token": "</s>",
+        "image_token": "<image>",
+        "sort_key": "length",
+        "code": "x",
+    }
+    given = {
+        "hf_token": SECRET,
+        **plain,
+        "extra": {"my_api_key": SECRET, "url": f"http://{SECRET}@host"},
+    }
     shown = {"hf_token": "***", **plain, "extra": {"my_api_key": "***", "url": "http://***@host"}}
     assert hide(given) == shown
     assert is_hidden(shown) and not is_hidden(given)
@@ -79,7 +89,9 @@ def test_no_flag_of_a_command_writes_its_secret(command: str) -> None:
     assert tried
 
 
-@pytest.mark.parametrize("key", [path for path, flag in flags_of(COMMANDS["train_sft"]).items() if flag.secret])
+@pytest.mark.parametrize(
+    "key", [path for path, flag in flags_of(COMMANDS["train_sft"]).items() if flag.secret]
+)
 def test_a_key_is_neither_written_nor_quoted(key: str) -> None:
     flag = flags_of(COMMANDS["train_sft"])[key]
     assert not flag.saved and SECRET not in flag.typed(SECRET)

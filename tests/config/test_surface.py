@@ -1,4 +1,6 @@
-"""The flags a user builds on: names, types, defaults and choices, against a table written from the specification."""
+"""The flags a user builds on: names, types, defaults and choices, against a table written from the
+specification.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ import pytest
 from openrlhf.config.flags import Flag, convert, flags_of, value_at
 from tests.config.commands import ROOTS, read_flags
 
-EXPECTED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "expected_flags.json").read_text())
+EXPECTED: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "expected_flags.json").read_text()
+)
 EVERY_FLAG = [(command, name) for command, table in EXPECTED.items() for name in table]
 SHAPES = {"switch": "switch", "json": "json", "pair": "two numbers"}
 KINDS = {str: "text", int: "int", float: "number"}
@@ -30,7 +34,9 @@ def test_a_command_has_the_flags_of_the_table_and_no_others(command: str) -> Non
 
 
 @pytest.mark.parametrize(("command", "name"), EVERY_FLAG)
-def test_a_flag_has_the_type_the_default_and_the_choices_of_the_table(command: str, name: str) -> None:
+def test_a_flag_has_the_type_the_default_and_the_choices_of_the_table(
+    command: str, name: str
+) -> None:
     flag, expected = flags_of(ROOTS[command])[name], EXPECTED[command][name]
     default = list(flag.default) if isinstance(flag.default, tuple) else flag.default
     assert type_of(flag) == expected["type"]
@@ -42,7 +48,9 @@ def test_a_flag_has_the_type_the_default_and_the_choices_of_the_table(command: s
 def test_the_reference_has_77_79_82_164_and_14_flags_with_the_opposites_of_nesterov() -> None:
     spellings: dict[str, int] = {}
     for command, root in ROOTS.items():
-        flags = [flag for flag in flags_of(root).values() if "added" not in EXPECTED[command][flag.path]]
+        flags = [
+            flag for flag in flags_of(root).values() if "added" not in EXPECTED[command][flag.path]
+        ]
         spellings[command] = sum(len(flag.switches) for flag in flags)
     assert spellings["train_sft"] == 77
     assert spellings["train_rm"] == 79
@@ -98,4 +106,8 @@ def test_the_path_of_a_flag_is_the_path_of_its_attribute(command: str) -> None:
 
 
 def test_a_flag_of_several_sections_is_an_attribute_of_the_innermost() -> None:
-    assert ROOTS["train_sft"]().ds.lora.rank == flags_of(ROOTS["train_sft"])["ds.lora.rank"].default == 0
+    assert (
+        ROOTS["train_sft"]().ds.lora.rank
+        == flags_of(ROOTS["train_sft"])["ds.lora.rank"].default
+        == 0
+    )

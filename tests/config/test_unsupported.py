@@ -1,4 +1,6 @@
-"""Features that are not there yet are refused by name at the start, and those that are there are not."""
+"""Features that are not there yet are refused by name at the start, and those that are there are
+not.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,17 @@ def flags_under(path: str, command: str) -> list[Flag]:
 
 
 LINES = [
-    (command, path, instead) for path, instead in NOT_YET.items() for command in ROOTS if flags_under(path, command)
+    (command, path, instead)
+    for path, instead in NOT_YET.items()
+    for command in ROOTS
+    if flags_under(path, command)
 ]
 
 
 @pytest.mark.parametrize(("command", "path", "instead"), LINES)
-def test_every_line_of_the_table_refuses_its_flag_by_name(command: str, path: str, instead: str) -> None:
+def test_every_line_of_the_table_refuses_its_flag_by_name(
+    command: str, path: str, instead: str
+) -> None:
     flag = flags_under(path, command)[0]
     found = list(dict(refusals(amend(ROOTS[command](), {flag.path: other_value(flag)}))).values())
     ending = f"is not available yet: {instead}."

@@ -1,4 +1,6 @@
-"""One rank of the tests of rows that the processes of a machine share. Writes what it has seen, by rank."""
+"""One rank of the tests of rows that the processes of a machine share. Writes what it has seen, by
+rank.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ BROKEN = 150
 
 
 class Letters(TokenizedRows[SFTRow]):
-    """Letters as tokens. A process that prepares rows leaves a file; in two cases it does not finish."""
+    """Letters as tokens. A process that prepares rows leaves a file; in two cases it does not
+    finish.
+    """
 
     row = SFTRow
     keys = ("input_key",)
@@ -44,7 +48,9 @@ class Letters(TokenizedRows[SFTRow]):
             os.kill(os.getpid(), signal.SIGKILL)
         return [Passage(text=row["text"], spans=[], response=0)] if row["text"] else "empty"
 
-    def columns(self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]) -> Result:
+    def columns(
+        self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
+    ) -> Result:
         tokens = encoded[0].tokens
         return {"tokens": tokens, "loss_mask": [True] * len(tokens), "cut": False}
 

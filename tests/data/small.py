@@ -12,7 +12,16 @@ from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
-SPECIALS = ["<unk>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<think>", "</think>"]
+SPECIALS = [
+    "<unk>",
+    "<eos>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+    "<think>",
+    "</think>",
+]
 LETTERS = "\n" + "".join(map(chr, range(32, 127)))
 MERGES = [(" ", "b"), ("\n", "B"), ("o", "k")]  # tokens " b", "\nB" and "ok"
 
@@ -47,11 +56,17 @@ SPACED_CHAT = (
 )
 
 
-def build_tokenizer(chat_template: str | None = None, eos: str | None = "<eos>") -> PreTrainedTokenizerFast:
+def build_tokenizer(
+    chat_template: str | None = None, eos: str | None = "<eos>"
+) -> PreTrainedTokenizerFast:
     """Ids: 0–7 the special tokens, 8 the newline, 9 + (code − 32) a letter, then the merges."""
-    vocab = {token: number for number, token in enumerate([*SPECIALS, *LETTERS, *map("".join, MERGES)])}
+    vocab = {
+        token: number for number, token in enumerate([*SPECIALS, *LETTERS, *map("".join, MERGES)])
+    }
     backend = Tokenizer(BPE(vocab, MERGES, unk_token="<unk>"))
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIALS]
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, pad_token=eos)
     tokenizer.chat_template = chat_template
     return tokenizer
@@ -67,12 +82,16 @@ def gsm8k() -> Path:
     root = os.environ.get("OPENRLHF_TEST_DATA") or Path(__file__).parents[2] / "../shared/data"
     path = Path(root) / "gsm8k" / "train.jsonl"
     if not path.exists():
-        pytest.skip(f"GSM8K is not at {path} (OPENRLHF_TEST_DATA names the folder of the test data)")
+        pytest.skip(
+            f"GSM8K is not at {path} (OPENRLHF_TEST_DATA names the folder of the test data)"
+        )
     return path
 
 
 def spaced_tokenizer() -> PreTrainedTokenizerFast:
-    """Words with the space before them: "Assistant: yes" is "Assistant:" and " yes", and "Assistant: " ends in a lone space."""
+    """Words with the space before them: "Assistant: yes" is "Assistant:" and " yes", and
+    "Assistant: " ends in a lone space.
+    """
     words = {"<unk>": 0, "<eos>": 1, "▁": 2, "\nAssistant:": 3, "User:": 4, "▁yes": 5}
     spaced = Tokenizer(WordLevel(words, unk_token="<unk>"))
     spaced.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")

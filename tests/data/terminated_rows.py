@@ -24,9 +24,13 @@ class Slow(SFTDataset):
 
 
 def tokenize_slowly(count: int) -> None:
-    """Tokenize rows in two processes. Their functions come from this module, which is not the program."""
+    """Tokenize rows in two processes. Their functions come from this module, which is not the
+    program.
+    """
     rows.MANY_ROWS = 1000
     rows.usable_cores = lambda: 2
     with plain_ends(), in_order():
-        table = Dataset.from_list([{"input": "a", "output": str(number)} for number in range(count)])
+        table = Dataset.from_list(
+            [{"input": "a", "output": str(number)} for number in range(count)]
+        )
         Slow(table, build_tokenizer(), SFTDataConfig(output_key="output"))

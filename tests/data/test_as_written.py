@@ -1,4 +1,6 @@
-"""A row is what the user wrote: text stays text, and numbers, nulls and nested values survive, in every format."""
+"""A row is what the user wrote: text stays text, and numbers, nulls and nested values survive, in
+every format.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,18 @@ AS_JSON = "{{ tools | tojson }}{% for message in messages %}{{ message | tojson 
 # ---- any text and any value, through the readers of CSV and JSON
 
 CELL = st.text(st.characters(exclude_categories=["Cs"]))
-CELLS = st.integers(1, 4).flatmap(lambda width: st.lists(st.lists(CELL, min_size=width, max_size=width), max_size=5))
+CELLS = st.integers(1, 4).flatmap(
+    lambda width: st.lists(st.lists(CELL, min_size=width, max_size=width), max_size=5)
+)
 NUMBER = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 JSON_VALUE = st.recursive(
     st.none() | st.booleans() | NUMBER | CELL,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(CELL, inner, max_size=3),
     max_leaves=6,
 )
-JSON_ROWS = st.lists(st.dictionaries(st.sampled_from("abcd"), JSON_VALUE, min_size=1), min_size=1, max_size=5)
+JSON_ROWS = st.lists(
+    st.dictionaries(st.sampled_from("abcd"), JSON_VALUE, min_size=1), min_size=1, max_size=5
+)
 FORMS: dict[str, Callable[[Rows], str]] = {
     "lines": json_lines,
     "array": json.dumps,
@@ -56,7 +62,13 @@ def csv_text(records: list[list[str]], **style: Any) -> str:
     return text.getvalue()
 
 
-@given(CELLS, st.sampled_from(",;\t"), st.sampled_from(["\n", "\r\n", "\r"]), st.booleans(), st.booleans())
+@given(
+    CELLS,
+    st.sampled_from(",;\t"),
+    st.sampled_from(["\n", "\r\n", "\r"]),
+    st.booleans(),
+    st.booleans(),
+)
 def test_every_cell_of_a_csv_file_is_read_as_written(
     cells: list[list[str]], separator: str, end: str, quoted: bool, marked: bool
 ) -> None:
@@ -65,7 +77,11 @@ def test_every_cell_of_a_csv_file_is_read_as_written(
         separator = ","  # nothing shows which one a file of one column has
     # The writer leaves a line break unquoted where rows do not end in it: another row starts there.
     quoted = quoted or any(sign in "".join(row) for row in cells for sign in "\r\n")
-    style = {"delimiter": separator, "lineterminator": end, "quoting": csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL}
+    style = {
+        "delimiter": separator,
+        "lineterminator": end,
+        "quoting": csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL,
+    }
     text = "\ufeff" * marked + csv_text([header, *cells], **style)
     read = csv_records(io.BytesIO(text.encode()), "x.csv", ",")
     assert [fields for _, fields in read] == [header, *cells]
@@ -81,21 +97,29 @@ def check_loaded_json(folder: Path, rows: Rows, form: str) -> None:
     path = folder / "x.json.gz"
     path.write_bytes(gzip.compress(FORMS[form](rows).encode()))
     columns = sorted({column for row in rows for column in row})
-    loaded = load_datasets(str(path), split="train", max_samples=100, seed=0).select_columns(columns)
+    loaded = load_datasets(str(path), split="train", max_samples=100, seed=0).select_columns(
+        columns
+    )
     expected = [{column: row.get(column) for column in columns} for row in rows]
     assert json.dumps(list(loaded), sort_keys=True) == json.dumps(expected, sort_keys=True)
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 @given(JSON_ROWS, st.sampled_from(sorted(FORMS)))
 def test_rows_of_a_json_file_are_loaded_as_written(tmp_path: Path, rows: Rows, form: str) -> None:
     check_loaded_json(tmp_path, rows, form)
 
 
 @pytest.mark.verify
-@settings(max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 @given(JSON_ROWS, st.sampled_from(sorted(FORMS)))
-def test_rows_of_many_json_files_are_loaded_as_written(tmp_path: Path, rows: Rows, form: str) -> None:
+def test_rows_of_many_json_files_are_loaded_as_written(
+    tmp_path: Path, rows: Rows, form: str
+) -> None:
     check_loaded_json(tmp_path, rows, form)
 
 
@@ -116,7 +140,9 @@ def test_rows_of_many_json_files_are_loaded_as_written(tmp_path: Path, rows: Row
     ],
     ids=repr,
 )
-def test_values_of_any_types_in_one_column_stay_what_they_are(values: list[Any], tmp_path: Path) -> None:
+def test_values_of_any_types_in_one_column_stay_what_they_are(
+    values: list[Any], tmp_path: Path
+) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(json_lines([{"label": value} for value in values]))
     for _ in ("the file", "the cache"):
@@ -141,7 +167,9 @@ def write_rows(folder: Path, rows: Rows, form: str) -> str:
         case "csv":
             path.write_text(csv_text([header, *([*row.values()] for row in rows)]), newline="")
         case "tsv":
-            path.write_text(csv_text([header, *([*row.values()] for row in rows)], delimiter="\t"), newline="")
+            path.write_text(
+                csv_text([header, *([*row.values()] for row in rows)], delimiter="\t"), newline=""
+            )
         case "json":
             path.write_text(json.dumps(rows))
         case "jsonl":
@@ -157,12 +185,28 @@ def write_rows(folder: Path, rows: Rows, form: str) -> str:
     return str(path)
 
 
-TEXTS = ["00109", "1.50", "True", "NA", "None", "null", "a,b", '"q"', "x\ny\r\nz", "1e5", " lead", "2024-05-06", "{}"]
+TEXTS = [
+    "00109",
+    "1.50",
+    "True",
+    "NA",
+    "None",
+    "null",
+    "a,b",
+    '"q"',
+    "x\ny\r\nz",
+    "1e5",
+    " lead",
+    "2024-05-06",
+    "{}",
+]
 FORMATS = ["csv", "tsv", "json", "jsonl", "parquet", "saved", "folder"]
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("columns", [("input", "output"), ("question", "answer"), ("instruction", "output")])
+@pytest.mark.parametrize(
+    "columns", [("input", "output"), ("question", "answer"), ("instruction", "output")]
+)
 def test_texts_are_trained_as_written(columns: tuple[str, str], form: str, tmp_path: Path) -> None:
     asked, answered = columns
     rows = [{asked: text, answered: text} for text in TEXTS]
@@ -181,9 +225,13 @@ def test_pairs_with_a_margin_are_read_as_written(form: str, tmp_path: Path) -> N
         rows = [{**row, "margin": 0.5} for row in rows]
     loaded = load_datasets(write_rows(tmp_path, rows, form), split="train", max_samples=100, seed=0)
     tokenizer = build_tokenizer()
-    pairs = PreferenceDataset(loaded, tokenizer, recognise(loaded, amend(DPOConfig(), {"given": {}})))
+    pairs = PreferenceDataset(
+        loaded, tokenizer, recognise(loaded, amend(DPOConfig(), {"given": {}}))
+    )
     read = [pairs[number] for number in range(len(pairs))]
-    assert [pair.chosen for pair in read] == [list(tokenizer(f"1{text} <eos>")["input_ids"]) for text in TEXTS]
+    assert [pair.chosen for pair in read] == [
+        list(tokenizer(f"1{text} <eos>")["input_ids"]) for text in TEXTS
+    ]
     assert {pair.margin for pair in read} == {0.5}
 
 
@@ -191,11 +239,15 @@ def test_pairs_with_a_margin_are_read_as_written(form: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("score", [1, True, "true"])
 def test_kto_labels_are_read_in_every_format(score: Any, form: str, tmp_path: Path) -> None:
     rows = [{"instruction": "q", "response": text, "score": score} for text in TEXTS]
-    config = amend(KTOConfig(), {"given": {}, "data.label_key": "score", "data.input_key": "instruction"})
+    config = amend(
+        KTOConfig(), {"given": {}, "data.label_key": "score", "data.input_key": "instruction"}
+    )
     config = amend(config, {"data.output_key": "response"})
     loaded = load_datasets(write_rows(tmp_path, rows, form), split="train", max_samples=100, seed=0)
     labelled = LabelledDataset(loaded, build_tokenizer(), recognise(loaded, config))
-    assert [row.desirable for row in map(labelled.__getitem__, range(len(labelled)))] == [True] * len(TEXTS)
+    assert [row.desirable for row in map(labelled.__getitem__, range(len(labelled)))] == [
+        True
+    ] * len(TEXTS)
 
 
 def test_a_layout_with_a_score_is_recognised_in_a_csv_file(tmp_path: Path) -> None:
@@ -224,20 +276,33 @@ def definition(**properties: Any) -> dict[str, Any]:
 NULLS: Rows = [
     {
         "messages": [user("a"), calling(where=None, limit=None, day="2024-05-06"), user("b")],
-        "tools": [definition(where={"type": ["string", "null"], "default": None, "enum": ["x", None]})],
+        "tools": [
+            definition(where={"type": ["string", "null"], "default": None, "enum": ["x", None]})
+        ],
     },
-    {"messages": [user("c"), calling(exact=0.12345678901234568, whole=1), user("b")], "tools": [definition(q={})]},
+    {
+        "messages": [user("c"), calling(exact=0.12345678901234568, whole=1), user("b")],
+        "tools": [definition(q={})],
+    },
 ]
 NO_NULLS: Rows = [
-    {"messages": [user("a"), calling(where="x"), user("b")], "tools": [definition(where={"type": "string"})]},
-    {"messages": [user("c"), calling(limit=3), user("b")], "tools": [definition(limit={"minimum": 1})]},
+    {
+        "messages": [user("a"), calling(where="x"), user("b")],
+        "tools": [definition(where={"type": "string"})],
+    },
+    {
+        "messages": [user("c"), calling(limit=3), user("b")],
+        "tools": [definition(limit={"minimum": 1})],
+    },
 ]
 
 
 def prompts_of(spec: str) -> list[str]:
     """The prompts of a dataset, which show all of messages and tools as JSON."""
     rows = load_datasets(spec, split="train", max_samples=100, seed=0)
-    data = amend(RLDataConfig(input_key="messages"), {"apply_chat_template": True, "max_len": 10_000})
+    data = amend(
+        RLDataConfig(input_key="messages"), {"apply_chat_template": True, "max_len": 10_000}
+    )
     prompts = PromptDataset(rows, build_tokenizer(AS_JSON), data)
     return [prompts[number].text for number in range(len(prompts))]
 
@@ -264,7 +329,9 @@ def test_nulls_of_tool_calls_and_schemas_reach_the_chat_template(form: str, tmp_
     assert prompts_of(write_rows(tmp_path, NULLS, form)) == shown(NULLS)
 
 
-def test_nulls_of_tools_and_arguments_written_as_json_text_reach_the_chat_template(tmp_path: Path) -> None:
+def test_nulls_of_tools_and_arguments_written_as_json_text_reach_the_chat_template(
+    tmp_path: Path,
+) -> None:
     rows = json.loads(json.dumps(NULLS))
     for row in rows:
         row["tools"] = json.dumps(row["tools"])
@@ -288,7 +355,9 @@ def test_files_of_different_formats_blend_as_written(tmp_path: Path) -> None:
 def test_a_label_of_a_saved_dataset_has_no_null_that_arrow_added(tmp_path: Path) -> None:
     rows = [{"input": "a", "label": {"x": 1}}, {"input": "b", "label": {"y": [1]}}]
     for form in ("saved", "jsonl"):
-        loaded = load_datasets(write_rows(tmp_path, rows, form), split="train", max_samples=100, seed=0)
+        loaded = load_datasets(
+            write_rows(tmp_path, rows, form), split="train", max_samples=100, seed=0
+        )
         data = RLDataConfig(input_key="input", label_key="label", input_template=None)
         prompts = PromptDataset(loaded, build_tokenizer(), data)
         assert [prompts[number].label for number in range(2)] == [row["label"] for row in rows]
@@ -312,14 +381,18 @@ def test_columns_that_a_file_of_a_folder_lacks_are_null(tmp_path: Path) -> None:
 def test_a_file_name_may_hold_signs_of_patterns(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("input\n1\n")
     (tmp_path / "axb.csv").write_text("input\n2\n")
-    assert list(load_datasets(str(tmp_path / name), split="train", max_samples=9, seed=0)["input"]) == ["1"]
+    assert list(
+        load_datasets(str(tmp_path / name), split="train", max_samples=9, seed=0)["input"]
+    ) == ["1"]
 
 
 def test_an_edited_file_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     for answer in ("1", "02"):
         path.write_text(f"input\n{answer}\n")
-        assert list(load_datasets(str(path), split="train", max_samples=9, seed=0)["input"]) == [answer]
+        assert list(load_datasets(str(path), split="train", max_samples=9, seed=0)["input"]) == [
+            answer
+        ]
 
 
 def test_an_empty_cell_that_is_trained_on_is_an_error(tmp_path: Path) -> None:

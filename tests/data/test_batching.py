@@ -9,7 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.data.batching import ResumableSampler, balanced_partition, batches_of_rows, batches_of_tokens
+from openrlhf.data.batching import (
+    ResumableSampler,
+    balanced_partition,
+    batches_of_rows,
+    batches_of_tokens,
+)
 from openrlhf.workers.base import MicroBatchLimits
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
@@ -46,7 +51,9 @@ def test_groups_are_not_empty_even_where_rows_are(lengths: list[int]) -> None:
 
 @given(LENGTHS, st.data())
 def test_group_sums_differ_by_at_most_the_longest_row(lengths: list[int], data: Any) -> None:
-    tokens = tokens_of(balanced_partition(lengths, data.draw(st.integers(1, len(lengths)))), lengths)
+    tokens = tokens_of(
+        balanced_partition(lengths, data.draw(st.integers(1, len(lengths)))), lengths
+    )
     assert max(tokens) - min(tokens) <= max(lengths)
 
 
@@ -59,7 +66,9 @@ def test_fewer_rows_than_groups_is_an_error() -> None:
 
 
 @given(st.lists(st.integers(1, 120), min_size=1, max_size=40), st.integers(20, 60))
-def test_a_row_longer_than_the_budget_is_a_micro_batch_of_its_own(lengths: list[int], budget: int) -> None:
+def test_a_row_longer_than_the_budget_is_a_micro_batch_of_its_own(
+    lengths: list[int], budget: int
+) -> None:
     batches = batches_of_tokens(lengths, budget)
     assert rows_of(batches) == list(range(len(lengths)))
     assert all(len(rows) == 1 or sum(lengths[row] for row in rows) <= budget for rows in batches)
@@ -85,7 +94,9 @@ def test_a_token_budget_is_never_exceeded(lengths: list[int], budget: int) -> No
 
 
 @given(LENGTHS, st.integers(50, 120))
-def test_micro_batches_are_hardly_more_than_the_tokens_need(lengths: list[int], budget: int) -> None:
+def test_micro_batches_are_hardly_more_than_the_tokens_need(
+    lengths: list[int], budget: int
+) -> None:
     """Two of them together never fit into one."""
     batches = batches_of_tokens(lengths, budget)
     assert len(batches) <= max(1, 2 * sum(lengths) / budget)
@@ -107,7 +118,8 @@ def test_no_rows_give_no_micro_batches() -> None:
 def ranks(num_rows: int, dp_size: int, **flags: Any) -> list[list[int]]:
     """What each rank draws in the epoch that is next."""
     samplers = [
-        ResumableSampler(num_rows, **{"seed": 0} | flags, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)
+        ResumableSampler(num_rows, **{"seed": 0} | flags, dp_rank=rank, dp_size=dp_size)
+        for rank in range(dp_size)
     ]
     return [list(sampler) for sampler in samplers]
 
@@ -129,7 +141,9 @@ def test_with_drop_last_every_rank_draws_equally_many_rows_in_whole_batches(
 
 
 @given(st.integers(0, 60), st.integers(1, 5))
-def test_without_drop_last_every_row_is_drawn_once_by_some_rank(num_rows: int, dp_size: int) -> None:
+def test_without_drop_last_every_row_is_drawn_once_by_some_rank(
+    num_rows: int, dp_size: int
+) -> None:
     drawn = ranks(num_rows, dp_size, drop_last=False)
     assert rows_of(drawn) == list(range(num_rows))
     assert max(map(len, drawn)) - min(map(len, drawn)) <= 1
@@ -160,7 +174,9 @@ def test_the_order_does_not_touch_the_global_random_state() -> None:
 
 @given(st.integers(0, 23))
 def test_rows_consumed_before_are_skipped_and_the_rest_of_their_epoch_is_left(taken: int) -> None:
-    two_epochs = [row for epoch in (0, 1) for row in ResumableSampler(12, seed=1, consumed=12 * epoch)]
+    two_epochs = [
+        row for epoch in (0, 1) for row in ResumableSampler(12, seed=1, consumed=12 * epoch)
+    ]
     rest = ResumableSampler(12, seed=1, consumed=taken)
     assert list(rest) == list(rest) == two_epochs[taken : (taken // 12 + 1) * 12]
 

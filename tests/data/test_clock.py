@@ -23,7 +23,9 @@ def test_the_date_of_a_template_is_that_of_the_given_moment() -> None:
     tokenizer.chat_template = DATED
     set_clock(tokenizer, "2027-01-15T23:59:59")
     assert render(tokenizer, CHAT).startswith("15 Jan 2027")
-    assert render(pickle.loads(pickle.dumps(tokenizer)), CHAT).startswith("15 Jan 2027"), "in other processes too"
+    assert render(pickle.loads(pickle.dumps(tokenizer)), CHAT).startswith("15 Jan 2027"), (
+        "in other processes too"
+    )
 
 
 def test_a_template_without_a_date_is_left_alone() -> None:
@@ -50,17 +52,27 @@ def test_a_stopped_clock_is_not_written_to_the_tokenizers_files(tmp_path: object
     ("template", "level"),
     [
         (DATED, Level.WARNING),
-        ("{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}" + PLAIN_CHAT, Level.WARNING),
-        ("{% if messages[0].role != 'system' %}{{ raise_exception('strftime_now') }}{% endif %}", Level.WARNING),
+        (
+            "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}" + PLAIN_CHAT,
+            Level.WARNING,
+        ),
+        (
+            "{% if messages[0].role != 'system' %}{{ raise_exception('strftime_now') }}{% endif %}",
+            Level.WARNING,
+        ),
         ("{% if tools %}{{ strftime_now('%d %b %Y') }}{% endif %}" + PLAIN_CHAT, Level.PASS),
         (PLAIN_CHAT, Level.PASS),
         (None, Level.PASS),
     ],
 )
-def test_a_template_whose_text_depends_on_the_date_is_a_finding_with_a_fix(template: str | None, level: Level) -> None:
+def test_a_template_whose_text_depends_on_the_date_is_a_finding_with_a_fix(
+    template: str | None, level: Level
+) -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = template
     set_clock(tokenizer, "2027-01-15T23:59:59")
     found = dated_template(tokenizer)
     assert found.level == level
-    assert level is Level.PASS or ("2027-01-15" in found.seen and "--data.tokenizer_chat_template" in found.fix)
+    assert level is Level.PASS or (
+        "2027-01-15" in found.seen and "--data.tokenizer_chat_template" in found.fix
+    )

@@ -1,4 +1,6 @@
-"""Control tokens inside texts of the data are pointed out, in every kind of rows and in nothing that needs them."""
+"""Control tokens inside texts of the data are pointed out, in every kind of rows and in nothing
+that needs them.
+"""
 
 from __future__ import annotations
 
@@ -45,33 +47,58 @@ def pairs(text: str) -> dict[str, Any]:
 
 
 def chats(text: str) -> dict[str, Any]:
-    return {"chosen": asked(text), "rejected": [*asked(text)[:1], {"role": "assistant", "content": "no"}]}
+    return {
+        "chosen": asked(text),
+        "rejected": [*asked(text)[:1], {"role": "assistant", "content": "no"}],
+    }
 
 
 # By a name: the rows of a text, and how they are read.
 KINDS: dict[str, tuple[Any, Any]] = {
     "sft, chat": (messages, lambda rows, t: SFTDataset(rows, t, SFTDataConfig(**CHAT))),
-    "sft, plain": (answers, lambda rows, t: SFTDataset(rows, t, SFTDataConfig(**PLAIN, output_key="output"))),
-    "kto": (answers, lambda rows, t: LabelledDataset(rows, t, KTODataConfig(**PLAIN, output_key="output"))),
+    "sft, plain": (
+        answers,
+        lambda rows, t: SFTDataset(rows, t, SFTDataConfig(**PLAIN, output_key="output")),
+    ),
+    "kto": (
+        answers,
+        lambda rows, t: LabelledDataset(rows, t, KTODataConfig(**PLAIN, output_key="output")),
+    ),
     "pairs, plain": (
         pairs,
-        lambda rows, t: PreferenceDataset(rows, t, PreferenceDataConfig(**PLAIN, prompt_key="prompt")),
+        lambda rows, t: PreferenceDataset(
+            rows, t, PreferenceDataConfig(**PLAIN, prompt_key="prompt")
+        ),
     ),
-    "pairs, chat": (chats, lambda rows, t: PreferenceDataset(rows, t, PreferenceDataConfig(**CHAT), needs_prompt=True)),
+    "pairs, chat": (
+        chats,
+        lambda rows, t: PreferenceDataset(rows, t, PreferenceDataConfig(**CHAT), needs_prompt=True),
+    ),
     "prompts, chat": (messages, lambda rows, t: PromptDataset(rows, t, RLDataConfig(**CHAT))),
     "prompts, plain": (answers, lambda rows, t: PromptDataset(rows, t, RLDataConfig(**PLAIN))),
-    "prompts, without a template": (answers, lambda rows, t: PromptDataset(rows, t, RLDataConfig())),
-    "answers to score": (answers, lambda rows, t: AnsweredDataset(rows, t, InferenceDataConfig(**PLAIN))),
+    "prompts, without a template": (
+        answers,
+        lambda rows, t: PromptDataset(rows, t, RLDataConfig()),
+    ),
+    "answers to score": (
+        answers,
+        lambda rows, t: AnsweredDataset(rows, t, InferenceDataConfig(**PLAIN)),
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_control_token_in_a_text_is_named_with_the_first_row(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_control_token_in_a_text_is_named_with_the_first_row(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     row_of, read = KINDS[kind]
     tokenizer = build_tokenizer(PLAIN_CHAT)
     read(Dataset.from_list([row_of("a b")] * 4), tokenizer)
     assert "control tokens" not in capsys.readouterr().err
-    read(Dataset.from_list([row_of("a b"), row_of("a b"), row_of("a <|end|> b"), row_of("a b")]), tokenizer)
+    read(
+        Dataset.from_list([row_of("a b"), row_of("a b"), row_of("a <|end|> b"), row_of("a b")]),
+        tokenizer,
+    )
     [said] = [line for line in capsys.readouterr().err.splitlines() if "control tokens" in line]
     assert "1 of 4" in said and "row 3" in said and "'<|end|>'" in said
 
@@ -88,18 +115,26 @@ def test_a_control_token_in_a_text_is_named_with_the_first_row(kind: str, capsys
 def test_texts_that_are_rendered_or_ended_already_are_not_pointed_out(
     rows: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    SFTDataset(Dataset.from_list(rows), build_tokenizer(PLAIN_CHAT), SFTDataConfig(output_key="output"))
+    SFTDataset(
+        Dataset.from_list(rows), build_tokenizer(PLAIN_CHAT), SFTDataConfig(output_key="output")
+    )
     assert "control tokens" not in capsys.readouterr().err
 
 
-def test_the_end_of_a_turn_at_the_end_of_a_message_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_a_turn_at_the_end_of_a_message_is_pointed_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     rows = Dataset.from_list([messages("a"), messages("a<|end|>")])
     SFTDataset(rows, build_tokenizer(PLAIN_CHAT), SFTDataConfig(**CHAT))
     assert "'<|end|>'" in capsys.readouterr().err
 
 
-def test_placeholders_of_steps_that_are_special_tokens_are_not_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_placeholders_of_steps_that_are_special_tokens_are_not_pointed_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     rows = Dataset.from_list([{"input": "a<think>b<think>", "label": ["o", "x"]}] * 3)
     prm = PRMLossConfig(placeholder_token="<think>", reward_tokens=("o", "x"))
-    StepDataset(rows, build_tokenizer(PLAIN_CHAT), PRMConfig(prm=prm, data=PRMDataConfig(layout="columns")))
+    StepDataset(
+        rows, build_tokenizer(PLAIN_CHAT), PRMConfig(prm=prm, data=PRMDataConfig(layout="columns"))
+    )
     assert "control tokens" not in capsys.readouterr().err

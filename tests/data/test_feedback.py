@@ -19,7 +19,14 @@ from openrlhf.data.feedback import LabelledDataset, PairRow, PreferenceDataset, 
 from openrlhf.data.findings import Level
 from openrlhf.data.loading import load_datasets
 from openrlhf.data.rows import contents_of, number_rows
-from tests.data.small import FORGETFUL_CHAT, PLAIN_CHAT, SPACED_CHAT, THINKING_CHAT, build_tokenizer, json_lines
+from tests.data.small import (
+    FORGETFUL_CHAT,
+    PLAIN_CHAT,
+    SPACED_CHAT,
+    THINKING_CHAT,
+    build_tokenizer,
+    json_lines,
+)
 
 Rows = list[dict[str, Any]]
 
@@ -33,7 +40,9 @@ def pairs(
     **flags: Any,
 ) -> PreferenceDataset:
     data = PreferenceDataConfig(max_len=max_len, **flags)
-    return PreferenceDataset(Dataset.from_list(rows), tokenizer or build_tokenizer(), data, needs_prompt=needs_prompt)
+    return PreferenceDataset(
+        Dataset.from_list(rows), tokenizer or build_tokenizer(), data, needs_prompt=needs_prompt
+    )
 
 
 def chat(rows: Rows, template: str = PLAIN_CHAT, **flags: Any) -> PreferenceDataset:
@@ -70,7 +79,9 @@ def test_a_pair_by_id() -> None:
 
 
 def test_without_a_prompt_column_the_prompt_is_inside_the_texts() -> None:
-    row = pairs([{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}])[0]
+    row = pairs(
+        [{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}]
+    )[0]
     assert text(row.chosen) == "\n\nHuman: a\n\nAssistant: b <eos>"
     assert text(row.rejected) == "\n\nHuman: a\n\nAssistant: c <eos>"
 
@@ -93,7 +104,10 @@ def test_a_long_text_loses_its_end_still_ends_with_end_of_text_and_is_counted() 
     data = pairs(rows, max_len=6)
     assert (text(data[0].chosen), text(data[0].rejected)) == ("abcde<eos>", "xy <eos>")
     assert text(data[1].chosen) == "abcd <eos>"
-    assert data.summary == "2 of 2 pairs kept. 1 of the kept pairs were cut to 6 tokens (--data.max_len)."
+    assert (
+        data.summary
+        == "2 of 2 pairs kept. 1 of the kept pairs were cut to 6 tokens (--data.max_len)."
+    )
 
 
 def test_columns_may_have_other_names() -> None:
@@ -112,10 +126,14 @@ def test_a_margin_is_a_number_and_nothing_is_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "seen"), [("half", "'half', not a finite number"), (True, "True, not"), (float("nan"), "nan, not")]
+    ("value", "seen"),
+    [("half", "'half', not a finite number"), (True, "True, not"), (float("nan"), "nan, not")],
 )
 def test_a_margin_that_is_no_number_is_named_by_row_and_column(value: Any, seen: str) -> None:
-    rows = [{"chosen": "a", "rejected": "b", "margin": None}, {"chosen": "a", "rejected": "b", "margin": value}]
+    rows = [
+        {"chosen": "a", "rejected": "b", "margin": None},
+        {"chosen": "a", "rejected": "b", "margin": value},
+    ]
     with pytest.raises(DataError, match=rf"row 2, column 'margin': is {seen}"):
         pairs(rows)
 
@@ -124,7 +142,9 @@ def test_a_margin_that_is_no_number_is_named_by_row_and_column(value: Any, seen:
 
 
 def test_whole_conversations_are_rendered_as_they_are() -> None:
-    row = chat([{"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}])[0]
+    row = chat([{"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}])[
+        0
+    ]
     assert text(row.chosen) == "<|user|>a<|end|>\n<|assistant|>b<|end|>"
     assert text(row.rejected) == "<|user|>a<|end|>\n<|assistant|>c<|end|>"
     assert row.prompt_length == 0
@@ -137,7 +157,9 @@ def test_a_conversation_that_ends_with_the_user_can_be_judged_as_a_whole() -> No
 
 @pytest.mark.parametrize("prompt", ["a", [user("a")]])
 @pytest.mark.parametrize("chosen", ["b", [assistant("b")]])
-def test_a_prompt_column_is_followed_by_the_answers_strings_or_messages(prompt: Any, chosen: Any) -> None:
+def test_a_prompt_column_is_followed_by_the_answers_strings_or_messages(
+    prompt: Any, chosen: Any
+) -> None:
     rejected = "c" if isinstance(chosen, str) else [assistant("c")]
     rows = [{"q": prompt, "chosen": chosen, "rejected": rejected}]
     row = chat(rows, prompt_key="q", needs_prompt=True)[0]
@@ -190,7 +212,9 @@ def test_an_answer_of_several_messages_is_judged_from_its_first() -> None:
         (PLAIN_CHAT.replace("<|assistant|>", "<|assistant|><think>"), ""),  # and here is not shown
     ],
 )
-def test_the_answer_is_found_where_the_template_rewrites_history_or_adds_thoughts(template: str, opening: str) -> None:
+def test_the_answer_is_found_where_the_template_rewrites_history_or_adds_thoughts(
+    template: str, opening: str
+) -> None:
     history = [user("a"), assistant("<think>m</think>x"), user("c")]
     rows = [{"chosen": [*history, assistant("so it is")], "rejected": [*history, assistant("so")]}]
     row = chat(rows, template, needs_prompt=True, max_len=99)[0]
@@ -208,7 +232,10 @@ TURNS = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
 def test_the_prompt_of_a_transcript_is_everything_before_its_last_answer() -> None:
     rows = [{"chosen": f"{TURNS} ok", "rejected": f"{TURNS} no"}]
     row = pairs(rows, needs_prompt=True, max_len=99)[0]
-    assert (text(row.chosen[: row.prompt_length]), answers(row)) == (TURNS, (" ok <eos>", " no <eos>"))
+    assert (text(row.chosen[: row.prompt_length]), answers(row)) == (
+        TURNS,
+        (" ok <eos>", " no <eos>"),
+    )
     as_messages = chat(rows, needs_prompt=True, max_len=99)[0]
     assert text(as_messages.chosen) == (
         "<|user|>a<|end|>\n<|assistant|>b<|end|>\n<|user|>c<|end|>\n<|assistant|>ok<|end|>"
@@ -216,7 +243,9 @@ def test_the_prompt_of_a_transcript_is_everything_before_its_last_answer() -> No
     assert answers(as_messages) == ("ok<|end|>", "no<|end|>")
 
 
-def test_texts_without_a_prompt_are_announced_where_it_matters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_without_a_prompt_are_announced_where_it_matters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     rows = [{"chosen": "a", "rejected": "b"}]
     pairs(rows)
     pairs([{"q": "Q", **rows[0]}], prompt_key="q", needs_prompt=True)
@@ -233,7 +262,10 @@ def test_tools_are_in_the_prompt_of_both_answers() -> None:
 
 
 def test_different_histories_are_judged_from_where_they_differ() -> None:
-    chosen, rejected = ([user("a"), assistant("ok")], [user("a much longer question"), assistant("no")])
+    chosen, rejected = (
+        [user("a"), assistant("ok")],
+        [user("a much longer question"), assistant("no")],
+    )
     row = chat([{"chosen": chosen, "rejected": rejected}], needs_prompt=True)[0]
     assert text(row.chosen[: row.prompt_length]) == "<|user|>a"
 
@@ -242,7 +274,8 @@ def judged(row: PairRow) -> tuple[str, str]:
     """The judged tokens of both texts."""
     sides = zip((row.chosen, row.rejected), row.masks, strict=True)
     chosen, rejected = (
-        text([token for token, judge in zip(tokens, mask, strict=True) if judge]) for tokens, mask in sides
+        text([token for token, judge in zip(tokens, mask, strict=True) if judge])
+        for tokens, mask in sides
     )
     return chosen, rejected
 
@@ -253,8 +286,16 @@ ASKED = [user("a"), assistant("b"), user("c")]
 @pytest.mark.parametrize(
     ("chosen", "rejected", "expected"),
     [
-        ([user("a"), assistant("ok")], [*ASKED, assistant("no")], ("ok<|end|>", "b<|end|>\nno<|end|>")),
-        ([*ASKED, assistant("no")], [user("a"), assistant("b")], ("b<|end|>\nno<|end|>", "b<|end|>")),
+        (
+            [user("a"), assistant("ok")],
+            [*ASKED, assistant("no")],
+            ("ok<|end|>", "b<|end|>\nno<|end|>"),
+        ),
+        (
+            [*ASKED, assistant("no")],
+            [user("a"), assistant("b")],
+            ("b<|end|>\nno<|end|>", "b<|end|>"),
+        ),
         ([user("a"), assistant("ok")], [user("d"), assistant("no")], ("ok<|end|>", "no<|end|>")),
         ([*ASKED, assistant("ok")], [*ASKED, assistant("no")], ("ok<|end|>", "no<|end|>")),
         (
@@ -277,33 +318,51 @@ def test_only_the_assistants_words_are_judged_if_chats_differ_by_an_exchange(
     assert judged(chat([row], needs_prompt=True, max_len=99, **flags)[0]) == expected
 
 
-@pytest.mark.parametrize("prompt", ["", "\n\nHuman: a\n\nAssistant:"], ids=["prompt inside", "prompt column"])
-def test_only_the_assistants_words_are_judged_if_transcripts_differ_by_an_exchange(prompt: str) -> None:
+@pytest.mark.parametrize(
+    "prompt", ["", "\n\nHuman: a\n\nAssistant:"], ids=["prompt inside", "prompt column"]
+)
+def test_only_the_assistants_words_are_judged_if_transcripts_differ_by_an_exchange(
+    prompt: str,
+) -> None:
     whole = {"chosen": f"{TURNS} no", "rejected": "\n\nHuman: a\n\nAssistant: ok"}
     row = {name: value.removeprefix(prompt) for name, value in whole.items()} | {"q": prompt}
     flags = {"prompt_key": "q"} if prompt else {}
-    assert judged(pairs([row], needs_prompt=True, max_len=99, **flags)[0]) == (" b no <eos>", " ok <eos>")
+    assert judged(pairs([row], needs_prompt=True, max_len=99, **flags)[0]) == (
+        " b no <eos>",
+        " ok <eos>",
+    )
 
 
 def test_a_pair_cut_before_the_answer_of_one_side_is_left_out() -> None:
     rows = [
-        {"chosen": [user("a"), assistant("ok")], "rejected": [user("abcdefghijklmnopqrst"), assistant("no")]},
+        {
+            "chosen": [user("a"), assistant("ok")],
+            "rejected": [user("abcdefghijklmnopqrst"), assistant("no")],
+        },
         {"chosen": [user("a"), assistant("ok")], "rejected": [user("a"), assistant("no")]},
     ]
     assert len(chat(rows, needs_prompt=True, max_len=16)) == 1
 
 
 def test_the_hash_of_pairs_without_an_exchange_is_that_of_earlier_releases() -> None:
-    rows = chat([{"chosen": [user("a"), assistant("ok")], "rejected": [user("a"), assistant("no")]}], needs_prompt=True)
+    rows = chat(
+        [{"chosen": [user("a"), assistant("ok")], "rejected": [user("a"), assistant("no")]}],
+        needs_prompt=True,
+    )
     columns = ["chosen", "rejected", "prompt_length", "margin", "datasource"]
     assert b"".join(rows.contents()) == b"".join(contents_of(rows.rows.select_columns(columns)))
 
 
 def test_a_long_prompt_is_left_out_only_where_a_prompt_is_needed() -> None:
-    rows = [{"q": "abcdefgh", "chosen": "x", "rejected": "y"}, {"q": "abcdefg", "chosen": "x", "rejected": "y"}]
+    rows = [
+        {"q": "abcdefgh", "chosen": "x", "rejected": "y"},
+        {"q": "abcdefg", "chosen": "x", "rejected": "y"},
+    ]
     kept = pairs(rows, prompt_key="q", max_len=10, needs_prompt=True)
     assert [text(kept[0].chosen)] == ["abcdefgx <eos>"]
-    assert kept.summary == ("1 of 2 pairs kept, dropped 1 with a prompt of 8 tokens or more (--data.max_len 10).")
+    assert kept.summary == (
+        "1 of 2 pairs kept, dropped 1 with a prompt of 8 tokens or more (--data.max_len 10)."
+    )
     assert len(pairs(rows, prompt_key="q", max_len=10)) == 2
 
 
@@ -336,13 +395,18 @@ def test_when_nothing_is_left_the_counts_are_the_error() -> None:
 def test_a_missing_column_is_that_of_the_dataset_that_lacks_it() -> None:
     """Training rows may have the column, and those of --eval.dataset not."""
     rows = number_rows(Dataset.from_list([{"chosen": "a", "rejected": "b"}]), "held_out.jsonl")
-    with pytest.raises(DataError, match=r"^held_out\.jsonl has no column 'text', which --data\.prompt_key names"):
+    with pytest.raises(
+        DataError, match=r"^held_out\.jsonl has no column 'text', which --data\.prompt_key names"
+    ):
         PreferenceDataset(rows, build_tokenizer(), PreferenceDataConfig(prompt_key="text"))
 
 
 @pytest.mark.parametrize("flag", ["prompt_key", "chosen_key", "rejected_key"])
 def test_a_missing_column_is_named_with_its_flag_and_the_columns_there_are(flag: str) -> None:
-    with pytest.raises(DataError, match=rf"no column 'text', which --data\.{flag} names\. It has 'chosen', 'rejected'"):
+    with pytest.raises(
+        DataError,
+        match=rf"no column 'text', which --data\.{flag} names\. It has 'chosen', 'rejected'",
+    ):
         pairs([{"chosen": "a", "rejected": "b"}], **{flag: "text"})
 
 
@@ -358,7 +422,9 @@ def test_messages_without_a_template_and_strings_with_one_name_the_flag_to_chang
     messages = [user("a"), assistant("b")]
     with pytest.raises(DataError, match=r"column 'chosen': is a list.*--data\.apply_chat_template"):
         pairs([{"chosen": messages, "rejected": messages}])
-    with pytest.raises(DataError, match=r"column 'chosen': is a string, not a list of chat.*--data\.prompt_key"):
+    with pytest.raises(
+        DataError, match=r"column 'chosen': is a string, not a list of chat.*--data\.prompt_key"
+    ):
         chat([{"chosen": "a", "rejected": "b"}])
 
 
@@ -415,7 +481,8 @@ def test_all_of_hh_rlhf(data_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("labels", "level"), [([1, 1], Level.WARNING), ([False, False], Level.WARNING), (["true", "0"], Level.PASS)]
+    ("labels", "level"),
+    [([1, 1], Level.WARNING), ([False, False], Level.WARNING), (["true", "0"], Level.PASS)],
 )
 def test_labels_of_one_kind_only_are_a_warning(labels: list[Any], level: Level) -> None:
     rows = [{"input": "a", "output": "ok", "label": label} for label in labels]

@@ -1,4 +1,6 @@
-"""What the first rows of a run give away: tokenizers that lose text, other templates than in training, ends of answers."""
+"""What the first rows of a run give away: tokenizers that lose text, other templates than in
+training, ends of answers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ import pytest
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    ByT5Tokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from openrlhf.data.errors import DataError
 from openrlhf.data.first_look import (
@@ -31,8 +38,12 @@ from openrlhf.data.templates import encode
 from tests.data.small import MARKED_CHAT, PLAIN_CHAT, build_tokenizer, spaced_tokenizer
 
 
-def words(*vocabulary: str, normalizer: Any = None, splits: Any = None, decoder: Any = None) -> PreTrainedTokenizerBase:
-    """A tokenizer of whole words: by default it loses spaces, and joins words with one when it decodes."""
+def words(
+    *vocabulary: str, normalizer: Any = None, splits: Any = None, decoder: Any = None
+) -> PreTrainedTokenizerBase:
+    """A tokenizer of whole words: by default it loses spaces, and joins words with one when it
+    decodes.
+    """
     vocab = {word: number for number, word in enumerate(["<unk>", "<eos>", *vocabulary])}
     backend = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = splits or pre_tokenizers.WhitespaceSplit()
@@ -52,12 +63,17 @@ def words(*vocabulary: str, normalizer: Any = None, splits: Any = None, decoder:
         (build_tokenizer(), "Two  spaces,\n\na line break and CAPITALS."),
         (ByT5Tokenizer(), "Größe 数学 🙂\n"),
         (words("two", "words"), "two   words\n"),  # runs of white space become one space
-        (words("do", "n't", ".", splits=pre_tokenizers.Split("n't", "isolated")), "don't"),  # a space is added
+        (
+            words("do", "n't", ".", splits=pre_tokenizers.Split("n't", "isolated")),
+            "don't",
+        ),  # a space is added
         (words("fi", normalizer=normalizers.NFKC()), "ﬁ"),  # the same in another Unicode form
         (words("a", "b"), "a<eos>b"),
     ],
 )
-def test_white_space_that_changes_and_unicode_forms_are_no_loss(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+def test_white_space_that_changes_and_unicode_forms_are_no_loss(
+    tokenizer: PreTrainedTokenizerBase, text: str
+) -> None:
     assert round_trip(tokenizer, [text]) == []
 
 
@@ -69,10 +85,16 @@ def test_white_space_that_changes_and_unicode_forms_are_no_loss(tokenizer: PreTr
         (words("a"), "a lot of unknown words", "a <unk>"),
     ],
 )
-def test_lost_text_is_an_error_with_both_texts(tokenizer: PreTrainedTokenizerBase, text: str, back: str) -> None:
+def test_lost_text_is_an_error_with_both_texts(
+    tokenizer: PreTrainedTokenizerBase, text: str, back: str
+) -> None:
     with pytest.raises(DataError) as caught:
         round_trip(tokenizer, ["two" if "two" in text else "a", text])
-    assert repr(text) in str(caught.value) and back in str(caught.value) and "Text is lost" in str(caught.value)
+    assert (
+        repr(text) in str(caught.value)
+        and back in str(caught.value)
+        and "Text is lost" in str(caught.value)
+    )
 
 
 def test_prompts_that_a_reward_gets_back_with_other_white_space_are_a_notice() -> None:
@@ -88,7 +110,9 @@ def test_a_few_unknown_tokens_and_lost_capitals_are_a_notice() -> None:
     [said] = round_trip(tokenizer, ["some letters, and äöü"])
     assert "3 of 21 tokens are unknown to it (<unk>)" in said
     [said] = round_trip(words("two", normalizer=normalizers.Lowercase()), ["TWO"])
-    assert "'TWO' comes back as 'two'" in said and "cannot distinguish upper from lower case" in said
+    assert (
+        "'TWO' comes back as 'two'" in said and "cannot distinguish upper from lower case" in said
+    )
 
 
 def test_the_texts_of_rows_are_strings_and_contents_of_messages() -> None:
@@ -117,7 +141,9 @@ def test_a_format_goes_wherever_the_tokenizer_goes(tmp_path: Any) -> None:
     tokenizer.save_pretrained(tmp_path / "one")
     loaded = AutoTokenizer.from_pretrained(tmp_path / "one")
     assert recorded(loaded) == TextFormat(input_template="Q: {}", ending=" <eos>")
-    assert [e.tokens for e in encode(loaded, ["Q: ok"])] == [e.tokens for e in encode(tokenizer, ["Q: ok"])]
+    assert [e.tokens for e in encode(loaded, ["Q: ok"])] == [
+        e.tokens for e in encode(tokenizer, ["Q: ok"])
+    ]
     record(loaded, None)
     loaded.save_pretrained(tmp_path / "two")
     assert recorded(AutoTokenizer.from_pretrained(tmp_path / "two")) is None
@@ -131,7 +157,11 @@ def test_a_format_goes_wherever_the_tokenizer_goes(tmp_path: Any) -> None:
             of(NOTHING),
             "was trained with --data.input_template $'Q: {}\\nA: ', but this run uses no template",
         ),
-        (of(NOTHING), of(QUESTION), "was trained with no template, but this run uses --data.input_template"),
+        (
+            of(NOTHING),
+            of(QUESTION),
+            "was trained with no template, but this run uses --data.input_template",
+        ),
         (
             of(CHAT, PLAIN_CHAT),
             of(NOTHING),
@@ -140,7 +170,9 @@ def test_a_format_goes_wherever_the_tokenizer_goes(tmp_path: Any) -> None:
         (of(CHAT, PLAIN_CHAT), of(CHAT, MARKED_CHAT), "was trained with another chat template"),
     ],
 )
-def test_other_prompts_than_in_training_are_announced(trained: TextFormat, used: TextFormat, said: str) -> None:
+def test_other_prompts_than_in_training_are_announced(
+    trained: TextFormat, used: TextFormat, said: str
+) -> None:
     [sentence] = compare_formats(
         "--actor.model_name_or_path m", trained, used, ["2+2" if trained.input_template else "Q"]
     )
@@ -162,7 +194,11 @@ def test_the_same_prompts_are_not_and_neither_are_rows_that_bring_the_template_a
 @pytest.mark.parametrize(
     ("texts", "ending", "said"),
     [
-        (["Q: no <eos>", "Q: yes <eos>", "Q: cu<eos>"], " <eos>", "end with an added space before <eos>"),
+        (
+            ["Q: no <eos>", "Q: yes <eos>", "Q: cu<eos>"],
+            " <eos>",
+            "end with an added space before <eos>",
+        ),
         (["Q: no<eos>", "Q: yes<eos>"], "<eos>", None),
         (["Q: no", "Q: yes"], "", "will not learn to end"),
     ],
@@ -183,7 +219,9 @@ def test_a_chat_template_that_ends_answers_with_what_does_not_end_generation_is_
 
 
 def test_rows_that_begin_with_the_words_of_the_template_are_pointed_out() -> None:
-    """The default template around a prompt that batch_inference wrote as a whole would stand there twice."""
+    """The default template around a prompt that batch_inference wrote as a whole would stand there
+    twice.
+    """
     used = TextFormat(input_template="User: {}\nAssistant: ")
     [sentence] = filled_already(used, ["User: 1+1=\nAssistant: ", "2"])
     assert "'User:' already" in sentence and "--data.input_template {}" in sentence
@@ -198,7 +236,9 @@ def test_a_template_whose_last_space_the_tokenizer_joins_with_the_answer_is_poin
     assert sentence.endswith("use --data.input_template $'User: {}\\nAssistant:'")
     for template in ("User: {}\nAssistant:", "User: {}\nAssistant", "{}", None):
         assert joined_border(TextFormat(input_template=template), tokenizer) == []
-    assert joined_border(TextFormat(input_template="User: {}\nAssistant: "), build_tokenizer()) == []
+    assert (
+        joined_border(TextFormat(input_template="User: {}\nAssistant: "), build_tokenizer()) == []
+    )
 
 
 def test_a_chat_template_that_neither_flags_nor_texts_use_is_pointed_out() -> None:
@@ -214,7 +254,13 @@ def test_a_chat_template_that_neither_flags_nor_texts_use_is_pointed_out() -> No
 
 @pytest.mark.parametrize(
     ("prompt", "answer", "pointed_out"),
-    [("Hi there", "you", True), ("Is it?", "Yes", True), ("2+2=", "4", False), ("a ", "b", False), ("a", " b", False)],
+    [
+        ("Hi there", "you", True),
+        ("Is it?", "Yes", True),
+        ("2+2=", "4", False),
+        ("a ", "b", False),
+        ("a", " b", False),
+    ],
 )
 def test_prompts_and_answers_with_nothing_in_between_are_pointed_out(
     prompt: str, answer: str, pointed_out: bool

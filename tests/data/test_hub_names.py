@@ -30,7 +30,9 @@ for spec, split in json.loads(sys.argv[1]):
 """
 
 
-def ask(files: dict[str, bytes], questions: list[tuple[str, str]], home: Path) -> list[list[str] | str]:
+def ask(
+    files: dict[str, bytes], questions: list[tuple[str, str]], home: Path
+) -> list[list[str] | str]:
     """What `load_datasets` gives for (spec, split) where the hub has `me/tiny` with these files."""
     with hub("me/tiny", files) as address:
         environment = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(home)}
@@ -53,7 +55,12 @@ def lines(*names: str) -> bytes:
 
 def test_a_hub_dataset_is_loaded_by_split_and_its_mistakes_are_named(tmp_path: Path) -> None:
     files = {"train.jsonl": lines("a", "b"), "test.jsonl": lines("c")}
-    questions = [("me/tiny", "train"), ("me/tiny", "test"), ("me/tiny", "dev"), ("me/other", "train")]
+    questions = [
+        ("me/tiny", "train"),
+        ("me/tiny", "test"),
+        ("me/tiny", "dev"),
+        ("me/other", "train"),
+    ]
     train, test, no_split, no_dataset = ask(files, questions, tmp_path)
     assert (train, test) == (["a", "b"], ["c"])
     assert "me/tiny has no split 'dev'; it has 'train', 'test'" in no_split

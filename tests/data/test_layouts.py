@@ -1,4 +1,6 @@
-"""Layouts that public datasets have: each is recognised by its columns, named in a notice, and read by its flags."""
+"""Layouts that public datasets have: each is recognised by its columns, named in a notice, and read
+by its flags.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from openrlhf.config import choices
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.flags import amend
 from openrlhf.config.learning import RLDataConfig
-from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
+from openrlhf.config.supervised import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    RMConfig,
+    SFTConfig,
+)
 from openrlhf.data.errors import DataError
 from openrlhf.data.feedback import LabelledDataset, PreferenceDataset
 from openrlhf.data.layouts import LAYOUTS, READERS, recognise
@@ -31,7 +40,10 @@ ROOTS: dict[str, Any] = {
     "prm": PRMConfig,
 }
 CHAT = "--data.apply_chat_template"
-Q, A, B = ({"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "ok"), ("assistant", "no")))
+Q, A, B = (
+    {"role": role, "content": text}
+    for role, text in (("user", "q"), ("assistant", "ok"), ("assistant", "no"))
+)
 SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "ok"}]
 
 
@@ -41,10 +53,14 @@ def config(task: str, **given: Any) -> Any:
     return amend(ROOTS[task](), {"data.max_len": 64, "given": paths, **paths})
 
 
-def recognised(row: dict[str, Any], task: str, capsys: pytest.CaptureFixture[str], **given: Any) -> tuple[Any, str]:
+def recognised(
+    row: dict[str, Any], task: str, capsys: pytest.CaptureFixture[str], **given: Any
+) -> tuple[Any, str]:
     """The section `data` for a row, and the flags in the notice."""
     data = recognise(Dataset.from_list([row]), config(task, **given))
-    return data, (re.findall(r"have the layout of (.*), and are read so", capsys.readouterr().err) or [""])[0]
+    return data, (
+        re.findall(r"have the layout of (.*), and are read so", capsys.readouterr().err) or [""]
+    )[0]
 
 
 PAIRS: list[tuple[dict[str, Any], str]] = [
@@ -54,7 +70,11 @@ PAIRS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "q", "chosen": [A], "rejected": [B]}, f"{CHAT} --data.prompt_key prompt"),
     ({"prompt": "q", "chosen": [Q, A], "rejected": [Q, B]}, CHAT),  # the answers repeat it
     (
-        {"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": {"from": "gpt", "value": "no"}},
+        {
+            "conversations": SHAREGPT[:1],
+            "chosen": SHAREGPT[1],
+            "rejected": {"from": "gpt", "value": "no"},
+        },
         f"{CHAT} --data.prompt_key conversations",
     ),
     (
@@ -66,16 +86,28 @@ PAIRS: list[tuple[dict[str, Any], str]] = [
         },
         f"--data.layout chat {CHAT} --data.prompt_key conversations",
     ),
-    ({"winner": "model_b", "conversation_a": [Q, B], "conversation_b": [Q, A]}, f"--data.layout arena {CHAT}"),
     (
-        {"question": {"full_text": "q"}, "answer_0": "no", "answer_1": "ok", "score_0": -1.0, "score_1": 1.0},
+        {"winner": "model_b", "conversation_a": [Q, B], "conversation_b": [Q, A]},
+        f"--data.layout arena {CHAT}",
+    ),
+    (
+        {
+            "question": {"full_text": "q"},
+            "answer_0": "no",
+            "answer_1": "ok",
+            "score_0": -1.0,
+            "score_1": 1.0,
+        },
         "--data.layout webgpt --data.prompt_key prompt",
     ),
     (
         {"instruction": "q", "input": "", "chosen": "ok", "rejected": "no"},
         "--data.layout alpaca --data.prompt_key instruction",
     ),
-    ({"question": "q", "chosen": "ok", "rejected": "no"}, "--data.layout orca --data.prompt_key question"),
+    (
+        {"question": "q", "chosen": "ok", "rejected": "no"},
+        "--data.layout orca --data.prompt_key question",
+    ),
 ]
 
 
@@ -88,7 +120,9 @@ def test_pairs_are_recognised_and_read(
     assert said == flags
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     pair = PreferenceDataset(Dataset.from_list([row]), tokenizer, data, needs_prompt=True)[0]
-    texts = ("".join(tokenizer.convert_ids_to_tokens(tokens)) for tokens in (pair.chosen, pair.rejected))
+    texts = (
+        "".join(tokenizer.convert_ids_to_tokens(tokens)) for tokens in (pair.chosen, pair.rejected)
+    )
     turns = "<|user|>q<|end|>\n<|assistant|>{}<|end|>" if CHAT in flags else "q{} <|end|>"
     if task == "kto" and CHAT not in flags:
         turns = "User: q\nAssistant: {} <|end|>"
@@ -100,8 +134,14 @@ TEXTS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [Q, A]}, f"{CHAT} --data.input_key messages"),
     ({"messages": [Q, A], "system": ""}, f"--data.layout chat {CHAT} --data.input_key messages"),
     ({"conversations": SHAREGPT}, f"{CHAT} --data.input_key conversations"),
-    ({"conversations": SHAREGPT, "system": None}, f"--data.layout chat {CHAT} --data.input_key conversations"),
-    ({"prompt": [Q], "completion": [A]}, f"{CHAT} --data.input_key prompt --data.output_key completion"),
+    (
+        {"conversations": SHAREGPT, "system": None},
+        f"--data.layout chat {CHAT} --data.input_key conversations",
+    ),
+    (
+        {"prompt": [Q], "completion": [A]},
+        f"{CHAT} --data.input_key prompt --data.output_key completion",
+    ),
     ({"prompt": "q", "completion": "ok"}, "--data.input_key prompt --data.output_key completion"),
     ({"prompt": "q", "response": "ok"}, "--data.input_key prompt --data.output_key response"),
     ({"question": "q", "answer": "ok"}, "--data.input_key question --data.output_key answer"),
@@ -110,7 +150,10 @@ TEXTS: list[tuple[dict[str, Any], str]] = [
         {"instruction": "q", "input": "", "output": "ok"},
         "--data.layout alpaca --data.input_key instruction --data.output_key output",
     ),
-    ({"question": "q", "response": "ok"}, "--data.layout orca --data.input_key question --data.output_key response"),
+    (
+        {"question": "q", "response": "ok"},
+        "--data.layout orca --data.input_key question --data.output_key response",
+    ),
 ]
 
 
@@ -122,7 +165,11 @@ def test_rows_of_supervised_training_are_recognised_and_read(
     assert said == flags
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     tokens = SFTDataset(Dataset.from_list([row]), tokenizer, data)[0].tokens
-    text = "<|user|>q<|end|>\n<|assistant|>ok<|end|>" if CHAT in flags else "User: q\nAssistant: ok <|end|>"
+    text = (
+        "<|user|>q<|end|>\n<|assistant|>ok<|end|>"
+        if CHAT in flags
+        else "User: q\nAssistant: ok <|end|>"
+    )
     assert "".join(tokenizer.convert_ids_to_tokens(tokens)) == text
     # Labelled answers have the same texts, and a label.
     labelled = {**row, "label": 1}
@@ -139,7 +186,13 @@ def test_answers_with_a_score_are_labelled_rows(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    "row", [{"messages": [Q, A]}, {"conversations": SHAREGPT}, {"prompt": [Q]}, {"prompt": [Q], "completion": [A]}]
+    "row",
+    [
+        {"messages": [Q, A]},
+        {"conversations": SHAREGPT},
+        {"prompt": [Q]},
+        {"prompt": [Q], "completion": [A]},
+    ],
 )
 def test_prompts_of_reinforcement_learning_end_before_the_answer(row: dict[str, Any]) -> None:
     sections = amend(config("sft"), {"data": RLDataConfig()})
@@ -150,18 +203,26 @@ def test_prompts_of_reinforcement_learning_end_before_the_answer(row: dict[str, 
 
 @pytest.mark.parametrize(
     ("answers", "said"),
-    [("label_key", "--data.input_key question --data.label_key answer"), ("output_key", "--data.input_key question")],
+    [
+        ("label_key", "--data.input_key question --data.label_key answer"),
+        ("output_key", "--data.input_key question"),
+    ],
 )
 def test_prompts_whose_answers_are_labels_are_recognised_with_the_column_of_the_labels(
     answers: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = Dataset.from_list([{"question": "2 + 2?", "answer": "4"}])
     data = recognise(rows, EvaluationConfig(), "text", answers=answers)
-    assert (data.input_key, data.label_key) == ("question", "answer" if answers == "label_key" else None)
+    assert (data.input_key, data.label_key) == (
+        "question",
+        "answer" if answers == "label_key" else None,
+    )
     assert f"have the layout of {said}, and" in capsys.readouterr().err
 
 
-def test_input_system_and_history_of_alpaca_are_in_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+def test_input_system_and_history_of_alpaca_are_in_the_prompt(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     row = {"instruction": "do", "input": "it", "output": "ok", "system": "", "history": None}
     full = {**row, "system": "s", "history": [["a", "b"]]}
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
@@ -175,18 +236,29 @@ def test_input_system_and_history_of_alpaca_are_in_the_prompt(capsys: pytest.Cap
     assert text([full], apply_chat_template=True) == (
         "<|system|>s<|end|>\n<|user|>a<|end|>\n<|assistant|>b<|end|>\n<|user|>do\nit<|end|>\n<|assistant|>ok<|end|>"
     )
-    with pytest.raises(DataError, match=r"row 1, column 'instruction': is a list.*--data\.apply_chat_template"):
+    with pytest.raises(
+        DataError, match=r"row 1, column 'instruction': is a list.*--data\.apply_chat_template"
+    ):
         text([full])
-    with pytest.raises(DataError, match=r"row 1, column 'history': has \['a'\], which is no \[question, answer\]"):
+    with pytest.raises(
+        DataError, match=r"row 1, column 'history': has \['a'\], which is no \[question, answer\]"
+    ):
         text([{**row, "history": [["a"]]}])
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations"])
-def test_a_system_text_in_its_own_column_is_the_first_turn(column: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_system_text_in_its_own_column_is_the_first_turn(
+    column: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     system = {"role": "system", "content": "s"}
     rows = [
         {column: turns, "system": text}
-        for turns, text in (([Q, A], None), ([Q, A], "s"), ([system, Q, A], "s\n"), ([system, Q, A], ""))
+        for turns, text in (
+            ([Q, A], None),
+            ([Q, A], "s"),
+            ([system, Q, A], "s\n"),
+            ([system, Q, A], ""),
+        )
     ]
     data, said = recognised(rows[0], "sft", capsys)
     assert said == f"--data.layout chat {CHAT} --data.input_key {column}"
@@ -220,7 +292,11 @@ def test_a_prompt_that_is_part_of_an_answer_is_a_prompt(
     alike = Dataset.from_list([{"prompt": "hi", "chosen": "hi!", "rejected": "him?"}, rows[0]])
     assert recognise(alike, config(task)).prompt_key == "prompt"
     capsys.readouterr()
-    spoken = {"prompt": "hi", "chosen": [{**A, "content": "hi there"}], "rejected": [{**A, "content": "go away"}]}
+    spoken = {
+        "prompt": "hi",
+        "chosen": [{**A, "content": "hi there"}],
+        "rejected": [{**A, "content": "go away"}],
+    }
     for prompt in ("hi", [{**Q, "content": "hi"}]):
         data, said = recognised({**spoken, "prompt": prompt}, task, capsys)
         assert said == f"{CHAT} --data.prompt_key prompt"
@@ -233,7 +309,11 @@ def test_a_prompt_that_is_part_of_an_answer_is_a_prompt(
     [
         PLAIN,
         {"prompt": "q\n", "chosen": "q\nok", "rejected": "q\nno"},
-        {"prompt": "q?", "chosen": "Question: q? Answer: ok", "rejected": "Question: q? Answer: no"},
+        {
+            "prompt": "q?",
+            "chosen": "Question: q? Answer: ok",
+            "rejected": "Question: q? Answer: no",
+        },
         {"prompt": "", "chosen": [Q, A], "rejected": [Q, B]},
         {"prompt": "q", "chosen": [Q, A], "rejected": [Q, B]},
         {"prompt": [Q], "chosen": [Q, A], "rejected": [Q, B]},
@@ -248,26 +328,36 @@ def test_a_prompt_that_the_answers_repeat_is_ignored_with_a_notice(
     assert data.prompt_key is None and NOT_READ in said
     assert data.apply_chat_template == isinstance(row["chosen"], list)
     for given in ({"prompt_key": "prompt"}, {"layout": "columns"}):
-        assert recognise(Dataset.from_list([row]), config(task, **given)).prompt_key == given.get("prompt_key")
+        assert recognise(Dataset.from_list([row]), config(task, **given)).prompt_key == given.get(
+            "prompt_key"
+        )
         assert NOT_READ not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("prompt", ["", 12])
-def test_prompts_without_text_are_repeated_by_no_answer(prompt: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_without_text_are_repeated_by_no_answer(
+    prompt: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Later rows may have a text; a number is an error that names the row."""
     row = {"prompt": prompt, "chosen": "12 a", "rejected": "12 b"}
     data = recognise(Dataset.from_list([row] * 3), config("dpo"))
     assert data.prompt_key == "prompt" and NOT_READ not in capsys.readouterr().err
 
 
-def test_the_prompt_column_of_pairs_is_the_prompt_of_reinforcement_learning(capsys: pytest.CaptureFixture[str]) -> None:
-    data = recognise(Dataset.from_list([PLAIN]), amend(config("sft"), {"data": RLDataConfig()}), "text")
+def test_the_prompt_column_of_pairs_is_the_prompt_of_reinforcement_learning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = recognise(
+        Dataset.from_list([PLAIN]), amend(config("sft"), {"data": RLDataConfig()}), "text"
+    )
     assert data.input_key == "prompt" and NOT_READ not in capsys.readouterr().err
 
 
 def test_ties_of_comparisons_are_left_out_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
     winners = ["tie", "model_b", "tie (bothbad)"]
-    rows = [{"winner": winner, "conversation_a": [Q, B], "conversation_b": [Q, A]} for winner in winners]
+    rows = [
+        {"winner": winner, "conversation_a": [Q, B], "conversation_b": [Q, A]} for winner in winners
+    ]
     data, _ = recognised(rows[0], "rm", capsys)
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     pairs = PreferenceDataset(Dataset.from_list(rows), tokenizer, data)
@@ -283,7 +373,9 @@ def test_ties_of_comparisons_are_left_out_and_counted(capsys: pytest.CaptureFixt
 # ---- what the user says wins
 
 
-def test_columns_that_the_user_names_stay_and_what_is_missing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_that_the_user_names_stay_and_what_is_missing_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     row = {"instruction": "q", "input": "x", "output": "ok"}
     given = config("sft", input_key="instruction", output_key="output")
     assert recognise(Dataset.from_list([row]), given) is given.data
@@ -295,27 +387,39 @@ def test_columns_that_the_user_names_stay_and_what_is_missing_is_said(capsys: py
     assert capsys.readouterr().err == ""
 
 
-def test_a_layout_can_be_named_or_recognition_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_can_be_named_or_recognition_switched_off(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     row = {"instruction": "q", "output": "ok", "messages": [Q, A]}
     data, _ = recognised(row, "sft", capsys, layout="alpaca")
     assert (data.input_key, data.output_key, data.layout) == ("instruction", "output", "alpaca")
     data, said = recognised(row, "sft", capsys, layout="columns")
     assert (data.input_key, data.output_key, said) == ("input", None, "")
-    with pytest.raises(DataError, match=r"--data\.layout orca has other columns than the dataset, 'instruction'"):
+    with pytest.raises(
+        DataError, match=r"--data\.layout orca has other columns than the dataset, 'instruction'"
+    ):
         recognised(row, "sft", capsys, layout="orca")
     with pytest.raises(DataError, match=r"--data\.layout alpaca has other columns"):
         recognised(row, "sft", capsys, layout="alpaca", input_key="messages")
 
 
-def test_the_layout_of_a_command_that_reads_no_such_rows_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    for task, row in (("prm", {"messages": [Q, A]}), ("rm", {"messages": [Q, A]}), ("sft", {"other": "a"})):
+def test_the_layout_of_a_command_that_reads_no_such_rows_is_left_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for task, row in (
+        ("prm", {"messages": [Q, A]}),
+        ("rm", {"messages": [Q, A]}),
+        ("sft", {"other": "a"}),
+    ):
         data, said = recognised(row, task, capsys)
         assert (data, said) == (config(task).data, "")
     pretraining = SFTConfig(model=amend(SFTConfig().model, {"pretrain_mode_enable": True}))
     assert pretraining.derived_values()["data.layout"] == "columns"
 
 
-def test_a_default_that_the_layout_has_no_use_for_is_reset(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_default_that_the_layout_has_no_use_for_is_reset(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     data, _ = recognised({"messages": [Q, A]}, "kd", capsys)
     assert config("kd").data.output_key == "output"
     assert data.output_key is None
@@ -338,8 +442,14 @@ def test_the_page_about_data_has_every_layout_with_its_flags() -> None:
                 for f, v in entry["flags"].items()
                 if v and (kind == "text" or f not in ("chosen_key", "rejected_key"))
             }
-            words = {f"--data.{flag}" + ("" if value is True else f" {value}") for flag, value in flags.items()}
+            words = {
+                f"--data.{flag}" + ("" if value is True else f" {value}")
+                for flag, value in flags.items()
+            }
             assert any(
-                words == set(re.findall(r"--data\.\w+(?: \w+)?", line.rpartition("|")[0].rpartition("|")[2]))
+                words
+                == set(
+                    re.findall(r"--data\.\w+(?: \w+)?", line.rpartition("|")[0].rpartition("|")[2])
+                )
                 for line in lines
             ), words

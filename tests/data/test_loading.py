@@ -56,7 +56,17 @@ def save(path: Path) -> str:
     return str(path)
 
 
-NAMES = ["x.json", "x.jsonl", "x.csv", "x.parquet", "x.arrow", "x.json.gz", "x.jsonl.gz", "x.csv.gz", "x.v1.JSONL"]
+NAMES = [
+    "x.json",
+    "x.jsonl",
+    "x.csv",
+    "x.parquet",
+    "x.arrow",
+    "x.json.gz",
+    "x.jsonl.gz",
+    "x.csv.gz",
+    "x.v1.JSONL",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -94,7 +104,9 @@ def test_a_saved_dataset_is_read(tmp_path: Path) -> None:
 
 
 def test_a_split_of_a_saved_dictionary_of_datasets_is_read(tmp_path: Path) -> None:
-    DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:1])).save_to_disk(tmp_path / "saved")
+    DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:1])).save_to_disk(
+        tmp_path / "saved"
+    )
     assert len(load(str(tmp_path / "saved"), split="test")) == 1
     assert len(load(f"{tmp_path}/saved@train")) == 3
 
@@ -130,9 +142,13 @@ def test_the_cap_holds_for_each_dataset_and_for_the_blend(two_files: str) -> Non
     ]
 
 
-def test_with_probabilities_every_row_is_drawn_at_least_once_in_the_order_of_its_file(two_files: str) -> None:
+def test_with_probabilities_every_row_is_drawn_at_least_once_in_the_order_of_its_file(
+    two_files: str,
+) -> None:
     names = inputs(load(two_files, probs="0.5,0.5"))
-    assert {*names} == {f"x{number}" for number in range(60)} | {f"y{number}" for number in range(20)}
+    assert {*names} == {f"x{number}" for number in range(60)} | {
+        f"y{number}" for number in range(20)
+    }
     first_x = [name for name in dict.fromkeys(names) if name.startswith("x")]
     assert first_x == [f"x{number}" for number in range(60)]
     share = sum(name.startswith("x") for name in names) / len(names)
@@ -174,11 +190,16 @@ def test_thirds_written_with_three_digits_are_thirds(two_files: str, write: Writ
     assert {*names} > {"z", "x59", "y19"}
 
 
-def test_rows_that_are_drawn_again_and_again_are_announced(two_files: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_are_drawn_again_and_again_are_announced(
+    two_files: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = load(two_files, probs="0.5,0.5")
     times = sum(name.startswith("y") for name in inputs(rows)) / 20
     said = capsys.readouterr().err
-    assert "few.jsonl is drawn about 3.0 times: its probability is 0.5" in said and "many.jsonl" not in said
+    assert (
+        "few.jsonl is drawn about 3.0 times: its probability is 0.5" in said
+        and "many.jsonl" not in said
+    )
     assert times == pytest.approx(3, abs=1)
     load(two_files, probs="0.75,0.25")
     assert capsys.readouterr().err == ""
@@ -194,7 +215,11 @@ def test_only_an_empty_cell_of_a_csv_file_is_null(write: Write) -> None:
 
 @pytest.mark.parametrize("place", ["x.csv", "folder/train.csv", "x.tsv"])
 def test_cells_of_a_csv_file_stay_text_over_many_rows(place: str, write: Write) -> None:
-    answers = ["yes"] * 10_000 + [f"{number:05d}" for number in range(10_000)] + ["1.50", "True", "1e5", "-0"]
+    answers = (
+        ["yes"] * 10_000
+        + [f"{number:05d}" for number in range(10_000)]
+        + ["1.50", "True", "1e5", "-0"]
+    )
     separator = "\t" if place.endswith("tsv") else ","
     path = write(place, "".join(f"{cell}{separator}x\n" for cell in ["output", *answers]))
     rows = load(path if place.startswith("x") else str(Path(path).parent), max_samples=10**6)
@@ -216,10 +241,14 @@ def test_a_csv_cell_holds_quotes_line_breaks_and_a_long_text(write: Write) -> No
 # ---- mistakes
 
 
-def test_a_missing_split_is_answered_with_the_splits_there_are(write: Write, tmp_path: Path) -> None:
+def test_a_missing_split_is_answered_with_the_splits_there_are(
+    write: Write, tmp_path: Path
+) -> None:
     write("data/train.jsonl", json_lines(ROWS))
     write("data/test.jsonl", json_lines(ROWS))
-    with pytest.raises(DataError, match=r"no split 'dev'; it has 'train', 'test'\. Set .*--eval\.split"):
+    with pytest.raises(
+        DataError, match=r"no split 'dev'; it has 'train', 'test'\. Set .*--eval\.split"
+    ):
         load(str(tmp_path / "data"), split="dev")
 
 
@@ -230,7 +259,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_a_hub_name_that_cannot_be_reached_is_said_to_be_one() -> None:
     with pytest.raises(
-        DataError, match=r"nobody/nothing could not be loaded from the hub \(there is no file or folder"
+        DataError,
+        match=r"nobody/nothing could not be loaded from the hub \(there is no file or folder",
     ):
         load("nobody/nothing")
 
@@ -247,7 +277,8 @@ def test_a_file_of_an_unknown_kind_is_answered_with_the_kinds_there_are(write: W
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("x.jsonl", ""), ("x.jsonl", "\n\n"), ("x.json", "[]"), ("x.csv", "input,label\n")]
+    ("name", "text"),
+    [("x.jsonl", ""), ("x.jsonl", "\n\n"), ("x.json", "[]"), ("x.csv", "input,label\n")],
 )
 def test_a_file_without_rows_is_an_error(name: str, text: str, write: Write) -> None:
     with pytest.raises(DataError, match=rf"{name} has no rows"):
@@ -270,7 +301,11 @@ def test_a_saved_dataset_without_rows_is_an_error(tmp_path: Path) -> None:
     ("name", "text", "complaint"),
     [
         ("x.jsonl", '{"a": 1}\n{"a": 2\n{"a": 3}\n', r"x\.jsonl, line 2: .*JSON"),
-        ("x.jsonl", '{"a": 1}\n' * 5000 + '{"a": 2\n' + '{"a": 1}\n' * 5000, r"x\.jsonl, line 5001: .*JSON"),
+        (
+            "x.jsonl",
+            '{"a": 1}\n' * 5000 + '{"a": 2\n' + '{"a": 1}\n' * 5000,
+            r"x\.jsonl, line 5001: .*JSON",
+        ),
         ("x.jsonl", '{"a": 1}\n\n{"a": 1, "a": 2}\n', r"x\.jsonl, line 3: .*'a' twice"),
         ("x.jsonl", '{"a": "\\ud83d"}\n', r"x\.jsonl, line 1: "),
         ("x.jsonl", "\n1\n2\n", r"x\.jsonl, line 2: .*a number"),
@@ -279,7 +314,11 @@ def test_a_saved_dataset_without_rows_is_an_error(tmp_path: Path) -> None:
         ("x.json", '[{"a": 1}, [2]]', r"x\.json, row 2: .*a list"),
         ("x.csv", "a,b\n1,2\n1,2,3\n", r"x\.csv, line 3: .*3 fields.* 2 "),
         ("x.csv", 'a,b\n"1\n2",2\n\n1\n', r"x\.csv, line 5: .*1 fields.* 2 "),
-        ("x.csv", "input,output\n" + "Translate this, please: cat,chat\n" * 2, r"x\.csv, line 2: .*3 fields.* 2 "),
+        (
+            "x.csv",
+            "input,output\n" + "Translate this, please: cat,chat\n" * 2,
+            r"x\.csv, line 2: .*3 fields.* 2 ",
+        ),
         ("x.csv", 'a,b\n1,2\n"1,2\n1,2\n', r"x\.csv, line 3: .*quotes"),
         ("x.csv", 'a,b\n1,"2"3\n', r"x\.csv, line 2: .*quotes"),
         ("x.csv", "a,b,a\n1,2,3\n", r"x\.csv, line 1: .*'a'"),
@@ -287,7 +326,9 @@ def test_a_saved_dataset_without_rows_is_an_error(tmp_path: Path) -> None:
         ("x.arrow", "hello", r"x\.arrow could not be read"),
     ],
 )
-def test_a_malformed_file_is_named_with_the_line(name: str, text: str, complaint: str, write: Write) -> None:
+def test_a_malformed_file_is_named_with_the_line(
+    name: str, text: str, complaint: str, write: Write
+) -> None:
     with pytest.raises(DataError, match=complaint):
         load(write(name, text))
 
@@ -308,9 +349,15 @@ def test_a_malformed_file_in_a_folder_is_named(write: Write, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv"])
 @pytest.mark.parametrize("encoding", ["cp1252", "utf-16"])
-def test_a_file_that_is_not_utf8_is_named_with_the_line(name: str, encoding: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_utf8_is_named_with_the_line(
+    name: str, encoding: str, tmp_path: Path
+) -> None:
     path = tmp_path / name
-    texts = {"x.jsonl": '{"a": "x"}\n{"a": "é"}\n', "x.json": '[{"a": "x"},\n{"a": "é"}]', "x.csv": "a\nx\né\n"}
+    texts = {
+        "x.jsonl": '{"a": "x"}\n{"a": "é"}\n',
+        "x.json": '[{"a": "x"},\n{"a": "é"}]',
+        "x.csv": "a\nx\né\n",
+    }
     path.write_bytes(texts[name].encode(encoding))
     line = {"cp1252": 3 if name == "x.csv" else 2, "utf-16": 1}[encoding]
     with pytest.raises(DataError, match=rf"{name}, line {line} .*UTF-8"):
@@ -322,7 +369,13 @@ def test_text_of_a_saved_dataset_that_is_not_utf8_is_named_by_row(tmp_path: Path
     Dataset(pa.table({"a": broken})).save_to_disk(tmp_path / "saved")
     rows = load(str(tmp_path / "saved"))
     with pytest.raises(DataError, match=r"saved, row 2: is not valid UTF-8 text"):
-        map_rows(rows, ["a"], lambda batch: {"a": batch["a"]}, Features({"a": Value("string")}), "Reading")
+        map_rows(
+            rows,
+            ["a"],
+            lambda batch: {"a": batch["a"]},
+            Features({"a": Value("string")}),
+            "Reading",
+        )
 
 
 def test_a_file_may_be_named_twice_in_a_blend(write: Write) -> None:

@@ -1,4 +1,6 @@
-"""Tools that a chat template leaves out are reported for every kind of row, and calls that vanish are no answers."""
+"""Tools that a chat template leaves out are reported for every kind of row, and calls that vanish
+are no answers.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ TEMPLATES = {
 CHAT: dict[str, Any] = {"apply_chat_template": True, "max_len": 200}
 TOOLS = [{"name": "add"}]
 ASKED = {"role": "user", "content": "please add 1 and 2"}  # the name is in the text by accident
-CALLED = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {"x": 1}}]}
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"name": "add", "arguments": {"x": 1}}],
+}
 HEARD = {"role": "tool", "content": "3"}
 ANSWERED = {"role": "assistant", "content": "three"}
 OTHER = {"role": "assistant", "content": "four"}
@@ -43,14 +49,19 @@ EMPTY = {"role": "assistant", "content": ""}
 Read = Callable[[Dataset, Any], TokenizedRows[Any]]
 KINDS: dict[str, tuple[dict[str, Any], Read]] = {
     "sft": ({"input": WHOLE}, lambda rows, t: SFTDataset(rows, t, SFTDataConfig(**CHAT))),
-    "sft, turns": ({"input": WHOLE}, lambda rows, t: SFTDataset(rows, t, SFTDataConfig(multiturn=True, **CHAT))),
+    "sft, turns": (
+        {"input": WHOLE},
+        lambda rows, t: SFTDataset(rows, t, SFTDataConfig(multiturn=True, **CHAT)),
+    ),
     "pairs": (
         {"chosen": WHOLE, "rejected": [*WHOLE[:3], OTHER]},
         lambda rows, t: PreferenceDataset(rows, t, PreferenceDataConfig(**CHAT)),
     ),
     "labelled": (
         {"input": WHOLE[:3], "output": "three", "label": 1},
-        lambda rows, t: LabelledDataset(rows, t, KTODataConfig(output_key="output", label_key="label", **CHAT)),
+        lambda rows, t: LabelledDataset(
+            rows, t, KTODataConfig(output_key="output", label_key="label", **CHAT)
+        ),
     ),
     "prompts": ({"input": WHOLE[:3]}, lambda rows, t: PromptDataset(rows, t, RLDataConfig(**CHAT))),
     "answers to score": (
@@ -73,33 +84,44 @@ def test_tools_that_the_template_leaves_out_are_reported_once_with_the_first_row
     without = {name: value for name, value in row.items() if name == "label"}
     for name, value in row.items():
         if isinstance(value, list):
-            without[name] = [message for message in value if "tool_calls" not in message and message != HEARD]
+            without[name] = [
+                message for message in value if "tool_calls" not in message and message != HEARD
+            ]
         elif name == "output":
             without[name] = value
     tokenizer = build_tokenizer(TEMPLATES[template])
     read(Dataset.from_list([without]), tokenizer)
     assert not notices(capsys)
     calling = row | {"tools": TOOLS}
-    read(Dataset.from_list([without | {"tools": None}, without | {"tools": []}, calling, calling]), tokenizer)
+    read(
+        Dataset.from_list([without | {"tools": None}, without | {"tools": []}, calling, calling]),
+        tokenizer,
+    )
     found = notices(capsys)
     if template == "both":
         assert not found
     else:
-        assert len(found) == 1 and "2 of 4" in found[0] and "row 3" in found[0] and "'add'" in found[0]
+        assert (
+            len(found) == 1 and "2 of 4" in found[0] and "row 3" in found[0] and "'add'" in found[0]
+        )
 
 
 def learned(template: str, messages: list[dict[str, Any]], **flags: Any) -> list[str]:
     """The learned text of a row, split after each end of a turn."""
     tokenizer = build_tokenizer(template, eos="<|end|>")
     rows = SFTDataset(
-        Dataset.from_list([{"input": messages, "tools": TOOLS}]), tokenizer, SFTDataConfig(**CHAT, **flags)
+        Dataset.from_list([{"input": messages, "tools": TOOLS}]),
+        tokenizer,
+        SFTDataConfig(**CHAT, **flags),
     )
     return shown(rows, tokenizer).replace("\n", "").split("<|end|>")[:-1]
 
 
 def shown(rows: SFTDataset, tokenizer: PreTrainedTokenizerBase) -> str:
     """The learned text of the first row."""
-    kept = [token for token, wanted in zip(rows[0].tokens, rows[0].loss_mask, strict=True) if wanted]
+    kept = [
+        token for token, wanted in zip(rows[0].tokens, rows[0].loss_mask, strict=True) if wanted
+    ]
     return "".join(tokenizer.convert_ids_to_tokens(kept))
 
 
@@ -124,14 +146,19 @@ def test_a_row_whose_only_answer_is_a_call_that_vanishes_is_dropped_and_reported
     called = [ASKED, CALLED | {"content": content}]
     data = SFTDataConfig(multiturn=multiturn, **CHAT)
     rows = SFTDataset(
-        Dataset.from_list([{"input": called}, {"input": [ASKED, ANSWERED]}]), build_tokenizer(PLAIN_CHAT), data
+        Dataset.from_list([{"input": called}, {"input": [ASKED, ANSWERED]}]),
+        build_tokenizer(PLAIN_CHAT),
+        data,
     )
     assert len(rows) == 1 and "1 of 2" in rows.summary
     [found] = notices(capsys)
     assert "1 of 2" in found and "row 1" in found
     with pytest.raises(DataError):
         SFTDataset(Dataset.from_list([{"input": called}]), build_tokenizer(PLAIN_CHAT), data)
-    assert len(SFTDataset(Dataset.from_list([{"input": called}]), build_tokenizer(KNOWS_TOOLS), data)) == 1
+    assert (
+        len(SFTDataset(Dataset.from_list([{"input": called}]), build_tokenizer(KNOWS_TOOLS), data))
+        == 1
+    )
 
 
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
@@ -152,5 +179,7 @@ def test_a_pair_with_an_answer_of_calls_that_vanish_is_dropped(side: str) -> Non
 def test_a_response_of_several_messages_is_learned_without_the_calls_that_vanish() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     row = {"input": [ASKED], "output": WHOLE[1:]}
-    rows = SFTDataset(Dataset.from_list([row]), tokenizer, SFTDataConfig(output_key="output", **CHAT))
+    rows = SFTDataset(
+        Dataset.from_list([row]), tokenizer, SFTDataConfig(output_key="output", **CHAT)
+    )
     assert shown(rows, tokenizer) == "three<|end|>"

@@ -1,4 +1,6 @@
-"""Many rows are tokenized by several processes, which leave nothing behind, also if the command is asked to end."""
+"""Many rows are tokenized by several processes, which leave nothing behind, also if the command is
+asked to end.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def test_the_tables_of_many_rows_are_not_left_in_the_cache(
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.verify)]
+    ("number", "status"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.verify)],
 )
 def test_a_command_that_is_asked_to_end_while_it_tokenizes_ends_in_order(
     number: signal.Signals, status: int, tmp_path: Path

@@ -20,7 +20,9 @@ from tests.data.small import PLAIN_CHAT, build_tokenizer, gsm8k, json_lines
 def dataset(
     rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase | None = None, **flags: Any
 ) -> PromptDataset:
-    return PromptDataset(Dataset.from_list(rows), tokenizer or build_tokenizer(), RLDataConfig(**flags))
+    return PromptDataset(
+        Dataset.from_list(rows), tokenizer or build_tokenizer(), RLDataConfig(**flags)
+    )
 
 
 def test_a_plain_prompt_goes_through_the_input_template() -> None:
@@ -52,7 +54,14 @@ def test_a_conversation_is_a_prompt_up_to_the_last_turn_that_is_not_the_assistan
     def said(role: str) -> dict[str, str]:
         return {"role": role, "content": role[0]}
 
-    turns = [said("system"), said("user"), said("assistant"), said("tool"), said("assistant"), said("assistant")]
+    turns = [
+        said("system"),
+        said("user"),
+        said("assistant"),
+        said("tool"),
+        said("assistant"),
+        said("assistant"),
+    ]
     rows = [{"input": turns}, {"input": turns[:2]}]
     prompts = dataset(rows, build_tokenizer(PLAIN_CHAT), apply_chat_template=True)
     assert prompts[0].text.endswith("<|assistant|>a<|end|>\n<|tool|>t<|end|>\n<|assistant|>")
@@ -67,13 +76,19 @@ LABELS = ["42", 42, 4.5, None, True, {"answer": 1}, {"tests": ["a"]}, ["x", 1], 
 
 @pytest.mark.parametrize("label", LABELS, ids=str)
 def test_a_label_of_any_json_type_passes_through_a_file_unchanged(label: Any, write: Any) -> None:
-    path = write("prompts.jsonl", json_lines([{"input": "a", "label": label}, {"input": "b", "label": label}]))
+    path = write(
+        "prompts.jsonl",
+        json_lines([{"input": "a", "label": label}, {"input": "b", "label": label}]),
+    )
     rows = load_datasets(path, split="train", max_samples=10, seed=0)
     assert PromptDataset(rows, build_tokenizer(), RLDataConfig(label_key="label"))[1].label == label
 
 
 def test_labels_of_different_types_in_one_column_pass_through_unchanged(write: Any) -> None:
-    labels = ["x = 42", *LABELS[1:]]  # a string that is itself JSON would be read as JSON by the datasets library
+    labels = [
+        "x = 42",
+        *LABELS[1:],
+    ]  # a string that is itself JSON would be read as JSON by the datasets library
     path = write("prompts.jsonl", json_lines([{"input": "a", "label": label} for label in labels]))
     rows = load_datasets(path, split="train", max_samples=10, seed=0)
     prompts = PromptDataset(rows, build_tokenizer(), RLDataConfig(label_key="label"))
@@ -81,7 +96,9 @@ def test_labels_of_different_types_in_one_column_pass_through_unchanged(write: A
 
 
 def test_a_row_is_a_prompt_with_the_number_of_the_row() -> None:
-    prompt = dataset([{"input": "b", "label": "0"}, {"input": "a", "label": "1"}], label_key="label")[1]
+    prompt = dataset(
+        [{"input": "b", "label": "0"}, {"input": "a", "label": "1"}], label_key="label"
+    )[1]
     assert prompt == Prompt(index=1, text="a", tokens=[74], label="1")
 
 
@@ -118,13 +135,17 @@ def test_mistakes_found_before_and_after_tokenization_are_told_in_the_order_of_r
         ([{"content": "a"}], True, "message 0 needs 'role'"),
     ],
 )
-def test_a_malformed_prompt_is_an_error_with_its_row(value: Any, chat: bool, complaint: str) -> None:
+def test_a_malformed_prompt_is_an_error_with_its_row(
+    value: Any, chat: bool, complaint: str
+) -> None:
     with pytest.raises(DataError, match=f"row 1, column 'input': {complaint}"):
         dataset([{"input": value}], build_tokenizer(PLAIN_CHAT), apply_chat_template=chat)
 
 
 def test_missing_columns_are_named_with_the_columns_there_are() -> None:
-    with pytest.raises(DataError, match=r"no column 'question', which --data\.input_key names\. It has 'input'"):
+    with pytest.raises(
+        DataError, match=r"no column 'question', which --data\.input_key names\. It has 'input'"
+    ):
         dataset([{"input": "a"}], input_key="question")
     with pytest.raises(DataError, match=r"no column 'answer', which --data\.label_key names"):
         dataset([{"input": "a"}], label_key="answer")
@@ -134,7 +155,9 @@ def test_gsm8k_prompts_keep_their_answers() -> None:
     rows = load_datasets(str(gsm8k()), split="train", max_samples=200, seed=0)
     tokenizer = build_tokenizer(PLAIN_CHAT)
     prompts = PromptDataset(
-        rows, tokenizer, RLDataConfig(input_key="question", label_key="answer", apply_chat_template=True)
+        rows,
+        tokenizer,
+        RLDataConfig(input_key="question", label_key="answer", apply_chat_template=True),
     )
     lines = [json.loads(line) for line in gsm8k().read_text().splitlines()[:200]]
     assert [prompts[place].label for place in range(200)] == [line["answer"] for line in lines]

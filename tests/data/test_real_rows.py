@@ -1,4 +1,6 @@
-"""The rows of HH-RLHF and GSM8K in every kind of training: a slice in `make test`, all of them in `make verify`."""
+"""The rows of HH-RLHF and GSM8K in every kind of training: a slice in `make test`, all of them in
+`make verify`.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,13 @@ def read(data_dir: Path) -> Callable[..., Source]:
 
     def rows(file: str, count: int) -> Source:
         path = data_dir / file
-        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
+        text = (
+            gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        ).decode()
         lines = [json.loads(line) for line in text.removesuffix("\n").split("\n")[:count]]
-        return Source(rows=load_datasets(str(path), split="train", max_samples=count, seed=0), lines=lines)
+        return Source(
+            rows=load_datasets(str(path), split="train", max_samples=count, seed=0), lines=lines
+        )
 
     return rows
 
@@ -76,15 +82,23 @@ HH = "hh-rlhf/harmless-base-test.jsonl.gz"
 
 
 def unequal(source: Source) -> list[dict[str, Any]]:
-    return [line for line in source.lines if line["chosen"].rstrip("\n") != line["rejected"].rstrip("\n")]
+    return [
+        line
+        for line in source.lines
+        if line["chosen"].rstrip("\n") != line["rejected"].rstrip("\n")
+    ]
 
 
 @AMOUNTS
-def test_hh_rlhf_as_pairs_of_a_reward_model_and_of_dpo(count: int, read: Callable[..., Source]) -> None:
+def test_hh_rlhf_as_pairs_of_a_reward_model_and_of_dpo(
+    count: int, read: Callable[..., Source]
+) -> None:
     source = read(HH, count)
     lines = unequal(source)
     whole = PreferenceDataset(source.rows, TOKENIZER, section(RMConfig, source.rows))
-    pairs = PreferenceDataset(source.rows, TOKENIZER, section(DPOConfig, source.rows), needs_prompt=True)
+    pairs = PreferenceDataset(
+        source.rows, TOKENIZER, section(DPOConfig, source.rows), needs_prompt=True
+    )
     assert len(whole) == len(pairs) == len(lines)
     assert whole.summary.startswith(f"{len(lines)} of {len(source.lines)} pairs kept")
     for number, line in enumerate(lines):
@@ -92,13 +106,17 @@ def test_hh_rlhf_as_pairs_of_a_reward_model_and_of_dpo(count: int, read: Callabl
         assert row.chosen[:-2] == whole[number].chosen[:-2] == seen(line["chosen"].rstrip("\n"))
         for tokens, text in ((row.chosen, line["chosen"]), (row.rejected, line["rejected"])):
             ends_alike = tokens[: row.prompt_length] == seen(text)[: row.prompt_length]
-            assert ends_alike and row.prompt_length <= len(seen(text.rstrip("\n"))) - len(seen(last_answer(text)))
+            assert ends_alike and row.prompt_length <= len(seen(text.rstrip("\n"))) - len(
+                seen(last_answer(text))
+            )
 
 
 @AMOUNTS
 def test_hh_rlhf_as_labelled_answers(count: int, read: Callable[..., Source]) -> None:
     source = read(HH, count)
-    pairs = PreferenceDataset(source.rows, TOKENIZER, section(KTOConfig, source.rows), needs_prompt=True)
+    pairs = PreferenceDataset(
+        source.rows, TOKENIZER, section(KTOConfig, source.rows), needs_prompt=True
+    )
     both = BothAnswers(pairs)
     assert len(both) == 2 * len(unequal(source))
     assert sum(both[number].desirable for number in range(len(both))) == len(pairs)
@@ -114,8 +132,12 @@ def test_hh_rlhf_as_conversations(count: int, read: Callable[..., Source]) -> No
     kept = [line["chosen"] for line in source.lines if last_answer(line["chosen"]).strip()]
     assert len(rows) == len(kept)
     for number, text in enumerate(kept):
-        learned = [t for t, on in zip(rows[number].tokens, rows[number].loss_mask, strict=True) if on]
-        turns = [part.partition("\n\nHuman:")[0].strip() for part in text.split("\n\nAssistant:")[1:]]
+        learned = [
+            t for t, on in zip(rows[number].tokens, rows[number].loss_mask, strict=True) if on
+        ]
+        turns = [
+            part.partition("\n\nHuman:")[0].strip() for part in text.split("\n\nAssistant:")[1:]
+        ]
         assert spelled(learned) == spelled(seen("<|end|>\n".join(turns) + "<|end|>"))
 
 
@@ -124,16 +146,22 @@ def test_gsm8k_as_recognised_prompts_and_answers(count: int, read: Callable[...,
     source = read("gsm8k/train.jsonl", count)
     rows = SFTDataset(source.rows, TOKENIZER, section(SFTConfig, source.rows))
     prompts = PromptDataset(
-        source.rows, TOKENIZER, section(lambda: amend(SFTConfig(), {"data": RLDataConfig()}), source.rows)
+        source.rows,
+        TOKENIZER,
+        section(lambda: amend(SFTConfig(), {"data": RLDataConfig()}), source.rows),
     )
     assert len(rows) == len(prompts) == len(source.lines)
     for number, line in enumerate(source.lines):
         assert prompts[number].tokens == seen(line["question"])
-        assert rows[number].tokens == seen(f"User: {line['question']}\nAssistant: {line['answer']} <|end|>")
+        assert rows[number].tokens == seen(
+            f"User: {line['question']}\nAssistant: {line['answer']} <|end|>"
+        )
 
 
 def steps_example() -> Any:
-    spec = importlib.util.spec_from_file_location("gsm8k_steps", ROOT / "examples/data/gsm8k_steps.py")
+    spec = importlib.util.spec_from_file_location(
+        "gsm8k_steps", ROOT / "examples/data/gsm8k_steps.py"
+    )
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -141,7 +169,9 @@ def steps_example() -> Any:
 
 
 @AMOUNTS
-def test_the_steps_of_gsm8k_solutions_as_rows_of_a_process_reward_model(count: int, data_dir: Path) -> None:
+def test_the_steps_of_gsm8k_solutions_as_rows_of_a_process_reward_model(
+    count: int, data_dir: Path
+) -> None:
     lines = (data_dir / "gsm8k/example_model_solutions.jsonl").read_text().splitlines()[:count]
     made = list(steps_example().rows(lines, "<think>"))
     assert len(made) == 4 * len(lines)
@@ -155,9 +185,14 @@ def test_the_steps_of_gsm8k_solutions_as_rows_of_a_process_reward_model(count: i
     labelled = [row for row in made if any(row["labels"])]
     assert rows.summary.startswith(f"{len(labelled)} of {len(made)} rows kept")
     counts = Counter(each for row in labelled for each in row["labels"] if each)
-    assert rows.summary.endswith(f" Labels: {counts['+']} +, {counts['-']} -.") and counts["+"] > counts["-"] > 0
+    assert (
+        rows.summary.endswith(f" Labels: {counts['+']} +, {counts['-']} -.")
+        and counts["+"] > counts["-"] > 0
+    )
     for number, row in enumerate(labelled):
-        assert [chr(int(label) - 9 + 32) for label in rows[number].labels] == [each for each in row["labels"] if each]
+        assert [chr(int(label) - 9 + 32) for label in rows[number].labels] == [
+            each for each in row["labels"] if each
+        ]
         assert {rows[number].tokens[place] for place in rows[number].places} == {6}
 
 
@@ -204,7 +239,9 @@ def test_a_row_that_cannot_be_read_is_named_with_its_column(
 ) -> None:
     good = {
         "sft": {"input": "a", "output": "b"},
-        "chat": {"input": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        "chat": {
+            "input": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        },
         "dpo": {"prompt": "a", "chosen": "b", "rejected": "c"},
         "kto": {"input": "a", "output": "b", "label": 1},
         "prm": {"input": "a<think>", "label": ["+"]},
@@ -227,4 +264,6 @@ def tokenized(kind: str, rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> A
         case "kto":
             return LabelledDataset(rows, tokenizer, section(KTOConfig, rows))
         case _:
-            return StepDataset(rows, tokenizer, amend(PRMConfig(), {"prm.placeholder_token": "<think>"}))
+            return StepDataset(
+                rows, tokenizer, amend(PRMConfig(), {"prm.placeholder_token": "<think>"})
+            )

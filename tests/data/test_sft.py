@@ -16,7 +16,14 @@ from openrlhf.config.supervised import SFTDataConfig
 from openrlhf.data.errors import DataError
 from openrlhf.data.loading import load_datasets
 from openrlhf.data.sft import SFTDataset, SFTRow
-from tests.data.small import FORGETFUL_CHAT, MARKED_CHAT, PLAIN_CHAT, SPACED_CHAT, build_tokenizer, gsm8k
+from tests.data.small import (
+    FORGETFUL_CHAT,
+    MARKED_CHAT,
+    PLAIN_CHAT,
+    SPACED_CHAT,
+    build_tokenizer,
+    gsm8k,
+)
 
 
 def dataset(
@@ -28,7 +35,9 @@ def dataset(
     **flags: Any,
 ) -> SFTDataset:
     data = SFTDataConfig(max_len=max_len, **flags)
-    return SFTDataset(Dataset.from_list(rows), tokenizer or build_tokenizer(), data, pretrain=pretrain)
+    return SFTDataset(
+        Dataset.from_list(rows), tokenizer or build_tokenizer(), data, pretrain=pretrain
+    )
 
 
 def show(row: SFTRow) -> list[str]:
@@ -69,7 +78,9 @@ def test_malformed_rows_are_counted_and_the_first_are_named() -> None:
     assert count == "7 of 21 rows are malformed."
     with pytest.raises(DataError) as told:
         dataset([{"input": None, "output": None}, *rows[1:3]], output_key="output")
-    assert str(told.value).startswith("the dataset, row 1, column 'input': is null") and "\n" not in str(told.value)
+    assert str(told.value).startswith(
+        "the dataset, row 1, column 'input': is null"
+    ) and "\n" not in str(told.value)
 
 
 def test_the_end_of_text_token_follows_a_space_where_it_is_missing() -> None:
@@ -83,25 +94,34 @@ def test_the_end_of_text_token_is_not_doubled() -> None:
 
 
 def test_the_first_response_token_is_learned_when_it_merges_with_the_prompts_last_space() -> None:
-    row = dataset([{"input": "a", "output": "bee"}], output_key="output", input_template="A: {}\nB: ")[0]
+    row = dataset(
+        [{"input": "a", "output": "bee"}], output_key="output", input_template="A: {}\nB: "
+    )[0]
     assert show(row) == ["A: a\nB:", "[ bee <eos>]"]
 
 
 def test_a_long_response_is_cut_and_still_ends_with_end_of_text() -> None:
     rows = dataset([{"input": "ab", "output": "cdefghij"}], output_key="output", max_len=6)
     assert show(rows[0]) == ["ab", "[cde<eos>]"]
-    assert rows.summary == "1 of 1 rows kept. 1 of the kept rows were cut to 6 tokens (--data.max_len)."
+    assert (
+        rows.summary
+        == "1 of 1 rows kept. 1 of the kept rows were cut to 6 tokens (--data.max_len)."
+    )
 
 
 def test_braces_in_the_data_do_no_harm() -> None:
-    row = dataset([{"input": "{}{0}", "output": "{x}"}], output_key="output", input_template="A{}B")[0]
+    row = dataset(
+        [{"input": "{}{0}", "output": "{x}"}], output_key="output", input_template="A{}B"
+    )[0]
     assert show(row) == ["A{}{0}B", "[{x} <eos>]"]
 
 
 def test_a_tokenizer_without_offsets_gives_the_same_mask() -> None:
     tokenizer = ByT5Tokenizer()
     row = dataset([{"input": "Q: ", "output": "ok"}], tokenizer, output_key="output")[0]
-    assert row.loss_mask == [False] * 3 + [True] * 3  # o, k, and end-of-text, which swallows the space
+    assert (
+        row.loss_mask == [False] * 3 + [True] * 3
+    )  # o, k, and end-of-text, which swallows the space
 
 
 # ---- pretraining text
@@ -131,7 +151,11 @@ def test_a_pretraining_text_of_one_token_is_left_out() -> None:
 
 
 def test_a_chat_by_id() -> None:
-    row = dataset([{"input": [user("a"), assistant("ok")]}], build_tokenizer(PLAIN_CHAT), apply_chat_template=True)[0]
+    row = dataset(
+        [{"input": [user("a"), assistant("ok")]}],
+        build_tokenizer(PLAIN_CHAT),
+        apply_chat_template=True,
+    )[0]
     #                <|user|> a <|end|> \n <|assistant|> ok <|end|> <eos>
     assert row.tokens == [3, 74, 5, 8, 4, 106, 5, 1]
     assert row.loss_mask == [False] * 5 + [True] * 3
@@ -145,7 +169,9 @@ def test_a_template_that_ends_with_the_tokenizers_end_of_text_gets_no_second_one
 
 def test_two_string_columns_become_a_user_and_an_assistant_message() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
-    row = dataset([{"q": "a", "r": "ok"}], tokenizer, input_key="q", output_key="r", apply_chat_template=True)[0]
+    row = dataset(
+        [{"q": "a", "r": "ok"}], tokenizer, input_key="q", output_key="r", apply_chat_template=True
+    )[0]
     assert show(row) == ["<|user|>a<|end|>\n<|assistant|>", "[ok<|end|>]"]
 
 
@@ -154,7 +180,11 @@ def test_the_output_column_continues_the_messages_of_the_input_column() -> None:
     history = [user("a"), assistant("b"), user("c")]
     for output in ("ok", [assistant("ok")]):
         row = dataset(
-            [{"q": history, "r": output}], tokenizer, input_key="q", output_key="r", apply_chat_template=True
+            [{"q": history, "r": output}],
+            tokenizer,
+            input_key="q",
+            output_key="r",
+            apply_chat_template=True,
         )[0]
         assert show(row)[-1] == "[ok<|end|>]"
         assert len(show(row)) == 2
@@ -178,7 +208,12 @@ def test_an_output_column_of_several_messages_is_the_response(
     """All of it, unless the template marks what the assistant said, or only its turns are wanted."""
     rows = [{"p": [user("a")], "r": ANSWERS}]
     tokenizer = build_tokenizer(template, eos="<|end|>")
-    flags = {"input_key": "p", "output_key": "r", "apply_chat_template": True, "multiturn": multiturn}
+    flags = {
+        "input_key": "p",
+        "output_key": "r",
+        "apply_chat_template": True,
+        "multiturn": multiturn,
+    }
     shown = show(dataset(rows, tokenizer, **flags)[0])
     assert shown[0] == "<|user|>a<|end|>\n<|assistant|>"
     assert [text for text in shown if text[0] == "["] == [f"[{text}]" for text in learned]
@@ -192,7 +227,11 @@ def test_messages_of_an_output_column_before_the_assistants_first_belong_to_the_
 
 
 def test_a_template_that_ends_in_a_space_loses_no_first_response_token() -> None:
-    row = dataset([{"input": [user("a"), assistant("bee")]}], build_tokenizer(SPACED_CHAT), apply_chat_template=True)[0]
+    row = dataset(
+        [{"input": [user("a"), assistant("bee")]}],
+        build_tokenizer(SPACED_CHAT),
+        apply_chat_template=True,
+    )[0]
     assert show(row) == ["A: a\nB:", "[ bee <eos>]"]
 
 
@@ -211,21 +250,32 @@ def test_multiturn_learns_every_answer_and_its_end() -> None:
 
 
 def test_multiturn_of_plain_text_is_refused() -> None:
-    with pytest.raises(DataError, match=r"--data\.multiturn needs --data\.apply_chat_template: only a chat has turns"):
+    with pytest.raises(
+        DataError,
+        match=r"--data\.multiturn needs --data\.apply_chat_template: only a chat has turns",
+    ):
         dataset([{"input": "a", "output": "ok"}], output_key="output", multiturn=True)
 
 
 def test_without_multiturn_only_the_last_answer_is_learned() -> None:
     for template in (PLAIN_CHAT, MARKED_CHAT):
-        row = dataset([{"input": TWO_TURNS}], build_tokenizer(template, eos="<|end|>"), apply_chat_template=True)[0]
+        row = dataset(
+            [{"input": TWO_TURNS}],
+            build_tokenizer(template, eos="<|end|>"),
+            apply_chat_template=True,
+        )[0]
         assert show(row)[1:] == ["[no<|end|>]"]
 
 
 def test_multiturn_with_an_output_column_appends_it_as_the_last_answer() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     split = {"q": TWO_TURNS[:-1], "r": "no"}
-    together = dataset([{"q": TWO_TURNS}], tokenizer, input_key="q", apply_chat_template=True, multiturn=True)
-    apart = dataset([split], tokenizer, input_key="q", output_key="r", apply_chat_template=True, multiturn=True)
+    together = dataset(
+        [{"q": TWO_TURNS}], tokenizer, input_key="q", apply_chat_template=True, multiturn=True
+    )
+    apart = dataset(
+        [split], tokenizer, input_key="q", output_key="r", apply_chat_template=True, multiturn=True
+    )
     assert apart[0] == together[0]
 
 
@@ -241,7 +291,9 @@ def test_multiturn_learns_what_the_template_marks() -> None:
 
 
 def test_the_end_of_text_is_learned_even_where_the_template_does_not_mark_it() -> None:
-    marks_words_only = MARKED_CHAT.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>")
+    marks_words_only = MARKED_CHAT.replace(
+        "<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>"
+    )
     tokenizer = build_tokenizer(marks_words_only, eos="<|end|>")
     row = dataset([{"input": TWO_TURNS[:2]}], tokenizer, apply_chat_template=True)[0]
     assert show(row) == ["<|user|>a<|end|>\n<|assistant|>", "[ok<|end|>]"]
@@ -249,7 +301,12 @@ def test_the_end_of_text_is_learned_even_where_the_template_does_not_mark_it() -
 
 def test_answers_that_the_template_rewrites_are_context_and_counted() -> None:
     tokenizer = build_tokenizer(FORGETFUL_CHAT, eos="<|end|>")
-    messages = [user("a"), assistant("<think>m</think>ok"), user("c"), assistant("<think>s</think>no")]
+    messages = [
+        user("a"),
+        assistant("<think>m</think>ok"),
+        user("c"),
+        assistant("<think>s</think>no"),
+    ]
     rows = dataset([{"input": messages}], tokenizer, apply_chat_template=True, multiturn=True)
     assert show(rows[0]) == [
         "<|user|>a<|end|>\n<|assistant|>ok<|end|>\n<|user|>c<|end|>\n<|assistant|>",
@@ -260,7 +317,9 @@ def test_answers_that_the_template_rewrites_are_context_and_counted() -> None:
 
 def test_messages_after_the_last_answer_are_cut_off() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
-    row = dataset([{"input": [user("a"), assistant("ok"), user("bye")]}], tokenizer, apply_chat_template=True)[0]
+    row = dataset(
+        [{"input": [user("a"), assistant("ok"), user("bye")]}], tokenizer, apply_chat_template=True
+    )[0]
     assert show(row) == ["<|user|>a<|end|>\n<|assistant|>", "[ok<|end|>]"]
 
 
@@ -274,9 +333,18 @@ def said(content: str, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("template", [PLAIN_CHAT, MARKED_CHAT])
 @pytest.mark.parametrize("off", [{"loss": False}, {"weight": 0}, {"weight": 0.0, "loss": None}])
 def test_turns_without_loss_are_context(template: str, off: dict[str, Any]) -> None:
-    messages = [user("a"), said("bad", **off), user("c"), said("ok"), user("d"), said("no", weight=1)]
+    messages = [
+        user("a"),
+        said("bad", **off),
+        user("c"),
+        said("ok"),
+        user("d"),
+        said("no", weight=1),
+    ]
     tokenizer = build_tokenizer(template, eos="<|end|>")
-    shown = show(dataset([{"input": messages}], tokenizer, apply_chat_template=True, multiturn=True)[0])
+    shown = show(
+        dataset([{"input": messages}], tokenizer, apply_chat_template=True, multiturn=True)[0]
+    )
     assert [text.rstrip("\n]") for text in shown if text[0] == "["] == ["[ok<|end|>", "[no<|end|>"]
     assert "bad<|end|>" in shown[0]
 
@@ -302,8 +370,16 @@ def test_a_row_without_a_turn_to_learn_is_left_out_and_counted() -> None:
             True,
             "message 0, of the user, has loss True: true or 1 is for turns of",
         ),
-        ([user("a"), said("ok", weight=0.5)], True, "message 1, of the assistant, has weight 0.5: true or 1"),
-        ([user("a"), said("ok", loss="yes")], True, "message 1, of the assistant, has loss 'yes': true or 1"),
+        (
+            [user("a"), said("ok", weight=0.5)],
+            True,
+            "message 1, of the assistant, has weight 0.5: true or 1",
+        ),
+        (
+            [user("a"), said("ok", loss="yes")],
+            True,
+            "message 1, of the assistant, has loss 'yes': true or 1",
+        ),
         (
             [user("a"), said("ok", loss=False)],
             False,
@@ -344,32 +420,53 @@ def test_every_other_word_of_sharegpt_has_its_role() -> None:
 
 
 def test_arguments_of_calls_are_objects_for_the_template_and_what_arrow_adds_is_left_out() -> None:
-    template = "{% for m in messages %}{{ m.role }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ m.role }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+    )
     texts, objects = (
         ['{"x": 1}', "", None],
         [{"x": 1}, {"y": 2}],
     )  # Arrow gives both objects both fields, as in parquet files
-    for arguments, expected in ((texts, ['{"x": 1}', "{}", "{}"]), (objects, ['{"x": 1}', '{"y": 2}'])):
+    for arguments, expected in (
+        (texts, ['{"x": 1}', "{}", "{}"]),
+        (objects, ['{"x": 1}', '{"y": 2}']),
+    ):
         calls = [{"function": {"name": "f", "arguments": each}} for each in arguments]
         rows = [{"input": [user("a"), said("", tool_calls=[call])]} for call in calls]
         shown = dataset(rows, build_tokenizer(template), apply_chat_template=True, max_len=200)
-        assert ["".join(show(shown[place])).split('arguments": ')[1][:-10] for place in range(len(rows))] == expected
+        assert [
+            "".join(show(shown[place])).split('arguments": ')[1][:-10] for place in range(len(rows))
+        ] == expected
 
 
 def test_calls_that_have_name_and_arguments_themselves_stay_as_they_are() -> None:
-    template = "{% for m in messages %}{{ m.role }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ m.role }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+    )
     rows = [{"input": [user("a"), said("", tool_calls=[{"name": "f", "arguments": '{"x": 1}'}])]}]
-    shown = "".join(show(dataset(rows, build_tokenizer(template), apply_chat_template=True, max_len=200)[0]))
+    shown = "".join(
+        show(dataset(rows, build_tokenizer(template), apply_chat_template=True, max_len=200)[0])
+    )
     assert '[{"name": "f", "arguments": {"x": 1}}]' in shown
 
 
 @pytest.mark.parametrize(
     ("tools", "complaint"),
-    [("[add]", "is a string, but no JSON"), ([1], "is a list, not a list of definitions"), ({"a": 1}, "is an object")],
+    [
+        ("[add]", "is a string, but no JSON"),
+        ([1], "is a list, not a list of definitions"),
+        ({"a": 1}, "is an object"),
+    ],
 )
-def test_tools_that_are_no_definitions_are_an_error_with_their_row(tools: Any, complaint: str) -> None:
+def test_tools_that_are_no_definitions_are_an_error_with_their_row(
+    tools: Any, complaint: str
+) -> None:
     with pytest.raises(DataError, match=f"row 1, column 'tools': {complaint}"):
-        dataset([{"input": TWO_TURNS, "tools": tools}], build_tokenizer(PLAIN_CHAT), apply_chat_template=True)
+        dataset(
+            [{"input": TWO_TURNS, "tools": tools}],
+            build_tokenizer(PLAIN_CHAT),
+            apply_chat_template=True,
+        )
 
 
 # ---- rows that are left out
@@ -406,7 +503,9 @@ def test_a_chat_without_an_answer_is_left_out() -> None:
 
 
 def test_when_nothing_is_left_the_counts_are_the_error() -> None:
-    with pytest.raises(DataError, match=r"0 of 2 rows kept, dropped 2 with an empty response.*--data\.output_key"):
+    with pytest.raises(
+        DataError, match=r"0 of 2 rows kept, dropped 2 with an empty response.*--data\.output_key"
+    ):
         dataset([{"input": "a", "output": ""}, {"input": "b", "output": ""}], output_key="output")
 
 
@@ -415,9 +514,13 @@ def test_rows_without_an_answer_column_are_refused_with_the_columns_and_the_flag
         dataset([{"input": "a", "reply": "b"}])
 
 
-def test_pairs_without_an_answer_column_are_refused_with_the_column_to_learn_and_the_other_command() -> None:
+def test_pairs_without_an_answer_column_are_refused_with_the_column_to_learn_and_the_other_command() -> (
+    None
+):
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    with pytest.raises(DataError, match=r"'prompt', 'chosen', 'rejected'.*--data\.output_key chosen.*openrlhf dpo"):
+    with pytest.raises(
+        DataError, match=r"'prompt', 'chosen', 'rejected'.*--data\.output_key chosen.*openrlhf dpo"
+    ):
         dataset([pair], input_key="prompt")
 
 
@@ -426,32 +529,43 @@ def test_pairs_without_an_answer_column_are_refused_with_the_column_to_learn_and
 
 def test_a_missing_column_is_named_with_the_columns_there_are() -> None:
     with pytest.raises(
-        DataError, match=r"no column 'prompt', which --data\.input_key names\. It has 'input', 'output'"
+        DataError,
+        match=r"no column 'prompt', which --data\.input_key names\. It has 'input', 'output'",
     ):
         dataset([{"input": "a", "output": "b"}], input_key="prompt")
 
 
 @pytest.mark.parametrize("header", [" Prompt", "Prompt ", "PROMPT"])
-def test_a_column_that_differs_in_blanks_or_capitals_is_named_with_the_flag_that_reads_it(header: str) -> None:
+def test_a_column_that_differs_in_blanks_or_capitals_is_named_with_the_flag_that_reads_it(
+    header: str,
+) -> None:
     with pytest.raises(DataError) as caught:
         dataset([{header: "a", "output": "b"}], input_key="prompt", output_key="output")
     assert f"--data.input_key {shlex.quote(header)}" in str(caught.value)
 
 
 @pytest.mark.parametrize("rest", [{}, {"version": "1.1"}])
-def test_rows_in_a_list_under_a_key_of_a_json_file_are_an_error_that_names_the_key(tmp_path: Path, rest: Any) -> None:
+def test_rows_in_a_list_under_a_key_of_a_json_file_are_an_error_that_names_the_key(
+    tmp_path: Path, rest: Any
+) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps({**rest, "data": [{"input": "a", "output": "b"}] * 3}))
     rows = load_datasets(str(path), split="train", max_samples=10, seed=0)
-    with pytest.raises(DataError, match=r"rows\.json has no column 'input'.*one level down.*'data'"):
+    with pytest.raises(
+        DataError, match=r"rows\.json has no column 'input'.*one level down.*'data'"
+    ):
         SFTDataset(rows, build_tokenizer(), SFTDataConfig(max_len=64, output_key="output"))
 
 
 def test_a_malformed_row_is_named_by_dataset_row_and_column(tmp_path: Any) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"input": "a", "output": value}) + "\n" for value in ("x", "y", None)))
+    path.write_text(
+        "".join(json.dumps({"input": "a", "output": value}) + "\n" for value in ("x", "y", None))
+    )
     rows = load_datasets(str(path), split="train", max_samples=10, seed=0)
-    with pytest.raises(DataError, match=r"rows\.jsonl, row 3, column 'output': is null, not a string"):
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl, row 3, column 'output': is null, not a string"
+    ):
         SFTDataset(rows, build_tokenizer(), SFTDataConfig(max_len=64, output_key="output"))
 
 
@@ -462,16 +576,23 @@ def test_chat_messages_without_a_template_name_the_flag_that_is_missing() -> Non
 
 def test_a_malformed_message_is_named_by_row_and_message() -> None:
     rows = [{"input": [{"speaker": "human", "value": "a"}]}]
-    with pytest.raises(DataError, match=r"row 1, column 'input': message 0 needs 'role'.*--data\.input_key"):
+    with pytest.raises(
+        DataError, match=r"row 1, column 'input': message 0 needs 'role'.*--data\.input_key"
+    ):
         dataset(rows, build_tokenizer(PLAIN_CHAT), apply_chat_template=True)
 
 
 def test_a_template_that_refuses_a_row_says_which() -> None:
     picky = "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}" + PLAIN_CHAT
     with pytest.raises(
-        DataError, match="row 2, column 'input': the chat template cannot render these messages: too many"
+        DataError,
+        match="row 2, column 'input': the chat template cannot render these messages: too many",
     ):
-        dataset([{"input": TWO_TURNS[:2]}, {"input": TWO_TURNS}], build_tokenizer(picky), apply_chat_template=True)
+        dataset(
+            [{"input": TWO_TURNS[:2]}, {"input": TWO_TURNS}],
+            build_tokenizer(picky),
+            apply_chat_template=True,
+        )
 
 
 def test_a_missing_chat_template_is_an_error_before_any_row() -> None:
@@ -495,7 +616,14 @@ def test_gsm8k_as_chat_messages() -> None:
     lines = [json.loads(line) for line in gsm8k().read_text().splitlines()[:200]]
     rows = [{"messages": [user(line["question"]), assistant(line["answer"])]} for line in lines]
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
-    ready = dataset(rows, tokenizer, max_len=4096, input_key="messages", apply_chat_template=True, multiturn=True)
+    ready = dataset(
+        rows,
+        tokenizer,
+        max_len=4096,
+        input_key="messages",
+        apply_chat_template=True,
+        multiturn=True,
+    )
     assert len(ready) == 200
     for place, line in enumerate(lines):
         row = ready[place]

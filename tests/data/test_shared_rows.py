@@ -20,14 +20,19 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_two_processes_prepare_once_and_see_the_rows_that_one_sees(temporary: Path, tmp_path: Path) -> None:
+def test_two_processes_prepare_once_and_see_the_rows_that_one_sees(
+    temporary: Path, tmp_path: Path
+) -> None:
     run_ranks(2, "tests.data.shared_rows_job", str(tmp_path), "training", "evaluation")
     reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert len(list(tmp_path.glob("evaluation-*"))) == 1
     for case in ("training", "evaluation"):
         alone = json.loads(json.dumps(seen(tmp_path, case)))
         assert [report[case] for report in reports] == [alone, alone]
-    assert [report["mapped"] for report in reports] == [True, True]  # pages that they share, not copies
+    assert [report["mapped"] for report in reports] == [
+        True,
+        True,
+    ]  # pages that they share, not copies
     assert list(temporary.glob("openrlhf-rows-*")) == []
 
 

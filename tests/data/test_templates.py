@@ -15,7 +15,12 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import ByteLevel as ByteLevelOffsets
 from tokenizers.trainers import BpeTrainer
-from transformers import ByT5Tokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    ByT5Tokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from openrlhf.config.supervised import SFTDataConfig
 from openrlhf.data.sft import SFTDataset
@@ -29,7 +34,14 @@ from openrlhf.data.templates import (
     to_messages,
 )
 from openrlhf.data.tokenizer import get_tokenizer
-from tests.data.small import FORGETFUL_CHAT, MARKED_CHAT, PLAIN_CHAT, SPACED_CHAT, THINKING_CHAT, build_tokenizer
+from tests.data.small import (
+    FORGETFUL_CHAT,
+    MARKED_CHAT,
+    PLAIN_CHAT,
+    SPACED_CHAT,
+    THINKING_CHAT,
+    build_tokenizer,
+)
 
 
 def user(content: str) -> dict[str, Any]:
@@ -56,7 +68,9 @@ TWO_TURNS = [user("a"), assistant("ok"), user("c"), assistant("no")]
         ('{{"question": "{}"}}', "x", '{"question": "x"}'),
     ],
 )
-def test_the_input_template_takes_any_text_and_any_braces(template: str | None, text: str, filled: str) -> None:
+def test_the_input_template_takes_any_text_and_any_braces(
+    template: str | None, text: str, filled: str
+) -> None:
     assert fill_template(template, text) == filled
 
 
@@ -73,7 +87,10 @@ def test_fields_that_are_null_are_left_out() -> None:
 
 
 def test_the_parts_of_a_text_are_its_text() -> None:
-    parts = [{"type": "text", "text": "2+", "image": None}, {"type": "text", "text": "3"}]  # Arrow adds the null
+    parts = [
+        {"type": "text", "text": "2+", "image": None},
+        {"type": "text", "text": "3"},
+    ]  # Arrow adds the null
     assert to_messages([{"role": "user", "content": parts}]) == [user("2+3")]
 
 
@@ -94,9 +111,18 @@ def test_a_message_that_calls_a_tool_needs_no_content() -> None:
             [user("a"), {"from": "bard", "value": "x"}],
             "the role of message 1 is 'bard', not one of system, developer, user",
         ),
-        ([user("a") | {"tool_calls": ["f"]}], r"the tool_calls of message 0 must be a list of objects, not \['f'\]"),
-        ([{"from": "function_call", "value": "[1]"}], "the tool_calls of message 0 must be a list of objects"),
-        ([{"from": "function_call", "value": "f(x)"}], "the function_call of message 0 is no JSON: 'f.x.'"),
+        (
+            [user("a") | {"tool_calls": ["f"]}],
+            r"the tool_calls of message 0 must be a list of objects, not \['f'\]",
+        ),
+        (
+            [{"from": "function_call", "value": "[1]"}],
+            "the tool_calls of message 0 must be a list of objects",
+        ),
+        (
+            [{"from": "function_call", "value": "f(x)"}],
+            "the function_call of message 0 is no JSON: 'f.x.'",
+        ),
         (
             [{"role": "user", "content": 3}],
             "the content of message 0 must be a string or a list of texts, not a number",
@@ -110,7 +136,10 @@ def test_a_message_that_calls_a_tool_needs_no_content() -> None:
         (
             [
                 user("a"),
-                {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "image", "image": "b.png"}]},
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "b"}, {"type": "image", "image": "b.png"}],
+                },
             ],
             "the content of message 1 has parts of type 'image'; the policy reads text only",
         ),
@@ -130,7 +159,9 @@ def test_the_templates_own_complaint_reaches_the_user() -> None:
 def test_rendering_is_what_the_tokenizer_itself_renders() -> None:
     tokenizer = build_tokenizer(MARKED_CHAT)
     for prompt in (True, False):
-        expected = tokenizer.apply_chat_template(TWO_TURNS, tokenize=False, add_generation_prompt=prompt)
+        expected = tokenizer.apply_chat_template(
+            TWO_TURNS, tokenize=False, add_generation_prompt=prompt
+        )
         assert render(tokenizer, TWO_TURNS, add_generation_prompt=prompt) == expected
 
 
@@ -154,14 +185,25 @@ def test_only_the_last_turn_is_a_target_when_one_is_asked_for() -> None:
 
 def test_marks_of_the_template_agree_with_the_prefixes_up_to_the_newline_after_them() -> None:
     unmarked = targets(PLAIN_CHAT, TWO_TURNS, every_turn=True)
-    assert targets(MARKED_CHAT, TWO_TURNS, every_turn=True) == [turn.removesuffix("\n") for turn in unmarked]
+    assert targets(MARKED_CHAT, TWO_TURNS, every_turn=True) == [
+        turn.removesuffix("\n") for turn in unmarked
+    ]
 
 
 def test_history_without_its_reasoning_is_context_only() -> None:
-    messages = [user("a"), assistant("<think>hm</think>ok"), user("c"), assistant("<think>so</think>no")]
-    passage = render_conversation(build_tokenizer(FORGETFUL_CHAT), messages, turns=learned_turns(messages, chosen=True))
+    messages = [
+        user("a"),
+        assistant("<think>hm</think>ok"),
+        user("c"),
+        assistant("<think>so</think>no"),
+    ]
+    passage = render_conversation(
+        build_tokenizer(FORGETFUL_CHAT), messages, turns=learned_turns(messages, chosen=True)
+    )
     assert "hm" not in passage.text
-    assert [passage.text[start:end] for start, end in passage.spans] == ["<think>so</think>no<|end|>\n"]
+    assert [passage.text[start:end] for start, end in passage.spans] == [
+        "<think>so</think>no<|end|>\n"
+    ]
     assert passage.rewritten == 1
 
 
@@ -170,7 +212,10 @@ def test_turns_without_reasoning_are_targets_in_a_template_that_drops_reasoning(
 
 
 def test_turns_are_found_where_the_template_adds_a_thought_to_the_last_one_only() -> None:
-    assert targets(THINKING_CHAT, TWO_TURNS, every_turn=True) == ["ok<|end|>\n", "</think>no<|end|>\n"]
+    assert targets(THINKING_CHAT, TWO_TURNS, every_turn=True) == [
+        "ok<|end|>\n",
+        "</think>no<|end|>\n",
+    ]
 
 
 def test_an_answer_is_found_where_the_generation_prompt_goes_on_otherwise() -> None:
@@ -211,7 +256,9 @@ def test_the_response_begins_where_the_last_turn_does() -> None:
 
 def words_of(tokenizer: Any, text: str, span: tuple[int, int]) -> list[str]:
     encoded = encode(tokenizer, [text])[0]
-    return [tokenizer.convert_ids_to_tokens(encoded.tokens)[place] for place in encoded.tokens_of(span)]
+    return [
+        tokenizer.convert_ids_to_tokens(encoded.tokens)[place] for place in encoded.tokens_of(span)
+    ]
 
 
 def test_a_token_that_straddles_the_border_belongs_to_the_response() -> None:
@@ -234,7 +281,9 @@ def byte_level() -> PreTrainedTokenizerFast:
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevelDecoder()
-    trainer = BpeTrainer(vocab_size=300, initial_alphabet=ByteLevel.alphabet(), special_tokens=["<eos>"])
+    trainer = BpeTrainer(
+        vocab_size=300, initial_alphabet=ByteLevel.alphabet(), special_tokens=["<eos>"]
+    )
     backend.train_from_iterator(["the answer is yes", "the answer is no", "  is it"] * 3, trainer)
     backend.post_processor = ByteLevelOffsets(trim_offsets=True, add_prefix_space=False)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
@@ -244,7 +293,9 @@ def test_spaces_left_out_of_the_offsets_move_no_border(byte_level: PreTrainedTok
     prompt, response = "the answer is ", "yes"
     end = len(prompt) + len(response)
     assert words_of(byte_level, prompt + response, (len(prompt), end))[0].startswith("Ġ")
-    assert "Ġ" not in words_of(byte_level, "is:  yes", (5, 8))[:1]  # a token of spaces only stays with the prompt
+    assert (
+        "Ġ" not in words_of(byte_level, "is:  yes", (5, 8))[:1]
+    )  # a token of spaces only stays with the prompt
 
 
 @given(text=st.text(alphabet="abe \n:é漢🙂", min_size=2, max_size=20), data=st.data())
@@ -257,7 +308,9 @@ def test_the_tokens_of_a_span_are_those_whose_bytes_overlap_it(
     first, last = len(text[:start].encode()), len(text[:end].encode())
     expected, position = [], 0
     for place, token in enumerate(byte_level.convert_ids_to_tokens(encoded.tokens)):
-        if position < last and position + len(token) > first:  # a letter of a byte-level token is a byte
+        if (
+            position < last and position + len(token) > first
+        ):  # a letter of a byte-level token is a byte
             expected.append(place)
         position += len(token)
     assert list(encoded.tokens_of((start, end))) == expected
@@ -267,7 +320,10 @@ def test_a_prompt_that_ends_in_a_space_loses_no_first_token() -> None:
     tokenizer = build_tokenizer(SPACED_CHAT)
     passage = render_conversation(tokenizer, [user("a"), assistant("bee")])
     encoded = encode(tokenizer, [passage.text])[0]
-    learned = [tokenizer.convert_ids_to_tokens(encoded.tokens)[t] for t in encoded.tokens_of(passage.spans[0])]
+    learned = [
+        tokenizer.convert_ids_to_tokens(encoded.tokens)[t]
+        for t in encoded.tokens_of(passage.spans[0])
+    ]
     assert learned == [" b", "e", "e", "\n"]
 
 
@@ -295,7 +351,9 @@ def tokenizer_that_stops_at(folder: Path, template: str, *ends: str) -> PreTrain
 def learned(rows: SFTDataset, number: int = 0) -> tuple[str, str]:
     """The text of a row, and its targets."""
     row, names = rows[number], rows.tokenizer.convert_ids_to_tokens(rows[number].tokens)
-    return "".join(names), "".join(name for name, target in zip(names, row.loss_mask, strict=True) if target)
+    return "".join(names), "".join(
+        name for name, target in zip(names, row.loss_mask, strict=True) if target
+    )
 
 
 def chats(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **flags: Any) -> SFTDataset:
@@ -312,8 +370,14 @@ SAID = [
 
 
 def test_nothing_is_appended_to_a_chat_that_ends_where_generation_stops(tmp_path: Path) -> None:
-    assert learned(chats(tokenizer_that_stops_at(tmp_path / "1", PLAIN_CHAT, "<|end|>"), SAID))[1] == "d<|end|>"
-    assert learned(chats(tokenizer_that_stops_at(tmp_path / "2", PLAIN_CHAT), SAID))[1] == "d<|end|><eos>"
+    assert (
+        learned(chats(tokenizer_that_stops_at(tmp_path / "1", PLAIN_CHAT, "<|end|>"), SAID))[1]
+        == "d<|end|>"
+    )
+    assert (
+        learned(chats(tokenizer_that_stops_at(tmp_path / "2", PLAIN_CHAT), SAID))[1]
+        == "d<|end|><eos>"
+    )
 
 
 @pytest.mark.parametrize("stops", [True, False])
@@ -334,4 +398,7 @@ def test_a_conversation_that_begins_with_the_assistant_is_read_if_the_whole_rend
 ) -> None:
     messages = [{"role": "assistant", "content": "x"}, *SAID]
     free = learned(chats(build_tokenizer(template), messages, multiturn=multiturn))
-    assert learned(chats(build_tokenizer(NEEDS_USER + template), messages, multiturn=multiturn)) == free
+    assert (
+        learned(chats(build_tokenizer(NEEDS_USER + template), messages, multiturn=multiturn))
+        == free
+    )

@@ -23,7 +23,9 @@ def saved(tmp_path: Path) -> str:
 def edit(folder: str, **changes: object) -> None:
     path = Path(folder) / "tokenizer_config.json"
     config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    path.write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
 
 
 def test_a_missing_padding_token_becomes_the_end_of_text_token(saved: str) -> None:
@@ -54,11 +56,15 @@ def test_text_longer_than_the_tokenizer_allows_gives_no_warning_of_transformers(
 
 def test_a_given_chat_template_replaces_the_tokenizers_own(saved: str) -> None:
     tokenizer = get_tokenizer(saved, chat_template="{{ messages[0].content }}!")
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+    )
 
 
 def test_a_folder_that_is_not_there_is_said_to_be_missing() -> None:
-    with pytest.raises(DataError, match=r"--model\.model_name_or_path './nowhere' \(no folder here"):
+    with pytest.raises(
+        DataError, match=r"--model\.model_name_or_path './nowhere' \(no folder here"
+    ):
         get_tokenizer("./nowhere")
 
 
@@ -74,9 +80,7 @@ def test_what_is_beside_a_missing_folder_is_said_before_the_hub_is_asked(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError):
         get_tokenizer("runs/modle", flag="--actor.model_name_or_path")
-    said = (
-        "[notice] --actor.model_name_or_path: there is no folder 'runs/modle' ('runs' has model), so the hub is asked"
-    )
+    said = "[notice] --actor.model_name_or_path: there is no folder 'runs/modle' ('runs' has model), so the hub is asked"
     assert said in capsys.readouterr().err
 
 
@@ -113,7 +117,9 @@ def test_a_tokenizer_without_an_end_of_text_token_is_refused(saved: str) -> None
 
 def test_chat_messages_need_a_chat_template() -> None:
     require_chat_template(build_tokenizer(PLAIN_CHAT))
-    with pytest.raises(DataError, match=r"--data\.apply_chat_template.*--data\.tokenizer_chat_template"):
+    with pytest.raises(
+        DataError, match=r"--data\.apply_chat_template.*--data\.tokenizer_chat_template"
+    ):
         require_chat_template(build_tokenizer())
 
 

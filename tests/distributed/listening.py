@@ -22,7 +22,9 @@ def listening_addresses(port: int) -> set[str]:
 
 
 def _written(address: str) -> str:
-    """An address as people write it; the kernel writes its words of 32 bits in the order of the machine."""
+    """An address as people write it; the kernel writes its words of 32 bits in the order of the
+    machine.
+    """
     words = [int(address[start : start + 8], 16) for start in range(0, len(address), 8)]
     packed = struct.pack(f"={len(words)}I", *words)
     return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, packed)

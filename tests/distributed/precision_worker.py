@@ -1,4 +1,6 @@
-"""One rank of the precision tests: the masters of new engines, and steps smaller than the spacing of bfloat16 around a weight."""
+"""One rank of the precision tests: the masters of new engines, and steps smaller than the spacing
+of bfloat16 around a weight.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,11 @@ from tests.loading import load_spec
 
 STEPS, RATE, BETA = 64, 1e-3, 0.75
 CHOSEN, REJECTED, DPO_STEPS, DPO_RATE, DPO_BETA = [5, 9, 20, 7], [5, 9, 31, 40, 12], 6, 1e-5, 40.0
-# Near 1 the spacing of bfloat16 is 2⁻⁸ = 0.0039 below and 0.0078 above: a step of 0.001 alone rounds to no step.
-OPTIMIZER = OptimizerConfig(adam=AdamConfig(lr=RATE), lr_scheduler="constant", lr_warmup_ratio=0.0, max_norm=0.0)
+# Near 1 the spacing of bfloat16 is 2⁻⁸ = 0.0039 below and 0.0078 above: a step of 0.001 alone
+# rounds to no step.
+OPTIMIZER = OptimizerConfig(
+    adam=AdamConfig(lr=RATE), lr_scheduler="constant", lr_warmup_ratio=0.0, max_norm=0.0
+)
 
 
 class Ones(nn.Module):
@@ -78,9 +83,13 @@ def masters_in(engine: TrainEngine) -> dict[str, Tensor]:
 
 
 def averaged(strategy: Strategy, path: str) -> dict[str, Any]:
-    """The masters before and after each of two steps, and what an export has of their average: masters and weights."""
+    """The masters before and after each of two steps, and what an export has of their average:
+    masters and weights.
+    """
     optimizer = replace(OPTIMIZER, adam=AdamConfig(lr=1e-5))
-    engine = TrainEngine(strategy, lambda: load(path, "policy", "bf16"), optimizer, total_steps=STEPS)
+    engine = TrainEngine(
+        strategy, lambda: load(path, "policy", "bf16"), optimizer, total_steps=STEPS
+    )
     engine.average = WeightAverage(engine.module, strategy, BETA)
     tokens, offsets = torch.arange(4, 20), torch.tensor([0, 9, 16])
     course, changed = [masters_in(engine)], []
@@ -88,24 +97,40 @@ def averaged(strategy: Strategy, path: str) -> dict[str, Any]:
         result = engine.optimize(
             [tokens],
             counts=lambda _: {"rows": 1.0},
-            loss=lambda rows, totals: (-engine(rows, offsets, rows > 0).logprobs.sum() / totals["rows"], {}),
+            loss=lambda rows, totals: (
+                -engine(rows, offsets, rows > 0).logprobs.sum() / totals["rows"],
+                {},
+            ),
         )
         course.append(masters_in(engine))
         changed.append(result.changed)
     weights = {n: t.clone() for bucket in engine.exported_parameters(1 << 16) for n, t in bucket}
     with engine.averaged():
         masters = masters_in(engine)
-        rounded = {n: t.cpu().clone() for bucket in engine.exported_parameters(1 << 16) for n, t in bucket}
+        rounded = {
+            n: t.cpu().clone() for bucket in engine.exported_parameters(1 << 16) for n, t in bucket
+        }
     after = {n: t.clone() for bucket in engine.exported_parameters(1 << 16) for n, t in bucket}
     assert all(torch.equal(after[name], weight) for name, weight in weights.items())
-    return {"course": course, "changed": changed, "masters": masters, "rounded": rounded, "after": masters_in(engine)}
+    return {
+        "course": course,
+        "changed": changed,
+        "masters": masters,
+        "rounded": rounded,
+        "after": masters_in(engine),
+    }
 
 
 def preferred(strategy: Strategy, path: str) -> list[float]:
     """The DPO loss of a pair before each of `DPO_STEPS` steps. Every rank has the pair."""
     optimizer = OptimizerConfig(adam=AdamConfig(lr=DPO_RATE), lr_scheduler="constant")
-    engine = TrainEngine(strategy, lambda: load(path, "policy", "bf16"), optimizer, total_steps=DPO_STEPS)
-    tokens, offsets = torch.tensor([*CHOSEN, *REJECTED]), torch.tensor([0, len(CHOSEN), len(CHOSEN) + len(REJECTED)])
+    engine = TrainEngine(
+        strategy, lambda: load(path, "policy", "bf16"), optimizer, total_steps=DPO_STEPS
+    )
+    tokens, offsets = (
+        torch.tensor([*CHOSEN, *REJECTED]),
+        torch.tensor([0, len(CHOSEN), len(CHOSEN) + len(REJECTED)]),
+    )
 
     def margin() -> Tensor:
         logprobs = engine(tokens, offsets, tokens > 0).logprobs
@@ -135,7 +160,9 @@ def main() -> None:
         weights[stage] = train(strategy)
     for case in cases:
         stage, offload, kind, path = case.split(",")
-        ds = DeepSpeedConfig(zero_stage=int(stage), param_dtype="bf16", adam_offload=offload == "offload")
+        ds = DeepSpeedConfig(
+            zero_stage=int(stage), param_dtype="bf16", adam_offload=offload == "offload"
+        )
         strategy = Strategy(ds, seed=0)
         if kind == "averaged":
             masters[case] = averaged(strategy, path)

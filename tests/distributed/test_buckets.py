@@ -46,7 +46,9 @@ def reference_hash(data: bytes) -> int:
 
     def block(words: list[int]) -> int:
         if len(words) > HASH_BLOCK:
-            return block([block(words[i : i + HASH_BLOCK]) for i in range(0, len(words), HASH_BLOCK)])
+            return block(
+                [block(words[i : i + HASH_BLOCK]) for i in range(0, len(words), HASH_BLOCK)]
+            )
         total = sum((w + (w >> 32)) * weight(i) for i, w in enumerate(words)) % 2**64
         return total - 2**64 if total >= 2**63 else total
 
@@ -71,13 +73,19 @@ class TestPlan:
         assert all(len(bucket) == 1 or bucket_nbytes(bucket) <= limit for bucket in buckets)
 
     def test_neighbours_share_a_bucket_while_there_is_room(self):
-        specs = [TensorSpec(name=n, dtype=torch.float32, shape=(4,)) for n in "abcde"]  # 16 bytes each
+        specs = [
+            TensorSpec(name=n, dtype=torch.float32, shape=(4,)) for n in "abcde"
+        ]  # 16 bytes each
         assert [len(bucket) for bucket in plan_buckets(specs, 32)] == [2, 2, 1]
 
     def test_a_tensor_larger_than_a_bucket_travels_alone(self):
         sizes = {"a": 1, "b": 100, "c": 1}
         specs = [TensorSpec(name=n, dtype=torch.float32, shape=(k,)) for n, k in sizes.items()]
-        assert [[s.name for s in bucket] for bucket in plan_buckets(specs, 64)] == [["a"], ["b"], ["c"]]
+        assert [[s.name for s in bucket] for bucket in plan_buckets(specs, 64)] == [
+            ["a"],
+            ["b"],
+            ["c"],
+        ]
 
 
 class TestPacking:
@@ -100,7 +108,9 @@ class TestPacking:
     @pytest.mark.parametrize(("name", "size"), [("w", 1), ("v", 4)])
     def test_a_tensor_of_another_name_or_shape_is_refused_not_broadcast(self, name, size):
         bucket = [TensorSpec(name="w", dtype=torch.float32, shape=(4,))]
-        with pytest.raises(ValueError, match=rf"the manifest has w \(4,\), the model {name} \({size},\)"):
+        with pytest.raises(
+            ValueError, match=rf"the manifest has w \(4,\), the model {name} \({size},\)"
+        ):
             pack(bucket, [(name, torch.zeros(size))], torch.empty(16, dtype=torch.uint8))
 
     @pytest.mark.parametrize("count", [0, 2])
@@ -136,7 +146,9 @@ class TestHash:
             data[i // 8] ^= 1 << i % 8
 
     def test_negating_two_values_is_noticed(self):
-        """Sign bits of odd values are the words' highest bits: without the shift, two would cancel out."""
+        """Sign bits of odd values are the words' highest bits: without the shift, two would cancel
+        out.
+        """
         values = torch.randn(64)
         before = bucket_hash(values.view(torch.uint8))
         for first, second in ((1, 3), (0, 1), (2, 63)):
@@ -163,10 +175,17 @@ class TestHash:
 
 
 MANIFEST = WeightManifest(
-    version=3, specs=tuple(TensorSpec(name=n, dtype=torch.float32, shape=(4,)) for n in ("a", "b")), bucket_bytes=16
+    version=3,
+    specs=tuple(TensorSpec(name=n, dtype=torch.float32, shape=(4,)) for n in ("a", "b")),
+    bucket_bytes=16,
 )
 GOOD = WorkerReceipt(
-    rank=1, bucket_hashes=(11, -12), sent_hashes=(11, -12), loads={"a": 1, "b": 1}, unwritten=(), stale=()
+    rank=1,
+    bucket_hashes=(11, -12),
+    sent_hashes=(11, -12),
+    loads={"a": 1, "b": 1},
+    unwritten=(),
+    stale=(),
 )
 
 
@@ -188,7 +207,9 @@ class TestReceipt:
     )
     def test_one_worker_that_differs_is_named_with_its_difference(self, difference, message):
         bad = replace(GOOD, rank=2, **difference)
-        with pytest.raises(PublicationError, match=f"engine 7 does not hold version 3: .*{message}"):
+        with pytest.raises(
+            PublicationError, match=f"engine 7 does not hold version 3: .*{message}"
+        ):
             verify_receipts(MANIFEST, 7, (GOOD, bad))
 
     def test_a_long_list_of_differences_is_cut(self):

@@ -10,7 +10,9 @@ import pytest
 from openrlhf.distributed.cluster import STARTED_BY, kill_started_ray
 
 
-def test_process_started_by_a_run_spares_the_ray_of_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_started_by_a_run_spares_the_ray_of_that_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(STARTED_BY, f"{os.getppid()}-1")  # as inherited
     of_the_run = subprocess.Popen(["sleep", "60"])
     try:

@@ -26,7 +26,9 @@ def test_a_process_of_a_run_on_cpus_sees_no_gpu_of_its_node() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in devices.worker_environment("cuda", threads=1)
 
 
-def test_a_port_in_use_is_passed_over_and_a_machine_without_ports_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_passed_over_and_a_machine_without_ports_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with socket.socket() as one:
         used = devices.free_port()
         one.bind(("", used))

@@ -31,6 +31,8 @@ def test_each_slice_has_its_ranks_side_by_side(layout: RankLayout) -> None:
 def test_ranks_draw_the_same_noise_if_and_only_if_they_share_a_weight(layout: RankLayout) -> None:
     seeds = [layout.noise_seed(42, rank) for rank in range(layout.world_size)]
     for rank, seed in enumerate(seeds):
-        sharing = [layout.place(peer)[:2] == layout.place(rank)[:2] for peer in range(layout.world_size)]
+        sharing = [
+            layout.place(peer)[:2] == layout.place(rank)[:2] for peer in range(layout.world_size)
+        ]
         assert [other == seed for other in seeds] == sharing
     assert seeds[0] == 42  # one process draws what it would draw without a layout

@@ -30,7 +30,9 @@ def hungry() -> Iterator[Any]:
     """An actor of a Ray that has 2 % of the machine's memory left."""
     threshold = psutil.virtual_memory().percent / 100 + 0.02
     limits = {"memory_usage_threshold": threshold, "memory_monitor_refresh_ms": 100}
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, _system_config=limits)
+    ray.init(
+        "local", num_cpus=1, include_dashboard=False, log_to_driver=False, _system_config=limits
+    )
     actor: Any = ray.remote(Hungry)
     yield actor.remote()
     ray.shutdown()

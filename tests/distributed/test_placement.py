@@ -1,4 +1,6 @@
-"""The plan of who gets which devices, against a search of all plans, and what is said where there are too few."""
+"""The plan of who gets which devices, against a search of all plans, and what is said where there
+are too few.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def group(name: str, nodes: int | None, per_node: int, **more: object) -> HostGr
 plans = st.tuples(
     st.builds(group, st.just("actor"), st.integers(1, 2), st.integers(1, 3), wants=wants),
     st.builds(group, st.just("critic"), st.integers(1, 2), st.integers(1, 2), wants=wants),
-    st.builds(group, st.just("vllm"), st.none(), st.integers(1, 3), devices=st.integers(1, 2), wants=wants),
+    st.builds(
+        group, st.just("vllm"), st.none(), st.integers(1, 3), devices=st.integers(1, 2), wants=wants
+    ),
 ).map(lambda groups: Placement(groups=groups, on_gpus=True))
 
 
@@ -42,7 +46,9 @@ def allowed(plan: Placement, there: list[Machine], places: Places) -> bool:
     fast: Counter[str] = Counter()
     for each in plan.groups:
         on = Counter(machine.name for machine in places[each.name])
-        if each.nodes is not None and not (len(on) == each.nodes and set(on.values()) == {each.per_node}):
+        if each.nodes is not None and not (
+            len(on) == each.nodes and set(on.values()) == {each.per_node}
+        ):
             return False
         if on.total() != (each.nodes or 1) * each.per_node:
             return False
@@ -52,7 +58,8 @@ def allowed(plan: Placement, there: list[Machine], places: Places) -> bool:
             if "zone" in each.wants and machine.labels.get("zone") != each.wants["zone"]:
                 return False
     return all(
-        used[machine.name] <= machine.slots and fast[machine.name] <= machine.resources.get("fast", 0)
+        used[machine.name] <= machine.slots
+        and fast[machine.name] <= machine.resources.get("fast", 0)
         for machine in there
     )
 
@@ -61,7 +68,10 @@ def any_plan_fits(plan: Placement, there: list[Machine]) -> bool:
     """By trying every machine for every process."""
     ways = [itertools.combinations_with_replacement(there, each.processes) for each in plan.groups]
     names = [each.name for each in plan.groups]
-    return any(allowed(plan, there, dict(zip(names, way, strict=True))) for way in itertools.product(*map(list, ways)))
+    return any(
+        allowed(plan, there, dict(zip(names, way, strict=True)))
+        for way in itertools.product(*map(list, ways))
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -77,9 +87,13 @@ EIGHT = [Machine(name="a", slots=8), Machine(name="b", slots=8)]
 
 
 def test_groups_take_whole_machines_and_leave_the_others_whole() -> None:
-    plan = Placement(groups=(group("critic", 1, 4), group("actor", 1, 8), group("ref", 1, 4)), on_gpus=True)
+    plan = Placement(
+        groups=(group("critic", 1, 4), group("actor", 1, 8), group("ref", 1, 4)), on_gpus=True
+    )
     places = plan.check(EIGHT)
-    assert {each.name for each in places["actor"]}.isdisjoint(each.name for each in [*places["critic"], *places["ref"]])
+    assert {each.name for each in places["actor"]}.isdisjoint(
+        each.name for each in [*places["critic"], *places["ref"]]
+    )
     assert plan.check(EIGHT) == places  # the same every time
 
 
@@ -110,13 +124,17 @@ def test_what_does_not_fit_is_said_with_the_sum() -> None:
 
 def test_two_nodes_are_two_machines() -> None:
     plan = Placement(groups=(group("actor", 2, 4),), on_gpus=True)
-    with pytest.raises(PlacementError, match=r"needs 8 GPUs \(2 x 4 for actor; .* the cluster has 8 \(1 x 8\)"):
+    with pytest.raises(
+        PlacementError, match=r"needs 8 GPUs \(2 x 4 for actor; .* the cluster has 8 \(1 x 8\)"
+    ):
         plan.check(EIGHT[:1])
 
 
 def test_what_nobody_has_is_named() -> None:
     plan = Placement(groups=(group("actor", 1, 1, wants={"accelerator": "H100"}),), on_gpus=True)
-    with pytest.raises(PlacementError, match=r"asks for actor: \{'accelerator': 'H100'\} \(--placement"):
+    with pytest.raises(
+        PlacementError, match=r"asks for actor: \{'accelerator': 'H100'\} \(--placement"
+    ):
         plan.check(EIGHT)
 
 
@@ -126,4 +144,7 @@ def test_a_large_cluster_is_planned_at_once() -> None:
     plan = Placement(groups=(*groups, group("vllm", None, 300, devices=2)), on_gpus=True)
     cluster = [Machine(name=f"m{place}", slots=8) for place in range(100)]
     assert plan.places(cluster) is None
-    assert replace(plan, groups=(*groups, group("vllm", None, 80, devices=1))).places(cluster) is not None
+    assert (
+        replace(plan, groups=(*groups, group("vllm", None, 80, devices=1))).places(cluster)
+        is not None
+    )

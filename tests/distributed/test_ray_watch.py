@@ -1,4 +1,6 @@
-"""A process of Ray that dies is reported once, and not one that starts again in time or dies after the end."""
+"""A process of Ray that dies is reported once, and not one that starts again in time or dies after
+the end.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def server() -> Iterator[Server]:
     started: list[subprocess.Popen[str]] = []
 
     def start(port: int) -> subprocess.Popen[str]:
-        process = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVER, str(port)], stdout=subprocess.PIPE, text=True
+        )
         started.append(process)
         assert process.stdout and process.stdout.readline() == "up\n"
         return process
@@ -55,7 +59,10 @@ def test_watch_reports_the_first_death_of_two_processes_once(server: Server) -> 
     losses = Queue[LostRay]()
     names = ["store", "daemon"]
     RayWatch(
-        [RayProcess(name=name, address=("127.0.0.1", port), own=True) for name, port in zip(names, ports, strict=True)],
+        [
+            RayProcess(name=name, address=("127.0.0.1", port), own=True)
+            for name, port in zip(names, ports, strict=True)
+        ],
         losses.put,
     )
     for process in processes:
@@ -71,7 +78,10 @@ def test_watch_reports_the_first_death_of_two_processes_once(server: Server) -> 
 def test_watch_waits_for_a_process_that_starts_again_within_its_patience(server: Server) -> None:
     port, losses = free_port(), Queue[LostRay]()
     first = server(port)
-    watch = RayWatch([RayProcess(name="store", address=("127.0.0.1", port), own=False, patience_s=300)], losses.put)
+    watch = RayWatch(
+        [RayProcess(name="store", address=("127.0.0.1", port), own=False, patience_s=300)],
+        losses.put,
+    )
     connected(first)
     first.kill()
     first.wait()

@@ -1,4 +1,6 @@
-"""Meeting points of process groups: where they listen. Those of real groups are looked at in `window_worker`."""
+"""Meeting points of process groups: where they listen. Those of real groups are looked at in
+`window_worker`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def test_a_store_listens_at_the_address_of_its_group_alone(host: str) -> None:
     assert join_store(host, port, timeout=WAIT).get("key") == b"value"
 
 
-@pytest.mark.parametrize("host", [socket.gethostname(), "203.0.113.7"], ids=["a name", "an address elsewhere"])
+@pytest.mark.parametrize(
+    "host", [socket.gethostname(), "203.0.113.7"], ids=["a name", "an address elsewhere"]
+)
 def test_a_store_listens_on_all_interfaces_where_its_address_cannot_be_bound(host: str) -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,6 @@
-"""A checkpoint in universal format: a run goes on with another number of ranks, as if it had been one run."""
+"""A checkpoint in universal format: a run goes on with another number of ranks, as if it had been
+one run.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def run(ranks: int, model: str, *runs: list[Any]) -> None:
     ],
 )  # fmt: skip
 def test_a_run_goes_on_with_another_number_of_ranks(
-    before: tuple[int, list[tuple[int, str]]], after: tuple[int, list[tuple[int, str]]], tmp_path: Path
+    before: tuple[int, list[tuple[int, str]]],
+    after: tuple[int, list[tuple[int, str]]],
+    tmp_path: Path,
 ) -> None:
     model = save_tiny_model(tmp_path / "model")
     (ranks, layouts), (later_ranks, later) = before, after
@@ -47,8 +51,14 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     run(
         ranks,
         model,
-        *([*layout, 0, HALF, None, f"{place}-half"] for layout, place in zip(layouts, places, strict=True)),
-        *([*layout, 0, WHOLE, None, f"{place}-whole"] for layout, place in zip(layouts, places, strict=True)),
+        *(
+            [*layout, 0, HALF, None, f"{place}-half"]
+            for layout, place in zip(layouts, places, strict=True)
+        ),
+        *(
+            [*layout, 0, WHOLE, None, f"{place}-whole"]
+            for layout, place in zip(layouts, places, strict=True)
+        ),
     )
     run(
         later_ranks,
@@ -64,12 +74,16 @@ def test_a_run_goes_on_with_another_number_of_ranks(
         rest_rates, rest_norms = json.loads(Path(f"{place}-rest/found.json").read_text())
         assert rest_rates == pytest.approx(rates[HALF:], rel=1e-12) and len(set(rates)) == WHOLE
         assert rest_norms == pytest.approx(norms[HALF:], rel=tolerance * 10)
-        whole, half, rest = (torch.load(f"{place}-{part}/weights.pt") for part in ("whole", "half", "rest"))
+        whole, half, rest = (
+            torch.load(f"{place}-{part}/weights.pt") for part in ("whole", "half", "rest")
+        )
         assert set(rest) == set(whole)
         for name, weight in whole.items():
             assert (rest[name] - weight).abs().max() < tolerance, name
         assert max(float((half[name] - whole[name]).abs().max()) for name in whole) > 8 * tolerance
-        assert sorted(path.name for path in Path(f"{place}-half").iterdir() if path.is_dir()) == ["saved"]
+        assert sorted(path.name for path in Path(f"{place}-half").iterdir() if path.is_dir()) == [
+            "saved"
+        ]
 
 
 @pytest.mark.verify
@@ -80,7 +94,10 @@ def test_a_checkpoint_that_cannot_be_converted_is_named(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "first", damaged)
     for file in damaged.glob("saved/*_optim_states.pt"):
         file.write_bytes(b"")
-    with pytest.raises(AssertionError, match=r"saved in .*damaged could not be converted \(--ds.use_universal_ckpt\)"):
+    with pytest.raises(
+        AssertionError,
+        match=r"saved in .*damaged could not be converted \(--ds.use_universal_ckpt\)",
+    ):
         run(1, model, [2, "fp32", 1, 2, str(damaged), str(tmp_path / "second")])
 
 

@@ -46,7 +46,9 @@ def new_group(world_size: int = 2, timeout_s: float = 20.0) -> WeightGroup:
     )
 
 
-def take(group: WeightGroup, rank: int, *, buckets: int | None = None) -> tuple[dict, list[int], list[int]]:
+def take(
+    group: WeightGroup, rank: int, *, buckets: int | None = None
+) -> tuple[dict, list[int], list[int]]:
     """Receive tensors, hashes of what came, and the sender's hashes; leave after `buckets` of them."""
     channel = join_group(group, rank)
     received, hashes = {}, []
@@ -109,7 +111,9 @@ def test_each_tensor_is_read_before_the_next_is_asked_for(threads):
         (TENSORS | {"c": torch.zeros(3, 50)}, r"the manifest has c .*, the model c \(3, 50\)"),
     ],
 )
-def test_tensors_that_are_not_the_manifests_are_an_error_on_both_sides_at_once(threads, tensors, message):
+def test_tensors_that_are_not_the_manifests_are_an_error_on_both_sides_at_once(
+    threads, tensors, message
+):
     group = new_group()
     worker = threads.submit(take, group, 1)
     sender = WeightSender()
@@ -171,9 +175,13 @@ def test_a_sender_joins_again_after_a_failure(threads):
     assert set(worker.result(20)[0]) == set(TENSORS)
 
 
-def test_a_peer_that_leaves_while_the_group_forms_is_a_publication_error_and_the_sender_joins_the_next(threads):
+def test_a_peer_that_leaves_while_the_group_forms_is_a_publication_error_and_the_sender_joins_the_next(
+    threads,
+):
     def join_and_leave(group: WeightGroup) -> None:
-        store = torch.distributed.TCPStore(group.host, group.port, is_master=False, wait_for_workers=False)
+        store = torch.distributed.TCPStore(
+            group.host, group.port, is_master=False, wait_for_workers=False
+        )
         torch.distributed.PrefixStore(group.name, store).set("joined/1", "")
 
     sender = WeightSender()
@@ -190,7 +198,9 @@ def test_a_peer_that_leaves_while_the_group_forms_is_a_publication_error_and_the
 
 
 class LosesAMember:
-    """Torch's NCCL group, as far as a channel uses it: reads its settings when it is made, and fails in `wait`."""
+    """Torch's NCCL group, as far as a channel uses it: reads its settings when it is made, and
+    fails in `wait`.
+    """
 
     class Options:
         _timeout = None
@@ -213,7 +223,9 @@ class LosesAMember:
 def test_an_nccl_group_is_made_with_blocking_waits_and_a_lost_member_is_an_error(
     users: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch makes no watchdog for a group with blocking waits. Other groups of the process keep theirs."""
+    """Torch makes no watchdog for a group with blocking waits. Other groups of the process keep
+    theirs.
+    """
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     if users:
         monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", users)
@@ -224,7 +236,8 @@ def test_an_nccl_group_is_made_with_blocking_waits_and_a_lost_member_is_an_error
     assert (made.blocking, made.timeout) == ("1", timedelta(seconds=7))
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == (users or "0")
     with pytest.raises(
-        PublicationError, match=r"\(nccl\): a member died, or did not answer in time: NCCL error: remote"
+        PublicationError,
+        match=r"\(nccl\): a member died, or did not answer in time: NCCL error: remote",
     ):
         channel.send(torch.zeros(1))
     channel.close()

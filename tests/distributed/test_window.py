@@ -1,4 +1,6 @@
-"""The optimizer-step window: its result does not depend on how it was split, and a non-finite step touches nothing."""
+"""The optimizer-step window: its result does not depend on how it was split, and a non-finite step
+touches nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ LAYOUTS = [
     "zero2-micro1-padded",
     "zero3-micro3-packed",
 ]
-POISONED = [f"zero{stage}-micro3-packed-{dtype}-poisoned" for stage in range(4) for dtype in ("fp32", "bf16")]
+POISONED = [
+    f"zero{stage}-micro3-packed-{dtype}-poisoned"
+    for stage in range(4)
+    for dtype in ("fp32", "bf16")
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +41,11 @@ def plain(model: str) -> dict[str, Any]:
     """The same two steps as a plain torch loop through whole logits, one row at a time, in float64."""
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     optimizer = torch.optim.AdamW(
-        hf.parameters(), lr=OPTIMIZER.adam.lr, betas=OPTIMIZER.adam.betas, eps=OPTIMIZER.adam.eps, weight_decay=0
+        hf.parameters(),
+        lr=OPTIMIZER.adam.lr,
+        betas=OPTIMIZER.adam.betas,
+        eps=OPTIMIZER.adam.eps,
+        weight_decay=0,
     )
     norms = []
     for step in range(STEPS):
@@ -68,12 +78,16 @@ def test_loss_and_gradient_do_not_depend_on_the_split(
             )
         assert len(results[layout]["weights"]) == len(plain["weights"])
         assert results[layout]["skipped"] == 0
-        assert results[layout]["training"]  # with dropout and gradient checkpointing, from the first step on
+        assert results[layout][
+            "training"
+        ]  # with dropout and gradient checkpointing, from the first step on
     check_poisoned(results)
 
 
 def check_poisoned(results: dict[str, Any]) -> None:
-    """Step 0 was NaN on one rank: it is skipped everywhere and counted, and step 1 starts from untouched weights."""
+    """Step 0 was NaN on one rank: it is skipped everywhere and counted, and step 1 starts from
+    untouched weights.
+    """
     for layout in POISONED:
         result = results[layout]
         assert result["applied"] == [False, True], layout

@@ -1,4 +1,6 @@
-"""Calls to the workers of a role: which ranks get which data slice, whose result counts, and how a wait ends."""
+"""Calls to the workers of a role: which ranks get which data slice, whose result counts, and how a
+wait ends.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,13 @@ class Host:
 @pytest.fixture(scope="module")
 def group() -> Iterator[WorkerGroup]:
     """Four ranks, of which each two share a data slice."""
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        address="local",
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
     host: Any = ray.remote(Host)
     actors = [host.options(num_cpus=0).remote(rank) for rank in range(4)]
     logs = [f"host-{rank}.log" for rank in range(4)]
@@ -64,15 +72,22 @@ def group() -> Iterator[WorkerGroup]:
     ray.shutdown()
 
 
-def test_each_slice_goes_to_the_ranks_that_share_it_and_the_first_gives_the_result(group: WorkerGroup) -> None:
+def test_each_slice_goes_to_the_ranks_that_share_it_and_the_first_gives_the_result(
+    group: WorkerGroup,
+) -> None:
     assert group.slices == 2
     calls = group.launch(Worker.double, [10, 20])
-    assert [ray.get(list(call.references)) for call in calls] == [[(0, 20), (1, 20)], [(2, 40), (3, 40)]]
+    assert [ray.get(list(call.references)) for call in calls] == [
+        [(0, 20), (1, 20)],
+        [(2, 40), (3, 40)],
+    ]
     assert gather(calls, timeout_s=240, doing="double") == [(0, 20), (2, 40)]
 
 
 def test_a_broadcast_reaches_every_rank(group: WorkerGroup) -> None:
-    assert gather(group.broadcast(Worker.double, 1), timeout_s=240, doing="double") == [(rank, 2) for rank in range(4)]
+    assert gather(group.broadcast(Worker.double, 1), timeout_s=240, doing="double") == [
+        (rank, 2) for rank in range(4)
+    ]
 
 
 def test_a_failure_on_any_rank_of_a_slice_is_raised(group: WorkerGroup) -> None:
@@ -86,13 +101,18 @@ def test_a_failure_on_any_rank_of_a_slice_is_raised(group: WorkerGroup) -> None:
 def test_a_rank_that_does_not_answer_is_named_with_its_log_and_the_flag(group: WorkerGroup) -> None:
     calls = group.launch(Worker.sleep_on_rank_3, [1, 2])
     with pytest.raises(
-        WorkerError, match=r"1 of 4 processes did not sleep within 5 s: host-3\.log.*--train\.step_timeout"
+        WorkerError,
+        match=r"1 of 4 processes did not sleep within 5 s: host-3\.log.*--train\.step_timeout",
     ):
         gather(calls, timeout_s=5, doing="sleep")
 
 
-def test_a_process_that_died_is_named_although_its_peers_have_failed_before(group: WorkerGroup) -> None:
+def test_a_process_that_died_is_named_although_its_peers_have_failed_before(
+    group: WorkerGroup,
+) -> None:
     """The last test: the process does not come back."""
     calls = group.launch(Worker.die_on_rank_1, [1, 2])
-    with pytest.raises(WorkerError, match=r"(?s)a process died while the run was about to meet.*host-1\.log"):
+    with pytest.raises(
+        WorkerError, match=r"(?s)a process died while the run was about to meet.*host-1\.log"
+    ):
         gather(calls, timeout_s=240, doing="meet")

@@ -1,4 +1,6 @@
-"""One rank of the window tests: trains a tiny model for two optimizer steps in every layout asked for."""
+"""One rank of the window tests: trains a tiny model for two optimizer steps in every layout asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from tests.distributed.listening import listening_addresses
 from tests.loading import load_spec
 
 STEPS = 2
-# A large epsilon makes AdamW nearly linear in the gradient, so that weights compare as tightly as gradients do.
+# A large epsilon makes AdamW nearly linear in the gradient, so that weights compare as tightly as
+# gradients do.
 OPTIMIZER = OptimizerConfig(
     adam=AdamConfig(lr=1.0, eps=1.0), lr_scheduler="constant", lr_warmup_ratio=0.0, max_norm=0.5
 )
@@ -35,21 +38,36 @@ def batch(step: int) -> TokenRows:
 
 
 def train(
-    strategy: Strategy, model: str, *, micro: int, packing: bool, folder: Path, poison: int | None = None
+    strategy: Strategy,
+    model: str,
+    *,
+    micro: int,
+    packing: bool,
+    folder: Path,
+    poison: int | None = None,
 ) -> dict[str, Any]:
-    """Norms and final weights of a run, and the skipped steps that its checkpoint in `folder` remembers.
+    """Norms and final weights of a run, and the skipped steps that its checkpoint in `folder`
+    remembers.
 
     In step `poison` the loss is NaN on the last rank.
     """
-    spec = load_spec(path=model, param_dtype=strategy.config.param_dtype, attention="sdpa", packing=packing)
+    spec = load_spec(
+        path=model, param_dtype=strategy.config.param_dtype, attention="sdpa", packing=packing
+    )
     engine = TrainEngine(
-        strategy, lambda: PolicyModel(load_causal_lm(spec), packing=packing), OPTIMIZER, total_steps=STEPS
+        strategy,
+        lambda: PolicyModel(load_causal_lm(spec), packing=packing),
+        OPTIMIZER,
+        total_steps=STEPS,
     )
     norms, applied = [], []
     for step in range(STEPS):
         rows = batch(step)
         mine = rows.select(list(range(strategy.dp_rank, rows.num_samples, strategy.dp_size)))
-        cut = [list(range(i, min(i + micro, mine.num_samples))) for i in range(0, mine.num_samples, micro)]
+        cut = [
+            list(range(i, min(i + micro, mine.num_samples)))
+            for i in range(0, mine.num_samples, micro)
+        ]
         poisoned = step == poison and strategy.dp_rank == strategy.dp_size - 1
 
         def loss(micro_batch: TokenRows, totals: Any, poisoned: bool = poisoned) -> Any:
@@ -64,7 +82,9 @@ def train(
         norms.append(result.grad_norm)
         applied.append(result.applied)
     training = all(module.training for module in engine.module.modules())
-    weights = {n: t.float().clone() for bucket in engine.full_parameters(1 << 16) for n, t in bucket}
+    weights = {
+        n: t.float().clone() for bucket in engine.full_parameters(1 << 16) for n, t in bucket
+    }
     engine.save(str(folder), "end")
     engine.nonfinite_steps = -1
     engine.load(str(folder), "end")
@@ -84,7 +104,8 @@ def main() -> None:
     for layout in layouts:
         parts = layout.split("-")
         engine = DeepSpeedConfig(
-            zero_stage=int(parts[0].removeprefix("zero")), param_dtype="bf16" if "bf16" in parts else "fp32"
+            zero_stage=int(parts[0].removeprefix("zero")),
+            param_dtype="bf16" if "bf16" in parts else "fp32",
         )
         strategy = Strategy(engine, seed=0)
         assert listening_addresses(int(os.environ["MASTER_PORT"])) == {"127.0.0.1"}

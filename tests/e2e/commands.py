@@ -1,4 +1,6 @@
-"""Runs the commands the way a user does: as processes, from flags; and reads what they left in the run folder."""
+"""Runs the commands the way a user does: as processes, from flags; and reads what they left in the
+run folder.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ from tests.ranks import ROOT
 
 PLAIN = (sys.executable, "-m")
 # Other tests of this process may have made it a world of one.
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 Flags = Mapping[str, Any]
 
@@ -53,11 +62,17 @@ def as_arguments(flags: Flags) -> list[str]:
 
 def places(folder: Path) -> dict[str, Path]:
     """Everything a run writes goes into `folder`."""
-    return {"run.dir": folder, "ckpt.output_dir": folder / "model", "ckpt.path": folder / "checkpoints"}
+    return {
+        "run.dir": folder,
+        "ckpt.output_dir": folder / "model",
+        "ckpt.path": folder / "checkpoints",
+    }
 
 
 def small_grpo(workspace: Path, folder: Path, *, prompts: int, samples: int) -> dict[str, Any]:
-    """GRPO of `model` on `prompts.jsonl` in a workspace: one optimizer step per batch, answers of at most eight tokens."""
+    """GRPO of `model` on `prompts.jsonl` in a workspace: one optimizer step per batch, answers of
+    at most eight tokens.
+    """
     return {
         "actor.model_name_or_path": workspace / "model",
         "data.prompt_dataset": workspace / "prompts.jsonl",
@@ -87,11 +102,14 @@ def launch(
     folder: Path = ROOT,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
-    """Start `openrlhf.cli.<command>` (`main my_task`: a verb of its own) in a session of its own, with the tools of this environment on the path.
+    """Start `openrlhf.cli.<command>` (`main my_task`: a verb of its own) in a session of its own,
+    with the tools of this environment on the path.
 
     `folder`: the working directory. `variables`: further ones of the environment.
     """
-    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES} | dict(variables or {})
+    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES} | dict(
+        variables or {}
+    )
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     return subprocess.Popen(
         [*launcher, *f"openrlhf.cli.{command}".split(), *as_arguments(flags)],
@@ -116,9 +134,16 @@ def finish(process: subprocess.Popen[str], *, timeout: float = 400) -> Finished:
 
 
 def run(
-    command: str, flags: Flags, *, launcher: Sequence[str] = PLAIN, status: int = 0, timeout: float = 400
+    command: str,
+    flags: Flags,
+    *,
+    launcher: Sequence[str] = PLAIN,
+    status: int = 0,
+    timeout: float = 400,
 ) -> Finished:
-    """Run a command to its end, which has to be `status`; every number it logged has to be plausible."""
+    """Run a command to its end, which has to be `status`; every number it logged has to be
+    plausible.
+    """
     done = finish(launch(command, flags, launcher), timeout=timeout)
     assert done.status == status, f"ended with {done.status}:\n{done.printed}\n{done.errors}"
     if status == 0 and flags.get("run.dir"):
@@ -127,7 +152,11 @@ def run(
 
 
 def kill_when(
-    process: subprocess.Popen[str], reached: Callable[[], bool], *, delay: float = 0.0, timeout: float = 400
+    process: subprocess.Popen[str],
+    reached: Callable[[], bool],
+    *,
+    delay: float = 0.0,
+    timeout: float = 400,
 ) -> None:
     """SIGKILL the main process, and it alone, `delay` seconds after `reached` says so."""
     deadline = time.monotonic() + timeout
@@ -146,10 +175,15 @@ def steps_logged(folder: Path) -> int:
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, which have to be plausible, without the numbers that measure time."""
+    """The lines of metrics.jsonl, which have to be plausible, without the numbers that measure
+    time.
+    """
     rows = list(read_lines(folder / "metrics.jsonl"))
     assert implausible(rows) == []
-    return [{k: v for k, v in row.items() if k != "time" and not k.startswith("timing/")} for row in rows]
+    return [
+        {k: v for k, v in row.items() if k != "time" and not k.startswith("timing/")}
+        for row in rows
+    ]
 
 
 def column(folder: Path, name: str) -> list[float]:
@@ -158,7 +192,9 @@ def column(folder: Path, name: str) -> list[float]:
 
 
 def default_schedule(peak: float, steps: int) -> list[float]:
-    """Learning rates of a run of `steps` optimizer steps by Transformers' own scheduler, as the default flags choose it."""
+    """Learning rates of a run of `steps` optimizer steps by Transformers' own scheduler, as the
+    default flags choose it.
+    """
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     scheduler = get_scheduler(
         "cosine_with_min_lr",

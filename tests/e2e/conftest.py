@@ -9,7 +9,9 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def own_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
+def own_folder(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Path]:
     """A folder of the module for models, data and runs, with a datasets cache of its own."""
     folder = tmp_path_factory.mktemp(request.path.stem)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,6 @@
-"""Nodes of a Ray cluster on this machine, as `ray start` starts them, and a shell to type commands in."""
+"""Nodes of a Ray cluster on this machine, as `ray start` starts them, and a shell to type commands
+in.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from tests.e2e.processes import descendants
 
 def environment(**changes: str) -> dict[str, str]:
     """That of a user in whose shell the virtual environment is active."""
-    kept = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES and not k.startswith("RAY_")}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in LAUNCHER_VARIABLES and not k.startswith("RAY_")
+    }
     return kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"} | changes
 
 
@@ -24,11 +30,19 @@ def type_in(line: str, folder: Path, variables: dict[str, str]) -> subprocess.Po
     """Start a line of a shell in a folder, in a session of its own."""
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        ["bash", "-c", line], cwd=folder, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        ["bash", "-c", line],
+        cwd=folder,
+        env=variables,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
     )
 
 
-def start_node(flags: str, folder: Path, variables: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+def start_node(
+    flags: str, folder: Path, variables: dict[str, str], log: Path
+) -> subprocess.Popen[bytes]:
     """`ray start`, as a process to end it by; returns when it says that it is up."""
     with log.open("wb") as output:
         node = subprocess.Popen(

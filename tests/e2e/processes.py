@@ -23,7 +23,9 @@ class Process:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/<pid>/stat after the name: state, parent, …; None when the process is gone."""
+    """The fields of /proc/<pid>/stat after the name: state, parent, …; None when the process is
+    gone.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -42,7 +44,9 @@ def descendants(pid: int) -> list[Process]:
     children: dict[int, list[Process]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (stat := _stat(int(entry.name))):
-            process = Process(pid=int(entry.name), start=stat[19], command=_command(int(entry.name)))
+            process = Process(
+                pid=int(entry.name), start=stat[19], command=_command(int(entry.name))
+            )
             children.setdefault(int(stat[1]), []).append(process)
     found: list[Process] = []
     waiting = [pid]

@@ -24,9 +24,13 @@ class RewardModelServer:
 
 @contextmanager
 def reward_model_server(model: Path, **flags: Any) -> Iterator[RewardModelServer]:
-    """Start it in float32 on a free port, wait until it answers, and kill it at the end; dots of flags are written __."""
+    """Start it in float32 on a free port, wait until it answers, and kill it at the end; dots of
+    flags are written __.
+    """
     start = {"reward.model_name_or_path": model, "ds.param_dtype": "fp32", "port": 0}
-    process = launch("serve_rm", start | {name.replace("__", "."): value for name, value in flags.items()})
+    process = launch(
+        "serve_rm", start | {name.replace("__", "."): value for name, value in flags.items()}
+    )
     try:
         assert process.stdout is not None
         said = process.stdout.readline()  # empty where it has ended

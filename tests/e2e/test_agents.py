@@ -23,7 +23,10 @@ EXAMPLES, AGENTS = ROOT / "examples/agents", ROOT / "tests/agents/agent_files"
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Path:
     save_tiny_model(own_folder / "model", max_position_embeddings=1024, **HEADS)
-    write_rows(own_folder / "prompts.jsonl", [{"input": "guess a digit: ", "answer": str(i % 10)} for i in range(12)])
+    write_rows(
+        own_folder / "prompts.jsonl",
+        [{"input": "guess a digit: ", "answer": str(i % 10)} for i in range(12)],
+    )
     return own_folder
 
 
@@ -62,7 +65,9 @@ def temporary() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def game(workspace: Path, temporary: Path) -> Path:
-    flags = agent_flags(workspace, workspace / "game", EXAMPLES / "higher_lower.py", **{"reward.workers": 2})
+    flags = agent_flags(
+        workspace, workspace / "game", EXAMPLES / "higher_lower.py", **{"reward.workers": 2}
+    )
     with pytest.MonkeyPatch.context() as patch:
         for name in ("TMPDIR", "RAY_TMPDIR"):
             patch.setenv(name, str(temporary))
@@ -75,23 +80,38 @@ def test_the_example_environment_trains(game: Path) -> None:
     assert column(game, "train/failed_episodes") == [0, 0, 0]
     assert all(1 <= guesses <= 4 for guesses in column(game, "train/guesses"))
     assert all("higher: " in row["response"] or row["reward"] is not None for row in samples(game))
-    assert any(" higher: " in row["response"] or " lower: " in row["response"] for row in samples(game))
+    assert any(
+        " higher: " in row["response"] or " lower: " in row["response"] for row in samples(game)
+    )
 
 
-def test_a_run_leaves_nothing_in_the_folder_for_temporary_files(game: Path, temporary: Path) -> None:
+def test_a_run_leaves_nothing_in_the_folder_for_temporary_files(
+    game: Path, temporary: Path
+) -> None:
     assert {path.name for path in temporary.iterdir()} <= {"ray"}
     assert [path.name for path in (temporary / "ray").glob("session_2*")] == []
 
 
-def test_the_trainer_recomputes_the_logprobs_that_were_recorded_over_several_turns(game: Path) -> None:
+def test_the_trainer_recomputes_the_logprobs_that_were_recorded_over_several_turns(
+    game: Path,
+) -> None:
     assert max(column(game, "train/logprob_gap_max")) < 1e-3
     assert column(game, "train/rollout_ratio_outside") == [0, 0, 0]
 
 
 @pytest.mark.verify
-def test_the_same_seed_gives_the_same_episodes_in_any_number_of_processes(workspace: Path, game: Path) -> None:
-    flags: Flags = {"config": game / "config.yaml", "run.dir": workspace / "again", "reward.workers": 1}
-    places = {"ckpt.output_dir": workspace / "again/model", "ckpt.path": workspace / "again/checkpoints"}
+def test_the_same_seed_gives_the_same_episodes_in_any_number_of_processes(
+    workspace: Path, game: Path
+) -> None:
+    flags: Flags = {
+        "config": game / "config.yaml",
+        "run.dir": workspace / "again",
+        "reward.workers": 1,
+    }
+    places = {
+        "ckpt.output_dir": workspace / "again/model",
+        "ckpt.path": workspace / "again/checkpoints",
+    }
     run("train_ppo_ray", {**flags, **places})
     assert numbers(workspace / "again") == numbers(game)
 
@@ -101,15 +121,21 @@ def test_an_agent_that_knows_only_the_openai_client_trains(workspace: Path) -> N
     task = workspace / "sums"
     task.mkdir()
     make_task(task, transcripts=1, prompts=12)
-    flags = agent_flags(task, workspace / "chat", EXAMPLES / "calculator.py", **{"rollout.max_turns": None})
+    flags = agent_flags(
+        task, workspace / "chat", EXAMPLES / "calculator.py", **{"rollout.max_turns": None}
+    )
     run("train_ppo_ray", {**flags, "reward.workers": 2})
     assert column(workspace / "chat", "train/failed_episodes") == [0, 0, 0]
     assert max(column(workspace / "chat", "train/logprob_gap_max")) < 1e-3
     assert column(workspace / "chat", "train/tool_calls") == [0, 0, 0]
 
 
-def test_a_judge_and_a_teacher_behind_servers_and_what_they_fail_at_is_dropped(workspace: Path, tmp_path: Path) -> None:
-    prompts = [{"input": "be good: ", "answer": "broken" if i % 4 == 0 else "loud"} for i in range(8)]
+def test_a_judge_and_a_teacher_behind_servers_and_what_they_fail_at_is_dropped(
+    workspace: Path, tmp_path: Path
+) -> None:
+    prompts = [
+        {"input": "be good: ", "answer": "broken" if i % 4 == 0 else "loud"} for i in range(8)
+    ]
     changes: dict[str, Any] = {
         "data.prompt_dataset": write_rows(tmp_path / "prompts.jsonl", prompts),
         "algo.distill.teacher": "wise",
@@ -119,14 +145,23 @@ def test_a_judge_and_a_teacher_behind_servers_and_what_they_fail_at_is_dropped(w
     with openai_server() as server:
         server.texts = lambda token: character_tokenizer().decode([token])
         changes["rollout.remote_engines"] = [f"helper={server.url}", f"wise={server.url}"]
-        run("train_ppo_ray", agent_flags(workspace, tmp_path / "run", AGENTS / "asks.py", **changes))
+        run(
+            "train_ppo_ray", agent_flags(workspace, tmp_path / "run", AGENTS / "asks.py", **changes)
+        )
     rows = samples(tmp_path / "run")
-    assert sorted((row["reward"] or 0, row["failure"] or "") for row in rows) == [(0, "server")] * 8 + [(1, "")] * 24
+    assert (
+        sorted((row["reward"] or 0, row["failure"] or "") for row in rows)
+        == [(0, "server")] * 8 + [(1, "")] * 24
+    )
     assert all(math.isfinite(gap) and gap for gap in column(tmp_path / "run", "train/teacher_kl"))
-    assert all(row["timing/teacher_logprobs"] > 0 for row in read_lines(tmp_path / "run/metrics.jsonl"))
+    assert all(
+        row["timing/teacher_logprobs"] > 0 for row in read_lines(tmp_path / "run/metrics.jsonl")
+    )
 
 
-def test_an_agent_that_cannot_be_loaded_is_told_of_before_anything_starts(workspace: Path, tmp_path: Path) -> None:
+def test_an_agent_that_cannot_be_loaded_is_told_of_before_anything_starts(
+    workspace: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "agent.py"
     file.write_text("class Agent: ...\n")
     done = run("train_ppo_ray", agent_flags(workspace, tmp_path / "run", file), status=2)
@@ -135,13 +170,19 @@ def test_an_agent_that_cannot_be_loaded_is_told_of_before_anything_starts(worksp
 
 
 @pytest.mark.verify
-def test_an_agent_that_opens_new_conversations_trains_with_one_reward_per_episode(own_folder: Path) -> None:
+def test_an_agent_that_opens_new_conversations_trains_with_one_reward_per_episode(
+    own_folder: Path,
+) -> None:
     workspace = own_folder / "summaries"
     workspace.mkdir()
     template = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-    save_tiny_model(workspace / "model", max_position_embeddings=1024, chat_template=template, **HEADS)
+    save_tiny_model(
+        workspace / "model", max_position_embeddings=1024, chat_template=template, **HEADS
+    )
     write_rows(workspace / "prompts.jsonl", [{"input": f"{i}", "answer": "1"} for i in range(12)])
-    flags = agent_flags(workspace, workspace / "run", AGENTS / "summarises.py", **{"rollout.max_turns": None})
+    flags = agent_flags(
+        workspace, workspace / "run", AGENTS / "summarises.py", **{"rollout.max_turns": None}
+    )
     run("train_ppo_ray", {name: value for name, value in flags.items() if value is not None})
     folder = workspace / "run"
     assert len(numbers(folder)) == 3

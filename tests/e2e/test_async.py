@@ -1,4 +1,6 @@
-"""Asynchronous training as a user runs it: samples come from older weights, every prompt is trained on once, also after a kill."""
+"""Asynchronous training as a user runs it: samples come from older weights, every prompt is trained
+on once, also after a kill.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,19 @@ STEPS = -(-PROMPTS * EPOCHS // BATCH)
 def workspace(own_folder: Path) -> Path:
     save_tiny_model(own_folder / "model", **HEADS)
     draw = random.Random(1)
-    rows = [{"input": "".join(draw.choices("bcdefgh", k=4)) + f"{number:02}="} for number in range(PROMPTS)]
+    rows = [
+        {"input": "".join(draw.choices("bcdefgh", k=4)) + f"{number:02}="}
+        for number in range(PROMPTS)
+    ]
     write_rows(own_folder / "prompts.jsonl", rows)
     return own_folder
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
+    ray.init(
+        num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
+    )
     yield
     ray.shutdown()
 
@@ -78,18 +85,26 @@ def check_every_prompt_was_trained_on_once(folder: Path, prompts: int = PROMPTS)
     episodes = Counter((row["prompt_index"], row["sample_index"]) for row in rows)
     assert set(episodes.values()) == {1}
     assert {index for index, _ in episodes} == set(range(prompts * EPOCHS))
-    assert Counter(row["step"] for row in rows) == dict.fromkeys(range(1, steps + 1), BATCH * SAMPLES)
+    assert Counter(row["step"] for row in rows) == dict.fromkeys(
+        range(1, steps + 1), BATCH * SAMPLES
+    )
 
 
 @pytest.mark.usefixtures("cluster")
 def test_samples_under_way_go_on_under_new_weights_and_none_is_too_old(workspace: Path) -> None:
     folder = workspace / "partial"
-    train_here(flags(workspace, folder, **{"train.partial_rollout_enable": True, "train.max_staleness": 4}))
+    train_here(
+        flags(workspace, folder, **{"train.partial_rollout_enable": True, "train.max_staleness": 4})
+    )
     check_every_prompt_was_trained_on_once(folder)
     assert {1, 2} <= set(lags(folder)) <= {0, 1, 2, 3, 4}
     assert any(len(row["weight_versions"]) > 1 for row in samples(folder))
     for step, row in enumerate(numbers(folder), 1):
-        mine = [lag for lag, sample in zip(lags(folder), samples(folder), strict=True) if sample["step"] == step]
+        mine = [
+            lag
+            for lag, sample in zip(lags(folder), samples(folder), strict=True)
+            if sample["step"] == step
+        ]
         assert row["rollout/lag_mean"] == pytest.approx(sum(mine) / len(mine))
         assert row["rollout/lag_max"] == max(mine)
         assert (
@@ -99,7 +114,10 @@ def test_samples_under_way_go_on_under_new_weights_and_none_is_too_old(workspace
         )
     timing = [row for row in read_lines(folder / "metrics.jsonl")]
     assert any(row["timing/models_overlap"] > 0 for row in timing)
-    assert all(0 <= row["timing/engines_idle"] <= 1 and 0 <= row["timing/models_idle"] <= 1 for row in timing)
+    assert all(
+        0 <= row["timing/engines_idle"] <= 1 and 0 <= row["timing/models_idle"] <= 1
+        for row in timing
+    )
     assert max(column(folder, "train/vllm_kl")) < 0.1
 
 
@@ -128,12 +146,20 @@ def test_rejected_prompts_are_replaced_while_training_goes_on(workspace: Path) -
 
 @pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
-def test_models_score_a_prompt_side_by_side_while_other_samples_are_under_way(workspace: Path) -> None:
-    """An agent lets no other prompt end before models score the first; a run that scored whole batches would never end."""
+def test_models_score_a_prompt_side_by_side_while_other_samples_are_under_way(
+    workspace: Path,
+) -> None:
+    """An agent lets no other prompt end before models score the first; a run that scored whole
+    batches would never end.
+    """
     folder = workspace / "side-by-side"
     plugin, agent = (folder / "user" / name for name in ("slow_scores.py", "patient_agent.py"))
     shutil.copytree(REWARDS.parent / "plugin_files", plugin.parent)
-    roles = {"critic.num_gpus_per_node": 1, "ref.num_gpus_per_node": 1, "reward.num_gpus_per_node": 1}
+    roles = {
+        "critic.num_gpus_per_node": 1,
+        "ref.num_gpus_per_node": 1,
+        "reward.num_gpus_per_node": 1,
+    }
     changes = {
         "plugin": plugin,
         "train.agent_func_path": agent,
@@ -146,10 +172,15 @@ def test_models_score_a_prompt_side_by_side_while_other_samples_are_under_way(wo
     train_here(flags(workspace, folder, **changes))
     spans = [json.loads(line) for line in (plugin.parent / "spans.jsonl").read_text().splitlines()]
     by_role = [
-        [span for span in spans if span["role"] == f"{role}Worker"] for role in ("Reference", "Critic", "Reward")
+        [span for span in spans if span["role"] == f"{role}Worker"]
+        for role in ("Reference", "Critic", "Reward")
     ]
     assert [len(spans) for spans in by_role] == [16] * 3  # groups
-    together = [trio for trio in product(*by_role) if max(s["began"] for s in trio) < min(s["ended"] for s in trio)]
+    together = [
+        trio
+        for trio in product(*by_role)
+        if max(s["began"] for s in trio) < min(s["ended"] for s in trio)
+    ]
     assert len({trio[0]["began"] for trio in together}) >= 8
     assert any(row["timing/models_overlap"] > 0 for row in read_lines(folder / "metrics.jsonl"))
 
@@ -158,7 +189,11 @@ def test_models_score_a_prompt_side_by_side_while_other_samples_are_under_way(wo
 @pytest.mark.usefixtures("cluster")
 def test_a_killed_run_trains_on_the_samples_that_waited(workspace: Path) -> None:
     folder, prompts = workspace / "killed", 12
-    changes = {"train.partial_rollout_enable": True, "ckpt.save_steps": 1, "data.max_samples": prompts}
+    changes = {
+        "train.partial_rollout_enable": True,
+        "ckpt.save_steps": 1,
+        "data.max_samples": prompts,
+    }
     settings = flags(workspace, folder, **changes)
     kill_when(launch("train_ppo_ray", settings), lambda: steps_logged(folder) >= 2)
     newest = checkpoints_in(folder / "checkpoints", parts=("_actor", "_source")).latest()
@@ -168,7 +203,14 @@ def test_a_killed_run_trains_on_the_samples_that_waited(workspace: Path) -> None
     assert waited
     train_here({**settings, "ckpt.load_enable": True})
     check_every_prompt_was_trained_on_once(folder, prompts)
-    after = {(row["prompt_index"], row["sample_index"]): row for row in samples(folder) if row["step"] > step}
+    after = {
+        (row["prompt_index"], row["sample_index"]): row
+        for row in samples(folder)
+        if row["step"] > step
+    }
     for episode in waited:
         row = after[episode.prompt.index, episode.sample_index]
-        assert (row["response"], row["weight_versions"]) == (episode.response_text, list(episode.weight_versions))
+        assert (row["response"], row["weight_versions"]) == (
+            episode.response_text,
+            list(episode.weight_versions),
+        )

@@ -1,7 +1,9 @@
-"""Every command with nothing but what it requires: it finishes, and each number it logs can be true.
+"""Every command with nothing but what it requires: it finishes, and each number it logs can be
+true.
 
-Beside the required flags there are only those that say where things go, and those that fit a run to a CPU: a tiny model,
-few rows, short responses. Precision, schedules, batch sizes and algorithms are the defaults.
+Beside the required flags there are only those that say where things go, and those that fit a run to
+a CPU: a tiny model, few rows, short responses. Precision, schedules, batch sizes and algorithms are
+the defaults.
 """
 
 from __future__ import annotations
@@ -21,18 +23,30 @@ from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.launch.start import run_ppo
 from openrlhf.observability.glossary import find_spec
-from tests.e2e.commands import as_arguments, column, default_schedule, evaluated, numbers, places, run, write_rows
+from tests.e2e.commands import (
+    as_arguments,
+    column,
+    default_schedule,
+    evaluated,
+    numbers,
+    places,
+    run,
+    write_rows,
+)
 from tests.e2e.servers import reward_model_server
 from tests.e2e.test_grpo import REWARDS, words
 from tests.pages import flag_sets
 from tests.tiny import HEADS, save_tiny_model
 from tests.verify.test_learning import RUNS as LEARNING_RUNS
 
-MODEL: dict[str, Any] = {**HEADS, "max_position_embeddings": 2048}  # as many as the default --data.max_len
+MODEL: dict[str, Any] = {
+    **HEADS,
+    "max_position_embeddings": 2048,
+}  # as many as the default --data.max_len
 VOCABULARY = 64
 ROWS, BATCH = 320, 128  # two default optimizer steps, and one of the 64 rows that are left
-# Sets of flags that together use each advantage estimator's and each policy loss's code. `make verify` runs all others: with
-# defaults here, or for longer in tests/verify/test_learning.py.
+# Sets of flags that together use each advantage estimator's and each policy loss's code. `make
+# verify` runs all others: with defaults here, or for longer in tests/verify/test_learning.py.
 SOME_METHODS = ("gae", "dapo")
 OTHER_METHODS = sorted(flag_sets().keys() - SOME_METHODS - LEARNING_RUNS.keys())
 
@@ -44,7 +58,10 @@ def workspace(own_folder: Path) -> Path:
     save_tiny_model(own_folder / "teacher", **MODEL, seed=5)
     rows = words(ROWS, seed=1)
     write_rows(own_folder / "rows.jsonl", [{**row, "output": row["input"][::-1]} for row in rows])
-    write_rows(own_folder / "pairs.jsonl", [{"chosen": f"{row['input']}aaa", "rejected": row["input"]} for row in rows])
+    write_rows(
+        own_folder / "pairs.jsonl",
+        [{"chosen": f"{row['input']}aaa", "rejected": row["input"]} for row in rows],
+    )
     write_rows(own_folder / "text.jsonl", [{"input": "abc" * (1 + row % 3)} for row in range(10)])
     return own_folder
 
@@ -75,13 +92,18 @@ def sft(workspace: Path) -> Path:
 def test_sft_trains(sft: Path) -> None:
     all_plausible(sft)
     assert column(sft, "train/lr") == default_schedule(5e-6, 2 * (ROWS // BATCH))
-    assert column(sft, "train/gpt_loss") == pytest.approx([math.log(VOCABULARY)] * 4, abs=0.15)  # hardly trained
+    assert column(sft, "train/gpt_loss") == pytest.approx(
+        [math.log(VOCABULARY)] * 4, abs=0.15
+    )  # hardly trained
 
 
 @pytest.fixture(scope="module")
 def reward_model(workspace: Path) -> Path:
     folder = workspace / "rm"
-    required = {"model.model_name_or_path": workspace / "model", "data.dataset": workspace / "pairs.jsonl"}
+    required = {
+        "model.model_name_or_path": workspace / "model",
+        "data.dataset": workspace / "pairs.jsonl",
+    }
     run("train_rm", required | places(folder))
     return folder
 
@@ -89,7 +111,9 @@ def reward_model(workspace: Path) -> Path:
 def test_a_reward_model_trains(reward_model: Path) -> None:
     all_plausible(reward_model)
     assert column(reward_model, "train/lr") == default_schedule(9e-6, ROWS // BATCH)
-    assert column(reward_model, "train/loss") == pytest.approx([math.log(2)] * 2, abs=0.2)  # hardly trained
+    assert column(reward_model, "train/loss") == pytest.approx(
+        [math.log(2)] * 2, abs=0.2
+    )  # hardly trained
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +124,10 @@ def ppo(workspace: Path, reward_model: Path) -> Path:
         "reward.model_name_or_path": reward_model / "model",
         "data.prompt_dataset": workspace / "rows.jsonl",
     }
-    run("train_ppo_ray", required | places(folder) | {"rollout.batch_size": BATCH, "rollout.max_new_tokens": 8})
+    run(
+        "train_ppo_ray",
+        required | places(folder) | {"rollout.batch_size": BATCH, "rollout.max_new_tokens": 8},
+    )
     return folder
 
 
@@ -118,11 +145,15 @@ def test_ppo_trains_with_a_reward_model(ppo: Path) -> None:
         assert row["train/logprob_gap_mean"] < 0.02  # engine and trainer, in bfloat16
         assert row["train/rollout_ratio"] == pytest.approx(1, abs=0.02)
         assert row["train/response_length"] <= 8
-        assert row["train/return"] == pytest.approx(row["train/reward"] - 0.01 * row["train/kl"] * 8, abs=0.02)
+        assert row["train/return"] == pytest.approx(
+            row["train/reward"] - 0.01 * row["train/kl"] * 8, abs=0.02
+        )
 
 
 @pytest.mark.verify
-def test_train_ppo_runs_a_launch_script_of_the_release_without_ray(workspace: Path, reward_model: Path) -> None:
+def test_train_ppo_runs_a_launch_script_of_the_release_without_ray(
+    workspace: Path, reward_model: Path
+) -> None:
     """Flags as its script had them, with an answer that ends earlier, and fewer prompts."""
     folder = workspace / "old_ppo"
     line = {
@@ -131,16 +162,33 @@ def test_train_ppo_runs_a_launch_script_of_the_release_without_ray(workspace: Pa
         "save_path": folder / "model",
         "ckpt_path": folder / "checkpoints",
         **dict.fromkeys(("save_steps", "eval_steps"), -1),
-        **{"logging_steps": 1, "micro_train_batch_size": 2, "train_batch_size": 16, "micro_rollout_batch_size": 4},
-        **{"rollout_batch_size": 16, "max_epochs": 1, "prompt_max_len": 64, "generate_max_len": 8, "zero_stage": 2},
+        **{
+            "logging_steps": 1,
+            "micro_train_batch_size": 2,
+            "train_batch_size": 16,
+            "micro_rollout_batch_size": 4,
+        },
+        **{
+            "rollout_batch_size": 16,
+            "max_epochs": 1,
+            "prompt_max_len": 64,
+            "generate_max_len": 8,
+            "zero_stage": 2,
+        },
         **{"actor_learning_rate": 5e-7, "critic_learning_rate": 9e-6, "init_kl_coef": 0.01},
         **{"prompt_data": workspace / "rows.jsonl", "input_key": "input", "max_samples": 32},
-        **dict.fromkeys(("bf16", "normalize_reward", "adam_offload", "flash_attn", "gradient_checkpointing"), True),
+        **dict.fromkeys(
+            ("bf16", "normalize_reward", "adam_offload", "flash_attn", "gradient_checkpointing"),
+            True,
+        ),
     }
     done = run("train_ppo", line | {"run.dir": folder})
     assert "flags have the names of older releases" in done.errors
     all_plausible(folder)
-    assert [row["rollout/num_samples"] for row in numbers(folder) if "train/reward" in row] == [16, 16]
+    assert [row["rollout/num_samples"] for row in numbers(folder) if "train/reward" in row] == [
+        16,
+        16,
+    ]
     assert column(folder, "train/critic_lr") == default_schedule(9e-6, 2)
     assert (folder / "model/config.json").is_file()
 
@@ -151,16 +199,21 @@ def test_train_ppo_runs_a_launch_script_of_the_release_without_ray(workspace: Pa
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """One Ray for all methods."""
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
+    ray.init(
+        num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
+    )
     yield
     ray.shutdown()
 
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(
-    "name", [*SOME_METHODS, *(pytest.param(name, marks=pytest.mark.verify) for name in OTHER_METHODS)]
+    "name",
+    [*SOME_METHODS, *(pytest.param(name, marks=pytest.mark.verify) for name in OTHER_METHODS)],
 )
-def test_a_method_trains_from_the_defaults_of_what_its_flags_leave_out(name: str, workspace: Path) -> None:
+def test_a_method_trains_from_the_defaults_of_what_its_flags_leave_out(
+    name: str, workspace: Path
+) -> None:
     """Two steps; models and data are the test's, and lengths and groups are those of a CPU."""
     folder, method = workspace / name, flag_sets()[name]
     samples_per_prompt = 4 if "--rollout.n_samples_per_prompt" in method else 1
@@ -200,7 +253,9 @@ def test_a_reward_model_is_served(reward_model: Path) -> None:
     with reward_model_server(reward_model / "model", ds__param_dtype=None) as server:
         answer = httpx.post(server.url, json={"query": [text]}, timeout=120).json()
     tokens = AutoTokenizer.from_pretrained(reward_model / "model")(text, return_tensors="pt")
-    hf = AutoModelForSequenceClassification.from_pretrained(reward_model / "model", dtype=torch.float32)
+    hf = AutoModelForSequenceClassification.from_pretrained(
+        reward_model / "model", dtype=torch.float32
+    )
     with torch.no_grad():
         expected = hf(**tokens).logits[0, 0].item()
     assert answer["rewards"] == pytest.approx([expected], abs=0.02)

@@ -1,4 +1,6 @@
-"""`openrlhf eval` as a user runs it: pass@k, the accuracy of a reward model, the win rate by a judge."""
+"""`openrlhf eval` as a user runs it: pass@k, the accuracy of a reward model, the win rate by a
+judge.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,12 @@ def workspace(own_folder: Path) -> Path:
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefgh", k=4)) for _ in range(3 * PROMPTS)]
     rows = [
-        {"input": f"{a}=", "chosen": b, "rejected": c, "datasource": "odd" if number % 2 else "even"}
+        {
+            "input": f"{a}=",
+            "chosen": b,
+            "rejected": c,
+            "datasource": "odd" if number % 2 else "even",
+        }
         for number, (a, b, c) in enumerate(zip(words[::3], words[1::3], words[2::3], strict=True))
     ]
     write_rows(own_folder / "rows.jsonl", rows)
@@ -57,8 +64,14 @@ def flags(workspace: Path, name: str, **changes: Any) -> dict[str, Any]:
 
 
 def answering(workspace: Path, name: str, **changes: Any) -> dict[str, Any]:
-    sampling = {"rollout.max_new_tokens": 8, "rollout.batch_size": 4, "eval.n_samples_per_prompt": SAMPLES}
-    return flags(workspace, name, **{"model.model_name_or_path": workspace / "model", **sampling, **changes})
+    sampling = {
+        "rollout.max_new_tokens": 8,
+        "rollout.batch_size": 4,
+        "eval.n_samples_per_prompt": SAMPLES,
+    }
+    return flags(
+        workspace, name, **{"model.model_name_or_path": workspace / "model", **sampling, **changes}
+    )
 
 
 # ---- a command of its own
@@ -67,7 +80,10 @@ def answering(workspace: Path, name: str, **changes: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def pass_k(workspace: Path) -> Finished:
     """Samples rewarded by a function and by a reward model; it starts Ray itself."""
-    rewards = {"reward.remote_url": REWARDS / "letters.py", "reward.model_name_or_path": workspace / "reward"}
+    rewards = {
+        "reward.remote_url": REWARDS / "letters.py",
+        "reward.model_name_or_path": workspace / "reward",
+    }
     return run("main eval", answering(workspace, "pass_k", **rewards, **{"eval.temperature": 1.0}))
 
 
@@ -80,19 +96,27 @@ def test_every_sample_of_every_prompt_is_written_down(pass_k: Finished, workspac
     assert "task: pass_k" in (workspace / "pass_k/config_resolved.yaml").read_text()
 
 
-def test_pass_at_k_is_that_of_the_samples_per_data_source(pass_k: Finished, workspace: Path) -> None:
+def test_pass_at_k_is_that_of_the_samples_per_data_source(
+    pass_k: Finished, workspace: Path
+) -> None:
     """The function's score decides who passes; the reward is the sum with the reward model's."""
     [metrics] = numbers(workspace / "pass_k")
     rows = evaluated(workspace / "pass_k")
     for source, first in (("even", 0), ("odd", 1)):
-        groups = [[row for row in rows if row["prompt_index"] == n] for n in range(first, PROMPTS, 2)]
+        groups = [
+            [row for row in rows if row["prompt_index"] == n] for n in range(first, PROMPTS, 2)
+        ]
         scores = [[row["scores"]["score"] for row in group] for group in groups]
         assert metrics[f"eval/eval_{source}_pass1"] == pytest.approx(fmean(map(fmean, scores)))
-        assert metrics[f"eval/eval_{source}_pass{SAMPLES}"] == pytest.approx(fmean(map(max, scores)))
+        assert metrics[f"eval/eval_{source}_pass{SAMPLES}"] == pytest.approx(
+            fmean(map(max, scores))
+        )
         mean = fmean(row["reward"] for group in groups for row in group)
         assert metrics[f"eval/eval_{source}_reward_mean"] == pytest.approx(mean)
     assert all(
-        row["reward"] == pytest.approx(row["scores"]["reward_rule"] + row["scores"]["reward_model_1"]) for row in rows
+        row["reward"]
+        == pytest.approx(row["scores"]["reward_rule"] + row["scores"]["reward_model_1"])
+        for row in rows
     )
     assert metrics["eval/eval_num_samples"] == PROMPTS * SAMPLES
     assert metrics["eval/eval_failed_episodes"] == 0
@@ -100,8 +124,22 @@ def test_pass_at_k_is_that_of_the_samples_per_data_source(pass_k: Finished, work
 
 def test_a_table_has_a_row_per_data_source_and_one_of_everything(pass_k: Finished) -> None:
     table = [line.split() for line in pass_k.printed.splitlines()]
-    assert ["data", "source", "prompts", "pass@1", "pass@3", "reward", "tokens", "truncated", "failed"] in table
-    assert [(row[0], row[1], row[-1]) for row in table if len(row) == 8 and row[0] in ("even", "odd", "all")] == [
+    assert [
+        "data",
+        "source",
+        "prompts",
+        "pass@1",
+        "pass@3",
+        "reward",
+        "tokens",
+        "truncated",
+        "failed",
+    ] in table
+    assert [
+        (row[0], row[1], row[-1])
+        for row in table
+        if len(row) == 8 and row[0] in ("even", "odd", "all")
+    ] == [
         ("even", "4", "0"),
         ("odd", "3", "0"),
         ("all", "7", "0"),
@@ -114,7 +152,9 @@ def test_a_table_has_a_row_per_data_source_and_one_of_everything(pass_k: Finishe
 @pytest.fixture(scope="module")
 def cluster(pass_k: Finished) -> Iterator[None]:
     """A Ray for what follows; asks for `pass_k` first, which has to find none."""
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
+    ray.init(
+        num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
+    )
     yield
     ray.shutdown()
 
@@ -125,7 +165,14 @@ def evaluate(line: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("cluster")
 def test_the_accuracy_of_a_reward_model_is_that_of_plain_transformers(workspace: Path) -> None:
-    evaluate(flags(workspace, "accuracy", task="rm_accuracy", **{"reward.model_name_or_path": workspace / "reward"}))
+    evaluate(
+        flags(
+            workspace,
+            "accuracy",
+            task="rm_accuracy",
+            **{"reward.model_name_or_path": workspace / "reward"},
+        )
+    )
     hf, tokenizer = (
         AutoModelForSequenceClassification.from_pretrained(workspace / "reward").eval(),
         character_tokenizer(),
@@ -134,7 +181,10 @@ def test_the_accuracy_of_a_reward_model_is_that_of_plain_transformers(workspace:
     margins = []
     with torch.no_grad():
         for row in rows:
-            texts = [torch.tensor([tokenizer(row[side])["input_ids"]]) for side in ("response", "against")]
+            texts = [
+                torch.tensor([tokenizer(row[side])["input_ids"]])
+                for side in ("response", "against")
+            ]
             ours, theirs = (float(hf(tokens).logits) for tokens in texts)
             assert (row["reward"], row["against_reward"]) == pytest.approx((ours, theirs), abs=1e-5)
             margins.append(ours - theirs)
@@ -148,11 +198,21 @@ def test_the_accuracy_of_a_reward_model_is_that_of_plain_transformers(workspace:
 @pytest.mark.usefixtures("cluster")
 def test_a_judge_says_how_often_a_model_wins_against_another(workspace: Path) -> None:
     """The judge likes digits; where neither answer has more, it says B whoever that is: a tie."""
-    against = {"task": "win_rate", "against.model_name_or_path": workspace / "other", "eval.temperature": 1.0}
+    against = {
+        "task": "win_rate",
+        "against.model_name_or_path": workspace / "other",
+        "eval.temperature": 1.0,
+    }
     with judge_server() as judge:
-        evaluate(answering(workspace, "judged", **against, **{"judge.url": judge.url, "judge.model": "digits"}))
+        evaluate(
+            answering(
+                workspace, "judged", **against, **{"judge.url": judge.url, "judge.model": "digits"}
+            )
+        )
     rows = evaluated(workspace / "judged")
-    digits = [[sum(map(str.isdigit, row[side])) for side in ("response", "against")] for row in rows]
+    digits = [
+        [sum(map(str.isdigit, row[side])) for side in ("response", "against")] for row in rows
+    ]
     more = [ours - theirs for ours, theirs in digits]
     assert [row["win"] for row in rows] == [1.0 if n > 0 else 0.0 if n < 0 else 0.5 for n in more]
     assert {row["win"] for row in rows} == {0.0, 0.5, 1.0}
@@ -163,13 +223,29 @@ def test_a_judge_says_how_often_a_model_wins_against_another(workspace: Path) ->
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_judge_that_mostly_fails_ends_the_command_after_all_is_written_down(workspace: Path) -> None:
+def test_a_judge_that_mostly_fails_ends_the_command_after_all_is_written_down(
+    workspace: Path,
+) -> None:
     """The other answers are those of a column."""
     column = {"task": "win_rate", "against.answer_key": "chosen"}
-    with judge_server() as judge, pytest.raises(RewardErrors, match="21 of 21 pairs could not be judged"):
-        evaluate(answering(workspace, "failing", **column, **{"judge.url": judge.url, "judge.model": "undecided"}))
+    with (
+        judge_server() as judge,
+        pytest.raises(RewardErrors, match="21 of 21 pairs could not be judged"),
+    ):
+        evaluate(
+            answering(
+                workspace,
+                "failing",
+                **column,
+                **{"judge.url": judge.url, "judge.model": "undecided"},
+            )
+        )
     rows = evaluated(workspace / "failing")
-    written = [json.loads(line)["chosen"] for line in (workspace / "rows.jsonl").read_text().splitlines()]
-    assert [row["against"] for row in rows] == [f"{answer}<eos>" for answer in written for _ in range(SAMPLES)]
+    written = [
+        json.loads(line)["chosen"] for line in (workspace / "rows.jsonl").read_text().splitlines()
+    ]
+    assert [row["against"] for row in rows] == [
+        f"{answer}<eos>" for answer in written for _ in range(SAMPLES)
+    ]
     assert {row["failure"] for row in rows} == {"result"}
     assert numbers(workspace / "failing")[0]["eval/failed_pairs"] == PROMPTS * SAMPLES

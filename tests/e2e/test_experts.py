@@ -15,7 +15,10 @@ from tests.e2e.commands import column, run, write_rows
 from tests.e2e.test_sft import sft_flags, task_rows
 from tests.tiny import save_tiny_model
 
-KINDS = {"mixtral": (2, None), "qwen3-moe": (3, True)}  # with the ZeRO stage that each is trained with, and packing
+KINDS = {
+    "mixtral": (2, None),
+    "qwen3-moe": (3, True),
+}  # with the ZeRO stage that each is trained with, and packing
 
 
 @pytest.fixture(scope="module")
@@ -28,19 +31,29 @@ def workspace(own_folder: Path) -> Path:
 
 
 def flags(workspace: Path, folder: Path, model: str, **changes: Any) -> dict[str, Any]:
-    common = {"model.model_name_or_path": workspace / model, "eval.dataset": None, "ckpt.save_steps": -1}
+    common = {
+        "model.model_name_or_path": workspace / model,
+        "eval.dataset": None,
+        "ckpt.save_steps": -1,
+    }
     return sft_flags(workspace, folder, **common, **changes)
 
 
 @pytest.mark.verify
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
 def test_two_processes_learn_the_task_and_balance_the_experts(workspace: Path, kind: str) -> None:
-    """The loss is 2, the number of choices, where all experts are used alike. Learning alone drives it up."""
+    """The loss is 2, the number of choices, where all experts are used alike. Learning alone drives
+    it up.
+    """
     stage, packing = KINDS[kind]
     ends = {}
     for coef in (1.0, 1e-9):
         folder = workspace / f"{kind}-{coef}"
-        changes = {"model.aux_loss_coef": coef, "ds.zero_stage": stage, "ds.packing_samples": packing}
+        changes = {
+            "model.aux_loss_coef": coef,
+            "ds.zero_stage": stage,
+            "ds.packing_samples": packing,
+        }
         launcher = ("torchrun", "--master_port", str(free_port()), "--nproc_per_node", "2", "-m")
         run("train_sft", flags(workspace, folder, kind, **changes), launcher=launcher)
         balance, losses = column(folder, "train/aux_loss"), column(folder, "train/gpt_loss")
@@ -59,6 +72,10 @@ def test_without_a_coefficient_nothing_is_balanced_or_logged(workspace: Path) ->
 
 
 def test_a_model_without_experts_is_one_message_that_names_flag_and_model(workspace: Path) -> None:
-    done = run("train_sft", flags(workspace, workspace / "refused", "dense", **{"model.aux_loss_coef": 0.1}), status=2)
+    done = run(
+        "train_sft",
+        flags(workspace, workspace / "refused", "dense", **{"model.aux_loss_coef": 0.1}),
+        status=2,
+    )
     assert "--model.aux_loss_coef" in done.errors and "dense (qwen2) has no experts" in done.errors
     assert "Traceback" not in done.errors

@@ -1,4 +1,6 @@
-"""GRPO as a user runs it, on Ray, vLLM and DeepSpeed: alone, repeated, killed and resumed, in other layouts, with bad rewards."""
+"""GRPO as a user runs it, on Ray, vLLM and DeepSpeed: alone, repeated, killed and resumed, in other
+layouts, with bad rewards.
+"""
 
 from __future__ import annotations
 
@@ -70,14 +72,18 @@ def words(count: int, seed: int) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Path:
     """Model and prompts of the module, and a datasets cache of its own."""
-    save_tiny_model(own_folder / "model", chat_template=CHAT_TEMPLATE, max_position_embeddings=1024, **HEADS)
+    save_tiny_model(
+        own_folder / "model", chat_template=CHAT_TEMPLATE, max_position_embeddings=1024, **HEADS
+    )
     write_rows(own_folder / "prompts.jsonl", words(PROMPTS, seed=1))
     write_rows(own_folder / "held_out.jsonl", words(5, seed=2))
     return own_folder
 
 
 def grpo_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Six steps of four prompts times four samples of at most eight tokens; every episode is in samples.jsonl."""
+    """Six steps of four prompts times four samples of at most eight tokens; every episode is in
+    samples.jsonl.
+    """
     return {
         **small_grpo(workspace, folder, prompts=BATCH, samples=SAMPLES),
         "data.label_key": "label",
@@ -122,7 +128,15 @@ def whole(workspace: Path) -> Path:
 def test_every_step_is_logged_and_evaluations_follow_theirs(whole: Path) -> None:
     lines = [(row["step"], "eval/eval_num_samples" in row) for row in numbers(whole)]
     steps = [(step, False) for step in range(1, STEPS + 1)]
-    assert lines == [(0, True), *steps[:2], (2, True), *steps[2:4], (4, True), *steps[4:], (6, True)]
+    assert lines == [
+        (0, True),
+        *steps[:2],
+        (2, True),
+        *steps[2:4],
+        (4, True),
+        *steps[4:],
+        (6, True),
+    ]
 
 
 def test_every_number_is_finite_and_has_a_definition(whole: Path) -> None:
@@ -140,8 +154,12 @@ def test_engine_and_trainer_agree_about_the_sampled_tokens_in_every_step(whole: 
     assert max(column(whole, "train/logprob_gap_max")) < 1e-4
 
 
-def test_passes_that_nothing_needs_are_not_run_and_those_that_are_run_are_timed(whole: Path) -> None:
-    """Strictly on-policy with the KL in the loss: π_ref is needed, π_old is what the training forward computes anyway."""
+def test_passes_that_nothing_needs_are_not_run_and_those_that_are_run_are_timed(
+    whole: Path,
+) -> None:
+    """Strictly on-policy with the KL in the loss: π_ref is needed, π_old is what the training
+    forward computes anyway.
+    """
     steps = [row for row in read_lines(whole / "metrics.jsonl") if "train/reward" in row]
     for row in steps:
         assert 0 < row["timing/ref_logprobs"] < row["timing/make_experience"]
@@ -185,7 +203,9 @@ def test_the_numbers_of_a_step_are_those_of_its_samples(whole: Path) -> None:
 def test_the_run_leaves_report_export_checkpoints_and_logs(whole: Path) -> None:
     assert (whole / "report.html").stat().st_size > 10_000
     assert AutoTokenizer.from_pretrained(whole / "model")("1+2").input_ids == [5, 40, 6]
-    tags = {path.name.removesuffix(".manifest.json") for path in (whole / "checkpoints").glob("*.json")}
+    tags = {
+        path.name.removesuffix(".manifest.json") for path in (whole / "checkpoints").glob("*.json")
+    }
     assert {"global_step2", "global_step4", "global_step6"} <= tags
     assert any(path.name.startswith("actor+ref-0") for path in (whole / "logs").iterdir())
 
@@ -193,8 +213,12 @@ def test_the_run_leaves_report_export_checkpoints_and_logs(whole: Path) -> None:
 # ---- a run that is killed
 
 
-def test_a_killed_run_leaves_no_process_and_resumes_to_the_same_numbers(whole: Path, workspace: Path) -> None:
-    """From the configuration the unbroken run wrote. Until the kill it is the same seed run twice; all to the last digit."""
+def test_a_killed_run_leaves_no_process_and_resumes_to_the_same_numbers(
+    whole: Path, workspace: Path
+) -> None:
+    """From the configuration the unbroken run wrote. Until the kill it is the same seed run twice;
+    all to the last digit.
+    """
     folder = workspace / "killed"
     flags = {"config": whole / "config.yaml", **places(folder)}
     process = launch("train_ppo_ray", flags)
@@ -229,10 +253,16 @@ def test_a_killed_run_leaves_no_process_and_resumes_to_the_same_numbers(whole: P
 
 def test_rewards_that_fail_too_often_end_the_run_with_the_users_traceback(workspace: Path) -> None:
     folder = workspace / "broken"
-    flags = grpo_flags(workspace, folder, **{"reward.remote_url": REWARDS / "trouble.py", "reward.max_error_rate": 0.0})
+    flags = grpo_flags(
+        workspace,
+        folder,
+        **{"reward.remote_url": REWARDS / "trouble.py", "reward.max_error_rate": 0.0},
+    )
     done = run("train_ppo_ray", flags, status=2)
     assert "error: " in done.errors
-    assert re.search(r"\d of (4|8|12|16) episodes failed", done.errors)  # a batch that is lost already ends early
+    assert re.search(
+        r"\d of (4|8|12|16) episodes failed", done.errors
+    )  # a batch that is lost already ends early
     assert "--reward.max_error_rate 0" in done.errors
     assert "ValueError: sevens are bad luck" in done.errors
     assert 'trouble.py", line' in done.errors  # where it was raised
@@ -244,7 +274,10 @@ def test_rewards_that_fail_too_often_end_the_run_with_the_users_traceback(worksp
 def test_a_dry_run_prints_plan_and_prompts_and_starts_nothing(workspace: Path) -> None:
     folder = workspace / "dry"
     done = run("train_ppo_ray", grpo_flags(workspace, folder, dry_run=True))
-    assert "actor, ref: 1 process(es): 1 on this machine\nvllm: 1 process(es): 1 on this machine\n" in done.printed
+    assert (
+        "actor, ref: 1 process(es): 1 on this machine\nvllm: 1 process(es): 1 on this machine\n"
+        in done.printed
+    )
     assert f"{PROMPTS} prompts, {STEPS} steps of {BATCH} prompts" in done.printed
     assert done.printed.count("--- prompt of row ") == 2, done.printed
     assert not folder.exists()
@@ -273,7 +306,9 @@ def test_a_run_that_ends_while_its_processes_start_leaves_nothing(
     said: str,
 ) -> None:
     folder, started, sessions = workspace / f"ended-{status}", set[Process](), set[Path]()
-    with TemporaryDirectory(dir="/tmp") as ray_folder:  # a longer path is too long for Ray's sockets
+    with TemporaryDirectory(
+        dir="/tmp"
+    ) as ray_folder:  # a longer path is too long for Ray's sockets
         monkeypatch.setenv("RAY_TMPDIR", ray_folder)
         process = launch("train_ppo_ray", grpo_flags(workspace, folder, **changes))
         deadline = time.monotonic() + 400
@@ -286,7 +321,9 @@ def test_a_run_that_ends_while_its_processes_start_leaves_nothing(
         done = finish(process)
         assert (done.status, survivors(started, within=30)) == (status, []), done.errors
         assert said in done.errors and any("raylet" in each.command for each in started)
-        assert sessions and (end or not (folder.exists() or any(session.exists() for session in sessions)))
+        assert sessions and (
+            end or not (folder.exists() or any(session.exists() for session in sessions))
+        )
 
 
 # ---- runs of this process, on one Ray
@@ -295,7 +332,9 @@ def test_a_run_that_ends_while_its_processes_start_leaves_nothing(
 @pytest.fixture(scope="module")
 def cluster(whole: Path) -> Iterator[None]:
     """A Ray for the runs below; asks for `whole` first, which has to find none."""
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
+    ray.init(
+        num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
+    )
     yield
     ray.shutdown()
 
@@ -315,7 +354,9 @@ def test_two_ranks_of_zero3_a_reference_of_its_own_and_two_engines_come_to_the_s
         "ds.packing_samples": True,
     }
     train_here(grpo_flags(workspace, folder, **changes))
-    assert [row["response"] for row in samples(folder)] == [row["response"] for row in samples(whole)]
+    assert [row["response"] for row in samples(folder)] == [
+        row["response"] for row in samples(whole)
+    ]
     assert {path.name for path in (folder / "logs").glob("*-?.log")} >= {
         *("actor-0.log", "actor-1.log", "ref-0.log", "ref-1.log")
     }
@@ -325,22 +366,42 @@ def test_two_ranks_of_zero3_a_reference_of_its_own_and_two_engines_come_to_the_s
 @pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("stages", [(2, 1), (3, 3)])
-def test_a_run_goes_on_with_another_number_of_ranks(whole: Path, workspace: Path, stages: tuple[int, int]) -> None:
+def test_a_run_goes_on_with_another_number_of_ranks(
+    whole: Path, workspace: Path, stages: tuple[int, int]
+) -> None:
     folder = workspace / f"cut{stages}"
     flags = grpo_flags(workspace, folder, **{"ckpt.save_steps": 2, "ckpt.max_num": 9})
-    train_here({**flags, "actor.num_gpus_per_node": 2, "ds.zero_stage": stages[0], "ref.num_gpus_per_node": 2})
+    train_here(
+        {
+            **flags,
+            "actor.num_gpus_per_node": 2,
+            "ds.zero_stage": stages[0],
+            "ref.num_gpus_per_node": 2,
+        }
+    )
     for path in (folder / "checkpoints").glob("global_step*.manifest.json"):
         if path.name != "global_step2.manifest.json":
             path.unlink()
     shutil.rmtree(folder / "model")
-    train_here({**flags, "ds.zero_stage": stages[1], "ds.use_universal_ckpt": True, "ckpt.load_enable": True})
-    assert [row["response"] for row in samples(folder)] == [row["response"] for row in samples(whole)]
+    train_here(
+        {
+            **flags,
+            "ds.zero_stage": stages[1],
+            "ds.use_universal_ckpt": True,
+            "ckpt.load_enable": True,
+        }
+    )
+    assert [row["response"] for row in samples(folder)] == [
+        row["response"] for row in samples(whole)
+    ]
     check_same(folder, whole)
 
 
 def notes(folder: Path) -> list[str]:
     """What engines and models wrote into their logs about sleep, in the order of the clock."""
-    lines = [line for log in (folder / "logs").glob("*-0.log") for line in log.read_text().splitlines()]
+    lines = [
+        line for log in (folder / "logs").glob("*-0.log") for line in log.read_text().splitlines()
+    ]
     timed = [line.split(" ", 1) for line in lines if re.match(r"\d{10}\.\d{3} ", line)]
     return [what for _, what in sorted(timed, key=lambda line: float(line[0]))]
 
@@ -365,21 +426,30 @@ def test_models_and_engines_on_the_same_devices_sleep_in_turn_and_come_to_the_sa
         "eval.steps": 3,
     }
     train_here(grpo_flags(workspace, folder, **changes))
-    assert [row["response"] for row in samples(folder)] == [row["response"] for row in samples(whole)]
+    assert [row["response"] for row in samples(folder)] == [
+        row["response"] for row in samples(whole)
+    ]
     check_same(folder, whole)
     engine_wakes = ["engine 0 awake: weights", "engine 0 awake: kv_cache"]
-    rollout = [*engine_wakes[1:], "engine 0 asleep"]  # its weights are awake since they were published
+    rollout = [
+        *engine_wakes[1:],
+        "engine 0 asleep",
+    ]  # its weights are awake since they were published
     update = ["actor awake", "actor asleep", *engine_wakes[:1]]
     start = ["engine 0 asleep", "actor asleep", *engine_wakes[:1]]
     steps = [*rollout, *update] * 2
     assert notes(folder)[: len(start) + len(steps)] == start + steps
-    assert notes(folder).count("actor awake") == STEPS + 3  # for two best checkpoints and the export
+    assert (
+        notes(folder).count("actor awake") == STEPS + 3
+    )  # for two best checkpoints and the export
     assert notes(folder).count("engine 0 asleep") == 1 + STEPS + 2  # after two evaluations
 
 
 @pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
-def test_a_critic_and_reward_models_share_the_devices_too_and_offload_changes_nothing(workspace: Path) -> None:
+def test_a_critic_and_reward_models_share_the_devices_too_and_offload_changes_nothing(
+    workspace: Path,
+) -> None:
     reward = save_reward_model(workspace / "reward", workspace / "model")
     common = {
         "algo.advantage.estimator": "gae",
@@ -400,13 +470,19 @@ def test_a_critic_and_reward_models_share_the_devices_too_and_offload_changes_no
         "reward.offload": True,
     }
     train_here(grpo_flags(workspace, together, **common, **changes))
-    assert [row["response"] for row in samples(together)] == [row["response"] for row in samples(apart)]
+    assert [row["response"] for row in samples(together)] == [
+        row["response"] for row in samples(apart)
+    ]
     check_same(together, apart)
-    assert column(together, "train/critic_loss") == pytest.approx(column(apart, "train/critic_loss"), abs=1e-4)
+    assert column(together, "train/critic_loss") == pytest.approx(
+        column(apart, "train/critic_loss"), abs=1e-4
+    )
 
 
 @pytest.mark.usefixtures("cluster")
-def test_openrlhf_eval_gives_the_numbers_that_training_logged_of_the_same_weights(whole: Path, workspace: Path) -> None:
+def test_openrlhf_eval_gives_the_numbers_that_training_logged_of_the_same_weights(
+    whole: Path, workspace: Path
+) -> None:
     shared = (
         "data.label_key",
         "data.max_len",
@@ -416,7 +492,9 @@ def test_openrlhf_eval_gives_the_numbers_that_training_logged_of_the_same_weight
         "ds.param_dtype",
     )
     flags = {
-        name: value for name, value in grpo_flags(workspace, workspace / "evaluated").items() if name in shared
+        name: value
+        for name, value in grpo_flags(workspace, workspace / "evaluated").items()
+        if name in shared
     } | {
         "model.model_name_or_path": workspace / "model",
         "eval.dataset": workspace / "held_out.jsonl",
@@ -434,7 +512,9 @@ def test_stop_texts_and_stop_tokens_end_responses_and_stay_in_them(workspace: Pa
     ids = AutoTokenizer.from_pretrained(workspace / "model").convert_tokens_to_ids(["d", "e"])
     stops = {"rollout.stop": ["b", "c"], "rollout.stop_token_ids": ids}
     train_here(grpo_flags(workspace, folder, **{"data.max_samples": BATCH, **stops}))
-    responses = [re.sub(r"<\w+>", "·", row["response"]) for row in samples(folder)]  # letters of <bos> are no tokens
+    responses = [
+        re.sub(r"<\w+>", "·", row["response"]) for row in samples(folder)
+    ]  # letters of <bos> are no tokens
     assert not any(set(response[:-1]) & set("bcde") for response in responses)
     assert {"b", "c"} & {response[-1] for response in responses}
     assert {"d", "e"} & {response[-1] for response in responses}
@@ -455,7 +535,9 @@ def check_same(folder: Path, other: Path) -> None:
 def test_several_optimizer_steps_per_batch_with_the_kl_in_the_reward_do_not_depend_on_the_layout(
     workspace: Path,
 ) -> None:
-    """One rank with fixed micro-batches against two with micro-batches by tokens, fewer than --data.max_len; the last batch is short."""
+    """One rank with fixed micro-batches against two with micro-batches by tokens, fewer than
+    --data.max_len; the last batch is short.
+    """
     common = {
         "data.max_samples": 11,
         "train.batch_size": 8,
@@ -468,7 +550,11 @@ def test_several_optimizer_steps_per_batch_with_the_kl_in_the_reward_do_not_depe
     }
     one, two = workspace / "one", workspace / "two"
     train_here(grpo_flags(workspace, one, **common))
-    budget = {"train.dynamic_batch_enable": True, "train.max_tokens_per_gpu": 11, "rollout.max_tokens_per_gpu": 10}
+    budget = {
+        "train.dynamic_batch_enable": True,
+        "train.max_tokens_per_gpu": 11,
+        "rollout.max_tokens_per_gpu": 10,
+    }
     ranks = {"actor.num_gpus_per_node": 2, "ref.num_gpus_per_node": 2}
     train_here(grpo_flags(workspace, two, **common, **budget, **ranks))
     assert column(one, "rollout/num_samples") == [16.0, 16.0, 12.0]
@@ -492,30 +578,52 @@ def test_several_optimizer_steps_per_batch_with_the_kl_in_the_reward_do_not_depe
         ),
     ],
 )
-def test_a_mixture_of_experts_is_balanced_and_published(workspace: Path, kind: str, changes: dict[str, Any]) -> None:
-    """Policy and critic; every expert reaches the engine: it gives the tokens it sampled the trainer's log-probabilities."""
+def test_a_mixture_of_experts_is_balanced_and_published(
+    workspace: Path, kind: str, changes: dict[str, Any]
+) -> None:
+    """Policy and critic; every expert reaches the engine: it gives the tokens it sampled the
+    trainer's log-probabilities.
+    """
     folder = workspace / f"run-{kind}"
     model = save_tiny_model(workspace / kind, kind, chat_template=CHAT_TEMPLATE, **HEADS)
-    common = {"actor.model_name_or_path": model, "actor.aux_loss_coef": 1.0, "data.max_samples": 4 * BATCH}
+    common = {
+        "actor.model_name_or_path": model,
+        "actor.aux_loss_coef": 1.0,
+        "data.max_samples": 4 * BATCH,
+    }
     train_here(grpo_flags(workspace, folder, **common, **changes))
     assert len(column(folder, "train/logprob_gap_mean")) == 4
     assert max(column(folder, "train/logprob_gap_mean")) < 1e-5
     losses = [column(folder, name) for name in ("train/aux_loss", "train/critic_aux_loss")]
     for balance in losses if "algo.advantage.estimator" in changes else losses[:1]:
-        assert len(balance) == 4 and all(1 < value < 8 for value in balance)  # 2 if balanced; there are 8 experts
+        assert len(balance) == 4 and all(
+            1 < value < 8 for value in balance
+        )  # 2 if balanced; there are 8 experts
 
 
 @pytest.mark.usefixtures("cluster")
 def test_a_policy_that_got_no_better_within_the_patience_is_exported_as_it_was(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a metric that never changes: the best evaluation is that of the start, whose weights come back to the last digit."""
+    """By a metric that never changes: the best evaluation is that of the start, whose weights come
+    back to the last digit.
+    """
     folder = workspace / "patient"
-    waits = {"eval.steps": 1, "eval.at_start": True, "eval.patience": 2, "ckpt.best_metric_key": "eval_num_samples"}
-    train_here(grpo_flags(workspace, folder, **waits, **{"eval.dataset": workspace / "held_out.jsonl"}))
+    waits = {
+        "eval.steps": 1,
+        "eval.at_start": True,
+        "eval.patience": 2,
+        "ckpt.best_metric_key": "eval_num_samples",
+    }
+    train_here(
+        grpo_flags(workspace, folder, **waits, **{"eval.dataset": workspace / "held_out.jsonl"})
+    )
     assert [row["step"] for row in numbers(folder) if "eval/eval_num_samples" in row] == [0, 1, 2]
     printed = capsys.readouterr().out
-    assert "--eval.patience 2 ends the run after step 2. The export has the weights of step 0" in printed
+    assert (
+        "--eval.patience 2 ends the run after step 2. The export has the weights of step 0"
+        in printed
+    )
     assert column(folder, "train/kl")[-1] > 1e-6  # it had moved
     start, end = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
@@ -538,7 +646,9 @@ def troubled(workspace: Path, name: str, **changes: Any) -> tuple[Path, list[dic
 
 
 @pytest.mark.usefixtures("cluster")
-def test_failed_rewards_below_the_rate_are_counted_and_shown_and_never_trained_on(workspace: Path) -> None:
+def test_failed_rewards_below_the_rate_are_counted_and_shown_and_never_trained_on(
+    workspace: Path,
+) -> None:
     """Samples whose call raises, and the four of a prompt whose calls hang."""
     prompts = [row | {"label": "hang"} if i == 0 else row for i, row in enumerate(words(4, seed=1))]
     dataset = write_rows(workspace / "hanging.jsonl", prompts)
@@ -554,7 +664,9 @@ def test_failed_rewards_below_the_rate_are_counted_and_shown_and_never_trained_o
         assert (row["reward"] is None) == failed and (row["error"] is not None) == failed
     assert all("took more than 1 s" in row["error"] for row in hung)
     assert all("ValueError: sevens are bad luck" in row["error"] for row in raised)
-    assert {row["failure"] for row in hung} == {"timeout"} and {row["failure"] for row in raised} == {"exception"}
+    assert {row["failure"] for row in hung} == {"timeout"} and {
+        row["failure"] for row in raised
+    } == {"exception"}
     assert column(folder, "train/failed_episodes") == [len(hung) + len(raised)]
     assert column(folder, "train/failed_timeout") == [len(hung)]
     assert column(folder, "train/failed_exception") == [len(raised)]
@@ -567,7 +679,9 @@ def test_failed_rewards_below_the_rate_are_counted_and_shown_and_never_trained_o
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("policy", [pytest.param("drop", marks=pytest.mark.verify), "-0.5"])
-def test_failed_rewards_are_dropped_or_replaced_whatever_their_rate(workspace: Path, policy: str) -> None:
+def test_failed_rewards_are_dropped_or_replaced_whatever_their_rate(
+    workspace: Path, policy: str
+) -> None:
     changes = {"reward.on_error": policy, "reward.max_error_rate": 0.0}
     folder, rows = troubled(workspace, f"on_error_{policy}", **changes)
     raised = [row for row in rows if "7" in row["response"]]
@@ -587,7 +701,9 @@ def test_reward_servers_score_and_one_that_fails_is_left_alone(workspace: Path) 
     folder = workspace / "served"
     with reward_server() as server:
         urls = f"{server.url}/get_reward, {server.url}/broken"
-        train_here(grpo_flags(workspace, folder, **{"reward.remote_url": urls, "data.max_samples": BATCH}))
+        train_here(
+            grpo_flags(workspace, folder, **{"reward.remote_url": urls, "data.max_samples": BATCH})
+        )
         asked = server.bodies
     rows = samples(folder)
     assert len(asked) >= len(rows) == BATCH * SAMPLES
@@ -597,7 +713,9 @@ def test_reward_servers_score_and_one_that_fails_is_left_alone(workspace: Path) 
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_reward_file_that_cannot_be_loaded_ends_the_run_before_a_model_is_loaded(workspace: Path) -> None:
+def test_a_reward_file_that_cannot_be_loaded_ends_the_run_before_a_model_is_loaded(
+    workspace: Path,
+) -> None:
     broken = workspace / "broken.py"
     broken.write_text("import a_package_that_is_not_there\n")
     folder = workspace / "unloadable"
@@ -631,12 +749,20 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays_as_it_is(
 
 
 @pytest.mark.usefixtures("cluster")
-def test_gsm8k_questions_as_chats_graded_by_the_math_verifier(workspace: Path, data_dir: Path) -> None:
-    """64 questions pass through once, each as the chat template renders it, and are graded against `#### 72`."""
+def test_gsm8k_questions_as_chats_graded_by_the_math_verifier(
+    workspace: Path, data_dir: Path
+) -> None:
+    """64 questions pass through once, each as the chat template renders it, and are graded against
+    `#### 72`.
+    """
     lines = (data_dir / "gsm8k/train.jsonl").read_text().splitlines()[:64]
     rows = [json.loads(line) for line in lines]
     chats = [
-        {"messages": [{"role": "user", "content": sayable(row["question"])}], "answer": row["answer"]} for row in rows
+        {
+            "messages": [{"role": "user", "content": sayable(row["question"])}],
+            "answer": row["answer"],
+        }
+        for row in rows
     ]
     folder = workspace / "gsm8k"
     changes = {
@@ -667,7 +793,9 @@ def test_gsm8k_questions_as_chats_graded_by_the_math_verifier(workspace: Path, d
 def test_prompts_that_teach_nothing_are_replaced_and_a_resumed_run_filters_the_same(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The score of a sample is whether it has an a: prompts all of whose samples have one, or none, are replaced."""
+    """The score of a sample is whether it has an a: prompts all of whose samples have one, or none,
+    are replaced.
+    """
     monkeypatch.setattr("openrlhf.observability.recorder.SAMPLES_PER_STEP", 1000)
     folder = workspace / "filtered"
     changes = {
@@ -684,7 +812,9 @@ def test_prompts_that_teach_nothing_are_replaced_and_a_resumed_run_filters_the_s
     groups: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["prompt_index"], []).append(row)
-    assert sorted(groups) == list(range(2 * PROMPTS))  # every prompt was tried, once in each episode
+    assert sorted(groups) == list(
+        range(2 * PROMPTS)
+    )  # every prompt was tried, once in each episode
     for group in groups.values():
         assert len(group) == SAMPLES
         mean = sum(row["scores"]["score"] for row in group) / SAMPLES
@@ -692,15 +822,20 @@ def test_prompts_that_teach_nothing_are_replaced_and_a_resumed_run_filters_the_s
     assert {row["filtered"] for row in rows} == {True, False}
     for step in range(1, steps + 1):
         drawn = [index for index in sorted(groups) if groups[index][0]["step"] == step]
-        # The rest of an episode that was all filtered is written down before the step that follows it.
+        # The rest of an episode that was all filtered is written down before the step that follows
+        # it.
         tried = [groups[index] for index in drawn if index // PROMPTS == drawn[-1] // PROMPTS]
         kept = [group for group in tried if not group[0]["filtered"]]
         ends_episode = drawn[-1] % PROMPTS == PROMPTS - 1
         assert len(kept) == BATCH or (ends_episode and 0 < len(kept) < BATCH)
-        assert column(folder, "train/dynamic_filtering_pass_rate")[step - 1] == 100 * len(kept) / len(tried)
+        assert column(folder, "train/dynamic_filtering_pass_rate")[step - 1] == 100 * len(
+            kept
+        ) / len(tried)
         assert column(folder, "rollout/num_samples")[step - 1] == len(kept) * SAMPLES
         rewards = [row["reward"] for group in kept for row in group]
-        assert column(folder, "train/reward")[step - 1] == pytest.approx(sum(rewards) / len(rewards), abs=1e-6)
+        assert column(folder, "train/reward")[step - 1] == pytest.approx(
+            sum(rewards) / len(rewards), abs=1e-6
+        )
     assert 3 < steps < 2 * STEPS
     assert [row["step"] for row in numbers(folder) if "eval/eval_num_samples" in row] == [steps]
 
@@ -717,15 +852,25 @@ def test_prompts_that_teach_nothing_are_replaced_and_a_resumed_run_filters_the_s
 
 
 @pytest.mark.usefixtures("cluster")
-def test_prompts_generated_ahead_are_trained_on_later_with_the_age_of_their_weights_on_record(workspace: Path) -> None:
+def test_prompts_generated_ahead_are_trained_on_later_with_the_age_of_their_weights_on_record(
+    workspace: Path,
+) -> None:
     folder = workspace / "ahead"
-    train_here(grpo_flags(workspace, folder, **{"rollout.vllm_generate_batch_size": 2 * BATCH, "ckpt.save_steps": 1}))
+    train_here(
+        grpo_flags(
+            workspace,
+            folder,
+            **{"rollout.vllm_generate_batch_size": 2 * BATCH, "ckpt.save_steps": 1},
+        )
+    )
     assert steps_logged(folder) == STEPS
     assert {row["step"]: row["weight_versions"] for row in samples(folder)} == {
         1: [0], 2: [0], 3: [2], 4: [2], 5: [4], 6: [4],
     }  # fmt: skip
     gaps = column(folder, "train/logprob_gap_mean")
-    assert max(gaps[::2]) < 1e-5 < min(gaps[1::2])  # of the weights that sampled; of weights that have moved since
+    assert (
+        max(gaps[::2]) < 1e-5 < min(gaps[1::2])
+    )  # of the weights that sampled; of weights that have moved since
 
 
 # ---- long: part of `make verify`
@@ -752,8 +897,12 @@ def test_every_layout_comes_to_the_same(
 
 @pytest.mark.verify
 @pytest.mark.timeout(1800)
-def test_a_run_killed_again_and_again_logs_what_an_unbroken_one_logs(whole: Path, workspace: Path) -> None:
-    """Killed a random moment after its next step, evaluations and checkpoints included, until one gets to the end."""
+def test_a_run_killed_again_and_again_logs_what_an_unbroken_one_logs(
+    whole: Path, workspace: Path
+) -> None:
+    """Killed a random moment after its next step, evaluations and checkpoints included, until one
+    gets to the end.
+    """
     folder, draw = workspace / "haunted", random.Random(0)
     flags = {"config": whole / "config.yaml", **places(folder), "ckpt.load_enable": True}
     flags |= {"ckpt.save_steps": 1}

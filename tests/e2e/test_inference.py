@@ -1,4 +1,6 @@
-"""Batch inference as a user runs it: generate, score, train on what was written; a kill; a chat through a pipe."""
+"""Batch inference as a user runs it: generate, score, train on what was written; a kill; a chat
+through a pipe.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.config.options import parse_config
 from openrlhf.data.errors import DataError
 from openrlhf.evaluation.batch_inference import run_batch_inference
-from tests.e2e.commands import Finished, as_arguments, finish, kill_when, launch, places, run, write_rows
+from tests.e2e.commands import (
+    Finished,
+    as_arguments,
+    finish,
+    kill_when,
+    launch,
+    places,
+    run,
+    write_rows,
+)
 from tests.e2e.processes import descendants, survivors
 from tests.tiny import HEADS, character_tokenizer, save_reward_model, save_tiny_model
 
@@ -35,7 +46,10 @@ def workspace(own_folder: Path) -> Path:
     torch.manual_seed(2)
     save_reward_model(own_folder / "reward", own_folder / "model")
     draw = random.Random(0)
-    write_rows(own_folder / "prompts.jsonl", [{"input": f"{draw.randint(0, 9999)}="} for _ in range(PROMPTS)])
+    write_rows(
+        own_folder / "prompts.jsonl",
+        [{"input": f"{draw.randint(0, 9999)}="} for _ in range(PROMPTS)],
+    )
     return own_folder
 
 
@@ -68,7 +82,9 @@ def scoring(workspace: Path, name: str, **changes: Any) -> dict[str, Any]:
 
 def infer(line: dict[str, Any]) -> list[dict[str, Any]]:
     """The lines that the command writes, run in this process."""
-    run_batch_inference(parse_config(BatchInferenceConfig, as_arguments(line), command="batch_inference"))
+    run_batch_inference(
+        parse_config(BatchInferenceConfig, as_arguments(line), command="batch_inference")
+    )
     return lines(line["output_path"])
 
 
@@ -79,7 +95,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """A Ray for all commands of this process."""
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
+    ray.init(
+        num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
+    )
     yield
     ray.shutdown()
 
@@ -153,16 +171,22 @@ def chain(workspace: Path, name: str, processor: str, command: str, **columns: s
     return run(command, training)
 
 
-def test_rejection_sampling_feeds_fine_tuning(workspace: Path, answers: list[dict[str, Any]]) -> None:
+def test_rejection_sampling_feeds_fine_tuning(
+    workspace: Path, answers: list[dict[str, Any]]
+) -> None:
     chain(workspace, "rs", "rs", "train_sft", data__output_key="output", data__input_template="{}")
     assert len(lines(workspace / "rs.jsonl")) == PROMPTS
     assert (workspace / "trained_rs/model/config.json").is_file()
 
 
 @pytest.mark.verify
-def test_pairs_feed_dpo_and_conditioned_inputs_feed_fine_tuning(workspace: Path, answers: list[dict[str, Any]]) -> None:
+def test_pairs_feed_dpo_and_conditioned_inputs_feed_fine_tuning(
+    workspace: Path, answers: list[dict[str, Any]]
+) -> None:
     chain(workspace, "pairs", "iter_dpo", "train_dpo", data__prompt_key="prompt")
-    chain(workspace, "csft", "csft", "train_sft", data__output_key="output", data__input_template="{}")
+    chain(
+        workspace, "csft", "csft", "train_sft", data__output_key="output", data__input_template="{}"
+    )
     tuned = workspace / "trained_csft/model"
     prompt = {"csft.enable": True, "csft.prompt": "score:5.00", "data.max_len": 40}
     asked = infer(flags(workspace, "asked", **{"model.model_name_or_path": tuned, **prompt}))
@@ -180,8 +204,14 @@ def test_an_iteration_has_its_own_rows(workspace: Path, cluster: None) -> None:
 def test_a_killed_command_goes_on_without_a_lost_or_doubled_row(workspace: Path) -> None:
     """The sum of two halves is the file of a command that nobody killed: samples are seeded by row."""
     draw = random.Random(1)
-    many = write_rows(workspace / "many.jsonl", [{"input": f"{draw.randint(0, 9999)}="} for _ in range(300)])
-    common = {"data.dataset": many, "rollout.batch_size": 4, "vllm.engine_args": '{"max_num_seqs":4}'}
+    many = write_rows(
+        workspace / "many.jsonl", [{"input": f"{draw.randint(0, 9999)}="} for _ in range(300)]
+    )
+    common = {
+        "data.dataset": many,
+        "rollout.batch_size": 4,
+        "vllm.engine_args": '{"max_num_seqs":4}',
+    }
     run("batch_inference", flags(workspace, "whole", **common))
     line, journal = flags(workspace, "killed", **common), workspace / "killed.jsonl.part"
     killed = launch("batch_inference", line)
@@ -195,8 +225,14 @@ def test_a_killed_command_goes_on_without_a_lost_or_doubled_row(workspace: Path)
 
 
 def test_a_chat_through_a_pipe_answers_until_the_input_ends(workspace: Path) -> None:
-    """Ctrl-C, which a terminal sends to the whole process group, stops an answer and not the program."""
-    line = {"model.model_name_or_path": workspace / "model", "data.max_len": 256, "rollout.max_new_tokens": 128}
+    """Ctrl-C, which a terminal sends to the whole process group, stops an answer and not the
+    program.
+    """
+    line = {
+        "model.model_name_or_path": workspace / "model",
+        "data.max_len": 256,
+        "rollout.max_new_tokens": 128,
+    }
     line["ds.param_dtype"] = "fp32"
     chat = talking(line)
     assert chat.stdin and chat.stdout
@@ -227,7 +263,9 @@ def talking(line: dict[str, Any]) -> Any:
 @pytest.mark.verify
 def test_an_interrupt_stops_the_answer_and_the_next_message_is_answered(workspace: Path) -> None:
     changes = {"rollout.max_new_tokens": 400, "data.max_len": 500, "rollout.stop_token_ids": None}
-    chat = talking({"model.model_name_or_path": workspace / "model", "ds.param_dtype": "fp32", **changes})
+    chat = talking(
+        {"model.model_name_or_path": workspace / "model", "ds.param_dtype": "fp32", **changes}
+    )
     assert chat.stdin and chat.stdout
     while "/reset" not in chat.stdout.readline():
         pass

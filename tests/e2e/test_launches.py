@@ -1,4 +1,6 @@
-"""Every way to launch a command: several processes, Ray jobs on two nodes, and commands as pages print them."""
+"""Every way to launch a command: several processes, Ray jobs on two nodes, and commands as pages
+print them.
+"""
 
 from __future__ import annotations
 
@@ -44,18 +46,28 @@ ROWS, PROMPTS = 128, 16
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny models and data in folders named like those of the hub: commands run in it as they are printed."""
+    """Tiny models and data in folders named like those of the hub: commands run in it as they are
+    printed.
+    """
     folder = tmp_path_factory.mktemp("launches")
     models, data = folder / "OpenRLHF", folder / "OpenRLHF"
-    for name in ("meta-llama/Meta-Llama-3-8B", "OpenRLHF/Llama-3-8b-sft-mixture", "OpenRLHF/Llama-3-8b-rm-700k"):
+    for name in (
+        "meta-llama/Meta-Llama-3-8B",
+        "OpenRLHF/Llama-3-8b-sft-mixture",
+        "OpenRLHF/Llama-3-8b-rm-700k",
+    ):
         save_tiny_model(folder / name, **SIZES, vocab_size=len(character_tokenizer()))
     scores = AutoConfig.from_pretrained(models / "Llama-3-8b-rm-700k", num_labels=1)
-    AutoModelForSequenceClassification.from_config(scores).save_pretrained(models / "Llama-3-8b-rm-700k")
+    AutoModelForSequenceClassification.from_config(scores).save_pretrained(
+        models / "Llama-3-8b-rm-700k"
+    )
     draw = random.Random(0)
     words = ["".join(draw.choices("bcdefgh", k=5)) for _ in range(ROWS)]
     rows = {
         data / "sft-mixture": [{"input": word, "output": word[::-1] + "<eos>"} for word in words],
-        data / "preference_dataset_mixture2": [{"chosen": word + "aa", "rejected": word} for word in words],
+        data / "preference_dataset_mixture2": [
+            {"chosen": word + "aa", "rejected": word} for word in words
+        ],
         folder / "prompts": [{"input": word} for word in words[:PROMPTS]],
     }
     for path, content in rows.items():
@@ -91,7 +103,10 @@ def alone(workspace: Path) -> Path:
 @pytest.mark.verify
 @pytest.mark.parametrize(
     ("launcher", "stage"),
-    [(("deepspeed", "--num_gpus", "2", "--module"), 2), (("torchrun", "--nproc_per_node", "2", "-m"), 3)],
+    [
+        (("deepspeed", "--num_gpus", "2", "--module"), 2),
+        (("torchrun", "--nproc_per_node", "2", "-m"), 3),
+    ],
     ids=["deepspeed-zero2", "torchrun-zero3"],
 )
 def test_a_reward_model_of_two_processes_is_that_of_one(
@@ -101,10 +116,20 @@ def test_a_reward_model_of_two_processes_is_that_of_one(
     folder = workspace / launcher[0]
     flags = rm_flags(workspace, folder, **{"ds.zero_stage": stage})
     run("train_rm", flags, launcher=(launcher[0], "--master_port", str(free_port()), *launcher[1:]))
-    for name in ("train/loss", "train/acc", "train/lr", "eval/eval_loss", "eval/reward_mean", "eval/reward_std"):
+    for name in (
+        "train/loss",
+        "train/acc",
+        "train/lr",
+        "eval/eval_loss",
+        "eval/reward_mean",
+        "eval/reward_std",
+    ):
         assert column(folder, name) == pytest.approx(column(alone, name), abs=1e-5), name
         assert column(folder, name), name
-    ours, theirs = (AutoModelForSequenceClassification.from_pretrained(path / "model") for path in (folder, alone))
+    ours, theirs = (
+        AutoModelForSequenceClassification.from_pretrained(path / "model")
+        for path in (folder, alone)
+    )
     tokens = torch.arange(4, 20)[None]
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits, atol=1e-3, rtol=0)
@@ -115,11 +140,17 @@ def test_a_reward_model_of_two_processes_is_that_of_one(
 
 @pytest.fixture(scope="module")
 def offline(workspace: Path) -> dict[str, Finished]:
-    """Side by side: most of their time is that of imports. Each with a port of its own, which is all that was changed."""
+    """Side by side: most of their time is that of imports. Each with a port of its own, which is
+    all that was changed.
+    """
     sft, rm = PRINTED["SFT"], PRINTED["RM"]
     lines = {"SFT": sft.text, "RM": rm.text}
     running = {
-        name: type_in(line.replace("deepspeed", f"deepspeed --master_port {free_port()}"), workspace, environment())
+        name: type_in(
+            line.replace("deepspeed", f"deepspeed --master_port {free_port()}"),
+            workspace,
+            environment(),
+        )
         for name, line in lines.items()
     }
     return {name: finish(process) for name, process in running.items()}
@@ -151,7 +182,9 @@ def test_the_printed_rm_command_trains(offline: dict[str, Finished], workspace: 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Ray on two nodes: where jobs are submitted, what a shell needs for it, and the folders of the nodes."""
+    """Ray on two nodes: where jobs are submitted, what a shell needs for it, and the folders of the
+    nodes.
+    """
 
     api: str
     variables: dict[str, str]
@@ -165,13 +198,19 @@ class Cluster:
     def copy_on(self, node: Path) -> Path:
         """Where a node keeps the copy of the working directory that jobs had last."""
         copies = (node / "session_latest/runtime_resources/working_dir_files").iterdir()
-        return max((path for path in copies if path.is_dir()), key=lambda path: path.stat().st_mtime)
+        return max(
+            (path for path in copies if path.is_dir()), key=lambda path: path.stat().st_mtime
+        )
 
 
 @pytest.fixture(scope="module")
 def cluster(workspace: Path) -> Iterator[Cluster]:
-    """Ports, folders and token of its own. The first node takes nothing but jobs: all that a run starts is on the second."""
-    home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # Ray's sockets lie below: their paths have to be short
+    """Ports, folders and token of its own. The first node takes nothing but jobs: all that a run
+    starts is on the second.
+    """
+    home = Path(
+        tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    )  # Ray's sockets lie below: their paths have to be short
     port, api, client = (free_port() for _ in range(3))
     variables = environment(HOME=str(home), RAY_AUTH_MODE="token")
     common = "--block --min-worker-port 0 --max-worker-port 0 --dashboard-agent-listen-port 0"
@@ -180,11 +219,24 @@ def cluster(workspace: Path) -> Iterator[Cluster]:
     try:
         generated = finish(type_in("ray get-auth-token --generate", workspace, variables))
         assert generated.status == 0, generated.errors
-        for name, flags in (("first", head), ("second", f"--address 127.0.0.1:{port} --num-cpus 1")):
+        for name, flags in (
+            ("first", head),
+            ("second", f"--address 127.0.0.1:{port} --num-cpus 1"),
+        ):
             nodes.append(
-                start_node(f"{flags} {common} --temp-dir {home / name}", workspace, variables, home / f"{name}.log")
+                start_node(
+                    f"{flags} {common} --temp-dir {home / name}",
+                    workspace,
+                    variables,
+                    home / f"{name}.log",
+                )
             )
-        yield Cluster(api=f"http://127.0.0.1:{api}", variables=variables, first=home / "first", second=home / "second")
+        yield Cluster(
+            api=f"http://127.0.0.1:{api}",
+            variables=variables,
+            first=home / "first",
+            second=home / "second",
+        )
     finally:
         for node in reversed(nodes):
             end(node)
@@ -200,7 +252,10 @@ def jobs(cluster: Cluster, workspace: Path) -> dict[str, Finished]:
     )
     ahead = f"{models} {late.missing} --run.dir {workspace}/ahead --ckpt.output_dir {workspace}/ahead-model"
     lines = {"as printed": ppo.text, "complete": f"{ppo.text} {ppo.missing}", "asynchronous": ahead}
-    running = {name: type_in(cluster.submitted(line), workspace, cluster.variables) for name, line in lines.items()}
+    running = {
+        name: type_in(cluster.submitted(line), workspace, cluster.variables)
+        for name, line in lines.items()
+    }
     return {name: finish(process) for name, process in running.items()}
 
 
@@ -224,7 +279,9 @@ def test_an_asynchronous_job_trains_as_printed(jobs: dict[str, Finished], worksp
     )
 
 
-def test_a_complete_job_trains_on_all_nodes_and_shows_its_progress(jobs: dict[str, Finished], cluster: Cluster) -> None:
+def test_a_complete_job_trains_on_all_nodes_and_shows_its_progress(
+    jobs: dict[str, Finished], cluster: Cluster
+) -> None:
     done = jobs["complete"]
     assert done.status == 0, done.printed + done.errors
     assert re.search(r"^step 1/1 · reward", done.printed, re.MULTILINE)
@@ -233,13 +290,20 @@ def test_a_complete_job_trains_on_all_nodes_and_shows_its_progress(jobs: dict[st
     assert row["rollout/num_samples"] == PROMPTS
     assert all(math.isfinite(value) for value in row.values())
     assert row["train/logprob_gap_mean"] < 0.01  # bfloat16
-    copies = [cluster.copy_on(node) / "checkpoint/llama3-8b-ppo" for node in (cluster.first, cluster.second)]
+    copies = [
+        cluster.copy_on(node) / "checkpoint/llama3-8b-ppo"
+        for node in (cluster.first, cluster.second)
+    ]
     (exported,) = (path for path in copies if path.exists())
     AutoModelForCausalLM.from_pretrained(exported)
 
 
-def test_a_job_is_told_that_relative_folders_are_in_rays_copy(jobs: dict[str, Finished], cluster: Cluster) -> None:
-    (notice,) = re.findall(r"^\[notice\] (.*: relative to .*)", jobs["complete"].printed, re.MULTILINE)
+def test_a_job_is_told_that_relative_folders_are_in_rays_copy(
+    jobs: dict[str, Finished], cluster: Cluster
+) -> None:
+    (notice,) = re.findall(
+        r"^\[notice\] (.*: relative to .*)", jobs["complete"].printed, re.MULTILINE
+    )
     for flag in ("--ckpt.output_dir ./checkpoint/llama3-8b-ppo", "--run.dir"):
         assert flag in notice
     assert "--ckpt.path" not in notice  # this run keeps no checkpoints
@@ -249,7 +313,11 @@ def test_a_job_is_told_that_relative_folders_are_in_rays_copy(jobs: dict[str, Fi
 def of_runs() -> list[Process]:
     """Processes that runs have started on our cluster."""
     every = descendants(os.getpid())
-    return [process for process in every if process.command.startswith(("ray::WorkerHost", "ray::RolloutEngine"))]
+    return [
+        process
+        for process in every
+        if process.command.startswith(("ray::WorkerHost", "ray::RolloutEngine"))
+    ]
 
 
 @pytest.mark.usefixtures("jobs")
@@ -258,9 +326,13 @@ def test_a_job_that_has_ended_leaves_no_process_on_the_cluster() -> None:
 
 
 @pytest.mark.verify
-def test_a_job_without_a_working_directory_runs_where_ray_was_started(cluster: Cluster, workspace: Path) -> None:
+def test_a_job_without_a_working_directory_runs_where_ray_was_started(
+    cluster: Cluster, workspace: Path
+) -> None:
     ppo = PRINTED["PPO as a job"]
-    done = finish(type_in(cluster.submitted(f"{ppo.text} {ppo.missing}"), workspace, cluster.variables))
+    done = finish(
+        type_in(cluster.submitted(f"{ppo.text} {ppo.missing}"), workspace, cluster.variables)
+    )
     assert done.status == 0, done.printed + done.errors
     (folder,) = (workspace / "runs").glob("train_ppo_ray-*")
     assert len(numbers(folder)) == 1
@@ -268,10 +340,16 @@ def test_a_job_without_a_working_directory_runs_where_ray_was_started(cluster: C
 
 
 @pytest.mark.verify
-def test_a_job_that_is_stopped_ends_with_all_its_processes(cluster: Cluster, workspace: Path) -> None:
+def test_a_job_that_is_stopped_ends_with_all_its_processes(
+    cluster: Cluster, workspace: Path
+) -> None:
     ppo = PRINTED["PPO as a job, from this folder"]
-    line = f"{ppo.text} {ppo.missing} --train.num_episodes 10000".replace("submit", "submit --submission-id endless")
-    shown = type_in(cluster.submitted(line), workspace, cluster.variables | {"PYTHONUNBUFFERED": "1"})
+    line = f"{ppo.text} {ppo.missing} --train.num_episodes 10000".replace(
+        "submit", "submit --submission-id endless"
+    )
+    shown = type_in(
+        cluster.submitted(line), workspace, cluster.variables | {"PYTHONUNBUFFERED": "1"}
+    )
     assert shown.stdout is not None
     next(text for text in shown.stdout if re.match(r"step +1/", text))
     started = of_runs()
@@ -289,11 +367,15 @@ NOTHING = Placement(groups=(), on_gpus=False)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{port}", "here"])
-def test_an_address_at_which_no_ray_answers_is_named_at_once(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+def test_an_address_at_which_no_ray_answers_is_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
     address = address.format(port=free_port())
     monkeypatch.setenv("RAY_ADDRESS", address)
     with (
-        pytest.raises(PlacementError, match=rf"No Ray answers at RAY_ADDRESS {address}.*unset RAY_ADDRESS"),
+        pytest.raises(
+            PlacementError, match=rf"No Ray answers at RAY_ADDRESS {address}.*unset RAY_ADDRESS"
+        ),
         ray_cluster(NOTHING),
     ):
         pass
@@ -302,7 +384,11 @@ def test_an_address_at_which_no_ray_answers_is_named_at_once(monkeypatch: pytest
 def start_program(code: str) -> subprocess.Popen[str]:
     """Start Python code in a session of its own, with pipes for what it prints."""
     return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -321,7 +407,9 @@ with ray_cluster(Placement(groups=(), on_gpus=False)):
         pytest.param("gcs_server", signal.SIGTERM, (143, "terminated"), marks=pytest.mark.verify),
         pytest.param("gcs_server", signal.SIGINT, (130, "interrupted"), marks=pytest.mark.verify),
         ("/raylet/raylet", signal.SIGTERM, (143, "terminated")),
-        pytest.param("/raylet/raylet", signal.SIGINT, (130, "interrupted"), marks=pytest.mark.verify),
+        pytest.param(
+            "/raylet/raylet", signal.SIGINT, (130, "interrupted"), marks=pytest.mark.verify
+        ),
     ],
 )
 def test_process_that_is_asked_to_end_while_ray_starts_ends_with_all_that_it_started(
@@ -342,7 +430,9 @@ def test_process_that_is_asked_to_end_while_ray_starts_ends_with_all_that_it_sta
 
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["process", "group"])
 def test_a_termination_ends_a_run_in_order(send: Callable[[int, int], None]) -> None:
-    """`timeout` and schedulers send it to the process group. The run still needs Ray to end in order."""
+    """`timeout` and schedulers send it to the process group. The run still needs Ray to end in
+    order.
+    """
     program = (
         "import ray, time\n"
         "from openrlhf.distributed.cluster import ray_cluster\n"
@@ -376,12 +466,16 @@ HOLDER = (
 
 @pytest.fixture(scope="module")
 def gpu_ray(workspace: Path) -> Iterator[dict[str, str]]:
-    """A Ray that says it has two GPUs, noted where `ray start` leaves its note; what a shell needs to find it."""
+    """A Ray that says it has two GPUs, noted where `ray start` leaves its note; what a shell needs
+    to find it.
+    """
     home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     variables = environment(HOME=str(home), RAY_TMPDIR=str(home), RAY_AUTH_MODE="disabled")
     ports = f"--port {free_port()} --min-worker-port 0 --max-worker-port 0 --dashboard-agent-listen-port 0"
     flags = f"--head --block --num-gpus 2 --num-cpus 2 --include-dashboard false {ports}"
-    node = start_node(f"{flags} --ray-client-server-port {free_port()}", workspace, variables, home / "head.log")
+    node = start_node(
+        f"{flags} --ray-client-server-port {free_port()}", workspace, variables, home / "head.log"
+    )
     try:
         yield variables
     finally:
@@ -403,7 +497,10 @@ def test_devices_are_those_of_the_running_ray_and_not_those_of_the_machine(
     workspace: Path, gpu_ray: dict[str, str]
 ) -> None:
     note = (Path(gpu_ray["RAY_TMPDIR"]) / "ray/ray_current_cluster").read_text()
-    for variables in (gpu_ray, environment(HOME=gpu_ray["HOME"], RAY_AUTH_MODE="disabled", RAY_ADDRESS=note)):
+    for variables in (
+        gpu_ray,
+        environment(HOME=gpu_ray["HOME"], RAY_AUTH_MODE="disabled", RAY_ADDRESS=note),
+    ):
         done = of_default_size(workspace, variables, "--dry_run")
         assert done.status == 2, done.printed + done.errors
         needed = "the run needs 17 GPUs (1 x 8 for actor + 1 x 8 for ref + 1 for vllm; machines x GPUs), and the cluster has 2"
@@ -411,7 +508,9 @@ def test_devices_are_those_of_the_running_ray_and_not_those_of_the_machine(
         assert "There is no GPU" not in done.errors
 
 
-def test_a_dry_run_holds_nothing_of_the_ray_it_joins(workspace: Path, gpu_ray: dict[str, str]) -> None:
+def test_a_dry_run_holds_nothing_of_the_ray_it_joins(
+    workspace: Path, gpu_ray: dict[str, str]
+) -> None:
     """A plan of both GPUs is checked while other processes hold both."""
     holder = type_in(f"{sys.executable} -c '{HOLDER}'", workspace, gpu_ray)
     try:
@@ -425,10 +524,14 @@ def test_a_dry_run_holds_nothing_of_the_ray_it_joins(workspace: Path, gpu_ray: d
         holder.communicate()
 
 
-def test_a_run_that_asks_for_more_gpus_than_the_ray_has_is_told(workspace: Path, gpu_ray: dict[str, str]) -> None:
+def test_a_run_that_asks_for_more_gpus_than_the_ray_has_is_told(
+    workspace: Path, gpu_ray: dict[str, str]
+) -> None:
     done = of_default_size(workspace, gpu_ray)
     assert done.status == 2
-    assert "error: the run needs 17 GPUs (1 x 8 for actor + 1 x 8 for ref + 1 for vllm" in done.errors
+    assert (
+        "error: the run needs 17 GPUs (1 x 8 for actor + 1 x 8 for ref + 1 for vllm" in done.errors
+    )
     assert "and the cluster has 2 (1 x 2)." in done.errors
 
 

@@ -1,4 +1,6 @@
-"""Runs with adapters as a user starts them: GRPO whose engines get merged weights or the adapter, and a preference run that is killed."""
+"""Runs with adapters as a user starts them: GRPO whose engines get merged weights or the adapter,
+and a preference run that is killed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
 from openrlhf.observability.run_folder import read_lines
-from tests.e2e.commands import column, kill_when, launch, numbers, places, run, small_grpo, steps_logged, write_rows
+from tests.e2e.commands import (
+    column,
+    kill_when,
+    launch,
+    numbers,
+    places,
+    run,
+    small_grpo,
+    steps_logged,
+    write_rows,
+)
 from tests.tiny import HEADS, save_tiny_model
 
 REWARDS = Path(__file__).parent / "reward_files"
@@ -25,7 +37,10 @@ def workspace(own_folder: Path) -> Path:
     draw = random.Random(1)
     words = ["".join(draw.choices("bcdefgh", k=4)) + "=" for _ in range(24)]
     write_rows(own_folder / "prompts.jsonl", [{"input": word} for word in words])
-    pairs = [{"prompt": word, "chosen": "ab" * draw.randint(1, 4), "rejected": "cd"} for word in words * 4]
+    pairs = [
+        {"prompt": word, "chosen": "ab" * draw.randint(1, 4), "rejected": "cd"}
+        for word in words * 4
+    ]
     write_rows(own_folder / "pairs.jsonl", pairs)
     return own_folder
 
@@ -48,7 +63,9 @@ def grpo(workspace: Path, folder: Path, **changes: Any) -> None:
 
 
 def check_numbers(folder: Path, *, gap: float) -> None:
-    """Six steps that moved the policy from its reference, and engines that had the policy's weights in each of them."""
+    """Six steps that moved the policy from its reference, and engines that had the policy's weights
+    in each of them.
+    """
     kl = column(folder, "train/kl")
     assert len(kl) == 6 and kl[0] == 0 and min(kl[1:]) > 1e-4
     assert max(column(folder, "train/logprob_gap_mean")) < gap
@@ -73,12 +90,35 @@ def test_engines_sample_from_the_policy_and_the_reference_is_the_policy_without_
     ("changes", "gap"),
     [
         ({"ds.zero_stage": 3, "actor.num_gpus_per_node": 2}, 1e-5),
-        ({"ds.lora.dora": True, "ds.zero_stage": 2, "train.async_enable": True, "train.max_restarts": 1}, 2.0),
+        (
+            {
+                "ds.lora.dora": True,
+                "ds.zero_stage": 2,
+                "train.async_enable": True,
+                "train.max_restarts": 1,
+            },
+            2.0,
+        ),
         ({"ds.load_in_4bit": True, "ds.param_dtype": "bf16"}, 0.01),
-        ({"ds.lora.publish": "adapter", "ds.zero_stage": 3, "actor.num_gpus_per_node": 2, "vllm.num_engines": 2}, 1e-5),
+        (
+            {
+                "ds.lora.publish": "adapter",
+                "ds.zero_stage": 3,
+                "actor.num_gpus_per_node": 2,
+                "vllm.num_engines": 2,
+            },
+            1e-5,
+        ),
         ({"ds.lora.publish": "adapter", "ds.lora.rslora": True, "train.async_enable": True}, 2.0),
         ({"ds.lora.publish": "adapter", "ds.param_dtype": "bf16", "vllm.dtype": "bf16"}, 0.02),
-        ({"ds.param_dtype": "bf16", "algo.advantage.estimator": "gae", "train.colocate_all": True}, 0.01),
+        (
+            {
+                "ds.param_dtype": "bf16",
+                "algo.advantage.estimator": "gae",
+                "train.colocate_all": True,
+            },
+            0.01,
+        ),
     ],
     ids=[
         "zero 3",
@@ -98,7 +138,9 @@ def test_engines_and_trainer_agree_in_other_layouts(
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize("more", [{}, {"ref.precompute": True}, {"ds.zero_stage": 3, "ds.lora.dropout": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"ref.precompute": True}, {"ds.zero_stage": 3, "ds.lora.dropout": 0.1}], ids=str
+)
 def test_a_preference_run_that_is_killed_and_resumed_logs_what_an_unbroken_one_logs(
     workspace: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:
@@ -117,9 +159,14 @@ def test_a_preference_run_that_is_killed_and_resumed_logs_what_an_unbroken_one_l
     run("train_dpo", flags | places(tmp_path / "whole"))
     process = launch("train_dpo", flags | places(tmp_path / "killed"))
     kill_when(process, lambda: steps_logged(tmp_path / "killed") >= 6)
-    run("train_dpo", flags | places(tmp_path / "killed") | {"ckpt.load_enable": True, "run.dir": None})
+    run(
+        "train_dpo",
+        flags | places(tmp_path / "killed") | {"ckpt.load_enable": True, "run.dir": None},
+    )
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
     first = next(iter(read_lines(tmp_path / "whole" / "metrics.jsonl")))
     assert first["train/chosen_reward"] == first["train/reject_reward"] == 0
-    ours, theirs = (tmp_path / run / "model" / "adapter_model.safetensors" for run in ("killed", "whole"))
+    ours, theirs = (
+        tmp_path / run / "model" / "adapter_model.safetensors" for run in ("killed", "whole")
+    )
     assert ours.read_bytes() == theirs.read_bytes()

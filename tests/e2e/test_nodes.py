@@ -1,4 +1,6 @@
-"""Machines of unlike kinds: each role is where it was asked to be, and the loss of a machine with engines loses no step."""
+"""Machines of unlike kinds: each role is where it was asked to be, and the loss of a machine with
+engines loses no step.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ ROOM = '{"engines":1}'  # of each machine, for one engine
 
 @pytest.fixture(scope="module")
 def cluster(workspace: Path) -> Iterator[tuple[dict[str, str], subprocess.Popen[bytes]]]:
-    """What a shell needs for two machines, one for training and both for engines; and the second machine."""
+    """What a shell needs for two machines, one for training and both for engines; and the second
+    machine.
+    """
     home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     port, api = free_port(), free_port()
     variables = environment(HOME=str(home), RAY_AUTH_MODE="disabled", PYTHONPATH=str(ROOT))
@@ -39,7 +43,12 @@ def cluster(workspace: Path) -> Iterator[tuple[dict[str, str], subprocess.Popen[
     try:
         for name, kind in (("first", head), ("second", second)):
             nodes.append(
-                start_node(f"{kind} {common} --temp-dir {home / name}", workspace, variables, home / f"{name}.log")
+                start_node(
+                    f"{kind} {common} --temp-dir {home / name}",
+                    workspace,
+                    variables,
+                    home / f"{name}.log",
+                )
             )
         yield variables | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{api}"}, nodes[1]
     finally:
@@ -77,5 +86,7 @@ def test_a_machine_with_an_engine_is_gone_and_the_run_goes_on_with_the_others(
     assert done.status == 0, done.printed + done.errors
     assert re.search(r"The machine of engine . is gone: 1 engine\(s\) are left\.", done.printed)
     assert len(column(folder, "train/reward")) == 6 * STEPS
-    counted = Counter((row["step"], row["prompt_index"], row["sample_index"]) for row in samples(folder))
+    counted = Counter(
+        (row["step"], row["prompt_index"], row["sample_index"]) for row in samples(folder)
+    )
     assert set(counted.values()) == {1} and len(counted) == 6 * PROMPTS * SAMPLES

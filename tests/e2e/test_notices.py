@@ -13,7 +13,9 @@ from tests.e2e.test_grpo import PROMPTS, grpo_flags, words
 from tests.e2e.test_sft import task_rows
 from tests.tiny import HEADS, save_tiny_model
 
-ALWAYS_WRONG = "def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0 for _ in queries]}\n"
+ALWAYS_WRONG = (
+    "def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0 for _ in queries]}\n"
+)
 
 
 @pytest.fixture
@@ -25,7 +27,11 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def notices(printed: str, report: Path) -> list[str]:
     """The notices on the terminal, each of which has to be in the report once."""
-    found = [line.removeprefix("Notice: ") for line in printed.splitlines() if line.startswith("Notice: ")]
+    found = [
+        line.removeprefix("Notice: ")
+        for line in printed.splitlines()
+        if line.startswith("Notice: ")
+    ]
     page = html.unescape(report.read_text())
     assert [page.count(notice) for notice in found] == [1] * len(found)
     return found
@@ -45,7 +51,9 @@ def test_a_learning_rate_of_zero_is_noticed(workspace: Path) -> None:
         **places(folder),
     }
     done = run("train_sft", flags)
-    assert notices(done.printed, folder / "report.html") == [f"Steps 1 to 5: train/lr is 0. {MEANING['no update']}"]
+    assert notices(done.printed, folder / "report.html") == [
+        f"Steps 1 to 5: train/lr is 0. {MEANING['no update']}"
+    ]
 
 
 @pytest.mark.verify
@@ -53,6 +61,11 @@ def test_a_reward_that_never_differs_is_noticed(workspace: Path) -> None:
     folder = workspace / "run"
     write_rows(workspace / "prompts.jsonl", words(PROMPTS, seed=1))
     (workspace / "wrong.py").write_text(ALWAYS_WRONG)
-    done = run("train_ppo_ray", grpo_flags(workspace, folder, **{"reward.remote_url": workspace / "wrong.py"}))
-    about = [notice for notice in notices(done.printed, folder / "report.html") if "rewards" in notice]
+    done = run(
+        "train_ppo_ray",
+        grpo_flags(workspace, folder, **{"reward.remote_url": workspace / "wrong.py"}),
+    )
+    about = [
+        notice for notice in notices(done.printed, folder / "report.html") if "rewards" in notice
+    ]
     assert about == [f"Steps 1 to 5: train/dead_groups is 1. {MEANING['same rewards']}"]

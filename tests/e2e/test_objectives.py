@@ -1,4 +1,6 @@
-"""What a policy update can be made of, on the true stack: sequence ratios, corrections, a teacher, plain text, early stops."""
+"""What a policy update can be made of, on the true stack: sequence ratios, corrections, a teacher,
+plain text, early stops.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.commands import column, kill_when, launch, numbers, places, run, steps_logged, write_rows
+from tests.e2e.commands import (
+    column,
+    kill_when,
+    launch,
+    numbers,
+    places,
+    run,
+    steps_logged,
+    write_rows,
+)
 from tests.e2e.test_grpo import STEPS, grpo_flags, words
 from tests.tiny import HEADS, save_tiny_model
 
@@ -23,7 +34,9 @@ def workspace(own_folder: Path) -> Path:
 
 
 def everything(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """GSPO in two optimizer steps per batch, corrected by sequences, with a teacher and plain text beside the rewards."""
+    """GSPO in two optimizer steps per batch, corrected by sequences, with a teacher and plain text
+    beside the rewards.
+    """
     return grpo_flags(
         workspace,
         folder,
@@ -55,13 +68,19 @@ def test_all_terms_are_learned_from_and_logged(whole: Path) -> None:
     assert len(text) == STEPS and text[-1] < text[0] - 0.2
     assert all(map(math.isfinite, column(whole, "train/teacher_kl")))
     assert column(whole, "train/actor_steps") == [2.0] * STEPS
-    assert max(column(whole, "train/ppo_clip_ratio")) > 0  # the second optimizer step of a batch is off-policy
-    assert column(whole, "train/rollout_ratio_outside") == [0.0] * STEPS  # engine and trainer agree on a CPU
+    assert (
+        max(column(whole, "train/ppo_clip_ratio")) > 0
+    )  # the second optimizer step of a batch is off-policy
+    assert (
+        column(whole, "train/rollout_ratio_outside") == [0.0] * STEPS
+    )  # engine and trainer agree on a CPU
     assert all(abs(ratio - 1) < 1e-4 for ratio in column(whole, "train/rollout_ratio"))
 
 
 @pytest.mark.verify
-def test_a_killed_run_resumes_to_the_same_numbers_with_the_same_text(whole: Path, workspace: Path) -> None:
+def test_a_killed_run_resumes_to_the_same_numbers_with_the_same_text(
+    whole: Path, workspace: Path
+) -> None:
     folder = workspace / "killed"
     flags = {"config": whole / "config.yaml", **places(folder)}
     kill_when(launch("train_ppo_ray", flags), lambda: steps_logged(folder) >= 3)
@@ -70,12 +89,17 @@ def test_a_killed_run_resumes_to_the_same_numbers_with_the_same_text(whole: Path
 
 
 def test_a_run_ends_at_the_step_whose_kl_is_above_the_limit(whole: Path, workspace: Path) -> None:
-    """With a learning rate that lets the KL run away; until it stops, the run is the one that nothing stopped."""
+    """With a learning rate that lets the KL run away; until it stops, the run is the one that
+    nothing stopped.
+    """
     distances = column(whole, "train/kl")
     limit = sorted(distances)[STEPS // 2]
     last = next(step for step, kl in enumerate(distances, 1) if kl > limit)
     folder = workspace / "stopped"
-    done = run("train_ppo_ray", {"config": whole / "config.yaml", **places(folder), "algo.kl.stop_run": limit})
+    done = run(
+        "train_ppo_ray",
+        {"config": whole / "config.yaml", **places(folder), "algo.kl.stop_run": limit},
+    )
     assert numbers(folder) == numbers(whole)[:last]
     assert f"The run ends after step {last}" in done.printed + done.errors
     assert (folder / "model" / "model.safetensors").is_file()
@@ -83,7 +107,9 @@ def test_a_run_ends_at_the_step_whose_kl_is_above_the_limit(whole: Path, workspa
 
 
 def test_the_updates_of_a_batch_end_when_the_policy_has_moved(workspace: Path) -> None:
-    """Of four optimizer steps the first begins at π_old itself; the second finds that the policy has moved, and is the last."""
+    """Of four optimizer steps the first begins at π_old itself; the second finds that the policy
+    has moved, and is the last.
+    """
     folder = workspace / "moved"
     flags = {"train.max_epochs": 2, "algo.kl.stop_update": 1e-6, "data.max_samples": 8}
     run("train_ppo_ray", everything(workspace, folder, **flags))

@@ -1,4 +1,6 @@
-"""DPO, KTO, process reward models and distillation as a user runs them: learning, killed and resumed, given wrong input."""
+"""DPO, KTO, process reward models and distillation as a user runs them: learning, killed and
+resumed, given wrong input.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,23 @@ def digits(word: str) -> str:
 
 
 def rows_of(task: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Toy data: a word is to be answered by itself, not by its digits; a step with one of the first letters is right."""
+    """Toy data: a word is to be answered by itself, not by its digits; a step with one of the first
+    letters is right.
+    """
     draw = random.Random(seed)
     if task == "dpo":
-        return [{"prompt": word, "chosen": word + EOS, "rejected": digits(word) + EOS} for word in words(count, seed)]
+        return [
+            {"prompt": word, "chosen": word + EOS, "rejected": digits(word) + EOS}
+            for word in words(count, seed)
+        ]
     if task == "kto":
         good = [draw.random() < 0.5 for _ in range(count)]
         return [
-            {"input": word, "output": (word if desirable else digits(word)) + EOS, "label": desirable}
+            {
+                "input": word,
+                "output": (word if desirable else digits(word)) + EOS,
+                "label": desirable,
+            }
             for word, desirable in zip(words(count, seed), good, strict=True)
         ]
     if task == "prm":
@@ -82,7 +93,12 @@ def make_workspace(own_folder: Path) -> Path:
 
 OWN: dict[str, dict[str, Any]] = {
     "dpo": {"data.prompt_key": "prompt", "data.input_template": TEMPLATE, "adam.lr": 3e-3},
-    "kto": {"data.output_key": "output", "data.input_template": TEMPLATE, "kto.beta": 0.3, "adam.lr": 3e-3},
+    "kto": {
+        "data.output_key": "output",
+        "data.input_template": TEMPLATE,
+        "kto.beta": 0.3,
+        "adam.lr": 3e-3,
+    },
     "prm": {"prm.placeholder_token": STEP, "prm.reward_tokens": [RIGHT, WRONG], "adam.lr": 1e-2},
     "kd": {"data.input_template": TEMPLATE, "kd.coef": 0.9, "adam.lr": 1e-2},
     "rm": {"data.prompt_key": "prompt", "data.input_template": TEMPLATE, "adam.lr": 3e-3},
@@ -147,15 +163,21 @@ def preferred(workspace: Path) -> Path:
 
 
 def test_dpo_prefers_the_chosen_answers(workspace: Path, preferred: Path) -> None:
-    assert column(preferred, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-6)  # policy and reference are alike
+    assert column(preferred, "train/loss")[0] == pytest.approx(
+        math.log(2), abs=1e-6
+    )  # policy and reference are alike
     assert column(preferred, "train/chosen_reward")[0] == pytest.approx(0, abs=1e-5)
     policy, reference = Plain(preferred / "model"), Plain(workspace / "model")
     losses, right = [], 0
     for row in rows_of("dpo", EVAL_ROWS, seed=2):
         prompt = TEMPLATE.format(row["prompt"])
-        ours, theirs = ([m.total(prompt, row[k]) for k in ("chosen", "rejected")] for m in (policy, reference))
+        ours, theirs = (
+            [m.total(prompt, row[k]) for k in ("chosen", "rejected")] for m in (policy, reference)
+        )
         lengths = len(row["chosen"]), len(row["rejected"])
-        losses.append(pair_loss("dpo", (ours[0], ours[1]), (theirs[0], theirs[1]), lengths, 0.1, 0.0, 0.0))
+        losses.append(
+            pair_loss("dpo", (ours[0], ours[1]), (theirs[0], theirs[1]), lengths, 0.1, 0.0, 0.0)
+        )
         right += ours[0] - theirs[0] > ours[1] - theirs[1]
     assert last(preferred, "eval/eval_loss") == pytest.approx(sum(losses) / EVAL_ROWS, abs=2e-6)
     assert last(preferred, "eval/acc_mean") == pytest.approx(right / EVAL_ROWS)
@@ -163,7 +185,9 @@ def test_dpo_prefers_the_chosen_answers(workspace: Path, preferred: Path) -> Non
 
 
 @pytest.mark.verify
-def test_a_killed_and_resumed_run_of_dpo_logs_what_an_unbroken_one_logs(workspace: Path, preferred: Path) -> None:
+def test_a_killed_and_resumed_run_of_dpo_logs_what_an_unbroken_one_logs(
+    workspace: Path, preferred: Path
+) -> None:
     """With the scores of the reference computed before the training, too: the same numbers."""
     folder = workspace / "killed-dpo"
     flags = flags_of("dpo", workspace, folder, **{"ckpt.save_steps": 4, "ref.precompute": True})
@@ -173,7 +197,9 @@ def test_a_killed_and_resumed_run_of_dpo_logs_what_an_unbroken_one_logs(workspac
     ours, theirs = numbers(folder), numbers(preferred)
     assert len(ours) == len(theirs)
     for row, expected in zip(ours, theirs, strict=True):
-        if row["step"] == 1:  # policy and reference are alike, and rounding decides which answer is preferred
+        if (
+            row["step"] == 1
+        ):  # policy and reference are alike, and rounding decides which answer is preferred
             row |= {name: expected[name] for name in ("train/acc", "train/acc_mean")}
         assert row == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
@@ -205,7 +231,10 @@ def test_kto_learns_from_labels(workspace: Path) -> None:
         ("kto", {}),
         ("prm", {"ds.packing_samples": True, "train.enable_ema": True, "train.ema_beta": 0.7}),
         ("kd", {"ds.lora.rank": 4, "ds.lora.dropout": 0.1}),
-        ("rm", {"ds.zero_stage": 3, "train.enable_ema": True, "train.ema_beta": 0.7, "eval.steps": 3}),
+        (
+            "rm",
+            {"ds.zero_stage": 3, "train.enable_ema": True, "train.ema_beta": 0.7, "eval.steps": 3},
+        ),
     ],
 )
 def test_a_killed_and_resumed_run_of_the_others_is_the_unbroken_one(
@@ -227,7 +256,10 @@ def test_a_killed_and_resumed_run_of_the_others_is_the_unbroken_one(
 def step_judge(workspace: Path) -> Path:
     """A run of a process reward model."""
     folder = workspace / "run-prm"
-    run("train_prm", flags_of("prm", workspace, folder, **{"ds.packing_samples": True, "train.max_epochs": 8}))
+    run(
+        "train_prm",
+        flags_of("prm", workspace, folder, **{"ds.packing_samples": True, "train.max_epochs": 8}),
+    )
     return folder
 
 
@@ -237,7 +269,9 @@ def test_a_process_reward_model_tells_right_steps_from_wrong_ones(step_judge: Pa
     losses, right = [], []
     for row in rows_of("prm", EVAL_ROWS, seed=2):
         tokens = judge.ids(row["input"])
-        table = judge.table(tokens)[[t for t, token in enumerate(tokens) if token == judge.ids(STEP)[0]]]
+        table = judge.table(tokens)[
+            [t for t, token in enumerate(tokens) if token == judge.ids(STEP)[0]]
+        ]
         both = torch.log_softmax(table[:, [judge.ids(RIGHT)[0], judge.ids(WRONG)[0]]], -1)
         for scores, label in zip(both, row["label"], strict=True):
             losses.append(-float(scores[int(label == WRONG)]))
@@ -247,8 +281,12 @@ def test_a_process_reward_model_tells_right_steps_from_wrong_ones(step_judge: Pa
     assert last(folder, "eval/eval acc") > 0.9
 
 
-def test_a_process_reward_model_rewards_the_steps_of_an_episode(workspace: Path, step_judge: Path) -> None:
-    """Every sample's reward is the mean of P(right) of its steps, which end with z: here in plain Transformers."""
+def test_a_process_reward_model_rewards_the_steps_of_an_episode(
+    workspace: Path, step_judge: Path
+) -> None:
+    """Every sample's reward is the mean of P(right) of its steps, which end with z: here in plain
+    Transformers.
+    """
     folder = workspace / "run-process"
     write_rows(workspace / "prompts.jsonl", [{"input": word} for word in words(8, seed=4)])
     flags = {
@@ -260,7 +298,9 @@ def test_a_process_reward_model_rewards_the_steps_of_an_episode(workspace: Path,
     run("train_ppo_ray", flags)
     judge = Plain(step_judge / "model")
     placeholder, right, wrong = (judge.ids(text)[0] for text in (STEP, RIGHT, WRONG))
-    seen = [sample for sample in samples(folder) if re.fullmatch(r"[^<\s]+(<eos>)?", sample["response"])]
+    seen = [
+        sample for sample in samples(folder) if re.fullmatch(r"[^<\s]+(<eos>)?", sample["response"])
+    ]
     assert len(samples(folder)) == 16 and len(seen) > 4
     for sample in seen:
         text, scores = judge.ids(sample["prompt"]), list[float]()
@@ -291,23 +331,36 @@ def test_a_student_comes_closer_to_its_teacher(workspace: Path) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_a_teacher_behind_a_server_teaches_what_one_beside_the_student_does(workspace: Path) -> None:
+def test_a_teacher_behind_a_server_teaches_what_one_beside_the_student_does(
+    workspace: Path,
+) -> None:
     teacher, tokenizer = Plain(workspace / "teacher"), character_tokenizer()
     flags = {"kd.top_k": 3, "train.max_epochs": 1}
     run("train_kd", flags_of("kd", workspace, workspace / "beside", **flags))
     with openai_server() as server:
         server.texts = lambda token: str(tokenizer.decode([token]))
         server.table = lambda tokens: teacher.table(tokens).tolist()
-        run("train_kd", flags_of("kd", workspace, workspace / "served", **flags, **{"kd.teacher_model": server.url}))
+        run(
+            "train_kd",
+            flags_of(
+                "kd", workspace, workspace / "served", **flags, **{"kd.teacher_model": server.url}
+            ),
+        )
         assert {body["prompt_logprobs"] for _, body in server.asked if body} == {3}
         server.models = [{"id": "unknown"}]
         done = run(
             "train_kd",
-            flags_of("kd", workspace, workspace / "refused", **flags, **{"kd.teacher_model": server.url}),
+            flags_of(
+                "kd", workspace, workspace / "refused", **flags, **{"kd.teacher_model": server.url}
+            ),
             status=2,
         )
-    assert re.search(r"--kd\.teacher_model http.* cannot teach: it must be a vLLM server", done.errors), done.errors
-    for beside, served in zip(numbers(workspace / "beside"), numbers(workspace / "served"), strict=True):
+    assert re.search(
+        r"--kd\.teacher_model http.* cannot teach: it must be a vLLM server", done.errors
+    ), done.errors
+    for beside, served in zip(
+        numbers(workspace / "beside"), numbers(workspace / "served"), strict=True
+    ):
         assert served == pytest.approx(beside, rel=1e-4, abs=1e-6)
 
 
@@ -317,19 +370,37 @@ def test_a_teacher_behind_a_server_teaches_what_one_beside_the_student_does(work
 @pytest.mark.parametrize(
     ("task", "changes", "message"),
     [
-        ("dpo", {"data.chosen_key": "better"}, r"no column 'better', which --data\.chosen_key names"),
-        ("dpo", {"model.loss_type": "simpo", "ref.precompute": True}, r"--ref\.precompute.*no effect"),
+        (
+            "dpo",
+            {"data.chosen_key": "better"},
+            r"no column 'better', which --data\.chosen_key names",
+        ),
+        (
+            "dpo",
+            {"model.loss_type": "simpo", "ref.precompute": True},
+            r"--ref\.precompute.*no effect",
+        ),
         ("kto", {"data.label_key": "good"}, r"no column 'good', which --data\.label_key names"),
         ("prm", {"prm.placeholder_token": "ab"}, r"--prm\.placeholder_token 'ab' is 2 tokens"),
-        ("prm", {"prm.reward_tokens": ["+", "*"]}, r"row 1, column 'label': has the label '-', not one of"),
+        (
+            "prm",
+            {"prm.reward_tokens": ["+", "*"]},
+            r"row 1, column 'label': has the label '-', not one of",
+        ),
         ("kd", {"kd.teacher_model": "nowhere"}, r"the model in nowhere is no folder here"),
     ],
 )
 def test_a_mistake_is_one_message(
-    workspace: Path, task: str, changes: dict[str, Any], message: str, capfd: pytest.CaptureFixture[str]
+    workspace: Path,
+    task: str,
+    changes: dict[str, Any],
+    message: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     flags = flags_of(task, workspace, workspace / "mistaken", **changes, dry_run=True)
-    with pytest.raises(SystemExit) if "ref.precompute" not in changes else nullcontext():  # that is a notice
+    with (
+        pytest.raises(SystemExit) if "ref.precompute" not in changes else nullcontext()
+    ):  # that is a notice
         import_module(f"openrlhf.cli.train_{task}").main(as_arguments(flags))
     errors = capfd.readouterr().err
     assert re.search(message, errors), errors

@@ -1,4 +1,6 @@
-"""A pipeline of real stages: terminated in the last one, continued from its checkpoint, and what a change would run again."""
+"""A pipeline of real stages: terminated in the last one, continued from its checkpoint, and what a
+change would run again.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,14 @@ def start(file: Path, *words: str) -> subprocess.Popen[str]:
         str(file.parent / "run"),
         *words,
     ]
-    return subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
-def test_a_terminated_pipeline_goes_on_within_its_stage_and_a_change_runs_what_it_touches(file: Path) -> None:
+def test_a_terminated_pipeline_goes_on_within_its_stage_and_a_change_runs_what_it_touches(
+    file: Path,
+) -> None:
     folder = file.parent / "run"
     pipeline = start(file)
     while steps_logged(folder / "dpo") < 5:
@@ -59,20 +65,35 @@ def test_a_terminated_pipeline_goes_on_within_its_stage_and_a_change_runs_what_i
 
     again = finish(start(file))
     assert again.status == 0, again.errors
-    assert [line for line in again.printed.splitlines() if line.partition(":")[0] in ("task", "sft", "dpo")] == [
+    assert [
+        line
+        for line in again.printed.splitlines()
+        if line.partition(":")[0] in ("task", "sft", "dpo")
+    ] == [
         "task: done",
         "sft: done",
         "dpo: goes on",
     ]
-    assert 5 <= before < 10 and (folder / "dpo/metrics.jsonl").read_text().startswith(first)  # and its time
+    assert 5 <= before < 10 and (folder / "dpo/metrics.jsonl").read_text().startswith(
+        first
+    )  # and its time
     assert len(column(folder / "dpo", "train/loss")) == 10
     assert "its own report" in (folder / "report.html").read_text()
 
-    file.write_text(file.read_text().replace("command: dpo", "command: dpo\n    group: a", 1))  # not of the result
-    assert finish(start(file, "--dry_run")).printed.splitlines() == ["task: done", "sft: done", "dpo: done"]
+    file.write_text(
+        file.read_text().replace("command: dpo", "command: dpo\n    group: a", 1)
+    )  # not of the result
+    assert finish(start(file, "--dry_run")).printed.splitlines() == [
+        "task: done",
+        "sft: done",
+        "dpo: done",
+    ]
     file.write_text(file.read_text().replace("adam.lr: 1e-4", "adam.lr: 2e-4"))
     said = finish(start(file, "--dry_run")).printed.splitlines()
     assert said == ["task: done", "sft: done", "dpo: runs again; changed: --adam.lr"]
     file.write_text(file.read_text().replace("adam.lr: 1e-3", "adam.lr: 2e-3"))
     said = finish(start(file, "--dry_run")).printed.splitlines()
-    assert said[1:] == ["sft: runs again; changed: --adam.lr", "dpo: runs again; changed: --adam.lr, ${sft}"]
+    assert said[1:] == [
+        "sft: runs again; changed: --adam.lr",
+        "dpo: runs again; changed: --adam.lr, ${sft}",
+    ]

@@ -1,4 +1,6 @@
-"""Offline tasks of users: the one of docs/extending.md as it stands there, and one from nothing; alone and under both launchers."""
+"""Offline tasks of users: the one of docs/extending.md as it stands there, and one from nothing;
+alone and under both launchers.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def workspace(own_folder: Path) -> Path:
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 12))) for _ in range(ROWS)]
     write_rows(
         own_folder / "words.jsonl",
-        [{"input": word, "output": word[::-1] + "<eos>", "label": int(word[-1] < "e")} for word in words],
+        [
+            {"input": word, "output": word[::-1] + "<eos>", "label": int(word[-1] < "e")}
+            for word in words
+        ],
     )
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
     (code,) = [block for block in blocks if "offline_task" in block]
@@ -70,9 +75,13 @@ def answer_logprobs(workspace: Path) -> list[float]:
     found: list[float] = []
     for line in (workspace / "words.jsonl").read_text().splitlines():
         row = json.loads(line)
-        prompt, answer = (tokenizer(text).input_ids for text in (TEMPLATE.format(row["input"]), row["output"]))
+        prompt, answer = (
+            tokenizer(text).input_ids for text in (TEMPLATE.format(row["input"]), row["output"])
+        )
         with torch.no_grad():
-            logprobs = torch.log_softmax(hf(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1], -1)
+            logprobs = torch.log_softmax(
+                hf(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1], -1
+            )
         found += [float(logprobs[place, token]) for place, token in enumerate(answer)]
     return found
 
@@ -86,18 +95,24 @@ def test_its_loss_is_that_of_its_formula(alone: Path, workspace: Path) -> None:
 @pytest.mark.parametrize(
     "launcher",
     [
-        pytest.param(("deepspeed", "--num_gpus", "2", "--module"), id="deepspeed", marks=pytest.mark.verify),
+        pytest.param(
+            ("deepspeed", "--num_gpus", "2", "--module"), id="deepspeed", marks=pytest.mark.verify
+        ),
         pytest.param(("torchrun", "--nproc_per_node", "2", "-m"), id="torchrun"),
     ],
 )
-def test_two_processes_do_what_one_does(alone: Path, workspace: Path, launcher: tuple[str, ...]) -> None:
+def test_two_processes_do_what_one_does(
+    alone: Path, workspace: Path, launcher: tuple[str, ...]
+) -> None:
     folder = workspace / launcher[0]
     run(
         "main focal_sft",
         flags(workspace, folder),
         launcher=(launcher[0], "--master_port", str(free_port()), *launcher[1:]),
     )
-    assert column(folder, "train/gpt_loss") == pytest.approx(column(alone, "train/gpt_loss"), abs=1e-4)
+    assert column(folder, "train/gpt_loss") == pytest.approx(
+        column(alone, "train/gpt_loss"), abs=1e-4
+    )
 
 
 def test_the_configuration_of_a_run_is_enough_to_repeat_it(alone: Path, workspace: Path) -> None:
@@ -119,7 +134,9 @@ def test_a_task_with_rows_and_a_model_of_its_own(workspace: Path) -> None:
     assert "16 texts. 30 optimizer step(s) of 16 rows" in done.printed
     assert len(column(folder, "eval/acc")) == 3
     assert column(folder, "eval/acc")[-1] == 1.0
-    assert AutoModelForSequenceClassification.from_pretrained(folder / "model").config.num_labels == 1
+    assert (
+        AutoModelForSequenceClassification.from_pretrained(folder / "model").config.num_labels == 1
+    )
 
 
 PLUGIN = ROOT / "tests/e2e/plugin_files/distillation.py"
@@ -127,8 +144,12 @@ PLUGIN = ROOT / "tests/e2e/plugin_files/distillation.py"
 
 @pytest.mark.verify
 @pytest.mark.parametrize("task", ["stay_close", "above_average"])
-def test_a_frozen_model_and_a_number_of_the_window_do_not_depend_on_the_split(workspace: Path, task: str) -> None:
-    """One process with whole batches; two that hold shards of both models and cut their rows into three."""
+def test_a_frozen_model_and_a_number_of_the_window_do_not_depend_on_the_split(
+    workspace: Path, task: str
+) -> None:
+    """One process with whole batches; two that hold shards of both models and cut their rows into
+    three.
+    """
     whole, split = workspace / f"{task}-whole", workspace / f"{task}-split"
     changes = {"plugin": PLUGIN, "eval.dataset": workspace / "words.jsonl", "adam.lr": 2e-3}
     run(f"main {task}", flags(workspace, whole, **changes, **{"train.micro_batch_size": 16}))
@@ -139,7 +160,9 @@ def test_a_frozen_model_and_a_number_of_the_window_do_not_depend_on_the_split(wo
         assert column(split, name) == pytest.approx(column(whole, name), rel=2e-4), name
     if task == "stay_close":
         apart = column(whole, "train/apart")
-        assert apart[0] == pytest.approx(0, abs=1e-6) and apart[2] > 1e-3  # the frozen model stays behind
+        assert (
+            apart[0] == pytest.approx(0, abs=1e-6) and apart[2] > 1e-3
+        )  # the frozen model stays behind
 
 
 def test_a_number_of_the_window_is_that_of_its_formula(workspace: Path) -> None:

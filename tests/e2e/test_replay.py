@@ -1,4 +1,6 @@
-"""The two halves of a run on the true stack: one that writes its episodes, replays of it without engines, one that only generates."""
+"""The two halves of a run on the true stack: one that writes its episodes, replays of it without
+engines, one that only generates.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,23 @@ def workspace(own_folder: Path) -> Iterator[Path]:
     """A policy, a reward model, prompts and a Ray."""
     save_tiny_model(own_folder / "policy", **HEADS)
     torch.manual_seed(3)
-    AutoModelForSequenceClassification.from_config(tiny_config("qwen2-tied", num_labels=1)).save_pretrained(
-        own_folder / "rm"
-    )
+    AutoModelForSequenceClassification.from_config(
+        tiny_config("qwen2-tied", num_labels=1)
+    ).save_pretrained(own_folder / "rm")
     character_tokenizer().save_pretrained(own_folder / "rm")
     write_rows(own_folder / "prompts.jsonl", words(PROMPTS, seed=1))
     write_rows(own_folder / "held_out.jsonl", words(5, seed=2))
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
+    ray.init(
+        num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
+    )
     yield own_folder
     ray.shutdown()
 
 
 def flags_of(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Dynamic filtering, two rewards of which one fails at times, two optimizer steps per batch, evaluations, checkpoints."""
+    """Dynamic filtering, two rewards of which one fails at times, two optimizer steps per batch,
+    evaluations, checkpoints.
+    """
     return grpo_flags(
         workspace,
         folder,
@@ -70,7 +76,9 @@ def written(workspace: Path) -> Path:
 
 
 def replay(written: Path, folder: Path, **changes: Any) -> None:
-    """The run once more, from its configuration and its episodes, with a reward function that must not be called."""
+    """The run once more, from its configuration and its episodes, with a reward function that must
+    not be called.
+    """
     reward = folder.with_suffix(".py")
     reward.write_text(CALLED)
     same = {"config": written / "config.yaml", **places(folder), "reward.remote_url": reward}
@@ -92,12 +100,18 @@ def test_every_episode_is_written_before_anything_is_done_with_it(written: Path)
     assert sorted({t.prompt.index for t in every}) == list(range(PROMPTS))
     assert len(every) == PROMPTS * SAMPLES
     assert all(
-        t.num_actions and t.weight_versions == (step - 1,) for step in steps for t in episodes.read("step", step)
+        t.num_actions and t.weight_versions == (step - 1,)
+        for step in steps
+        for t in episodes.read("step", step)
     )
     assert {t.failed for t in every} == {True, False}
     assert min(column(written, "train/dynamic_filtering_pass_rate")) < 100
-    shown = {(row["prompt_index"], row["sample_index"]): row["response"] for row in samples(written)}
-    assert shown.items() <= {(t.prompt.index, t.sample_index): t.response_text for t in every}.items()
+    shown = {
+        (row["prompt_index"], row["sample_index"]): row["response"] for row in samples(written)
+    }
+    assert (
+        shown.items() <= {(t.prompt.index, t.sample_index): t.response_text for t in every}.items()
+    )
     evaluated = sorted(path.name for path in (written / "episodes").glob("eval*"))
     assert evaluated == [f"eval-{step:06}.jsonl.gz" for step in sorted({*steps[1::2], steps[-1]})]
     assert len(episodes.read("eval", steps[1])) == 5
@@ -106,9 +120,13 @@ def test_every_episode_is_written_before_anything_is_done_with_it(written: Path)
 def test_a_replay_logs_the_numbers_of_the_run_without_engines_or_rewards(
     written: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To the last digit. First of a folder with two steps, after which it ends; then resumed with all of them."""
+    """To the last digit. First of a folder with two steps, after which it ends; then resumed with
+    all of them.
+    """
     folder, part = workspace / "replayed", workspace / "part"
-    shutil.copytree(written / "episodes", part, ignore=lambda _, names: [n for n in names if n > "step-000003"])
+    shutil.copytree(
+        written / "episodes", part, ignore=lambda _, names: [n for n in names if n > "step-000003"]
+    )
     replay(written, folder, **{"rollout.replay_dir": part})
     assert "--rollout.replay_dir ends with step 2 of the 6 steps" in capsys.readouterr().out
     assert numbers(folder) == of_training(written)[:2]
@@ -185,9 +203,15 @@ def test_a_dry_run_of_a_replay_has_no_engines_in_its_plan(
 def test_only_generating_makes_the_steps_with_the_weights_of_the_folder_and_no_workers(
     written: Path, workspace: Path
 ) -> None:
-    """Its first step is the one that the training run made; it trains nothing, so it can be trained from."""
+    """Its first step is the one that the training run made; it trains nothing, so it can be trained
+    from.
+    """
     folder = workspace / "generated"
-    train_here(flags_of(workspace, folder, **{"rollout.only": True, "rollout.dump_dir": folder / "episodes"}))
+    train_here(
+        flags_of(
+            workspace, folder, **{"rollout.only": True, "rollout.dump_dir": folder / "episodes"}
+        )
+    )
     first, theirs = (EpisodeFolder(path / "episodes").read("step", 1) for path in (folder, written))
     assert first == theirs
     episodes = EpisodeFolder(folder / "episodes")
@@ -203,7 +227,11 @@ def test_only_generating_makes_the_steps_with_the_weights_of_the_folder_and_no_w
     for name in (*same, "train/dynamic_filtering_pass_rate"):
         assert column(folder, name)[0] == column(written, name)[0], name
     assert [row["step"] for row in numbers(folder)] == episodes.steps()
-    assert {path.name.partition("-")[0] for path in (folder / "logs").glob("*-?.log")} == {"user", "reward", "vllm"}
+    assert {path.name.partition("-")[0] for path in (folder / "logs").glob("*-?.log")} == {
+        "user",
+        "reward",
+        "vllm",
+    }
     assert samples(folder) and (folder / "report.html").exists()
     assert not (folder / "model").exists() and not (folder / "checkpoints").exists()
     trained = workspace / "trained"

@@ -75,7 +75,9 @@ def reward_model(workspace: Path) -> Path:
 
 
 def ppo_flags(workspace: Path, reward_model: Path, out: Path, **changes: Any) -> dict[str, Any]:
-    """Four steps against the reward model, two optimizer steps each, the critic alone in the first; the KL has a target."""
+    """Four steps against the reward model, two optimizer steps each, the critic alone in the first;
+    the KL has a target.
+    """
     return {
         "actor.model_name_or_path": workspace / "model",
         "reward.model_name_or_path": reward_model / "model",
@@ -128,12 +130,22 @@ def test_the_learning_rate_is_that_of_transformers_schedule(reward_model: Path) 
 def test_the_learning_rates_of_ppo_are_those_of_transformers_schedule(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
-    """Two optimizer steps a batch, of which the second is logged. While the critic warms up, the policy's has not begun."""
+    """Two optimizer steps a batch, of which the second is logged. While the critic warms up, the
+    policy's has not begun.
+    """
     assert column(ppo / "run", "train/critic_lr") == default_schedule(1e-3, 8)[1::2]
     assert column(ppo / "run", "train/actor_lr") == default_schedule(1e-3, 6)[1::2]
-    unset = {"critic.freezing_steps": None, "actor.adam.lr": None, "critic.adam.lr": None, "ckpt.save_steps": None}
+    unset = {
+        "critic.freezing_steps": None,
+        "actor.adam.lr": None,
+        "critic.adam.lr": None,
+        "ckpt.save_steps": None,
+    }
     out = workspace / "default rates"
-    run("train_ppo_ray", ppo_flags(workspace, reward_model, out, **unset, **{"train.batch_size": 16}))
+    run(
+        "train_ppo_ray",
+        ppo_flags(workspace, reward_model, out, **unset, **{"train.batch_size": 16}),
+    )
     assert column(out / "run", "train/actor_lr") == default_schedule(1e-6, 4)
     assert column(out / "run", "train/critic_lr") == default_schedule(9e-6, 4)
 
@@ -149,10 +161,17 @@ def test_a_checkpoint_before_the_first_evaluation_has_mean_and_deviation_of_its_
 ) -> None:
     """Of the first 100 rows, chosen and rejected, as an evaluation without --eval.dataset has them."""
     saved = reward_model / "ckpt" / "global_step5_hf"
-    hf, tokenizer = AutoModelForSequenceClassification.from_pretrained(saved).eval(), character_tokenizer()
-    pairs = [json.loads(line) for line in (workspace / "pairs.jsonl").read_text().splitlines()[:100]]
+    hf, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(saved).eval(),
+        character_tokenizer(),
+    )
+    pairs = [
+        json.loads(line) for line in (workspace / "pairs.jsonl").read_text().splitlines()[:100]
+    ]
     scores = []
-    for text in (pair["prompt"] + pair[answer] for pair in pairs for answer in ("chosen", "rejected")):
+    for text in (
+        pair["prompt"] + pair[answer] for pair in pairs for answer in ("chosen", "rejected")
+    ):
         tokens = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
         with torch.no_grad():
             scores.append(hf(tokens).logits[0, 0].item())
@@ -163,7 +182,9 @@ def test_a_checkpoint_before_the_first_evaluation_has_mean_and_deviation_of_its_
 def test_rewards_in_rl_are_the_scores_of_plain_transformers(reward_model: Path, ppo: Path) -> None:
     hf = AutoModelForSequenceClassification.from_pretrained(reward_model / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(reward_model / "model")
-    written = [row for row in samples(ppo / "run") if not any(name in row["response"] for name in ONE_WAY)]
+    written = [
+        row for row in samples(ppo / "run") if not any(name in row["response"] for name in ONE_WAY)
+    ]
     assert len(written) >= 12
     for row in written:
         tokens = tokenizer(row["prompt"] + row["response"], add_special_tokens=False)["input_ids"]
@@ -175,7 +196,9 @@ def test_rewards_in_rl_are_the_scores_of_plain_transformers(reward_model: Path, 
 def test_a_server_of_the_reward_model_gives_the_rewards_that_the_local_one_gives(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
-    """Packed there, padded here. Later steps differ: the server is told texts, in which some tokens cannot be said."""
+    """Packed there, padded here. Later steps differ: the server is told texts, in which some tokens
+    cannot be said.
+    """
     out = workspace / "remote"
     with reward_model_server(reward_model / "model", data__max_len=24) as server:
         changes = {
@@ -248,7 +271,9 @@ def test_a_killed_run_resumes_with_critic_optimizers_and_kl_coefficient(
 def test_ranks_micro_batches_and_shared_hosts_do_not_change_what_is_learned(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
-    """Two ranks of ZeRO-3 for actor and critic, every role on hosts of its own, rows padded, micro-batches of 3: to 1e-4."""
+    """Two ranks of ZeRO-3 for actor and critic, every role on hosts of its own, rows padded,
+    micro-batches of 3: to 1e-4.
+    """
     out = workspace / "spread"
     changes = {
         "train.colocate_actor_ref": None,
@@ -262,8 +287,17 @@ def test_ranks_micro_batches_and_shared_hosts_do_not_change_what_is_learned(
         "ckpt.save_steps": None,
     }
     run("train_ppo_ray", ppo_flags(workspace, reward_model, out, **changes))
-    assert [row["response"] for row in samples(out / "run")] == [row["response"] for row in samples(ppo / "run")]
-    for name in ("train/reward", "train/values", "train/critic_loss", "train/policy_loss", "train/kl", "train/return"):
+    assert [row["response"] for row in samples(out / "run")] == [
+        row["response"] for row in samples(ppo / "run")
+    ]
+    for name in (
+        "train/reward",
+        "train/values",
+        "train/critic_loss",
+        "train/policy_loss",
+        "train/kl",
+        "train/return",
+    ):
         assert column(out / "run", name) == pytest.approx(column(ppo / "run", name), abs=1e-4), name
     for name in ("train/actor_grad_norm", "train/critic_grad_norm"):
         assert column(out / "run", name) == pytest.approx(column(ppo / "run", name), rel=1e-3), name

@@ -33,7 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[RewardModelServer]:
-    with reward_model_server(model, max_request_texts=64, max_request_mib=0.5, data__max_len=64) as running:
+    with reward_model_server(
+        model, max_request_texts=64, max_request_mib=0.5, data__max_len=64
+    ) as running:
         yield running
 
 
@@ -41,14 +43,20 @@ def texts_of(count: int, seed: int) -> list[str]:
     """Texts of different lengths, some longer than the server takes."""
     draw = random.Random(seed)
     letters = "abcdefghij0123456789"
-    return ["".join(draw.choices(letters, k=draw.randint(1, 80))) + draw.choice(["", "<eos>"]) for _ in range(count)]
+    return [
+        "".join(draw.choices(letters, k=draw.randint(1, 80))) + draw.choice(["", "<eos>"])
+        for _ in range(count)
+    ]
 
 
 def scores_of_transformers(model: Path, texts: list[str], *, max_len: int = 64) -> list[float]:
     hf = AutoModelForSequenceClassification.from_pretrained(model).eval()
     tokenizer = character_tokenizer()
     with torch.no_grad():
-        return [float(hf(torch.tensor([tokenizer(text)["input_ids"][-max_len:]])).logits) for text in texts]
+        return [
+            float(hf(torch.tensor([tokenizer(text)["input_ids"][-max_len:]])).logits)
+            for text in texts
+        ]
 
 
 def ask(url: str, texts: list[str]) -> list[float]:
@@ -61,7 +69,9 @@ def port_of(server: RewardModelServer) -> int:
     return httpx.URL(server.url).port or 80
 
 
-def test_clients_at_once_each_get_the_scores_of_their_own_texts(server: RewardModelServer, model: Path) -> None:
+def test_clients_at_once_each_get_the_scores_of_their_own_texts(
+    server: RewardModelServer, model: Path
+) -> None:
     requests = [texts_of(1 + number % 5, seed=number) for number in range(REQUESTS)]
     with ThreadPoolExecutor(CLIENTS) as clients:
         answers = list(clients.map(lambda texts: ask(server.url, texts), requests))
@@ -107,9 +117,15 @@ def test_health_says_ok(server: RewardModelServer) -> None:
 
 def test_it_listens_at_the_loopback_address_alone(server: RewardModelServer) -> None:
     assert server.url.startswith("http://127.0.0.1:")
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
     listening = [
-        local for _, local, _, state, *_ in rows if state == "0A" and int(local.split(":")[1], 16) == port_of(server)
+        local
+        for _, local, _, state, *_ in rows
+        if state == "0A" and int(local.split(":")[1], 16) == port_of(server)
     ]
     assert listening == [f"0100007F:{port_of(server):04X}"]
 
@@ -119,12 +135,21 @@ def test_normalised_and_packed_scores_of_one_text_at_a_time_are_the_same_but_for
 ) -> None:
     texts = texts_of(20, seed=1)
     raw = ask(server.url, texts)
-    flags = {"reward__normalize_enable": True, "ds__packing_samples": True, "batch_size": 1, "data__max_len": 64}
+    flags = {
+        "reward__normalize_enable": True,
+        "ds__packing_samples": True,
+        "batch_size": 1,
+        "data__max_len": 64,
+    }
     with reward_model_server(model, **flags) as other:
-        assert ask(other.url, texts) == pytest.approx([(score - 0.25) / 0.5 for score in raw], abs=1e-5)
+        assert ask(other.url, texts) == pytest.approx(
+            [(score - 0.25) / 0.5 for score in raw], abs=1e-5
+        )
 
 
-def test_a_stopped_server_leaves_nothing_behind_and_its_port_can_be_taken_again(model: Path) -> None:
+def test_a_stopped_server_leaves_nothing_behind_and_its_port_can_be_taken_again(
+    model: Path,
+) -> None:
     port, scores = 0, []
     for how, status in [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)]:
         with reward_model_server(model, port=port) as server:

@@ -1,4 +1,6 @@
-"""Supervised fine-tuning as a user runs it: alone, under both launchers, killed and resumed, and given wrong input."""
+"""Supervised fine-tuning as a user runs it: alone, under both launchers, killed and resumed, and
+given wrong input.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def test_the_run_folder_holds_configuration_numbers_and_report(whole: Path) -> N
     report = (whole / "report.html").read_text()
     assert "gpt loss" in report.lower()
     texts = (whole / "texts.txt").read_text()
-    assert texts.startswith("Template: --data.input_template") and texts.count("⟦") == 2  # the answers of two rows
+    assert (
+        texts.startswith("Template: --data.input_template") and texts.count("⟦") == 2
+    )  # the answers of two rows
     assert html.escape(texts.splitlines()[1]) in report
 
 
@@ -155,23 +159,34 @@ def loss_in_transformers(model: Path) -> float:
     ("launcher", "stage"),
     [
         pytest.param(("deepspeed", "--num_gpus", "2", "--module"), 2, id="deepspeed-zero2"),
-        pytest.param(("torchrun", "--nproc_per_node", "2", "-m"), 3, id="torchrun-zero3", marks=pytest.mark.verify),
+        pytest.param(
+            ("torchrun", "--nproc_per_node", "2", "-m"),
+            3,
+            id="torchrun-zero3",
+            marks=pytest.mark.verify,
+        ),
     ],
 )
-def test_two_processes_do_what_one_does(whole: Path, workspace: Path, launcher: tuple[str, ...], stage: int) -> None:
+def test_two_processes_do_what_one_does(
+    whole: Path, workspace: Path, launcher: tuple[str, ...], stage: int
+) -> None:
     """To 1e-4 in the loss: sums in another order, which AdamW's steps amplify."""
     folder = workspace / launcher[0]
     flags = sft_flags(workspace, folder, **{"ds.zero_stage": stage, "ckpt.save_steps": 20})
     launcher = (launcher[0], "--master_port", str(free_port()), *launcher[1:])
     run("train_sft", flags, launcher=launcher)
     check_numbers(folder, whole)
-    assert column(folder, "train/grad_norm")[0] == pytest.approx(column(whole, "train/grad_norm")[0], rel=1e-5)
+    assert column(folder, "train/grad_norm")[0] == pytest.approx(
+        column(whole, "train/grad_norm")[0], rel=1e-5
+    )
     ours, theirs = (
         AutoModelForCausalLM.from_pretrained(path / "model", dtype=torch.float32).state_dict()
         for path in (folder, whole)
     )
     for name, weight in theirs.items():
-        if not name.endswith("k_proj.bias"):  # attention does not see it: AdamW steps along rounding
+        if not name.endswith(
+            "k_proj.bias"
+        ):  # attention does not see it: AdamW steps along rounding
             torch.testing.assert_close(ours[name], weight, atol=2e-3, rtol=0, msg=name)
     if stage == 3:
         check_that_one_process_goes_on(flags, folder, whole)
@@ -190,7 +205,10 @@ def check_that_one_process_goes_on(flags: dict[str, Any], folder: Path, whole: P
     shutil.rmtree(folder / "model")
     resumed = {**flags, "ckpt.load_enable": True}
     done = run("train_sft", resumed, status=2)
-    assert "2 process(es) with ZeRO stage 3" in done.errors and "--ds.use_universal_ckpt allows" in done.errors
+    assert (
+        "2 process(es) with ZeRO stage 3" in done.errors
+        and "--ds.use_universal_ckpt allows" in done.errors
+    )
     run("train_sft", {**resumed, "ds.use_universal_ckpt": True})
     assert len(column(folder, "train/lr")) == STEPS
     check_numbers(folder, whole)
@@ -203,9 +221,13 @@ def check_that_one_process_goes_on(flags: dict[str, Any], folder: Path, whole: P
         ("torchrun", "--nproc_per_node", "2", "-m"),
     ],
 )
-def test_two_processes_tell_of_a_broken_row_once(workspace: Path, tmp_path: Path, launcher: tuple[str, ...]) -> None:
+def test_two_processes_tell_of_a_broken_row_once(
+    workspace: Path, tmp_path: Path, launcher: tuple[str, ...]
+) -> None:
     broken = [*task_rows(40, seed=1), {"input": None, "output": "a"}]
-    flags = sft_flags(workspace, tmp_path, **{"data.dataset": write_rows(tmp_path / "broken.jsonl", broken)})
+    flags = sft_flags(
+        workspace, tmp_path, **{"data.dataset": write_rows(tmp_path / "broken.jsonl", broken)}
+    )
     launcher = (launcher[0], "--master_port", str(free_port()), *launcher[1:])
     done = finish(launch("train_sft", flags, launcher))
     assert done.status != 0
@@ -217,8 +239,12 @@ def test_two_processes_tell_of_a_broken_row_once(workspace: Path, tmp_path: Path
 # ---- a run that is killed
 
 
-def test_a_killed_and_resumed_run_logs_what_an_unbroken_one_logs(whole: Path, workspace: Path) -> None:
-    """From the configuration the unbroken run wrote, so that it too is shown to be complete. To the last digit."""
+def test_a_killed_and_resumed_run_logs_what_an_unbroken_one_logs(
+    whole: Path, workspace: Path
+) -> None:
+    """From the configuration the unbroken run wrote, so that it too is shown to be complete. To the
+    last digit.
+    """
     folder = workspace / "killed"
     flags = {"config": whole / "config.yaml", **places(folder)}
     process = launch("train_sft", flags)
@@ -235,9 +261,13 @@ def test_a_killed_and_resumed_run_logs_what_an_unbroken_one_logs(whole: Path, wo
 
 @pytest.mark.verify
 def test_a_resumed_run_with_dropout_logs_what_an_unbroken_one_logs(workspace: Path) -> None:
-    """Of SFT and of a reward model, which draw the same dropout after a checkpoint; in the middle of an epoch."""
+    """Of SFT and of a reward model, which draw the same dropout after a checkpoint; in the middle
+    of an epoch.
+    """
     save_tiny_model(workspace / "dropout", attention_dropout=0.3)
-    pairs = [{"chosen": row["output"], "rejected": row["input"] + EOS} for row in task_rows(24, seed=3)]
+    pairs = [
+        {"chosen": row["output"], "rejected": row["input"] + EOS} for row in task_rows(24, seed=3)
+    ]
     write_rows(workspace / "pairs.jsonl", pairs)
     for command in ("train_sft", "train_rm"):
         folder = workspace / f"dropout-{command}"
@@ -259,32 +289,47 @@ def test_a_resumed_run_with_dropout_logs_what_an_unbroken_one_logs(workspace: Pa
 
 
 def test_a_resumed_run_follows_the_learning_rate_of_its_own_flags(workspace: Path) -> None:
-    """Not the checkpoint's, which the run's files would not show. What else is not used as given is said."""
+    """Not the checkpoint's, which the run's files would not show. What else is not used as given is
+    said.
+    """
     folder = workspace / "faster"
     flags = sft_flags(workspace, folder) | {"train.max_epochs": 1, "ckpt.save_steps": 3}
     run("train_sft", flags)
     (folder / "checkpoints" / "global_step6.manifest.json").unlink()
-    done = run("train_sft", flags | {"ckpt.load_enable": True, "adam.lr": 2e-2, "run.dir": workspace / "elsewhere"})
+    done = run(
+        "train_sft",
+        flags | {"ckpt.load_enable": True, "adam.lr": 2e-2, "run.dir": workspace / "elsewhere"},
+    )
     slow, fast = default_schedule(1e-2, 6), default_schedule(2e-2, 6)
     assert column(folder, "train/lr") == [*slow[:3], *fast[3:]]
     assert f"--run.dir {workspace / 'elsewhere'} is not used" in done.printed
     assert not (workspace / "elsewhere").exists()
 
 
-def test_a_checkpoint_of_another_run_in_the_same_folder_is_refused(whole: Path, workspace: Path) -> None:
+def test_a_checkpoint_of_another_run_in_the_same_folder_is_refused(
+    whole: Path, workspace: Path
+) -> None:
     """With as many rows, and the same batch size, seed and layout; each difference is named."""
     write_rows(workspace / "others.jsonl", task_rows(TRAIN_ROWS, seed=4))
-    others = {"data.dataset": workspace / "others.jsonl", "ckpt.load_enable": True, "run.dir": workspace / "grafted"}
+    others = {
+        "data.dataset": workspace / "others.jsonl",
+        "ckpt.load_enable": True,
+        "run.dir": workspace / "grafted",
+    }
     done = run("train_sft", sft_flags(workspace, whole, **others), status=2)
     assert "is of another run" in done.errors
-    assert re.search(r"rows of --data\.dataset, tokenized: 52, \w+ there, 52, \w+ here", done.errors), done.errors
+    assert re.search(
+        r"rows of --data\.dataset, tokenized: 52, \w+ there, 52, \w+ here", done.errors
+    ), done.errors
     assert "Traceback" not in done.errors
 
 
 # ---- a run that overfits
 
 
-def test_a_run_that_overfits_ends_with_its_patience_and_exports_its_best_weights(workspace: Path) -> None:
+def test_a_run_that_overfits_ends_with_its_patience_and_exports_its_best_weights(
+    workspace: Path,
+) -> None:
     """Killed on the way, and resumed: it counts on. An evaluation after every second step."""
     folder, patience = workspace / "overfitting", 3
     flags = sft_flags(workspace, folder) | {
@@ -312,7 +357,12 @@ def test_gsm8k_as_chat_messages_in_bfloat16(workspace: Path, data_dir: Path) -> 
     lines = (data_dir / "gsm8k/train.jsonl").read_text().splitlines()[:64]
     rows = [{name: sayable(text) for name, text in json.loads(line).items()} for line in lines]
     chats = [
-        {"messages": [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]}
+        {
+            "messages": [
+                {"role": "user", "content": row["question"]},
+                {"role": "assistant", "content": row["answer"]},
+            ]
+        }
         for row in rows
     ]
     dataset = write_rows(workspace / "gsm8k.jsonl", chats)
@@ -348,7 +398,10 @@ def test_gsm8k_as_chat_messages_in_bfloat16(workspace: Path, data_dir: Path) -> 
     [
         ({"data.dataset": "nowhere.jsonl"}, r"--data\.dataset nowhere\.jsonl does not exist"),
         ({"data.output_key": "answer"}, r"no column 'answer', which --data\.output_key names"),
-        ({"train.batch_size": 64, "train.micro_batch_size": 64}, r"52 usable rows.*lower --train\.batch_size 64"),
+        (
+            {"train.batch_size": 64, "train.micro_batch_size": 64},
+            r"52 usable rows.*lower --train\.batch_size 64",
+        ),
         ({"data.max_length": 64}, r"no flag --data\.max_length\. Did you mean --data\.max_len\?"),
         ({"adam.lr": -1.0}, r"--adam\.lr"),
         ({"train.batch_size": 9}, r"--train\.batch_size 9.*--train\.micro_batch_size 2"),
@@ -363,7 +416,12 @@ def test_a_mistake_is_one_message_and_status_2(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in (*LAUNCHER, "DS_ACCELERATOR", "OMP_WAIT_POLICY", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+    for name in (
+        *LAUNCHER,
+        "DS_ACCELERATOR",
+        "OMP_WAIT_POLICY",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS",
+    ):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # what the command sets is undone
         monkeypatch.delenv(name)
     folder = workspace / "mistaken"
@@ -387,23 +445,37 @@ def test_a_model_that_mixes_packed_texts_is_refused_before_the_first_step(worksp
         "ds.packing_samples": True,
     }
     done = run("train_sft", flags, status=2)
-    assert re.search(r"packed into one row, and mixes them.*Drop --ds\.packing_samples", done.errors), done.errors
+    assert re.search(
+        r"packed into one row, and mixes them.*Drop --ds\.packing_samples", done.errors
+    ), done.errors
     assert "Traceback" not in done.errors and not (workspace / "mixed").exists()
 
 
 def test_the_first_rows_tell_what_will_not_fit_together(whole: Path, workspace: Path) -> None:
-    """A template that the tokenizer cannot write, another end of text than the model's, another format than in training."""
+    """A template that the tokenizer cannot write, another end of text than the model's, another
+    format than in training.
+    """
     model = workspace / "unlike"
     shutil.copytree(workspace / "model", model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.eos_token = "z"
     tokenizer.save_pretrained(model)
-    flags = sft_flags(workspace, workspace / "dry", dry_run=True) | {"data.input_template": "Straße {}="}
+    flags = sft_flags(workspace, workspace / "dry", dry_run=True) | {
+        "data.input_template": "Straße {}="
+    }
     done = run("train_sft", flags | {"model.model_name_or_path": model})
-    assert "[notice] --data.input_template: The tokenizer of" in done.errors and "'Straße ='" in done.errors
-    assert re.search(r"The tokenizer ends texts with z \(\d+\), the model with \[\d+\]\.", done.errors), done.errors
+    assert (
+        "[notice] --data.input_template: The tokenizer of" in done.errors
+        and "'Straße ='" in done.errors
+    )
+    assert re.search(
+        r"The tokenizer ends texts with z \(\d+\), the model with \[\d+\]\.", done.errors
+    ), done.errors
     assert f"optimizer step(s) of {BATCH} rows; {TRAIN_ROWS % BATCH} left over." in done.printed
-    assert "Not checked: whether the layout of the batches changes what the models compute." in done.printed
+    assert (
+        "Not checked: whether the layout of the batches changes what the models compute."
+        in done.printed
+    )
     reinforced = {
         "actor.model_name_or_path": whole / "model",
         "data.prompt_dataset": workspace / "train.jsonl",
@@ -416,11 +488,19 @@ def test_the_first_rows_tell_what_will_not_fit_together(whole: Path, workspace: 
     done = run("train_ppo_ray", reinforced)
     trained = f"--actor.model_name_or_path {whole / 'model'} was trained with --data.input_template ${TEMPLATE!r}"
     assert f"{trained}, so this run uses that too" in done.errors
-    assert re.search(rf"\d+ of {TRAIN_ROWS} prompts keep only their last 8 tokens", done.errors), done.errors
+    assert re.search(rf"\d+ of {TRAIN_ROWS} prompts keep only their last 8 tokens", done.errors), (
+        done.errors
+    )
 
 
-def test_a_mistake_ends_the_process_with_status_2_and_nothing_but_the_message(workspace: Path) -> None:
-    done = run("train_sft", sft_flags(workspace, workspace / "mistaken", **{"data.input_key": "question"}), status=2)
+def test_a_mistake_ends_the_process_with_status_2_and_nothing_but_the_message(
+    workspace: Path,
+) -> None:
+    done = run(
+        "train_sft",
+        sft_flags(workspace, workspace / "mistaken", **{"data.input_key": "question"}),
+        status=2,
+    )
     assert done.printed == ""
     assert done.errors.startswith("error: ")
     assert "--data.input_key" in done.errors and "Traceback" not in done.errors
@@ -436,7 +516,12 @@ def test_a_run_killed_again_and_again_at_any_moment_logs_what_an_unbroken_one_lo
 ) -> None:
     """Killed after a random part of the time that an unbroken run takes, until one gets to the end."""
     folder, draw = workspace / "haunted", random.Random(0)
-    flags = {"config": whole / "config.yaml", **places(folder), "ckpt.save_steps": 1, "ckpt.load_enable": True}
+    flags = {
+        "config": whole / "config.yaml",
+        **places(folder),
+        "ckpt.save_steps": 1,
+        "ckpt.load_enable": True,
+    }
     kills = 0
     while True:
         process = launch("train_sft", flags)

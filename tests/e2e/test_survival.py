@@ -1,4 +1,6 @@
-"""Processes of a run are killed by hand while it trains: it goes on, and comes to the numbers of a run that nothing disturbed."""
+"""Processes of a run are killed by hand while it trains: it goes on, and comes to the numbers of a
+run that nothing disturbed.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def workspace(own_folder: Path) -> Path:
     draw = random.Random(1)
     words = ["".join(draw.choices("bcdefgh", k=4)) for _ in range(PROMPTS)]
     write_rows(own_folder / "prompts.jsonl", [{"input": f"{word}="} for word in words])
-    write_rows(own_folder / "rows.jsonl", [{"input": f"{word}=", "output": word[::-1] + "<eos>"} for word in words * 8])
+    write_rows(
+        own_folder / "rows.jsonl",
+        [{"input": f"{word}=", "output": word[::-1] + "<eos>"} for word in words * 8],
+    )
     return own_folder
 
 
@@ -74,13 +79,25 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> No
 
 
 def send_when(
-    process: subprocess.Popen[str], folder: Path, number: signal.Signals, *, to: str, step: int, delay: float = 0.0
+    process: subprocess.Popen[str],
+    folder: Path,
+    number: signal.Signals,
+    *,
+    to: str,
+    step: int,
+    delay: float = 0.0,
 ) -> None:
     """Send a signal to a process of the run, by a part of its name, when a step has been logged."""
     wait_for_step(process, folder, step)
     time.sleep(delay)
-    victims = [each.pid for each in descendants(process.pid) if to in each.command] if to else [process.pid]
-    os.killpg(victims[0], number) if number == signal.SIGINT else os.kill(victims[0], number)  # Ctrl-C is for the group
+    victims = (
+        [each.pid for each in descendants(process.pid) if to in each.command]
+        if to
+        else [process.pid]
+    )
+    os.killpg(victims[0], number) if number == signal.SIGINT else os.kill(
+        victims[0], number
+    )  # Ctrl-C is for the group
 
 
 @pytest.mark.parametrize(
@@ -96,14 +113,20 @@ def test_an_engine_that_is_killed_or_hangs_starts_again_and_nothing_is_lost(
 ) -> None:
     """While it generates, while it rests, or while it is sent weights: whatever it was doing."""
     folder = workspace / f"engine-{number}-{delay}"
-    process = launch("train_ppo_ray", flags(workspace, folder, **{"vllm.num_engines": 2, "vllm.hang_timeout": 3}))
+    process = launch(
+        "train_ppo_ray", flags(workspace, folder, **{"vllm.num_engines": 2, "vllm.hang_timeout": 3})
+    )
     send_when(process, folder, number, to="RolloutEngine", step=2, delay=delay)
     done = finish(process)
     assert done.status == 0, done.errors
     assert "was lost (" in done.printed and "Restart 1 of 3" in done.printed
-    assert [row["response"] for row in samples(folder)] == [row["response"] for row in samples(whole)]
+    assert [row["response"] for row in samples(folder)] == [
+        row["response"] for row in samples(whole)
+    ]
     assert column(folder, "train/reward") == column(whole, "train/reward")
-    assert column(folder, "train/actor_grad_norm") == pytest.approx(column(whole, "train/actor_grad_norm"), rel=1e-4)
+    assert column(folder, "train/actor_grad_norm") == pytest.approx(
+        column(whole, "train/actor_grad_norm"), rel=1e-4
+    )
 
 
 @pytest.mark.verify
@@ -112,10 +135,16 @@ def test_an_engine_joins_while_the_run_goes_on(whole: Path, workspace: Path) -> 
     more = {"vllm.max_engines": 2, "train.num_episodes": 30, "ckpt.save_steps": -1}
     done = run("train_ppo_ray", flags(workspace, folder, **more))
     said = done.printed
-    assert said.index("Engine 1 joins on") < said.index("Engine 1 serves.") < said.index(f"step {30 * STEPS}/")
+    assert (
+        said.index("Engine 1 joins on")
+        < said.index("Engine 1 serves.")
+        < said.index(f"step {30 * STEPS}/")
+    )
     rewards = column(folder, "train/reward")
     assert len(rewards) == 30 * STEPS and rewards[:1] == column(whole, "train/reward")[:1]
-    assert max(column(folder, "train/logprob_gap_mean")) < 1e-5  # the new engine has the present weights
+    assert (
+        max(column(folder, "train/logprob_gap_mean")) < 1e-5
+    )  # the new engine has the present weights
 
 
 def test_a_training_process_that_is_killed_starts_the_run_again_from_its_newest_checkpoint(
@@ -126,7 +155,10 @@ def test_a_training_process_that_is_killed_starts_the_run_again_from_its_newest_
     send_when(process, folder, signal.SIGKILL, to="WorkerHost", step=3)
     done = finish(process)
     assert done.status == 0, done.errors
-    assert "Restart 1 of 1 (--train.max_restarts), from the newest checkpoint of the run" in done.errors
+    assert (
+        "Restart 1 of 1 (--train.max_restarts), from the newest checkpoint of the run"
+        in done.errors
+    )
     assert numbers(folder) == numbers(whole)
     assert samples(folder) == samples(whole)
 
@@ -163,7 +195,11 @@ def test_run_whose_ray_dies_restarts_or_ends_with_the_step_that_is_saved(
         error = done.errors.splitlines()[-1]
         assert done.status == 2 and error.startswith("error: "), done.errors
         saved = newest_step(folder)
-        assert victim.split("/")[-1].strip() in error and f"Step {saved} " in error and "--ckpt.load_enable" in error
+        assert (
+            victim.split("/")[-1].strip() in error
+            and f"Step {saved} " in error
+            and "--ckpt.load_enable" in error
+        )
         assert "Traceback" not in done.errors and "raylet)" not in done.printed
 
 
@@ -182,8 +218,14 @@ def test_run_whose_ray_dies_after_the_export_succeeds(workspace: Path, victim: s
 
 
 @pytest.mark.verify
-def test_run_on_a_joined_ray_whose_raylet_dies_ends_with_the_step_that_is_saved(workspace: Path) -> None:
-    home, folder, port = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp")), workspace / "joined-ray", free_port()
+def test_run_on_a_joined_ray_whose_raylet_dies_ends_with_the_step_that_is_saved(
+    workspace: Path,
+) -> None:
+    home, folder, port = (
+        Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp")),
+        workspace / "joined-ray",
+        free_port(),
+    )
     variables = environment(HOME=str(home), RAY_AUTH_MODE="disabled")
     ports = f"--port {port} --dashboard-port {free_port()} --ray-client-server-port {free_port()}"
     options = f"--head {ports} --num-cpus 4 --block --dashboard-agent-listen-port 0 --temp-dir {home / 'head'}"
@@ -209,10 +251,14 @@ def test_run_on_a_joined_ray_whose_raylet_dies_ends_with_the_step_that_is_saved(
 def newest_step(folder: Path) -> int:
     """The step of the newest checkpoint."""
     names = [path.name for path in (folder / "checkpoints").glob("*.manifest.json")]
-    return max(int(name.removeprefix("global_step").removesuffix(".manifest.json")) for name in names)
+    return max(
+        int(name.removeprefix("global_step").removesuffix(".manifest.json")) for name in names
+    )
 
 
-def test_an_interrupted_run_saves_its_last_step_and_goes_on_to_the_same_numbers(whole: Path, workspace: Path) -> None:
+def test_an_interrupted_run_saves_its_last_step_and_goes_on_to_the_same_numbers(
+    whole: Path, workspace: Path
+) -> None:
     folder = workspace / "interrupted"
     settings = flags(workspace, folder, **{"ckpt.save_steps": 100})
     process = launch("train_ppo_ray", settings)
@@ -229,7 +275,9 @@ def test_an_interrupted_run_saves_its_last_step_and_goes_on_to_the_same_numbers(
 def test_offline_run_whose_checkpoints_cannot_be_written_trains_to_its_end_and_exports_its_model(
     workspace: Path,
 ) -> None:
-    """No file may be larger than 400 KiB: the model has 213 KiB, the state of its optimizer 638 KiB."""
+    """No file may be larger than 400 KiB: the model has 213 KiB, the state of its optimizer 638
+    KiB.
+    """
     folder = workspace / "no-room"
     settings = {
         "model.model_name_or_path": workspace / "model",
@@ -278,6 +326,9 @@ def test_an_offline_run_that_is_terminated_and_then_interrupted_saves_its_last_s
         send_when(process, folder, number, to="", step=step)
         done = finish(process)
         assert (done.status, done.errors.strip().splitlines()[-1]) == expected, done.errors
-        assert f"Step {steps_logged(folder)} is saved: --ckpt.load_enable continues from it." in done.printed
+        assert (
+            f"Step {steps_logged(folder)} is saved: --ckpt.load_enable continues from it."
+            in done.printed
+        )
     run("train_sft", goes_on)
     assert numbers(folder) == numbers(unbroken)

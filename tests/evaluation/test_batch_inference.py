@@ -1,4 +1,6 @@
-"""Post-processors against loops written from their definitions, the journal under kills, and failed answers."""
+"""Post-processors against loops written from their definitions, the journal under kills, and failed
+answers.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,24 @@ from tests.tiny import HEADS, character_tokenizer, save_reward_model, save_tiny_
 ROWS = [
     {"input": question, "output": f"{question}{number}", "reward": reward}
     for number, (question, reward) in enumerate(
-        [("a", 0.5), ("b", -1.0), ("a", 2.25), ("c", 1.0), ("a", -0.125), ("b", 3.0), ("c", 1.0), ("a", 2.25)]
+        [
+            ("a", 0.5),
+            ("b", -1.0),
+            ("a", 2.25),
+            ("c", 1.0),
+            ("a", -0.125),
+            ("b", 3.0),
+            ("c", 1.0),
+            ("a", 2.25),
+        ]
     )
 ]
 
 
 def processed(name: str, line: str = "", rows: list[dict[str, Any]] = ROWS) -> list[dict[str, Any]]:
-    return POST_PROCESSORS[name](rows, parse("batch_inference", f"--task rm --post_processor {name} {line}"))
+    return POST_PROCESSORS[name](
+        rows, parse("batch_inference", f"--task rm --post_processor {name} {line}")
+    )
 
 
 def test_rejection_sampling_keeps_the_first_of_the_best_of_each_input() -> None:
@@ -59,20 +72,31 @@ def test_pairs_are_the_ends_of_each_input_and_equal_rewards_make_none() -> None:
     for row in rows:
         group = rewards[row["prompt"]]
         assert row["chosen_reward"] == max(group)[0] and row["rejected_reward"] == min(group)[0]
-        assert (row["chosen_reward"], row["chosen"]) in group and (row["rejected_reward"], row["rejected"]) in group
+        assert (row["chosen_reward"], row["chosen"]) in group and (
+            row["rejected_reward"],
+            row["rejected"],
+        ) in group
     assert list(rows[0]) == ["prompt", "chosen", "chosen_reward", "rejected", "rejected_reward"]
 
 
 def test_equal_outputs_make_no_pair_whatever_their_rewards() -> None:
     """A reward model gives one text unlike rewards in unlike batches, by rounding."""
-    rows = [{"input": "a", "output": "x", "reward": reward} for reward in (0.124543868, 0.124543861)]
+    rows = [
+        {"input": "a", "output": "x", "reward": reward} for reward in (0.124543868, 0.124543861)
+    ]
     assert processed("iter_dpo", rows=rows) == []
 
 
 def test_a_conditioned_input_says_the_reward_with_two_decimals() -> None:
     rows = processed("csft")
-    assert [row["input"] for row in rows[:3]] == ["a <rm_score>: 0.50 ", "b <rm_score>: -1.00 ", "a <rm_score>: 2.25 "]
-    assert [(row["output"], row["reward"]) for row in rows] == [(row["output"], row["reward"]) for row in ROWS]
+    assert [row["input"] for row in rows[:3]] == [
+        "a <rm_score>: 0.50 ",
+        "b <rm_score>: -1.00 ",
+        "a <rm_score>: 2.25 ",
+    ]
+    assert [(row["output"], row["reward"]) for row in rows] == [
+        (row["output"], row["reward"]) for row in ROWS
+    ]
 
 
 def test_normalised_rewards_are_those_of_all_rows_with_the_unbiased_deviation() -> None:
@@ -127,7 +151,9 @@ def test_results_of_other_settings_are_refused_with_both_values(tmp_path: Path) 
     assert results(path) == {}
 
 
-def test_a_finished_file_of_the_same_request_or_of_unknown_origin_is_refused(tmp_path: Path) -> None:
+def test_a_finished_file_of_the_same_request_or_of_unknown_origin_is_refused(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "out.jsonl"
     finished(path, {"--best_of_n": 2})
     for _ in range(2):
@@ -150,7 +176,10 @@ def test_the_finished_file_of_another_request_is_moved_aside_with_a_notice(
         f"[notice] --output_path {path} had the results of another request, which are now in {folder}."
         for folder in kept
     ]
-    assert [(folder / path.name).read_text() for folder in kept] == ["{'rows': 0}\n", "{'rows': 1}\n"]
+    assert [(folder / path.name).read_text() for folder in kept] == [
+        "{'rows': 0}\n",
+        "{'rows': 1}\n",
+    ]
     assert path.read_text() == "{'rows': 2}\n"
 
 
@@ -180,16 +209,22 @@ def answers(row: int, *texts: str, error: str | None = None) -> list[Trajectory]
         builder = TrajectoryBuilder([1, 2])
         builder.append_action([3], [-1.0])
         prompt = Prompt(index=row, text="q", tokens=[1, 2])
-        done = builder.finish(prompt=prompt, sample_index=number, stop_reason=StopReason.STOP, response_text=text)
+        done = builder.finish(
+            prompt=prompt, sample_index=number, stop_reason=StopReason.STOP, response_text=text
+        )
         group.append(done.failing(error, Failure.ENGINE) if error and number else done)
     return group
 
 
-def test_a_row_with_a_failed_answer_is_reported_and_left_for_the_next_command(tmp_path: Path) -> None:
+def test_a_row_with_a_failed_answer_is_reported_and_left_for_the_next_command(
+    tmp_path: Path,
+) -> None:
     journal = Journal(tmp_path / "out.jsonl", {})
     recorder: Any = Shown()
     failed = keep(
-        [answers(0, "x", "y"), answers(2, "x", "y", error="no engine"), answers(1, "", "z")], journal, recorder
+        [answers(0, "x", "y"), answers(2, "x", "y", error="no engine"), answers(1, "", "z")],
+        journal,
+        recorder,
     )
     assert [(t.prompt.index, t.error) for t in failed] == [(2, "no engine")]
     assert results(tmp_path / "out.jsonl", {}) == {0: ["x", "y"], 1: ["", "z"]}
@@ -198,7 +233,11 @@ def test_a_row_with_a_failed_answer_is_reported_and_left_for_the_next_command(tm
 
 @pytest.mark.parametrize(("seconds", "notes"), [(1.0, 0), (0.05, 3)])
 def test_through_a_pipe_a_note_says_the_speed_as_time_goes_by(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds: float, notes: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seconds: float,
+    notes: int,
 ) -> None:
     """Three rows of two answers of one token each, every 0.1 s: 20 tokens a second."""
     clock = [0.0]
@@ -236,12 +275,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def dry_run(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
+def dry_run(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[str, str]]:
     """What a dry run prints and notes of rows with these flags."""
 
     def run(rows: list[dict[str, Any]], line: str) -> tuple[str, str]:
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        model = f"--reward.model_name_or_path {models}/reward" if "rm" in line.split() else f"--pretrain {models}/model"
+        model = (
+            f"--reward.model_name_or_path {models}/reward"
+            if "rm" in line.split()
+            else f"--pretrain {models}/model"
+        )
         places = f"--data.dataset {tmp_path}/rows.jsonl --output_path {tmp_path}/out.jsonl"
         words = f"{model} {places} {line} --ds.param_dtype fp32 --dry_run".split()
         config = parse_config(ROOTS["batch_inference"], words, command="batch_inference")
@@ -280,7 +325,9 @@ def test_rows_have_the_date_of_the_first_start_of_their_own_request(
     journal.finish()
 
     if other == "seed":
-        config = parse_config(ROOTS["batch_inference"], [*words, "--train.seed", "7"], command="batch_inference")
+        config = parse_config(
+            ROOTS["batch_inference"], [*words, "--train.seed", "7"], command="batch_inference"
+        )
     elif other == "row":
         source.write_text('{"question": "x"}\n{"question": "y"}\n')
     rows = batch_inference.load_rows(config)
@@ -305,7 +352,9 @@ def test_results_so_far_continue_if_another_request_renders_the_same_rows(tmp_pa
 
 def test_a_dry_run_shows_template_and_tokens_of_prompts_as_they_are_cut(dry_run: Any) -> None:
     rows = [{"question": "123456789", "response": "x"}] * 3
-    printed, noted = dry_run(rows, "--data.input_template q{}a --data.max_len 8 --rollout.max_new_tokens 4")
+    printed, noted = dry_run(
+        rows, "--data.input_template q{}a --data.max_len 8 --rollout.max_new_tokens 4"
+    )
     ids = " ".join(map(str, character_tokenizer()("789a")["input_ids"]))
     assert "Template: --data.input_template $'q{}a'." in printed
     assert f"--- row 2: 4 tokens, ids {ids}\n789a" in printed
@@ -320,13 +369,20 @@ def test_a_dry_run_shows_the_suffix_of_conditional_fine_tuning(dry_run: Any) -> 
     assert "layout" not in noted
 
 
-def test_a_dry_run_of_scoring_shows_the_text_that_is_scored_and_its_last_token(dry_run: Any) -> None:
-    rows = [{"input": "1+1=", "output": "2"}, {"input": "1+1=", "output": ""}, {"input": "2+2=", "output": "4<eos>"}]
+def test_a_dry_run_of_scoring_shows_the_text_that_is_scored_and_its_last_token(
+    dry_run: Any,
+) -> None:
+    rows = [
+        {"input": "1+1=", "output": "2"},
+        {"input": "1+1=", "output": ""},
+        {"input": "2+2=", "output": "4<eos>"},
+    ]
     rows.append({"input": "1+1+1", "output": "3"})
     printed, noted = dry_run(rows, "--task rm --data.max_len 6")
     lost = "1 whose prompt leaves no token of the answer (--data.max_len 6)"
     assert (
-        f"2 of 4 rows kept, dropped {lost}, 1 with an empty response. 1 of the kept rows were cut to 6 tokens" in noted
+        f"2 of 4 rows kept, dropped {lost}, 1 with an empty response. 1 of the kept rows were cut to 6 tokens"
+        in noted
     )
     assert "--- row 1: 6 tokens, 1 targets, ids" in printed
     assert "\n1+1=2⟦<eos>⟧\n" in printed
@@ -334,15 +390,20 @@ def test_a_dry_run_of_scoring_shows_the_text_that_is_scored_and_its_last_token(d
 
 
 CHAT: list[dict[str, str]] = [
-    {"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))
+    {"role": role, "content": text}
+    for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))
 ]
 
 
 @pytest.mark.parametrize("flag", ["", "--data.output_key="])
-def test_the_answer_of_a_chat_without_a_column_of_answers_is_its_last_turn(dry_run: Any, flag: str) -> None:
+def test_the_answer_of_a_chat_without_a_column_of_answers_is_its_last_turn(
+    dry_run: Any, flag: str
+) -> None:
     """The command of the published script of conditional fine-tuning."""
     rows = [{"chosen": [*CHAT, {"role": "assistant", "content": "4"}], "rejected": [*CHAT]}]
-    printed, noted = dry_run(rows, f"--eval_task rm --input_key chosen --apply_chat_template {flag}")
+    printed, noted = dry_run(
+        rows, f"--eval_task rm --input_key chosen --apply_chat_template {flag}"
+    )
     assert "Template: --data.apply_chat_template." in printed
     assert "\nu:1<eos>\na:2<eos>\nu:3<eos>\na:4⟦<eos>⟧\n" in printed
     assert "[notice] 1 of 1 rows kept." in noted
@@ -354,8 +415,12 @@ def test_prompt_and_answer_are_written_as_the_chat_template_renders_them(models:
     rows = Dataset.from_list([{"input": CHAT, "output": "4"}, {"input": CHAT, "output": "5"}])
     asked, answers = "u:1<eos>\na:2<eos>\nu:3<eos>\na:", ["4<eos>", "5<eos>"]
     read = AnsweredDataset(rows, tokenizer, data)
-    assert [(row.text, row.label) for row in (read[0], read[1])] == [(asked, answer) for answer in answers]
-    whole = Dataset.from_list([{"input": [*CHAT, {"role": "assistant", "content": text}]} for text in "45"])
+    assert [(row.text, row.label) for row in (read[0], read[1])] == [
+        (asked, answer) for answer in answers
+    ]
+    whole = Dataset.from_list(
+        [{"input": [*CHAT, {"role": "assistant", "content": text}]} for text in "45"]
+    )
     same = AnsweredDataset(whole, tokenizer, replace(data, output_key=None))
     assert [same[row] for row in range(2)] == [read[row] for row in range(2)]
     plain = Dataset.from_list([{"input": "1", "output": "2\n"}])

@@ -70,7 +70,10 @@ def test_turns_follow_each_other_in_the_template_behind_system_and_preamble(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "p.txt").write_text("pre\n")
-    talk, parrot = chat(f"--system sys --preamble {tmp_path}/p.txt --csft.enable --csft.prompt 5"), Parrot("ok<eos>")
+    talk, parrot = (
+        chat(f"--system sys --preamble {tmp_path}/p.txt --csft.enable --csft.prompt 5"),
+        Parrot("ok<eos>"),
+    )
     talk.answer("x", parrot)
     talk.answer("y", parrot)
     assert parrot.asked == ["sys\npre\nqxa 5 ", "sys\npre\nqxaok\nqya 5 "]
@@ -84,7 +87,9 @@ def test_an_empty_answer_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_preamble_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.bin").write_bytes(b"\x8a")
-    with pytest.raises(ConfigError, match=f"--preamble {tmp_path}/p.bin cannot be read as a text file in UTF-8"):
+    with pytest.raises(
+        ConfigError, match=f"--preamble {tmp_path}/p.bin cannot be read as a text file in UTF-8"
+    ):
         chat(f"--preamble {tmp_path}/p.bin")
 
 
@@ -97,7 +102,9 @@ def test_a_chat_template_gets_messages() -> None:
 def test_the_oldest_turns_are_forgotten_with_a_notice_and_the_answer_has_its_room(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """20 tokens, 10 of them for the answer: a turn with its message has 6, so one fits beside the next message."""
+    """20 tokens, 10 of them for the answer: a turn with its message has 6, so one fits beside the
+    next message.
+    """
     talk, parrot = chat("--data.max_len 20 --rollout.max_new_tokens 10"), Parrot("bb<eos>")
     for message in ("1", "2", "3"):
         talk.answer(message, parrot)
@@ -108,7 +115,9 @@ def test_the_oldest_turns_are_forgotten_with_a_notice_and_the_answer_has_its_roo
     assert parrot.asked[-1] == "456789012a"
 
 
-def test_an_interrupt_ends_the_answer_and_what_was_said_is_remembered(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_ends_the_answer_and_what_was_said_is_remembered(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     talk = chat("")
     talk.answer("x", Parrot("abc", interrupts=2))
     assert capsys.readouterr().out == "ab [stopped]\n"
@@ -127,12 +136,17 @@ def test_an_interrupt_ends_the_answer_and_what_was_said_is_remembered(capsys: py
     ],
 )
 def test_chat_answers_as_the_flags_say_whatever_the_models_generation_configuration_has(
-    tmp_path: Path, stored: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    stored: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     answers = []
     for name, values in (("plain", {}), ("stored", stored)):
         save_tiny_model(tmp_path / name)
-        (tmp_path / name / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **values}))
+        (tmp_path / name / "generation_config.json").write_text(
+            json.dumps({"eos_token_id": 1, **values})
+        )
         monkeypatch.setattr("sys.stdin", io.StringIO("abc\n"))
         torch.manual_seed(0)
         line = f"--model.model_name_or_path {tmp_path / name} --data.input_template {{}} --rollout.max_new_tokens 24"
@@ -141,7 +155,9 @@ def test_chat_answers_as_the_flags_say_whatever_the_models_generation_configurat
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize(("flag", "stored", "expected"), [("", 1.3, 1.3), ("", None, 1.0), ("1.1", 1.3, 1.1)])
+@pytest.mark.parametrize(
+    ("flag", "stored", "expected"), [("", 1.3, 1.3), ("", None, 1.0), ("1.1", 1.3, 1.1)]
+)
 def test_repetition_penalty_is_the_flags_then_the_models_then_none(
     flag: str, stored: float | None, expected: float
 ) -> None:
@@ -161,7 +177,9 @@ def test_the_format_is_that_of_the_flags_then_of_training_then_the_tokenizers() 
     assert template_of(parse("interactive_chat", "--data.apply_chat_template"), tokenizer) is None
     assert template_of(parse("interactive_chat", "--data.input_template {}"), tokenizer) == "{}"
     record(tokenizer, TextFormat())
-    assert template_of(parse("interactive_chat", ""), tokenizer) == "{}", "trained without a template"
+    assert template_of(parse("interactive_chat", ""), tokenizer) == "{}", (
+        "trained without a template"
+    )
     record(tokenizer, TextFormat(chat_template="1234"))
     assert template_of(parse("interactive_chat", ""), tokenizer) is None
 
@@ -198,7 +216,9 @@ def test_a_reset_forgets_what_was_said_but_not_the_system_prompt(
 def test_a_dry_run_of_a_chat_shows_the_tokens_of_a_prompt(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parrot = run_with(monkeypatch, tmp_path, "a\n", "--dry_run --rollout.max_new_tokens 61 --system hello")
+    parrot = run_with(
+        monkeypatch, tmp_path, "a\n", "--dry_run --rollout.max_new_tokens 61 --system hello"
+    )
     ids = " ".join(map(str, character_tokenizer()("loa")["input_ids"]))
     assert parrot.asked == []
     assert capsys.readouterr().out.endswith(f"--- the prompt 'Hello': 3 tokens, ids {ids}\nloa\n")

@@ -27,12 +27,15 @@ from tests.trainers.episodes import episode, failed
 def won(index: int, win: float | None, *, source: str = "default") -> Comparison:
     """A pair of prompt number `index`."""
     answer = episode(index, source=source)
-    return Comparison(ours=answer, theirs=answer, win=win, error=None if win is not None else "no verdict")
+    return Comparison(
+        ours=answer, theirs=answer, win=win, error=None if win is not None else "no verdict"
+    )
 
 
 def rewarded(index: int, ours: float, theirs: float, *, source: str = "default") -> Comparison:
     pair = Comparison(
-        ours=episode(index, score=ours, source=source), theirs=episode(index, score=theirs, source=source)
+        ours=episode(index, score=ours, source=source),
+        theirs=episode(index, score=theirs, source=source),
     )
     return replace(pair, win=by_reward(pair))
 
@@ -60,7 +63,9 @@ def test_a_pair_fails_with_either_answer() -> None:
     assert [(pair.error, by_reward(pair)) for pair in pairs] == [("it broke", None)] * 2
 
 
-@pytest.mark.parametrize(("ours", "theirs", "win"), [(1.0, 0.5, 1.0), (0.5, 1.0, 0.0), (0.5, 0.5, 0.5)])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "win"), [(1.0, 0.5, 1.0), (0.5, 1.0, 0.0), (0.5, 0.5, 0.5)]
+)
 def test_the_larger_reward_wins_and_equal_ones_tie(ours: float, theirs: float, win: float) -> None:
     assert rewarded(0, ours, theirs).win == win
 
@@ -96,11 +101,20 @@ def test_one_prompt_has_no_standard_error_and_none_no_rate() -> None:
 
 
 def test_wins_are_logged_in_all_and_per_data_source() -> None:
-    pairs = [won(0, 1.0, source="x"), won(1, 0.5, source="x"), won(2, 0.0, source="y"), won(3, None, source="y")]
+    pairs = [
+        won(0, 1.0, source="x"),
+        won(1, 0.5, source="x"),
+        won(2, 0.0, source="y"),
+        won(3, None, source="y"),
+    ]
     metrics = metrics_of(pairs, win_columns)
     counts = {name: metrics[f"eval/{name}"] for name in ("wins", "ties", "losses", "failed_pairs")}
     assert counts == {"wins": 1.0, "ties": 1.0, "losses": 1.0, "failed_pairs": 1.0}
-    assert (metrics["eval/win_rate"], metrics["eval/eval_x_win_rate"], metrics["eval/eval_y_win_rate"]) == (
+    assert (
+        metrics["eval/win_rate"],
+        metrics["eval/eval_x_win_rate"],
+        metrics["eval/eval_y_win_rate"],
+    ) == (
         0.5,
         0.75,
         0.0,
@@ -122,13 +136,19 @@ def test_a_rate_of_nothing_and_an_error_of_one_prompt_are_not_logged() -> None:
 
 
 def test_accuracy_counts_pairs_whose_chosen_text_has_strictly_more() -> None:
-    pairs = [rewarded(0, 2.0, 1.0, source="x"), rewarded(1, 1.0, 1.0, source="x"), rewarded(2, 0.0, 3.0, source="y")]
+    pairs = [
+        rewarded(0, 2.0, 1.0, source="x"),
+        rewarded(1, 1.0, 1.0, source="x"),
+        rewarded(2, 0.0, 3.0, source="y"),
+    ]
     metrics = metrics_of(pairs, accuracy_columns) | reward_metrics(pairs)
     assert metrics == {
         "eval/acc_mean": pytest.approx(1 / 3),
         "eval/margin_mean": pytest.approx(-2 / 3),
         "eval/reward_mean": pytest.approx(8 / 6),
-        "eval/reward_std": pytest.approx(math.sqrt(sum((r - 8 / 6) ** 2 for r in (2, 1, 1, 1, 0, 3)) / 5)),
+        "eval/reward_std": pytest.approx(
+            math.sqrt(sum((r - 8 / 6) ** 2 for r in (2, 1, 1, 1, 0, 3)) / 5)
+        ),
         "eval/failed_pairs": 0.0,
         "eval/eval_x_acc_mean": 0.5,
         "eval/eval_x_margin_mean": 0.5,
@@ -146,7 +166,9 @@ def test_too_many_failed_pairs_are_an_error_with_the_first_of_them() -> None:
     failed = {"errors": ["no verdict", "gone"], "of": 4, "what": "pairs could not be judged"}
     ErrorBudget(RewardConfig(max_error_rate=0.5)).check_errors(**failed)
     ErrorBudget(RewardConfig(max_error_rate=1.0)).check_errors(**failed)
-    with pytest.raises(RewardErrors, match=r"2 of 4 pairs .*--reward\.max_error_rate 0\.4.*\n.*no verdict"):
+    with pytest.raises(
+        RewardErrors, match=r"2 of 4 pairs .*--reward\.max_error_rate 0\.4.*\n.*no verdict"
+    ):
         ErrorBudget(RewardConfig(max_error_rate=0.4)).check_errors(**failed)
 
 

@@ -1,4 +1,6 @@
-"""What `openrlhf eval` does besides sampling: answers that are there already, and reading what the flags name."""
+"""What `openrlhf eval` does besides sampling: answers that are there already, and reading what the
+flags name.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ from openrlhf.trainers.sources import evaluate
 from tests.tiny import character_tokenizer, save_reward_model, save_tiny_model
 
 SPEC = SamplingSpec(
-    purpose="eval", rollout=RolloutConfig(temperature=0.0, max_new_tokens=4, batch_size=3), max_len=8, seed=0
+    purpose="eval",
+    rollout=RolloutConfig(temperature=0.0, max_new_tokens=4, batch_size=3),
+    max_len=8,
+    seed=0,
 )
 
 
@@ -40,11 +45,16 @@ class Length(Reward):
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         texts = [request.response for request in requests]
-        return [RewardResult(error="an x") if "x" in text else RewardResult(reward=len(text)) for text in texts]
+        return [
+            RewardResult(error="an x") if "x" in text else RewardResult(reward=len(text))
+            for text in texts
+        ]
 
 
 def test_written_answers_meet_their_prompts_and_are_rewarded_like_sampled_ones() -> None:
-    """Two prompts are the same, one is longer than there is room for, one answer cannot be rewarded."""
+    """Two prompts are the same, one is longer than there is room for, one answer cannot be
+    rewarded.
+    """
     tokenizer = character_tokenizer()
     texts = {"a=": "b", "12345678": "cc", "c=": "x"}
     asked = ["a=", "12345678", "a=", "c="]
@@ -80,7 +90,9 @@ def model(tmp_path: Path) -> str:
 def config_of(model: str, line: str) -> EvaluationConfig:
     rows = Path(model).parent / "rows.jsonl"
     return parse_config(
-        EvaluationConfig, ["--eval.dataset", str(rows), *line.format(model=model).split()], command="eval"
+        EvaluationConfig,
+        ["--eval.dataset", str(rows), *line.format(model=model).split()],
+        command="eval",
     )
 
 
@@ -95,18 +107,38 @@ def test_a_column_of_answers_ends_each_with_end_of_text(model: str) -> None:
 @pytest.mark.parametrize(
     ("line", "error", "said"),
     [
-        ("--task rm_accuracy --reward.model_name_or_path {model}", ModelError, "is a language model"),
-        ("--model.model_name_or_path {model} --reward.verifier length --data.label_key gone", DataError, "'gone'"),
-        ("--model.model_name_or_path {model} --reward.verifier format --data.input_key gone", DataError, "'gone'"),
-        ("--model.model_name_or_path {model} --reward.verifier math --data.input_key input", DataError, "'output'"),
+        (
+            "--task rm_accuracy --reward.model_name_or_path {model}",
+            ModelError,
+            "is a language model",
+        ),
+        (
+            "--model.model_name_or_path {model} --reward.verifier length --data.label_key gone",
+            DataError,
+            "'gone'",
+        ),
+        (
+            "--model.model_name_or_path {model} --reward.verifier format --data.input_key gone",
+            DataError,
+            "'gone'",
+        ),
+        (
+            "--model.model_name_or_path {model} --reward.verifier math --data.input_key input",
+            DataError,
+            "'output'",
+        ),
     ],
 )
-def test_wrong_models_and_columns_are_told(model: str, line: str, error: type[Exception], said: str) -> None:
+def test_wrong_models_and_columns_are_told(
+    model: str, line: str, error: type[Exception], said: str
+) -> None:
     with pytest.raises(error, match=said):
         run_evaluation(config_of(model, line))
 
 
-def test_a_dry_run_shows_the_prompts_and_starts_nothing(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_shows_the_prompts_and_starts_nothing(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = "--model.model_name_or_path {model} --reward.verifier length --data.label_key output --dry_run"
     run_evaluation(config_of(model, line))
     assert "--- prompt of row 1, label '2': 4 tokens, ids" in capsys.readouterr().out
@@ -115,17 +147,29 @@ def test_a_dry_run_shows_the_prompts_and_starts_nothing(model: str, capsys: pyte
 def test_pairs_are_rewarded_in_the_format_of_the_reward_models_training_unless_a_flag_names_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows, path = tmp_path / "pairs.jsonl", save_reward_model(tmp_path / "rm", Path(save_tiny_model(tmp_path / "model")))
+    rows, path = (
+        tmp_path / "pairs.jsonl",
+        save_reward_model(tmp_path / "rm", Path(save_tiny_model(tmp_path / "model"))),
+    )
     rows.write_text(json.dumps({"prompt": "1+1=", "chosen": "2", "rejected": "3"}) + "\n")
     tokenizer = character_tokenizer()
     record(tokenizer, TextFormat(input_template="Q{}A"))
     tokenizer.save_pretrained(path)
-    flags = ["--task=rm_accuracy", f"--reward.model_name_or_path={path}", "--dry_run", f"--eval.dataset={rows}"]
+    flags = [
+        "--task=rm_accuracy",
+        f"--reward.model_name_or_path={path}",
+        "--dry_run",
+        f"--eval.dataset={rows}",
+    ]
     trained = f"--reward.model_name_or_path {path} was trained with --data.input_template $'Q{{}}A'"
     run_evaluation(parse_config(EvaluationConfig, flags, command="eval"))
     said = capsys.readouterr()
     assert "1+1=" in said.out and said.err.count(trained) == 1
-    run_evaluation(parse_config(EvaluationConfig, [*flags, "--data.input_template={}"], command="eval"))
+    run_evaluation(
+        parse_config(EvaluationConfig, [*flags, "--data.input_template={}"], command="eval")
+    )
     assert f"{trained}, but this run uses no template" in capsys.readouterr().err
-    run_evaluation(parse_config(EvaluationConfig, [*flags, "--data.input_template=Q{}A"], command="eval"))
+    run_evaluation(
+        parse_config(EvaluationConfig, [*flags, "--data.input_template=Q{}A"], command="eval")
+    )
     assert "was trained with" not in capsys.readouterr().err

@@ -1,10 +1,11 @@
-"""Frozen runs: killed in the middle and kept, so that later commits can be shown to open and to resume them.
+"""Frozen runs: killed in the middle and kept, so that later commits can be shown to open and to
+resume them.
 
     python -m tests.goldens.frozen          # make those that are missing
 
-An archive in `frozen/` holds a folder as a user leaves it: model, data, user files, configuration file, run folder and
-checkpoints. Beside it lie the numbers that the same run logs if nothing kills it. A frozen run is never made anew: old
-checkpoints do not change.
+An archive in `frozen/` holds a folder as a user leaves it: model, data, user files, configuration
+file, run folder and checkpoints. Beside it lie the numbers that the same run logs if nothing kills
+it. A frozen run is never made anew: old checkpoints do not change.
 """
 
 from __future__ import annotations
@@ -135,7 +136,9 @@ def prepare(kind: Kind, folder: Path) -> None:
         save_reward_model(folder / "reward_model", base=folder / "model")
     write_rows(folder / "rows.jsonl", copying_rows(48, seed=1))
     write_rows(folder / "pairs.jsonl", preference_rows(48, seed=1))
-    prompts = [{"input": row["input"] + "=", "label": row["output"]} for row in copying_rows(24, seed=2)]
+    prompts = [
+        {"input": row["input"] + "=", "label": row["output"]} for row in copying_rows(24, seed=2)
+    ]
     write_rows(folder / "prompts.jsonl", prompts)
     for name in kind.user_files:
         shutil.copy(USER_FILES / name, folder / name)

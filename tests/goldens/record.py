@@ -1,12 +1,15 @@
-"""Golden numbers: records what the commands compute, so that a later commit can be compared with it.
+"""Golden numbers: records what the commands compute, so that a later commit can be compared with
+it.
 
     python -m tests.goldens.record                      # record everything that is missing
     python -m tests.goldens.record configurations sft   # record these anew
 
-Each golden is a JSON file in `recorded/`. `test_goldens.py` computes it again and compares. The goldens `demo_1` to `demo_3`
-take several minutes each. `frozen.py` keeps checkpoints and run folders.
+Each golden is a JSON file in `recorded/`. `test_goldens.py` computes it again and compares. The
+goldens `demo_1` to `demo_3` take several minutes each. `frozen.py` keeps checkpoints and run
+folders.
 
-Floating-point results depend on the processor, so every file names the processor and the versions that it was recorded with.
+Floating-point results depend on the processor, so every file names the processor and the versions
+that it was recorded with.
 """
 
 from __future__ import annotations
@@ -31,7 +34,16 @@ from openrlhf.config.flags import flags_in
 from openrlhf.config.machine import installed
 from openrlhf.config.options import parse_config
 from openrlhf.distributed.buckets import bucket_hash
-from tests.e2e.commands import kill_when, launch, numbers, places, run, small_grpo, steps_logged, write_rows
+from tests.e2e.commands import (
+    kill_when,
+    launch,
+    numbers,
+    places,
+    run,
+    small_grpo,
+    steps_logged,
+    write_rows,
+)
 from tests.goldens.rows import copying_rows, preference_rows
 from tests.ranks import ROOT
 from tests.tiny import HEADS, character_tokenizer, save_tiny_model
@@ -50,7 +62,9 @@ SLOW: set[str] = set()
 
 
 def golden(name: str, *, slow: bool = False) -> Callable[[Golden], Golden]:
-    """Register a function that computes a golden in an empty folder. `slow`: compared by `make verify` only."""
+    """Register a function that computes a golden in an empty folder. `slow`: compared by `make
+    verify` only.
+    """
 
     def register(compute: Golden) -> Golden:
         GOLDENS[name] = compute
@@ -62,7 +76,9 @@ def golden(name: str, *, slow: bool = False) -> Callable[[Golden], Golden]:
 
 
 def machine() -> dict[str, str]:
-    """Return what floating-point results depend on: the processor and the versions of the libraries."""
+    """Return what floating-point results depend on: the processor and the versions of the
+    libraries.
+    """
     cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     fields = dict(line.split(":", 1) for line in cpu.splitlines() if ":" in line)
     about = {name.strip(): value.strip() for name, value in fields.items()}
@@ -86,7 +102,9 @@ def configurations(folder: Path) -> dict[str, dict[str, Any]]:
     for line in launch_lines():
         command, *arguments = shlex.split(line)
         config = parse_config(resolve_name(flags_class[command]), arguments, command=command)
-        values = {flag.path: value for flag, value in flags_in(config) if flag.path not in TIMED_FLAGS}
+        values = {
+            flag.path: value for flag, value in flags_in(config) if flag.path not in TIMED_FLAGS
+        }
         resolved[line] = json.loads(json.dumps(values))
     return resolved
 
@@ -112,7 +130,9 @@ def make_models(folder: Path) -> None:
 
 
 def offline_flags(workspace: Path, folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the flags that all offline goldens share: two epochs of six optimizer steps in float32."""
+    """Return the flags that all offline goldens share: two epochs of six optimizer steps in
+    float32.
+    """
     data = write_rows(workspace / f"{folder.name}.jsonl", rows)
     return {
         "model.model_name_or_path": workspace / "model",
@@ -139,7 +159,10 @@ SFT_COLUMNS = {"data.input_key": "input", "data.output_key": "output", "data.inp
 PAIR_COLUMNS = {"data.prompt_key": "prompt", "data.input_template": "say {}="}
 OFFLINE: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("train_sft", SFT_COLUMNS),
-    "sft_packed_ema": ("train_sft", {**SFT_COLUMNS, "ds.packing_samples": True, "train.enable_ema": True}),
+    "sft_packed_ema": (
+        "train_sft",
+        {**SFT_COLUMNS, "ds.packing_samples": True, "train.enable_ema": True},
+    ),
     "sft_lora": ("train_sft", {**SFT_COLUMNS, "ds.lora.rank": 4}),
     "rm": ("train_rm", PAIR_COLUMNS),
     "dpo": ("train_dpo", PAIR_COLUMNS),
@@ -165,7 +188,9 @@ def offline_rows(command: str) -> list[dict[str, Any]]:
             rows = []
             for row in copying_rows(48, seed=1):
                 labels = ["+" if letter in "abcd" else "-" for letter in row["input"]]
-                rows.append({"input": "".join(f"{letter}?" for letter in row["input"]), "label": labels})
+                rows.append(
+                    {"input": "".join(f"{letter}?" for letter in row["input"]), "label": labels}
+                )
             return rows
         case _:
             return copying_rows(48, seed=1)
@@ -199,7 +224,10 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
         {"ds.packing_samples": True, "model.gradient_checkpointing_enable": True},
     ),
     "two processes, ZeRO 2": (2, {"ds.zero_stage": 2}),
-    "two processes, ZeRO 3, micro-batches of 4": (2, {"ds.zero_stage": 3, "train.micro_batch_size": 4}),
+    "two processes, ZeRO 3, micro-batches of 4": (
+        2,
+        {"ds.zero_stage": 3, "train.micro_batch_size": 4},
+    ),
 }
 
 
@@ -209,7 +237,11 @@ def split(folder: Path) -> dict[str, Any]:
     make_models(folder)
     results = {}
     for number, (name, (processes, own_flags)) in enumerate(SPLITS.items()):
-        flags = offline_flags(folder, folder / f"split{number}", copying_rows(48, seed=1)) | SFT_COLUMNS | own_flags
+        flags = (
+            offline_flags(folder, folder / f"split{number}", copying_rows(48, seed=1))
+            | SFT_COLUMNS
+            | own_flags
+        )
         launcher = [sys.executable, "-m"]
         if processes > 1:
             launcher = ["torchrun", "--standalone", "--nproc_per_node", str(processes), "-m"]
@@ -222,7 +254,11 @@ def split(folder: Path) -> dict[str, Any]:
 def resume(folder: Path) -> dict[str, Any]:
     """Return what an SFT run and a GRPO run come to that are killed and resumed."""
     make_models(folder)
-    sft = offline_flags(folder, folder / "sft", copying_rows(480, seed=1)) | SFT_COLUMNS | {"ckpt.save_steps": 10}
+    sft = (
+        offline_flags(folder, folder / "sft", copying_rows(480, seed=1))
+        | SFT_COLUMNS
+        | {"ckpt.save_steps": 10}
+    )
     kill_when(launch("train_sft", sft), lambda: steps_logged(folder / "sft") >= 15)
     run("train_sft", {**sft, "ckpt.load_enable": True})
     grpo = grpo_flags(folder, folder / "grpo") | {"ckpt.save_steps": 2}
@@ -253,14 +289,18 @@ def grpo_flags(workspace: Path, folder: Path) -> dict[str, Any]:
 
 @golden("grpo", slow=True)
 def grpo(folder: Path) -> dict[str, Any]:
-    """Return what a short GRPO run comes to, every sample included: each step samples from published weights."""
+    """Return what a short GRPO run comes to, every sample included: each step samples from
+    published weights.
+    """
     make_models(folder)
     run("train_ppo_ray", grpo_flags(folder, folder / "grpo"))
     samples = (folder / "grpo/samples.jsonl").read_text(encoding="utf-8").splitlines()
     kept = []
     for line in samples:
         row = json.loads(line)
-        kept.append([row["step"], row["prompt"], row["response"], row["reward"], row["weight_versions"]])
+        kept.append(
+            [row["step"], row["prompt"], row["response"], row["reward"], row["weight_versions"]]
+        )
     return {**outcome(folder / "grpo"), "samples": kept}
 
 
@@ -304,7 +344,9 @@ def commit() -> str:
     if changes:
         raise RuntimeError(f"uncommitted changes: a golden belongs to a commit\n{changes}")
     command = ["git", "rev-parse", "HEAD"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def record(name: str) -> None:
@@ -318,7 +360,9 @@ def record(name: str) -> None:
 
 def main() -> None:
     """Record the goldens that are named, or those that have no file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(GOLDENS))
     chosen = parser.parse_args().names
     for name in chosen or GOLDENS:

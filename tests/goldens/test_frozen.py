@@ -1,4 +1,6 @@
-"""Runs of an older version: their files open, and they resume to the numbers they would have logged then."""
+"""Runs of an older version: their files open, and they resume to the numbers they would have logged
+then.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def resume(name: str, folder: Path) -> Finished:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.verify) if name in IN_VERIFY else name for name in KINDS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.verify) if name in IN_VERIFY else name for name in KINDS],
 )
 def test_frozen_run_resumes_and_exports(name: str, tmp_path: Path) -> None:
     golden: dict[str, Any] = json.loads((FROZEN / f"{name}.json").read_text(encoding="utf-8"))
@@ -66,7 +69,9 @@ def test_run_folder_of_a_frozen_run_opens(name: str, tmp_path: Path) -> None:
     assert "<html" in report.read_text(encoding="utf-8")
 
 
-def test_configuration_file_of_a_frozen_run_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configuration_file_of_a_frozen_run_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = unpack("sft", tmp_path)
     monkeypatch.chdir(folder)
     config = parse_config(SFTConfig, ["--config", "run/config.yaml"], command="train_sft")

@@ -23,7 +23,9 @@ def load(name: str) -> dict[str, Any]:
 
 
 def differences(recorded: Any, now: Any, place: str, *, exact: bool) -> list[str]:
-    """Return the places where `now` lacks or changes something that was recorded. Additions to objects are allowed."""
+    """Return the places where `now` lacks or changes something that was recorded. Additions to
+    objects are allowed.
+    """
     if isinstance(recorded, dict) and isinstance(now, dict):
         found = []
         for key, value in recorded.items():
@@ -48,7 +50,11 @@ def differences(recorded: Any, now: Any, place: str, *, exact: bool) -> list[str
 
 
 def marked(name: str) -> Any:
-    return pytest.param(name, marks=[pytest.mark.verify, pytest.mark.timeout(2400)]) if name in SLOW else name
+    return (
+        pytest.param(name, marks=[pytest.mark.verify, pytest.mark.timeout(2400)])
+        if name in SLOW
+        else name
+    )
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in GOLDENS])
@@ -56,7 +62,9 @@ def test_command_computes_the_golden_numbers(name: str, tmp_path: Path) -> None:
     golden = load(name)
     same_machine = golden["machine"] == machine()
     if name in CHAOTIC and not same_machine:
-        pytest.skip(f"recorded on another machine, where sums are rounded differently: {golden['machine']}")
+        pytest.skip(
+            f"recorded on another machine, where sums are rounded differently: {golden['machine']}"
+        )
     exact = same_machine or name in EXACT_EVERYWHERE
     now = json.loads(json.dumps(GOLDENS[name](tmp_path)))
     recorded = golden["value"]
@@ -67,7 +75,10 @@ def test_command_computes_the_golden_numbers(name: str, tmp_path: Path) -> None:
 
 def test_difference_of_a_recorded_value_is_found_and_an_addition_is_not() -> None:
     recorded = {"numbers": [{"step": 1, "loss": 0.5}]}
-    assert differences(recorded, {"numbers": [{"step": 1, "loss": 0.5, "new": 1.0}]}, "", exact=True) == []
+    assert (
+        differences(recorded, {"numbers": [{"step": 1, "loss": 0.5, "new": 1.0}]}, "", exact=True)
+        == []
+    )
     assert differences(recorded, {"numbers": [{"step": 1, "loss": 0.50001}]}, "", exact=False) == []
     assert differences(recorded, {"numbers": [{"step": 1, "loss": 0.50001}]}, "", exact=True) != []
     assert differences(recorded, {"numbers": [{"step": 1}]}, "", exact=False) != []

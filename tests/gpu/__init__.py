@@ -1,1 +1,3 @@
-"""The checks of `make test-gpu`: what only a GPU can show. `python -m tests.gpu.run` runs them in order of `CHECKS`."""
+"""The checks of `make test-gpu`: what only a GPU can show. `python -m tests.gpu.run` runs them in
+order of `CHECKS`.
+"""

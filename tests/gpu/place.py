@@ -21,7 +21,12 @@ TRANSPORT = "gloo" if REHEARSAL else "ipc"
 SIZES: dict[str, Any] = (
     {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
     if REHEARSAL
-    else {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "vocab_size": 32_000}
+    else {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "vocab_size": 32_000,
+    }
 )
 
 
@@ -29,7 +34,11 @@ def save_model(folder: Path, **changes: Any) -> Qwen2ForCausalLM:
     """A random Qwen2 in bfloat16 with a tokenizer, in `folder` and on the device."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": SIZES["hidden_size"] // 64, "max_position_embeddings": 2048}
-    model = Qwen2ForCausalLM(tiny_config("qwen2-tied", **heads | SIZES | changes)).to(DEVICE, torch.bfloat16).eval()
+    model = (
+        Qwen2ForCausalLM(tiny_config("qwen2-tied", **heads | SIZES | changes))
+        .to(DEVICE, torch.bfloat16)
+        .eval()
+    )
     model.save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
     return model
@@ -37,9 +46,11 @@ def save_model(folder: Path, **changes: Any) -> Qwen2ForCausalLM:
 
 @contextmanager
 def started_engine(folder: Path, **vllm: Any) -> Iterator[Any]:
-    """A rollout engine that Ray runs on this GPU, as in a run; unless `vllm` says otherwise, without CUDA graphs.
+    """A rollout engine that Ray runs on this GPU, as in a run; unless `vllm` says otherwise,
+    without CUDA graphs.
 
-    Compiling the model and recording CUDA graphs takes most of the minute and a half until an engine serves.
+    Compiling the model and recording CUDA graphs takes most of the minute and a half until an
+    engine serves.
     """
     import ray
 

@@ -1,4 +1,5 @@
-"""Runs the checks of a GPU one after the other, each in a process of its own, and writes what was seen as one JSON file.
+"""Runs the checks of a GPU one after the other, each in a process of its own, and writes what was
+seen as one JSON file.
 
     make test-gpu
     python -m tests.gpu.run --rehearse --output seen.json    # on a CPU, with small models
@@ -44,35 +45,66 @@ def versions() -> dict[str, str]:
     found = {package.name: package.version for package in map(installed, PACKAGES) if package}
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        found["gpus"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+        found["gpus"] = subprocess.run(
+            query, capture_output=True, text=True, check=False
+        ).stdout.strip()
     except FileNotFoundError:
         found["gpus"] = ""
     return found
 
 
 def check(node: str, seconds: float) -> dict[str, Any]:
-    """Run one check. Returns its outcome, its seconds, the figures it recorded, and the end of what it said if it failed."""
+    """Run one check. Returns its outcome, its seconds, the figures it recorded, and the end of what
+    it said if it failed.
+    """
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report, log = Path(folder) / "report.xml", Path(folder) / "log"
-        command = ["timeout", "--kill-after=5", str(seconds), sys.executable, "-m", "pytest", "-q", "-s", node]
+        command = [
+            "timeout",
+            "--kill-after=5",
+            str(seconds),
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-s",
+            node,
+        ]
         stacks = f"faulthandler_timeout={max(1, int(seconds) - 5)}"  # where a check hangs, before it is ended
         with log.open("w") as output:
             code = subprocess.run(
-                [*command, f"--junitxml={report}", "-p", "no:cacheprovider", "-o", stacks, "-o", "junit_family=xunit1"],
+                [
+                    *command,
+                    f"--junitxml={report}",
+                    "-p",
+                    "no:cacheprovider",
+                    "-o",
+                    stacks,
+                    "-o",
+                    "junit_family=xunit1",
+                ],
                 stdout=output,
                 stderr=output,
                 check=False,
             ).returncode
         case = ElementTree.parse(report).find(".//testcase") if report.exists() else None
-        figures = {} if case is None else {str(p.get("name")): p.get("value") for p in case.iter("property")}
+        figures = (
+            {}
+            if case is None
+            else {str(p.get("name")): p.get("value") for p in case.iter("property")}
+        )
         skipped = None if case is None else case.find("skipped")
         took = time.monotonic() - began
         outcome = "passed" if code == 0 else "out of time" if took >= seconds else "failed"
         seen: dict[str, Any] = {"outcome": outcome, "seconds": round(took, 1), **figures}
         if skipped is not None:
             return seen | {"outcome": "skipped", "reason": skipped.get("message")}
-        return seen if outcome == "passed" else seen | {"said": log.read_text(errors="replace")[-4000:]}
+        return (
+            seen
+            if outcome == "passed"
+            else seen | {"said": log.read_text(errors="replace")[-4000:]}
+        )
 
 
 def run(checks: dict[str, int], output: Path, minutes: float = MINUTES) -> bool:
@@ -81,10 +113,14 @@ def run(checks: dict[str, int], output: Path, minutes: float = MINUTES) -> bool:
     end = time.monotonic() + 60 * minutes
     for node, seconds in checks.items():
         left = end - time.monotonic()
-        seen["checks"][node] = result = check(node, min(seconds, left)) if left > 5 else {"outcome": "no time left"}
+        seen["checks"][node] = result = (
+            check(node, min(seconds, left)) if left > 5 else {"outcome": "no time left"}
+        )
         output.write_text(json.dumps(seen, indent=1) + "\n")
         print(
-            f"{node}: " + ", ".join(f"{name} {value}" for name, value in result.items() if name != "said"), flush=True
+            f"{node}: "
+            + ", ".join(f"{name} {value}" for name, value in result.items() if name != "said"),
+            flush=True,
         )
     outcomes = {result["outcome"] for result in seen["checks"].values()}
     return "passed" in outcomes and outcomes <= {"passed", "skipped"}
@@ -92,7 +128,9 @@ def run(checks: dict[str, int], output: Path, minutes: float = MINUTES) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Exit with status 1 if a check failed, or if none could run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=Path("gpu.json"))
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, with small models")
     chosen = parser.parse_args(argv)

@@ -1,4 +1,6 @@
-"""Models and engines on one GPU: what sleep frees, and a run of GRPO in which everything shares the GPU."""
+"""Models and engines on one GPU: what sleep frees, and a run of GRPO in which everything shares the
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,13 @@ def test_an_engine_frees_its_gpu_in_its_sleep_and_wakes_when_it_is_asked(
         assert REHEARSAL or (asleep - awake > 5 and free_gib() < awake + 1)
 
 
-def test_grpo_with_models_and_engine_on_one_gpu(tmp_path: Path, record_property: Callable[[str, object], None]):
+def test_grpo_with_models_and_engine_on_one_gpu(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+):
     layers = 2 if REHEARSAL else 8
-    save_model(tmp_path / "model", num_hidden_layers=layers, vocab_size=len(character_tokenizer()))  # all can be said
+    save_model(
+        tmp_path / "model", num_hidden_layers=layers, vocab_size=len(character_tokenizer())
+    )  # all can be said
     torch.cuda.empty_cache()
     draw = random.Random(0)
     prompts = ["".join(draw.choices("bcdefgh", k=6)) + "=" for _ in range(8 * STEPS)]

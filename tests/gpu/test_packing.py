@@ -24,7 +24,9 @@ def test_packed_rows_score_as_single_rows(
     attention: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ):
     if attention == "flash_attention_2" and (REHEARSAL or find_spec("flash_attn") is None):
-        pytest.skip("a rehearsal has no FlashAttention" if REHEARSAL else "flash_attn is not installed")
+        pytest.skip(
+            "a rehearsal has no FlashAttention" if REHEARSAL else "flash_attn is not installed"
+        )
     save_model(tmp_path, num_hidden_layers=4, initializer_range=0.08)
     spec = load_spec(path=str(tmp_path), param_dtype="bf16", attention=attention, packing=True)
     model = PolicyModel(load_causal_lm(spec), packing=True).to(DEVICE)
@@ -33,7 +35,9 @@ def test_packed_rows_score_as_single_rows(
     wanted = torch.ones_like(tokens, dtype=torch.bool)
     packed = model(tokens, offsets, wanted)
     rows = [
-        model(row, torch.tensor([0, len(row)], device=DEVICE), torch.ones_like(row, dtype=torch.bool)).logprobs
+        model(
+            row, torch.tensor([0, len(row)], device=DEVICE), torch.ones_like(row, dtype=torch.bool)
+        ).logprobs
         for row in tokens.split(LENGTHS)
     ]
     off = (packed.logprobs - torch.cat(rows)).abs()

@@ -1,4 +1,6 @@
-"""Weight transports between GPU processes: CUDA IPC on one GPU, NCCL between two, and a whole engine."""
+"""Weight transports between GPU processes: CUDA IPC on one GPU, NCCL between two, and a whole
+engine.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,12 @@ MANIFEST = WeightManifest(
 
 def new_group(transport: Transport, world_size: int = 2) -> WeightGroup:
     return WeightGroup(
-        host="127.0.0.1", port=free_port(), world_size=world_size, transport=transport, name="gpu", timeout_s=60.0
+        host="127.0.0.1",
+        port=free_port(),
+        world_size=world_size,
+        transport=transport,
+        name="gpu",
+        timeout_s=60.0,
     )
 
 
@@ -99,7 +106,8 @@ def test_an_engine_on_the_trainers_gpu_serves_what_was_published(
 ):
     import ray  # the other tests of this module do without
 
-    # Larger weights make attention so sharp that rounding to bfloat16 alone moves log-probabilities by 0.1 nats.
+    # Larger weights make attention so sharp that rounding to bfloat16 alone moves log-probabilities
+    # by 0.1 nats.
     model = save_model(tmp_path, num_hidden_layers=2, initializer_range=0.03)
     loaded = deepcopy(model)
     with started_engine(tmp_path) as engine:
@@ -112,7 +120,8 @@ def test_an_engine_on_the_trainers_gpu_serves_what_was_published(
         sender.join(group)
         ray.get(joining, timeout=60)
         specs = tuple(
-            TensorSpec(name=name, dtype=torch.bfloat16, shape=tuple(p.shape)) for name, p in model.named_parameters()
+            TensorSpec(name=name, dtype=torch.bfloat16, shape=tuple(p.shape))
+            for name, p in model.named_parameters()
         )
         manifest = WeightManifest(version=1, specs=specs, bucket_bytes=2**24)
         began = time.perf_counter()

@@ -25,7 +25,9 @@ def test_generation(tmp_path: Path, record_property: Callable[[str, object], Non
     save_model(tmp_path)
     with started_engine(tmp_path, enforce_eager=False) as engine:
         params = [SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)] * SAMPLES
-        ray.get(engine.generate.remote([5, 6, 7], params), timeout=240)  # a first time, for caches and graphs
+        ray.get(
+            engine.generate.remote([5, 6, 7], params), timeout=240
+        )  # a first time, for caches and graphs
         began = time.perf_counter()
         samples = ray.get(engine.generate.remote([5, 6, 7], params), timeout=240)
         seconds = time.perf_counter() - began
@@ -53,6 +55,10 @@ def test_training(tmp_path: Path, record_property: Callable[[str, object], None]
     run("train_sft", flags, timeout=115)
     losses = column(tmp_path / "run", "train/gpt_loss")
     assert len(losses) == STEPS and losses[-1] < losses[0]
-    times = [row["time"] for row in read_lines(tmp_path / "run/metrics.jsonl") if "train/gpt_loss" in row]
+    times = [
+        row["time"] for row in read_lines(tmp_path / "run/metrics.jsonl") if "train/gpt_loss" in row
+    ]
     measured = STEPS // 2  # the first steps compile kernels and fill caches
-    record_property("tokens_per_second", round(ROWS * LENGTH * measured / (times[-1] - times[-1 - measured])))
+    record_property(
+        "tokens_per_second", round(ROWS * LENGTH * measured / (times[-1] - times[-1 - measured]))
+    )

@@ -1,4 +1,6 @@
-"""What --dry_run of each offline command shows: the first texts as the model will see them, with their targets."""
+"""What --dry_run of each offline command shows: the first texts as the model will see them, with
+their targets.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A language model with the tokenizer whose ids are known."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = tokenizer_that_decodes()
-    AutoModelForCausalLM.from_config(tiny_config("llama", vocab_size=len(tokenizer), eos_token_id=5)).save_pretrained(
-        folder
-    )
+    AutoModelForCausalLM.from_config(
+        tiny_config("llama", vocab_size=len(tokenizer), eos_token_id=5)
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -60,7 +62,9 @@ def dry_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         line = f"--model.model_name_or_path {model} --data.dataset {file} --train.batch_size 1 --run.dir {tmp_path} --dry_run"
-        config = parse_config(ROOTS[f"train_{task}"], f"{line} {flags}".split(), command=f"train_{task}")
+        config = parse_config(
+            ROOTS[f"train_{task}"], f"{line} {flags}".split(), command=f"train_{task}"
+        )
         train_offline(config, task)
         return capsys.readouterr().out
 
@@ -78,7 +82,9 @@ def test_sft_shows_every_turn_and_which_are_learned(dry_run: Show) -> None:
     ) in printed
 
 
-def test_only_the_first_process_of_a_launcher_shows_them(dry_run: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_process_of_a_launcher_shows_them(
+    dry_run: Show, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "1")
     assert dry_run("sft", [{"input": "a", "output": "ok"}]) == ""
 
@@ -86,15 +92,15 @@ def test_only_the_first_process_of_a_launcher_shows_them(dry_run: Show, monkeypa
 def test_a_tracker_that_is_not_installed_is_named_before_the_reference_scores_all_rows(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    strategy = SimpleNamespace(is_main=True, dp_size=1, config=DeepSpeedConfig(), broadcast=lambda value: value)
+    strategy = SimpleNamespace(
+        is_main=True, dp_size=1, config=DeepSpeedConfig(), broadcast=lambda value: value
+    )
     monkeypatch.setattr(offline, "Strategy", lambda *_, **__: strategy)
     monkeypatch.setattr(offline, "load_models", lambda *_: None)
     monkeypatch.setattr(offline, "with_reference", pytest.fail)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "ok", "rejected": "no"}\n')
-    line = (
-        f"--model.model_name_or_path {model} --data.dataset {tmp_path}/rows.jsonl --train.batch_size 1 --ref.precompute"
-    )
+    line = f"--model.model_name_or_path {model} --data.dataset {tmp_path}/rows.jsonl --train.batch_size 1 --ref.precompute"
     words = f"{line} --run.dir {tmp_path}/run --logger.wandb.key mine".split()
     with pytest.raises(SystemExit):
         train_offline(parse_config(ROOTS["train_dpo"], words, command="train_dpo"), "dpo")
@@ -116,7 +122,8 @@ def test_preferences_show_both_texts_with_what_is_judged(dry_run: Show) -> None:
     rows = [{"chosen": CHAT, "rejected": BAD}]
     printed = dry_run("dpo", rows)
     assert (
-        "--- chosen 1: 7 tokens, 2 targets, ids 3 74 5 8 4 106 5\n<|user|>a<|end|>\n<|assistant|>⟦ok<|end|>⟧" in printed
+        "--- chosen 1: 7 tokens, 2 targets, ids 3 74 5 8 4 106 5\n<|user|>a<|end|>\n<|assistant|>⟦ok<|end|>⟧"
+        in printed
     )
     assert "--- rejected 1: 8 tokens, 3 targets," in printed
     assert "<|assistant|>⟦no<|end|>⟧" in printed
@@ -130,23 +137,27 @@ def test_labels_of_one_kind_are_a_notice_at_start(
 ) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text((json.dumps({"prompt": "a", "completion": "ok", "label": True}) + "\n") * 2)
-    line = (
-        f"--model.model_name_or_path {model} --data.dataset {file} --train.batch_size 2 --run.dir {tmp_path} --dry_run"
-    )
+    line = f"--model.model_name_or_path {model} --data.dataset {file} --train.batch_size 2 --run.dir {tmp_path} --dry_run"
     train_offline(parse_config(ROOTS["train_kto"], line.split(), command="train_kto"), "kto")
     assert "--data.label_key label" in capsys.readouterr().err
 
 
 def test_labelled_answers_show_their_label_and_no_text_of_the_kl(dry_run: Show) -> None:
-    printed = dry_run("kto", [{"prompt": "a", "completion": "ok", "label": True}] * 2, "--train.batch_size 2")
+    printed = dry_run(
+        "kto", [{"prompt": "a", "completion": "ok", "label": True}] * 2, "--train.batch_size 2"
+    )
     assert printed.count("--- ") == 2
     assert "--- answer 1, desirable 1: " in printed
-    printed = dry_run("kto", [{"prompt": "a", "chosen": "ok", "rejected": "no"}], "--train.batch_size 2")
+    printed = dry_run(
+        "kto", [{"prompt": "a", "chosen": "ok", "rejected": "no"}], "--train.batch_size 2"
+    )
     assert printed.count("--- ") == 2
     assert "desirable 1: " in printed and "desirable 0: " in printed
     assert "User: a\nAssistant: ⟦no <|end|>⟧" in printed
     turns = "\n\nHuman: a\n\nAssistant:"
-    printed = dry_run("kto", [{"chosen": f"{turns} ok", "rejected": f"{turns} no"}], "--train.batch_size 2")
+    printed = dry_run(
+        "kto", [{"chosen": f"{turns} ok", "rejected": f"{turns} no"}], "--train.batch_size 2"
+    )
     assert "Template: none" in printed and f"{turns}⟦ ok <|end|>⟧" in printed
 
 
@@ -157,7 +168,9 @@ def test_labelled_answers_show_their_label_and_no_text_of_the_kl(dry_run: Show) 
         ([0.25, None], "--prm.reward_tokens + -", "⟦<think> = 0.25⟧b<think>"),
     ],
 )
-def test_steps_are_shown_with_their_labels(dry_run: Show, labels: list[Any], tokens: str, shown: str) -> None:
+def test_steps_are_shown_with_their_labels(
+    dry_run: Show, labels: list[Any], tokens: str, shown: str
+) -> None:
     rows = [{"input": "a<think>b<think>", "label": labels}]
     printed = dry_run("prm", rows, f"--prm.placeholder_token <think> {tokens}")
     assert "Template: none" in printed
@@ -169,7 +182,9 @@ def test_the_rows_are_those_of_the_first_step(dry_run: Show) -> None:
     rows = [{"input": str(number), "output": "ok"} for number in range(9)]
     first = torch.randperm(9, generator=torch.Generator().manual_seed(42)).tolist()[:2]
     printed = dry_run("sft", rows)
-    assert [f"User: {number}\n" in printed for number in range(9)] == [number in first for number in range(9)]
+    assert [f"User: {number}\n" in printed for number in range(9)] == [
+        number in first for number in range(9)
+    ]
 
 
 def test_a_prompt_has_no_targets_and_a_long_text_shows_both_ends() -> None:
@@ -187,7 +202,9 @@ def test_the_brackets_are_around_the_targets_token_by_token() -> None:
     assert shown == ["--- text 1: 4 tokens, 2 targets, ids 58 106 9 106\nQ⟦ok⟧ ⟦ok⟧"]
 
 
-@pytest.mark.parametrize(("task", "flag"), [("dpo", "--ref.model_name_or_path"), ("kd", "--kd.teacher_model")])
+@pytest.mark.parametrize(
+    ("task", "flag"), [("dpo", "--ref.model_name_or_path"), ("kd", "--kd.teacher_model")]
+)
 def test_a_frozen_model_with_another_vocabulary_is_refused(
     task: str, flag: str, dry_run: Show, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,7 +212,10 @@ def test_a_frozen_model_with_another_vocabulary_is_refused(
     columns = "--data.input_key input --data.output_key output" if task == "kd" else ""
     with pytest.raises(SystemExit):
         dry_run(task, [], f"{columns} {flag} {other}")
-    assert f"{flag} {other} has another vocabulary than --model.model_name_or_path" in capsys.readouterr().err
+    assert (
+        f"{flag} {other} has another vocabulary than --model.model_name_or_path"
+        in capsys.readouterr().err
+    )
 
 
 def test_rows_are_rendered_with_the_day_on_which_the_run_was_first_started(
@@ -213,7 +233,9 @@ def test_rows_are_rendered_with_the_day_on_which_the_run_was_first_started(
         metric_value=None,
         state=RunState(step=1, started="2027-01-15T12:00:00"),
     )
-    strategy = SimpleNamespace(is_main=True, dp_size=1, config=DeepSpeedConfig(), broadcast=lambda value: value)
+    strategy = SimpleNamespace(
+        is_main=True, dp_size=1, config=DeepSpeedConfig(), broadcast=lambda value: value
+    )
     rendered: list[str] = []
 
     def stop(tokenizer: object, moment: str) -> list[str]:

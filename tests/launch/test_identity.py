@@ -19,7 +19,13 @@ from openrlhf.config.supervised import KDConfig, KTOConfig, RMConfig, SFTConfig
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.rows import contents_of
 from openrlhf.data.sft import SFTRow
-from openrlhf.launch.identity import Identity, inference_identity, of_model, offline_identity, rl_identity
+from openrlhf.launch.identity import (
+    Identity,
+    inference_identity,
+    of_model,
+    offline_identity,
+    rl_identity,
+)
 from openrlhf.trainers.distill import DistillationTask
 from openrlhf.trainers.kto import KTOTask
 from openrlhf.trainers.reward import RewardTask
@@ -28,7 +34,10 @@ from openrlhf.trajectory import Prompt
 from tests.tiny import character_tokenizer, save_tiny_model
 
 LINE = "--model.model_name_or_path {0} --data.dataset {0} --output_path out.jsonl"
-ROWS = [{"input": f"{n}+1=", "output": f"{n + 1}", "chosen": "yes", "rejected": "no"} for n in range(100)]
+ROWS = [
+    {"input": f"{n}+1=", "output": f"{n + 1}", "chosen": "yes", "rejected": "no"}
+    for n in range(100)
+]
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +61,17 @@ def offline(model: str, command: str = "sft", rows: Any = ROWS, line: str = "") 
     return offline_identity(task, task.rows(Dataset.from_list(list(rows)), character_tokenizer()))
 
 
-def rl(model: str, rows: Any = ROWS, line: str = "--algo.advantage.estimator reinforce") -> Identity:
+def rl(
+    model: str, rows: Any = ROWS, line: str = "--algo.advantage.estimator reinforce"
+) -> Identity:
     needed = f"--actor.model_name_or_path {model} --data.prompt_dataset {model} --reward.remote_url http://reward:5000"
-    config = parse_config(PPOConfig, f"{needed} --data.label_key output {line}".split(), command="ppo")
+    config = parse_config(
+        PPOConfig, f"{needed} --data.label_key output {line}".split(), command="ppo"
+    )
     tokenizer = character_tokenizer()
-    prompts = PromptDataset(Dataset.from_list(list(rows)), tokenizer, RLDataConfig(label_key="output"))
+    prompts = PromptDataset(
+        Dataset.from_list(list(rows)), tokenizer, RLDataConfig(label_key="output")
+    )
     return rl_identity(config, prompts)
 
 
@@ -71,16 +86,21 @@ def test_a_run_is_the_same_as_itself(model: str) -> None:
 def test_another_task_another_row_and_another_loss_are_named(model: str) -> None:
     assert names(offline(model), offline(model, "rm"))[0] == "task"
     changed = [*ROWS[:-1], ROWS[-1] | {"output": "x"}]
-    assert names(offline(model), offline(model, rows=changed)) == ["all rows of --data.dataset, tokenized"]
+    assert names(offline(model), offline(model, rows=changed)) == [
+        "all rows of --data.dataset, tokenized"
+    ]
     templated = offline(model, line="--data.input_template {}!")
     assert names(offline(model), templated) == ["all rows of --data.dataset, tokenized"]
-    assert names(offline(model, "rm"), offline(model, "rm", line="--model.loss_type logexp")) == ["--model.loss_type"]
+    assert names(offline(model, "rm"), offline(model, "rm", line="--model.loss_type logexp")) == [
+        "--model.loss_type"
+    ]
 
 
 def test_another_estimator_label_and_policy_are_named(model: str, tmp_path: Path) -> None:
-    assert names(rl(model), rl(model, line="--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 2")) == [
-        "--algo.advantage.estimator"
-    ]
+    assert names(
+        rl(model),
+        rl(model, line="--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 2"),
+    ) == ["--algo.advantage.estimator"]
     assert "prompts" in names(rl(model), rl(model, [*ROWS[:-1], ROWS[-1] | {"output": "x"}]))[0]
     other = save_tiny_model(tmp_path / "other", seed=1)
     assert names(rl(model), rl(other)) == ["--actor.model_name_or_path"]
@@ -92,7 +112,9 @@ def test_another_reference_and_another_teacher_are_named(model: str, tmp_path: P
         runs = [offline(model, command, line=f"{flag} {path}") for path in (model, other)]
         assert names(*runs) == [flag]
     teachers = "--algo.advantage.estimator reinforce --algo.distill.teacher "
-    assert names(rl(model, line=teachers + model), rl(model, line=teachers + other)) == ["--algo.distill.teacher"]
+    assert names(rl(model, line=teachers + model), rl(model, line=teachers + other)) == [
+        "--algo.distill.teacher"
+    ]
 
 
 def test_a_model_is_the_same_in_another_folder(model: str, tmp_path: Path) -> None:
@@ -104,7 +126,10 @@ def test_a_model_is_the_same_in_another_folder(model: str, tmp_path: Path) -> No
 
 
 def asked(rows: Any) -> list[Prompt]:
-    return [Prompt(index=n, text=row["input"], tokens=[], label=row["output"]) for n, row in enumerate(rows)]
+    return [
+        Prompt(index=n, text=row["input"], tokens=[], label=row["output"])
+        for n, row in enumerate(rows)
+    ]
 
 
 @pytest.mark.parametrize("place", [0, 1, 17, 98, 99])
@@ -113,9 +138,14 @@ def test_a_change_of_any_row_is_named(place: int, model: str) -> None:
     rows = ["all rows of --data.dataset, tokenized"]
     assert names(offline(model), offline(model, rows=changed)) == rows
     for command, line in (("rm", ""), ("kto", "--data.layout columns")):
-        assert names(offline(model, command, line=line), offline(model, command, changed, line)) == rows
+        assert (
+            names(offline(model, command, line=line), offline(model, command, changed, line))
+            == rows
+        )
     assert len(names(rl(model), rl(model, changed))) == 1
-    config: Any = parse_config(BatchInferenceConfig, LINE.format(model).split(), command="batch_inference")
+    config: Any = parse_config(
+        BatchInferenceConfig, LINE.format(model).split(), command="batch_inference"
+    )
     there, here = (inference_identity(config, asked(rows)) for rows in (ROWS, changed))
     assert names(there, here) == ["rows of --data.dataset, rendered"]
 
@@ -126,7 +156,9 @@ def test_the_rows_of_a_plug_in_are_compared_as_it_collates_them(model: str) -> N
     there = offline_identity(task, Listed(rows))
     assert names(there, offline_identity(task, Listed(list(rows)))) == []
     changed = [*rows[:17], replace(rows[17], tokens=[5, 200]), *rows[18:]]
-    assert names(there, offline_identity(task, Listed(changed))) == ["all rows of --data.dataset, tokenized"]
+    assert names(there, offline_identity(task, Listed(changed))) == [
+        "all rows of --data.dataset, tokenized"
+    ]
 
 
 class Listed(list[Any]):
@@ -136,19 +168,30 @@ class Listed(list[Any]):
 
 
 def test_the_bytes_of_rows_do_not_depend_on_how_they_are_stored() -> None:
-    rows = [{"t": [n] * (n % 7), "m": [bool(n % 2), True] * (n % 5), "s": "é" * (n % 3)} for n in range(3000)]
+    rows = [
+        {"t": [n] * (n % 7), "m": [bool(n % 2), True] * (n % 5), "s": "é" * (n % 3)}
+        for n in range(3000)
+    ]
     plain = Dataset.from_list(rows)
     parts = concatenate_datasets([plain.select(range(1234)), plain.select(range(1234, 3000))])
     chosen = plain.select(range(2999, -1, -1)).select(range(2999, -1, -1))
     saved = b"".join(contents_of(plain))
     assert b"".join(contents_of(parts)) == b"".join(contents_of(chosen)) == saved
     for changed in ({"m": [True]}, {"s": "e"}, {"t": []}, {"t": None}):
-        assert b"".join(contents_of(Dataset.from_list([*rows[:2000], rows[2000] | changed, *rows[2001:]]))) != saved
+        assert (
+            b"".join(
+                contents_of(Dataset.from_list([*rows[:2000], rows[2000] | changed, *rows[2001:]]))
+            )
+            != saved
+        )
 
 
 @pytest.mark.parametrize("label", [["a", "b"], {"a": list(range(2000))}, 0.5, None])
 def test_labels_of_any_kind_are_compared(label: Any) -> None:
-    said = [b"".join(contents_of(Dataset.from_list([{"label": value}] * 3))) for value in (label, label, "other")]
+    said = [
+        b"".join(contents_of(Dataset.from_list([{"label": value}] * 3)))
+        for value in (label, label, "other")
+    ]
     assert said[0] == said[1] != said[2]
     if isinstance(label, dict):  # to the last of its numbers
         other = {"a": [*range(1000), -1, *range(1001, 2000)]}

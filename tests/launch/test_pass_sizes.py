@@ -1,4 +1,6 @@
-"""Runs of RL whose samples pass through models one by one are found at start, with sizes that a run accepts."""
+"""Runs of RL whose samples pass through models one by one are found at start, with sizes that a run
+accepts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from openrlhf.launch.pass_sizes import CPU_TOKENS, GPU_TOKENS, check_pass_sizes
 from tests.config.commands import parse, ppo, violations
 from tests.sources import ROOT
 
-PAGES = ("README.md", "docs/tutorial.md", "docs/launching.md", "docs/agents.md", "examples/demo/run.py")
+PAGES = (
+    "README.md",
+    "docs/tutorial.md",
+    "docs/launching.md",
+    "docs/agents.md",
+    "examples/demo/run.py",
+)
 GRPO = "--algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 8 --rollout.max_new_tokens 100"
 
 
@@ -21,11 +29,16 @@ def advised(config: PPOConfig, longest: int = 28, *, on_gpus: bool = False) -> d
     """The sizes that a warning names; none where there is no warning."""
     found = check_pass_sizes(config, longest, on_gpus=on_gpus)
     assert (found.level is Level.WARNING) == bool(found.fix)
-    return {path: int(size) for path, size in re.findall(r"--([\w.]+micro_batch_size) (\d+)", found.fix)}
+    return {
+        path: int(size) for path, size in re.findall(r"--([\w.]+micro_batch_size) (\d+)", found.fix)
+    }
 
 
 def test_samples_that_pass_one_by_one_are_found_with_the_sizes_that_fit() -> None:
-    assert advised(ppo(GRPO)) == {"train.micro_batch_size": 8, "rollout.micro_batch_size": CPU_TOKENS // 128}
+    assert advised(ppo(GRPO)) == {
+        "train.micro_batch_size": 8,
+        "rollout.micro_batch_size": CPU_TOKENS // 128,
+    }
     assert advised(ppo(GRPO), on_gpus=True) == {
         "train.micro_batch_size": 64,
         "rollout.micro_batch_size": GPU_TOKENS // 128,
@@ -35,7 +48,9 @@ def test_samples_that_pass_one_by_one_are_found_with_the_sizes_that_fit() -> Non
 @pytest.mark.parametrize("batch", [96, 100, 128, 1])
 @pytest.mark.parametrize("longest", [1, 28, 500, 5000])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_the_advised_sizes_are_accepted_and_end_the_warning(batch: int, longest: int, ranks: int) -> None:
+def test_the_advised_sizes_are_accepted_and_end_the_warning(
+    batch: int, longest: int, ranks: int
+) -> None:
     line = f"{GRPO} --rollout.batch_size {batch} --train.batch_size {4 * batch} --actor.num_gpus_per_node {ranks}"
     sizes = advised(ppo(line), longest)
     line += "".join(f" --{path} {size}" for path, size in sizes.items())
@@ -68,5 +83,8 @@ def test_no_command_of_the_first_pages_and_the_demo_has_the_finding() -> None:
         sized = [path in given for path in ("train.micro_batch_size", "rollout.micro_batch_size")]
         assert all(sized) or "train.dynamic_batch_enable" in given, line
     demo = (ROOT / "examples/demo/run.py").read_text()
-    assert '"--rollout.micro_batch_size", "256"' in demo and '"--train.micro_batch_size", "256"' in demo
+    assert (
+        '"--rollout.micro_batch_size", "256"' in demo
+        and '"--train.micro_batch_size", "256"' in demo
+    )
     assert parse("train_ppo_ray").train.micro_batch_size == 1

@@ -1,4 +1,6 @@
-"""Pipelines: what a file may say, what is told of mistakes before anything runs, and what a change makes run again."""
+"""Pipelines: what a file may say, what is told of mistakes before anything runs, and what a change
+makes run again.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def said(capfd: pytest.CaptureFixture[str], stage: str) -> str:
 def states(capfd: pytest.CaptureFixture[str]) -> dict[str, str]:
     lines = [line.partition(": ") for line in capfd.readouterr().out.splitlines()]
     return {
-        name: words.partition(".")[0].partition(";")[0] for name, _, words in lines if name in ("rows", "copy", "other")
+        name: words.partition(".")[0].partition(";")[0]
+        for name, _, words in lines
+        if name in ("rows", "copy", "other")
     }
 
 
@@ -86,7 +90,9 @@ def test_a_change_of_a_file_runs_what_reads_it_and_what_depends_on_that(
     assert (file.parent / "run/earlier/1/rows/rows.jsonl").read_text() == "one\n"
 
 
-def test_a_change_of_the_last_stage_runs_that_one_only(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_change_of_the_last_stage_runs_that_one_only(
+    file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     pipeline(file)
     capfd.readouterr()
     pipeline(file, "--settings", "large")
@@ -127,16 +133,22 @@ def test_a_stage_that_failed_half_way_does_not_keep_later_ones_from_being_checke
     file, switch = tmp_path / "half.yaml", tmp_path / "switch"
     program = f"import os, sys; sys.exit(0 if os.path.exists({str(switch)!r}) else 5)"
     made = f'  made: {{run: "python -c {json.dumps(json.dumps(program))[1:-1]}"}}\n'
-    file.write_text(f"stages:\n{made}  rm: {{command: rm, flags: {{{MODEL}, eval.dataset: '${{made}}/e.jsonl'}}}}\n")
+    file.write_text(
+        f"stages:\n{made}  rm: {{command: rm, flags: {{{MODEL}, eval.dataset: '${{made}}/e.jsonl'}}}}\n"
+    )
     for _ in range(2):
         with pytest.raises(SystemExit) as ended:
             pipeline(file)
         assert ended.value.code == 5, capfd.readouterr().err
 
 
-def test_a_stage_may_have_the_name_of_a_word_of_its_own_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_may_have_the_name_of_a_word_of_its_own_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "named.yaml"
-    file.write_text("stages:\n  run: {run: 'touch ${run}/there'}\n  copy: {run: 'cp ${run}/there ${copy}/there'}\n")
+    file.write_text(
+        "stages:\n  run: {run: 'touch ${run}/there'}\n  copy: {run: 'cp ${run}/there ${copy}/there'}\n"
+    )
     for state in ("runs", "done"):
         pipeline(file)
         assert said(capfd, "copy") == state
@@ -153,7 +165,9 @@ def test_a_file_is_the_same_under_each_of_its_paths(
     assert states(capfd) == {"rows": "done", "copy": "done", "other": "done"}
 
 
-def test_a_stage_without_its_result_has_failed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_without_its_result_has_failed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "empty.yaml"
     file.write_text(f"stages:\n  rm: {{command: rm, launcher: 'true', flags: {{{MODEL}}}}}\n")
     with pytest.raises(SystemExit) as ended:
@@ -164,7 +178,9 @@ def test_a_stage_without_its_result_has_failed(tmp_path: Path, capfd: pytest.Cap
 
 def test_a_folder_may_have_any_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file, folder = tmp_path / "odd.yaml", tmp_path / "plain and: 'quoted' #"
-    second = f"{{command: rm, launcher: 'true', flags: {{{MODEL}, eval.dataset: '${{made}}/there'}}}}"
+    second = (
+        f"{{command: rm, launcher: 'true', flags: {{{MODEL}, eval.dataset: '${{made}}/there'}}}}"
+    )
     file.write_text(f"stages:\n  made: {{run: 'touch \"${{made}}/there\"'}}\n  rm: {second}\n")
     with pytest.raises(SystemExit):
         main(["pipeline", str(file), "--run.dir", str(folder)])
@@ -173,17 +189,23 @@ def test_a_folder_may_have_any_name(tmp_path: Path, capfd: pytest.CaptureFixture
     assert "stage rm left no" in capfd.readouterr().err  # the launcher `true` does nothing
 
 
-def test_another_program_that_was_interrupted_starts_afresh(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_another_program_that_was_interrupted_starts_afresh(
+    file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     failing = file.parent / "half.py"
     failing.write_text("import sys; open(sys.argv[1] + '/half', 'x'); sys.exit(3)")
-    file.write_text(file.read_text().replace("touch ${other}/there", f"python {failing} ${{other}}"))
+    file.write_text(
+        file.read_text().replace("touch ${other}/there", f"python {failing} ${{other}}")
+    )
     for state in ("runs", "runs again"):
         with pytest.raises(SystemExit) as ended:
             pipeline(file)
         assert (ended.value.code, states(capfd)["other"]) == (3, state)
 
 
-def test_the_flags_of_a_running_stage_are_not_written_again(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_flags_of_a_running_stage_are_not_written_again(
+    file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (file.parent / "run").mkdir()
     file.write_text(f"stages:\n  rm: {{command: rm, flags: {{{MODEL}}}}}\n")
     with open(file.parent / "run/.lock", "w") as lock:
@@ -200,7 +222,10 @@ def test_two_pipelines_do_not_share_a_folder(file: Path, capfd: pytest.CaptureFi
     with pytest.raises(SystemExit) as ended:
         pipeline(file)
     assert ended.value.code == 2
-    assert f"--run.dir {file.parent / 'run'} is in use by process {os.getpid()} " in capfd.readouterr().err
+    assert (
+        f"--run.dir {file.parent / 'run'} is in use by process {os.getpid()} "
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,7 +270,8 @@ def test_mistakes_are_told_with_file_stage_and_flag_before_anything_runs(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "one\ntwo\n", "- a\n- b\n", "stages: [a, b]\n", "stages: ls\n", "a: 1\n---\nstages: {}\n"]
+    "text",
+    ["", "one\ntwo\n", "- a\n- b\n", "stages: [a, b]\n", "stages: ls\n", "a: 1\n---\nstages: {}\n"],
 )
 def test_a_file_of_another_kind_is_no_pipeline(tmp_path: Path, text: str) -> None:
     (tmp_path / "other").write_text(text)
@@ -255,7 +281,9 @@ def test_a_file_of_another_kind_is_no_pipeline(tmp_path: Path, text: str) -> Non
 
 def test_all_mistakes_are_told_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "wrong.yaml"
-    file.write_text("stages:\n  one: {command: rm, flags: {data.dataset: d}}\n  two: {command: x}\n")
+    file.write_text(
+        "stages:\n  one: {command: rm, flags: {data.dataset: d}}\n  two: {command: x}\n"
+    )
     with pytest.raises(SystemExit):
         pipeline(file)
     errors = capfd.readouterr().err
@@ -270,28 +298,47 @@ def test_settings_that_are_not_there_are_named(file: Path) -> None:
 @pytest.mark.parametrize("settings", ["laptop", "cluster"])
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_the_flags_of_every_example_are_accepted(
-    example: Path, settings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    example: Path,
+    settings: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(machine, "installed_gpus", lambda: 8 if settings == "cluster" else 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.chdir(ROOT)
-    main(["pipeline", str(example), "--settings", settings, "--run.dir", str(tmp_path), "--dry_run"])
+    main(
+        ["pipeline", str(example), "--settings", settings, "--run.dir", str(tmp_path), "--dry_run"]
+    )
     stages = read_stages(example, settings)
     assert capfd.readouterr().out.splitlines() == [f"{stage.name}: runs" for stage in stages]
 
 
 @pytest.mark.parametrize("settings", ["laptop", "cluster"])
 def test_every_method_of_the_comparison_trains_on_as_many_answers(settings: str) -> None:
-    stages = {stage.name: stage for stage in read_stages(ROOT / "examples/pipelines/compare.yaml", settings)}
+    stages = {
+        stage.name: stage
+        for stage in read_stages(ROOT / "examples/pipelines/compare.yaml", settings)
+    }
 
     def value(name: str, path: str) -> int:
         return stages[name].values.get(path, flags_of(stages[name].root)[path].default)
 
     def answers(name: str) -> int:
-        rows = value("answers_1" if name == "rs_1" else name, "data.max_samples")  # the best answer to each prompt
+        rows = value(
+            "answers_1" if name == "rs_1" else name, "data.max_samples"
+        )  # the best answer to each prompt
         if stages[name].command == "ppo":
-            return rows * value(name, "rollout.n_samples_per_prompt") * value(name, "train.num_episodes")
-        return rows * value(name, "train.max_epochs") * (2 if stages[name].command in ("dpo", "kto") else 1)
+            return (
+                rows
+                * value(name, "rollout.n_samples_per_prompt")
+                * value(name, "train.num_episodes")
+            )
+        return (
+            rows
+            * value(name, "train.max_epochs")
+            * (2 if stages[name].command in ("dpo", "kto") else 1)
+        )
 
     counts = {name: answers(f"{name}_1") for name in ("sft", "dpo", "kto", "rs", "ppo", "grpo")}
     assert len(set(counts.values())) == 1, counts
@@ -325,9 +372,16 @@ def test_the_public_pairs_of_every_example_can_be_read_with_its_flags(
         if stage.command in ("rm", "dpo", "kto") and not name.startswith("$"):
             rows = Dataset.from_list([PAIRS_OF_THE_HUB[name]])
             config = amend(stage.root(), stage.values | {"given": stage.values})
-            pair = PreferenceDataset(rows, tokenizer, recognise(rows, config, "pairs"), needs_prompt=True)[0]
-            texts = ("".join(tokenizer.convert_ids_to_tokens(tokens)) for tokens in (pair.chosen, pair.rejected))
-            assert list(texts) == [f"<|user|>q<|end|>\n<|assistant|>{said}<|end|>" for said in ("ok", "no")], name
+            pair = PreferenceDataset(
+                rows, tokenizer, recognise(rows, config, "pairs"), needs_prompt=True
+            )[0]
+            texts = (
+                "".join(tokenizer.convert_ids_to_tokens(tokens))
+                for tokens in (pair.chosen, pair.rejected)
+            )
+            assert list(texts) == [
+                f"<|user|>q<|end|>\n<|assistant|>{said}<|end|>" for said in ("ok", "no")
+            ], name
 
 
 def test_a_stage_may_be_every_command_that_ends_with_a_result() -> None:
@@ -343,16 +397,23 @@ def test_the_report_has_a_line_for_each_stage_and_intervals_over_seeds(tmp_path:
         row = {"step": 0, "time": 0.0, "eval/eval_sort_pass1": passed}
         (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
         (folder / "report.html").write_text("its own")
-        results.append(Result(name=folder.name, folder=folder, command="eval", group="DPO", seconds=7.0))
+        results.append(
+            Result(name=folder.name, folder=folder, command="eval", group="DPO", seconds=7.0)
+        )
     page = write_pipeline_report(tmp_path / "report.html", results, title="t").read_text()
     # 4.303 * 0.1 / sqrt(3) = 0.248
-    assert all(text in page for text in ("sort pass@1 0.400", "<td>DPO</td><td>3</td><td>0.500 ± 0.248</td>"))
+    assert all(
+        text in page
+        for text in ("sort pass@1 0.400", "<td>DPO</td><td>3</td><td>0.500 ± 0.248</td>")
+    )
     assert 'href="dpo2/report.html"' in page
     assert (interval([]), interval([0.25]), interval([1.0, 3.0])) == ("", "0.250", "2.000 ± 12.7")
 
 
 def test_stages_that_are_trained_further_keep_float32_weights(tmp_path: Path) -> None:
-    """Also an adapter and what it is merged into. A flag of the file wins, and other results stay as they are."""
+    """Also an adapter and what it is merged into. A flag of the file wins, and other results stay
+    as they are.
+    """
     file = tmp_path / "chain.yaml"
     data = "data.dataset: d.jsonl"
     file.write_text(
@@ -378,18 +439,27 @@ def test_stages_that_are_trained_further_keep_float32_weights(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "flag", ["logger.wandb.key: abc", "vllm.engine_args: {hf_token: abc}", "reward.remote_url: 'http://a:b@host'"]
+    "flag",
+    [
+        "logger.wandb.key: abc",
+        "vllm.engine_args: {hf_token: abc}",
+        "reward.remote_url: 'http://a:b@host'",
+    ],
 )
 def test_the_file_of_flags_with_a_secret_is_private(flag: str, tmp_path: Path) -> None:
     file = tmp_path / "one.yaml"
-    file.write_text(f"stages:\n  rl: {{command: ppo, flags: {{actor.model_name_or_path: m, {flag}}}}}\n")
+    file.write_text(
+        f"stages:\n  rl: {{command: ppo, flags: {{actor.model_name_or_path: m, {flag}}}}}\n"
+    )
     [stage] = read_stages(file, "")
     flags = Pipeline(file=file, folder=tmp_path, stages=[stage]).write_flags(stage)
     assert flags.stat().st_mode & 0o077 == 0
 
 
 def test_secrets_of_a_stage_are_not_in_its_record_and_its_flags_are_private(tmp_path: Path) -> None:
-    """The record compares equal whether an older release wrote the secret, and whatever the secret is now."""
+    """The record compares equal whether an older release wrote the secret, and whatever the secret
+    is now.
+    """
     url = "http://me:hunter2@host/get_reward?token=hunter2"
     file = tmp_path / "one.yaml"
     file.write_text(
@@ -404,5 +474,7 @@ def test_secrets_of_a_stage_are_not_in_its_record_and_its_flags_are_private(tmp_
     inputs = made.inputs(stage)
     assert "hunter2" not in json.dumps(inputs)
     written = inputs | {"--reward.remote_url": url}
-    (tmp_path / "rl.json").write_text(json.dumps({"inputs": written, "seconds": 1.0, "finished": 1.0}))
+    (tmp_path / "rl.json").write_text(
+        json.dumps({"inputs": written, "seconds": 1.0, "finished": 1.0})
+    )
     assert made.record(stage)["inputs"] == inputs

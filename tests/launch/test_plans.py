@@ -1,4 +1,6 @@
-"""Launch scripts of clusters, with today's and with older names: who would go where, on clusters that are only declared."""
+"""Launch scripts of clusters, with today's and with older names: who would go where, on clusters
+that are only declared.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +42,29 @@ ASYNC = (
 
 
 def planned(line: str, cluster: str) -> str:
-    config = parse_config(PPOConfig, f"{line} --dry_run --placement.cluster {cluster}".split(), command="train_ppo_ray")
+    config = parse_config(
+        PPOConfig,
+        f"{line} --dry_run --placement.cluster {cluster}".split(),
+        command="train_ppo_ray",
+    )
     plan = plan_placement(config, "cuda")
     assert machine.count_gpus() == sum(machine.declared_machines(cluster))
     return plan.describe(plan.check(expected_machines(plan.on_gpus, cluster)))
 
 
 def test_a_teacher_asks_for_the_resources_of_the_reference() -> None:
-    teacher = "--algo.distill.teacher org/t --algo.kl.init_coef 0 --algo.advantage.estimator reinforce"
-    line = f"--pretrain org/sft --prompt_data org/prompts {teacher} --ref_num_gpus_per_node 1".split()
-    config = parse_config(PPOConfig, [*line, "--placement.ref.resources", '{"big": 1}'], command="train_ppo_ray")
-    assert {group.name: group.wants for group in plan_placement(config, "cuda").groups}["teacher"] == {"big": 1}
+    teacher = (
+        "--algo.distill.teacher org/t --algo.kl.init_coef 0 --algo.advantage.estimator reinforce"
+    )
+    line = (
+        f"--pretrain org/sft --prompt_data org/prompts {teacher} --ref_num_gpus_per_node 1".split()
+    )
+    config = parse_config(
+        PPOConfig, [*line, "--placement.ref.resources", '{"big": 1}'], command="train_ppo_ray"
+    )
+    assert {group.name: group.wants for group in plan_placement(config, "cuda").groups}[
+        "teacher"
+    ] == {"big": 1}
 
 
 def test_a_hybrid_script_has_everything_on_one_node() -> None:
@@ -75,7 +89,11 @@ def test_engines_of_an_asynchronous_script_have_devices_of_their_own() -> None:
 
 
 def test_a_cluster_that_is_too_small_is_refused_with_the_sum() -> None:
-    with pytest.raises(PlacementError, match=r"needs 64 GPUs .* the cluster has 56 \(7 x 8\)\. Roles can share"):
+    with pytest.raises(
+        PlacementError, match=r"needs 64 GPUs .* the cluster has 56 \(7 x 8\)\. Roles can share"
+    ):
         planned(SEPARATE, "7x8")
-    with pytest.raises(ConfigError, match=r"--vllm\.num_engines 8 x --vllm\.tensor_parallel_size 2 = 16 are more"):
+    with pytest.raises(
+        ConfigError, match=r"--vllm\.num_engines 8 x --vllm\.tensor_parallel_size 2 = 16 are more"
+    ):
         planned(HYBRID.replace("--vllm_num_engines 4", "--vllm_num_engines 8"), "2x8")

@@ -1,4 +1,6 @@
-"""--ref.precompute: the scores in a file are taken by runs with these rows and this reference, and by no others."""
+"""--ref.precompute: the scores in a file are taken by runs with these rows and this reference, and
+by no others.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +35,21 @@ class Runs:
     """Runs of DPO that keep their scores in one folder."""
 
     def __init__(self, folder: Path, model: str) -> None:
-        self.line = f"--model.model_name_or_path {model} --data.dataset {model} --ckpt.path {folder}"
+        self.line = (
+            f"--model.model_name_or_path {model} --data.dataset {model} --ckpt.path {folder}"
+        )
         self.line += " --data.prompt_key prompt --ds.attn_implementation eager"
         self.scored = 0
 
     def scores(self, line: str = "", rows: list[dict[str, str]] = ROWS) -> bool:
         """Whether a run with more flags computes scores."""
-        task: Any = PreferenceTask(parse_config(DPOConfig, f"{self.line} {line}".split(), command="dpo"))
+        task: Any = PreferenceTask(
+            parse_config(DPOConfig, f"{self.line} {line}".split(), command="dpo")
+        )
         before = self.scored
-        kept = precompute.with_reference(task, task.rows(Dataset.from_list(rows), character_tokenizer()), ENGINE)
+        kept = precompute.with_reference(
+            task, task.rows(Dataset.from_list(rows), character_tokenizer()), ENGINE
+        )
         assert kept[3].reference == [3.0, -3.0] and len(kept) == len(rows)
         return self.scored > before
 
@@ -60,13 +68,21 @@ def runs(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 
 @pytest.mark.parametrize(
-    "line", ["", "--model.beta 0.5 --model.loss_type ipo --adam.lr 1e-3", "--train.seed 7", "--ds.zero_stage 3"]
+    "line",
+    [
+        "",
+        "--model.beta 0.5 --model.loss_type ipo --adam.lr 1e-3",
+        "--train.seed 7",
+        "--ds.zero_stage 3",
+    ],
 )
 def test_another_objective_takes_the_scores_that_are_there(line: str, runs: Runs) -> None:
     assert not runs.scores(line)
 
 
-def test_another_reference_or_another_way_to_compute_it_has_scores_of_its_own(runs: Runs, other: str) -> None:
+def test_another_reference_or_another_way_to_compute_it_has_scores_of_its_own(
+    runs: Runs, other: str
+) -> None:
     lora = "--ds.lora.rank 2"
     assert not runs.scores(lora)  # the reference is the policy without its adapter
     for line in (

@@ -45,10 +45,15 @@ def test_pretraining_text_of_digits_in_a_table_stays_text(tmp_path: Path) -> Non
     tokenizer = character_tokenizer()
     config = parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray")
     rows = load_pretraining_text(config, tokenizer).rows
-    assert [tokenizer.decode(rows[n].tokens, skip_special_tokens=True) for n in (0, 1)] == ["0123", "45"]
+    assert [tokenizer.decode(rows[n].tokens, skip_special_tokens=True) for n in (0, 1)] == [
+        "0123",
+        "45",
+    ]
 
 
-def test_a_reward_model_without_mean_and_deviation_is_refused_before_the_start(tmp_path: Path) -> None:
+def test_a_reward_model_without_mean_and_deviation_is_refused_before_the_start(
+    tmp_path: Path,
+) -> None:
     policy = save_tiny_model(tmp_path / "model")
     flags = {
         "actor.model_name_or_path": policy,
@@ -58,14 +63,18 @@ def test_a_reward_model_without_mean_and_deviation_is_refused_before_the_start(t
         "data.max_len": 32,
         "ckpt.path": str(tmp_path / "ckpt"),
     }
-    with pytest.raises(ModelError, match=r"rm stores no mean and standard deviation.*--reward\.normalize_enable"):
+    with pytest.raises(
+        ModelError, match=r"rm stores no mean and standard deviation.*--reward\.normalize_enable"
+    ):
         load_prompts(parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"))
 
 
 def prompts_of(tmp_path: Path, lengths: list[int], **flags: object) -> PPOConfig:
     """The configuration of a run with prompts of so many tokens."""
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"input": "1" * length, "label": "2"}) + "\n" for length in lengths))
+    rows.write_text(
+        "".join(json.dumps({"input": "1" * length, "label": "2"}) + "\n" for length in lengths)
+    )
     smallest = {
         "actor.model_name_or_path": save_tiny_model(tmp_path / "model"),
         "data.prompt_dataset": str(rows),
@@ -92,12 +101,18 @@ def test_a_cut_that_leaves_no_room_for_an_answer_is_refused(tmp_path: Path, sect
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"input": "1" * 31, "label": "2"}) + "\n")
     config = prompts_of(tmp_path, [4] * 20, **{section: str(long)})
-    with pytest.raises(DataError, match=r"1 of 1 prompts.*--data\.max_len 32.*--rollout\.max_new_tokens"):
+    with pytest.raises(
+        DataError, match=r"1 of 1 prompts.*--data\.max_len 32.*--rollout\.max_new_tokens"
+    ):
         load_prompts(config)
 
 
-def test_rows_without_a_label_for_the_verifier_are_refused_with_the_first_named(tmp_path: Path) -> None:
+def test_rows_without_a_label_for_the_verifier_are_refused_with_the_first_named(
+    tmp_path: Path,
+) -> None:
     rows = tmp_path / "labels.jsonl"
-    rows.write_text("".join(json.dumps({"input": "1", "label": label}) + "\n" for label in ["2", "", ""]))
+    rows.write_text(
+        "".join(json.dumps({"input": "1", "label": label}) + "\n" for label in ["2", "", ""])
+    )
     with pytest.raises(DataError, match=r"2 of 3 labels.*labels\.jsonl, row 2, column 'label'"):
         load_prompts(prompts_of(tmp_path, [4], **{"data.prompt_dataset": str(rows)}))

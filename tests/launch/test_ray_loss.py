@@ -32,10 +32,15 @@ with termination.in_order(), loss.closing(close):
 
 
 @pytest.mark.parametrize(
-    ("number", "end"), [(0, (7, "")), (signal.SIGTERM, (143, "terminated")), (signal.SIGINT, (130, "interrupted"))]
+    ("number", "end"),
+    [(0, (7, "")), (signal.SIGTERM, (143, "terminated")), (signal.SIGINT, (130, "interrupted"))],
 )
-def test_command_that_is_asked_to_end_while_it_closes_does_not_restart(number: int, end: tuple[int, str]) -> None:
-    done = subprocess.run([sys.executable, "-c", ENDS, str(int(number))], capture_output=True, text=True, timeout=60)
+def test_command_that_is_asked_to_end_while_it_closes_does_not_restart(
+    number: int, end: tuple[int, str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(int(number))], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr.strip()) == end
 
 

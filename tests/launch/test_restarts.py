@@ -30,7 +30,10 @@ RESTARTS = "--train.max_restarts 2"
     ],
 )
 def test_command_restarts_however_its_path_is_written_and_other_programs_do_not(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], program: str, restarts: bool
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    program: str,
+    restarts: bool,
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("OPENRLHF_RESTARTS", "0")
@@ -40,7 +43,9 @@ def test_command_restarts_however_its_path_is_written_and_other_programs_do_not(
     assert ("--train.max_restarts 2" in capsys.readouterr().err) != restarts
 
 
-@pytest.mark.parametrize(("given", "newest"), [("", 1), ("ckpt.load_enable: false", 1), ("ckpt.load_enable: true", 2)])
+@pytest.mark.parametrize(
+    ("given", "newest"), [("", 1), ("ckpt.load_enable: false", 1), ("ckpt.load_enable: true", 2)]
+)
 def test_restarted_command_continues_from_checkpoints_of_other_runs_only_if_the_user_asked_for_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str, newest: int
 ) -> None:

@@ -25,14 +25,22 @@ def idle_steps(schedule: OptimizerConfig, steps: int) -> int:
     return idle
 
 
-@pytest.mark.parametrize("scheduler", ["cosine_with_min_lr", "constant", "linear", "constant_with_warmup"])
+@pytest.mark.parametrize(
+    "scheduler", ["cosine_with_min_lr", "constant", "linear", "constant_with_warmup"]
+)
 @pytest.mark.parametrize("ratio", [0.0, 0.03, 0.5])
 @pytest.mark.parametrize("steps", [1, 3, 19, 20, 200])
-def test_a_run_is_too_short_by_the_rates_of_its_real_schedule(scheduler: str, ratio: float, steps: int) -> None:
+def test_a_run_is_too_short_by_the_rates_of_its_real_schedule(
+    scheduler: str, ratio: float, steps: int
+) -> None:
     schedule = OptimizerConfig(lr_scheduler=scheduler, lr_warmup_ratio=ratio)
     idle = idle_steps(schedule, steps)
     short = steps < FEWEST_STEPS or idle > math.floor(IDLE_SHARE * steps)
     found = check_steps(steps, schedule, fix="More rows.")
     assert (found.level is Level.WARNING) == short
     if short:
-        assert str(steps) in found.seen and ("warm-up" in found.seen) == bool(idle) and found.fix == "More rows."
+        assert (
+            str(steps) in found.seen
+            and ("warm-up" in found.seen) == bool(idle)
+            and found.fix == "More rows."
+        )

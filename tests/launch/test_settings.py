@@ -16,7 +16,12 @@ from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.launch import reinforcement
-from openrlhf.launch.settings import needs_old_logprobs, optimizer_steps, reward_settings, trained_settings
+from openrlhf.launch.settings import (
+    needs_old_logprobs,
+    optimizer_steps,
+    reward_settings,
+    trained_settings,
+)
 from openrlhf.trainers.update_plan import plan_update
 from openrlhf.workers.base import MicroBatchLimits
 from tests.e2e.commands import as_arguments
@@ -65,12 +70,21 @@ def test_only_padded_rows_are_sorted_by_length(folder: Path, packed: bool) -> No
 
 
 def test_reward_models_are_not_held_in_4_bits_because_the_policy_is(folder: Path) -> None:
-    scored = {"reward.verifier": None, "data.label_key": None, "reward.process_model": folder / "plain"}
+    scored = {
+        "reward.verifier": None,
+        "data.label_key": None,
+        "reward.process_model": folder / "plain",
+    }
     four_bits = {"ds.load_in_4bit": True, "ds.lora.rank": 4}
-    config = config_of(folder, **{**scored, **four_bits, "reward.model_name_or_path": folder / "dropout"})
+    config = config_of(
+        folder, **{**scored, **four_bits, "reward.model_name_or_path": folder / "dropout"}
+    )
     judges = reward_settings(config)
     assert judges.process_model
-    assert [spec.ds.load_in_4bit for spec in (*judges.models, judges.process_model)] == [False, False]
+    assert [spec.ds.load_in_4bit for spec in (*judges.models, judges.process_model)] == [
+        False,
+        False,
+    ]
     assert trained_settings(config, str(folder / "plain"), 1).load.ds.load_in_4bit
 
 
@@ -102,7 +116,9 @@ def test_a_strictly_on_policy_update_needs_no_old_logprobs(folder: Path) -> None
     ],
     ids=str,
 )
-def test_anything_that_looks_at_the_old_policy_has_its_logprobs_computed(folder: Path, changes: dict[str, Any]) -> None:
+def test_anything_that_looks_at_the_old_policy_has_its_logprobs_computed(
+    folder: Path, changes: dict[str, Any]
+) -> None:
     assert needs_old_logprobs(config_of(folder, **changes))
 
 
@@ -116,10 +132,17 @@ def test_anything_that_looks_at_the_old_policy_has_its_logprobs_computed(folder:
 def test_the_learning_rate_schedule_is_as_long_as_the_run(
     folder: Path, prompts: int, steps_per_batch: int, epochs: int, episodes: int
 ) -> None:
-    changes = {"train.batch_size": 8 // steps_per_batch, "train.max_epochs": epochs, "train.num_episodes": episodes}
+    changes = {
+        "train.batch_size": 8 // steps_per_batch,
+        "train.max_epochs": epochs,
+        "train.num_episodes": episodes,
+    }
     config = config_of(folder, **changes)
     drawn = [min(4, prompts - first) for first in range(0, prompts, 4)] * episodes
-    plans = [plan_update([3] * 2 * n, ranks=1, batch_size=8 // steps_per_batch, epochs=epochs, seed=0) for n in drawn]
+    plans = [
+        plan_update([3] * 2 * n, ranks=1, batch_size=8 // steps_per_batch, epochs=epochs, seed=0)
+        for n in drawn
+    ]
     assert optimizer_steps(config, prompts) == sum(len(plan.steps) for [plan] in plans)
 
 
@@ -127,19 +150,25 @@ def test_the_learning_rate_schedule_is_as_long_as_the_run(
 def test_the_policys_schedule_leaves_out_the_steps_that_train_the_critic_alone(
     folder: Path, flag: int | None, frozen: int
 ) -> None:
-    """With one optimizer step a batch: a schedule that is shorter than the run would begin again and again."""
+    """With one optimizer step a batch: a schedule that is shorter than the run would begin again
+    and again.
+    """
     config = config_of(folder, **{"algo.advantage.estimator": "gae", "critic.freezing_steps": flag})
     assert config.frozen_steps == frozen
     assert optimizer_steps(config, 40, after=config.frozen_steps) == 10 - frozen
 
 
-@pytest.mark.parametrize(("asynchronous", "steps", "sizes"), [(True, 5, [4] * 5), (False, 6, [4, 4, 2] * 2)])
+@pytest.mark.parametrize(
+    ("asynchronous", "steps", "sizes"), [(True, 5, [4] * 5), (False, 6, [4, 4, 2] * 2)]
+)
 def test_a_dry_run_counts_the_steps_that_the_run_takes(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     asynchronous: bool, steps: int, sizes: list[int],
 ) -> None:  # fmt: skip
     """Asynchronous batches reach into the next epoch."""
-    config = config_of(folder, **{"train.async_enable": asynchronous or None, "train.num_episodes": 2})
+    config = config_of(
+        folder, **{"train.async_enable": asynchronous or None, "train.num_episodes": 2}
+    )
     monkeypatch.setattr(reinforcement, "show_prompts", lambda *_: None)
     plan: Any = SimpleNamespace(on_gpus=False, check=lambda _: {}, describe=lambda _: "")
     data: Any = SimpleNamespace(train=range(10))

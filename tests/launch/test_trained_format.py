@@ -1,4 +1,6 @@
-"""The text format that an export records is the default of later commands: of every command, for every way to build a text."""
+"""The text format that an export records is the default of later commands: of every command, for
+every way to build a text.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from tests.data.small import PLAIN_CHAT, build_tokenizer
 from tests.tiny import tiny_config
 
 TEMPLATE = TextFormat(input_template="Q{}=", ending=" <eos>")
-CHAT = TextFormat.of(SimpleNamespace(apply_chat_template=True), build_tokenizer(PLAIN_CHAT), ending="<|end|>")
+CHAT = TextFormat.of(
+    SimpleNamespace(apply_chat_template=True), build_tokenizer(PLAIN_CHAT), ending="<|end|>"
+)
 SPACED = TextFormat(input_template="Q{} ", ending=" <eos>")
 UNSPACED = TextFormat(input_template="Q{}=", ending="<eos>")
 NONE = TextFormat(ending=" <eos>")
@@ -56,9 +60,9 @@ PROMPTS = {
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("weights")
     vocabulary = len(build_tokenizer())
-    AutoModelForCausalLM.from_config(tiny_config("llama", vocab_size=vocabulary, eos_token_id=1)).save_pretrained(
-        folder
-    )
+    AutoModelForCausalLM.from_config(
+        tiny_config("llama", vocab_size=vocabulary, eos_token_id=1)
+    ).save_pretrained(folder)
     return folder
 
 
@@ -102,13 +106,19 @@ def first_prompt(
         candidate = read_candidate(config, "model")
         return candidate.prompts[0].text, candidate.tokenizer
     tokenizer = policy_tokenizer(config, model, flag="--model.model_name_or_path")
-    return read_inference_rows(config, tokenizer, load_inference_rows(config), follows=follows)[0].text, tokenizer
+    return read_inference_rows(config, tokenizer, load_inference_rows(config), follows=follows)[
+        0
+    ].text, tokenizer
 
 
 @pytest.mark.parametrize("trained", [TEMPLATE, CHAT])
 @pytest.mark.parametrize("task", ROWS)
 def test_offline_commands_use_the_recorded_format_by_default(
-    task: str, trained: TextFormat, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    task: str,
+    trained: TextFormat,
+    weights: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = model_trained_with(trained, weights)
     text = first_text(task, model, write_rows(tmp_path, ROWS[task]), "--train.batch_size 2")
@@ -120,9 +130,16 @@ def test_offline_commands_use_the_recorded_format_by_default(
 @pytest.mark.parametrize("trained", [TEMPLATE, CHAT])
 @pytest.mark.parametrize("command", PROMPTS)
 def test_commands_that_generate_use_the_recorded_format_by_default(
-    command: str, trained: TextFormat, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str,
+    trained: TextFormat,
+    weights: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    model, rows = model_trained_with(trained, weights), write_rows(tmp_path, {"input": "ab", "label": "2"})
+    model, rows = (
+        model_trained_with(trained, weights),
+        write_rows(tmp_path, {"input": "ab", "label": "2"}),
+    )
     prompt, tokenizer = first_prompt(command, model, rows)
     assert prompt == RENDERED[trained]
     assert capsys.readouterr().err.count("was trained with") == 1
@@ -134,12 +151,18 @@ def test_commands_that_generate_use_the_recorded_format_by_default(
 @pytest.mark.parametrize(
     "flags", ["--data.input_template {}", "--data.input_template Z{}", "--data.apply_chat_template"]
 )
-def test_a_template_flag_wins_over_the_recorded_format(flags: str, weights: Path, tmp_path: Path) -> None:
+def test_a_template_flag_wins_over_the_recorded_format(
+    flags: str, weights: Path, tmp_path: Path
+) -> None:
     model = model_trained_with(TEMPLATE, weights)
-    expected = {"{}": "ab", "Z{}": "Zab", "--data.apply_chat_template": RENDERED[CHAT]}[flags.split()[-1]]
+    expected = {"{}": "ab", "Z{}": "Zab", "--data.apply_chat_template": RENDERED[CHAT]}[
+        flags.split()[-1]
+    ]
     text = first_text("dpo", model, write_rows(tmp_path, ROWS["dpo"]), flags)
     assert text.startswith(f"{expected}ok")
-    prompt, _ = first_prompt("eval", model, write_rows(tmp_path, {"input": "ab", "label": "2"}), flags)
+    prompt, _ = first_prompt(
+        "eval", model, write_rows(tmp_path, {"input": "ab", "label": "2"}), flags
+    )
     assert prompt == expected
 
 
@@ -148,7 +171,10 @@ def test_the_defaults_of_the_flags_stay_for_models_without_a_recorded_template(
     trained: TextFormat | None, weights: Path, tmp_path: Path
 ) -> None:
     model = model_trained_with(trained, weights)
-    assert first_text("sft", model, write_rows(tmp_path, ROWS["sft"])) == "User: ab\nAssistant: ok <eos>"
+    assert (
+        first_text("sft", model, write_rows(tmp_path, ROWS["sft"]))
+        == "User: ab\nAssistant: ok <eos>"
+    )
     assert first_text("dpo", model, write_rows(tmp_path, ROWS["dpo"])) == "abok <eos>"
 
 
@@ -157,10 +183,15 @@ def test_rows_that_have_the_recorded_format_are_not_put_into_it_again(
     trained: TextFormat, weights: Path, tmp_path: Path
 ) -> None:
     model, whole = model_trained_with(trained, weights), RENDERED[trained]
-    prompt, tokenizer = first_prompt("train_ppo_ray", model, write_rows(tmp_path, {"input": whole, "label": "2"}))
+    prompt, tokenizer = first_prompt(
+        "train_ppo_ray", model, write_rows(tmp_path, {"input": whole, "label": "2"})
+    )
     assert prompt == whole
     kept = recorded(tokenizer)
-    assert kept and (kept.input_template, kept.chat_template) == (trained.input_template, trained.chat_template)
+    assert kept and (kept.input_template, kept.chat_template) == (
+        trained.input_template,
+        trained.chat_template,
+    )
     row = ROWS["dpo"] | {"prompt": whole}
     assert first_text("dpo", model, write_rows(tmp_path, row)).startswith(f"{whole}ok")
 
@@ -170,7 +201,10 @@ def test_pairs_of_whole_texts_have_no_prompt_to_put_into_a_template(
     trained: TextFormat, weights: Path, tmp_path: Path
 ) -> None:
     model = model_trained_with(trained, weights)
-    assert first_text("rm", model, write_rows(tmp_path, {"chosen": "ab ok", "rejected": "ab no"})) == "ab ok <eos>"
+    assert (
+        first_text("rm", model, write_rows(tmp_path, {"chosen": "ab ok", "rejected": "ab no"}))
+        == "ab ok <eos>"
+    )
 
 
 def test_a_prompt_ends_before_a_space_that_training_joined_with_the_answer(
@@ -190,13 +224,17 @@ def test_a_prompt_ends_before_a_space_that_training_joined_with_the_answer(
 
 
 @pytest.mark.parametrize("task", ROWS)
-def test_a_flag_leaves_out_the_space_before_the_end(task: str, weights: Path, tmp_path: Path) -> None:
+def test_a_flag_leaves_out_the_space_before_the_end(
+    task: str, weights: Path, tmp_path: Path
+) -> None:
     model, rows = model_trained_with(None, weights), write_rows(tmp_path, ROWS[task])
     assert first_text(task, model, rows).endswith("ok <eos>")
     assert first_text(task, model, rows, "--data.no_space_before_eos").endswith("ok<eos>")
 
 
-def test_an_end_without_space_is_recorded_and_used_by_the_next_stage(weights: Path, tmp_path: Path) -> None:
+def test_an_end_without_space_is_recorded_and_used_by_the_next_stage(
+    weights: Path, tmp_path: Path
+) -> None:
     model, rows = model_trained_with(UNSPACED, weights), write_rows(tmp_path, ROWS["dpo"])
     assert first_text("dpo", model, rows) == "Qab=ok<eos>"
     assert first_text("dpo", model, rows, "--data.space_before_eos") == "Qab=ok <eos>"
@@ -206,10 +244,14 @@ def test_an_end_without_space_is_recorded_and_used_by_the_next_stage(weights: Pa
 # ---- runs that began before
 
 
-def test_a_run_from_before_continues_without_the_recorded_format(weights: Path, tmp_path: Path) -> None:
+def test_a_run_from_before_continues_without_the_recorded_format(
+    weights: Path, tmp_path: Path
+) -> None:
     assert RunState(step=1).first_start.trained_format is False
     model = model_trained_with(UNSPACED, weights)
-    assert first_text("dpo", model, write_rows(tmp_path, ROWS["dpo"]), follows=False) == "abok <eos>"
+    assert (
+        first_text("dpo", model, write_rows(tmp_path, ROWS["dpo"]), follows=False) == "abok <eos>"
+    )
     rows = write_rows(tmp_path, {"input": "ab", "label": "2"})
     for command in ("train_ppo_ray", "batch_inference"):
         assert first_prompt(command, model, rows, follows=False)[0] == "ab"

@@ -1,4 +1,6 @@
-"""One rank of the scalar model's ZeRO test: score, train a few steps, export, score again; at stages 2 and 3."""
+"""One rank of the scalar model's ZeRO test: score, train a few steps, export, score again; at
+stages 2 and 3.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,11 @@ from tests.loading import load_spec
 from tests.models.test_scalar_model import batch
 from tests.tiny import character_tokenizer
 
-# A large epsilon makes AdamW nearly linear in the gradient, so that weights compare as tightly as gradients do.
-OPTIMIZER = OptimizerConfig(adam=AdamConfig(lr=0.1, eps=1.0), lr_scheduler="constant", lr_warmup_ratio=0.0)
+# A large epsilon makes AdamW nearly linear in the gradient, so that weights compare as tightly as
+# gradients do.
+OPTIMIZER = OptimizerConfig(
+    adam=AdamConfig(lr=0.1, eps=1.0), lr_scheduler="constant", lr_warmup_ratio=0.0
+)
 
 
 def run(stage: int, path: str, out: str) -> dict[str, Any]:
@@ -34,7 +39,9 @@ def run(stage: int, path: str, out: str) -> dict[str, Any]:
             return model(tokens, offsets).values.clone()
 
     def loss(_: None, totals: Any) -> tuple[Tensor, dict[str, Any]]:
-        return -last_token_scores(engine(tokens, offsets).values, offsets).sum() / totals["rows"], {}
+        return -last_token_scores(engine(tokens, offsets).values, offsets).sum() / totals[
+            "rows"
+        ], {}
 
     before, frozen_scores = values(engine), values(frozen)
     for _ in range(3):

@@ -1,4 +1,6 @@
-"""Adapters: what is trained, merged, stored and switched off, against plain Transformers, PEFT and loops in float64."""
+"""Adapters: what is trained, merged, stored and switched off, against plain Transformers, PEFT and
+loops in float64.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ TOKENS = torch.tensor([[5, 9, 33, 17, 8, 21, 40], [11, 12, 6, 30, 59, 4, 7]])
 
 
 def spec(path: str, lora: LoraConfig = LORA, **more: Any) -> LoadSpec:
-    return load_spec(path=path, **{"param_dtype": "fp32", "attention": "sdpa", "packing": False, "lora": lora, **more})
+    return load_spec(
+        path=path,
+        **{"param_dtype": "fp32", "attention": "sdpa", "packing": False, "lora": lora, **more},
+    )
 
 
 def moved(hf: Any) -> Any:
@@ -62,8 +67,14 @@ def export(hf: Any, folder: Path) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", [{}, {"rslora": True}, {"dora": True}], ids=str)
-def test_a_merged_weight_is_that_of_a_loop_in_float64(kind: str, variant: dict[str, bool], tmp_path: Path) -> None:
-    hf = moved(load_causal_lm(spec(save_tiny_model(tmp_path, kind), LoraConfig(rank=4, alpha=12, **variant))))
+def test_a_merged_weight_is_that_of_a_loop_in_float64(
+    kind: str, variant: dict[str, bool], tmp_path: Path
+) -> None:
+    hf = moved(
+        load_causal_lm(
+            spec(save_tiny_model(tmp_path, kind), LoraConfig(rank=4, alpha=12, **variant))
+        )
+    )
     scale = 12 / (math.sqrt(4) if "rslora" in variant else 4)
     merged = {each.name: each.make() for each in whole_tensors(hf)}
     checked = 0
@@ -71,11 +82,19 @@ def test_a_merged_weight_is_that_of_a_loop_in_float64(kind: str, variant: dict[s
         if not hasattr(layer, "lora_A"):
             continue
         w, a, b = (
-            m.weight.detach().double() for m in (layer.base_layer, layer.lora_A["default"], layer.lora_B["default"])
+            m.weight.detach().double()
+            for m in (layer.base_layer, layer.lora_A["default"], layer.lora_B["default"])
         )
-        magnitude = layer.lora_magnitude_vector["default"].weight.detach().double() if "dora" in variant else None
+        magnitude = (
+            layer.lora_magnitude_vector["default"].weight.detach().double()
+            if "dora" in variant
+            else None
+        )
         for i in (0, len(w) - 1):
-            row = [float(w[i, j] + scale * sum(b[i, k] * a[k, j] for k in range(4))) for j in range(w.shape[1])]
+            row = [
+                float(w[i, j] + scale * sum(b[i, k] * a[k, j] for k in range(4)))
+                for j in range(w.shape[1])
+            ]
             if magnitude is not None:
                 length = math.sqrt(sum(x * x for x in row))
                 row = [x * float(magnitude[i]) / length for x in row]
@@ -105,7 +124,9 @@ def test_the_plain_model_has_the_logits_of_the_adapted_one_and_without_adapters_
         assert each.shape == tuple(each.make().shape)
         plain.get_parameter(each.name).data.copy_(each.make())
     torch.testing.assert_close(logits(plain), logits(hf), atol=2e-6, rtol=0)
-    assert all(".lora_" in name for name, parameter in hf.named_parameters() if parameter.requires_grad)
+    assert all(
+        ".lora_" in name for name, parameter in hf.named_parameters() if parameter.requires_grad
+    )
 
 
 @pytest.mark.parametrize("dora", [False, True])
@@ -113,10 +134,14 @@ def test_an_export_is_loaded_by_peft_and_merged_by_the_combiner(dora: bool, tmp_
     path = save_tiny_model(tmp_path / "base")
     hf = moved(load_causal_lm(spec(path, LoraConfig(rank=4, dora=dora))))
     adapter = export(hf, tmp_path / "adapter")
-    assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)), logits(hf))
+    assert torch.equal(
+        logits(AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)), logits(hf)
+    )
     flags = f"--model_path {path} --lora_path {adapter} --output_path {tmp_path / 'merged'} --ds.param_dtype fp32"
     command = [sys.executable, "-m", "openrlhf.cli.main", "lora_combiner", *flags.split()]
-    done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)  # this one has imported PEFT
+    done = subprocess.run(
+        command, check=True, cwd=ROOT, capture_output=True, text=True
+    )  # this one has imported PEFT
     assert done.stdout == f"{tmp_path / 'merged'}: the merged model, in fp32 (--ds.param_dtype).\n"
     assert "is merged into" not in done.stderr  # a notice about another base
     assert "gemm_4bit" not in done.stdout + done.stderr  # a warning of bitsandbytes about a kernel
@@ -126,16 +151,22 @@ def test_an_export_is_loaded_by_peft_and_merged_by_the_combiner(dora: bool, tmp_
 
 
 @pytest.mark.parametrize("prefix", ["score", "value"])
-def test_the_head_of_a_reward_model_is_trained_whole_and_stored_with_the_adapter(prefix: str, tmp_path: Path) -> None:
+def test_the_head_of_a_reward_model_is_trained_whole_and_stored_with_the_adapter(
+    prefix: str, tmp_path: Path
+) -> None:
     path = save_tiny_model(tmp_path / "base", "llama")
     model = load_scalar(spec(path), head_prefix=prefix, seed=3)
     model.set_scale(0.5, 2.0)
-    trained = [name for name, p in model.hf.named_parameters() if p.requires_grad and ".lora_" not in name]
+    trained = [
+        name for name, p in model.hf.named_parameters() if p.requires_grad and ".lora_" not in name
+    ]
     assert trained == [f"{prefix}.weight"]
     hf = moved(model.hf)
     adapter = export(hf, tmp_path / "adapter")
     if prefix == "score":  # what Transformers calls it
-        again = AutoPeftModelForSequenceClassification.from_pretrained(adapter, num_labels=1, dtype=torch.float32)
+        again = AutoPeftModelForSequenceClassification.from_pretrained(
+            adapter, num_labels=1, dtype=torch.float32
+        )
         assert torch.equal(logits(again), logits(hf))
     lora_combiner.main(
         f"--is_rm --model_path {path} --lora_path {adapter} --output_path {tmp_path / 'm'} --ds.param_dtype fp32".split()
@@ -153,7 +184,9 @@ def test_a_merged_process_reward_model_names_its_tokens(tmp_path: Path) -> None:
     hf = load_causal_lm(spec(path))
     hf.config.update({STEP_TOKENS: {"placeholder_token": "?", "reward_tokens": ["+", "-"]}})
     adapter = export(hf, tmp_path / "adapter")
-    lora_combiner.main(f"--model_path {path} --lora_path {adapter} --output_path {tmp_path / 'm'}".split())
+    lora_combiner.main(
+        f"--model_path {path} --lora_path {adapter} --output_path {tmp_path / 'm'}".split()
+    )
     assert step_tokens(load_spec(tmp_path / "m")) == ("?", ["+", "-"])
 
 
@@ -176,20 +209,24 @@ def test_a_merge_computes_what_the_base_computes_with_the_adapter_beside_it(
     """Adapters of other frameworks adapt tied embeddings too."""
     path = save_tiny_model(tmp_path / "base", kind)
     beside = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(path), PeftConfig(r=4, task_type="CAUSAL_LM", **settings)
+        AutoModelForCausalLM.from_pretrained(path),
+        PeftConfig(r=4, task_type="CAUSAL_LM", **settings),
     )
     moved(beside).save_pretrained(str(tmp_path / "adapter"))
-    flags = (
-        f"--model_path {path} --lora_path {tmp_path / 'adapter'} --output_path {tmp_path / 'm'} --ds.param_dtype fp32"
-    )
+    flags = f"--model_path {path} --lora_path {tmp_path / 'adapter'} --output_path {tmp_path / 'm'} --ds.param_dtype fp32"
     lora_combiner.main(flags.split())
     torch.testing.assert_close(
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "m")), logits(beside), atol=2e-5, rtol=0
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "m")),
+        logits(beside),
+        atol=2e-5,
+        rtol=0,
     )
     load_causal_lm(load_spec(tmp_path / "m"))
 
 
-def test_an_adapter_that_is_not_finite_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_that_is_not_finite_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = save_tiny_model(tmp_path / "base")
     hf = load_causal_lm(spec(path))
     next(p for p in hf.parameters() if p.requires_grad).data[0, 0] = torch.nan
@@ -201,11 +238,21 @@ def test_an_adapter_that_is_not_finite_is_refused(tmp_path: Path, capsys: pytest
     assert not (tmp_path / "m").exists()
 
 
-def test_another_base_of_the_same_shape_is_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_base_of_the_same_shape_is_a_notice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = save_tiny_model(tmp_path / "base")
-    adapter, other = export(load_causal_lm(spec(base)), tmp_path / "adapter"), save_tiny_model(tmp_path / "other")
-    lora_combiner.main(f"--model_path {other} --lora_path {adapter} --output_path {tmp_path / 'm'}".split())
-    assert f"--lora_path {adapter} was trained on {base}, and is merged into {other}." in capsys.readouterr().err
+    adapter, other = (
+        export(load_causal_lm(spec(base)), tmp_path / "adapter"),
+        save_tiny_model(tmp_path / "other"),
+    )
+    lora_combiner.main(
+        f"--model_path {other} --lora_path {adapter} --output_path {tmp_path / 'm'}".split()
+    )
+    assert (
+        f"--lora_path {adapter} was trained on {base}, and is merged into {other}."
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("changes", [{"num_hidden_layers": 3}, {"hidden_size": 64}], ids=str)
@@ -215,10 +262,14 @@ def test_an_adapter_of_another_model_is_refused(
     adapter = export(load_causal_lm(spec(save_tiny_model(tmp_path / "base"))), tmp_path / "adapter")
     other = save_tiny_model(tmp_path / "other", **changes)
     with pytest.raises(SystemExit):
-        lora_combiner.main(f"--model_path {other} --lora_path {adapter} --output_path {tmp_path / 'm'}".split())
+        lora_combiner.main(
+            f"--model_path {other} --lora_path {adapter} --output_path {tmp_path / 'm'}".split()
+        )
     assert f"--lora_path {adapter} is no adapter of --model_path {other}" in capsys.readouterr().err
     with pytest.raises(SystemExit):  # it has no head, and would be read as a language model's
-        lora_combiner.main(f"--is_rm --model_path {other} --lora_path {adapter} --output_path {tmp_path / 'm'}".split())
+        lora_combiner.main(
+            f"--is_rm --model_path {other} --lora_path {adapter} --output_path {tmp_path / 'm'}".split()
+        )
     assert "is no adapter of" in capsys.readouterr().err
     assert not (tmp_path / "m").exists()
 
@@ -229,32 +280,49 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
     assert sentence.endswith("is an adapter: merge it with its base first: openrlhf lora_combiner.")
 
 
-@pytest.mark.parametrize(("kind", "names"), [("llama", ("q_proj", "nose")), ("qwen2-tied", ("lm_head",))])
+@pytest.mark.parametrize(
+    ("kind", "names"), [("llama", ("q_proj", "nose")), ("qwen2-tied", ("lm_head",))]
+)
 def test_a_module_that_is_not_there_or_is_tied_is_refused_with_those_that_are_there(
     kind: str, names: tuple[str, ...], tmp_path: Path
 ) -> None:
     with pytest.raises(
-        UserError, match=f"target_modules {names[-1]}: no linear layer .* Use names among down_proj, gate"
+        UserError,
+        match=f"target_modules {names[-1]}: no linear layer .* Use names among down_proj, gate",
     ):
-        load_causal_lm(spec(save_tiny_model(tmp_path, kind), LoraConfig(rank=4, target_modules=names)))
+        load_causal_lm(
+            spec(save_tiny_model(tmp_path, kind), LoraConfig(rank=4, target_modules=names))
+        )
 
 
 def test_an_adapted_output_layer_scores_as_plain_transformers(tmp_path: Path) -> None:
     """Named explicitly: `all-linear` leaves the output layer alone."""
     path = save_tiny_model(tmp_path, "llama")
-    hf = moved(load_causal_lm(spec(path, LoraConfig(rank=4, target_modules=("lm_head", "layers.0.mlp.up_proj")))))
+    hf = moved(
+        load_causal_lm(
+            spec(path, LoraConfig(rank=4, target_modules=("lm_head", "layers.0.mlp.up_proj")))
+        )
+    )
     assert sum(hasattr(layer, "lora_A") for layer in hf.modules()) == 2
-    scores = PolicyModel(hf, packing=False)(TOKENS.flatten(), offsets_of([7, 7]), torch.ones(14, dtype=torch.bool))
+    scores = PolicyModel(hf, packing=False)(
+        TOKENS.flatten(), offsets_of([7, 7]), torch.ones(14, dtype=torch.bool)
+    )
     expected = logits(hf)[:, :-1].log_softmax(-1).gather(2, TOKENS[:, 1:, None])[..., 0]
-    torch.testing.assert_close(scores.logprobs.view(2, 7)[:, 1:].detach(), expected, atol=2e-6, rtol=0)
+    torch.testing.assert_close(
+        scores.logprobs.view(2, 7)[:, 1:].detach(), expected, atol=2e-6, rtol=0
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_gives_adapters_the_same_gradients(reentrant: bool, tmp_path: Path) -> None:
+def test_gradient_checkpointing_gives_adapters_the_same_gradients(
+    reentrant: bool, tmp_path: Path
+) -> None:
     path = save_tiny_model(tmp_path)
     found = []
     for checkpointing in (False, True):
-        hf: Any = load_causal_lm(spec(path, gradient_checkpointing=checkpointing, reentrant=reentrant)).train()
+        hf: Any = load_causal_lm(
+            spec(path, gradient_checkpointing=checkpointing, reentrant=reentrant)
+        ).train()
         hf(TOKENS, use_cache=False).logits.square().mean().backward()
         found.append([p.grad for n, p in hf.named_parameters() if "lora_B" in n])
     for plain, checkpointed in zip(*found, strict=True):
@@ -263,7 +331,9 @@ def test_gradient_checkpointing_gives_adapters_the_same_gradients(reentrant: boo
 
 
 def test_weights_in_4_bits_are_published_as_they_compute(tmp_path: Path) -> None:
-    """Scoring first, as a run does: on a CPU bitsandbytes would pack the weights for kernels without a gradient."""
+    """Scoring first, as a run does: on a CPU bitsandbytes would pack the weights for kernels
+    without a gradient.
+    """
     path = save_tiny_model(tmp_path, "qwen2-untied", hidden_size=64, intermediate_size=128)
     hf: Any = load_causal_lm(spec(path, param_dtype="bf16", load_in_4bit=True)).eval()
     plain: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)

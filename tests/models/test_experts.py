@@ -1,4 +1,6 @@
-"""Mixtures of experts: the load-balancing loss against Transformers' own, packed and padded, and its gradient."""
+"""Mixtures of experts: the load-balancing loss against Transformers' own, packed and padded, and
+its gradient.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ KINDS = ["qwen3-moe", "mixtral"]
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Two of the sequences begin alike: packed rows compute their beginning once, and the loss counts it twice."""
+    """Two of the sequences begin alike: packed rows compute their beginning once, and the loss
+    counts it twice.
+    """
     tokens, offsets = test_scalar_model.batch()
     tokens[6:10] = tokens[:4]
     return tokens, offsets
@@ -64,27 +68,39 @@ def router_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_is_transformers_own_over_the_tokens_of_unpadded_rows(kind: str, packing: bool) -> None:
+def test_the_loss_is_transformers_own_over_the_tokens_of_unpadded_rows(
+    kind: str, packing: bool
+) -> None:
     hf = mixture(kind)
     tokens, _ = batch()
     rows = [hf(ids[None], output_router_logits=True).router_logits for ids in tokens.split(LENGTHS)]
     layers = tuple(torch.cat(layer) for layer in zip(*rows, strict=True))
-    theirs = sys.modules[type(hf).__module__].load_balancing_loss_func(layers, layers[0].shape[1], top_k=2)
+    theirs = sys.modules[type(hf).__module__].load_balancing_loss_func(
+        layers, layers[0].shape[1], top_k=2
+    )
     assert aux_loss(policy(hf, packing=packing)).item() == pytest.approx(theirs.item(), abs=1e-6)
     assert theirs.item() > 2.5  # 2 if balanced
     [row] = [ids for ids in tokens.split(LENGTHS) if len(ids) == max(LENGTHS)]
-    alone = policy(hf, packing=packing)(row, torch.tensor([0, len(row)]), torch.ones_like(row, dtype=torch.bool))
-    assert alone.aux_loss.item() == pytest.approx(hf(row[None], output_router_logits=True).aux_loss.item(), abs=1e-6)
+    alone = policy(hf, packing=packing)(
+        row, torch.tensor([0, len(row)]), torch.ones_like(row, dtype=torch.bool)
+    )
+    assert alone.aux_loss.item() == pytest.approx(
+        hf(row[None], output_router_logits=True).aux_loss.item(), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_gradient_reaches_every_router_also_through_checkpoints(kind: str, packing: bool) -> None:
+def test_its_gradient_reaches_every_router_also_through_checkpoints(
+    kind: str, packing: bool
+) -> None:
     gradients = []
     for checkpoints in (False, True):
         model = policy(mixture(kind), packing=packing)
         if checkpoints:
-            model.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.hf.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         aux_loss(model).backward()
         gradients.append(router_gradients(model))
     for name, gradient in gradients[0].items():
@@ -108,7 +124,9 @@ def test_a_scalar_model_has_the_loss_of_the_same_decoder(kind: str) -> None:
 def test_routers_are_not_recorded_unless_asked_for_and_training(asked: bool) -> None:
     model = policy(mixture("mixtral"), balancing=asked).train(not asked)
     seen: list[Any] = []
-    model.hf.get_decoder().register_forward_hook(lambda _, __, output: seen.append(output.get("router_logits")))
+    model.hf.get_decoder().register_forward_hook(
+        lambda _, __, output: seen.append(output.get("router_logits"))
+    )
     tokens, offsets = batch()
     assert model(tokens, offsets, torch.ones_like(tokens, dtype=torch.bool)).aux_loss is None
     assert seen == [None]
@@ -119,7 +137,9 @@ def task(coef: float) -> SFTTask:
 
 
 def test_the_window_gets_the_mean_of_its_micro_batches_weighted_by_their_targets() -> None:
-    """Three micro-batches with 4, 1 and 2 of the window's 7 targets; the rest of the loss does not change."""
+    """Three micro-batches with 4, 1 and 2 of the window's 7 targets; the rest of the loss does not
+    change.
+    """
     model = policy(mixture("mixtral"))
     rows = [[7, 8, 9, 10, 11], [20, 21], [30, 31, 32, 33]]
     masks = [[False, *[True] * 4], [False, True], [False, False, True, True]]
@@ -128,7 +148,9 @@ def test_the_window_gets_the_mean_of_its_micro_batches_weighted_by_their_targets
     def total(coef: float) -> float:
         return sum(task(coef).loss(model, micro, {"tokens": 7.0})[0].item() for micro in micros)
 
-    losses = [model(micro.tokens, micro.offsets, micro.loss_mask).aux_loss.item() for micro in micros]
+    losses = [
+        model(micro.tokens, micro.offsets, micro.loss_mask).aux_loss.item() for micro in micros
+    ]
     expected = 0.5 * (4 * losses[0] + losses[1] + 2 * losses[2]) / 7
     assert total(0.5) - total(0.0) == pytest.approx(expected, abs=1e-5)
     _, metrics = task(0.5).loss(model, micros[2], {"tokens": 7.0})
@@ -142,5 +164,8 @@ def test_a_model_without_experts_is_refused_by_flag_and_name(tmp_path: Path) -> 
         lambda: PolicyModel(load_causal_lm(spec), packing=False, balancing=True),
         lambda: load_scalar(spec, balancing=True),
     ):
-        with pytest.raises(ModelError, match=r"dense \(qwen2\) has no experts.*--actor\.aux_loss_coef.*--model\.aux"):
+        with pytest.raises(
+            ModelError,
+            match=r"dense \(qwen2\) has no experts.*--actor\.aux_loss_coef.*--model\.aux",
+        ):
             load()

@@ -20,7 +20,9 @@ WIDTH, VOCABULARY = 32, 1024
 
 
 class Adapter(nn.Module):
-    """y = W x + b + 2 · B A x around a linear layer. Like adapters elsewhere, it shows the weight of what it wraps."""
+    """y = W x + b + 2 · B A x around a linear layer. Like adapters elsewhere, it shows the weight
+    of what it wraps.
+    """
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -37,7 +39,9 @@ class Adapter(nn.Module):
 
     def merged(self) -> nn.Linear:
         layer = nn.Linear(self.base.in_features, self.out_features)
-        layer.weight = nn.Parameter((self.base.weight + 2 * self.up.weight @ self.down.weight).detach())
+        layer.weight = nn.Parameter(
+            (self.base.weight + 2 * self.up.weight @ self.down.weight).detach()
+        )
         layer.bias = nn.Parameter(self.base.bias.detach())
         return layer
 
@@ -50,12 +54,18 @@ def adapter() -> Adapter:
 
 def inputs(rows: int = 24) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(1)
-    return torch.randn(rows, WIDTH, generator=draw), torch.randint(VOCABULARY, (rows,), generator=draw)
+    return torch.randn(rows, WIDTH, generator=draw), torch.randint(
+        VOCABULARY, (rows,), generator=draw
+    )
 
 
 @pytest.mark.parametrize("rows", [24, 0])
-def test_an_adapter_around_the_layer_takes_part(adapter: Adapter, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores and gradients are those of the merged layer, and no more logits are held than a chunk has."""
+def test_an_adapter_around_the_layer_takes_part(
+    adapter: Adapter, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores and gradients are those of the merged layer, and no more logits are held than a chunk
+    has.
+    """
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", 4 * VOCABULARY)
     found = []
     for layer in (adapter, adapter.merged()):
@@ -82,13 +92,17 @@ def test_a_policy_whose_output_layer_is_adapted_scores_with_the_adapter() -> Non
     hf.set_output_embeddings(Adapter(nn.Linear(32, 64)))
     hf.get_output_embeddings().base = hf.get_output_embeddings().merged()
     adapted = PolicyModel(hf, packing=False)(tokens, offsets, wanted).logprobs
-    expected = hf(tokens[None, :7]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:7, None])[:, 0]
+    expected = (
+        hf(tokens[None, :7]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:7, None])[:, 0]
+    )
     torch.testing.assert_close(adapted[1:7], expected)
     assert not torch.allclose(plain, adapted)
 
 
 @pytest.mark.parametrize("make", [lambda layer: layer, Adapter], ids=["plain", "adapted"])
-def test_without_targets_the_outputs_of_the_layer_come_in_float32(make: Callable[[nn.Linear], nn.Module]) -> None:
+def test_without_targets_the_outputs_of_the_layer_come_in_float32(
+    make: Callable[[nn.Linear], nn.Module],
+) -> None:
     layer = make(nn.Linear(WIDTH, 8)).bfloat16()
     hidden, _ = inputs()
     logits, entropies = OutputHead(layer)(hidden.bfloat16())

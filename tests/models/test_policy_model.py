@@ -40,7 +40,9 @@ def as_model(hf: PreTrainedModel, *, packing: bool) -> PolicyModel:
     return PolicyModel(hf, packing=packing)
 
 
-def plain_logprobs(hf: PreTrainedModel, tokens: torch.Tensor, wanted: torch.Tensor, temperature: float) -> torch.Tensor:
+def plain_logprobs(
+    hf: PreTrainedModel, tokens: torch.Tensor, wanted: torch.Tensor, temperature: float
+) -> torch.Tensor:
     """One sequence at a time, through the logits, in float64."""
     scored, start = torch.zeros(len(tokens), dtype=torch.float64), 0
     for length in LENGTHS:
@@ -93,7 +95,9 @@ def test_a_batch_without_wanted_tokens_has_a_zero_that_can_be_differentiated(pac
 def test_neither_pass_makes_logits_of_more_tokens_than_a_chunk_has(
     packing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """160 tokens, 1024 words, width 32, chunks of four tokens: nothing is larger than the output layer."""
+    """160 tokens, 1024 words, width 32, chunks of four tokens: nothing is larger than the output
+    layer.
+    """
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", 4 * 1024)
     config = tiny_config("llama", vocab_size=1024)
     model = as_model(AutoModelForCausalLM.from_config(config).float(), packing=packing)
@@ -109,9 +113,13 @@ def test_neither_pass_makes_logits_of_more_tokens_than_a_chunk_has(
 def test_what_sequences_begin_with_in_common_is_computed_once_and_changes_no_number(
     hf: PreTrainedModel, checkpointing: bool
 ) -> None:
-    """Two samples of a prompt, a sequence that is the beginning of one, a copy of it, and one that shares nothing."""
+    """Two samples of a prompt, a sequence that is the beginning of one, a copy of it, and one that
+    shares nothing.
+    """
     draw = torch.Generator().manual_seed(2)
-    prompt, other, *ends = (torch.randint(4, 60, (length,), generator=draw) for length in (7, 6, 5, 9))
+    prompt, other, *ends = (
+        torch.randint(4, 60, (length,), generator=draw) for length in (7, 6, 5, 9)
+    )
     sequences = [torch.cat([prompt, ends[0]]), other, torch.cat([prompt, ends[1]]), prompt, other]
     tokens, offsets = torch.cat(sequences), offsets_of([len(sequence) for sequence in sequences])
     wanted = torch.rand(len(tokens), generator=draw) < 0.7
@@ -120,7 +128,9 @@ def test_what_sequences_begin_with_in_common_is_computed_once_and_changes_no_num
         model = as_model(hf, packing=packing).train()
         if checkpointing:
             model.hf.gradient_checkpointing_enable()
-        model.hf.get_decoder().norm.register_forward_hook(lambda *call: seen.append(call[2].shape[:-1].numel()))
+        model.hf.get_decoder().norm.register_forward_hook(
+            lambda *call: seen.append(call[2].shape[:-1].numel())
+        )
         scores = model(tokens, offsets, wanted, 0.9, True)
         assert scores.entropy is not None
         (scores.logprobs.square().sum() + scores.entropy.square().sum()).backward()
@@ -143,7 +153,10 @@ def test_no_document_of_a_packed_row_sees_another(hf: PreTrainedModel) -> None:
     changed = tokens.clone()
     changed[: LENGTHS[0]] = tokens[: LENGTHS[0]].flip(0)
     with torch.no_grad():
-        before, after = (model(tokens, offsets, wanted).logprobs, model(changed, offsets, wanted).logprobs)
+        before, after = (
+            model(tokens, offsets, wanted).logprobs,
+            model(changed, offsets, wanted).logprobs,
+        )
     assert torch.equal(before[LENGTHS[0] :], after[LENGTHS[0] :])
     assert not torch.equal(before, after)
 
@@ -157,7 +170,9 @@ def test_packed_attention_in_bfloat16_is_that_of_float64_rounded_once(window: in
         torch.nn.Module(), query.double(), key.double(), value.double(), None, **options
     )
     assert mixed.dtype == torch.bfloat16
-    torch.testing.assert_close(mixed.double(), exact, rtol=2**-8, atol=1e-6)  # half a unit in the last place
+    torch.testing.assert_close(
+        mixed.double(), exact, rtol=2**-8, atol=1e-6
+    )  # half a unit in the last place
 
 
 def test_architectures_that_transform_their_logits_are_refused() -> None:

@@ -44,7 +44,11 @@ LINEAR_HEADS = {
 MAMBA_HEADS = {"mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 # Architectures whose packed rows would mix documents, by what carries state from token to token.
 MIXING: dict[str, dict[str, Any]] = {
-    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "block_ff_dim": 64},
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+        "block_ff_dim": 64,
+    },
     "qwen3_next": {
         **LINEAR_HEADS,
         "num_experts": 4,
@@ -66,7 +70,9 @@ MIXING: dict[str, dict[str, Any]] = {
         "use_mamba_kernels": False,
     },
     "minimax": {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 16},
-    "falcon": {"ffn_hidden_size": 64},  # its attention does not know ours, and takes the row for one document
+    "falcon": {
+        "ffn_hidden_size": 64
+    },  # its attention does not know ours, and takes the row for one document
     "bloom": {"n_head": 4, "n_layer": 2},
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2},
 }
@@ -83,9 +89,13 @@ def random_model(kind: str, *, packing: bool, **changes: Any) -> PreTrainedModel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", MIXING)
 def test_a_model_that_mixes_packed_documents_is_refused(kind: str, dtype: torch.dtype) -> None:
-    """Padded, it is right. A random model's numbers hardly change; its gradient shows every mixture, in any dtype."""
+    """Padded, it is right. A random model's numbers hardly change; its gradient shows every
+    mixture, in any dtype.
+    """
     hf = random_model(kind, packing=True, **MIXING[kind]).to(dtype)
-    with pytest.raises(ModelError, match=r"packed into one row, and mixes them.*Drop --ds\.packing_samples"):
+    with pytest.raises(
+        ModelError, match=r"packed into one row, and mixes them.*Drop --ds\.packing_samples"
+    ):
         prove_layout(PolicyModel(hf, packing=True))
     if dtype == torch.float32:
         prove_layout(PolicyModel(random_model(kind, packing=False, **MIXING[kind]), packing=False))
@@ -98,7 +108,9 @@ def test_the_layer_types_are_named() -> None:
 
 
 def test_a_mask_that_packed_attention_leaves_out_is_found() -> None:
-    """Doge lets a token see the tokens that matter most to it; with more tokens than that, the packed row differs."""
+    """Doge lets a token see the tokens that matter most to it; with more tokens than that, the
+    packed row differs.
+    """
     hf = random_model("doge", packing=True, keep_window_size=4)
     for name, parameter in hf.named_parameters():
         if name.endswith(".A"):
@@ -109,8 +121,12 @@ def test_a_mask_that_packed_attention_leaves_out_is_found() -> None:
 
 def windowed(window: int, *, packing: bool) -> PolicyModel:
     torch.manual_seed(0)
-    config = tiny_config("llama", max_position_embeddings=2048).to_dict() | {"sliding_window": window}
-    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config | {"model_type": "mistral"}))
+    config = tiny_config("llama", max_position_embeddings=2048).to_dict() | {
+        "sliding_window": window
+    }
+    hf = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config | {"model_type": "mistral"})
+    )
     if packing:
         hf.set_attn_implementation(packed_attention.NAME)
     return PolicyModel(hf, packing=packing)
@@ -176,17 +192,26 @@ def test_the_reach_of_attention_is_read_from_the_configuration(
 
 @pytest.mark.parametrize("kind", ["stablelm", "nemotron"])
 def test_attention_that_cannot_be_packed_is_one_sentence(kind: str) -> None:
-    with pytest.raises(ModelError, match=rf"of type {kind}.*keyword arguments.*Drop --ds\.packing_samples"):
+    with pytest.raises(
+        ModelError, match=rf"of type {kind}.*keyword arguments.*Drop --ds\.packing_samples"
+    ):
         prove_layout(PolicyModel(random_model(kind, packing=True), packing=True))
     prove_layout(PolicyModel(random_model(kind, packing=False), packing=False))
 
 
 @pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize(("kind", "seen"), [("llama4_text", "Llama4ForCausalLM"), ("modernbert-decoder", "Linear")])
+@pytest.mark.parametrize(
+    ("kind", "seen"), [("llama4_text", "Llama4ForCausalLM"), ("modernbert-decoder", "Linear")]
+)
 def test_an_architecture_without_a_decoder_of_its_own_is_refused_with_what_is_in_its_place(
     kind: str, seen: str, packing: bool
 ) -> None:
-    sizes = {"intermediate_size_mlp": 64, "num_local_experts": 2, "head_dim": 16, "no_rope_layers": [1, 0]}
+    sizes = {
+        "intermediate_size_mlp": 64,
+        "num_local_experts": 2,
+        "head_dim": 16,
+        "no_rope_layers": [1, 0],
+    }
     with pytest.raises(ModelError) as refused:
         prove_layout(PolicyModel(random_model(kind, packing=packing, **sizes), packing=packing))
     assert kind in str(refused.value) and seen in str(refused.value)
@@ -201,7 +226,9 @@ def test_an_architecture_that_scales_its_embeddings_in_place_is_proven(packing: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("kind", ["qwen2-tied", "llama", "mistral-windowed", "qwen3", "qwen3-moe", "mixtral"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2-tied", "llama", "mistral-windowed", "qwen3", "qwen3-moe", "mixtral"]
+)
 def test_a_right_model_passes(kind: str, packing: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     config = tiny_config(kind)
@@ -226,7 +253,9 @@ def test_a_reward_model_is_found_out_too() -> None:
 
 
 def test_nearly_equal_numbers_far_from_zero_are_right_up_to_their_rounding() -> None:
-    """A trained reward model gives random texts such numbers: −1.62 ± 0.007 was seen, in bfloat16, which knows ± 0.004 there."""
+    """A trained reward model gives random texts such numbers: −1.62 ± 0.007 was seen, in bfloat16,
+    which knows ± 0.004 there.
+    """
     torch.manual_seed(0)
     hf = AutoModelForSequenceClassification.from_config(tiny_config("qwen2-tied", num_labels=1))
     with torch.no_grad():
@@ -269,17 +298,26 @@ def spec_of(folder: Path, config: PretrainedConfig, **changes: Any) -> LoadSpec:
 
 
 @pytest.mark.parametrize(
-    ("kind", "entry"), [("gemma2", "final_logit_softcapping"), ("recurrent_gemma", "logits_soft_cap")]
+    ("kind", "entry"),
+    [("gemma2", "final_logit_softcapping"), ("recurrent_gemma", "logits_soft_cap")],
 )
-def test_transformed_logits_are_refused_before_anything_is_loaded(kind: str, entry: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=rf"transforms its logits after the output layer \(config\.{entry} = 30\.0\)"):
-        check_is_causal(spec_of(tmp_path, AutoConfig.for_model(kind, **SIZES, architectures=["AForCausalLM"])))
+def test_transformed_logits_are_refused_before_anything_is_loaded(
+    kind: str, entry: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ModelError,
+        match=rf"transforms its logits after the output layer \(config\.{entry} = 30\.0\)",
+    ):
+        check_is_causal(
+            spec_of(tmp_path, AutoConfig.for_model(kind, **SIZES, architectures=["AForCausalLM"]))
+        )
 
 
 def test_a_model_of_more_than_text_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     config = Qwen3_5Config(architectures=["Qwen3_5ForConditionalGeneration"])
     with pytest.raises(
-        ModelError, match=r"not a text-only model \(Qwen3_5ForConditionalGeneration\).*Name a text model"
+        ModelError,
+        match=r"not a text-only model \(Qwen3_5ForConditionalGeneration\).*Name a text model",
     ):
         check_is_causal(spec_of(tmp_path, config))
 
@@ -287,14 +325,20 @@ def test_a_model_of_more_than_text_is_refused_before_anything_is_loaded(tmp_path
 def test_attention_that_an_architecture_lacks_names_the_flags(tmp_path: Path) -> None:
     random_model("mamba", packing=False, state_size=8).save_pretrained(tmp_path)
     spec = load_spec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=True)
-    with pytest.raises(ModelError, match=r"does not support sdpa attention: drop --ds\.packing_samples"):
+    with pytest.raises(
+        ModelError, match=r"does not support sdpa attention: drop --ds\.packing_samples"
+    ):
         load_causal_lm(spec)
 
 
-def test_packed_attention_that_an_architecture_does_not_look_up_names_the_flag(tmp_path: Path) -> None:
+def test_packed_attention_that_an_architecture_does_not_look_up_names_the_flag(
+    tmp_path: Path,
+) -> None:
     random_model("falcon", packing=False, **MIXING["falcon"]).save_pretrained(tmp_path)
     spec = load_spec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=True)
-    with pytest.raises(ModelError, match=r"does not support sdpa attention: drop --ds\.packing_samples"):
+    with pytest.raises(
+        ModelError, match=r"does not support sdpa attention: drop --ds\.packing_samples"
+    ):
         load_causal_lm(spec)
     load_causal_lm(load_spec(tmp_path))
 
@@ -302,7 +346,9 @@ def test_packed_attention_that_an_architecture_does_not_look_up_names_the_flag(t
 def test_an_architecture_without_a_scalar_head_is_refused_in_words(tmp_path: Path) -> None:
     random_model("lfm2", packing=False, **MIXING["lfm2"]).save_pretrained(tmp_path)
     spec = load_spec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=False)
-    with pytest.raises(ModelError, match="none with a plain linear head for the architecture 'lfm2'"):
+    with pytest.raises(
+        ModelError, match="none with a plain linear head for the architecture 'lfm2'"
+    ):
         load_scalar(spec)
 
 
@@ -311,14 +357,18 @@ def test_a_folder_that_is_no_model_is_refused_in_words(config: str | None, tmp_p
     if config:
         (tmp_path / "config.json").write_text(config)
     with pytest.raises(ModelError, match=str(tmp_path)):
-        check_is_causal(load_spec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=False))
+        check_is_causal(
+            load_spec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=False)
+        )
 
 
 # Positions
 
 
 def longrope_config() -> PretrainedConfig:
-    """64 positions, stretched from 16: up to 16 tokens each frequency is as it was, above them some are lower."""
+    """64 positions, stretched from 16: up to 16 tokens each frequency is as it was, above them some
+    are lower.
+    """
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -326,7 +376,11 @@ def longrope_config() -> PretrainedConfig:
         "long_factor": [2.0, 4.0, 8.0, 16.0],
         "original_max_position_embeddings": 16,
     }
-    changes = {"hidden_size": 32, "max_position_embeddings": 64, "original_max_position_embeddings": 16}
+    changes = {
+        "hidden_size": 32,
+        "max_position_embeddings": 64,
+        "original_max_position_embeddings": 16,
+    }
     return AutoConfig.for_model("phi3", **SIZES | changes, rope_parameters=rope)
 
 
@@ -337,7 +391,9 @@ def test_longrope_has_one_set_of_frequencies_whatever_is_in_the_batch(
 ) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(longrope_config()).save_pretrained(tmp_path)
-    spec = load_spec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=packing, max_len=max_len)
+    spec = load_spec(
+        path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=packing, max_len=max_len
+    )
     model = PolicyModel(load_causal_lm(spec), packing=packing)
     lengths = [7, max_len]
     tokens = torch.randint(3, 96, (sum(lengths),), generator=torch.Generator().manual_seed(0))
@@ -345,7 +401,11 @@ def test_longrope_has_one_set_of_frequencies_whatever_is_in_the_batch(
     with torch.no_grad():
         together = model(tokens, torch.tensor([0, 7, sum(lengths)]), wanted).logprobs
         alone = model(tokens[:7], torch.tensor([0, 7]), wanted[:7]).logprobs
-        longer = model(torch.cat([tokens[:7], tokens[:9]]), torch.tensor([0, 16]), torch.ones(16, dtype=torch.bool))
+        longer = model(
+            torch.cat([tokens[:7], tokens[:9]]),
+            torch.tensor([0, 16]),
+            torch.ones(16, dtype=torch.bool),
+        )
     torch.testing.assert_close(together[:7], alone, atol=1e-6, rtol=0)
     torch.testing.assert_close(longer.logprobs[:7], alone, atol=1e-6, rtol=0)
     rotary = model.hf.get_decoder().rotary_emb
@@ -354,10 +414,14 @@ def test_longrope_has_one_set_of_frequencies_whatever_is_in_the_batch(
     torch.testing.assert_close(rotary.inv_freq, base / torch.tensor(chosen))
 
 
-def test_positions_that_depend_on_the_batch_are_refused_beyond_the_models_own(tmp_path: Path) -> None:
+def test_positions_that_depend_on_the_batch_are_refused_beyond_the_models_own(
+    tmp_path: Path,
+) -> None:
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     config = tiny_config("llama", rope_parameters=dynamic)
-    with pytest.raises(ModelError, match=r"rope_type dynamic.*--data\.max_len is 513: lower it to 512"):
+    with pytest.raises(
+        ModelError, match=r"rope_type dynamic.*--data\.max_len is 513: lower it to 512"
+    ):
         configuration(spec_of(tmp_path, config, max_len=513))
     configuration(spec_of(tmp_path, config, max_len=512))
 

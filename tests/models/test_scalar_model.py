@@ -1,4 +1,6 @@
-"""Reward models and critics: against plain Transformers, packed against padded, and what their folders hold."""
+"""Reward models and critics: against plain Transformers, packed against padded, and what their
+folders hold.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from openrlhf.checkpoints.export import export_hf
 from openrlhf.models import packed_attention
 from openrlhf.models.head import OutputHead
 from openrlhf.models.loading import LoadSpec, ModelError, load_causal_lm
-from openrlhf.models.scalar import ScalarModel, check_is_scalar, last_token_scores, load_scalar, state_values
+from openrlhf.models.scalar import (
+    ScalarModel,
+    check_is_scalar,
+    last_token_scores,
+    load_scalar,
+    state_values,
+)
 from tests.loading import load_spec
 from tests.ranks import run_ranks
 from tests.tiny import character_tokenizer, save_reward_model, save_tiny_model, tiny_config
@@ -39,7 +47,9 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def scalar(kind: str = "llama", *, packing: bool = False, **changes: Any) -> ScalarModel:
-    """A random float64 model; without a token for padding, which Transformers reads as text ending there."""
+    """A random float64 model; without a token for padding, which Transformers reads as text ending
+    there.
+    """
     torch.manual_seed(0)
     config = tiny_config(kind, num_labels=1, pad_token_id=None, **changes)
     hf = AutoModelForSequenceClassification.from_config(config).double().eval()
@@ -68,7 +78,9 @@ def edit_config(path: str, **entries: Any) -> None:
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_are_those_of_plain_transformers_one_sequence_at_a_time(kind: str, packing: bool) -> None:
+def test_scores_are_those_of_plain_transformers_one_sequence_at_a_time(
+    kind: str, packing: bool
+) -> None:
     tokens, offsets = batch()
     plain = scalar(kind).hf
     with torch.no_grad():
@@ -120,7 +132,9 @@ def test_packed_and_padded_gradients_agree() -> None:
     for packing in (False, True):
         model = scalar("qwen2-tied", packing=packing)
         values = model(tokens, offsets).values
-        (last_token_scores(values, offsets).sum() + state_values(values, offsets).square().sum()).backward()
+        (
+            last_token_scores(values, offsets).sum() + state_values(values, offsets).square().sum()
+        ).backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     assert all(gradient is not None and gradient.any() for gradient in gradients[0].values())
     for name, gradient in gradients[0].items():
@@ -156,7 +170,9 @@ def test_normalisation_subtracts_the_mean_and_divides_by_the_standard_deviation(
     torch.testing.assert_close(model(tokens, offsets).values, (raw - 2) / 4)
 
 
-@pytest.mark.parametrize(("mean", "std"), [(0.0, 0.0), (0.0, -1.0), (float("nan"), 1.0), (0.0, float("inf"))])
+@pytest.mark.parametrize(
+    ("mean", "std"), [(0.0, 0.0), (0.0, -1.0), (float("nan"), 1.0), (0.0, float("inf"))]
+)
 def test_a_scale_that_cannot_divide_is_refused(mean: float, std: float) -> None:
     with pytest.raises(ValueError, match="cannot be normalised"):
         scalar().set_scale(mean, std)
@@ -166,7 +182,9 @@ def test_a_scale_that_cannot_divide_is_refused(mean: float, std: float) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_export_is_a_sequence_classification_model_with_the_same_scores(kind: str, tmp_path: Path) -> None:
+def test_an_export_is_a_sequence_classification_model_with_the_same_scores(
+    kind: str, tmp_path: Path
+) -> None:
     tokens, offsets = batch()
     model = load_scalar(spec(save_tiny_model(tmp_path / "lm", kind)), seed=3)
     path = export(model, tmp_path / "rm")
@@ -181,7 +199,9 @@ def test_an_export_is_a_sequence_classification_model_with_the_same_scores(kind:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_weight_of_a_language_model_is_kept_and_the_head_survives_an_export(kind: str, tmp_path: Path) -> None:
+def test_every_weight_of_a_language_model_is_kept_and_the_head_survives_an_export(
+    kind: str, tmp_path: Path
+) -> None:
     first = load_scalar(spec(save_tiny_model(tmp_path / "lm", kind)), seed=3)
     second = load_scalar(spec(export(first, tmp_path / "rm")), seed=4, require_head=True)
     stored = load_file(tmp_path / "lm" / "model.safetensors")
@@ -214,7 +234,9 @@ def test_a_new_head_depends_on_the_seed_alone(tmp_path: Path) -> None:
     assert not torch.equal(heads[0], heads[2])
 
 
-def test_a_stored_head_is_replaced_only_on_demand_and_its_scale_goes_with_it(tmp_path: Path) -> None:
+def test_a_stored_head_is_replaced_only_on_demand_and_its_scale_goes_with_it(
+    tmp_path: Path,
+) -> None:
     model = load_scalar(spec(save_tiny_model(tmp_path / "lm")), seed=3)
     model.set_scale(0.5, 2.0)
     path = export(model, tmp_path / "rm")
@@ -227,7 +249,9 @@ def test_a_stored_head_is_replaced_only_on_demand_and_its_scale_goes_with_it(tmp
     assert (again.mean, again.std) == (0.0, 1.0)
 
 
-def test_another_name_for_the_head_is_the_name_in_the_file_and_wins_over_the_flag(tmp_path: Path) -> None:
+def test_another_name_for_the_head_is_the_name_in_the_file_and_wins_over_the_flag(
+    tmp_path: Path,
+) -> None:
     tokens, offsets = batch()
     model = load_scalar(spec(save_tiny_model(tmp_path / "lm")), head_prefix="value_head", seed=3)
     path = export(model, tmp_path / "rm")
@@ -242,18 +266,28 @@ def test_another_name_for_the_head_is_the_name_in_the_file_and_wins_over_the_fla
 
 
 def test_a_reward_model_of_the_reference_is_read(tmp_path: Path) -> None:
-    """Its class has a name of its own, it has no number of labels, and its head may be called value_head."""
+    """Its class has a name of its own, it has no number of labels, and its head may be called
+    value_head.
+    """
     path = save_tiny_model(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     head = torch.full((1, 32), 0.25)
-    save_file(weights | {"value_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    edit_config(path, architectures=["RewardModel"], value_head_prefix="value_head", mean=1.5, std=0.5)
+    save_file(
+        weights | {"value_head.weight": head},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    edit_config(
+        path, architectures=["RewardModel"], value_head_prefix="value_head", mean=1.5, std=0.5
+    )
     model = load_scalar(spec(path), require_head=True)
     assert torch.equal(head_of(model), head)
     assert (model.mean, model.std) == (1.5, 0.5)
 
 
-def test_padding_that_is_the_end_of_text_does_not_move_the_score_of_an_export(tmp_path: Path) -> None:
+def test_padding_that_is_the_end_of_text_does_not_move_the_score_of_an_export(
+    tmp_path: Path,
+) -> None:
     model = load_scalar(spec(save_tiny_model(tmp_path / "lm", pad_token_id=1)), seed=3)
     plain = AutoModelForSequenceClassification.from_pretrained(export(model, tmp_path / "rm"))
     tokens = torch.tensor([10, 20, 30, 1])  # ends with end-of-text
@@ -266,7 +300,9 @@ def test_packing_and_dtype_are_as_the_flags_say(tmp_path: Path) -> None:
     model = load_scalar(spec(save_tiny_model(tmp_path), packing=True, param_dtype="bf16"))
     assert model.packing
     assert {p.dtype for p in model.hf.get_decoder().parameters()} == {torch.bfloat16}
-    assert head_of(model).dtype == torch.float32  # new: the engine rounds it, and keeps what was drawn
+    assert (
+        head_of(model).dtype == torch.float32
+    )  # new: the engine rounds it, and keeps what was drawn
     tokens, offsets = batch()
     values = model(tokens, offsets).values
     assert values.dtype == torch.float32 and values.isfinite().all()
@@ -317,13 +353,17 @@ def test_zero_3_changes_no_number_of_a_new_or_a_stored_head(tmp_path: Path) -> N
 
 def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    with pytest.raises(ValueError, match=r"is not a reward model.*score\.weight, is missing.*lm_head\.weight"):
+    with pytest.raises(
+        ValueError, match=r"is not a reward model.*score\.weight, is missing.*lm_head\.weight"
+    ):
         load_scalar(spec(path), require_head=True)
 
 
 def test_a_stored_head_under_another_name_is_not_overlooked(tmp_path: Path) -> None:
     scalar("qwen3").hf.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"value_head\.weight, is missing.*score\.weight.*--ds\.value_head_prefix"):
+    with pytest.raises(
+        ValueError, match=r"value_head\.weight, is missing.*score\.weight.*--ds\.value_head_prefix"
+    ):
         load_scalar(spec(tmp_path), head_prefix="value_head")
 
 
@@ -362,7 +402,9 @@ def test_a_head_cannot_take_a_name_that_is_taken(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("ending", ["", "/"])
-def test_an_export_replaces_the_model_in_a_folder_and_nothing_else(tmp_path: Path, ending: str) -> None:
+def test_an_export_replaces_the_model_in_a_folder_and_nothing_else(
+    tmp_path: Path, ending: str
+) -> None:
     folder = tmp_path / "ckpt"
     kept = folder / "checkpoints_rm" / "global_step20" / "state"
     kept.parent.mkdir(parents=True)
@@ -371,7 +413,11 @@ def test_an_export_replaces_the_model_in_a_folder_and_nothing_else(tmp_path: Pat
     model = load_scalar(spec(save_tiny_model(tmp_path / "lm")), seed=3)
     for _ in range(2):
         export_hf(
-            [list(model.hf.named_parameters())], model.hf, character_tokenizer(), f"{folder}{ending}", writes=True
+            [list(model.hf.named_parameters())],
+            model.hf,
+            character_tokenizer(),
+            f"{folder}{ending}",
+            writes=True,
         )
     assert kept.read_text() == "hours of work"
     assert sorted(path.name for path in folder.glob("*.safetensors")) == ["model.safetensors"]
@@ -381,7 +427,9 @@ def test_an_export_replaces_the_model_in_a_folder_and_nothing_else(tmp_path: Pat
 
 def test_normalising_needs_the_stored_mean_and_deviation(tmp_path: Path) -> None:
     path = export(load_scalar(spec(save_tiny_model(tmp_path / "lm")), seed=3), tmp_path / "rm")
-    with pytest.raises(ValueError, match=r"stores no mean and standard deviation.*--reward.normalize_enable"):
+    with pytest.raises(
+        ValueError, match=r"stores no mean and standard deviation.*--reward.normalize_enable"
+    ):
         check_is_scalar(spec(path), normalize=True)
 
 
@@ -391,5 +439,7 @@ def test_a_language_model_is_told_from_a_reward_model_by_its_configuration(tmp_p
         check_is_scalar(language_model)
     reward_model = spec(save_reward_model(tmp_path / "rm", tmp_path / "lm"))
     check_is_scalar(reward_model)
-    with pytest.raises(ModelError, match=r"is a reward model or critic \(Qwen2ForSequenceClassification\)"):
+    with pytest.raises(
+        ModelError, match=r"is a reward model or critic \(Qwen2ForSequenceClassification\)"
+    ):
         load_causal_lm(reward_model)

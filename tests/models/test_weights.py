@@ -1,4 +1,6 @@
-"""What is loaded is what was stored: every weight, of its size, finite, and used; in every command that reads a model."""
+"""What is loaded is what was stored: every weight, of its size, finite, and used; in every command
+that reads a model.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ def prefixed(weights: Weights) -> Weights:
 
 
 def with_base_layer(weights: Weights) -> Weights:
-    return {name.replace("q_proj.weight", "q_proj.base_layer.weight"): weight for name, weight in weights.items()}
+    return {
+        name.replace("q_proj.weight", "q_proj.base_layer.weight"): weight
+        for name, weight in weights.items()
+    }
 
 
 def with_another_size(weights: Weights) -> Weights:
@@ -57,7 +62,9 @@ def with_nan(weights: Weights) -> Weights:
 
 
 def with_infinity(weights: Weights) -> Weights:
-    weights["model.embed_tokens.weight"][63, 0] = torch.inf  # of a token that no proof at the start uses
+    weights["model.embed_tokens.weight"][63, 0] = (
+        torch.inf
+    )  # of a token that no proof at the start uses
     return weights
 
 
@@ -89,7 +96,9 @@ def test_weights_that_do_not_fit_the_architecture_are_refused_by_name(
     kind: str, change: Callable[[Weights], Weights], tmp_path: Path
 ) -> None:
     folder = rewrite(save_tiny_model(tmp_path / "lm", kind), change)
-    scalar = rewrite(save_reward_model(tmp_path / "rm", Path(save_tiny_model(tmp_path / "base", kind))), change)
+    scalar = rewrite(
+        save_reward_model(tmp_path / "rm", Path(save_tiny_model(tmp_path / "base", kind))), change
+    )
     for path, read in (
         (folder, check_causal_lm),
         (folder, load_causal_lm),
@@ -115,7 +124,9 @@ def test_weights_that_are_not_finite_are_refused_by_name(
 
 
 @pytest.mark.parametrize("file", ["model-q4.gguf", "consolidated.safetensors"])
-def test_a_model_of_another_format_is_refused_with_the_names_of_its_files(file: str, tmp_path: Path) -> None:
+def test_a_model_of_another_format_is_refused_with_the_names_of_its_files(
+    file: str, tmp_path: Path
+) -> None:
     (tmp_path / file).touch()
     with pytest.raises(ModelError, match=file):
         check_causal_lm(load_spec(tmp_path))
@@ -132,7 +143,12 @@ def test_files_with_numbers_that_are_not_finite_are_refused_before_an_engine_rea
         return {name: weight.to(dtype) for name, weight in weights.items()}
 
     require_finite_files(str(rewrite(folder, stored_as)))
-    rewrite(folder, lambda weights: stored_as(change({name: weight.float() for name, weight in weights.items()})))
+    rewrite(
+        folder,
+        lambda weights: stored_as(
+            change({name: weight.float() for name, weight in weights.items()})
+        ),
+    )
     with pytest.raises(ModelError) as refused:
         require_finite_files(str(folder))
     assert NUMBERS[change] in str(refused.value) and "model.safetensors" in str(refused.value)
@@ -167,9 +183,13 @@ def test_engines_of_a_model_that_is_not_finite_are_not_started(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
-def test_an_expert_of_another_size_is_named_with_its_file_and_both_sizes(kind: str, tmp_path: Path) -> None:
+def test_an_expert_of_another_size_is_named_with_its_file_and_both_sizes(
+    kind: str, tmp_path: Path
+) -> None:
     folder = Path(save_tiny_model(tmp_path, kind))
-    name = sorted(name for name in load_file(folder / "model.safetensors") if ".experts.3." in name)[0]
+    name = sorted(
+        name for name in load_file(folder / "model.safetensors") if ".experts.3." in name
+    )[0]
 
     def widened(weights: Weights) -> Weights:
         rows, columns = weights[name].shape
@@ -184,7 +204,9 @@ def test_an_expert_of_another_size_is_named_with_its_file_and_both_sizes(kind: s
             assert words in str(refused.value)
 
 
-@pytest.mark.parametrize(("kind", "has_experts"), [("mixtral", True), ("qwen3-moe", True), ("qwen2-tied", False)])
+@pytest.mark.parametrize(
+    ("kind", "has_experts"), [("mixtral", True), ("qwen3-moe", True), ("qwen2-tied", False)]
+)
 def test_adapters_beside_a_mixture_of_experts_are_pointed_out(
     kind: str, has_experts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,7 +280,10 @@ def test_the_loss_of_any_one_weight_is_noticed(kind: str, tmp_path: Path) -> Non
     for number, lost in enumerate(names):
         broken = tmp_path / str(number)
         shutil.copytree(folder, broken)
-        rewrite(broken, lambda weights, lost=lost: {name: weights[name] for name in weights if name != lost})
+        rewrite(
+            broken,
+            lambda weights, lost=lost: {name: weights[name] for name in weights if name != lost},
+        )
         with pytest.raises(ModelError):
             check_causal_lm(load_spec(broken))
 
@@ -276,7 +301,11 @@ def test_a_missing_weight_of_several_files_is_named_with_its_file(tmp_path: Path
 
 def test_a_head_with_a_bias_is_refused_unless_a_new_head_is_made(tmp_path: Path) -> None:
     base = Path(save_tiny_model(tmp_path / "base"))
-    spec = load_spec(rewrite(save_reward_model(tmp_path / "rm", base), lambda w: w | {"score.bias": torch.ones(1)}))
+    spec = load_spec(
+        rewrite(
+            save_reward_model(tmp_path / "rm", base), lambda w: w | {"score.bias": torch.ones(1)}
+        )
+    )
     for read in (check_is_scalar, check_scalar_weights, load_scalar):
         with pytest.raises(ModelError, match=r"score\.bias"):
             read(spec)
@@ -285,7 +314,9 @@ def test_a_head_with_a_bias_is_refused_unless_a_new_head_is_made(tmp_path: Path)
 
 
 def test_unused_weights_are_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = rewrite(save_tiny_model(tmp_path), lambda w: w | {"model.mtp.proj.weight": torch.ones(2, 2)})
+    folder = rewrite(
+        save_tiny_model(tmp_path), lambda w: w | {"model.mtp.proj.weight": torch.ones(2, 2)}
+    )
     check_causal_lm(load_spec(folder))
     assert "model.mtp.proj.weight" in capsys.readouterr().err
     load_causal_lm(load_spec(folder))
@@ -293,7 +324,12 @@ def test_unused_weights_are_a_notice(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(
     "entries",
-    [{"num_hidden_layers": 1}, {"layer_types": ["full_attention"]}, {"num_attention_heads": 0}, {"vocab_size": 70}],
+    [
+        {"num_hidden_layers": 1},
+        {"layer_types": ["full_attention"]},
+        {"num_attention_heads": 0},
+        {"vocab_size": 70},
+    ],
     ids=str,
 )
 def test_a_configuration_that_contradicts_itself_or_the_weights_is_one_sentence(
@@ -306,7 +342,13 @@ def test_a_configuration_that_contradicts_itself_or_the_weights_is_one_sentence(
 
 
 # Imported above, because a command would import them without PEFT, which other tests have imported.
-RUNNERS = (batch_inference.run_batch_inference, chat.run_chat, runs.run_evaluation, offline.run_offline, start.run_ppo)
+RUNNERS = (
+    batch_inference.run_batch_inference,
+    chat.run_chat,
+    runs.run_evaluation,
+    offline.run_offline,
+    start.run_ppo,
+)
 COMMANDS = {
     "sft": "--model.model_name_or_path {lm} --data.dataset {rows}",
     "kto": "--model.model_name_or_path {lm} --data.dataset {rows}",
@@ -325,12 +367,17 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_refuses_an_incomplete_model_before_it_starts_a_process(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     whole = save_tiny_model(tmp_path / "whole")
     (tmp_path / "rows.jsonl").write_text('{"input": "a", "output": "b"}\n')
-    (tmp_path / "r.py").write_text("def reward_func(queries, prompts, labels):\n    return [0.0] * len(queries)\n")
+    (tmp_path / "r.py").write_text(
+        "def reward_func(queries, prompts, labels):\n    return [0.0] * len(queries)\n"
+    )
     folders = {
         "whole": whole,
         "lm": str(rewrite(save_tiny_model(tmp_path / "lm"), without_one)),

@@ -68,7 +68,9 @@ def test_every_value_and_every_tick_lies_within_the_range(values):
         ([100.0, 150.0], (97, 153)),
     ],
 )
-def test_the_range_has_zero_if_values_are_constant_or_near_zero_and_never_a_sign_they_lack(values, ends):
+def test_the_range_has_zero_if_values_are_constant_or_near_zero_and_never_a_sign_they_lack(
+    values, ends
+):
     assert value_range(values) == pytest.approx(ends)
 
 
@@ -88,7 +90,13 @@ def test_there_are_always_two_ticks_or_more_and_their_labels_differ(low, width):
 
 def test_tick_labels_are_short():
     assert [label for _, label in draw([curve([0.0, 0.3])]).values] == ["0", "0.1", "0.2", "0.3"]
-    assert [label for _, label in draw([curve([0.0, 9e-6])]).values] == ["0", "2e-06", "4e-06", "6e-06", "8e-06"]
+    assert [label for _, label in draw([curve([0.0, 9e-6])]).values] == [
+        "0",
+        "2e-06",
+        "4e-06",
+        "6e-06",
+        "8e-06",
+    ]
 
 
 def test_the_moving_mean_keeps_a_constant_and_does_not_lag_behind_a_slope():
@@ -109,7 +117,9 @@ def test_only_curves_that_jump_have_a_moving_mean():
     assert is_noisy(curve([0.0, 1.0] * 20))
     assert not is_noisy(curve([i / 40 for i in range(40)]))
     assert not is_noisy(curve([0.0, 1.0] * 10))  # few enough to be seen as they are
-    assert [bool(line.trend) for line in draw([curve([0.0, 1.0] * 20), curve([0.0, 1.0])]).lines] == [True, False]
+    assert [
+        bool(line.trend) for line in draw([curve([0.0, 1.0] * 20), curve([0.0, 1.0])]).lines
+    ] == [True, False]
 
 
 def test_a_curve_spans_the_drawing_and_few_points_are_dots():
@@ -123,7 +133,10 @@ def test_a_curve_spans_the_drawing_and_few_points_are_dots():
 
 def test_a_chart_carries_its_numbers_for_the_pointer():
     chart = draw([curve([0.5, 0.25]), curve([1 / 3], first_step=5)])
-    assert chart.data == {"range": [1, 5], "lines": [{"x": [1, 2], "y": [0.5, 0.25]}, {"x": [5], "y": [0.33333]}]}
+    assert chart.data == {
+        "range": [1, 5],
+        "lines": [{"x": [1, 2], "y": [0.5, 0.25]}, {"x": [5], "y": [0.33333]}],
+    }
     assert [label for _, label in chart.steps] == ["1", "2", "3", "4", "5"]
 
 

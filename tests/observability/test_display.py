@@ -7,7 +7,14 @@ import time
 import pytest
 
 from openrlhf.observability.display import Display
-from openrlhf.observability.lines import clock_time, compact, evaluation_parts, join_parts, percent, step_parts
+from openrlhf.observability.lines import (
+    clock_time,
+    compact,
+    evaluation_parts,
+    join_parts,
+    percent,
+    step_parts,
+)
 
 RL_STEP = {
     "train/reward": 0.53,
@@ -49,7 +56,9 @@ def test_a_supervised_step_shows_its_loss_and_learning_rate():
 
 def test_numbers_of_successive_steps_stand_below_each_other():
     first, second = line_of(RL_STEP), line_of({**RL_STEP, "train/reward": -2.5, "train/kl": -0.1})
-    assert [i for i, c in enumerate(first) if c == "·"] == [i for i, c in enumerate(second) if c == "·"]
+    assert [i for i, c in enumerate(first) if c == "·"] == [
+        i for i, c in enumerate(second) if c == "·"
+    ]
 
 
 def test_trouble_is_on_the_line_only_when_there_is_some():
@@ -109,7 +118,11 @@ def test_an_evaluation_shows_pass_at_k_first():
 
 
 def test_a_standard_error_stands_behind_its_pass_at_one():
-    values = {"eval/eval_a_score_stderr": 0.0123, "eval/eval_a_pass4": 0.71, "eval/eval_a_pass1": 0.4523}
+    values = {
+        "eval/eval_a_score_stderr": 0.0123,
+        "eval/eval_a_pass4": 0.71,
+        "eval/eval_a_pass1": 0.4523,
+    }
     line = join_parts(evaluation_parts(0, values)).plain
     assert line == "eval after step 0 · a pass@4 0.710 · a pass@1 0.452 (± 0.012)"
 
@@ -120,7 +133,9 @@ def test_the_data_source_of_rows_that_name_none_is_not_shown():
 
 
 def test_a_supervised_evaluation_shows_its_loss():
-    assert join_parts(evaluation_parts(5, {"eval/eval gpt_loss": 0.5})).plain == ("eval after step 5 · gpt loss 0.500")
+    assert join_parts(evaluation_parts(5, {"eval/eval gpt_loss": 0.5})).plain == (
+        "eval after step 5 · gpt loss 0.500"
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,5 +221,11 @@ def test_json_output_is_one_object_per_line(monkeypatch):
     display.evaluation(1, {"eval/eval_loss": 0.5})
     note, step, evaluation = map(json.loads, out.getvalue().splitlines())
     assert note == {"event": "note", "text": "hello"}
-    assert step == {"event": "step", "step": 1, "total_steps": 2, "seconds_left": 0.0, "train/reward": None}
+    assert step == {
+        "event": "step",
+        "step": 1,
+        "total_steps": 2,
+        "seconds_left": 0.0,
+        "train/reward": None,
+    }
     assert evaluation == {"event": "evaluation", "step": 1, "eval/eval_loss": 0.5}

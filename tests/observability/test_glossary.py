@@ -44,7 +44,10 @@ def test_a_number_of_user_code_needs_no_declaration():
 
 def test_names_reduce_in_the_ways_that_exist():
     ways = {spec.reduces for spec in GLOSSARY.values()}
-    assert ways == {kind.__name__.lower() for kind in (metrics.Mean, metrics.Max, metrics.Last, metrics.Deviation)}
+    assert ways == {
+        kind.__name__.lower()
+        for kind in (metrics.Mean, metrics.Max, metrics.Last, metrics.Deviation)
+    }
     assert GLOSSARY["train/kl"].reduces == "mean"
     assert GLOSSARY["train/logprob_gap_max"].reduces == "max"
     assert GLOSSARY["train/actor_lr"].reduces == "last"
@@ -59,7 +62,10 @@ def test_the_page_has_one_row_of_five_cells_for_every_name():
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert len(rows) == len(GLOSSARY)
     assert all(len(re.split(r"(?<!\\)\|", row)) == 5 + 2 for row in rows)
-    assert "| `train/kl` | mean | nats per token | -10 to 10 | KL of the policy to the reference" in page
+    assert (
+        "| `train/kl` | mean | nats per token | -10 to 10 | KL of the policy to the reference"
+        in page
+    )
 
 
 def test_every_definition_is_one_sentence_on_one_line():
@@ -72,7 +78,13 @@ def test_every_definition_is_one_sentence_on_one_line():
 
 
 def test_plausible_numbers_draw_no_sentence():
-    step = {"train/acc": 1.0, "train/lr": 0.0, "train/policy_loss": -3.0, "train/truncated": 1 + 1e-9, "train/mine": -9}
+    step = {
+        "train/acc": 1.0,
+        "train/lr": 0.0,
+        "train/policy_loss": -3.0,
+        "train/truncated": 1 + 1e-9,
+        "train/mine": -9,
+    }
     assert implausible([{"step": 1, "time": 1.7e9, **step}]) == []
 
 
@@ -85,7 +97,11 @@ def test_plausible_numbers_draw_no_sentence():
         ("train/logprob_gap_mean", -0.1, "train/logprob_gap_mean is -0.1, and its range is ≥ 0"),
         ("train/kl", 11, "train/kl is 11, and its range is -10 to 10"),
         ("train/policy_loss", None, "train/policy_loss is not a finite number"),
-        ("eval/eval_gsm8k_truncated_rate", -0.5, "eval/eval_gsm8k_truncated_rate is -0.5, and its range is 0 to 1"),
+        (
+            "eval/eval_gsm8k_truncated_rate",
+            -0.5,
+            "eval/eval_gsm8k_truncated_rate is -0.5, and its range is 0 to 1",
+        ),
     ],
 )
 def test_a_number_outside_its_range_is_named_with_its_step(name, value, sentence):
@@ -95,7 +111,9 @@ def test_a_number_outside_its_range_is_named_with_its_step(name, value, sentence
 
 def test_a_mean_is_not_more_than_its_maximum():
     row = {"step": 2, "train/logprob_gap_mean": 0.5, "train/logprob_gap_max": 0.25}
-    assert implausible([row]) == ["step 2: train/logprob_gap_mean is 0.5, and train/logprob_gap_max is only 0.25"]
+    assert implausible([row]) == [
+        "step 2: train/logprob_gap_mean is 0.5, and train/logprob_gap_max is only 0.25"
+    ]
 
 
 def test_every_metric_but_signed_ones_has_a_least_value():
@@ -103,4 +121,10 @@ def test_every_metric_but_signed_ones_has_a_least_value():
     names = "reward|return|values|score|pass|margin|policy_loss|diff|ppo_kl|vllm_kl|logratio"
     of_any_task = {"train/loss", "train/loss_mean", "eval/eval_loss"}  # robust DPO's is signed
     assert of_any_task == {name for name in signed if not re.search(names, name)}
-    assert {range_of(spec) for spec in GLOSSARY.values()} == {"any", "≥ 0", "0 to 1", "0 to 100", "-10 to 10"}
+    assert {range_of(spec) for spec in GLOSSARY.values()} == {
+        "any",
+        "≥ 0",
+        "0 to 1",
+        "0 to 100",
+        "-10 to 10",
+    }

@@ -29,10 +29,14 @@ def recorded(name: str) -> list[Row]:
 def with_values(
     rows: list[Row], metric: str, value: Callable[[int, float], float | None], after: int = 10
 ) -> list[Row]:
-    """The rows with the metric changed in the steps after one: `value(steps since then, as it was)`."""
+    """The rows with the metric changed in the steps after one: `value(steps since then, as it
+    was)`.
+    """
     number = count(1)
     return [
-        row | {metric: value(next(number), row[metric])} if metric in row and row["step"] > after else row
+        row | {metric: value(next(number), row[metric])}
+        if metric in row and row["step"] > after
+        else row
         for row in rows
     ]
 
@@ -48,9 +52,14 @@ def test_the_runs_on_record_say_nothing_unless_they_got_worse() -> None:
     for record in map(json.loads, RECORDS.read_text().splitlines()):
         if record["name"] == UNCORRECTED:
             continue
-        rows: list[Row] = [{"step": n, "train/reward": solved} for n, solved in enumerate(record["solved"], 1)]
+        rows: list[Row] = [
+            {"step": n, "train/reward": solved} for n, solved in enumerate(record["solved"], 1)
+        ]
         ends = (0, record["pass_at_1"][0]), (len(rows), record["pass_at_1"][1])
-        rows += [{"step": n, "eval/eval_sort_pass1": p, "eval/eval_sort_score_stderr": 0.015} for n, p in ends]
+        rows += [
+            {"step": n, "eval/eval_sort_pass1": p, "eval/eval_sort_score_stderr": 0.015}
+            for n, p in ends
+        ]
         assert notices_of(rows) == [], record["name"]
 
 
@@ -78,7 +87,9 @@ SICKNESSES: list[tuple[str, str, str, Callable[[int, float], float | None]]] = [
 
 
 @pytest.mark.parametrize(
-    ("run", "sickness", "metric", "value"), SICKNESSES, ids=[f"{s}: {m}" for _, s, m, _ in SICKNESSES]
+    ("run", "sickness", "metric", "value"),
+    SICKNESSES,
+    ids=[f"{s}: {m}" for _, s, m, _ in SICKNESSES],
 )
 def test_each_sickness_is_told_once_by_its_own_notice(
     run: str, sickness: str, metric: str, value: Callable[[int, float], float | None]
@@ -98,23 +109,36 @@ def test_each_sickness_is_told_once_by_its_own_notice(
         (None, [0.1, 0.2, 0.5, 0.9, 0.9, 0.9, 0.9, 0.9]),
     ],
 )
-def test_the_entropy_may_fall_and_rise_but_not_vanish_or_run_away(sickness: str | None, curve: list[float]) -> None:
+def test_the_entropy_may_fall_and_rise_but_not_vanish_or_run_away(
+    sickness: str | None, curve: list[float]
+) -> None:
     found = notices_of({"step": n, "train/entropy_loss": x} for n, x in enumerate(curve))
-    assert [notice.endswith(MEANING[sickness]) for notice in found if sickness] == [True] * (sickness is not None)
+    assert [notice.endswith(MEANING[sickness]) for notice in found if sickness] == [True] * (
+        sickness is not None
+    )
     assert len(found) == (sickness is not None)
 
 
 @pytest.mark.parametrize(
     ("losses", "told"),
-    [([0.5, 0.4, 0.45, 0.5], True), ([0.5, 0.4, 0.45, 0.44], False), ([0.5, 0.4, 0.401, 0.402], False)],
+    [
+        ([0.5, 0.4, 0.45, 0.5], True),
+        ([0.5, 0.4, 0.45, 0.44], False),
+        ([0.5, 0.4, 0.401, 0.402], False),
+    ],
 )
-def test_an_evaluation_loss_that_keeps_rising_is_overfitting(losses: list[float], told: bool) -> None:
+def test_an_evaluation_loss_that_keeps_rising_is_overfitting(
+    losses: list[float], told: bool
+) -> None:
     found = notices_of({"step": n, "eval/eval_loss": x} for n, x in enumerate(losses))
     assert [notice.endswith(MEANING["overfitting"]) for notice in found] == [True] * told
 
 
 def evaluations(*scores: float, error: float = 0.02) -> list[Row]:
-    return [{"step": n, "eval/eval_x_pass1": s, "eval/eval_x_score_stderr": error} for n, s in enumerate(scores)]
+    return [
+        {"step": n, "eval/eval_x_pass1": s, "eval/eval_x_score_stderr": error}
+        for n, s in enumerate(scores)
+    ]
 
 
 def told_when(rows: list[Row]) -> str:
@@ -129,14 +153,26 @@ def test_a_held_out_score_may_dip_once_but_not_end_below_its_start() -> None:
     assert told_when(evaluations(0.5, 0.4, 0.5, 0.6)) == "never"
     assert told_when(evaluations(0.5, 0.4, 0.4, 0.6)) == "running"
     assert told_when(evaluations(0.5, 0.6, 0.4)) == "end"
-    assert told_when(evaluations(0.5, 0.46)) == "never"  # within two standard errors of the difference, 0.057
+    assert (
+        told_when(evaluations(0.5, 0.46)) == "never"
+    )  # within two standard errors of the difference, 0.057
     assert told_when(evaluations(0.5, 0.44)) == "end"
-    assert told_when([{"step": n, "eval/eval_x_pass1": x} for n, x in enumerate([0.5, 0.1])]) == "never"  # no error
+    assert (
+        told_when([{"step": n, "eval/eval_x_pass1": x} for n, x in enumerate([0.5, 0.1])])
+        == "never"
+    )  # no error
 
 
-@pytest.mark.parametrize(("steps", "accuracy", "told"), [(40, 0.5, "end"), (40, 0.56, "never"), (20, 0.5, "never")])
-def test_a_reward_model_at_chance_says_so_at_its_end(steps: int, accuracy: float, told: str) -> None:
-    assert told_when([{"step": n, "train/acc": accuracy + 0.1 * (-1) ** n} for n in range(steps)]) == told
+@pytest.mark.parametrize(
+    ("steps", "accuracy", "told"), [(40, 0.5, "end"), (40, 0.56, "never"), (20, 0.5, "never")]
+)
+def test_a_reward_model_at_chance_says_so_at_its_end(
+    steps: int, accuracy: float, told: str
+) -> None:
+    assert (
+        told_when([{"step": n, "train/acc": accuracy + 0.1 * (-1) ** n} for n in range(steps)])
+        == told
+    )
 
 
 def test_a_run_whose_steps_all_had_a_learning_rate_of_zero_says_so_but_not_if_it_ends_after_the_first_of_a_warm_up() -> (
@@ -144,33 +180,53 @@ def test_a_run_whose_steps_all_had_a_learning_rate_of_zero_says_so_but_not_if_it
 ):
     assert told_when([{"step": 1, "train/lr": 0.0}]) == "never"
     assert told_when([{"step": n, "train/lr": 0.0} for n in range(2)]) == "end"
-    assert told_when([{"step": n, "train/lr": rate} for n, rate in enumerate([0.0, 1e-5])]) == "never"
-    assert told_when([{"step": n, "train/lr": rate} for n, rate in enumerate([1e-5, 0.0])]) == "never"
+    assert (
+        told_when([{"step": n, "train/lr": rate} for n, rate in enumerate([0.0, 1e-5])]) == "never"
+    )
+    assert (
+        told_when([{"step": n, "train/lr": rate} for n, rate in enumerate([1e-5, 0.0])]) == "never"
+    )
 
 
 @pytest.mark.parametrize(
     ("kept", "told"),
-    [([0], "end"), ([0, 0, 0], "end"), ([0, 0, 8], "never"), ([8, 0, 0], "never"), ([8] + [0] * 5, "running")],
+    [
+        ([0], "end"),
+        ([0, 0, 0], "end"),
+        ([0, 0, 8], "never"),
+        ([8, 0, 0], "never"),
+        ([8] + [0] * 5, "running"),
+    ],
 )
 def test_steps_without_an_episode_to_train_on_are_noticed(kept: list[int], told: str) -> None:
-    assert told_when([{"step": n, "rollout/num_samples": float(x)} for n, x in enumerate(kept)]) == told
+    assert (
+        told_when([{"step": n, "rollout/num_samples": float(x)} for n, x in enumerate(kept)])
+        == told
+    )
 
 
 @pytest.mark.parametrize(("last", "told"), [(-20.0, "running"), (-4.0, "never"), (10.0, "never")])
 def test_chosen_answers_that_become_less_likely_are_noticed(last: float, told: str) -> None:
-    rows = [{"step": n, "train/chosen_logratio": last * n / 20, "train/acc": 0.9} for n in range(21)]
+    rows = [
+        {"step": n, "train/chosen_logratio": last * n / 20, "train/acc": 0.9} for n in range(21)
+    ]
     assert told_when(rows) == told
 
 
 def test_equal_rewards_explain_a_gradient_of_zero() -> None:
-    rows = [{"step": n, "train/dead_groups": 1.0, "train/reward": 0.0, "train/actor_grad_norm": 0.0} for n in range(9)]
+    rows = [
+        {"step": n, "train/dead_groups": 1.0, "train/reward": 0.0, "train/actor_grad_norm": 0.0}
+        for n in range(9)
+    ]
     (notice,) = notices_of(rows)
     assert notice.endswith(MEANING["same rewards"])
     assert CAUSES == {"no update": "same rewards", "rounded away": "no update"}
 
 
 def test_bfloat16_weights_that_hardly_change_are_reported_unless_nothing_is_learned() -> None:
-    still = [{"step": n, "train/actor_changed_weights": 0.0002, "train/actor_lr": 1e-6} for n in range(9)]
+    still = [
+        {"step": n, "train/actor_changed_weights": 0.0002, "train/actor_lr": 1e-6} for n in range(9)
+    ]
     (notice,) = notices_of(still)
     assert notice.endswith(MEANING["rounded away"]) and "0.0002" in notice
     assert notices_of([row | {"train/actor_changed_weights": 0.01} for row in still]) == []
@@ -179,14 +235,22 @@ def test_bfloat16_weights_that_hardly_change_are_reported_unless_nothing_is_lear
 
 
 def test_a_warm_up_from_zero_is_healthy() -> None:
-    assert notices_of({"step": n, "train/actor_lr": rate} for n, rate in enumerate([0, 0, 0, 0, 1e-6, 2e-6])) == []
+    assert (
+        notices_of(
+            {"step": n, "train/actor_lr": rate} for n, rate in enumerate([0, 0, 0, 0, 1e-6, 2e-6])
+        )
+        == []
+    )
 
 
 def test_a_notice_has_the_steps_the_number_and_where_it_began() -> None:
     (notice,) = notices_of(
-        {"step": n, "train/logprob_gap_mean": x} for n, x in enumerate([0.05, 0.08, 0.15, 0.2, 0.25])
+        {"step": n, "train/logprob_gap_mean": x}
+        for n, x in enumerate([0.05, 0.08, 0.15, 0.2, 0.25])
     )
-    assert notice.startswith("Steps 2 to 4: train/logprob_gap_mean is 0.25 (at the start 0.05). Engine and trainer")
+    assert notice.startswith(
+        "Steps 2 to 4: train/logprob_gap_mean is 0.25 (at the start 0.05). Engine and trainer"
+    )
 
 
 def test_every_flag_that_a_notice_names_exists_and_every_sickness_has_a_rule() -> None:

@@ -21,7 +21,9 @@ FULL = Path("/dev/full")  # every write fails as on a full disk
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Let writes beyond `size` bytes of a file fail, with part of a line written before, as on a disk that fills up."""
+    """Let writes beyond `size` bytes of a file fail, with part of a line written before, as on a
+    disk that fills up.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -45,7 +47,9 @@ def test_lines_of_a_full_disk_are_written_in_order_once_there_is_room(
 
 
 @pytest.mark.usefixtures("capsys")  # what is printed would go to a file, too
-def test_lines_are_dropped_when_too_many_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_dropped_when_too_many_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(log_file, "MOST_PENDING_BYTES", 8)
     file = LogFile(tmp_path / "log")
     with files_of_at_most(0):
@@ -59,7 +63,14 @@ def test_lines_are_dropped_when_too_many_wait(tmp_path: Path, monkeypatch: pytes
 def test_run_whose_folder_is_full_logs_what_it_can_and_ends_in_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--model.model_name_or_path", "m", "--data.dataset", "d", "--run.dir", str(tmp_path / "run")]
+    words = [
+        "--model.model_name_or_path",
+        "m",
+        "--data.dataset",
+        "d",
+        "--run.dir",
+        str(tmp_path / "run"),
+    ]
     recorder = Recorder(parse_config(SFTConfig, words, command="train_sft"), str(tmp_path / "run"))
     recorder.step(1, {"train/gpt_loss": 1.0})
     with files_of_at_most(0):

@@ -30,12 +30,17 @@ def test_a_maximum_does_not_hide_a_nan_in_either_order(order):
 def test_a_deviation_does_not_depend_on_the_parts(parts):
     whole = [number for part in parts for number in part]
     merged = merge_all({"std": Deviation.of(part)} for part in parts)["std"]
-    assert merged.value == pytest.approx(statistics.stdev(whole) if len(whole) > 1 else 0.0, rel=1e-6, abs=1e-9)
+    assert merged.value == pytest.approx(
+        statistics.stdev(whole) if len(whole) > 1 else 0.0, rel=1e-6, abs=1e-9
+    )
     assert merged.mean == pytest.approx(statistics.mean(whole), abs=1e-9)
 
 
 def test_a_small_deviation_is_not_lost_beside_a_large_mean():
-    parts = [{"std": Deviation.of([1e9 + 0.25, 1e9 - 0.25])}, {"std": Deviation.of([1e9 + 0.25, 1e9 - 0.25])}]
+    parts = [
+        {"std": Deviation.of([1e9 + 0.25, 1e9 - 0.25])},
+        {"std": Deviation.of([1e9 + 0.25, 1e9 - 0.25])},
+    ]
     assert merge_all(parts)["std"].value == pytest.approx(0.25 * math.sqrt(4 / 3), rel=1e-6)
 
 

@@ -19,12 +19,17 @@ from tests.trainers.episodes import episode, failed
 
 
 def recorder(folder: Path, *, resume_step: int | None = None, logging_steps: int = 1) -> Recorder:
-    config = SFTConfig(logger=LoggerConfig(logging_steps=logging_steps), run=RunConfig(dir=str(folder), quiet=True))
+    config = SFTConfig(
+        logger=LoggerConfig(logging_steps=logging_steps), run=RunConfig(dir=str(folder), quiet=True)
+    )
     return Recorder(config, str(folder), resume_step=resume_step)
 
 
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if key != "time"} for row in read_lines(folder / name)]
+    return [
+        {key: value for key, value in row.items() if key != "time"}
+        for row in read_lines(folder / name)
+    ]
 
 
 def log_steps(recorder: Recorder, first: int, last: int) -> None:
@@ -48,12 +53,23 @@ def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path: Path) ->
 
 
 def resumed_notices(
-    folder: Path, before: list[str], after: list[str], capsys: pytest.CaptureFixture[str], *, written: bool = True
+    folder: Path,
+    before: list[str],
+    after: list[str],
+    capsys: pytest.CaptureFixture[str],
+    *,
+    written: bool = True,
 ) -> str:
     """What a run with the flags `after` prints when it continues a run with the flags `before`."""
     folder.mkdir(exist_ok=True)
     (folder / "rows.jsonl").write_text("{}\n")
-    always = ["--model.model_name_or_path", "m", "--data.dataset", str(folder / "rows.jsonl"), "--run.quiet"]
+    always = [
+        "--model.model_name_or_path",
+        "m",
+        "--data.dataset",
+        str(folder / "rows.jsonl"),
+        "--run.quiet",
+    ]
     Recorder(parse_config(SFTConfig, [*always, *before], command="train_sft"), str(folder)).close()
     if not written:
         (folder / "config_resolved.yaml").unlink()
@@ -67,7 +83,17 @@ def test_a_resumed_run_lists_the_flags_that_changed_with_both_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = ["--adam.lr", "1e-3", "--lr_scheduler", "constant", "--adam.betas", "0.9", "0.95"]
-    after = ["--adam.lr", "2e-3", "--adam.weight_decay", "0.1", "--train.seed", "7", "--adam.betas", "0.9", "0.95"]
+    after = [
+        "--adam.lr",
+        "2e-3",
+        "--adam.weight_decay",
+        "0.1",
+        "--train.seed",
+        "7",
+        "--adam.betas",
+        "0.9",
+        "0.95",
+    ]
     said = resumed_notices(tmp_path, before, after, capsys)
     assert said.count("[notice]") == 1
     expected = {
@@ -76,20 +102,43 @@ def test_a_resumed_run_lists_the_flags_that_changed_with_both_values(
         "--lr_scheduler cosine_with_min_lr (before: constant)",
         "--train.seed 7 (before: 42)",
     }
-    assert set(said.strip().removesuffix(".").partition(" than before: ")[2].split(", ")) == expected
+    assert (
+        set(said.strip().removesuffix(".").partition(" than before: ")[2].split(", ")) == expected
+    )
 
 
 def test_a_resumed_run_with_the_same_flags_or_other_places_lists_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    free = ["--ckpt.load_enable", "--ckpt.save_steps", "3", "--ckpt.output_dir", "e", "--ds.zero_stage", "3"]
-    free += ["--logger.logging_steps", "2", "--logger.tensorboard_dir", str(tmp_path / "t"), "--run.json"]
-    assert resumed_notices(tmp_path / "same", ["--adam.lr", "1e-3"], ["--adam.lr", "1e-3"], capsys) == ""
+    free = [
+        "--ckpt.load_enable",
+        "--ckpt.save_steps",
+        "3",
+        "--ckpt.output_dir",
+        "e",
+        "--ds.zero_stage",
+        "3",
+    ]
+    free += [
+        "--logger.logging_steps",
+        "2",
+        "--logger.tensorboard_dir",
+        str(tmp_path / "t"),
+        "--run.json",
+    ]
+    assert (
+        resumed_notices(tmp_path / "same", ["--adam.lr", "1e-3"], ["--adam.lr", "1e-3"], capsys)
+        == ""
+    )
     assert resumed_notices(tmp_path / "free", [], free, capsys) == ""
-    assert resumed_notices(tmp_path / "lost", [], ["--adam.lr", "1e-3"], capsys, written=False) == ""
+    assert (
+        resumed_notices(tmp_path / "lost", [], ["--adam.lr", "1e-3"], capsys, written=False) == ""
+    )
 
 
-def test_a_new_run_in_the_same_folder_starts_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_run_in_the_same_folder_starts_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log_steps(recorder(tmp_path), 1, 3)
     assert "earlier run" not in capsys.readouterr().out
     log_steps(recorder(tmp_path), 1, 1)
@@ -123,7 +172,9 @@ def test_filtered_episodes_are_written_beside_as_many_kept_ones_and_marked(tmp_p
     many = [episode(0, i, score=1.0) for i in range(SAMPLES_PER_STEP + 5)]
     recorder(tmp_path).samples(1, [*map(thrown_away, many), *many])
     written = rows(tmp_path, "samples.jsonl")
-    assert [row["filtered"] for row in written] == [False] * SAMPLES_PER_STEP + [True] * SAMPLES_PER_STEP
+    assert [row["filtered"] for row in written] == [False] * SAMPLES_PER_STEP + [
+        True
+    ] * SAMPLES_PER_STEP
     assert {row["reward"] for row in written} == {1.0}
 
 
@@ -132,10 +183,17 @@ def test_every_evaluation_keeps_a_finished_sample_of_the_same_first_prompts(tmp_
     many = [episode(prompt, sample, score=1.0) for prompt in range(9) for sample in range(2)]
     made.evaluation(0, {"eval/score": 0.5}, [failed(0, 0), *many[1:]])
     made.evaluation(4, {"eval/score": 0.5}, many)
-    kept = [(row["step"], row["prompt_index"], row["sample_index"]) for row in rows(tmp_path, "samples.jsonl")]
+    kept = [
+        (row["step"], row["prompt_index"], row["sample_index"])
+        for row in rows(tmp_path, "samples.jsonl")
+    ]
     prompts = range(SAMPLES_PER_EVALUATION)
     assert kept.pop(SAMPLES_PER_EVALUATION) == (0, 0, 0)  # the failed one
-    assert kept == [(0, 0, 1), *[(0, prompt, 0) for prompt in prompts[1:]], *[(4, prompt, 0) for prompt in prompts]]
+    assert kept == [
+        (0, 0, 1),
+        *[(0, prompt, 0) for prompt in prompts[1:]],
+        *[(4, prompt, 0) for prompt in prompts],
+    ]
     assert all(row["evaluation"] for row in rows(tmp_path, "samples.jsonl"))
 
 
@@ -158,7 +216,9 @@ def test_a_run_that_learns_nothing_says_so_once_on_the_terminal_and_in_the_repor
     assert (tmp_path / "report.html").read_text().count(notice) == 1
 
 
-def test_a_resumed_run_counts_on_and_repeats_no_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_counts_on_and_repeats_no_notice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     dead(recorder(tmp_path), 1, 3)
     dead(recorder(tmp_path, resume_step=3), 4, 6)
     assert "Notice: Steps 1 to 5: " in capsys.readouterr().out
@@ -190,10 +250,20 @@ def test_the_first_error_of_each_kind_is_shown_once_of_steps_and_evaluations(
 ) -> None:
     made = recorder(tmp_path)
     slow, broken = Failure.TIMEOUT, Failure.EXCEPTION
-    errors = [(slow, "slow one"), (slow, "slow two"), (broken, "Traceback:\n  line\nValueError: bad label")]
-    episodes = [replace(failed(0, n), failure=kind, error=text) for n, (kind, text) in enumerate(errors)]
+    errors = [
+        (slow, "slow one"),
+        (slow, "slow two"),
+        (broken, "Traceback:\n  line\nValueError: bad label"),
+    ]
+    episodes = [
+        replace(failed(0, n), failure=kind, error=text) for n, (kind, text) in enumerate(errors)
+    ]
     made.evaluation(0, {"eval/score": 0.5}, episodes[:1])
     made.samples(1, episodes)
     made.samples(2, episodes)
     shown = capsys.readouterr().out
-    assert [shown.count(text) for text in ("slow one", "slow two", "ValueError: bad label")] == [1, 0, 1]
+    assert [shown.count(text) for text in ("slow one", "slow two", "ValueError: bad label")] == [
+        1,
+        0,
+        1,
+    ]

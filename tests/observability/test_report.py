@@ -99,7 +99,9 @@ def test_nothing_a_model_writes_becomes_markup(run):
     run.log_metrics(41, {f"train/{attack}": 1.0})
     run.log_metrics(42, {f"train/{attack}": 2.0})
     run.write_config("", attack)
-    path = write_report(run.path / "r.html", {attack: run.path}, title=attack, tables=[[[attack], [attack]]])
+    path = write_report(
+        run.path / "r.html", {attack: run.path}, title=attack, tables=[[[attack], [attack]]]
+    )
     page = page_of(path)
     assert page.count("script") == 1  # the page's own
     assert page.count("img") == 0
@@ -191,7 +193,12 @@ def test_without_evaluations_prompts_of_the_first_step_are_shown_when_they_were_
 
 
 def test_if_no_prompt_came_again_samples_of_the_first_and_the_newest_step_stand_side_by_side():
-    rows = [sample(step, f"p{step}{i}", f"r{step}{i}") for step in (1, 2, 3) for i in range(step) for _ in range(2)]
+    rows = [
+        sample(step, f"p{step}{i}", f"r{step}{i}")
+        for step in (1, 2, 3)
+        for i in range(step)
+        for _ in range(2)
+    ]
     samples = read_samples(rows)
     assert responses(samples) == [("r10", "r30"), (None, "r31"), (None, "r32")]
     assert "no prompt of the first step was drawn again" in samples.caption
@@ -209,7 +216,9 @@ def test_only_a_few_rows_are_held_whatever_the_run_logged():
 def test_failures_are_counted_and_the_newest_errors_shown(run):
     run.log_metrics(41, {"train/failed_episodes": 2})
     run.log_metrics(42, {"train/failed_episodes": 3})
-    run.log_samples(SAMPLE | dict(step=41, reward=None, error=f"TimeoutError {i}") for i in range(30))
+    run.log_samples(
+        SAMPLE | dict(step=41, reward=None, error=f"TimeoutError {i}") for i in range(30)
+    )
     view = read_stage(run.path)
     assert view.notices == ["Failed episodes, dropped: 5", "Logged episodes with an error: 30"]
     page = page_of(report_run(run.path))
@@ -220,7 +229,9 @@ def test_failures_are_counted_and_the_newest_errors_shown(run):
 def test_notices_about_the_run_stand_above_its_curves(run):
     run.log_metrics(41, {"train/nonfinite_steps": 1})
     text = page_of(report_run(run.path)).text
-    assert text.index("Step 41: train/nonfinite_steps is 1. An optimizer step is skipped") < text.index("Reward")
+    assert text.index(
+        "Step 41: train/nonfinite_steps is 1. An optimizer step is skipped"
+    ) < text.index("Reward")
 
 
 def test_main_numbers_compare_beginning_and_end():
@@ -228,12 +239,20 @@ def test_main_numbers_compare_beginning_and_end():
         "train/reward": [(step, float(step > 50)) for step in range(1, 101)],
         "eval/eval_gsm8k_pass1": [(1, 0.25), (100, 0.5)],
     }
-    assert main_numbers(series) == [("eval/eval_gsm8k_pass1", 0.25, 0.5), ("train/reward", 0.0, 1.0)]
+    assert main_numbers(series) == [
+        ("eval/eval_gsm8k_pass1", 0.25, 0.5),
+        ("train/reward", 0.0, 1.0),
+    ]
 
 
 @pytest.mark.parametrize(("steps", "averaged"), [(100, "5 steps"), (40, "2 steps"), (39, "")])
-def test_the_label_of_a_tile_says_over_how_many_steps_its_numbers_are_averaged(steps: int, averaged: str) -> None:
-    series = {"train/reward": [(step, 1.0) for step in range(steps)], "eval/eval_gsm8k_pass1": [(steps, 0.5)]}
+def test_the_label_of_a_tile_says_over_how_many_steps_its_numbers_are_averaged(
+    steps: int, averaged: str
+) -> None:
+    series = {
+        "train/reward": [(step, 1.0) for step in range(steps)],
+        "eval/eval_gsm8k_pass1": [(steps, 0.5)],
+    }
     (evaluation, _, _), (reward, _, _) = make_tiles(series)
     assert "steps" not in evaluation
     assert averaged in reward and ("steps" in reward) == bool(averaged)

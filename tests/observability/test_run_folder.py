@@ -11,7 +11,14 @@ import pytest
 from openrlhf.observability.run_folder import RunFolder, read_lines, sample_row
 from openrlhf.trajectory import Prompt, StopReason, Trajectory
 
-ROW = {"step": 1, "response": "4", "reward": 1.0, "scores": {"score": 1.0}, "stop_reason": "stop", "error": None}
+ROW = {
+    "step": 1,
+    "response": "4",
+    "reward": 1.0,
+    "scores": {"score": 1.0},
+    "stop_reason": "stop",
+    "error": None,
+}
 
 
 def lines_of(path: Path) -> list[dict]:
@@ -130,7 +137,12 @@ def test_a_resumed_run_forgets_what_came_after_its_step(tmp_path):
     resumed.log_metrics(3, {"train/kl": 9.0})
     resumed.log_samples([ROW | dict(step=3)])
     metrics = lines_of(tmp_path / "metrics.jsonl")
-    assert [(row["step"], row["train/kl"]) for row in metrics] == [(1, 0.1), (2, 0.2), (2, 0.2), (3, 9.0)]
+    assert [(row["step"], row["train/kl"]) for row in metrics] == [
+        (1, 0.1),
+        (2, 0.2),
+        (2, 0.2),
+        (3, 9.0),
+    ]
     assert [row["step"] for row in lines_of(tmp_path / "samples.jsonl")] == [1, 2, 2, 3]
 
 
@@ -141,7 +153,11 @@ def test_cutting_back_keeps_the_lines_as_they_were(tmp_path):
     folder.close()
     RunFolder(tmp_path, resume_step=1)
     assert (tmp_path / "metrics.jsonl").read_text() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "metrics.jsonl", "samples.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "logs",
+        "metrics.jsonl",
+        "samples.jsonl",
+    ]
 
 
 def test_a_new_run_moves_what_an_earlier_one_left(tmp_path):

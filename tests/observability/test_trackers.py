@@ -174,7 +174,9 @@ def test_wandb_asked_for_but_not_installed_is_an_error_with_the_flag(tmp_path, m
         start(wandb_flags(), tmp_path)
 
 
-def test_wandb_receives_numbers_with_an_axis_for_training_and_one_for_evaluation(tmp_path, fake_wandb):
+def test_wandb_receives_numbers_with_an_axis_for_training_and_one_for_evaluation(
+    tmp_path, fake_wandb
+):
     trackers = start(wandb_flags(), tmp_path)
     trackers.log(4, {"train/kl": 0.5, "timing/broadcast": 1.0})
     trackers.log(4, {"eval/eval_loss": 2.0})
@@ -192,9 +194,16 @@ def test_wandb_receives_numbers_with_an_axis_for_training_and_one_for_evaluation
     assert logged == [
         {"train/kl": 0.5, "timing/broadcast": 1.0, "train/global_step": 4},
         {"eval/eval_loss": 2.0, "eval/global_step": 4},
-        {"train/generated_samples": [["global_step", "text", "reward"], [4, "text", 1.0]], "train/global_step": 4},
         {
-            "train/generated_samples": [["global_step", "text", "reward"], [4, "text", 1.0], [5, "more", None]],
+            "train/generated_samples": [["global_step", "text", "reward"], [4, "text", 1.0]],
+            "train/global_step": 4,
+        },
+        {
+            "train/generated_samples": [
+                ["global_step", "text", "reward"],
+                [4, "text", 1.0],
+                [5, "more", None],
+            ],
             "train/global_step": 5,
         },
     ]

@@ -41,7 +41,9 @@ def pool(logs: Path) -> Iterator[ProcessPool]:
 PATIENCE = 60.0  # seconds, for what must end by itself: no slow machine takes so long
 
 
-def call(pool: ProcessPool, name: str, *args: object, timeout: float = PATIENCE, **kwargs: object) -> object:
+def call(
+    pool: ProcessPool, name: str, *args: object, timeout: float = PATIENCE, **kwargs: object
+) -> object:
     target = name if ":" in name else TROUBLE + name
     return asyncio.run(pool.call(target, *args, timeout=timeout, **kwargs))
 
@@ -98,7 +100,9 @@ def test_a_file_is_loaded_once_and_finds_its_neighbours():
         assert call(single, "count") == 4
 
 
-def test_what_user_code_prints_goes_to_the_log_and_never_into_the_answer(logs: Path, pool: ProcessPool):
+def test_what_user_code_prints_goes_to_the_log_and_never_into_the_answer(
+    logs: Path, pool: ProcessPool
+):
     assert call(pool, "shout") == "quiet"
     printed = "".join(log.read_text() for log in logs.iterdir())
     for line in ("printed to stdout", "written to descriptor 1", "printed to stderr"):
@@ -133,7 +137,11 @@ def test_tensors_and_arrays_come_back_as_plain_numbers(tmp_path: Path):
     ("function", "failure", "text"),
     [
         ("fail_with_a_failure_of_its_own", "exception", "ValueError: no way"),
-        ("fail", "exception", r"in fail\n.*raise ValueError\(\"no way\"\)(\n|.)*ValueError: no way"),
+        (
+            "fail",
+            "exception",
+            r"in fail\n.*raise ValueError\(\"no way\"\)(\n|.)*ValueError: no way",
+        ),
         ("leave", "exit", "SystemExit: that is all"),
         ("fill_memory", "memory", r"MemoryError\n.*--reward.memory_gib is 0.25"),
         ("fill_memory_slowly", "memory", "in fill_memory_slowly(\n|.)*MemoryError"),
@@ -177,8 +185,12 @@ def test_the_children_of_a_killed_process_die_with_it(pool: ProcessPool, tmp_pat
     pids = tmp_path / "pids"
 
     async def give_up() -> None:
-        calling = asyncio.create_task(pool.call(TROUBLE + "hang_with_child", str(pids), timeout=PATIENCE))
-        await asyncio.to_thread(becomes_true, lambda: pids.exists() and len(pids.read_text().split()) == 2)
+        calling = asyncio.create_task(
+            pool.call(TROUBLE + "hang_with_child", str(pids), timeout=PATIENCE)
+        )
+        await asyncio.to_thread(
+            becomes_true, lambda: pids.exists() and len(pids.read_text().split()) == 2
+        )
         calling.cancel()
 
     asyncio.run(give_up())
@@ -186,7 +198,9 @@ def test_the_children_of_a_killed_process_die_with_it(pool: ProcessPool, tmp_pat
     assert becomes_true(lambda: not running(process) and not running(child))
 
 
-def test_processes_and_what_left_their_session_die_with_a_killed_run_even_inside_a_call(tmp_path: Path):
+def test_processes_and_what_left_their_session_die_with_a_killed_run_even_inside_a_call(
+    tmp_path: Path,
+):
     script = tmp_path / "parent.py"
     script.write_text(
         "import asyncio, sys\n"
@@ -200,7 +214,9 @@ def test_processes_and_what_left_their_session_die_with_a_killed_run_even_inside
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]
-    assert becomes_true(lambda: (tmp_path / "pids").exists() and len((tmp_path / "pids").read_text().split()) == 2)
+    assert becomes_true(
+        lambda: (tmp_path / "pids").exists() and len((tmp_path / "pids").read_text().split()) == 2
+    )
     pids += map(int, (tmp_path / "pids").read_text().split())
     assert all(running(pid) for pid in pids)
     parent.kill()
@@ -262,7 +278,9 @@ def test_a_file_that_hangs_while_it_is_loaded_is_announced_and_ends_at_the_limit
 
 def test_a_fresh_process_has_loaded_what_was_checked_before_it_is_asked(tmp_path: Path):
     file = tmp_path / "notes.py"
-    file.write_text(f"open({str(tmp_path / 'loads')!r}, 'a').write('x')\ndef f(): import os; os._exit(1)\n")
+    file.write_text(
+        f"open({str(tmp_path / 'loads')!r}, 'a').write('x')\ndef f(): import os; os._exit(1)\n"
+    )
     with ProcessPool(1) as pool:
         asyncio.run(pool.check(f"{file}:f"))
         with pytest.raises(UserCodeError):
@@ -297,7 +315,9 @@ def test_a_fork_bomb_that_leaves_its_session_is_bounded_and_nothing_is_left_of_i
         assert call(pool, "echo", "fine") == [["fine"], {}]
     forked = [int(pid) for pid in pids.read_text().split()]
     assert 10 < len(forked) <= PROCESSES
-    assert becomes_true(lambda: not any(map(running, forked)))  # a busy machine takes a while to end what was killed
+    assert becomes_true(
+        lambda: not any(map(running, forked))
+    )  # a busy machine takes a while to end what was killed
 
 
 def test_no_call_has_more_processes_than_the_limit():
@@ -319,7 +339,9 @@ def test_a_process_of_root_is_another_user_and_does_with_files_what_root_does(tm
 
 def test_no_more_calls_run_at_once_than_there_are_processes(pool: ProcessPool):
     async def many() -> list[int]:
-        return await asyncio.gather(*(pool.call(TROUBLE + "nap", 0.05, timeout=PATIENCE) for _ in range(40)))
+        return await asyncio.gather(
+            *(pool.call(TROUBLE + "nap", 0.05, timeout=PATIENCE) for _ in range(40))
+        )
 
     assert len(set(asyncio.run(many()))) <= 2
 
@@ -334,7 +356,9 @@ def test_waiting_for_a_process_does_not_count_against_the_deadline():
 
 def test_one_pool_serves_several_event_loops_in_several_threads(pool: ProcessPool):
     async def some(start: int) -> list[object]:
-        return await asyncio.gather(*(pool.call(TROUBLE + "echo", start + i, timeout=PATIENCE) for i in range(50)))
+        return await asyncio.gather(
+            *(pool.call(TROUBLE + "echo", start + i, timeout=PATIENCE) for i in range(50))
+        )
 
     with ThreadPoolExecutor(4) as threads:
         answers = list(threads.map(lambda start: asyncio.run(some(start)), (0, 100, 200, 300)))
@@ -366,7 +390,9 @@ def test_a_cancelled_wait_loses_no_process():
     async def busy() -> object:
         running = asyncio.create_task(pool.call(TROUBLE + "nap", 0.5, timeout=PATIENCE))
         await asyncio.sleep(0.05)
-        waiting = [asyncio.create_task(pool.call(TROUBLE + "process", timeout=PATIENCE)) for _ in range(3)]
+        waiting = [
+            asyncio.create_task(pool.call(TROUBLE + "process", timeout=PATIENCE)) for _ in range(3)
+        ]
         await asyncio.sleep(0.05)
         waiting[0].cancel()
         assert await waiting[1] == await waiting[2] == await running
@@ -380,7 +406,8 @@ def test_a_process_killed_between_calls_is_replaced_without_an_error():
     with ProcessPool(1) as pool:
         first = call(pool, "process")
         os.kill(first, signal.SIGKILL)
-        # Before the pool has seen the end, the next call would be written to the dead process, and be blamed for it.
+        # Before the pool has seen the end, the next call would be written to the dead process, and
+        # be blamed for it.
         [process] = pool._shared._processes
         assert becomes_true(lambda: not running(first) and not process.usable)
         assert call(pool, "process") != first
@@ -394,8 +421,12 @@ def test_arguments_that_cannot_be_sent_are_an_error_of_the_call(pool: ProcessPoo
 def test_closing_kills_every_process_and_ends_every_call(tmp_path: Path):
     async def close_under_way() -> list[BaseException]:
         pool = ProcessPool(2)
-        both = await asyncio.gather(*(pool.call(TROUBLE + "meet", str(tmp_path), timeout=PATIENCE) for _ in range(2)))
-        calls = [asyncio.create_task(pool.call(TROUBLE + "hang", timeout=PATIENCE)) for _ in range(4)]
+        both = await asyncio.gather(
+            *(pool.call(TROUBLE + "meet", str(tmp_path), timeout=PATIENCE) for _ in range(2))
+        )
+        calls = [
+            asyncio.create_task(pool.call(TROUBLE + "hang", timeout=PATIENCE)) for _ in range(4)
+        ]
         await asyncio.sleep(0.5)
         await asyncio.to_thread(pool.close)
         assert len(set(both)) == 2 and not any(map(running, both))
@@ -410,7 +441,9 @@ def test_closing_kills_every_process_and_ends_every_call(tmp_path: Path):
 def test_a_process_full_of_leaked_children_is_renewed_and_the_error_names_the_limit():
     with ProcessPool(1) as pool:
         first = call(pool, "leak", PROCESSES // 2)
-        with pytest.raises(UserCodeError, match="reached the limit of 512 processes and threads") as caught:
+        with pytest.raises(
+            UserCodeError, match="reached the limit of 512 processes and threads"
+        ) as caught:
             call(pool, "leak", PROCESSES // 2)
         assert caught.value.failure is Failure.EXCEPTION and "BlockingIOError" in str(caught.value)
         assert call(pool, "leak", PROCESSES // 2) != first
@@ -439,14 +472,20 @@ def test_of_a_log_that_grows_too_long_the_beginning_and_the_end_are_kept(
         call(pool, "babble", 4, 10)
     said = log.read_text()
     assert said.startswith("part 0\n") and said.endswith("part 4\n" + "x" * 10)
-    cut = int(re.search(r"\n\[([\d,]+) bytes were cut here: this log may have 400,000\]\n", said)[1].replace(",", ""))
+    cut = int(
+        re.search(r"\n\[([\d,]+) bytes were cut here: this log may have 400,000\]\n", said)[
+            1
+        ].replace(",", "")
+    )
     assert 1_000_000 <= cut + said.count("x") <= 1_200_200
 
 
 # ---- what user code may do to the process that watches over it
 
 
-@pytest.mark.parametrize(("name", "failure"), [("stop_everybody", Failure.TIMEOUT), ("kill_my_parent", Failure.KILLED)])
+@pytest.mark.parametrize(
+    ("name", "failure"), [("stop_everybody", Failure.TIMEOUT), ("kill_my_parent", Failure.KILLED)]
+)
 def test_code_that_stops_or_kills_the_processes_around_it_ends_like_code_that_hangs(
     name: str, failure: Failure, tmp_path: Path
 ) -> None:
@@ -462,13 +501,17 @@ def test_a_daemon_of_code_that_kills_its_process_group_ends_too(tmp_path: Path) 
     assert becomes_true(lambda: not running(int(pids.read_text())))
 
 
-def test_processes_that_ended_in_the_background_do_not_count_towards_the_limit(tmp_path: Path) -> None:
+def test_processes_that_ended_in_the_background_do_not_count_towards_the_limit(
+    tmp_path: Path,
+) -> None:
     with ProcessPool(1, log_dir=tmp_path) as own:
         assert call(own, "start_in_background", PROCESSES + 100) == PROCESSES + 100
 
 
 def test_a_late_call_ends_even_if_a_process_was_forked_beside_it(tmp_path: Path) -> None:
-    """A fork, such as a worker of a data loader, holds copies of the files by which a process is told to end."""
+    """A fork, such as a worker of a data loader, holds copies of the files by which a process is
+    told to end.
+    """
     with ProcessPool(1, log_dir=tmp_path) as own:
         assert call(own, "echo")
         if (beside := os.fork()) == 0:

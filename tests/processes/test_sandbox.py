@@ -131,7 +131,9 @@ print("started")
     assert processes(mark) == []
 
 
-needs_everything = pytest.mark.skipif(bool(missing_protection()), reason=f"not on this machine: {missing_protection()}")
+needs_everything = pytest.mark.skipif(
+    bool(missing_protection()), reason=f"not on this machine: {missing_protection()}"
+)
 
 
 @needs_everything
@@ -150,7 +152,9 @@ needs_everything = pytest.mark.skipif(bool(missing_protection()), reason=f"not o
         "__import__('os').kill(-1, 9)",
     ],
 )
-def test_files_elsewhere_the_network_and_other_processes_are_out_of_reach(tmp_path: Path, reach: str) -> None:
+def test_files_elsewhere_the_network_and_other_processes_are_out_of_reach(
+    tmp_path: Path, reach: str
+) -> None:
     outside = tmp_path / "answers.json"
     outside.write_text("42")
     ran = run(reach.format(outside=str(outside), folder=str(tmp_path)))
@@ -159,7 +163,8 @@ def test_files_elsewhere_the_network_and_other_processes_are_out_of_reach(tmp_pa
     assert outside.read_text() == "42"
 
 
-# Each reaches for the process or the file of its first two arguments, which belong to the user of the sandbox.
+# Each reaches for the process or the file of its first two arguments, which belong to the user of
+# the sandbox.
 ESCAPES = {
     "signal on input": """
 import fcntl, os, signal, socket
@@ -204,7 +209,8 @@ fcntl.fcntl(near, fcntl.F_SETFL, os.O_ASYNC)
     "io_uring": "import ctypes; call(ctypes.CDLL(None, use_errno=True).syscall(425, 1, None))",
     "shared memory": "import ctypes; call(ctypes.CDLL(None, use_errno=True).shmget(1, 4096, 0o1600))",
 }
-# Runs as the user of the sandbox; prints the escapes that succeeded, and whether process and file are as before.
+# Runs as the user of the sandbox; prints the escapes that succeeded, and whether process and file
+# are as before.
 TRY_ESCAPES = """
 import json, os, pathlib, subprocess, sys, tempfile
 from openrlhf.processes.sandbox import run_program
@@ -243,7 +249,9 @@ def test_no_escape_reaches_a_process_or_a_file_of_the_same_user(user: str) -> No
     if user == "an ordinary user":
         interpreter = shutil.which("python3", path="/usr/bin")  # which every user may read
         if uid != 0 or interpreter is None:
-            pytest.skip("needs root, who may become an ordinary user, and the interpreter of the system")
+            pytest.skip(
+                "needs root, who may become an ordinary user, and the interpreter of the system"
+            )
         uid = 65534
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o777)

@@ -34,7 +34,9 @@ def gae(rewards: Row, values: Row, mask: Mask, gamma: float, lam: float) -> tupl
         residuals.append(rewards[t] + gamma * next_value - values[t])
     advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
     for i, t in enumerate(actions):
-        advantages[t] = math.fsum((gamma * lam) ** later * delta for later, delta in enumerate(residuals[i:]))
+        advantages[t] = math.fsum(
+            (gamma * lam) ** later * delta for later, delta in enumerate(residuals[i:])
+        )
         returns[t] = advantages[t] + values[t]
     return advantages, returns
 

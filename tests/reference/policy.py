@@ -12,8 +12,12 @@ def kl(x: float, estimator: str) -> float:
     return min(max(value, -10.0), 10.0)
 
 
-def adaptive_coefficients(coef: float, measured: list[tuple[float, int]], target: float, horizon: int) -> list[float]:
-    """β after each (KL, samples): e = clip(KL / target − 1, ±0.2), β ← β (1 + K e). Ziegler et al. 2019, §2.2; K = n / horizon, at most 1."""
+def adaptive_coefficients(
+    coef: float, measured: list[tuple[float, int]], target: float, horizon: int
+) -> list[float]:
+    """β after each (KL, samples): e = clip(KL / target − 1, ±0.2), β ← β (1 + K e). Ziegler et al.
+    2019, §2.2; K = n / horizon, at most 1.
+    """
     path = []
     for kl, n in measured:
         error = kl / target - 1
@@ -31,22 +35,51 @@ def surrogate(rho: float, advantage: float, low: float, high: float, dual: float
     return -objective
 
 
-def ppo(logprobs: Row, old: Row, advantages: Row, mask: Mask, low: float, high: float, dual: float | None) -> Row:
+def ppo(
+    logprobs: Row,
+    old: Row,
+    advantages: Row,
+    mask: Mask,
+    low: float,
+    high: float,
+    dual: float | None,
+) -> Row:
     rows = zip(logprobs, old, advantages, mask, strict=True)
     return [surrogate(math.exp(n - o), a, low, high, dual) if m else 0.0 for n, o, a, m in rows]
 
 
-def gspo(logprobs: Row, old: Row, advantages: Row, mask: Mask, low: float, high: float, dual: float | None) -> Row:
+def gspo(
+    logprobs: Row,
+    old: Row,
+    advantages: Row,
+    mask: Mask,
+    low: float,
+    high: float,
+    dual: float | None,
+) -> Row:
     """s = (π_θ(y) / π_old(y)) ^ (1 / |y|), the same for all tokens of the row."""
     actions = [t for t, acting in enumerate(mask) if acting]
     product = math.prod(math.exp(logprobs[t] - old[t]) for t in actions)
     s = product ** (1 / len(actions)) if actions else 1.0
-    return [surrogate(s, a, low, high, dual) if m else 0.0 for a, m in zip(advantages, mask, strict=True)]
+    return [
+        surrogate(s, a, low, high, dual) if m else 0.0
+        for a, m in zip(advantages, mask, strict=True)
+    ]
 
 
-def cispo(logprobs: Row, old: Row, advantages: Row, mask: Mask, low: float, high: float, dual: float | None) -> Row:
+def cispo(
+    logprobs: Row,
+    old: Row,
+    advantages: Row,
+    mask: Mask,
+    low: float,
+    high: float,
+    dual: float | None,
+) -> Row:
     rows = zip(logprobs, old, advantages, mask, strict=True)
-    return [-min(max(math.exp(n - o), 1 - low), 1 + high) * a * n if m else 0.0 for n, o, a, m in rows]
+    return [
+        -min(max(math.exp(n - o), 1 - low), 1 + high) * a * n if m else 0.0 for n, o, a, m in rows
+    ]
 
 
 def value(v: float, old: float, target: float, clip: float) -> float:
@@ -56,7 +89,10 @@ def value(v: float, old: float, target: float, clip: float) -> float:
 
 def aggregate(terms: list[Row], masks: list[Mask], kind: str, max_tokens: int) -> float:
     """The whole window as one list of rows."""
-    rows = [[x for x, m in zip(row, mask, strict=True) if m] for row, mask in zip(terms, masks, strict=True)]
+    rows = [
+        [x for x, m in zip(row, mask, strict=True) if m]
+        for row, mask in zip(terms, masks, strict=True)
+    ]
     rows = [row for row in rows if row]
     if not rows:
         return 0.0
@@ -67,15 +103,27 @@ def aggregate(terms: list[Row], masks: list[Mask], kind: str, max_tokens: int) -
     return math.fsum(math.fsum(row) / max_tokens for row in rows) / len(rows)
 
 
-def mismatch(old: list[Row], rollout: list[Row], masks: list[Mask]) -> tuple[int, float, float, float, float]:
-    """(tokens, Σ Δ, Σ |Δ|, max |Δ|, Σ exp(−Δ)) over the sampled tokens, Δ = log π_rollout − log π_old."""
+def mismatch(
+    old: list[Row], rollout: list[Row], masks: list[Mask]
+) -> tuple[int, float, float, float, float]:
+    """(tokens, Σ Δ, Σ |Δ|, max |Δ|, Σ exp(−Δ)) over the sampled tokens, Δ = log π_rollout − log
+    π_old.
+    """
     rows = zip(old, rollout, masks, strict=True)
     gaps = [r - o for row in rows for o, r, m in zip(*row, strict=True) if m]
     sizes = [abs(gap) for gap in gaps]
-    return len(gaps), math.fsum(gaps), math.fsum(sizes), max(sizes, default=0.0), math.fsum(math.exp(-g) for g in gaps)
+    return (
+        len(gaps),
+        math.fsum(gaps),
+        math.fsum(sizes),
+        max(sizes, default=0.0),
+        math.fsum(math.exp(-g) for g in gaps),
+    )
 
 
-def correction(old: Row, rollout: Row, mask: Mask, level: str, mode: str, low: float, high: float) -> Row:
+def correction(
+    old: Row, rollout: Row, mask: Mask, level: str, mode: str, low: float, high: float
+) -> Row:
     """The weight of every token: ω looked at on `level`, bounded by `mode`."""
     omegas = [math.exp(o - r) for o, r in zip(old, rollout, strict=True)]
     acting = [w for w, m in zip(omegas, mask, strict=True) if m]

@@ -17,7 +17,9 @@ def pair_loss(
     eps: float,
     gamma: float,
 ) -> float:
-    """The loss of a pair: (chosen, rejected) sums of the policy and the reference, and numbers of tokens."""
+    """The loss of a pair: (chosen, rejected) sums of the policy and the reference, and numbers of
+    tokens.
+    """
     h = ours[0] - theirs[0] - ours[1] + theirs[1]
     means = [total / length for total, length in zip(ours, lengths, strict=True)]
     odds = [math.exp(mean) / (1 - math.exp(mean)) for mean in means]
@@ -25,7 +27,9 @@ def pair_loss(
         case "dpo":
             return -(1 - eps) * log_sigmoid(beta * h) - eps * log_sigmoid(-beta * h)
         case "robust":
-            return (-(1 - eps) * log_sigmoid(beta * h) + eps * log_sigmoid(-beta * h)) / (1 - 2 * eps)
+            return (-(1 - eps) * log_sigmoid(beta * h) + eps * log_sigmoid(-beta * h)) / (
+                1 - 2 * eps
+            )
         case "ipo":
             return (h - 1 / (2 * beta)) ** 2
         case "hinge":
@@ -38,7 +42,9 @@ def pair_loss(
             raise ValueError(name)
 
 
-def answer_loss(ratio: float, desirable: bool, kl: float, beta: float, weights: tuple[float, float]) -> float:
+def answer_loss(
+    ratio: float, desirable: bool, kl: float, beta: float, weights: tuple[float, float]
+) -> float:
     """KTO of one answer: λ_y − v(x, y), eq. 8 of arXiv:2402.01306."""
     point = max(kl, 0.0)
     if desirable:

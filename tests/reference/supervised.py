@@ -4,6 +4,8 @@ import math
 
 
 def pairwise(chosen: float, rejected: float, margin: float = 0.0) -> float:
-    """−log σ(chosen − rejected − margin), as the logarithm of 1 + exp(−x) written so that it cannot overflow."""
+    """−log σ(chosen − rejected − margin), as the logarithm of 1 + exp(−x) written so that it cannot
+    overflow.
+    """
     x = chosen - rejected - margin
     return math.log1p(math.exp(-x)) if x > 0 else -x + math.log1p(math.exp(x))

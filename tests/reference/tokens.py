@@ -19,4 +19,7 @@ def entropy(logits: list[float], temperature: float = 1.0) -> float:
 
 
 def linear(hidden: list[float], weight: list[list[float]], bias: list[float]) -> list[float]:
-    return [math.fsum(h * w for h, w in zip(hidden, row, strict=True)) + b for row, b in zip(weight, bias, strict=True)]
+    return [
+        math.fsum(h * w for h, w in zip(hidden, row, strict=True)) + b
+        for row, b in zip(weight, bias, strict=True)
+    ]

@@ -1,4 +1,6 @@
-"""Asserts of a label that are checked outside the program's process: which they are, and that cheats do not pass them."""
+"""Asserts of a label that are checked outside the program's process: which they are, and that
+cheats do not pass them.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ CHEATS = {"equal": ALWAYS_EQUAL, "patched": PATCHED, "frames": FRAMES, "token": 
 
 @pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
 @pytest.mark.parametrize("tests", OUTSIDE.values(), ids=OUTSIDE)
-def test_a_program_that_cheats_fails_and_one_that_solves_the_task_passes(tests: str, cheat: str) -> None:
+def test_a_program_that_cheats_fails_and_one_that_solves_the_task_passes(
+    tests: str, cheat: str
+) -> None:
     assert reward(cheat, tests) == 0.0
     assert reward(RIGHT, tests) == 1.0
 
@@ -176,7 +180,18 @@ def test_tests_in_the_process_of_the_program_pass_as_before() -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    ["", "[1", "{}", "[]", "true", '{"tuple": 3}', "[" * 100_000, "9" * 10_000, '[{"set": [[1]]}]', '[{"a": 1}]'],
+    [
+        "",
+        "[1",
+        "{}",
+        "[]",
+        "true",
+        '{"tuple": 3}',
+        "[" * 100_000,
+        "9" * 10_000,
+        '[{"set": [[1]]}]',
+        '[{"a": 1}]',
+    ],
 )
 def test_an_answer_that_is_no_data_fails(answer: str) -> None:
     assertions = read_assertions("assert f(3) == 9", "")

@@ -33,7 +33,9 @@ from openrlhf.trajectory import Failure
         ("", 0.0),
     ],
 )
-def test_without_a_label_a_response_thinks_once_and_then_answers(response: str, expected: float) -> None:
+def test_without_a_label_a_response_thinks_once_and_then_answers(
+    response: str, expected: float
+) -> None:
     assert grade_format(response, "") == expected
 
 
@@ -46,7 +48,9 @@ def test_without_a_label_a_response_thinks_once_and_then_answers(response: str, 
         (r"^\d+$", "42nd", 0.0),
     ],
 )
-def test_a_label_is_a_regular_expression_for_the_whole_response(pattern: str, response: str, expected: float) -> None:
+def test_a_label_is_a_regular_expression_for_the_whole_response(
+    pattern: str, response: str, expected: float
+) -> None:
     assert grade_format(response, pattern) == expected
 
 
@@ -70,9 +74,14 @@ def test_a_label_that_is_no_length_is_an_error(label: str) -> None:
 
 
 def test_the_program_is_the_last_block_of_python_or_everything() -> None:
-    assert program_in("Try\n```python\nprint(1)\n```\nno:\n```py\nprint(2)\n```\nDone.") == "print(2)\n"
+    assert (
+        program_in("Try\n```python\nprint(1)\n```\nno:\n```py\nprint(2)\n```\nDone.")
+        == "print(2)\n"
+    )
     assert program_in("```\nprint(3)\n```") == "print(3)\n"
-    assert program_in("```bash\nls\n```\n```python\nprint(1)\n```\n```text\nout\n```") == "print(1)\n"
+    assert (
+        program_in("```bash\nls\n```\n```python\nprint(1)\n```\n```text\nout\n```") == "print(1)\n"
+    )
     assert program_in("print(4)") == "print(4)"
 
 
@@ -118,9 +127,17 @@ RIGHT = "def square(x):\n    return x * x\n"
         (RIGHT, {"tests": "def check(f):\n    assert f(5) == 25", "entry": "square"}, (1.0, 1.0)),
         ("def square(x):\n    return 4\n", ASSERTS, (0.0, 0.0)),
         (RIGHT, CALLS, (1.0, 1.0)),
-        ("class Solution:\n    def square(self, x):\n        print('noise')\n        return x * x", CALLS, (1.0, 1.0)),
+        (
+            "class Solution:\n    def square(self, x):\n        print('noise')\n        return x * x",
+            CALLS,
+            (1.0, 1.0),
+        ),
         ("def square(x): return 4", CALLS, (0.0, 0.5)),
-        ("def add(a, b): return (a, b)", {"inputs": ["1\n[2]"], "outputs": [[[1, [2]]]], "fn_name": "add"}, (1.0, 1.0)),
+        (
+            "def add(a, b): return (a, b)",
+            {"inputs": ["1\n[2]"], "outputs": [[[1, [2]]]], "fn_name": "add"},
+            (1.0, 1.0),
+        ),
     ],
 )
 def test_a_program_is_right_where_all_of_its_tests_pass(
@@ -180,17 +197,25 @@ def pool() -> Iterator[ProcessPool]:
         yield pool
 
 
-def score(pool: ProcessPool, name: str, response: str, label: Any, timeout: float = 60) -> RewardResult:
+def score(
+    pool: ProcessPool, name: str, response: str, label: Any, timeout: float = 60
+) -> RewardResult:
     reward = VerifierReward(RuleConfig(verifier=name, timeout=timeout), pool)
     asyncio.run(reward.check())
-    request = RewardRequest(query="Q: " + response + "<eos>", prompt="Q: ", label=label, answer=response)
+    request = RewardRequest(
+        query="Q: " + response + "<eos>", prompt="Q: ", label=label, answer=response
+    )
     return asyncio.run(reward.score([request]))[0]
 
 
-def test_verifiers_are_rewards_and_read_the_response_without_special_tokens(pool: ProcessPool) -> None:
+def test_verifiers_are_rewards_and_read_the_response_without_special_tokens(
+    pool: ProcessPool,
+) -> None:
     assert score(pool, "format", "ok", "ok") == RewardResult(reward=1.0, score=1.0)
     assert score(pool, "length", "one two three", 2) == RewardResult(reward=0.5, score=0.5)
-    graded = score(pool, "code", "```python\nprint(int(input()) * 2)\n```", SQUARES)  # the label may be an object
+    graded = score(
+        pool, "code", "```python\nprint(int(input()) * 2)\n```", SQUARES
+    )  # the label may be an object
     assert graded == RewardResult(reward=0.0, score=0.0, extra_logs={"tests_passed": 0.5})
 
 

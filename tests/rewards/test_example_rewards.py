@@ -28,7 +28,9 @@ def pool() -> Iterator[ProcessPool]:
 
 def score(pool: ProcessPool, file: str, response: str, label: str) -> RewardResult:
     reward = FunctionReward(RuleConfig(remote_url=str(EXAMPLES / file), timeout=60), pool)
-    return asyncio.run(reward.score([RewardRequest(query="Q: " + response, prompt="Q: ", label=label)]))[0]
+    return asyncio.run(
+        reward.score([RewardRequest(query="Q: " + response, prompt="Q: ", label=label)])
+    )[0]
 
 
 @pytest.mark.parametrize(
@@ -51,11 +53,16 @@ def test_an_example_scores_as_its_first_line_says(
 
 
 def test_every_example_is_tried() -> None:
-    assert {file.name for file in EXAMPLES.glob("*.py")} == {"math_answers.py", "math_format.py", "code_share.py"}
+    assert {file.name for file in EXAMPLES.glob("*.py")} == {
+        "math_answers.py",
+        "math_format.py",
+        "code_share.py",
+    }
 
 
 @pytest.mark.parametrize(
-    "end", ["</s>", "<|im_end|>", "<|eot_id|>", "<eos>", "<end_of_turn>\n", "<｜end▁of▁sentence｜>", ""]
+    "end",
+    ["</s>", "<|im_end|>", "<|eot_id|>", "<eos>", "<end_of_turn>\n", "<｜end▁of▁sentence｜>", ""],
 )
 def test_the_first_function_of_the_page_on_rewards_ignores_the_end_token(
     pool: ProcessPool, tmp_path: Path, end: str
@@ -63,6 +70,9 @@ def test_the_first_function_of_the_page_on_rewards_ignores_the_end_token(
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/rewards.md").read_text(), re.DOTALL)
     file = tmp_path / "reward.py"
     file.write_text(blocks[0])
-    scores = [score(pool, str(file), response + end, "72").score for response in ("72", " 72", "172", "7", "")]
+    scores = [
+        score(pool, str(file), response + end, "72").score
+        for response in ("72", " 72", "172", "7", "")
+    ]
     assert scores == [1, 1, 0, 0, 0]
     assert score(pool, str(file), "72" + end, "72" + end).score == 1

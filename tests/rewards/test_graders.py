@@ -169,7 +169,13 @@ def test_a_response_is_graded_by_its_final_answer(response: str, label: str, gra
 
 @pytest.mark.timeout(60)
 def test_babble_costs_little_and_is_not_repeated_in_the_log(capfd: pytest.CaptureFixture[str]):
-    for babble in ("1 " * 50_000, "$" * 50_000, r"\[" * 50_000, "(1+" * 50_000, r"\boxed{" + "1 " * 450 + "}"):
+    for babble in (
+        "1 " * 50_000,
+        "$" * 50_000,
+        r"\[" * 50_000,
+        "(1+" * 50_000,
+        r"\boxed{" + "1 " * 450 + "}",
+    ):
         assert grade_math(babble, "72") == 0.0
     assert capfd.readouterr().err == ""
 

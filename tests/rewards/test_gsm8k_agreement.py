@@ -12,8 +12,17 @@ import pytest
 from openrlhf.rewards.graders import grade_math
 
 ROOT = Path(__file__).parents[2]
-SOLUTIONS = ROOT / os.environ.get("OPENRLHF_TEST_DATA", "../shared/data") / "gsm8k/example_model_solutions.jsonl"
-FORMATS = ["A: {}", "#### {}", r"The answer is \boxed{{{}}}.<|im_end|>", "The final answer is ${}$."]
+SOLUTIONS = (
+    ROOT
+    / os.environ.get("OPENRLHF_TEST_DATA", "../shared/data")
+    / "gsm8k/example_model_solutions.jsonl"
+)
+FORMATS = [
+    "A: {}",
+    "#### {}",
+    r"The answer is \boxed{{{}}}.<|im_end|>",
+    "The final answer is ${}$.",
+]
 
 
 def problems() -> list[dict[str, Any]]:

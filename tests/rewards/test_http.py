@@ -36,9 +36,15 @@ def request(response: str, label: object = "") -> RewardRequest:
 
 
 def score(
-    urls: list[str], *requests: RewardRequest, timeout: float = 20, retries: int = 2, batch: bool = False
+    urls: list[str],
+    *requests: RewardRequest,
+    timeout: float = 20,
+    retries: int = 2,
+    batch: bool = False,
 ) -> list[RewardResult]:
-    return asyncio.run(served_by(urls, timeout=timeout, retries=retries, batch=batch).score(requests))
+    return asyncio.run(
+        served_by(urls, timeout=timeout, retries=retries, batch=batch).score(requests)
+    )
 
 
 def served_by(urls: list[str], **flags: Any) -> HTTPReward:
@@ -85,7 +91,9 @@ def test_a_busy_server_is_asked_again(server: RewardServer):
         ("not_finite", 1, "returned rewards that are not finite"),
     ],
 )
-def test_no_reward_is_an_error_that_tells_the_server_and_why(server: RewardServer, path: str, asked: int, error: str):
+def test_no_reward_is_an_error_that_tells_the_server_and_why(
+    server: RewardServer, path: str, asked: int, error: str
+):
     timeout = 0.5 if path == "hang" else 20
     (result,) = score([f"{server.url}/{path}"], request("e"), timeout=timeout)
     assert result.reward is None
@@ -113,7 +121,9 @@ def test_the_load_is_shared_and_servers_that_fail_are_left_alone(
     assert len(warned) == len(set(warned)) <= 4
 
 
-def test_a_server_that_is_not_there_is_named_before_the_run(server: RewardServer, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_that_is_not_there_is_named_before_the_run(
+    server: RewardServer, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(http_servers, "START_S", 2)
     dead = f"http://127.0.0.1:{free_port()}/get_reward"
     asyncio.run(served_by([server.url], timeout=1, retries=0).check())
@@ -149,7 +159,10 @@ def test_a_server_gets_the_password_and_the_token_of_its_url_and_no_message_has_
         [result] = score([good], request("ee"))
         errors = [score([url], request("e"), retries=1)[0].error or "" for url in (bad, absent)]
     assert result.reward == 2.0
-    assert server.authorizations == ["Basic bWU6aHVudGVyMg=="] * len(server.authorizations) and server.authorizations
+    assert (
+        server.authorizations == ["Basic bWU6aHVudGVyMg=="] * len(server.authorizations)
+        and server.authorizations
+    )
     assert f"/get_reward{query}" in server.paths
     assert "***@" in errors[0] and "api_key=***" in errors[0] and "***@" in errors[1]
     assert "hunter2" not in "".join(errors) + caplog.text

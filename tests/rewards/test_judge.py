@@ -1,4 +1,6 @@
-"""A judge behind a server: what it is asked, how its answers are read, and what its failures become."""
+"""A judge behind a server: what it is asked, how its answers are read, and what its failures
+become.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compare(server: JudgeServer, model: str, first: str, second: str) -> float:
-    judge = Judge(JudgeConfig(url=server.url, model=model, max_tokens=7), RuleConfig(timeout=20, retries=2))
+    judge = Judge(
+        JudgeConfig(url=server.url, model=model, max_tokens=7), RuleConfig(timeout=20, retries=2)
+    )
     return asyncio.run(judge.compare("say e", first, second))
 
 
@@ -60,7 +64,9 @@ def test_a_request_is_an_openai_chat_completion_with_the_key(
     assert server.keys == {"Bearer secret"}
 
 
-def test_an_answer_that_looks_like_a_place_in_the_question_is_only_an_answer(server: JudgeServer) -> None:
+def test_an_answer_that_looks_like_a_place_in_the_question_is_only_an_answer(
+    server: JudgeServer,
+) -> None:
     compare(server, "letters", "{b}{message}", r"\1 {a}")
     assert sorted(answers_in(body["messages"][0]["content"])[0] for body in server.bodies) == [
         r"\1 {a}",
@@ -72,7 +78,9 @@ def test_reasons_may_come_before_the_last_line(server: JudgeServer) -> None:
     assert compare(server, "chatty", "eee", "x") == 1.0
 
 
-@pytest.mark.parametrize(("text", "letter"), [("A", "A"), (" b.\n", "B"), ("[[B]]", "B"), ("A wins?\nVerdict: A", "A")])
+@pytest.mark.parametrize(
+    ("text", "letter"), [("A", "A"), (" b.\n", "B"), ("[[B]]", "B"), ("A wins?\nVerdict: A", "A")]
+)
 def test_a_last_line_of_one_letter_is_a_verdict(text: str, letter: str) -> None:
     assert read_verdict(text) == letter
 
@@ -91,13 +99,19 @@ def test_a_busy_judge_is_asked_again(server: JudgeServer) -> None:
 @pytest.mark.parametrize(
     ("model", "failure", "error"),
     [
-        ("broken", Failure.SERVER, r"judge http.*/v1: status 500: .*out of memory.*\(attempt 3 of 3\)"),
+        (
+            "broken",
+            Failure.SERVER,
+            r"judge http.*/v1: status 500: .*out of memory.*\(attempt 3 of 3\)",
+        ),
         ("unknown", Failure.SERVER, "judge http.* answered status 404: .*no such model"),
         ("silent", Failure.SERVER, r"judge http.* sent no str at choices\.0\.message\.content"),
         ("undecided", Failure.RESULT, "neither A nor B: .*Both A and B are fine"),
     ],
 )
-def test_no_verdict_is_an_error_that_says_why(server: JudgeServer, model: str, failure: Failure, error: str) -> None:
+def test_no_verdict_is_an_error_that_says_why(
+    server: JudgeServer, model: str, failure: Failure, error: str
+) -> None:
     with pytest.raises((ServerError, NoVerdict), match=error) as caught:
         compare(server, model, "eee", "x")
     assert caught.value.failure is failure
@@ -107,7 +121,9 @@ def test_a_judge_that_is_not_there_is_named_before_anything_is_sampled(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_servers, "START_S", 1)
-    asyncio.run(Judge(JudgeConfig(url=server.url, model="letters"), RuleConfig()).engine.servers.check())
+    asyncio.run(
+        Judge(JudgeConfig(url=server.url, model="letters"), RuleConfig()).engine.servers.check()
+    )
     gone = Judge(JudgeConfig(url=f"http://127.0.0.1:{free_port()}/v1", model="m"), RuleConfig())
     with pytest.raises(ConfigError, match=r"--judge\.url: .* does not answer.*Start the judge"):
         asyncio.run(gone.engine.servers.check())

@@ -39,13 +39,20 @@ READABLE: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("verifier", "label"), UNREADABLE)
-def test_an_unreadable_label_is_a_failure_that_counts_and_names_the_first(verifier: str, label: Any) -> None:
+def test_an_unreadable_label_is_a_failure_that_counts_and_names_the_first(
+    verifier: str, label: Any
+) -> None:
     readable = next(each for name, each in READABLE if name == verifier)
     found = check_labels(
-        verifier, [readable, label, label], column="answer", origin=lambda row: f"rows.jsonl, row {row}"
+        verifier,
+        [readable, label, label],
+        column="answer",
+        origin=lambda row: f"rows.jsonl, row {row}",
     )
     assert found.level is Level.FAILURE
-    assert "2 of 3" in found.seen and "rows.jsonl, row 1, column 'answer'" in found.seen and found.fix
+    assert (
+        "2 of 3" in found.seen and "rows.jsonl, row 1, column 'answer'" in found.seen and found.fix
+    )
 
 
 @pytest.mark.parametrize(("verifier", "label"), READABLE)
@@ -54,7 +61,11 @@ def test_a_readable_label_passes(verifier: str, label: Any) -> None:
 
 
 def test_any_answer_in_a_list_of_labels_is_right() -> None:
-    assert [grade_math(rf"\boxed{{{answer}}}", [42, "43"]) for answer in (42, 43, 44)] == [1.0, 1.0, 0.0]
+    assert [grade_math(rf"\boxed{{{answer}}}", [42, "43"]) for answer in (42, 43, 44)] == [
+        1.0,
+        1.0,
+        0.0,
+    ]
     assert grade_math(r"\boxed{7}", 7) == 1.0
 
 

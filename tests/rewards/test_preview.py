@@ -30,7 +30,10 @@ def line(pool: ProcessPool, folder: Path, body: str, labels: list[str] = LABELS)
     file = folder / f"reward{len(list(folder.iterdir()))}.py"
     file.write_text(f"def reward_func(queries, prompts, labels):\n    {body}\n")
     reward = FunctionReward(RuleConfig(remote_url=str(file), timeout=60), pool)
-    rows = [Prompt(index=n, text=f"{n}+{n}=", tokens=[], label=label) for n, label in enumerate(labels, start=1)]
+    rows = [
+        Prompt(index=n, text=f"{n}+{n}=", tokens=[], label=label)
+        for n, label in enumerate(labels, start=1)
+    ]
     return asyncio.run(reward_preview(reward, rows, TOKENIZER))
 
 
@@ -43,9 +46,15 @@ def test_a_right_answer_ends_as_one_that_was_sampled() -> None:
 def test_a_reward_that_wants_the_end_token_is_fine_and_one_that_ignores_that_there_is_one_is_not(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
-    assert line(pool, tmp_path, "return [float(queries[0] == prompts[0] + labels[0] + '<eos>')]") is None
+    assert (
+        line(pool, tmp_path, "return [float(queries[0] == prompts[0] + labels[0] + '<eos>')]")
+        is None
+    )
     said = line(pool, tmp_path, "return [float(queries[0] == prompts[0] + labels[0])]")
-    assert said and "such as '2<eos>') [0.0, 0.0, 0.0], and labels of other rows [0.0, 0.0, 0.0]" in said
+    assert (
+        said
+        and "such as '2<eos>') [0.0, 0.0, 0.0], and labels of other rows [0.0, 0.0, 0.0]" in said
+    )
 
 
 def test_a_reward_that_fails_is_quoted(pool: ProcessPool, tmp_path: Path) -> None:

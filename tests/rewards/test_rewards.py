@@ -30,13 +30,17 @@ def pool() -> Iterator[ProcessPool]:
         yield pool
 
 
-def function(pool: ProcessPool, file: str, name: str = "reward_func", **kwargs: Any) -> FunctionReward:
+def function(
+    pool: ProcessPool, file: str, name: str = "reward_func", **kwargs: Any
+) -> FunctionReward:
     rule = RuleConfig(remote_url=str(FILES / file), **{"timeout": 30.0, **kwargs})
     return FunctionReward(rule, pool, function=name)
 
 
 def request(response: str, label: Any = "", prompt: str = "2+2=") -> RewardRequest:
-    return RewardRequest(query=prompt + response, prompt=prompt, label=label, response=response, answer=response)
+    return RewardRequest(
+        query=prompt + response, prompt=prompt, label=label, response=response, answer=response
+    )
 
 
 def score(reward: FunctionReward | VerifierReward, *requests: RewardRequest) -> list[RewardResult]:
@@ -49,7 +53,9 @@ def rewards_of(results: list[RewardResult]) -> list[float | None]:
 
 
 def test_a_function_is_called_once_per_sample_with_lists_of_length_one(pool: ProcessPool):
-    results = score(function(pool, "exact.py"), request("4", "4"), request("5", "4"), request(" 4 ", "4"))
+    results = score(
+        function(pool, "exact.py"), request("4", "4"), request("5", "4"), request(" 4 ", "4")
+    )
     assert results == [
         RewardResult(reward=1.0, score=0.5, extra_logs={"calls": 1.0}),
         RewardResult(reward=0.0, score=0.0, extra_logs={"calls": 1.0}),
@@ -71,13 +77,23 @@ def test_no_samples_need_no_call(pool: ProcessPool):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("other_names", 1.0), ("keywords_only", 1.0), ("asynchronous", 1.0), ("bfloat16", 0.5), ("without_labels", 5.0)],
+    [
+        ("other_names", 1.0),
+        ("keywords_only", 1.0),
+        ("asynchronous", 1.0),
+        ("bfloat16", 0.5),
+        ("without_labels", 5.0),
+    ],
 )
-def test_functions_of_other_signatures_and_tensors_are_accepted(pool: ProcessPool, name: str, expected: float):
+def test_functions_of_other_signatures_and_tensors_are_accepted(
+    pool: ProcessPool, name: str, expected: float
+):
     assert rewards_of(score(function(pool, "legacy.py", name), request("4", "4"))) == [expected]
 
 
-def test_a_function_without_labels_or_a_dict_is_noticed_once(pool: ProcessPool, caplog: pytest.LogCaptureFixture):
+def test_a_function_without_labels_or_a_dict_is_noticed_once(
+    pool: ProcessPool, caplog: pytest.LogCaptureFixture
+):
     warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "openrlhf"):
         for _ in range(2):
@@ -85,31 +101,42 @@ def test_a_function_without_labels_or_a_dict_is_noticed_once(pool: ProcessPool, 
             assert rewards_of(score(reward, request("4"), request("four"))) == [5.0, 8.0]
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
-    assert "without_labels takes no labels" in messages[0] and "returns rewards alone" in messages[1]
+    assert (
+        "without_labels takes no labels" in messages[0] and "returns rewards alone" in messages[1]
+    )
 
 
 @pytest.mark.parametrize("name", ["of_another_trainer", "of_a_response", "of_an_answer"])
 def test_a_function_whose_names_mean_something_else_is_refused(pool: ProcessPool, name: str):
     with pytest.raises(
-        ConfigError, match=r"but is called with \(queries, prompts, labels\).* give its parameters these names"
+        ConfigError,
+        match=r"but is called with \(queries, prompts, labels\).* give its parameters these names",
     ):
         asyncio.run(function(pool, "legacy.py", name).check())
 
 
-def test_a_function_with_names_of_its_own_is_told_what_it_gets(pool: ProcessPool, caplog: pytest.LogCaptureFixture):
+def test_a_function_with_names_of_its_own_is_told_what_it_gets(
+    pool: ProcessPool, caplog: pytest.LogCaptureFixture
+):
     warn_once.cache_clear()
     asyncio.run(function(pool, "legacy.py", "other_names").check())
-    assert "takes (texts, starts, answers), but is called with (queries, prompts, labels)" in caplog.text
+    assert (
+        "takes (texts, starts, answers), but is called with (queries, prompts, labels)"
+        in caplog.text
+    )
 
 
-def test_a_function_that_follows_the_contract_is_not_remarked_on(pool: ProcessPool, caplog: pytest.LogCaptureFixture):
+def test_a_function_that_follows_the_contract_is_not_remarked_on(
+    pool: ProcessPool, caplog: pytest.LogCaptureFixture
+):
     with caplog.at_level(logging.WARNING, "openrlhf"):
         score(function(pool, "exact.py"), request("4", "4"))
     assert not caplog.records
 
 
 @pytest.mark.parametrize(
-    ("label", "reward", "score_expected"), [("zero score", 2.0, 0.0), ("true", 1.0, 1.0), ("bare", 0.25, 0.25)]
+    ("label", "reward", "score_expected"),
+    [("zero score", 2.0, 0.0), ("true", 1.0, 1.0), ("bare", 0.25, 0.25)],
 )
 def test_scores_are_the_rewards_unless_given_and_zero_counts_as_given(
     pool: ProcessPool, label: str, reward: float, score_expected: float
@@ -134,18 +161,28 @@ def test_scores_are_the_rewards_unless_given_and_zero_counts_as_given(
         ("opaque", "returned type Opaque"),
     ],
 )
-def test_what_is_no_reward_becomes_an_error_that_says_what_it_was(pool: ProcessPool, label: str, text: str):
-    bad, good = score(function(pool, "returns.py", "returns"), request("", label), request("", "bare"))
+def test_what_is_no_reward_becomes_an_error_that_says_what_it_was(
+    pool: ProcessPool, label: str, text: str
+):
+    bad, good = score(
+        function(pool, "returns.py", "returns"), request("", label), request("", "bare")
+    )
     assert bad.error is not None and text in bad.error and "returns.py:returns" in bad.error
     assert bad.reward is None and bad.score is None
     assert good.reward == 0.25
 
 
 def test_in_batch_mode_one_bad_answer_fails_the_samples_of_its_call(pool: ProcessPool):
-    results = score(function(pool, "returns.py", "returns", batch=True), request("", "two"), request("", "bare"))
+    results = score(
+        function(pool, "returns.py", "returns", batch=True), request("", "two"), request("", "bare")
+    )
     assert rewards_of(results) == [1.0, 2.0]
-    results = score(function(pool, "returns.py", "returns", batch=True), request("", "bare"), request("", "two"))
-    assert all(result.error and "returned 1 rewards for 2 samples" in result.error for result in results)
+    results = score(
+        function(pool, "returns.py", "returns", batch=True), request("", "bare"), request("", "two")
+    )
+    assert all(
+        result.error and "returned 1 rewards for 2 samples" in result.error for result in results
+    )
 
 
 def test_a_hanging_or_dying_function_fails_its_sample_only(tmp_path: Path, pool: ProcessPool):
@@ -160,20 +197,26 @@ def test_a_hanging_or_dying_function_fails_its_sample_only(tmp_path: Path, pool:
     reward = FunctionReward(RuleConfig(remote_url=str(file), timeout=3.0), pool)
     results = score(reward, *(request("", label) for label in ("hang", "", "exit", "", "")))
     assert [result.reward for result in results] == [None, 1.0, None, 1.0, 1.0]
-    assert "took more than 3 s" in str(results[0].error) and "exited with status 3" in str(results[2].error)
+    assert "took more than 3 s" in str(results[0].error) and "exited with status 3" in str(
+        results[2].error
+    )
 
 
 def test_a_file_that_cannot_be_loaded_is_a_mistake_in_the_flags(tmp_path: Path, pool: ProcessPool):
     file = tmp_path / "broken.py"
     file.write_text("def reward_func(queries, prompts, labels)\n    return 1\n")
     reward = FunctionReward(RuleConfig(remote_url=str(file), timeout=1), pool)
-    with pytest.raises(ConfigError, match=r"--reward.remote_url: .*broken.py:reward_func(\n|.)*SyntaxError"):
+    with pytest.raises(
+        ConfigError, match=r"--reward.remote_url: .*broken.py:reward_func(\n|.)*SyntaxError"
+    ):
         asyncio.run(reward.check())
     assert "SyntaxError" in str(score(reward, request(""))[0].error)
 
 
 def test_several_samples_may_have_nested_lists_and_numbers_per_name():
-    results = read_rewards({"rewards": [[1], [0.5]], "scores": None, "extra_logs": {"a": [3, 4]}}, 2)
+    results = read_rewards(
+        {"rewards": [[1], [0.5]], "scores": None, "extra_logs": {"a": [3, 4]}}, 2
+    )
     assert [(result.reward, result.score) for result in results] == [(1.0, 1.0), (0.5, 0.5)]
     assert [result.extra_logs for result in results] == [{"a": 3.0}, {"a": 4.0}]
     with pytest.raises(ValueError, match="returned 1 extra_logs\\['a'\\] for 2 samples"):
@@ -201,9 +244,13 @@ def test_the_math_verifier_grades_responses_not_prompts(pool: ProcessPool):
 
 def test_what_a_reward_reads_is_decoded_for_it_and_nothing_else(pool: ProcessPool, tmp_path: Path):
     file = tmp_path / "reward.py"
-    file.write_text("def reward_func(queries, prompts, labels):\n    return float(queries == ['1+1=2<eos>'])\n")
+    file.write_text(
+        "def reward_func(queries, prompts, labels):\n    return float(queries == ['1+1=2<eos>'])\n"
+    )
     tokenizer = character_tokenizer()
-    asked, sampled = (tokenizer.encode(text, add_special_tokens=False) for text in ("1+1=", "2<eos>"))
+    asked, sampled = (
+        tokenizer.encode(text, add_special_tokens=False) for text in ("1+1=", "2<eos>")
+    )
     for reward, query, answer in (
         (FunctionReward(RuleConfig(remote_url=str(file), timeout=30), pool), "1+1=2<eos>", ""),
         (VerifierReward(RuleConfig(verifier="math", timeout=30), pool), "", "2"),
@@ -215,7 +262,9 @@ def test_what_a_reward_reads_is_decoded_for_it_and_nothing_else(pool: ProcessPoo
 
 
 def test_the_flags_say_whether_failures_count_and_which_reward_stands_in() -> None:
-    flags = {text: RewardConfig(on_error=text, max_error_rate=0.25) for text in ("fail", "drop", "-1")}
+    flags = {
+        text: RewardConfig(on_error=text, max_error_rate=0.25) for text in ("fail", "drop", "-1")
+    }
     rates = {text: ErrorBudget(reward).max_error_rate for text, reward in flags.items()}
     assert rates == {"fail": 0.25, "-1": 0.25, "drop": 1.0}
     assert [reward.fallback for reward in flags.values()] == [None, None, -1.0]
@@ -241,7 +290,9 @@ def test_the_run_stops_with_the_first_traceback_above_the_error_rate_and_not_at_
     budget = ErrorBudget(RewardConfig(max_error_rate=0.1))
     budget.check(episodes(2, 20))
     budget.check([])
-    with pytest.raises(RewardErrors, match=r"3 of 20 episodes failed.*max_error_rate 0.1(.|\n)*traceback of 0"):
+    with pytest.raises(
+        RewardErrors, match=r"3 of 20 episodes failed.*max_error_rate 0.1(.|\n)*traceback of 0"
+    ):
         budget.check(episodes(3, 20))
     with pytest.raises(RewardErrors):
         ErrorBudget(RewardConfig(max_error_rate=0)).check(episodes(1, 1000))

@@ -1,4 +1,6 @@
-"""The receipt of an adapter's publication: a tensor that was lost, and a layer that the engine cannot adapt, are refused."""
+"""The receipt of an adapter's publication: a tensor that was lost, and a layer that the engine
+cannot adapt, are refused.
+"""
 
 from __future__ import annotations
 
@@ -79,9 +81,16 @@ for fault in ("none", "tensor", "layer"):
 
 def test_an_adapter_that_is_not_served_whole_is_refused() -> None:
     environment = os.environ | engine_environment("cpu") | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", PUBLISHED], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PUBLISHED], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     whole, tensor, layer = done.stdout.splitlines()
     assert whole == "served"
-    assert "worker 1 loaded base_model.model.model.layers.1.mlp.up_proj.lora_A.weight 0 times" in tensor
-    assert layer.endswith("does not hold version 3: worker 1 has old values in model.layers.1.mlp.up_proj")
+    assert (
+        "worker 1 loaded base_model.model.model.layers.1.mlp.up_proj.lora_A.weight 0 times"
+        in tensor
+    )
+    assert layer.endswith(
+        "does not hold version 3: worker 1 has old values in model.layers.1.mlp.up_proj"
+    )

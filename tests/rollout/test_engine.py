@@ -1,7 +1,9 @@
-"""The rollout engine on the true stack: Ray, vLLM on the CPU, gloo, and a Transformers model in this process as the trainer.
+"""The rollout engine on the true stack: Ray, vLLM on the CPU, gloo, and a Transformers model in
+this process as the trainer.
 
-Two engines serve the whole module: one whose model ties its head to its embeddings and whose folder has no tokenizer, and one
-with a head and a tokenizer of its own. The vocabulary of 100 is no multiple of 64, so vLLM pads it.
+Two engines serve the whole module: one whose model ties its head to its embeddings and whose folder
+has no tokenizer, and one with a head and a tokenizer of its own. The vocabulary of 100 is no
+multiple of 64, so vLLM pads it.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ PROMPTS = [[5, 6, 7, 8], [40, 41, 42], [9, 90, 11, 70, 13, 50], [33]]
 
 
 class FaultyEngine(RolloutEngine):
-    """A rollout engine whose receiving half can be made to go wrong: its worker lives in the same process."""
+    """A rollout engine whose receiving half can be made to go wrong: its worker lives in the same
+    process.
+    """
 
     def core(self) -> Any:
         """The engine's core, which runs in a thread of this process."""
@@ -83,7 +87,9 @@ class FaultyEngine(RolloutEngine):
                 buffer[4096] ^= 1
 
         def unpack_all_but_one(bucket, buffer):
-            return (item for item in unpack(bucket, buffer) if "layers.1.mlp.up_proj" not in item[0])
+            return (
+                item for item in unpack(bucket, buffer) if "layers.1.mlp.up_proj" not in item[0]
+            )
 
         def unpack_one_twice(bucket, buffer):
             for item in unpack(bucket, buffer):
@@ -141,7 +147,9 @@ class Stand:
         try:
             self.sender.send(manifest, tensors or self.model.named_parameters())
         finally:
-            receipts = ray.get(receiving, timeout=TIMEOUT_S)  # where the engine fails, it knows more than the sender
+            receipts = ray.get(
+                receiving, timeout=TIMEOUT_S
+            )  # where the engine fails, it knows more than the sender
         return receipts
 
     def publish(self) -> tuple[WorkerReceipt, ...]:
@@ -149,10 +157,13 @@ class Stand:
         self.call("resume")
         return receipts
 
-    def sample(self, prompts: Sequence[list[int]] = PROMPTS, **params) -> list[tuple[list[int], Generation]]:
+    def sample(
+        self, prompts: Sequence[list[int]] = PROMPTS, **params
+    ) -> list[tuple[list[int], Generation]]:
         """One sample of every prompt, with seeds of their own."""
         chosen = [
-            SamplingParams(**{"max_tokens": 24, "seed": i, "ignore_eos": True} | params) for i in range(len(prompts))
+            SamplingParams(**{"max_tokens": 24, "seed": i, "ignore_eos": True} | params)
+            for i in range(len(prompts))
         ]
         calls = [self.engine.generate.remote(p, [c]) for p, c in zip(prompts, chosen, strict=True)]
         return [(p, g) for p, [g] in zip(prompts, ray.get(calls, timeout=TIMEOUT_S), strict=True)]
@@ -164,9 +175,12 @@ class Stand:
             assert time.monotonic() < deadline
 
 
-def manifest_of(model: PreTrainedModel, version: int, bucket_bytes: int = BUCKET_BYTES) -> WeightManifest:
+def manifest_of(
+    model: PreTrainedModel, version: int, bucket_bytes: int = BUCKET_BYTES
+) -> WeightManifest:
     specs = tuple(
-        TensorSpec(name=name, dtype=torch.float32, shape=tuple(p.shape)) for name, p in model.named_parameters()
+        TensorSpec(name=name, dtype=torch.float32, shape=tuple(p.shape))
+        for name, p in model.named_parameters()
     )
     return WeightManifest(version=version, specs=specs, bucket_bytes=bucket_bytes)
 
@@ -183,7 +197,9 @@ def group_of(workers: int, name: str | None = None, timeout_s: float = TIMEOUT_S
     )
 
 
-def join(sender: WeightSender, engines: Sequence[ray.actor.ActorHandle], *, workers: int = 1) -> None:
+def join(
+    sender: WeightSender, engines: Sequence[ray.actor.ActorHandle], *, workers: int = 1
+) -> None:
     """Bring the sender and the engines, of so many workers each, into one group."""
     group = group_of(workers * len(engines))
     joining = [engine.join.remote(group, 1 + workers * i) for i, engine in enumerate(engines)]
@@ -192,7 +208,9 @@ def join(sender: WeightSender, engines: Sequence[ray.actor.ActorHandle], *, work
 
 
 @torch.no_grad()
-def differences(model: PreTrainedModel, samples: Sequence[tuple[list[int], Generation]]) -> torch.Tensor:
+def differences(
+    model: PreTrainedModel, samples: Sequence[tuple[list[int], Generation]]
+) -> torch.Tensor:
     """|log π of the engine − log π of `model`| of every sampled token, one row per sample."""
     rows = []
     for prompt, generation in samples:
@@ -247,17 +265,32 @@ def save_tokenizer(folder: Path) -> None:
     words = {f"w{i}": i for i in range(VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"w{END_TOKEN}").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"w{END_TOKEN}").save_pretrained(
+        folder
+    )
 
 
-def launch(model: PreTrainedModel, folder: Path, index: int = 0, *, stop_strings: bool = False, **flags: Any) -> Stand:
+def launch(
+    model: PreTrainedModel,
+    folder: Path,
+    index: int = 0,
+    *,
+    stop_strings: bool = False,
+    **flags: Any,
+) -> Stand:
     """An engine for the model, which is saved for it to load. The engine is not started yet."""
     model.save_pretrained(folder)
     environment = {"env_vars": engine_environment("cpu") | {"HF_HUB_OFFLINE": "1"}}
     actor = ray.remote(FaultyEngine).options(num_cpus=0, runtime_env=environment)
-    common = {"dtype": "fp32", "enable_prefix_caching": True, "engine_args": {"kv_cache_memory_bytes": 2**25}}
+    common = {
+        "dtype": "fp32",
+        "enable_prefix_caching": True,
+        "engine_args": {"kv_cache_memory_bytes": 2**25},
+    }
     vllm = VLLMConfig(**common | flags)
-    made_of = EngineSettings(model=str(folder), vllm=vllm, max_model_len=MAX_LEN, stop_strings=stop_strings)
+    made_of = EngineSettings(
+        model=str(folder), vllm=vllm, max_model_len=MAX_LEN, stop_strings=stop_strings
+    )
     return Stand(engine=actor.remote(index), settings=made_of, model=model, sender=WeightSender())
 
 
@@ -308,7 +341,11 @@ class TestSampling:
 
     def test_the_same_seed_gives_the_same_tokens_whatever_is_in_the_batch(self, tied):
         alone = [tied.sample([p], seed=7)[0][1] for p in PROMPTS]
-        others = [{"seed": 1}, {"seed": None}, {"seed": None, "temperature": 0.0}]  # vLLM treats each kind differently
+        others = [
+            {"seed": 1},
+            {"seed": None},
+            {"seed": None, "temperature": 0.0},
+        ]  # vLLM treats each kind differently
         kinds = [SamplingParams(max_tokens=40, **each) for each in others]
         crowd = [tied.engine.generate.remote([i, 3], kinds) for i in range(8)]
         together = tied.sample(seed=7)
@@ -339,7 +376,11 @@ class TestSampling:
         stop = free.tokens[4]
         expected = free.tokens[: free.tokens.index(stop) + 1]
         [(_, stopped)] = tied.sample([PROMPTS[0]], temperature=0.0, stop_token_ids=[stop])
-        assert (stopped.tokens, stopped.finish_reason, stopped.stop_reason) == (expected, "stop", stop)
+        assert (stopped.tokens, stopped.finish_reason, stopped.stop_reason) == (
+            expected,
+            "stop",
+            stop,
+        )
         ended = tied.sample([[i] for i in range(3, 60)], ignore_eos=False, max_tokens=200)
         ended = [g for _, g in ended if g.finish_reason == "stop"]
         assert ended and all(g.tokens.index(END_TOKEN) == len(g.tokens) - 1 for g in ended)
@@ -360,7 +401,9 @@ class TestSampling:
             ([5], SamplingParams(stop="x"), "stop_strings"),
         ],
     )
-    def test_a_bad_request_is_an_error_of_ours_and_the_engine_lives(self, tied, prompt, params, reason):
+    def test_a_bad_request_is_an_error_of_ours_and_the_engine_lives(
+        self, tied, prompt, params, reason
+    ):
         with pytest.raises(EngineError, match=reason):
             tied.call("generate", prompt, [params])
         assert len(tied.sample()) == len(PROMPTS)
@@ -392,7 +435,9 @@ class TestPublication:
 
     @pytest.mark.parametrize("kind", ["tied", "untied"])
     def test_samples_under_way_go_on_with_the_new_weights(self, stands, kind):
-        """The engine of the untied model looks for stop strings, so that its core sends every token by itself."""
+        """The engine of the untied model looks for stop strings, so that its core sends every token
+        by itself.
+        """
         stand: Stand = stands[kind]
         old = stand.model
         names = [name for name, _ in old.named_parameters()]
@@ -432,15 +477,21 @@ class TestPublication:
             stand.join()
             stand.publish()
 
-    def test_every_worker_of_an_engine_of_several_ranks_takes_in_the_weights(self, ray_session, tmp_path):
-        """Two processes that share each layer: each has a rank in the weight group, and a receipt of its own."""
+    def test_every_worker_of_an_engine_of_several_ranks_takes_in_the_weights(
+        self, ray_session, tmp_path
+    ):
+        """Two processes that share each layer: each has a rank in the weight group, and a receipt
+        of its own.
+        """
         stand = launch(build_model(tied=True), tmp_path, tensor_parallel_size=2)
         stand.workers = 2
         ray.get(stand.engine.start.remote(stand.settings), timeout=400)
         assert_serves(stand, stand.model, version=0)
         stand.join()
         for _ in range(2):
-            stand.model = noisy_copy(stand.model, [name for name, _ in stand.model.named_parameters()], 0.05)
+            stand.model = noisy_copy(
+                stand.model, [name for name, _ in stand.model.named_parameters()], 0.05
+            )
             assert [receipt.rank for receipt in stand.publish()] == [1, 2]
             assert_serves(stand, stand.model, stand.version)
         stand.call("stop")
@@ -467,14 +518,18 @@ class TestPublication:
         assert differences(second, changed).mean() < differences(first, changed).mean() / 3
         stand.model = first
         stand.publish()
-        assert [(g.tokens, g.logprobs) for _, g in stand.sample()] == [(g.tokens, g.logprobs) for _, g in loaded]
+        assert [(g.tokens, g.logprobs) for _, g in stand.sample()] == [
+            (g.tokens, g.logprobs) for _, g in loaded
+        ]
         ray.kill(stand.engine)
 
 
 class TestFailedPublication:
     @pytest.fixture(autouse=True)
     def heals(self, tied) -> Iterator[None]:
-        """Whatever went wrong: a paused engine, which refuses to serve, and one good publication later all is well."""
+        """Whatever went wrong: a paused engine, which refuses to serve, and one good publication
+        later all is well.
+        """
         yield
         with pytest.raises(EngineError, match="unverified"):
             tied.call("resume")
@@ -485,7 +540,10 @@ class TestFailedPublication:
         ("fault", "message"),
         [
             ("flip", "hash .* for bucket 0, sent was"),
-            ("drop", r"loaded model.layers.1.mlp.up_proj.weight 0 times.*old values in .*gate_up_proj"),
+            (
+                "drop",
+                r"loaded model.layers.1.mlp.up_proj.weight 0 times.*old values in .*gate_up_proj",
+            ),
             # the layer was full before: vLLM's loader itself gives up
             ("double", "weight_loader" if Version("0.25") <= VLLM else "loaded .* 2 times"),
             pytest.param(
@@ -501,13 +559,17 @@ class TestFailedPublication:
         tied.call("sabotage", fault)
         manifest = tied.manifest()
         try:
-            with pytest.raises(PublicationError, match=rf"version {manifest.version}\b.*({message})"):
+            with pytest.raises(
+                PublicationError, match=rf"version {manifest.version}\b.*({message})"
+            ):
                 tied.receive(manifest)
         finally:
             tied.call("repair")
         tied.join()
 
-    @pytest.mark.parametrize("name", ["model.layers.0.self_attn.k_proj.weight", "model.norm.weight"])
+    @pytest.mark.parametrize(
+        "name", ["model.layers.0.self_attn.k_proj.weight", "model.norm.weight"]
+    )
     def test_a_manifest_that_forgets_a_tensor_is_refused(self, tied, name):
         manifest = tied.manifest()
         manifest = replace(manifest, specs=tuple(s for s in manifest.specs if s.name != name))
@@ -517,7 +579,10 @@ class TestFailedPublication:
 
     def test_a_tensor_the_engine_does_not_know_is_refused(self, tied):
         manifest = tied.manifest()
-        specs = [replace(s, name="model.surprise") if s.name == "model.norm.weight" else s for s in manifest.specs]
+        specs = [
+            replace(s, name="model.surprise") if s.name == "model.norm.weight" else s
+            for s in manifest.specs
+        ]
         tensors = [(s.name, p) for s, p in zip(specs, tied.model.parameters(), strict=True)]
         said = "surprise" if Version("0.25") <= VLLM else r"old values in model\.norm"
         with pytest.raises(PublicationError, match=said):
@@ -541,10 +606,16 @@ def send_until_killed(group: WeightGroup, folder: str, version: int) -> None:
 
 
 class TestFailure:
-    def test_the_engine_outlives_a_sender_that_is_killed_in_the_middle_of_a_layer(self, tied, tmp_path):
-        """One tensor a bucket; q_proj comes, k_proj does not. vLLM must not count q_proj twice later."""
+    def test_the_engine_outlives_a_sender_that_is_killed_in_the_middle_of_a_layer(
+        self, tied, tmp_path
+    ):
+        """One tensor a bucket; q_proj comes, k_proj does not. vLLM must not count q_proj twice
+        later.
+        """
         tied.model.save_pretrained(tmp_path)
-        running = tied.engine.generate.remote([5], [SamplingParams(max_tokens=400, ignore_eos=True)])
+        running = tied.engine.generate.remote(
+            [5], [SamplingParams(max_tokens=400, ignore_eos=True)]
+        )
         tied.sender.leave()
         group = group_of(1, "doomed", timeout_s=120.0)
         victim = multiprocessing.get_context("spawn").Process(
@@ -597,9 +668,15 @@ class TestFailure:
         ("opt", {"ffn_dim": 160, "word_embed_proj_dim": 128}),
         pytest.param(
             "qwen3_moe",  # vLLM packs experts only once, unless it is made to build their kernel anew
-            {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+            {
+                "head_dim": 32,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 64,
+            },
             marks=pytest.mark.skipif(
-                Version("0.25") > VLLM, reason="knows experts by their names in files only, as runs send them"
+                Version("0.25") > VLLM,
+                reason="knows experts by their names in files only, as runs send them",
             ),
         ),
     ],
@@ -620,8 +697,12 @@ def test_every_parameter_of_an_architecture_reaches_the_engine(ray_session, tmp_
 
 @pytest.mark.verify
 @pytest.mark.parametrize("original", [16, MAX_LEN])
-def test_longrope_has_the_frequencies_of_the_longest_sequence_in_engine_and_trainer(ray_session, tmp_path, original):
-    """The engine chooses them by its max_model_len: the long ones above `original` positions, whatever a sample's length."""
+def test_longrope_has_the_frequencies_of_the_longest_sequence_in_engine_and_trainer(
+    ray_session, tmp_path, original
+):
+    """The engine chooses them by its max_model_len: the long ones above `original` positions,
+    whatever a sample's length.
+    """
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,

@@ -28,7 +28,9 @@ LEFT_TO_THE_USER = {
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_an_engine_is_made_of_belongs_to_a_flag_or_to_the_user(device) -> None:
-    settings = EngineSettings(model="m", vllm=VLLMConfig(dtype="fp32"), max_model_len=64, device=device)
+    settings = EngineSettings(
+        model="m", vllm=VLLMConfig(dtype="fp32"), max_model_len=64, device=device
+    )
     assert set(engine_arguments(settings, 0)) - FLAGS.keys() - REASONS.keys() <= LEFT_TO_THE_USER
 
 
@@ -39,7 +41,9 @@ def test_what_the_user_gives_wins() -> None:
     assert (arguments["block_size"], arguments["max_num_seqs"]) == (64, 3)
 
 
-ENGINE_COMMANDS = [command for command, root in WITH_OLD.items() if "vllm.engine_args" in flags_of(root)]
+ENGINE_COMMANDS = [
+    command for command, root in WITH_OLD.items() if "vllm.engine_args" in flags_of(root)
+]
 
 
 @pytest.mark.parametrize("command", ENGINE_COMMANDS)
@@ -53,7 +57,8 @@ def test_a_flag_that_is_named_instead_is_one_of_the_commands(command: str) -> No
 def test_an_evaluation_is_told_its_own_flag_of_the_model() -> None:
     (sentence,) = violations("eval", '--vllm.engine_args {"tokenizer":"x"}')
     assert (
-        "tokenizer (use --actor.model_name_or_path; in eval and batch_inference --model.model_name_or_path)" in sentence
+        "tokenizer (use --actor.model_name_or_path; in eval and batch_inference --model.model_name_or_path)"
+        in sentence
     )
 
 

@@ -1,4 +1,6 @@
-"""What vLLM 0.24 to 0.31 lack, on stand-ins for their classes: one version of vLLM is installed, and this process imports none."""
+"""What vLLM 0.24 to 0.31 lack, on stand-ins for their classes: one version of vLLM is installed,
+and this process imports none.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import pytest
 
 from openrlhf.rollout import engine_versions
 from openrlhf.rollout.engine_settings import engine_environment
-from openrlhf.rollout.engine_versions import SampledVersions, check_reload, expert_kernel, heed_seeds_on_cpu, refusals
+from openrlhf.rollout.engine_versions import (
+    SampledVersions,
+    check_reload,
+    expert_kernel,
+    heed_seeds_on_cpu,
+    refusals,
+)
 
 
 @pytest.fixture
@@ -36,14 +44,18 @@ class Output:
 
 
 class Client:
-    """vLLM's AsyncLLM and its core's client in one: outputs come in through a queue, and a slow handler takes them."""
+    """vLLM's AsyncLLM and its core's client in one: outputs come in through a queue, and a slow
+    handler takes them.
+    """
 
     errored = False
 
     def __init__(self, requests: str) -> None:
         self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
         self.engine_core = self.output_processor = self
-        self.request_states = {f"{name}-inner": SimpleNamespace(external_req_id=name) for name in requests}
+        self.request_states = {
+            f"{name}-inner": SimpleNamespace(external_req_id=name) for name in requests
+        }
 
     async def get_output_async(self) -> Any:
         return await self.outputs_queue.get()
@@ -60,7 +72,9 @@ class Client:
 
 
 def sampled(requests: str, *phases: list[dict[str, list[int]]]) -> dict[str, tuple[int, ...]]:
-    """The versions of each request, where each phase brings some outputs and ends with a new version of the weights."""
+    """The versions of each request, where each phase brings some outputs and ends with a new
+    version of the weights.
+    """
 
     async def run() -> dict[str, tuple[int, ...]]:
         client = Client(requests)
@@ -83,12 +97,17 @@ def test_a_sample_has_the_versions_that_its_tokens_were_sampled_with() -> None:
     assert sampled("ab", [both, first], [second]) == {"a": (0,), "b": (0, 1)}
 
 
-def test_tokens_that_arrived_before_a_publication_have_the_old_version_however_late_they_are_handled() -> None:
+def test_tokens_that_arrived_before_a_publication_have_the_old_version_however_late_they_are_handled() -> (
+    None
+):
     assert sampled("a", [{"a": [token]} for token in range(300)], []) == {"a": (0,)}
 
 
 def test_a_sample_that_waited_for_a_publication_has_the_new_version_only() -> None:
-    assert sampled("ab", [{"a": [5], "b": []}], [{"b": [6]}], [], [{"b": [7]}]) == {"a": (0,), "b": (1, 3)}
+    assert sampled("ab", [{"a": [5], "b": []}], [{"b": [6]}], [], [{"b": [7]}]) == {
+        "a": (0,),
+        "b": (1, 3),
+    }
 
 
 def test_late_tokens_of_a_sample_that_was_given_up_are_forgotten() -> None:
@@ -162,9 +181,12 @@ def test_a_model_whose_buffers_an_old_vllm_would_lose_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("version", "chosen"), [("0.24.0", "native"), ("0.28.1+cpu", "native"), ("0.29.0", "cpu"), ("0.32.0", "cpu")]
+    ("version", "chosen"),
+    [("0.24.0", "native"), ("0.28.1+cpu", "native"), ("0.29.0", "cpu"), ("0.32.0", "cpu")],
 )
-def test_an_old_vllm_samples_on_a_cpu_with_the_sampler_that_heeds_every_seed(vllm, version: str, chosen: str) -> None:
+def test_an_old_vllm_samples_on_a_cpu_with_the_sampler_that_heeds_every_seed(
+    vllm, version: str, chosen: str
+) -> None:
     class Sampler:
         forward_native, forward_cpu = "native", "cpu"
 
@@ -174,11 +196,15 @@ def test_an_old_vllm_samples_on_a_cpu_with_the_sampler_that_heeds_every_seed(vll
     assert Sampler.forward_cpu == chosen
 
 
-@pytest.mark.parametrize(("version", "choice"), [("0.24.0", "0"), ("0.25.1", None), ("0.32.0", None), (None, None)])
+@pytest.mark.parametrize(
+    ("version", "choice"), [("0.24.0", "0"), ("0.25.1", None), ("0.32.0", None), (None, None)]
+)
 def test_a_cuda_engine_of_vllm_0_24_uses_the_first_model_runner(
     monkeypatch: pytest.MonkeyPatch, version: str | None, choice: str | None
 ) -> None:
-    monkeypatch.setattr(engine_versions, "installed", lambda name: version and SimpleNamespace(version=version))
+    monkeypatch.setattr(
+        engine_versions, "installed", lambda name: version and SimpleNamespace(version=version)
+    )
     assert engine_environment("cuda").get("VLLM_USE_V2_MODEL_RUNNER") == choice
     assert "VLLM_USE_V2_MODEL_RUNNER" not in engine_environment("cpu")
 

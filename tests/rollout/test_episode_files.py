@@ -1,4 +1,6 @@
-"""Episodes come back from disk as they were; a file is whole or is not there; a damaged one is named, with its line."""
+"""Episodes come back from disk as they were; a file is whole or is not there; a damaged one is
+named, with its line.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def test_the_same_episodes_are_the_same_bytes(tmp_path: Path) -> None:
 # ---- a folder
 
 
-def test_a_new_run_sets_all_files_aside_and_a_resumed_one_those_of_later_steps(tmp_path: Path) -> None:
+def test_a_new_run_sets_all_files_aside_and_a_resumed_one_those_of_later_steps(
+    tmp_path: Path,
+) -> None:
     folder = written(tmp_path, episode(score=1.0))
     folder.write("step", 8, [failed()], run=RUN)
     folder.write("eval", 7, [failed()], run=RUN)
@@ -112,7 +116,9 @@ def test_a_new_run_sets_all_files_aside_and_a_resumed_one_those_of_later_steps(t
     assert (tmp_path / "notes.txt").exists()
 
 
-def test_a_killed_write_leaves_the_file_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_write_leaves_the_file_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = written(tmp_path, episode(score=1.0))
 
     def killed(descriptor: int) -> None:
@@ -180,13 +186,15 @@ def edited(folder: EpisodeFolder, *lines: Any) -> EpisodeFolder:
     ids=["too few", "too many", "other format", "foreign", "no object", "empty", "fields missing", "unknown field",
          "no episode", "two headers"],
 )  # fmt: skip
-def test_a_line_that_is_no_episode_is_named(tmp_path: Path, lines: list[Any], words: list[str]) -> None:
+def test_a_line_that_is_no_episode_is_named(
+    tmp_path: Path, lines: list[Any], words: list[str]
+) -> None:
     folder = edited(written(tmp_path, episode(0, score=1.0), episode(1, score=0.0)), *lines)
     with pytest.raises(DataError) as caught:
         folder.read("step", 7)
-    assert all(word in str(caught.value) for word in [*words, "step-000007.jsonl.gz", "--rollout.dump_dir"]), (
-        caught.value
-    )
+    assert all(
+        word in str(caught.value) for word in [*words, "step-000007.jsonl.gz", "--rollout.dump_dir"]
+    ), caught.value
 
 
 def test_packed_episodes_are_written_as_lists(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A fleet whose processes, devices and Ray are made by hand: an engine that could not be started again at once."""
+"""A fleet whose processes, devices and Ray are made by hand: an engine that could not be started
+again at once.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Unstable(Fleet):
         self.say, self.timeout_s = self.said.append, 1.0
         self.settings: Any = SimpleNamespace(vllm=SimpleNamespace(max_restarts=2))
         slots: Any = Slots()
-        self.member = self._members[0] = Member(index=0, slots=slots, actor=object(), log="vllm-0.log", up=True)
+        self.member = self._members[0] = Member(
+            index=0, slots=slots, actor=object(), log="vllm-0.log", up=True
+        )
         monkeypatch.setattr(module, "machines", self.machines)
         monkeypatch.setattr(module.ray, "kill", lambda _: None)
         monkeypatch.setattr(module, "gather", lambda *_, **__: [])
@@ -61,7 +65,9 @@ class Unstable(Fleet):
             time.sleep(0.01)
 
 
-def test_an_engine_is_started_again_although_the_cluster_did_not_answer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_started_again_although_the_cluster_did_not_answer_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fleet = Unstable(monkeypatch, unanswered=1)
     fleet.lose_and_wait()
     assert fleet.said[:2] == [
@@ -74,5 +80,7 @@ def test_an_engine_is_started_again_although_the_cluster_did_not_answer_once(mon
 def test_a_cluster_that_never_answers_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Unstable(monkeypatch, unanswered=9)
     fleet.lose_and_wait()
-    with pytest.raises(RolloutError, match=r"lost after 2 restart.*: the state of the cluster is not known"):
+    with pytest.raises(
+        RolloutError, match=r"lost after 2 restart.*: the state of the cluster is not known"
+    ):
         fleet.check()

@@ -1,6 +1,8 @@
-"""Generation on the true stack: the generator, engines of vLLM on the CPU, and Transformers to recompute what they say.
+"""Generation on the true stack: the generator, engines of vLLM on the CPU, and Transformers to
+recompute what they say.
 
-Two engines are the same but for their index; a third speculates, and a fourth prefills prompts in parts.
+Two engines are the same but for their index; a third speculates, and a fourth prefills prompts in
+parts.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ from tests import streams
 from tests.tiny import character_tokenizer, save_tiny_model
 
 MAX_LEN, BLOCK = 320, 32
-LOOKUP = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+LOOKUP = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "twin": {},
@@ -40,34 +47,61 @@ KINDS: dict[str, dict[str, Any]] = {
     "in parts": {"engine_args": {"enable_chunked_prefill": True, "max_num_batched_tokens": 64}},
 }
 SPEC = SamplingSpec(
-    purpose="train", rollout=RolloutConfig(n_samples_per_prompt=8, max_new_tokens=16), max_len=MAX_LEN, seed=3
+    purpose="train",
+    rollout=RolloutConfig(n_samples_per_prompt=8, max_new_tokens=16),
+    max_len=MAX_LEN,
+    seed=3,
 )
 if Version(installed("vllm").version) < Version("0.25"):
-    del KINDS["speculating"]  # this vLLM calls the CPU's stand-in of its kernel with an argument that it does not have
+    del KINDS[
+        "speculating"
+    ]  # this vLLM calls the CPU's stand-in of its kernel with an argument that it does not have
 # Six blocks and a bit, all different.
-PROMPTS = [Prompt(index=i, text="", tokens=[4 + (j * (i + 3) + j // 7) % 44 for j in range(200)]) for i in range(4)]
+PROMPTS = [
+    Prompt(index=i, text="", tokens=[4 + (j * (i + 3) + j // 7) % 44 for j in range(200)])
+    for i in range(4)
+]
 # What an n-gram finds its continuation in.
 REFRAINS = [Prompt(index=i, text="", tokens=[4 + i, 9, 14 + i, 20] * 12) for i in range(4)]
 
 
 def settings_of(folder: str, kind: str) -> EngineSettings:
-    """The settings of an engine of a kind. Samples that are prefilled in parts cannot have seeds on a CPU."""
+    """The settings of an engine of a kind. Samples that are prefilled in parts cannot have seeds on
+    a CPU.
+    """
     flags: dict[str, Any] = {"dtype": "fp32", "enable_prefix_caching": True} | KINDS[kind]
     flags["engine_args"] = {"kv_cache_memory_bytes": 2**25} | flags.get("engine_args", {})
-    return EngineSettings(model=folder, vllm=VLLMConfig(**flags), max_model_len=MAX_LEN, seeded=kind != "in parts")
+    return EngineSettings(
+        model=folder, vllm=VLLMConfig(**flags), max_model_len=MAX_LEN, seeded=kind != "in parts"
+    )
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory) -> Iterator[dict[str, Any]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    folder = save_tiny_model(
-        tmp_path_factory.mktemp("model"), "qwen2-untied", hidden_size=128, intermediate_size=160, initializer_range=0.08
+    ray.init(
+        address="local",
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
     )
-    actor = ray.remote(RolloutEngine).options(num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")})
+    folder = save_tiny_model(
+        tmp_path_factory.mktemp("model"),
+        "qwen2-untied",
+        hidden_size=128,
+        intermediate_size=160,
+        initializer_range=0.08,
+    )
+    actor = ray.remote(RolloutEngine).options(
+        num_cpus=0, runtime_env={"env_vars": engine_environment("cpu")}
+    )
     handles = {kind: actor.remote(index) for index, kind in enumerate(KINDS)}
-    ray.get([handle.start.remote(settings_of(folder, kind)) for kind, handle in handles.items()], timeout=400)
+    ray.get(
+        [handle.start.remote(settings_of(folder, kind)) for kind, handle in handles.items()],
+        timeout=400,
+    )
     yield handles | {"model": AutoModelForCausalLM.from_pretrained(folder).eval()}
     ray.shutdown()
     torch.set_num_threads(threads)
@@ -106,8 +140,12 @@ def made(handles: list[Any]) -> RolloutGenerator:
 
 
 @torch.no_grad()
-def differences(model: PreTrainedModel, samples: Sequence[Trajectory], keep: int | None = None) -> torch.Tensor:
-    """|log π of the engine − log π of `model`| of every sampled token; of the `keep` likeliest tokens, renormalised."""
+def differences(
+    model: PreTrainedModel, samples: Sequence[Trajectory], keep: int | None = None
+) -> torch.Tensor:
+    """|log π of the engine − log π of `model`| of every sampled token; of the `keep` likeliest
+    tokens, renormalised.
+    """
     found = []
     for sample in samples:
         logits = model(torch.tensor([sample.tokens])).logits[0, :-1]
@@ -125,7 +163,8 @@ def tokens(samples: Sequence[Trajectory]) -> list[list[int]]:
 
 def test_the_samples_of_a_prompt_share_its_prefill(rollout, engines) -> None:
     samples, cost = rollout("plain", [replace(p, tokens=p.tokens[::-1]) for p in PROMPTS])
-    # One sample computes the prompt; each of the other seven the 8 tokens after its six whole blocks.
+    # One sample computes the prompt; each of the other seven the 8 tokens after its six whole
+    # blocks.
     assert cost["timing/prefill_cached"] == pytest.approx(7 * 6 * BLOCK / (8 * 200))
     assert differences(engines["model"], samples).max() < 1e-4
 
@@ -148,7 +187,9 @@ def test_without_a_prefix_cache_every_sample_computes_the_prompt(rollout) -> Non
     ],
     ids=str,
 )
-def test_a_request_that_vllm_refuses_is_refused_and_costs_no_engine(engines, wrong: dict[str, Any]) -> None:
+def test_a_request_that_vllm_refuses_is_refused_and_costs_no_engine(
+    engines, wrong: dict[str, Any]
+) -> None:
     good = SamplingParams(max_tokens=4, seed=1)
     with pytest.raises(RequestRefused):
         ray.get(engines["plain"].generate.remote([5, 6], [replace(good, **wrong)]), timeout=240)
@@ -203,7 +244,9 @@ def test_drafts_from_n_grams_leave_the_log_probabilities_as_they_are(rollout, en
     samples, _ = rollout("speculating", REFRAINS, spec)
     off = differences(engines["model"], samples)
     assert off.max() < 1e-4 and off.mean() < 1e-5
-    assert tokens(samples) != tokens(rollout("plain", REFRAINS, spec)[0])  # drafts were judged, with draws of their own
+    assert tokens(samples) != tokens(
+        rollout("plain", REFRAINS, spec)[0]
+    )  # drafts were judged, with draws of their own
 
 
 def test_drafts_from_n_grams_leave_a_seed_its_samples(rollout) -> None:
@@ -213,11 +256,17 @@ def test_drafts_from_n_grams_leave_a_seed_its_samples(rollout) -> None:
 
 
 def test_greedy_samples_are_the_same_with_and_without_drafts(rollout) -> None:
-    greedy = replace(SPEC, purpose="eval", rollout=RolloutConfig(temperature=0.0, max_new_tokens=64))
-    assert tokens(rollout("speculating", REFRAINS, greedy)[0]) == tokens(rollout("plain", REFRAINS, greedy)[0])
+    greedy = replace(
+        SPEC, purpose="eval", rollout=RolloutConfig(temperature=0.0, max_new_tokens=64)
+    )
+    assert tokens(rollout("speculating", REFRAINS, greedy)[0]) == tokens(
+        rollout("plain", REFRAINS, greedy)[0]
+    )
 
 
-def test_a_prompt_prefilled_in_parts_leaves_the_log_probabilities_as_they_are(rollout, engines) -> None:
+def test_a_prompt_prefilled_in_parts_leaves_the_log_probabilities_as_they_are(
+    rollout, engines
+) -> None:
     samples, _ = rollout("in parts", PROMPTS, replace(SPEC, seed=None))
     off = differences(engines["model"], samples)
     assert off.max() < 1e-4 and off.mean() < 1e-5

@@ -24,19 +24,26 @@ from openrlhf.trajectory import Failure, Prompt
 from tests.streams import rollout
 
 SPEC = SamplingSpec(
-    purpose="train", rollout=RolloutConfig(n_samples_per_prompt=4, max_new_tokens=4), max_len=64, seed=0
+    purpose="train",
+    rollout=RolloutConfig(n_samples_per_prompt=4, max_new_tokens=4),
+    max_len=64,
+    seed=0,
 )
 PROMPTS = [Prompt(index=index, text=f"prompt {index}", tokens=[index] * 40) for index in range(6)]
 
 
 class Engines:
-    """Answers with the seed, as a token; all but the first sample of a prompt find the prompt cached."""
+    """Answers with the seed, as a token; all but the first sample of a prompt find the prompt
+    cached.
+    """
 
     def __init__(self, seconds: float = 1.0, slow: int | None = None) -> None:
         self.seconds, self.slow = seconds, slow  # `slow`: the prompt that takes 101 seconds
         self.asked: list[Any] = []  # keys
 
-    async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
+    async def generate(
+        self, key: Hashable, tokens: list[int], params: list[SamplingParams]
+    ) -> list[Generation]:
         self.asked.append(key)
         await asyncio.sleep(0)
         return [
@@ -119,8 +126,13 @@ def groups_of(**options: Any) -> list[int]:
     """The prompts whose groups a stream gives."""
 
     async def collect() -> list[int]:
-        request = Request(spec=SPEC, step=1, annotated=marked_by(options.pop("rejects", lambda group: False)))
-        return [group[0].prompt.index async for group in made().stream(iter(PROMPTS), request, **options)]
+        request = Request(
+            spec=SPEC, step=1, annotated=marked_by(options.pop("rejects", lambda group: False))
+        )
+        return [
+            group[0].prompt.index
+            async for group in made().stream(iter(PROMPTS), request, **options)
+        ]
 
     return asyncio.run(collect())
 
@@ -131,7 +143,12 @@ def test_a_stream_takes_as_many_prompts_as_groups_are_asked_for() -> None:
 
 
 def test_a_rejected_group_is_given_and_replaced() -> None:
-    assert sorted(groups_of(groups=2, rejects=lambda group: group[0].prompt.index in (0, 2))) == [0, 1, 2, 3]
+    assert sorted(groups_of(groups=2, rejects=lambda group: group[0].prompt.index in (0, 2))) == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert sorted(groups_of(groups=2, rejects=lambda group: True)) == list(range(6))
 
 
@@ -163,7 +180,9 @@ def test_no_more_prompts_are_under_way_than_are_allowed_at_once(at_once: int) ->
     gate = Gate()
 
     async def collect() -> list[int]:
-        stream = made(reward=gate).stream(PROMPTS[:5], Request(spec=SPEC, step=1), groups=5, at_once=at_once)
+        stream = made(reward=gate).stream(
+            PROMPTS[:5], Request(spec=SPEC, step=1), groups=5, at_once=at_once
+        )
         return [group[0].prompt.index async for group in stream]
 
     assert sorted(asyncio.run(collect())) == [0, 1, 2, 3, 4]
@@ -173,7 +192,9 @@ def test_no_more_prompts_are_under_way_than_are_allowed_at_once(at_once: int) ->
 def test_a_stream_that_is_closed_gives_up_what_is_under_way() -> None:
     gate = Gate()
     with closing(BackgroundLoop()) as loop:
-        stream = loop.iterate(made(reward=gate).stream(PROMPTS, Request(spec=SPEC, step=1), groups=6), 60)
+        stream = loop.iterate(
+            made(reward=gate).stream(PROMPTS, Request(spec=SPEC, step=1), groups=6), 60
+        )
         assert len(list(islice(stream, 5))) == 5
         stream.close()
     assert (gate.given_up, gate.waiting) == (1, 0)
@@ -181,8 +202,15 @@ def test_a_stream_that_is_closed_gives_up_what_is_under_way() -> None:
 
 def test_a_group_that_does_not_come_in_time_is_an_error_that_names_the_flag() -> None:
     gate = Gate()
-    with closing(BackgroundLoop()) as loop, pytest.raises(RolloutError, match=r"within 0\.5 s.*--train\.step_timeout"):
-        list(loop.iterate(made(reward=gate).stream(PROMPTS, Request(spec=SPEC, step=1), groups=6), 0.5))
+    with (
+        closing(BackgroundLoop()) as loop,
+        pytest.raises(RolloutError, match=r"within 0\.5 s.*--train\.step_timeout"),
+    ):
+        list(
+            loop.iterate(
+                made(reward=gate).stream(PROMPTS, Request(spec=SPEC, step=1), groups=6), 0.5
+            )
+        )
     assert gate.given_up == 1
 
 
@@ -190,16 +218,24 @@ def test_a_group_that_does_not_come_in_time_is_an_error_that_names_the_flag() ->
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_log_probability_that_is_not_finite_fails_its_sample_and_names_the_engine(bad: float) -> None:
+def test_a_log_probability_that_is_not_finite_fails_its_sample_and_names_the_engine(
+    bad: float,
+) -> None:
     good = Generation(
-        tokens=[5, 6], logprobs=[-0.5, -1.0], finish_reason="stop", stop_reason=None, weight_versions=(0,)
+        tokens=[5, 6],
+        logprobs=[-0.5, -1.0],
+        finish_reason="stop",
+        stop_reason=None,
+        weight_versions=(0,),
     )
     assert checked(good, engine=3) is good
     broken = checked(replace(good, logprobs=[-0.5, bad]), engine=3)
     assert broken.logprobs == [0.0, 0.0]
 
     class Broken(Engines):
-        async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
+        async def generate(
+            self, key: Hashable, tokens: list[int], params: list[SamplingParams]
+        ) -> list[Generation]:
             return [broken if number else good for number, _ in enumerate(params)]
 
     fine, *failed = rollout(made(Broken()), PROMPTS[:1], SPEC)
@@ -213,7 +249,10 @@ def test_a_log_probability_that_is_not_finite_fails_its_sample_and_names_the_eng
 
 def tail_seconds(spans: list[tuple[float, float]]) -> tuple[float, float]:
     """Seconds of the tail, and seconds in which any sample ran."""
-    costs = [SampleCost(asked=start, seconds=end - start, prompt_tokens=1, cached_tokens=0) for start, end in spans]
+    costs = [
+        SampleCost(asked=start, seconds=end - start, prompt_tokens=1, cached_tokens=0)
+        for start, end in spans
+    ]
     share = generation_metrics(costs)["timing/tail_share"]
     assert isinstance(share, Mean)
     return share.sum, share.count
@@ -239,6 +278,7 @@ def test_nothing_sampled_is_no_number() -> None:
 
 def test_the_cached_share_counts_tokens_and_not_samples() -> None:
     costs = [
-        SampleCost(asked=0, seconds=1, prompt_tokens=p, cached_tokens=c) for p, c in ((300, 0), (300, 288), (10, 0))
+        SampleCost(asked=0, seconds=1, prompt_tokens=p, cached_tokens=c)
+        for p, c in ((300, 0), (300, 288), (10, 0))
     ]
     assert values(generation_metrics(costs))["timing/prefill_cached"] == pytest.approx(288 / 610)

@@ -22,10 +22,16 @@ print("tiles:", permitted.value >> 18 & 1)
 """
 
 
-@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no matrix registers (AMX)")
+@pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="this CPU has no matrix registers (AMX)"
+)
 def test_linux_lets_an_engines_process_use_them() -> None:
     environment = os.environ | engine_environment("cpu") | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", PERMITTED], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", PERMITTED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "tiles: 1" in done.stdout

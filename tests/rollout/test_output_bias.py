@@ -1,4 +1,6 @@
-"""An output layer with a bias, as Phi has one, gets all its values in an update, and the receipt sees it."""
+"""An output layer with a bias, as Phi has one, gets all its values in an update, and the receipt
+sees it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import sys
 from openrlhf.rollout.engine_settings import engine_environment
 from tests.ranks import ROOT
 
-# As vLLM's loader of Transformers models (`CausalMixin`) does, `load` makes a bias before it fills the bias.
+# As vLLM's loader of Transformers models (`CausalMixin`) does, `load` makes a bias before it fills
+# the bias.
 UPDATED = """
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -46,7 +49,9 @@ with set_current_vllm_config(VllmConfig()):
 
 def test_a_bias_is_counted_and_one_that_did_not_come_is_missed() -> None:
     environment = os.environ | engine_environment("cpu") | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", UPDATED], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", UPDATED], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         *("[]", "3.0 4.0"),

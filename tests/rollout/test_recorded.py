@@ -1,4 +1,6 @@
-"""A replay gives the loop what the run gave that wrote the episodes: steps, filtering, place in the prompts, and any start."""
+"""A replay gives the loop what the run gave that wrote the episodes: steps, filtering, place in the
+prompts, and any start.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ from tests.rollout.test_episode_files import IN_ONE_FOLDER
 from tests.streams import rollout
 from tests.trainers.episodes import episode
 
-SPEC = SamplingSpec(purpose="train", rollout=RolloutConfig(n_samples_per_prompt=2, max_new_tokens=4), max_len=8, seed=0)
+SPEC = SamplingSpec(
+    purpose="train",
+    rollout=RolloutConfig(n_samples_per_prompt=2, max_new_tokens=4),
+    max_len=8,
+    seed=0,
+)
 EVALUATION = replace(SPEC, purpose="eval", rollout=replace(SPEC.rollout, batch_size=2))
 LOOP = BackgroundLoop()
 
@@ -51,14 +58,23 @@ class Dice:
         self.draw = random.Random(seed)
 
     async def stream(
-        self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
+        self,
+        prompts: Iterable[Prompt],
+        request: Request,
+        *,
+        groups: int,
+        at_once: int | None = None,
     ) -> AsyncIterator[Group]:
         for prompt in prompts:
             samples = [
-                episode(prompt.index, sample, score=float(self.draw.randint(0, 1)), text=prompt.text)
+                episode(
+                    prompt.index, sample, score=float(self.draw.randint(0, 1)), text=prompt.text
+                )
                 for sample in range(request.spec.n_samples)
             ]
-            group = await request.annotated([Trajectory(**{**vars(t), "prompt": prompt}) for t in samples])
+            group = await request.annotated(
+                [Trajectory(**{**vars(t), "prompt": prompt}) for t in samples]
+            )
             groups -= not group[0].filtered
             yield group
             if not groups:
@@ -100,7 +116,9 @@ def run(
     return seen
 
 
-def dumped(folder: Path, prompts: Prompts, *, seed: int = 0, **fields: Any) -> list[tuple[int, int, list[Any]]]:
+def dumped(
+    folder: Path, prompts: Prompts, *, seed: int = 0, **fields: Any
+) -> list[tuple[int, int, list[Any]]]:
     files = EpisodeFolder(folder)
     files.begin(after=-1)
     return run(prompts, DumpingGenerator(Dice(seed), files, run={}), **fields)
@@ -116,7 +134,9 @@ def replayed(folder: Path, prompts: Prompts, **fields: Any) -> list[tuple[int, i
 def test_a_replay_gives_the_loop_what_the_run_gave_it(
     tmp_path: Path, seed: int, count: int, batch_size: int, filtered: bool, data: st.DataObject
 ) -> None:
-    """Also where the rest of a pass is all filtered and makes no step, from any step on, with labels that JSON cannot express."""
+    """Also where the rest of a pass is all filtered and makes no step, from any step on, with
+    labels that JSON cannot express.
+    """
     fields: dict[str, Any] = {"batch_size": batch_size, "filtered": filtered}
     seen = dumped(tmp_path, Prompts(count), seed=seed, **fields)
     steps = EpisodeFolder(tmp_path).steps()
@@ -124,7 +144,11 @@ def test_a_replay_gives_the_loop_what_the_run_gave_it(
     assert replayed(tmp_path, Prompts(count), **fields) == seen
     if len(steps) > 1:
         done = data.draw(st.sampled_from(steps[:-1]))
-        consumed = max(consumed for step, consumed, ts in seen if step == done and not all(t.filtered for t in ts))
+        consumed = max(
+            consumed
+            for step, consumed, ts in seen
+            if step == done and not all(t.filtered for t in ts)
+        )
         rest = [each for each in seen if each[0] > done]
         assert replayed(tmp_path, Prompts(count), done=done, consumed=consumed, **fields) == rest
 
@@ -133,7 +157,9 @@ def test_filtered_episodes_are_written_with_their_tokens(tmp_path: Path) -> None
     seen = dumped(tmp_path, Prompts(9), filtered=True)
     assert any(t.filtered for _, _, trajectories in seen for t in trajectories)
     files = EpisodeFolder(tmp_path)
-    assert all(t.num_actions and not t.filtered for step in files.steps() for t in files.read("step", step))
+    assert all(
+        t.num_actions and not t.filtered for step in files.steps() for t in files.read("step", step)
+    )
 
 
 def test_a_replay_ends_with_the_last_step_that_was_written(tmp_path: Path) -> None:
@@ -175,7 +201,11 @@ def test_a_repeated_step_takes_the_place_of_the_first_attempt(tmp_path: Path) ->
     ("prompts", "fields", "words"),
     [
         (Prompts(8, "line"), {}, ["prompt 0 is 'row", "there, and 'line", "--data.prompt_dataset"]),
-        (Prompts(8), {"batch_size": 3}, ["has no sample of prompt 2", "step 1", "--rollout.batch_size"]),
+        (
+            Prompts(8),
+            {"batch_size": 3},
+            ["has no sample of prompt 2", "step 1", "--rollout.batch_size"],
+        ),
         (Prompts(7), {}, ["there, and 'row", "--data.prompt_dataset"]),
     ],
     ids=["other texts", "larger batches", "another order"],
@@ -186,7 +216,9 @@ def test_prompts_that_are_not_those_of_the_files_are_told(
     dumped(tmp_path, Prompts(8))
     with pytest.raises(DataError) as caught:
         replayed(tmp_path, prompts, **fields)
-    assert all(word in str(caught.value) for word in [*words, str(tmp_path), ".jsonl.gz"]), caught.value
+    assert all(word in str(caught.value) for word in [*words, str(tmp_path), ".jsonl.gz"]), (
+        caught.value
+    )
 
 
 def test_another_tokenizer_is_told_by_the_tokens_of_a_prompt(tmp_path: Path) -> None:
@@ -195,6 +227,7 @@ def test_another_tokenizer_is_told_by_the_tokens_of_a_prompt(tmp_path: Path) -> 
     prompt = Prompt(index=0, text="a", tokens=[1])
     rollout(DumpingGenerator(Dice(0), files, run={}), [prompt], SPEC)
     with pytest.raises(
-        DataError, match=r"prompt 0 is 'a' with the tokens \[1\]… there, and 'a' with \[2\]… .* tokenizer"
+        DataError,
+        match=r"prompt 0 is 'a' with the tokens \[1\]… there, and 'a' with \[2\]… .* tokenizer",
     ):
         rollout(ReplayGenerator(files), [Prompt(index=0, text="a", tokens=[2])], SPEC)

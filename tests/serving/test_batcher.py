@@ -1,4 +1,6 @@
-"""Concurrent requests: which of them share a batch, who gets which scores, and whom a failure reaches."""
+"""Concurrent requests: which of them share a batch, who gets which scores, and whom a failure
+reaches.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ HOURS = 3600.0  # nobody who waits so long gets to the end of a test
 
 
 class Model:
-    """The score of a text is its first token, 13 fails. Each batch waits for `turns`; `batches` keeps what came."""
+    """The score of a text is its first token, 13 fails. Each batch waits for `turns`; `batches`
+    keeps what came.
+    """
 
     def __init__(self, *, turns: int = 1000) -> None:
         self.turns = threading.Semaphore(turns)
@@ -41,7 +45,9 @@ async def batching(
         await running
 
 
-async def under_way(batcher: Batcher, model: Model, *requests: Texts) -> list[asyncio.Task[list[float]]]:
+async def under_way(
+    batcher: Batcher, model: Model, *requests: Texts
+) -> list[asyncio.Task[list[float]]]:
     """Requests that are asked while the first is with the model, which has no turn yet."""
     tasks = [asyncio.create_task(batcher.scores(requests[0]))]
     while not model.batches:
@@ -52,7 +58,9 @@ async def under_way(batcher: Batcher, model: Model, *requests: Texts) -> list[as
 
 
 def batches_of(*requests: Texts, tokens: int = 100) -> tuple[list[Texts], list[list[float]]]:
-    """The batches that requests come to, all but the first asked while the model is busy with that; and their answers."""
+    """The batches that requests come to, all but the first asked while the model is busy with that;
+    and their answers.
+    """
 
     async def ask() -> tuple[list[Texts], list[list[float]]]:
         model = Model(turns=0)
@@ -64,7 +72,9 @@ def batches_of(*requests: Texts, tokens: int = 100) -> tuple[list[Texts], list[l
     return asyncio.run(ask())
 
 
-def test_what_waits_while_the_model_is_busy_goes_through_it_together_and_each_gets_its_own_scores() -> None:
+def test_what_waits_while_the_model_is_busy_goes_through_it_together_and_each_gets_its_own_scores() -> (
+    None
+):
     batches, answers = batches_of([[1]], [[2], [3]], [[4]], [[5], [6], [7]])
     assert batches == [[[1]], [[2], [3], [4], [5], [6], [7]]]
     assert answers == [[1], [2, 3], [4], [5, 6, 7]]

@@ -1,4 +1,6 @@
-"""Clients that connect and do not ask: others are answered meanwhile, and nobody keeps a connection for ever."""
+"""Clients that connect and do not ask: others are answered meanwhile, and nobody keeps a connection
+for ever.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ HALF_REQUESTS = [
     b"POST /get_reward HTTP/1.1\r\nhost: a\r\nx: ",
     b"POST /get_reward HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n{",
 ]
-MORE_THAN_ALLOWED = b"POST /get_reward HTTP/1.1\r\nhost: a\r\ncontent-length: 9000000\r\n\r\n" + b" " * 70_000
+MORE_THAN_ALLOWED = (
+    b"POST /get_reward HTTP/1.1\r\nhost: a\r\ncontent-length: 9000000\r\n\r\n" + b" " * 70_000
+)
 
 
 class Hasty(Connection):
@@ -54,8 +58,12 @@ def serving(*, kind: type[Connection] = Connection, limit: int = 9) -> Iterator[
     def characters(texts: list[str]) -> Texts:
         return [list(map(ord, text)) for text in texts]
 
-    app = reward_app(characters, Batcher(lengths, max_tokens=100, max_wait=0.0), max_texts=4, max_mib=0.05)
-    settings = uvicorn.Config(app, http=kind, log_level="warning", limit_concurrency=limit, timeout_graceful_shutdown=5)
+    app = reward_app(
+        characters, Batcher(lengths, max_tokens=100, max_wait=0.0), max_texts=4, max_mib=0.05
+    )
+    settings = uvicorn.Config(
+        app, http=kind, log_level="warning", limit_concurrency=limit, timeout_graceful_shutdown=5
+    )
     server = _Server(settings)
     server.ready = threading.Event()
     with listen("127.0.0.1", 0) as listener:
@@ -98,7 +106,9 @@ def is_closed(client: socket.socket) -> bool:
     return True
 
 
-@pytest.mark.parametrize("start", HALF_REQUESTS, ids=["silent", "half a line", "half of its headers", "half a body"])
+@pytest.mark.parametrize(
+    "start", HALF_REQUESTS, ids=["silent", "half a line", "half of its headers", "half a body"]
+)
 def test_requests_are_answered_however_many_clients_do_not_end_theirs(start: bytes) -> None:
     with serving() as port, ExitStack() as clients:
         for _ in range(40):
@@ -114,7 +124,11 @@ def test_requests_are_answered_however_many_clients_do_not_end_theirs(start: byt
 def test_a_client_that_does_not_end_its_request_in_time_loses_its_connection(
     start: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.ERROR), serving(kind=Hasty) as port, half_request(port, start) as client:
+    with (
+        caplog.at_level(logging.ERROR),
+        serving(kind=Hasty) as port,
+        half_request(port, start) as client,
+    ):
         assert is_closed(client)
     assert not caplog.records
 

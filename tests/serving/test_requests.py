@@ -83,8 +83,12 @@ WRONG: list[tuple[Any, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "status", "sentence"), WRONG, ids=[sentence[:40] for _, _, sentence in WRONG])
-def test_a_wrong_request_is_answered_with_what_is_wrong(body: Any, status: int, sentence: str) -> None:
+@pytest.mark.parametrize(
+    ("body", "status", "sentence"), WRONG, ids=[sentence[:40] for _, _, sentence in WRONG]
+)
+def test_a_wrong_request_is_answered_with_what_is_wrong(
+    body: Any, status: int, sentence: str
+) -> None:
     answer = post(body)
     assert answer.status_code == status
     assert answer.json()["detail"].startswith(sentence)
@@ -106,7 +110,9 @@ def test_a_failure_of_the_model_is_a_sentence_for_the_client_and_a_traceback_in_
 ) -> None:
     answer = post({"query": ["x" * 13]})
     assert answer.status_code == 500
-    assert answer.json() == {"detail": "The texts could not be scored: RuntimeError: 13 is not liked"}
+    assert answer.json() == {
+        "detail": "The texts could not be scored: RuntimeError: 13 is not liked"
+    }
     assert "Traceback" in caplog.text and "13 is not liked" in caplog.text
 
 
@@ -122,7 +128,9 @@ def test_a_text_of_any_length_is_scored() -> None:
 
 
 def test_requests_take_turns_while_texts_of_another_are_tokenized() -> None:
-    """A request with much text is tokenized piece by piece: one that came later is answered before its end."""
+    """A request with much text is tokenized piece by piece: one that came later is answered before
+    its end.
+    """
     first_piece = threading.Event()
     order: list[str] = []
 
@@ -138,7 +146,9 @@ def test_requests_take_turns_while_texts_of_another_are_tokenized() -> None:
             served.router.lifespan_context(served),
             httpx.AsyncClient(transport=transport, base_url="http://server") as client,
         ):
-            long = asyncio.create_task(client.post("/get_reward", json={"query": ["l" * 60_000] * 40}))
+            long = asyncio.create_task(
+                client.post("/get_reward", json={"query": ["l" * 60_000] * 40})
+            )
             while not order:
                 await asyncio.sleep(0.001)
             short = asyncio.create_task(client.post("/get_reward", json={"query": ["s"]}))
@@ -159,12 +169,21 @@ def test_texts_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "secret" not in caplog.text
 
 
-def test_an_address_that_is_taken_or_not_of_this_machine_is_a_mistake_before_the_model_is_loaded() -> None:
+def test_an_address_that_is_taken_or_not_of_this_machine_is_a_mistake_before_the_model_is_loaded() -> (
+    None
+):
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: .* Address already in use"):
-            run_server(amend(ServeConfig(), {"port": port, "reward.model_name_or_path": "/nowhere"}))
-    with pytest.raises(ConfigError, match=r"--host no\.such\.host\.invalid --port 0: the server cannot listen there"):
+        with pytest.raises(
+            ConfigError, match=f"--host 127.0.0.1 --port {port}: .* Address already in use"
+        ):
+            run_server(
+                amend(ServeConfig(), {"port": port, "reward.model_name_or_path": "/nowhere"})
+            )
+    with pytest.raises(
+        ConfigError,
+        match=r"--host no\.such\.host\.invalid --port 0: the server cannot listen there",
+    ):
         listen("no.such.host.invalid", 0)
 
 

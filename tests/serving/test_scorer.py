@@ -1,4 +1,6 @@
-"""Texts to scores: against plain Transformers, packed and padded; what is cut; which models are refused."""
+"""Texts to scores: against plain Transformers, packed and padded; what is cut; which models are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ TEXTS = ["1+1=2<eos>", "a", "what is this? a text.<eos>", "12345<eos>", "no end"
 
 def save_reward_model(path: Path, kind: str = "llama", **config: Any) -> Path:
     torch.manual_seed(0)
-    hf = AutoModelForSequenceClassification.from_config(tiny_config(kind, num_labels=1, **config)).float()
+    hf = AutoModelForSequenceClassification.from_config(
+        tiny_config(kind, num_labels=1, **config)
+    ).float()
     hf.save_pretrained(path)
     character_tokenizer().save_pretrained(path)
     return path
@@ -31,12 +35,18 @@ def save_reward_model(path: Path, kind: str = "llama", **config: Any) -> Path:
 def scores(path: Path, texts: list[str] = TEXTS, **flags: Any) -> list[float]:
     """What a server with these flags (dots are written __) answers."""
     values = {name.replace("__", "."): value for name, value in flags.items()}
-    start = {"reward.model_name_or_path": str(path), "ds.param_dtype": "fp32", "ds.attn_implementation": "sdpa"}
+    start = {
+        "reward.model_name_or_path": str(path),
+        "ds.param_dtype": "fp32",
+        "ds.attn_implementation": "sdpa",
+    }
     tokenize, score = load_scorer(amend(ServeConfig(), start | values))
     return score(tokenize(texts))
 
 
-def plain(path: Path, texts: list[str] = TEXTS, *, dtype: torch.dtype = torch.float32) -> list[float]:
+def plain(
+    path: Path, texts: list[str] = TEXTS, *, dtype: torch.dtype = torch.float32
+) -> list[float]:
     """The scores of Transformers, one text at a time."""
     hf = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype).eval()
     ids = [character_tokenizer()(text, add_special_tokens=False)["input_ids"] for text in texts]
@@ -44,7 +54,9 @@ def plain(path: Path, texts: list[str] = TEXTS, *, dtype: torch.dtype = torch.fl
         return [float(hf(torch.tensor([row])).logits) for row in ids]
 
 
-@pytest.mark.parametrize("limits", [{}, {"batch_size": 1}, {"batch_size": 2}, {"max_batch_tokens": 26}])
+@pytest.mark.parametrize(
+    "limits", [{}, {"batch_size": 1}, {"batch_size": 2}, {"max_batch_tokens": 26}]
+)
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral-windowed"])
 def test_scores_are_those_of_plain_transformers_however_texts_go_together(
@@ -62,19 +74,28 @@ def test_stored_mean_and_deviation_are_used_where_that_is_asked_for(tmp_path: Pa
     assert scores(path, reward__normalize_enable=True) == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    ("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
 def test_half_precision_comes_near(tmp_path: Path, dtype: str, torch_dtype: torch.dtype) -> None:
     path = save_reward_model(tmp_path)
     expected = plain(path, dtype=torch_dtype)
     assert scores(path, ds__param_dtype=dtype) == pytest.approx(expected, abs=5e-3)
 
 
-def test_a_dry_run_loads_the_model_and_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_loads_the_model_and_stops(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = str(save_reward_model(tmp_path))
     run_server(
         amend(
             ServeConfig(),
-            {"reward.model_name_or_path": path, "ds.attn_implementation": "sdpa", "port": 0, "dry_run": True},
+            {
+                "reward.model_name_or_path": path,
+                "ds.attn_implementation": "sdpa",
+                "port": 0,
+                "dry_run": True,
+            },
         )
     )
     assert capsys.readouterr().out == f"{path} can be served.\n"
@@ -111,7 +132,9 @@ def test_long_texts_lose_one_side_and_keep_their_end_of_text(
 def test_the_score_of_a_long_text_is_that_of_what_is_left_of_it(tmp_path: Path) -> None:
     path = save_reward_model(tmp_path)
     texts = ["abcdef<eos>", "abcdef"]
-    assert scores(path, texts, data__max_len=4) == pytest.approx(plain(path, ["def<eos>", "cdef"]), abs=1e-6)
+    assert scores(path, texts, data__max_len=4) == pytest.approx(
+        plain(path, ["def<eos>", "cdef"]), abs=1e-6
+    )
     right = scores(path, texts, data__max_len=4, truncation_side="right")
     assert right == pytest.approx(plain(path, ["abc<eos>", "abcd"]), abs=1e-6)
 
@@ -137,12 +160,18 @@ def test_a_model_without_stored_statistics_cannot_be_normalised(tmp_path: Path) 
 
 def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
     path = save_reward_model(tmp_path, vocab_size=40)
-    with pytest.raises(ModelError, match="has embeddings for 40 tokens, but its tokenizer knows 51"):
+    with pytest.raises(
+        ModelError, match="has embeddings for 40 tokens, but its tokenizer knows 51"
+    ):
         scores(path)
 
 
-def test_attention_that_cannot_be_packed_is_refused_before_the_first_request(tmp_path: Path) -> None:
-    hf = AutoModelForSequenceClassification.from_config(Gemma2Config(**SIZES, head_dim=8, num_labels=1)).float()
+def test_attention_that_cannot_be_packed_is_refused_before_the_first_request(
+    tmp_path: Path,
+) -> None:
+    hf = AutoModelForSequenceClassification.from_config(
+        Gemma2Config(**SIZES, head_dim=8, num_labels=1)
+    ).float()
     hf.save_pretrained(tmp_path)
     character_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="softcap"):
@@ -151,7 +180,9 @@ def test_attention_that_cannot_be_packed_is_refused_before_the_first_request(tmp
 
 @pytest.mark.parametrize("end", ["", "<eos>", "<eos>x", "x<eos><eos>"])
 @pytest.mark.parametrize("keep_start", [False, True])
-def test_a_text_is_cut_before_it_is_tokenized_where_no_kept_token_is_lost(end: str, keep_start: bool) -> None:
+def test_a_text_is_cut_before_it_is_tokenized_where_no_kept_token_is_lost(
+    end: str, keep_start: bool
+) -> None:
     """The text is far longer than what is tokenized, and than what is kept."""
     tokenizer = character_tokenizer()
     limit = most_characters(9)

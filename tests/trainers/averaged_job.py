@@ -1,4 +1,6 @@
-"""One rank of the test of averaged weights: three optimizer steps of an offline task, one of them skipped; also from a checkpoint."""
+"""One rank of the test of averaged weights: three optimizer steps of an offline task, one of them
+skipped; also from a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ class Watched(SupervisedTrainer[Any, Any]):
 
     def weights(self) -> dict[str, Tensor]:
         """What is trained, as it is now."""
-        return {name: tensor.clone() for bucket in self.engine.exported_parameters(1 << 14) for name, tensor in bucket}
+        return {
+            name: tensor.clone()
+            for bucket in self.engine.exported_parameters(1 << 14)
+            for name, tensor in bucket
+        }
 
     def learn_from(self, window: list[Any]) -> None:
         super().learn_from(window)
@@ -56,7 +62,10 @@ class Watched(SupervisedTrainer[Any, Any]):
 
     def _loss(self, micro: Any, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
         loss, metrics = super()._loss(micro, totals)
-        return loss * torch.nan if loss.requires_grad and self.step == SKIPPED - 1 else loss, metrics
+        return (
+            loss * torch.nan if loss.requires_grad and self.step == SKIPPED - 1 else loss,
+            metrics,
+        )
 
 
 def trainer(case: str, model: str, folder: str, export: str) -> Watched:
@@ -100,7 +109,9 @@ def main() -> None:
         folder = f"{out}/{case}"
         whole = trainer(case, model, f"{folder}/checkpoints", f"{folder}/whole")
         whole.fit()
-        assert all(torch.equal(tensor, whole.path[-1][name]) for name, tensor in whole.weights().items())
+        assert all(
+            torch.equal(tensor, whole.path[-1][name]) for name, tensor in whole.weights().items()
+        )
         resumed = trainer(case, model, f"{folder}/checkpoints", f"{folder}/resumed")
         checkpoint = resumed.checkpoints.find(2, best=False)
         assert checkpoint

@@ -18,7 +18,9 @@ def episode(
     text: str | None = None,
     **fields: Any,
 ) -> Trajectory:
-    """An episode of prompt number `index`: one prompt token, `actions` sampled ones; its reward is its score."""
+    """An episode of prompt number `index`: one prompt token, `actions` sampled ones; its reward is
+    its score.
+    """
     values: dict[str, Any] = {"reward": score, "score": score} | fields
     return Trajectory(
         tokens=list(range(1 + actions)),

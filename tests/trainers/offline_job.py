@@ -1,4 +1,6 @@
-"""One rank of the split tests of the offline tasks: two optimizer steps of a tiny model in every layout asked for."""
+"""One rank of the split tests of the offline tasks: two optimizer steps of a tiny model in every
+layout asked for.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ import torch
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config.flags import amend
 from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
-from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, RMDeepSpeedConfig, SFTConfig
+from openrlhf.config.supervised import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    RMConfig,
+    RMDeepSpeedConfig,
+    SFTConfig,
+)
 from openrlhf.data.feedback import LabelledRow, PairRow
 from openrlhf.data.sft import SFTRow
 from openrlhf.data.steps import StepRow
@@ -87,7 +97,11 @@ def solutions(step: int, kind: str) -> list[StepRow]:
     for row in pairs(step):
         places = sorted(torch.randperm(len(row.chosen), generator=generator)[:3].tolist())
         drawn = torch.rand(len(places), generator=generator)
-        labels = drawn.tolist() if kind == "soft" else [float(REWARD_TOKENS[int(x < 0.6)]) for x in drawn]
+        labels = (
+            drawn.tolist()
+            if kind == "soft"
+            else [float(REWARD_TOKENS[int(x < 0.6)]) for x in drawn]
+        )
         rows.append(StepRow(tokens=row.chosen, places=places, labels=labels))
     return rows
 
@@ -103,18 +117,31 @@ def task_of(name: str, model: str, other: str, ds: DeepSpeedConfig) -> OfflineTa
         case "rm":
             return RewardTask(amend(RMConfig(), common | {"ds": RMDeepSpeedConfig(**vars(ds))}))
         case "kto":
-            own = {"ref.model_name_or_path": reference, "kto.beta": 0.5, "kto.undesirable_weight": 1.5}
+            own = {
+                "ref.model_name_or_path": reference,
+                "kto.beta": 0.5,
+                "kto.undesirable_weight": 1.5,
+            }
             return KTOTask(amend(KTOConfig(), common | own))
         case "kd":
             own = {"kd.teacher_model": other, "kd.top_k": 5 if choice == "top" else None}
             return DistillationTask(amend(KDConfig(), common | own))
         case "prm":
             task = ProcessRewardTask(amend(PRMConfig(), common))
-            task.soft, task.reward_tokens = choice == "soft", () if choice == "vocabulary" else REWARD_TOKENS
+            task.soft, task.reward_tokens = (
+                choice == "soft",
+                () if choice == "vocabulary" else REWARD_TOKENS,
+            )
             return task
         case _:
-            own = {"model.loss_type": name, "model.label_smoothing": 0.1, "model.nll_loss_coef": 0.2}
-            return PreferenceTask(amend(DPOConfig(), {**common, **own, "ref.model_name_or_path": reference}))
+            own = {
+                "model.loss_type": name,
+                "model.label_smoothing": 0.1,
+                "model.nll_loss_coef": 0.2,
+            }
+            return PreferenceTask(
+                amend(DPOConfig(), {**common, **own, "ref.model_name_or_path": reference})
+            )
 
 
 def rows_of(name: str, step: int) -> list[Any]:
@@ -125,7 +152,9 @@ def rows_of(name: str, step: int) -> list[Any]:
     return {"kto": answers, "kd": responses, "sft": responses}.get(kind, pairs)(step)
 
 
-def train(strategy: Strategy, name: str, task: OfflineTask[Any, Any, Any], limits: MicroBatchLimits) -> dict[str, Any]:
+def train(
+    strategy: Strategy, name: str, task: OfflineTask[Any, Any, Any], limits: MicroBatchLimits
+) -> dict[str, Any]:
     """Norms, metrics and final weights."""
     engine: TrainEngine = load_models(task, strategy, STEPS, CheckpointManager(task.config.ckpt))
     norms, logged = [], []
@@ -140,12 +169,16 @@ def train(strategy: Strategy, name: str, task: OfflineTask[Any, Any, Any], limit
         )
         norms.append(result.grad_norm)
         logged.append(values(merge_all(strategy.gather(result.metrics))))
-    weights = {n: t.float().clone() for bucket in engine.full_parameters(1 << 16) for n, t in bucket}
+    weights = {
+        n: t.float().clone() for bucket in engine.full_parameters(1 << 16) for n, t in bucket
+    }
     return {"norms": norms, "metrics": logged, "weights": weights}
 
 
 def main() -> None:
-    """Arguments: model folder, folder of the reference or teacher, output file, then layouts like `dpo-zero2-micro1-packed`."""
+    """Arguments: model folder, folder of the reference or teacher, output file, then layouts like
+    `dpo-zero2-micro1-packed`.
+    """
     model, other, out, *layouts = sys.argv[1:]
     results = {}
     for layout in layouts:

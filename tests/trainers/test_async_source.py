@@ -1,11 +1,21 @@
-"""The asynchronous source on echoes: what counts as a version, what a checkpoint has, and when prompts start and when not."""
+"""The asynchronous source on echoes: what counts as a version, what a checkpoint has, and when
+prompts start and when not.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -23,7 +33,14 @@ from openrlhf.observability.metrics import values
 from openrlhf.rewards.budget import RewardErrors
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop
-from openrlhf.rollout.generator import Generate, Generator, Group, Request, RolloutGenerator, SamplingSpec
+from openrlhf.rollout.generator import (
+    Generate,
+    Generator,
+    Group,
+    Request,
+    RolloutGenerator,
+    SamplingSpec,
+)
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trainers.async_source import AsyncSource
 from openrlhf.trajectory import Prompt, Trajectory
@@ -40,7 +57,12 @@ class VersionedEcho(EchoGenerator):
     version = 0
 
     async def stream(
-        self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
+        self,
+        prompts: Iterable[Prompt],
+        request: Request,
+        *,
+        groups: int,
+        at_once: int | None = None,
     ) -> AsyncIterator[Group]:
         for prompt in islice(prompts, groups):
             yield [self.answer(prompt)]
@@ -56,14 +78,23 @@ def loop() -> Iterator[BackgroundLoop]:
 
 
 class Judged(VersionedEcho):
-    """Answers of some prompts teach nothing, those from some prompt on fail, and only so many prompts are answered."""
+    """Answers of some prompts teach nothing, those from some prompt on fail, and only so many
+    prompts are answered.
+    """
 
-    def __init__(self, rejected: Collection[int] = (), *, broken_from: int = 1000, most: int = 1000) -> None:
+    def __init__(
+        self, rejected: Collection[int] = (), *, broken_from: int = 1000, most: int = 1000
+    ) -> None:
         super().__init__()
         self.rejected, self.broken_from, self.most, self.answered = rejected, broken_from, most, 0
 
     async def stream(
-        self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
+        self,
+        prompts: Iterable[Prompt],
+        request: Request,
+        *,
+        groups: int,
+        at_once: int | None = None,
     ) -> AsyncIterator[Group]:
         while self.answered >= self.most:
             await asyncio.sleep(0.001)
@@ -96,7 +127,12 @@ def source(
     spec = replace(SPEC, rollout=RolloutConfig(max_new_tokens=4, batch_size=BATCH))
     rows: Any = Prompts(PROMPTS)
     algo = AlgoConfig(dynamic_filtering_enable=isinstance(engines, Judged))
-    config = RLFlags(train=train, algo=algo, reward=RewardConfig(max_error_rate=max_error_rate), rollout=spec.rollout)
+    config = RLFlags(
+        train=train,
+        algo=algo,
+        reward=RewardConfig(max_error_rate=max_error_rate),
+        rollout=spec.rollout,
+    )
     return AsyncSource(rows, engines, loop, spec, config)
 
 
@@ -129,7 +165,9 @@ def test_steps_that_publish_nothing_neither_stop_the_run_nor_age_the_samples(
     assert sorted(trained) == list(range(PROMPTS)) and made.step == PROMPTS // BATCH
 
 
-def test_a_checkpoint_can_be_continued_with_a_smaller_limit(loop: BackgroundLoop, tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_continued_with_a_smaller_limit(
+    loop: BackgroundLoop, tmp_path: Path
+) -> None:
     engines = VersionedEcho()
     first = source(loop, engines, queue=4, staleness=4)
     steps = iter(first)
@@ -146,8 +184,12 @@ def test_a_checkpoint_can_be_continued_with_a_smaller_limit(loop: BackgroundLoop
     assert second.step == PROMPTS // BATCH
 
 
-def test_the_steps_are_counted_where_the_samples_are_taken(loop: BackgroundLoop, tmp_path: Path) -> None:
-    """So that a run that is terminated between the two knows that it cannot save: the samples are neither here nor there."""
+def test_the_steps_are_counted_where_the_samples_are_taken(
+    loop: BackgroundLoop, tmp_path: Path
+) -> None:
+    """So that a run that is terminated between the two knows that it cannot save: the samples are
+    neither here nor there.
+    """
     made = source(loop, VersionedEcho(), queue=2, staleness=2)
     while (taken := loop.run(made._progress(), 5.0)) is None:
         pass
@@ -185,7 +227,9 @@ class SlowEngines(Engines):
         super().__init__()
         self.drawn = asyncio.Event()
 
-    async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
+    async def generate(
+        self, key: Hashable, tokens: list[int], params: list[SamplingParams]
+    ) -> list[Generation]:
         await self.drawn.wait()
         return [replace(each, tokens=[5]) for each in await super().generate(key, tokens, params)]
 
@@ -230,7 +274,9 @@ def rewarded(loop: BackgroundLoop) -> Iterator[Callable[..., Rewarded]]:
     def make(*, agents: bool = False) -> Rewarded:
         engines, reward, tokenizer = SlowEngines(), SlowReward(), Decoder()
         played: Any = OwnRewards(reward) if agents else None
-        generator = RolloutGenerator(engines, cast(Any, tokenizer), cast(Any, reward), agents=played)
+        generator = RolloutGenerator(
+            engines, cast(Any, tokenizer), cast(Any, reward), agents=played
+        )
         made.append(source(loop, generator, queue=1, staleness=1, partial=False))
         loop.run(start(made[0]), 5.0)
         return made[0], engines, reward
@@ -318,19 +364,27 @@ def test_a_reward_that_begins_to_fail_while_a_step_trains_does_not_use_up_the_pr
         made.errors.check(next(steps))
 
 
-def test_prompts_whose_samples_all_failed_are_drawn_again_after_a_resume(loop: BackgroundLoop, tmp_path: Path) -> None:
+def test_prompts_whose_samples_all_failed_are_drawn_again_after_a_resume(
+    loop: BackgroundLoop, tmp_path: Path
+) -> None:
     """With the reward repaired meanwhile, the run goes on."""
     engines = Judged(broken_from=2, most=2)
     first = source(loop, engines, queue=2, staleness=2)
     before = [t.prompt.index for t in next(iter(first))]
     engines.most = 1000
-    wait_until(lambda: any(each.failed for each in first.held) and all(each.finished for each in first.held))
+    wait_until(
+        lambda: (
+            any(each.failed for each in first.held) and all(each.finished for each in first.held)
+        )
+    )
     first.save(tmp_path)
     second = source(loop, Judged(), queue=2, staleness=2)
     second.resume(step=first.step, consumed=first.consumed, folder=tmp_path)
     after = list(second)
     assert not any(t.failed for batch in after for t in batch)
-    assert sorted([*before, *(t.prompt.index for batch in after for t in batch)]) == list(range(PROMPTS))
+    assert sorted([*before, *(t.prompt.index for batch in after for t in batch)]) == list(
+        range(PROMPTS)
+    )
 
 
 def test_failures_that_the_budget_allows_end_nothing(loop: BackgroundLoop) -> None:
@@ -371,7 +425,12 @@ def test_an_engine_that_fails_just_after_another_prompt_has_finished_is_noticed_
 
     class Failing(VersionedEcho):
         async def stream(
-            self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
+            self,
+            prompts: Iterable[Prompt],
+            request: Request,
+            *,
+            groups: int,
+            at_once: int | None = None,
         ) -> AsyncIterator[Group]:
             for prompt in islice(prompts, groups):
                 started.append(prompt.index)

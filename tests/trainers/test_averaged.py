@@ -1,4 +1,6 @@
-"""--train.enable_ema of the offline trainers: what is averaged, exported and resumed, and what a reward model stores of it."""
+"""--train.enable_ema of the offline trainers: what is averaged, exported and resumed, and what a
+reward model stores of it.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,21 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def exported(folder: Path, case: str, run: str) -> Path:
-    return folder / case / run / ("adapter_model.safetensors" if "lora" in case else "model.safetensors")
+    return (
+        folder
+        / case
+        / run
+        / ("adapter_model.safetensors" if "lora" in case else "model.safetensors")
+    )
 
 
 @pytest.mark.parametrize("case", [*WHOLE, *ADAPTED])
-def test_the_export_is_the_average_over_the_steps_that_were_applied(folder: Path, case: str) -> None:
-    """p̄ ← β p̄ + (1 − β) p, from the first weights on; a step with a gradient that is NaN does not count."""
+def test_the_export_is_the_average_over_the_steps_that_were_applied(
+    folder: Path, case: str
+) -> None:
+    """p̄ ← β p̄ + (1 − β) p, from the first weights on; a step with a gradient that is NaN does not
+    count.
+    """
     path = torch.load(folder / case / "path.pt")
     tensors = load_file(exported(folder, case, "whole"))
     names = {name: stored_name(name) if "lora" in case else name for name in path[0]}
@@ -47,7 +58,9 @@ def test_the_export_is_the_average_over_the_steps_that_were_applied(folder: Path
         average = path[0][name].double()
         for step in (step for step in range(1, STEPS + 1) if step != SKIPPED):
             average = BETA * average + (1 - BETA) * path[step][name].double()
-        torch.testing.assert_close(tensors[stored].double(), average, atol=1e-7, rtol=1e-6, msg=name)
+        torch.testing.assert_close(
+            tensors[stored].double(), average, atol=1e-7, rtol=1e-6, msg=name
+        )
         moved = max(moved, float((path[-1][name] - tensors[stored]).abs().max()))
     assert moved > 1e-3
 
@@ -56,7 +69,9 @@ def test_the_export_is_the_average_over_the_steps_that_were_applied(folder: Path
 def test_a_resumed_run_exports_the_bytes_of_an_unbroken_one(folder: Path, case: str) -> None:
     whole, resumed = (exported(folder, case, run) for run in ("whole", "resumed"))
     assert whole.read_bytes() == resumed.read_bytes()
-    assert (whole.parent / "config.json").read_text() == (resumed.parent / "config.json").read_text()
+    assert (whole.parent / "config.json").read_text() == (
+        resumed.parent / "config.json"
+    ).read_text()
 
 
 def test_every_zero_stage_exports_the_same_average(folder: Path) -> None:
@@ -67,10 +82,16 @@ def test_every_zero_stage_exports_the_same_average(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", WHOLE)
-def test_a_reward_model_stores_mean_and_deviation_of_the_rewards_of_its_average(folder: Path, case: str) -> None:
+def test_a_reward_model_stores_mean_and_deviation_of_the_rewards_of_its_average(
+    folder: Path, case: str
+) -> None:
     model = load_scalar(load_spec(folder / case / "whole"), require_head=True)
     batch = Ragged.of([text for row in Drawn("rm").rows for text in (row.chosen, row.rejected)])
     with torch.no_grad():
-        rewards = last_token_scores(model(batch.tokens, batch.offsets).values, batch.offsets).double().tolist()
+        rewards = (
+            last_token_scores(model(batch.tokens, batch.offsets).values, batch.offsets)
+            .double()
+            .tolist()
+        )
     assert model.mean == pytest.approx(statistics.mean(rewards), abs=1e-6)
     assert model.std == pytest.approx(statistics.stdev(rewards), rel=1e-5)

@@ -22,9 +22,14 @@ def offline(key: str = "", *, patience: int | None = None) -> BestMetric:
     return BestMetric(key, ending="loss", patience=patience)
 
 
-def improved(best: BestMetric, name: str, numbers: Sequence[float], *, after: int = 0) -> list[bool]:
+def improved(
+    best: BestMetric, name: str, numbers: Sequence[float], *, after: int = 0
+) -> list[bool]:
     """What each evaluation of a run is, the first of step `after` + 1."""
-    return [best.improves(after + i, {f"eval/{name}": number}) for i, number in enumerate(numbers, start=1)]
+    return [
+        best.improves(after + i, {f"eval/{name}": number})
+        for i, number in enumerate(numbers, start=1)
+    ]
 
 
 # ---- which metric
@@ -32,7 +37,9 @@ def improved(best: BestMetric, name: str, numbers: Sequence[float], *, after: in
 
 def test_in_rl_the_first_pass_at_one_by_name_is_followed() -> None:
     best = rl()
-    assert best.improves(1, {"eval/eval_b_pass1": 0.9, "eval/eval_a_pass4": 0.8, "eval/eval_a_pass1": 0.1})
+    assert best.improves(
+        1, {"eval/eval_b_pass1": 0.9, "eval/eval_a_pass4": 0.8, "eval/eval_a_pass1": 0.1}
+    )
     assert (best.key, best.value, best.step) == ("eval_a_pass1", 0.1, 1)
 
 
@@ -60,8 +67,13 @@ def test_none_keeps_no_best_and_leaves_nothing_in_a_checkpoint() -> None:
     assert best.state()["best_metric_key"] is None
 
 
-def test_an_evaluation_without_the_metric_counts_for_nothing_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    for best, wanted in ((rl("eval_a_pass1", patience=1), "eval_a_pass1"), (rl(patience=1), "*_pass1")):
+def test_an_evaluation_without_the_metric_counts_for_nothing_and_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for best, wanted in (
+        (rl("eval_a_pass1", patience=1), "eval_a_pass1"),
+        (rl(patience=1), "*_pass1"),
+    ):
         assert not best.improves(1, {"eval/eval_num_samples": 4.0})
         said = f"--ckpt.best_metric_key {wanted} is no metric of the evaluation: eval_num_samples."
         assert said in capsys.readouterr().err
@@ -77,7 +89,9 @@ def test_only_a_strictly_higher_score_is_better() -> None:
     assert (best.value, best.step) == (0.6, 4)
 
 
-@pytest.mark.parametrize("name", ["eval_loss", "eval gpt_loss", "eval_truncated_rate", "eval_failed_episodes"])
+@pytest.mark.parametrize(
+    "name", ["eval_loss", "eval gpt_loss", "eval_truncated_rate", "eval_failed_episodes"]
+)
 def test_of_losses_truncation_and_failures_less_is_better(name: str) -> None:
     best = offline(name)
     assert improved(best, name, [0.5, 0.5, 0.6, 0.4]) == [True, False, False, True]
@@ -85,8 +99,19 @@ def test_of_losses_truncation_and_failures_less_is_better(name: str) -> None:
 
 
 def test_a_value_that_is_not_finite_is_no_best_and_does_not_block_later_ones() -> None:
-    assert improved(rl(), "eval_a_pass1", [math.nan, 0.1, math.nan, math.inf, 0.2]) == [False, True, False, False, True]
-    assert improved(offline(), "eval_loss", [-math.inf, 1.0, math.nan, 0.5]) == [False, True, False, True]
+    assert improved(rl(), "eval_a_pass1", [math.nan, 0.1, math.nan, math.inf, 0.2]) == [
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert improved(offline(), "eval_loss", [-math.inf, 1.0, math.nan, 0.5]) == [
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_a_step_has_the_value_that_its_weights_were_measured_to_have() -> None:
@@ -151,8 +176,12 @@ def kept(folder: Path, step: int) -> CheckpointManager:
     return checkpoints
 
 
-def exported(folder: Path, losses: Sequence[float], *, patience: int | None) -> tuple[str | None, str]:
-    """The checkpoint to return to after these evaluations, if any, and what is said; that of step 2 is kept."""
+def exported(
+    folder: Path, losses: Sequence[float], *, patience: int | None
+) -> tuple[str | None, str]:
+    """The checkpoint to return to after these evaluations, if any, and what is said; that of step 2
+    is kept.
+    """
     said: list[str] = []
     best = offline(patience=patience)
     improved(best, "eval_loss", losses)
@@ -182,8 +211,16 @@ def test_without_a_patience_the_last_weights_are_exported_as_ever(tmp_path: Path
     assert exported(tmp_path, [2.0, 1.0, 1.5], patience=None) == (None, "")
 
 
-def test_the_last_weights_are_exported_where_there_is_no_best_or_its_checkpoint_is_gone(tmp_path: Path) -> None:
+def test_the_last_weights_are_exported_where_there_is_no_best_or_its_checkpoint_is_gone(
+    tmp_path: Path,
+) -> None:
     tag, said = exported(tmp_path, [math.nan, math.nan], patience=2)
-    assert tag is None and said.endswith("The export has the last weights: no evaluation had a value of eval_loss.")
+    assert tag is None and said.endswith(
+        "The export has the last weights: no evaluation had a value of eval_loss."
+    )
     tag, said = exported(tmp_path, [1.0, 2.0, 3.0], patience=2)
-    assert tag is None and "no complete checkpoint of the weights of step 1" in said and str(tmp_path) in said
+    assert (
+        tag is None
+        and "no complete checkpoint of the weights of step 1" in said
+        and str(tmp_path) in said
+    )

@@ -10,11 +10,17 @@ from hypothesis import strategies as st
 
 from openrlhf.trainers.capacity import Capacity, Held
 
-rules = st.builds(Capacity, batch=st.integers(1, 4), queue=st.integers(1, 4), staleness=st.integers(1, 6))
+rules = st.builds(
+    Capacity, batch=st.integers(1, 4), queue=st.integers(1, 4), staleness=st.integers(1, 6)
+)
 
 
-def run(rule: Capacity, prompts: int, draw: random.Random, rejected: float) -> list[tuple[list[int], int, list[int]]]:
-    """Steps as prompts, version, and versions at the start of the prompts. At each turn, something random happens."""
+def run(
+    rule: Capacity, prompts: int, draw: random.Random, rejected: float
+) -> list[tuple[list[int], int, list[int]]]:
+    """Steps as prompts, version, and versions at the start of the prompts. At each turn, something
+    random happens.
+    """
     held: dict[int, Held] = {}
     steps: list[tuple[list[int], int, list[int]]] = []
     version = started = trained = 0
@@ -26,8 +32,12 @@ def run(rule: Capacity, prompts: int, draw: random.Random, rejected: float) -> l
             held[started] = Held(version=version)
             started += 1
         under_way = [prompt for prompt, each in held.items() if not each.finished]
-        step = None if training else rule.step(list(held.values()), version, last=started == prompts)
-        choices = ["finish"] * bool(under_way) + ["train"] * (step is not None) + ["publish"] * training
+        step = (
+            None if training else rule.step(list(held.values()), version, last=started == prompts)
+        )
+        choices = (
+            ["finish"] * bool(under_way) + ["train"] * (step is not None) + ["publish"] * training
+        )
         assert choices, "nothing can go on"
         match draw.choice(choices):
             case "finish":
@@ -69,14 +79,18 @@ def test_with_as_much_staleness_as_queue_steps_are_nearly_in_order(
 ) -> None:
     """A prompt is early by no more than the queue."""
     rule = Capacity(batch=batch, queue=queue, staleness=queue)
-    trained = [prompt for kept, _, _ in run(rule, prompts, random.Random(seed), 0.0) for prompt in kept]
+    trained = [
+        prompt for kept, _, _ in run(rule, prompts, random.Random(seed), 0.0) for prompt in kept
+    ]
     assert all(abs(place - prompt) <= queue * batch for place, prompt in enumerate(trained))
 
 
 def test_a_step_waits_for_an_old_sample_and_not_for_a_young_one() -> None:
     rule = Capacity(batch=1, queue=2, staleness=2)
     old, new = Held(version=3), Held(version=4, finished=True)
-    assert rule.step([old, new], 4) == [1]  # the step of version 5 may still train on weights that version 3 began
+    assert rule.step([old, new], 4) == [
+        1
+    ]  # the step of version 5 may still train on weights that version 3 began
     assert rule.step([old, new], 5) is None
     old.finished = True
     assert rule.step([old, new], 5) == [0]
@@ -103,5 +117,7 @@ def test_samples_that_finish_in_order_are_as_old_as_the_queue_is_long(queue: int
         step = rule.step(held, version)
         assert step == [0, 1]
         lags.append(version - held[0].version)
-        held = held[2:] + [Held(version=version, finished=True) for _ in range(2)]  # while the step is in training
+        held = held[2:] + [
+            Held(version=version, finished=True) for _ in range(2)
+        ]  # while the step is in training
     assert lags[queue:] == [queue] * (8 - queue)

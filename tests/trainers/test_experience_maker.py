@@ -1,4 +1,6 @@
-"""From rewards to advantages on batches small enough to redo by hand, and against loops written from the papers."""
+"""From rewards to advantages on batches small enough to redo by hand, and against loops written
+from the papers.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ OPPOSITE = ("scale_advantages", "kl_in_reward")
 BASE = {"estimator": "group_norm", "max_new_tokens": 4, "max_len": 6}
 
 
-def maker_of(stages: Any = (), reward_models: Any = None, *, kl_coef: float = 0.1, **changes: Any) -> ExperienceMaker:
+def maker_of(
+    stages: Any = (), reward_models: Any = None, *, kl_coef: float = 0.1, **changes: Any
+) -> ExperienceMaker:
     values = {FLAGS[n]: not v if n in OPPOSITE else v for n, v in (BASE | changes).items()}
     config = amend(PPOConfig(), {**values, "algo.kl.init_coef": kl_coef})
     return ExperienceMaker(config, stages, reward_models)
@@ -69,7 +73,9 @@ def batch(rewards: list[float], **changes: Any) -> Experience:
     return Experience(**columns | changes)
 
 
-def credited(experience: Experience, *, kl_coef: float = 0.1, **changes: Any) -> tuple[Experience, dict[str, float]]:
+def credited(
+    experience: Experience, *, kl_coef: float = 0.1, **changes: Any
+) -> tuple[Experience, dict[str, float]]:
     maker = maker_of(kl_coef=kl_coef, **changes)
     result, metrics = maker.credit(experience)
     return result, values(metrics)
@@ -84,7 +90,9 @@ def rows(column: torch.Tensor | None) -> list[list[float]]:
 def test_group_norm_with_the_kl_in_the_reward_by_hand() -> None:
     old, ref = torch.full((11,), -1.0), torch.full((11,), -1.0)
     ref[1:3] = -1.5  # the first sample: 0.5 nats per token, times 0.1
-    experience, metrics = credited(batch([1.0, 0.0, 2.0, 2.0], old_logprobs=old, ref_logprobs=ref), kl_coef=0.1)
+    experience, metrics = credited(
+        batch([1.0, 0.0, 2.0, 2.0], old_logprobs=old, ref_logprobs=ref), kl_coef=0.1
+    )
     expected = [[-0.05, ROOT - 0.05], [-ROOT], [0.0], [0.0, 0.0, 0.0]]
     assert rows(experience.token_rewards) == [[round(x, 5) for x in row] for row in expected]
     expected = [[ROOT - 0.1, ROOT - 0.05], [-ROOT], [0.0], [0.0, 0.0, 0.0]]
@@ -151,7 +159,9 @@ def test_the_other_estimators_are_those_of_the_papers(name: str, scale: bool) ->
 
 
 def test_rewards_are_clipped_after_they_were_shaped() -> None:
-    experience, metrics = credited(batch([100.0, 0.0, 2.0, 0.0]), kl_in_reward=False, reward_clip=(-0.5, 0.25))
+    experience, metrics = credited(
+        batch([100.0, 0.0, 2.0, 0.0]), kl_in_reward=False, reward_clip=(-0.5, 0.25)
+    )
     assert rows(experience.token_rewards) == [[0.0, 0.25], [-0.5], [0.25], [0.0, 0.0, -0.5]]
     assert experience.rewards.tolist() == [100.0, 0.0, 2.0, 0.0]
     assert metrics["train/reward"] == 25.5
@@ -159,7 +169,11 @@ def test_rewards_are_clipped_after_they_were_shaped() -> None:
 
 def test_length_penalties_count_sampled_tokens_and_come_before_the_shaping() -> None:
     experience, metrics = credited(
-        batch([1.0, 1.0, 1.0, 1.0]), kl_in_reward=False, estimator="reinforce", overlong_buffer=2.0, overlong_factor=0.5
+        batch([1.0, 1.0, 1.0, 1.0]),
+        kl_in_reward=False,
+        estimator="reinforce",
+        overlong_buffer=2.0,
+        overlong_factor=0.5,
     )
     # max_new_tokens 4, buffer 2: three tokens are one beyond 4 − 2, half of the buffer.
     assert experience.rewards.tolist() == [1.0, 1.0, 1.0, 0.75]
@@ -180,7 +194,9 @@ def test_without_max_new_tokens_the_limit_is_what_each_prompt_leaves() -> None:
 
 
 def test_truncated_samples_are_penalised_for_not_stopping() -> None:
-    experience, _ = credited(batch([1.0, 1.0, 1.0, 1.0]), kl_in_reward=False, estimator="reinforce", stop_properly=0.25)
+    experience, _ = credited(
+        batch([1.0, 1.0, 1.0, 1.0]), kl_in_reward=False, estimator="reinforce", stop_properly=0.25
+    )
     assert experience.rewards.tolist() == [1.0, 1.0, 1.0, 0.25]
 
 
@@ -204,7 +220,9 @@ def test_a_teacher_credits_each_token_with_its_own_log_ratio() -> None:
     old, teacher = torch.full((11,), -1.0), torch.full((11,), -1.0)
     teacher[1], teacher[2], teacher[4] = -0.5, -3.0, -500.0  # better, worse, and held to 10 nats
     columns = {"old_logprobs": old, "teacher_logprobs": teacher}
-    experience, metrics = credited(batch([0.0, 0.0, 0.0, 0.0], **columns), kl_in_reward=False, distill_coef=2.0)
+    experience, metrics = credited(
+        batch([0.0, 0.0, 0.0, 0.0], **columns), kl_in_reward=False, distill_coef=2.0
+    )
     assert rows(experience.advantages) == [[1.0, -4.0], [-20.0], [0.0], [0.0, 0.0, 0.0]]
     assert rows(experience.token_rewards) == [[0.0, 0.0], [0.0], [0.0], [0.0, 0.0, 0.0]]
     assert metrics["train/teacher_kl"] == pytest.approx((-0.5 + 2.0 + 10.0) / 7)
@@ -219,7 +237,14 @@ def test_a_teacher_credits_each_token_with_its_own_log_ratio() -> None:
         (None, [2.0], [0.5], 1.0, 1.0, {}),
         (None, [2.0], [0.5, 3.0], 1.0, 1.0, {}),
         (None, [2.0, -1.0], [], 1.0, 1.0, {"reward_model_1": 2.0, "reward_model_2": -1.0}),
-        (1.0, [2.0, -1.0], [], 2.0, 0.25, {"reward_model_1": 2.0, "reward_model_2": -1.0, "reward_rule": 1.0}),
+        (
+            1.0,
+            [2.0, -1.0],
+            [],
+            2.0,
+            0.25,
+            {"reward_model_1": 2.0, "reward_model_2": -1.0, "reward_rule": 1.0},
+        ),
         (1.0, [2.0], [1.0, 0.0], 2.0, 0.25, {"reward_model_1": 2.0, "reward_rule": 1.0}),
     ],
 )
@@ -237,12 +262,21 @@ def test_rewards_of_models_and_of_a_rule_add_up_and_the_rules_score_stays(
     assert result.extra_logs == {"own": 7.0, **logged}
 
 
-def test_an_agents_shares_of_its_reward_are_weighted_like_it_and_count_where_samples_are_not_compared() -> None:
-    came = combined(episode(reward=3.0, score=3.0, actions=3, turn_rewards=((1, 2.0), (3, 1.0))), [10.0], [1.0, 0.5])
+def test_an_agents_shares_of_its_reward_are_weighted_like_it_and_count_where_samples_are_not_compared() -> (
+    None
+):
+    came = combined(
+        episode(reward=3.0, score=3.0, actions=3, turn_rewards=((1, 2.0), (3, 1.0))),
+        [10.0],
+        [1.0, 0.5],
+    )
     assert came.turn_rewards == ((1, 1.0), (3, 0.5))
     experience = Experience.from_trajectories([came, episode(sample=1, reward=1.0)])
     alone, _ = credited(experience, estimator="reinforce", kl_in_reward=False)
-    assert rows_of(alone.token_rewards, [4, 2]) == [[0.0, 1.0, 0.0, 9.0], [0.0, 1.0]]  # the sum is clipped to 10
+    assert rows_of(alone.token_rewards, [4, 2]) == [
+        [0.0, 1.0, 0.0, 9.0],
+        [0.0, 1.0],
+    ]  # the sum is clipped to 10
     compared, _ = credited(experience, estimator="rloo", kl_in_reward=False)
     assert rows_of(compared.token_rewards, [4, 2]) == [[0.0, 0.0, 0.0, 10.0], [0.0, -10.0]]
 
@@ -283,7 +317,9 @@ class Lengths(Stage):
 
 
 class Judge(RewardModels):
-    """Two reward models: 1 and the number of the row; a row that is listed in `broken` gets no finite number."""
+    """Two reward models: 1 and the number of the row; a row that is listed in `broken` gets no
+    finite number.
+    """
 
     broken: tuple[int, ...] = ()
 
@@ -309,7 +345,9 @@ def annotated(
     judge = None if broken is None else Judge(SOMEBODY, RewardConfig(weights=(0.5, 2.0, 1.0)))
     if judge and broken:
         judge.broken = broken
-    return maker_of(stages, judge, estimator="group_norm" if needs_groups else "reinforce").annotate(trajectories)
+    return maker_of(
+        stages, judge, estimator="group_norm" if needs_groups else "reinforce"
+    ).annotate(trajectories)
 
 
 def test_a_stage_is_sent_the_columns_that_it_reads_and_nothing_else() -> None:
@@ -325,7 +363,11 @@ def test_a_stage_is_sent_the_columns_that_it_reads_and_nothing_else() -> None:
 def test_stages_of_one_prompt_leave_failed_episodes_and_their_places_alone() -> None:
     group = [episode(0, 0, score=1.0), failed(0, 1), episode(0, 2, score=0.0, actions=0)]
     lengths = Lengths(writes="values", by=NOBODY, method=NOBODY, reads=Experience.texts)
-    early = EarlyStages(models=Judge(SOMEBODY, RewardConfig(weights=(0.5, 2.0, 1.0))), stages=[lengths], timeout_s=1.0)
+    early = EarlyStages(
+        models=Judge(SOMEBODY, RewardConfig(weights=(0.5, 2.0, 1.0))),
+        stages=[lengths],
+        timeout_s=1.0,
+    )
     first, untouched, last = asyncio.run(early.of_group(group))
     assert untouched is group[1]
     assert (first.reward, last.reward) == (0.5 + 0.0 + 1.0, 0.5 + 2.0)
@@ -343,7 +385,11 @@ def test_an_update_is_sent_the_columns_that_its_role_reads() -> None:
 
 
 def test_rewards_of_models_are_added_while_the_other_columns_are_computed() -> None:
-    came = [episode(0, 0, score=4.0), episode(0, 1, score=6.0, turn_rewards=((1, 6.0),)), failed(0, 2)]
+    came = [
+        episode(0, 0, score=4.0),
+        episode(0, 1, score=6.0, turn_rewards=((1, 6.0),)),
+        failed(0, 2),
+    ]
     batch = annotated(came, broken=())
     assert batch.experience.rewards.tolist() == [4.5, 8.5]  # 0.5 · 1 + 2 · row + 1 · the rule's
     assert [t.reward for t in batch.trajectories] == [4.5, 8.5, None]
@@ -354,7 +400,11 @@ def test_rewards_of_models_are_added_while_the_other_columns_are_computed() -> N
 
 
 def test_a_rule_alone_has_its_weight_and_episodes_that_nothing_rewards_have_zero() -> None:
-    came = [episode(0, 0, score=4.0), replace(episode(0, 1, score=6.0), reward=None, score=None), failed(0, 2)]
+    came = [
+        episode(0, 0, score=4.0),
+        replace(episode(0, 1, score=6.0), reward=None, score=None),
+        failed(0, 2),
+    ]
     batch = maker_of(reward_models=RewardModels(None, RewardConfig(weights=(0.25,)))).annotate(came)
     assert batch.experience.rewards.tolist() == [1.0, 0.0]
     assert [t.score for t in batch.kept] == [4.0, 0.0]
@@ -413,14 +463,18 @@ def test_filtered_episodes_are_not_trained_on() -> None:
     assert kept([*pair, *filtered], needs_groups=True) == pair
 
 
-@pytest.mark.parametrize("estimator", ["group_norm", "rloo", "reinforce_baseline", "dr_grpo", "reinforce"])
+@pytest.mark.parametrize(
+    "estimator", ["group_norm", "rloo", "reinforce_baseline", "dr_grpo", "reinforce"]
+)
 @pytest.mark.parametrize("truncated", [[], [3], [0, 2], [0, 1, 2, 3]])
 def test_truncated_samples_may_be_left_out_of_the_loss_and_count_in_baselines_and_metrics(
     estimator: str, truncated: list[int]
 ) -> None:
     cut = torch.tensor([row in truncated for row in range(4)])
     whole, metrics = credited(batch([1.0, 0.0, 2.0, 1.0], truncated=cut), estimator=estimator)
-    left, same = credited(batch([1.0, 0.0, 2.0, 1.0], truncated=cut), estimator=estimator, mask_truncated=True)
+    left, same = credited(
+        batch([1.0, 0.0, 2.0, 1.0], truncated=cut), estimator=estimator, mask_truncated=True
+    )
     expected = whole.select([row for row in range(4) if row not in truncated])
     assert left.num_samples == 4 - len(truncated)
     for column in ("tokens", "offsets", "action_mask", "advantages", "returns", "group_ids"):
@@ -438,10 +492,14 @@ def split_first(experience: Experience) -> Experience:
 
 
 @pytest.mark.parametrize("estimator", ["group_norm", "rloo", "dr_grpo", "reinforce_baseline"])
-def test_an_episode_counts_once_in_the_baseline_however_many_conversations_it_has(estimator: str) -> None:
+def test_an_episode_counts_once_in_the_baseline_however_many_conversations_it_has(
+    estimator: str,
+) -> None:
     whole = batch([1.0, 0.0, 2.0, 0.5])
     once, metrics = credited(whole, estimator=estimator, kl_in_reward=False, scale_advantages=False)
-    twice, more = credited(split_first(whole), estimator=estimator, kl_in_reward=False, scale_advantages=False)
+    twice, more = credited(
+        split_first(whole), estimator=estimator, kl_in_reward=False, scale_advantages=False
+    )
     assert once.token_rewards is not None and twice.token_rewards is not None
     same = replace(once, offsets=once.offsets).select([0, 0, 1, 2, 3])
     assert torch.equal(twice.token_rewards, same.token_rewards)
@@ -454,8 +512,14 @@ def test_an_episode_counts_once_in_the_baseline_however_many_conversations_it_ha
 def test_penalties_of_an_episode_are_those_of_its_longest_conversation() -> None:
     whole = split_first(batch([1.0, 0.0, 2.0, 0.5]))
     rows = whole.select([4, 0, 2, 3, 1])
-    mixed = replace(rows, trajectory_ids=torch.tensor([0, 0, 1, 2, 3]), group_ids=torch.tensor([7, 7, 7, 9, 9]))
-    mixed = replace(mixed, rewards=torch.tensor([1.0, 1.0, 0.0, 2.0, 0.5]), truncated=torch.zeros(5, dtype=torch.bool))
+    mixed = replace(
+        rows, trajectory_ids=torch.tensor([0, 0, 1, 2, 3]), group_ids=torch.tensor([7, 7, 7, 9, 9])
+    )
+    mixed = replace(
+        mixed,
+        rewards=torch.tensor([1.0, 1.0, 0.0, 2.0, 0.5]),
+        truncated=torch.zeros(5, dtype=torch.bool),
+    )
     experience, _ = credited(mixed, overlong_buffer=2.0, overlong_factor=1.0, kl_in_reward=False)
     assert experience.rewards[0] == experience.rewards[1] == 0.5
 

@@ -1,4 +1,6 @@
-"""Dynamic filtering: which prompts a step is made of, how many are drawn for it, and that nothing kept is ever lost."""
+"""Dynamic filtering: which prompts a step is made of, how many are drawn for it, and that nothing
+kept is ever lost.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,20 @@ from openrlhf.trainers.sources import SyncSource
 from openrlhf.trajectory import Prompt, Trajectory
 from tests.trainers.episodes import episode, failed
 
-SPEC = SamplingSpec(purpose="train", rollout=RolloutConfig(n_samples_per_prompt=2, max_new_tokens=4), max_len=8, seed=0)
+SPEC = SamplingSpec(
+    purpose="train",
+    rollout=RolloutConfig(n_samples_per_prompt=2, max_new_tokens=4),
+    max_len=8,
+    seed=0,
+)
 # What the two samples of a prompt get; None: its reward fails.
-GOOD, EASY, HARD, BROKEN, HALF_BROKEN = (0.0, 1.0), (1.0, 1.0), (0.0, 0.0), (None, None), (None, 0.5)
+GOOD, EASY, HARD, BROKEN, HALF_BROKEN = (
+    (0.0, 1.0),
+    (1.0, 1.0),
+    (0.0, 0.0),
+    (None, None),
+    (None, 0.5),
+)
 Scores = tuple[float | None, float | None]
 LOOP = BackgroundLoop()
 
@@ -99,11 +112,19 @@ class Engines:
     def __init__(self, seed: int) -> None:
         self.delays = random.Random(seed)
 
-    async def generate(self, key: Hashable, tokens: list[int], params: list[SamplingParams]) -> list[Generation]:
+    async def generate(
+        self, key: Hashable, tokens: list[int], params: list[SamplingParams]
+    ) -> list[Generation]:
         for _ in range(self.delays.randrange(8)):
             await asyncio.sleep(0)
         return [
-            Generation(tokens=[1], logprobs=[-0.5], weight_versions=(0,), finish_reason="stop", stop_reason=None)
+            Generation(
+                tokens=[1],
+                logprobs=[-0.5],
+                weight_versions=(0,),
+                finish_reason="stop",
+                stop_reason=None,
+            )
             for _ in params
         ]
 
@@ -153,7 +174,9 @@ def steps_of(
 ) -> Iterator[tuple[list[Trajectory], int]]:
     """The samples of each step, and how many prompts were drawn by then."""
     table = Table(rows)
-    rollout = replace(SPEC.rollout, batch_size=batch_size, vllm_generate_batch_size=at_once or batch_size)
+    rollout = replace(
+        SPEC.rollout, batch_size=batch_size, vllm_generate_batch_size=at_once or batch_size
+    )
     generator = RolloutGenerator(
         Engines(delays),
         Decoder(),  # pyright: ignore[reportArgumentType]
@@ -179,7 +202,10 @@ def steps_of(
 
 def groups(step: Sequence[Trajectory]) -> list[tuple[int, bool]]:
     """Number of each prompt, and whether it was kept."""
-    return [(index, not next(group).filtered) for index, group in groupby(step, key=lambda t: t.prompt.index)]
+    return [
+        (index, not next(group).filtered)
+        for index, group in groupby(step, key=lambda t: t.prompt.index)
+    ]
 
 
 def in_order(rows: Sequence[Scores]) -> list[Scores]:
@@ -189,8 +215,12 @@ def in_order(rows: Sequence[Scores]) -> list[Scores]:
     return [placed[f"row {number}"] for number in range(len(rows))]
 
 
-@pytest.mark.parametrize("by_model", [False, True], ids=["the rule's scores", "a reward model's scores"])
-def test_prompts_outside_the_range_are_replaced_by_the_next_ones_of_the_order(by_model: bool) -> None:
+@pytest.mark.parametrize(
+    "by_model", [False, True], ids=["the rule's scores", "a reward model's scores"]
+)
+def test_prompts_outside_the_range_are_replaced_by_the_next_ones_of_the_order(
+    by_model: bool,
+) -> None:
     rows = in_order([GOOD, EASY, HARD, GOOD, GOOD, GOOD, EASY, GOOD, HARD])
     steps = list(steps_of(rows, by_model=by_model))
     assert [groups(step) for step, _ in steps] == [
@@ -206,7 +236,9 @@ def test_every_pass_ends_with_a_smaller_step_and_the_next_begins_with_a_whole_on
     assert steps == [[(0, True), (1, True)], [(2, True)], [(3, True), (4, True)], [(5, True)]]
 
 
-def test_the_rest_of_a_pass_that_is_all_filtered_is_shown_and_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_rest_of_a_pass_that_is_all_filtered_is_shown_and_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     steps = [step for step, _ in steps_of(in_order([GOOD, GOOD, EASY, HARD]))]
     assert [groups(step) for step in steps] == [[(0, True), (1, True)], [(2, False), (3, False)]]
     assert "The last 2 prompts of an epoch teach nothing" in caplog.text
@@ -242,9 +274,16 @@ ROWS = st.lists(st.sampled_from([GOOD, EASY, HARD, BROKEN, HALF_BROKEN]), min_si
     data=st.data(),
 )
 def test_nothing_kept_is_lost_and_no_prompt_is_drawn_in_vain(
-    rows: list[Scores], batch_size: int, epochs: int, delays: int, by_model: bool, data: st.DataObject
+    rows: list[Scores],
+    batch_size: int,
+    epochs: int,
+    delays: int,
+    by_model: bool,
+    data: st.DataObject,
 ) -> None:
-    """Whichever sample finishes first; and a run taken up after any step goes on as if nothing had happened."""
+    """Whichever sample finishes first; and a run taken up after any step goes on as if nothing had
+    happened.
+    """
     if by_model:
         rows = [scores if None not in scores else GOOD for scores in rows]
     run = {"batch_size": batch_size, "epochs": epochs, "by_model": by_model}
@@ -254,7 +293,9 @@ def test_nothing_kept_is_lost_and_no_prompt_is_drawn_in_vain(
         (index, sample) for index in range(len(rows) * epochs) for sample in range(2)
     ]
     for t in tried:
-        assert t.filtered == (rows[int(t.prompt.text.removeprefix("row "))] not in (GOOD, HALF_BROKEN))
+        assert t.filtered == (
+            rows[int(t.prompt.text.removeprefix("row "))] not in (GOOD, HALF_BROKEN)
+        )
     for step, drawn in steps:
         kept = [stays for _, stays in groups(step)]
         if sum(kept) == batch_size:
@@ -267,7 +308,13 @@ def test_nothing_kept_is_lost_and_no_prompt_is_drawn_in_vain(
     assert list(steps_of(rows, consumed=consumed, delays=delays + 7, **run)) == steps[done:]
 
 
-@given(rows=ROWS, batch_size=st.integers(1, 4), more=st.integers(1, 6), epochs=st.integers(1, 3), data=st.data())
+@given(
+    rows=ROWS,
+    batch_size=st.integers(1, 4),
+    more=st.integers(1, 6),
+    epochs=st.integers(1, 3),
+    data=st.data(),
+)
 def test_groups_generated_ahead_wait_for_later_steps_and_none_is_lost(
     rows: list[Scores], batch_size: int, more: int, epochs: int, data: st.DataObject
 ) -> None:
@@ -277,7 +324,9 @@ def test_groups_generated_ahead_wait_for_later_steps_and_none_is_lost(
     done = data.draw(st.integers(0, len(steps)), label="steps done")
     resumed = list(steps_of(rows, consumed=steps[done - 1][1] if done else 0, **run))
     for seen in (steps, [*steps[:done], *resumed]):
-        assert [index for step, _ in seen for index, _ in groups(step)] == list(range(len(rows) * epochs))
+        assert [index for step, _ in seen for index, _ in groups(step)] == list(
+            range(len(rows) * epochs)
+        )
         for step, drawn in seen:
             kept = sum(stays for _, stays in groups(step))
             assert kept == batch_size or (kept < batch_size and drawn % len(rows) == 0)

@@ -1,4 +1,6 @@
-"""The offline tasks: an optimizer step is the same however its rows are split, and that of a plain loop in float64."""
+"""The offline tasks: an optimizer step is the same however its rows are split, and that of a plain
+loop in float64.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,39 @@ from openrlhf.models.scalar import load_scalar
 from tests.loading import load_spec
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny_model
-from tests.trainers.offline_job import ADAPTERS, FLAGS, REWARD_TOKENS, ROWS, STEPS, answers, pairs, responses, solutions
+from tests.trainers.offline_job import (
+    ADAPTERS,
+    FLAGS,
+    REWARD_TOKENS,
+    ROWS,
+    STEPS,
+    answers,
+    pairs,
+    responses,
+    solutions,
+)
 
 PLAIN = ["zero0-micro8-padded", "zero2-micro1-packed"]
 SPLIT = ["zero0-micro3-packed", "zero1-micro3-padded", "zero2-micro8-packed", "zero3-micro3-packed"]
 LAYOUTS = [
-    *(f"{name}-{layout}" for name in ("dpo", "kto", "kd", "prm_hard") for layout in [*PLAIN, *SPLIT]),
     *(
         f"{name}-{layout}"
-        for name in ("rm", "hinge", "robust", "ipo", "simpo", "orpo", "kd_top", "prm_soft", "prm_vocabulary")
+        for name in ("dpo", "kto", "kd", "prm_hard")
+        for layout in [*PLAIN, *SPLIT]
+    ),
+    *(
+        f"{name}-{layout}"
+        for name in (
+            "rm",
+            "hinge",
+            "robust",
+            "ipo",
+            "simpo",
+            "orpo",
+            "kd_top",
+            "prm_soft",
+            "prm_vocabulary",
+        )
         for layout in PLAIN
     ),
 ]
@@ -40,7 +66,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def total(hf: Any, tokens: list[int], start: int) -> torch.Tensor:
     """Σ log π of the tokens from `start` on."""
     logprobs = torch.log_softmax(hf(torch.tensor([tokens])).logits[0], -1)
-    return torch.stack([logprobs[t - 1, tokens[t]] for t in range(max(1, start), len(tokens))]).sum()
+    return torch.stack(
+        [logprobs[t - 1, tokens[t]] for t in range(max(1, start), len(tokens))]
+    ).sum()
 
 
 def pair_loss(name: str, hf: Any, reference: Any, step: int) -> torch.Tensor:
@@ -56,8 +84,13 @@ def pair_loss(name: str, hf: Any, reference: Any, step: int) -> torch.Tensor:
         odds = [mean - torch.log1p(-mean.exp()) for mean in means]
         losses.append(
             {
-                "dpo": -0.9 * torch.log(torch.sigmoid(0.1 * h)) - 0.1 * torch.log(torch.sigmoid(-0.1 * h)),
-                "robust": (-0.9 * torch.log(torch.sigmoid(0.1 * h)) + 0.1 * torch.log(torch.sigmoid(-0.1 * h))) / 0.8,
+                "dpo": -0.9 * torch.log(torch.sigmoid(0.1 * h))
+                - 0.1 * torch.log(torch.sigmoid(-0.1 * h)),
+                "robust": (
+                    -0.9 * torch.log(torch.sigmoid(0.1 * h))
+                    + 0.1 * torch.log(torch.sigmoid(-0.1 * h))
+                )
+                / 0.8,
                 "hinge": torch.relu(1 - 0.1 * h),
                 "ipo": (h - 5) ** 2,
                 "simpo": -torch.log(torch.sigmoid(0.1 * (means[0] - means[1]) - 0.5)),
@@ -71,15 +104,24 @@ def pair_loss(name: str, hf: Any, reference: Any, step: int) -> torch.Tensor:
 def kto_loss(hf: Any, reference: Any, step: int) -> torch.Tensor:
     rows = answers(step)
     starts = [row.loss_mask.index(True) for row in rows]
-    mixed = [rows[i].tokens[: starts[i]] + rows[(i + 1) % ROWS].tokens[starts[(i + 1) % ROWS] :] for i in range(ROWS)]
+    mixed = [
+        rows[i].tokens[: starts[i]] + rows[(i + 1) % ROWS].tokens[starts[(i + 1) % ROWS] :]
+        for i in range(ROWS)
+    ]
     with torch.no_grad():
-        apart = [total(hf, m, s) - total(reference, m, s) for m, s in zip(mixed, starts, strict=True)]
+        apart = [
+            total(hf, m, s) - total(reference, m, s) for m, s in zip(mixed, starts, strict=True)
+        ]
         kl = max(float(torch.stack(apart).mean()), 0.0)
         theirs = [total(reference, row.tokens, s) for row, s in zip(rows, starts, strict=True)]
     losses = []
     for row, start, base in zip(rows, starts, theirs, strict=True):
         ratio = total(hf, row.tokens, start) - base
-        value = torch.sigmoid(0.5 * (ratio - kl)) if row.desirable else torch.sigmoid(0.5 * (kl - ratio))
+        value = (
+            torch.sigmoid(0.5 * (ratio - kl))
+            if row.desirable
+            else torch.sigmoid(0.5 * (kl - ratio))
+        )
         losses.append((1.0 if row.desirable else 1.5) * (1 - value))
     return torch.stack(losses).mean()
 
@@ -116,7 +158,9 @@ def prm_loss(hf: Any, step: int, kind: str) -> torch.Tensor:
 def rm_loss(hf: Any, step: int) -> torch.Tensor:
     losses = []
     for row in pairs(step):
-        chosen, rejected = (hf(torch.tensor([tokens])).logits[0, 0] for tokens in (row.chosen, row.rejected))
+        chosen, rejected = (
+            hf(torch.tensor([tokens])).logits[0, 0] for tokens in (row.chosen, row.rejected)
+        )
         losses.append(torch.log(1 + torch.exp(rejected - chosen)))
     return torch.stack(losses).mean()
 
@@ -141,11 +185,17 @@ def expected(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
     """Norms and weights of plain loops in float64, one text at a time."""
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(layout.split("-")[0] for layout in LAYOUTS):
-        hf, reference = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in models)
+        hf, reference = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in models
+        )
         if name == "rm":  # the head depends on the seed alone
             hf = load_scalar(load_spec(models[0]), seed=DPOConfig().train.seed).hf.double()
         optimizer = torch.optim.AdamW(
-            hf.parameters(), lr=FLAGS["adam.lr"], betas=(0.9, 0.95), eps=FLAGS["adam.eps"], weight_decay=0
+            hf.parameters(),
+            lr=FLAGS["adam.lr"],
+            betas=(0.9, 0.95),
+            eps=FLAGS["adam.eps"],
+            weight_decay=0,
         )
         norms = []
         for step in range(STEPS):
@@ -170,10 +220,16 @@ def test_the_update_does_not_depend_on_the_split(
         assert result["norms"] == pytest.approx(expected[name]["norms"], rel=1e-4), layout
         for parameter, weight in result["weights"].items():
             torch.testing.assert_close(
-                weight.double(), expected[name]["weights"][parameter], atol=1e-5, rtol=0, msg=f"{layout} {parameter}"
+                weight.double(),
+                expected[name]["weights"][parameter],
+                atol=1e-5,
+                rtol=0,
+                msg=f"{layout} {parameter}",
             )
         for step in range(STEPS):
-            assert result["metrics"][step] == pytest.approx(first["metrics"][step], rel=1e-4, abs=1e-6), layout
+            assert result["metrics"][step] == pytest.approx(
+                first["metrics"][step], rel=1e-4, abs=1e-6
+            ), layout
 
 
 # ---- adapters: the reference is the policy without them
@@ -197,13 +253,18 @@ def sft_loss(hf: Any, step: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def expected_adapted(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
-    """Norms and merged weights of plain loops in float64 through PEFT, with the same first adapters; none of reward models."""
+    """Norms and merged weights of plain loops in float64 through PEFT, with the same first
+    adapters; none of reward models.
+    """
     found: dict[str, dict[str, Any]] = {}
-    for name, kind in dict.fromkeys((layout.split("-")[0], layout.split("-")[-1]) for layout in ADAPTED):
+    for name, kind in dict.fromkeys(
+        (layout.split("-")[0], layout.split("-")[-1]) for layout in ADAPTED
+    ):
         if name == "rm":
             continue
         hf, base, teacher = (
-            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (models[0], *models)
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+            for path in (models[0], *models)
         )
         with_adapters(hf, ADAPTERS[kind], path=models[0], seed=DPOConfig().train.seed)
         trained = [parameter for parameter in hf.parameters() if parameter.requires_grad]
@@ -222,7 +283,11 @@ def expected_adapted(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
             if hasattr(layer, "merge"):
                 layer.merge()
                 weights[f"{module_name}.weight"] = layer.base_layer.weight.detach()
-        found[f"{name}-{kind}"] = {"norms": norms, "weights": weights, "base": dict(base.named_parameters())}
+        found[f"{name}-{kind}"] = {
+            "norms": norms,
+            "weights": weights,
+            "base": dict(base.named_parameters()),
+        }
     return found
 
 
@@ -239,17 +304,25 @@ def test_the_update_of_adapters_does_not_depend_on_the_split(
         for parameter, weight in result["weights"].items():
             torch.testing.assert_close(weight, first["weights"][parameter], atol=1e-5, rtol=0)
         for step in range(STEPS):
-            assert result["metrics"][step] == pytest.approx(first["metrics"][step], rel=1e-4, abs=1e-5), layout
+            assert result["metrics"][step] == pytest.approx(
+                first["metrics"][step], rel=1e-4, abs=1e-5
+            ), layout
         assert result["norms"] == pytest.approx(first["norms"], rel=1e-4), layout
         if name == "dpo":  # at first the policy is its reference, exactly
-            assert result["metrics"][0]["train/chosen_reward"] == result["metrics"][0]["train/reject_reward"] == 0
+            assert (
+                result["metrics"][0]["train/chosen_reward"]
+                == result["metrics"][0]["train/reject_reward"]
+                == 0
+            )
         if name == "rm":
             continue
         wanted = expected_adapted[f"{name}-{kind}"]
         assert result["norms"] == pytest.approx(wanted["norms"], rel=1e-4), layout
         for parameter, weight in result["weights"].items():
             right = wanted["weights"].get(parameter, wanted["base"][parameter])
-            torch.testing.assert_close(weight.double(), right, atol=1e-5, rtol=0, msg=f"{layout} {parameter}")
+            torch.testing.assert_close(
+                weight.double(), right, atol=1e-5, rtol=0, msg=f"{layout} {parameter}"
+            )
 
 
 @pytest.mark.verify
@@ -257,7 +330,9 @@ def test_adapters_beside_weights_of_4_bits_are_trained_alike_on_any_number_of_ra
     models: tuple[str, str], tmp_path: Path
 ) -> None:
     layouts = [
-        f"{name}-{layout}-qlora" for name in ("sft", "dpo", "rm") for layout in ("zero2-micro3-packed", SPLIT[-1])
+        f"{name}-{layout}-qlora"
+        for name in ("sft", "dpo", "rm")
+        for layout in ("zero2-micro3-packed", SPLIT[-1])
     ]
     found: list[dict[str, Any]] = []
     for ranks in (1, 2):
@@ -268,7 +343,9 @@ def test_adapters_beside_weights_of_4_bits_are_trained_alike_on_any_number_of_ra
         alone, split = (results[layout] for results in found)
         assert split["norms"] == pytest.approx(alone["norms"], rel=0.03), layout
         for parameter, weight in split["weights"].items():
-            torch.testing.assert_close(weight, alone["weights"][parameter], atol=2e-3, rtol=2**-7, msg=parameter)
+            torch.testing.assert_close(
+                weight, alone["weights"][parameter], atol=2e-3, rtol=2**-7, msg=parameter
+            )
 
 
 def test_every_loss_is_in_the_flags() -> None:

@@ -1,4 +1,5 @@
-"""Both loops with --eval.patience: when they end, what they export, and that a resumed run ends where an unbroken one does.
+"""Both loops with --eval.patience: when they end, what they export, and that a resumed run ends
+where an unbroken one does.
 
 The model is a number, the step that made it; what an evaluation finds is written down beforehand.
 """
@@ -72,13 +73,17 @@ class Log:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.evaluated: list[int] = []
-        self.display = SimpleNamespace(note=self.said.append, begin=lambda *_, **__: None, status=lambda _: None)
+        self.display = SimpleNamespace(
+            note=self.said.append, begin=lambda *_, **__: None, status=lambda _: None
+        )
 
     def step(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def samples(self, step: int, trajectories: Sequence[Any]) -> None: ...
 
-    def evaluation(self, step: int, values: Mapping[str, float], trajectories: Sequence[Any] = ()) -> None:
+    def evaluation(
+        self, step: int, values: Mapping[str, float], trajectories: Sequence[Any] = ()
+    ) -> None:
         self.evaluated.append(step)
 
 
@@ -107,7 +112,9 @@ class Alone(OneOfMany):
 
 
 class Supervised(SupervisedTrainer[int, Any]):
-    def __init__(self, folder: Path, losses: Sequence[float], patience: int | None, save_steps: int = -1) -> None:
+    def __init__(
+        self, folder: Path, losses: Sequence[float], patience: int | None, save_steps: int = -1
+    ) -> None:
         self.weights, self.log = Weights(), Log()
         task = Written(losses, self.weights)
         task.config = RMConfig(
@@ -178,13 +185,22 @@ class OnPolicy(PPOTrainer):
     """The loop of RL; an update is a count."""
 
     def __init__(
-        self, folder: Path, scores: Sequence[float], patience: int | None, save_steps: int = -1, at_start: bool = False
+        self,
+        folder: Path,
+        scores: Sequence[float],
+        patience: int | None,
+        save_steps: int = -1,
+        at_start: bool = False,
     ) -> None:
         self.weights_made, self.log, self.scores = Weights(), Log(), scores
-        same: Any = SimpleNamespace(annotate=annotated, credit=lambda e: (e, {}), kl=SimpleNamespace(coef=None))
+        same: Any = SimpleNamespace(
+            annotate=annotated, credit=lambda e: (e, {}), kl=SimpleNamespace(coef=None)
+        )
         config = RLFlags(
             train=RLTrainConfig(batch_size=1, step_timeout=1.0),
-            eval=RLEvalConfig(steps=1, at_start=at_start, n_samples_per_prompt=1, patience=patience),
+            eval=RLEvalConfig(
+                steps=1, at_start=at_start, n_samples_per_prompt=1, patience=patience
+            ),
             ckpt=CheckpointConfig(path=str(folder), save_steps=save_steps),
         )
         nothing: Any = SimpleNamespace(publish=lambda _: None)
@@ -221,8 +237,12 @@ class OnPolicy(PPOTrainer):
 LOSSES = [3.0, 2.0, 2.5, 1.0, 1.5, 1.0, 1.2, 0.5]
 
 
-def test_a_supervised_run_ends_with_its_patience_and_exports_the_best_weights(tmp_path: Path) -> None:
-    """The best are those of step 4; of the evaluations after it, those of steps 5, 6 and 7 are not better."""
+def test_a_supervised_run_ends_with_its_patience_and_exports_the_best_weights(
+    tmp_path: Path,
+) -> None:
+    """The best are those of step 4; of the evaluations after it, those of steps 5, 6 and 7 are not
+    better.
+    """
     trainer = Supervised(tmp_path, LOSSES, patience=3)
     trainer.fit()
     assert trainer.log.evaluated == [1, 2, 3, 4, 5, 6, 7]
@@ -243,11 +263,17 @@ def test_a_supervised_run_that_never_waits_so_long_goes_to_its_end(tmp_path: Pat
 def test_one_best_checkpoint_is_kept_with_its_metric(tmp_path: Path) -> None:
     Supervised(tmp_path, LOSSES, patience=3).fit()
     (checkpoint,) = checkpoints_in(tmp_path).checkpoints()
-    assert (checkpoint.tag, checkpoint.metric_key, checkpoint.metric_value) == ("best_global_step4", "eval_loss", 1.0)
+    assert (checkpoint.tag, checkpoint.metric_key, checkpoint.metric_value) == (
+        "best_global_step4",
+        "eval_loss",
+        1.0,
+    )
 
 
 @pytest.mark.parametrize("killed_after", [3, 4, 5, 6])
-def test_a_resumed_supervised_run_ends_where_an_unbroken_one_does(tmp_path: Path, killed_after: int) -> None:
+def test_a_resumed_supervised_run_ends_where_an_unbroken_one_does(
+    tmp_path: Path, killed_after: int
+) -> None:
     broken = Supervised(tmp_path, LOSSES, patience=3, save_steps=1)
     broken.dies_after = killed_after
     with pytest.raises(Killed):
@@ -261,7 +287,9 @@ def test_a_resumed_supervised_run_ends_where_an_unbroken_one_does(tmp_path: Path
     assert resumed.weights.exported == 4
 
 
-def test_a_run_that_has_ended_with_its_patience_and_is_resumed_takes_no_step(tmp_path: Path) -> None:
+def test_a_run_that_has_ended_with_its_patience_and_is_resumed_takes_no_step(
+    tmp_path: Path,
+) -> None:
     Supervised(tmp_path, LOSSES, patience=3, save_steps=1).fit()
     again = Supervised(tmp_path, LOSSES, patience=3, save_steps=1)
     checkpoint = again.checkpoints.latest()
@@ -312,10 +340,14 @@ def test_a_run_of_rl_ends_with_its_patience_and_exports_the_best_policy(tmp_path
     assert exported.startswith("model: ") and said.startswith(
         "--eval.patience 3 ends the run after step 5. The export has the weights of step 2"
     )
-    assert [checkpoint.tag for checkpoint in trainer.checkpoints.checkpoints()] == ["best_global_step2"]
+    assert [checkpoint.tag for checkpoint in trainer.checkpoints.checkpoints()] == [
+        "best_global_step2"
+    ]
 
 
-def test_a_policy_that_never_gets_better_than_at_the_start_is_exported_as_it_was(tmp_path: Path) -> None:
+def test_a_policy_that_never_gets_better_than_at_the_start_is_exported_as_it_was(
+    tmp_path: Path,
+) -> None:
     trainer = OnPolicy(tmp_path, [0.5, 0.4, 0.3, 0.2], patience=2, at_start=True)
     trainer.fit()
     assert (trainer.log.evaluated, trainer.weights_made.exported) == ([0, 1, 2], 0)

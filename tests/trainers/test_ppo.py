@@ -51,10 +51,17 @@ def test_the_metrics_of_a_rollout_by_hand() -> None:
 
 
 def test_errors_are_counted_by_kind_those_of_kept_episodes_too() -> None:
-    late, kept = replace(failed(0, 0), failure=Failure.TIMEOUT), replace(episode(0, 1, score=0.0), failure=Failure.EXIT)
+    late, kept = (
+        replace(failed(0, 0), failure=Failure.TIMEOUT),
+        replace(episode(0, 1, score=0.0), failure=Failure.EXIT),
+    )
     metrics = values(rollout_metrics([late, late, kept, episode(0, 2, score=1.0)], [kept]))
     counted = {name: value for name, value in metrics.items() if name.startswith("train/failed")}
-    assert counted == {"train/failed_episodes": 2.0, "train/failed_timeout": 2.0, "train/failed_exit": 1.0}
+    assert counted == {
+        "train/failed_episodes": 2.0,
+        "train/failed_timeout": 2.0,
+        "train/failed_exit": 1.0,
+    }
 
 
 def test_extra_numbers_are_means_over_the_samples_that_gave_them() -> None:
@@ -69,14 +76,27 @@ def test_extra_numbers_are_means_over_the_samples_that_gave_them() -> None:
 
 def test_where_everything_failed_only_counts_are_left() -> None:
     metrics = values(rollout_metrics([failed(0, 0), failed(0, 1)], []))
-    assert metrics == {"rollout/reward_std": 0.0, "rollout/num_samples": 0.0, "train/failed_episodes": 2.0}
+    assert metrics == {
+        "rollout/reward_std": 0.0,
+        "rollout/num_samples": 0.0,
+        "train/failed_episodes": 2.0,
+    }
 
 
 def test_numbers_beside_a_reward_do_not_mix_with_ours() -> None:
-    kept = [episode(score=1.0, extra_logs={"kl": 5.0, "actor_lr": 2.0, "format": 0.5, "reward_rule": 1.0})]
+    kept = [
+        episode(
+            score=1.0, extra_logs={"kl": 5.0, "actor_lr": 2.0, "format": 0.5, "reward_rule": 1.0}
+        )
+    ]
     metrics = values(rollout_metrics(kept, kept))
     assert "train/kl" not in metrics and "train/actor_lr" not in metrics
-    own = {"train/user_kl": 5.0, "train/user_actor_lr": 2.0, "train/format": 0.5, "train/reward_rule": 1.0}
+    own = {
+        "train/user_kl": 5.0,
+        "train/user_actor_lr": 2.0,
+        "train/format": 0.5,
+        "train/reward_rule": 1.0,
+    }
     assert own.items() <= metrics.items()
 
 
@@ -88,7 +108,10 @@ def test_every_sampled_episode_is_counted_by_one_metric(broken: int, needs_group
     episodes = [*group, *FILTERED, *[episode(2, n, score=1.0, actions=0) for n in range(2)]]
     kept = [episodes[i] for i in trainable(episodes, needs_groups=needs_groups)]
     metrics = values(rollout_metrics(episodes, kept))
-    counted = [metrics[name] for name in ("rollout/num_samples", "train/failed_episodes", "train/left_out_episodes")]
+    counted = [
+        metrics[name]
+        for name in ("rollout/num_samples", "train/failed_episodes", "train/left_out_episodes")
+    ]
     assert sum(counted) + len(FILTERED) == len(episodes)
     assert counted[2] == 2 + (needs_groups and broken == 3)
 
@@ -97,13 +120,17 @@ def test_every_sampled_episode_is_counted_by_one_metric(broken: int, needs_group
 
 
 class Steps:
-    """A source of given steps, the last prompt of which has been drawn when the last one is handed out."""
+    """A source of given steps, the last prompt of which has been drawn when the last one is handed
+    out.
+    """
 
     keep = DynamicFilter(low=0.0, high=1.0)
     errors = ErrorBudget(RewardConfig(on_error="drop"))
     epoch, consumed, total_steps = 0, 0, 4
 
-    def __init__(self, steps: list[list[Trajectory]], ends: tuple[BaseException, int] | None) -> None:
+    def __init__(
+        self, steps: list[list[Trajectory]], ends: tuple[BaseException, int] | None
+    ) -> None:
         self.steps, self.ends = steps, ends
         self.exhausted, self.step = False, 0
 
@@ -139,7 +166,9 @@ class Notes:
     def step(self, step: int, numbers: dict[str, float]) -> None:
         self.events.append(f"step {step}, {numbers['train/dynamic_filtering_pass_rate']:g}%")
 
-    def evaluation(self, step: int, numbers: dict[str, float], trajectories: list[Trajectory]) -> None:
+    def evaluation(
+        self, step: int, numbers: dict[str, float], trajectories: list[Trajectory]
+    ) -> None:
         self.events.append(f"evaluation {step}")
 
     def note(self, text: str) -> None:
@@ -196,9 +225,13 @@ def events(
     checkpoints: Any = None,
     ends: tuple[BaseException, int] | None = None,
 ) -> list[str]:
-    """What a run over these steps does. `ends`: an error after them, and the steps handed out when it comes."""
+    """What a run over these steps does. `ends`: an error after them, and the steps handed out when
+    it comes.
+    """
     notes, save_steps = Notes(), 1 if checkpoints else 9 if ends else -1
-    made = trainer(steps, notes, eval_steps=eval_steps, save_steps=save_steps, freezing_steps=freezing_steps)
+    made = trainer(
+        steps, notes, eval_steps=eval_steps, save_steps=save_steps, freezing_steps=freezing_steps
+    )
     made.checkpoints, made.source = checkpoints, Steps(steps, ends)
     made.weights = made.maker = weights or Nothing()
     with pytest.raises(type(ends[0])) if ends else nullcontext():
@@ -207,7 +240,12 @@ def events(
 
 
 def trainer(
-    steps: list[list[Trajectory]], notes: Notes, *, eval_steps: int, save_steps: int = -1, freezing_steps: int = 0
+    steps: list[list[Trajectory]],
+    notes: Notes,
+    *,
+    eval_steps: int,
+    save_steps: int = -1,
+    freezing_steps: int = 0,
 ) -> Any:
     """The loop without models, over these steps."""
     nothing = Nothing()
@@ -233,12 +271,25 @@ class Full:
 def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on() -> None:
     told = [f"The run continues without a checkpoint of step {step}: no room" for step in (1, 2)]
     end = ["No prompts to train on are left after step 2.", "export"]
-    assert events([KEPT, KEPT], checkpoints=Full()) == ["step 1, 100%", told[0], "step 2, 100%", told[1], *end]
+    assert events([KEPT, KEPT], checkpoints=Full()) == [
+        "step 1, 100%",
+        told[0],
+        "step 2, 100%",
+        told[1],
+        *end,
+    ]
 
 
 @pytest.mark.parametrize("error", [SystemExit(143), RolloutError("no engine is left")])
-def test_a_run_that_is_terminated_or_loses_its_engines_saves_its_last_step(error: BaseException) -> None:
-    assert events([KEPT, KEPT], ends=(error, 2)) == ["step 1, 100%", "step 2, 100%", "save 2", GOES_ON.format(2)]
+def test_a_run_that_is_terminated_or_loses_its_engines_saves_its_last_step(
+    error: BaseException,
+) -> None:
+    assert events([KEPT, KEPT], ends=(error, 2)) == [
+        "step 1, 100%",
+        "step 2, 100%",
+        "save 2",
+        GOES_ON.format(2),
+    ]
 
 
 @pytest.mark.parametrize("last", ["evaluation", "export"])
@@ -247,7 +298,9 @@ def test_a_run_that_is_terminated_after_its_last_step_saves_the_step(last: str) 
         raise SystemExit(143)
 
     notes = Notes()
-    made = trainer([KEPT, KEPT, FILTERED], notes, eval_steps=10 if last == "evaluation" else -1, save_steps=9)
+    made = trainer(
+        [KEPT, KEPT, FILTERED], notes, eval_steps=10 if last == "evaluation" else -1, save_steps=9
+    )
     made.evaluate, made.terminated_in_export = evaluate, last == "export"
     made.source.total_steps = 2
     with pytest.raises(SystemExit):
@@ -256,7 +309,9 @@ def test_a_run_that_is_terminated_after_its_last_step_saves_the_step(last: str) 
 
 
 def test_a_resumed_run_makes_the_last_evaluation_that_was_not_made() -> None:
-    """Its prompts were used up when it was terminated, and its step is not the last that was planned."""
+    """Its prompts were used up when it was terminated, and its step is not the last that was
+    planned.
+    """
     for evaluated_at, made_up in ((1, ["evaluation 2"]), (2, [])):
         notes = Notes()
         made = trainer([], notes, eval_steps=1)
@@ -268,7 +323,9 @@ def test_a_resumed_run_makes_the_last_evaluation_that_was_not_made() -> None:
         assert notes.events == [*made_up, "No prompts to train on are left after step 2.", "export"]
 
 
-def test_a_run_without_checkpoints_that_is_terminated_says_that_nothing_is_saved_and_which_flag_saves() -> None:
+def test_a_run_without_checkpoints_that_is_terminated_says_that_nothing_is_saved_and_which_flag_saves() -> (
+    None
+):
     def terminated(step: int) -> list[Trajectory]:
         raise SystemExit(143)
 
@@ -282,7 +339,11 @@ def test_a_run_without_checkpoints_that_is_terminated_says_that_nothing_is_saved
 
 def test_nothing_is_saved_while_a_batch_is_on_its_way_to_the_loop() -> None:
     """The source has given it away, and the loop has not got it: a checkpoint would be without it."""
-    assert events([KEPT, KEPT], ends=(SystemExit(143), 3)) == ["step 1, 100%", "step 2, 100%", NOTHING_SAVED]
+    assert events([KEPT, KEPT], ends=(SystemExit(143), 3)) == [
+        "step 1, 100%",
+        "step 2, 100%",
+        NOTHING_SAVED,
+    ]
 
 
 KEPT = [episode(0, 0, score=1.0), episode(0, 1, score=0.0)]
@@ -294,16 +355,24 @@ def test_the_last_evaluation_comes_after_the_last_prompt_though_the_run_has_fewe
     assert events([KEPT + FILTERED, KEPT], eval_steps=10) == ["step 1, 50%", "step 2, 100%", *end]
 
 
-def test_an_episode_whose_rest_is_all_filtered_makes_no_step_and_the_last_evaluation_is_made_all_the_same() -> None:
+def test_an_episode_whose_rest_is_all_filtered_makes_no_step_and_the_last_evaluation_is_made_all_the_same() -> (
+    None
+):
     end = ["evaluation 2", "No prompts to train on are left after step 2.", "export"]
-    assert events([KEPT, FILTERED, KEPT, FILTERED], eval_steps=10) == ["step 1, 100%", "step 2, 100%", *end]
+    assert events([KEPT, FILTERED, KEPT, FILTERED], eval_steps=10) == [
+        "step 1, 100%",
+        "step 2, 100%",
+        *end,
+    ]
 
 
 ALONE = [episode(0, 0, score=1.0), failed(0, 1)]
 
 
 @pytest.mark.parametrize("steps", [[ALONE], [FILTERED], [ALONE, FILTERED, ALONE]])
-def test_a_run_without_an_optimizer_step_is_an_error_and_exports_nothing(steps: list[list[Trajectory]]) -> None:
+def test_a_run_without_an_optimizer_step_is_an_error_and_exports_nothing(
+    steps: list[list[Trajectory]],
+) -> None:
     notes = Notes()
     made = trainer(steps, notes, eval_steps=-1)
     with pytest.raises(NothingLearned) as raised:
@@ -319,7 +388,9 @@ def test_a_batch_of_truncated_samples_alone_is_no_update_if_these_are_left_out()
             return experience.select([]), {}
 
     notes = Notes()
-    made = trainer([[replace(each, stop_reason=StopReason.LENGTH) for each in KEPT]], notes, eval_steps=-1)
+    made = trainer(
+        [[replace(each, stop_reason=StopReason.LENGTH) for each in KEPT]], notes, eval_steps=-1
+    )
     made.maker = made.weights = Masking()
     with pytest.raises(NothingLearned) as raised:
         made.fit()
@@ -332,7 +403,9 @@ def test_a_resumed_run_without_an_optimizer_step_exports_what_it_has() -> None:
     notes = Notes()
     made = trainer([FILTERED], notes, eval_steps=-1)
     made.policy = SimpleNamespace(broadcast=lambda *_: [])
-    made.resume(SimpleNamespace(state=RunState(step=2), engine_dir=lambda part: "", tag="global_step2"))
+    made.resume(
+        SimpleNamespace(state=RunState(step=2), engine_dir=lambda part: "", tag="global_step2")
+    )
     made.fit()
     assert notes.events[-1] == "export"
 
@@ -349,7 +422,11 @@ def test_an_evaluation_in_which_too_many_episodes_fail_ends_the_run_and_is_never
 
     notes = Notes()
     made = trainer([KEPT], notes, eval_steps=1, save_steps=9)
-    made.evaluate, made.source.errors, made.best.key = evaluate, ErrorBudget(RewardConfig(max_error_rate=0.1)), ""
+    made.evaluate, made.source.errors, made.best.key = (
+        evaluate,
+        ErrorBudget(RewardConfig(max_error_rate=0.1)),
+        "",
+    )
     with pytest.raises(RewardErrors) if is_ended else nullcontext():
         made.fit()
     assert notes.events[:2] == ["step 1, 100%", "evaluation 1"]
@@ -367,7 +444,9 @@ def test_a_run_without_checkpoints_exports_its_model_if_an_evaluation_ends_it() 
     assert notes.events[1:] == ["evaluation 1", "export"]
 
 
-def test_an_evaluation_that_is_interrupted_leaves_a_checkpoint_and_is_made_after_the_resume() -> None:
+def test_an_evaluation_that_is_interrupted_leaves_a_checkpoint_and_is_made_after_the_resume() -> (
+    None
+):
     def terminated(step: int) -> list[Trajectory]:
         raise SystemExit(143)
 
@@ -379,7 +458,9 @@ def test_an_evaluation_that_is_interrupted_leaves_a_checkpoint_and_is_made_after
     assert notes.events == ["step 1, 100%", "step 2, 100%", "save 2", GOES_ON.format(2)]
     again = trainer([KEPT], notes, eval_steps=2)
     again.policy = SimpleNamespace(broadcast=lambda *_: [])
-    again.resume(SimpleNamespace(state=RunState(step=2), engine_dir=lambda part: "", tag="global_step2"))
+    again.resume(
+        SimpleNamespace(state=RunState(step=2), engine_dir=lambda part: "", tag="global_step2")
+    )
     again.fit()
     assert notes.events[4:7] == ["evaluation 2", "step 3, 100%", "evaluation 3"]
 
@@ -390,8 +471,12 @@ def test_weights_that_have_been_evaluated_are_not_evaluated_again() -> None:
     assert "evaluation" not in "".join(events([KEPT, FILTERED], eval_steps=-1))
 
 
-@pytest.mark.parametrize(("freezing_steps", "published"), [(0, [0, 1, 2, 3]), (2, [0, 3]), (-1, [0, 1, 2, 3])])
-def test_weights_are_published_when_the_policy_has_changed(freezing_steps: int, published: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("freezing_steps", "published"), [(0, [0, 1, 2, 3]), (2, [0, 3]), (-1, [0, 1, 2, 3])]
+)
+def test_weights_are_published_when_the_policy_has_changed(
+    freezing_steps: int, published: list[int]
+) -> None:
     weights = Nothing()
     events([KEPT] * 3, freezing_steps=freezing_steps, weights=weights)
     assert weights.published == published

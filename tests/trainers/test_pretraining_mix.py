@@ -10,7 +10,10 @@ import pytest
 from openrlhf.data.sft import SFTRow
 from openrlhf.trainers.pretraining_mix import PretrainingMix
 
-ROWS = [SFTRow(tokens=[row] * (2 + row % 3), loss_mask=[False, *[True] * (1 + row % 3)]) for row in range(7)]
+ROWS = [
+    SFTRow(tokens=[row] * (2 + row % 3), loss_mask=[False, *[True] * (1 + row % 3)])
+    for row in range(7)
+]
 
 
 def mix(batch_size: int = 3) -> PretrainingMix:
@@ -39,4 +42,6 @@ def test_the_ranks_together_have_the_rows_of_each_step_once(ranks: int) -> None:
         counted = [text for texts in per_rank for text in [texts[place]] if text.loss_mask.any()]
         rows = [int(row) for text in counted for row in text.tokens[text.offsets[:-1]]]
         assert sorted(rows) == sorted(mix().draw(step))
-        assert all(text.num_samples for texts in per_rank for text in [texts[place]]), "a forward needs a row"
+        assert all(text.num_samples for texts in per_rank for text in [texts[place]]), (
+            "a forward needs a row"
+        )

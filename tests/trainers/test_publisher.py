@@ -1,4 +1,6 @@
-"""A publication on the true stack: a policy of one process, and an engine of two that share each layer."""
+"""A publication on the true stack: a policy of one process, and an engine of two that share each
+layer.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,29 @@ def publisher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightPublis
     folder = tmp_path_factory.mktemp("publisher")
     save_tiny_model(folder / "policy", seed=1, **HEADS)
     save_tiny_model(folder / "engine", seed=2, initializer_range=0.2, **HEADS)
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
     group = HostGroup(name="actor", roles=("actor",), nodes=1, per_node=1)
     hosts = HostHandles(group, machines(on_gpus=False), on_gpus=False, threads=1)
-    hosts.connect({"engine": DeepSpeedConfig(param_dtype="fp32"), "seed": 0}, log_dir=str(folder), timeout_s=300)
+    hosts.connect(
+        {"engine": DeepSpeedConfig(param_dtype="fp32"), "seed": 0},
+        log_dir=str(folder),
+        timeout_s=300,
+    )
     policy = WorkerGroup(hosts, "actor")
-    load = load_spec(path=str(folder / "policy"), param_dtype="fp32", attention="sdpa", packing=True, max_len=20)
-    gather(policy.create(Policy, role_settings(load, MicroBatchLimits(size=4))), timeout_s=300, doing="load the model")
+    load = load_spec(
+        path=str(folder / "policy"), param_dtype="fp32", attention="sdpa", packing=True, max_len=20
+    )
+    gather(
+        policy.create(Policy, role_settings(load, MicroBatchLimits(size=4))),
+        timeout_s=300,
+        doing="load the model",
+    )
     engines = HostGroup(name="vllm", roles=("vllm",), per_node=1, devices=2)
     settings = EngineSettings(
         model=str(folder / "engine"),
@@ -81,7 +99,8 @@ def test_an_engine_that_computes_something_else_is_found_and_one_with_the_same_w
     probe = Probe(prompts=[[5, 6, 7], [9, 11, 20, 8, 40]], params=params, tolerance=0.01)
     assert publisher.fleet
     with pytest.raises(
-        PublicationError, match=r"engine 0 gives the same tokens other log-probabilities.*mean difference"
+        PublicationError,
+        match=r"engine 0 gives the same tokens other log-probabilities.*mean difference",
     ):
         publisher.check_engines(publisher.fleet, probe)
     publisher.probe = probe
@@ -92,8 +111,12 @@ def test_an_engine_that_computes_something_else_is_found_and_one_with_the_same_w
 
 
 @pytest.mark.verify
-def test_an_engine_that_dies_while_weights_are_sent_starts_again_with_them(publisher: WeightPublisher) -> None:
-    """Twice: there is one restart, so that the second death ends the fleet. Afterwards the module has no engine."""
+def test_an_engine_that_dies_while_weights_are_sent_starts_again_with_them(
+    publisher: WeightPublisher,
+) -> None:
+    """Twice: there is one restart, so that the second death ends the fleet. Afterwards the module
+    has no engine.
+    """
     fleet, said = publisher.fleet, list[str]()
     assert fleet
     publisher.publish(2)  # the group is there
@@ -114,19 +137,27 @@ def test_an_engine_that_dies_while_weights_are_sent_starts_again_with_them(publi
                 doing="sample",
             )
             assert sample.weight_versions == (3,)
-            assert re.match(r"Engine 0 was lost \(.*\)\. Restart 1 of 1; its log: .*vllm-0\.log", said[0])
+            assert re.match(
+                r"Engine 0 was lost \(.*\)\. Restart 1 of 1; its log: .*vllm-0\.log", said[0]
+            )
             assert re.match(r"Engine 0 serves again after [\d.]+ s\.", said[1])
         else:
             with pytest.raises(
-                RolloutError, match=r"engine 0 was lost after 1 restart\(s\) \(--vllm\.max_restarts 1\)"
+                RolloutError,
+                match=r"engine 0 was lost after 1 restart\(s\) \(--vllm\.max_restarts 1\)",
             ):
                 publisher.publish(version)
     scored = publisher.policy.broadcast(PolicyWorker.weight_manifest, 5)
     assert gather(scored, timeout_s=60, doing="list its weights")[0].version == 5
 
 
-def test_if_the_sender_notices_first_the_errors_of_engines_are_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[Exception] = [PublicationError("engine 1: out of memory"), WorkerError("engine 0 died")]
+def test_if_the_sender_notices_first_the_errors_of_engines_are_told_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers: list[Exception] = [
+        PublicationError("engine 1: out of memory"),
+        WorkerError("engine 0 died"),
+    ]
     calls = [Call((), ()) for _ in answers]
 
     def gather(asked: Sequence[Call], **_: object) -> None:

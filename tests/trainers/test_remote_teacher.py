@@ -33,13 +33,19 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenAIServer]:
     monkeypatch.setenv(VARIABLE, "")
     with openai_server() as server:
         server.texts = text_of
-        offer_engines(RemoteEnginesConfig(remote_engines=(f"wise={server.url}",)), RuleConfig(timeout=60, retries=0))
+        offer_engines(
+            RemoteEnginesConfig(remote_engines=(f"wise={server.url}",)),
+            RuleConfig(timeout=60, retries=0),
+        )
         yield server
 
 
 def test_every_token_but_the_first_has_the_teachers_logprob(server: OpenAIServer) -> None:
     annotated = wise().annotated([episode(actions=3, score=1.0), episode(1, actions=1, score=0.0)])
-    assert [t.columns["teacher_logprobs"] for t in annotated] == [[0.0, -0.1, -0.2, -0.3], [0.0, -0.1]]
+    assert [t.columns["teacher_logprobs"] for t in annotated] == [
+        [0.0, -0.1, -0.2, -0.3],
+        [0.0, -0.1],
+    ]
     wanted = {"model": "loud", "prompt": [0, 1, 2, 3], "prompt_logprobs": 0, "max_tokens": 1}
     assert ("/v1/completions", wanted) in server.asked
     column = Experience.from_trajectories(annotated).teacher_logprobs
@@ -58,14 +64,18 @@ def test_episodes_that_teach_nothing_are_not_sent(server: OpenAIServer) -> None:
 
 
 @pytest.mark.parametrize("model", ["broken", "no_json", "wrong_json", "silent"])
-def test_an_episode_whose_teacher_does_not_answer_has_failed_as_server(server: OpenAIServer, model: str) -> None:
+def test_an_episode_whose_teacher_does_not_answer_has_failed_as_server(
+    server: OpenAIServer, model: str
+) -> None:
     server.models = [{"id": model}]
     (lost,) = wise().annotated([episode(score=1.0)])
     assert (lost.failed, lost.failure, lost.reward) == (True, Failure.SERVER, None)
     assert "--algo.distill.teacher wise: remote engine" in (lost.error or "")
 
 
-def test_a_server_with_the_policys_tokens_and_room_for_an_episode_is_accepted(server: OpenAIServer) -> None:
+def test_a_server_with_the_policys_tokens_and_room_for_an_episode_is_accepted(
+    server: OpenAIServer,
+) -> None:
     server.models = [{"id": "loud", "max_model_len": 65}]
     wise().check(TOKENIZER, max_len=64)
     sent = [body["prompt"] for _, body in server.asked if body]
@@ -80,7 +90,8 @@ def test_a_short_limit_shortens_the_probe(server: OpenAIServer) -> None:
 def test_another_vocabulary_is_refused_with_a_token_that_shows_it(server: OpenAIServer) -> None:
     server.texts = lambda token: text_of(token) if token < 20 else "?"
     with pytest.raises(
-        DataError, match=r"--algo\.distill\.teacher wise has another vocabulary.*token 20 is '\?' there"
+        DataError,
+        match=r"--algo\.distill\.teacher wise has another vocabulary.*token 20 is '\?' there",
     ):
         wise().check(TOKENIZER, max_len=64)
 
@@ -96,8 +107,14 @@ def test_a_server_that_does_not_tell_its_tokens_is_pointed_out(
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ({"id": "loud", "max_model_len": 64}, "takes 64 tokens, one of them generated, fewer than --data.max_len 64"),
-        ({"id": "unknown"}, "it must be a vLLM server with the policy's vocabulary. .*no such model"),
+        (
+            {"id": "loud", "max_model_len": 64},
+            "takes 64 tokens, one of them generated, fewer than --data.max_len 64",
+        ),
+        (
+            {"id": "unknown"},
+            "it must be a vLLM server with the policy's vocabulary. .*no such model",
+        ),
         ({"id": "wrong_json"}, r"sent no list at choices\.0\.prompt_logprobs"),
     ],
 )

@@ -19,18 +19,25 @@ TASK = RewardTask(RMConfig())
 
 
 def evaluation(rewards: list[float], *, pairs_at_once: int) -> dict[str, float]:
-    """The numbers of an evaluation; `rewards`: of the chosen and the rejected answer of each pair, in turn."""
+    """The numbers of an evaluation; `rewards`: of the chosen and the rejected answer of each pair,
+    in turn.
+    """
     batch = TASK.collate([PairRow(chosen=[4, 5], rejected=[4, 6])] * (len(rewards) // 2))
     metrics = []
     for first in range(0, len(rewards), 2 * pairs_at_once):
         part = rewards[first : first + 2 * pairs_at_once]
         scores = torch.tensor(part).repeat_interleave(2)  # the head's output at both tokens
-        model: Any = lambda tokens, offsets, scores=scores: SimpleNamespace(values=scores, aux_loss=None)  # noqa: E731
+
+        def model(tokens: Any, offsets: Any, scores: torch.Tensor = scores) -> SimpleNamespace:
+            return SimpleNamespace(values=scores, aux_loss=None)
+
         metrics.append(TASK.loss(model, batch.select(range(len(part))), {"pairs": 1.0})[1])
     return values(TASK.evaluation_names(merge_all(metrics)))
 
 
-def test_rewards_that_are_all_the_same_have_no_deviation_beyond_the_smallest_that_is_stored() -> None:
+def test_rewards_that_are_all_the_same_have_no_deviation_beyond_the_smallest_that_is_stored() -> (
+    None
+):
     assert evaluation([0.7] * 14, pairs_at_once=2)["eval/reward_std"] == 1e-8
 
 

@@ -1,4 +1,6 @@
-"""Which prompts a step gets is a function of the seed and the place in the run; evaluation counts every prompt once."""
+"""Which prompts a step gets is a function of the seed and the place in the run; evaluation counts
+every prompt once.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,12 @@ class EchoGenerator:
         self.broken = broken
 
     async def stream(
-        self, prompts: Iterable[Prompt], request: Request, *, groups: int, at_once: int | None = None
+        self,
+        prompts: Iterable[Prompt],
+        request: Request,
+        *,
+        groups: int,
+        at_once: int | None = None,
     ) -> AsyncIterator[Group]:
         asked = list(islice(prompts, groups))
         self.requests.append(request)
@@ -88,7 +95,9 @@ def source(loop: BackgroundLoop) -> Callable[..., SyncSource]:
         num_workers: int = 0,
         **changes: Any,
     ) -> SyncSource:
-        rollout = RolloutConfig(max_new_tokens=4, batch_size=batch_size, vllm_generate_batch_size=at_once or batch_size)
+        rollout = RolloutConfig(
+            max_new_tokens=4, batch_size=batch_size, vllm_generate_batch_size=at_once or batch_size
+        )
         config = RLFlags(
             train=RLTrainConfig(num_episodes=epochs, seed=seed, step_timeout=60.0),
             reward=RewardConfig(max_error_rate=max_error_rate),
@@ -193,7 +202,9 @@ def test_prompts_generated_ahead_are_trained_on_once_each_and_the_pass_ends(
 
 
 @pytest.mark.parametrize(("at_once", "handed_out"), [(4, 1), (8, 4)])
-def test_a_lost_batch_ends_early_if_the_batch_is_one_step(source: Make, at_once: int, handed_out: int) -> None:
+def test_a_lost_batch_ends_early_if_the_batch_is_one_step(
+    source: Make, at_once: int, handed_out: int
+) -> None:
     """Of a larger batch, the prompts that were given up would be missing in the epoch."""
     made = source(at_once=at_once, generator=EchoGenerator(broken=True), max_error_rate=0.1)
     assert len(next(iter(made))) == handed_out
@@ -204,7 +215,13 @@ def test_the_step_travels_with_the_request(source: Make) -> None:
     made.resume(step=5, consumed=0, folder=Path())
     for _ in made:
         pass
-    assert [request.step for request in made.generator.requests] == [6, 8, 9, 9, 11]  # the first 9 finds the epoch over
+    assert [request.step for request in made.generator.requests] == [
+        6,
+        8,
+        9,
+        9,
+        11,
+    ]  # the first 9 finds the epoch over
 
 
 def test_the_generator_may_end_before_the_prompts(source: Make) -> None:
@@ -257,7 +274,9 @@ def test_pass_at_k_is_the_best_and_pass_at_one_the_mean_of_a_prompts_samples() -
 
 
 def test_every_data_source_has_numbers_of_its_own() -> None:
-    metrics = evaluation_metrics([episode(0, score=1.0, source="gsm8k"), episode(1, score=0.0, source="math")], k=1)
+    metrics = evaluation_metrics(
+        [episode(0, score=1.0, source="gsm8k"), episode(1, score=0.0, source="math")], k=1
+    )
     assert metrics["eval/eval_gsm8k_pass1"] == 1.0
     assert metrics["eval/eval_math_pass1"] == 0.0
     assert metrics["eval/eval_num_samples"] == 2.0

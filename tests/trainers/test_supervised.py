@@ -1,4 +1,6 @@
-"""The offline loop's rows: each batch of each epoch, from any step on; evaluation counts each row once on any number of ranks."""
+"""The offline loop's rows: each batch of each epoch, from any step on; evaluation counts each row
+once on any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Numbers:
 
 
 class CountingTask(OfflineTask[Any, int, TokenRows]):
-    """Remembers the rows of every forward, and what was counted of them. Its models are never asked for."""
+    """Remembers the rows of every forward, and what was counted of them. Its models are never asked
+    for.
+    """
 
     rows = load_model = None  # pyright: ignore
 
@@ -55,7 +59,9 @@ class CountingTask(OfflineTask[Any, int, TokenRows]):
     def counts(self, micro: TokenRows) -> dict[str, float]:
         return {"rows": float(micro.num_samples)}
 
-    def loss(self, model: Any, micro: TokenRows, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(
+        self, model: Any, micro: TokenRows, totals: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Metric]]:
         self.forwards.append(micro.tokens.tolist())
         return torch.zeros(()), {"mean": Mean(float(micro.tokens.sum()), micro.num_samples)}
 
@@ -95,7 +101,13 @@ class NoEngine:
 
 
 def trainer(
-    folder: Path, task: CountingTask, *, rows: int = 13, rank: int = 0, ranks: int = 1, stage: int = 2
+    folder: Path,
+    task: CountingTask,
+    *,
+    rows: int = 13,
+    rank: int = 0,
+    ranks: int = 1,
+    stage: int = 2,
 ) -> SupervisedTrainer[int, TokenRows]:
     train = TrainConfig(batch_size=4, micro_batch_size=2, max_epochs=3, seed=5)
     task.config = RMConfig(train=train, ckpt=CheckpointConfig(path=str(folder)))
@@ -122,7 +134,9 @@ def batches(made: SupervisedTrainer[int, TokenRows], *, from_step: int = 0) -> l
     return seen
 
 
-def test_every_epoch_has_whole_batches_of_different_rows_in_an_order_of_its_own(tmp_path: Path) -> None:
+def test_every_epoch_has_whole_batches_of_different_rows_in_an_order_of_its_own(
+    tmp_path: Path,
+) -> None:
     steps = batches(trainer(tmp_path, CountingTask()))
     assert [len(step) for step in steps] == [4] * 9
     epochs = [sum(steps[i : i + 3], start=list[int]()) for i in (0, 3, 6)]
@@ -151,10 +165,14 @@ def test_an_evaluation_looks_at_every_row_once(tmp_path: Path, rows: int, ranks:
         trainer(tmp_path, task, rows=rows, rank=rank, ranks=ranks).evaluate()
         seen += [row for forward in task.forwards for row in forward]
     assert set(seen) == set(range(rows))
-    assert all(seen.count(row) == 1 for row in range(1, rows))  # row 0 also fills up ranks with fewer rows, uncounted
+    assert all(
+        seen.count(row) == 1 for row in range(1, rows)
+    )  # row 0 also fills up ranks with fewer rows, uncounted
 
 
-def test_an_evaluation_is_a_mean_over_rows_though_the_last_micro_batch_is_short(tmp_path: Path) -> None:
+def test_an_evaluation_is_a_mean_over_rows_though_the_last_micro_batch_is_short(
+    tmp_path: Path,
+) -> None:
     task = CountingTask()
     trainer(tmp_path, task, rows=13).evaluate()
     assert task.numbers == {"mean": pytest.approx(6.0)}
@@ -162,8 +180,12 @@ def test_an_evaluation_is_a_mean_over_rows_though_the_last_micro_batch_is_short(
 
 @pytest.mark.parametrize("rows", [1, 6, 13])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_every_rank_runs_as_many_forwards_as_the_one_with_most_rows(tmp_path: Path, rows: int, stage: int) -> None:
-    """A rank that ran fewer would leave the others waiting: in a forward of ZeRO 3, or for its answer whether to go on."""
+def test_every_rank_runs_as_many_forwards_as_the_one_with_most_rows(
+    tmp_path: Path, rows: int, stage: int
+) -> None:
+    """A rank that ran fewer would leave the others waiting: in a forward of ZeRO 3, or for its
+    answer whether to go on.
+    """
     forwards = set()
     for rank in range(3):
         task = CountingTask()
@@ -184,7 +206,9 @@ def test_an_evaluation_ends_after_the_forward_in_which_the_process_is_asked_to_e
     made.evaluate()
     assert len(task.forwards) == after and not task.numbers
     assert made.best.evaluated_at == -1  # so that it is made again
-    assert made.measure() == {"mean": pytest.approx(3.5)}  # of the weights that are exported: not to be interrupted
+    assert made.measure() == {
+        "mean": pytest.approx(3.5)
+    }  # of the weights that are exported: not to be interrupted
 
 
 def test_an_evaluation_asks_the_ranks_once_per_forward_whether_to_end(tmp_path: Path) -> None:
@@ -199,7 +223,12 @@ def test_an_evaluation_asks_the_ranks_once_per_forward_whether_to_end(tmp_path: 
 
 # ---- what a checkpoint can continue
 
-IDENTITY = {"task": "sft", "--train.batch_size": 4, "rows of --data.dataset": "13, 5ac3", "--train.seed": 42}
+IDENTITY = {
+    "task": "sft",
+    "--train.batch_size": 4,
+    "rows of --data.dataset": "13, 5ac3",
+    "--train.seed": 42,
+}
 
 
 def checkpoint_of(*, world_size: int = 1, param_dtype: str = "bf16", **changes: Any) -> Checkpoint:
@@ -214,7 +243,9 @@ def checkpoint_of(*, world_size: int = 1, param_dtype: str = "bf16", **changes: 
         metric_value=None,
         state=RunState(
             step=4,
-            engines={"": EngineLayout(world_size=world_size, zero_stage=2, param_dtype=param_dtype)},
+            engines={
+                "": EngineLayout(world_size=world_size, zero_stage=2, param_dtype=param_dtype)
+            },
             identity=IDENTITY | changes,
         ),
     )
@@ -238,7 +269,10 @@ def test_a_checkpoint_of_the_same_run_can_be_continued() -> None:
 
 def test_what_a_checkpoint_does_not_know_is_no_difference() -> None:
     older = checkpoint_of()
-    assert complaints(replace(older, state=replace(older.state, identity={"task": "sft", "gone": 1}))) == ""
+    assert (
+        complaints(replace(older, state=replace(older.state, identity={"task": "sft", "gone": 1})))
+        == ""
+    )
 
 
 @pytest.mark.parametrize(("then", "now"), [(100, 200), (200, 100), (100, 100), (0, 100)])
@@ -260,11 +294,19 @@ def test_another_number_of_optimizer_steps_draws_a_notice_with_both_numbers_if_t
         ({"world_size": 2}, ["2 process(es)", "1 process(es)", "number of processes"]),
         ({"param_dtype": "fp32"}, ["stage 2 in fp32", "stage 2 in bf16", "--ds.param_dtype"]),
         ({"--train.batch_size": 8}, ["--train.batch_size: 8 there, 4 here"]),
-        ({"rows of --data.dataset": "13, 770f"}, ["rows of --data.dataset: 13, 770f there, 13, 5ac3 here"]),
-        ({"--train.seed": 7, "task": "rm"}, ["--train.seed: 7 there, 42 here", "task: rm there, sft here"]),
+        (
+            {"rows of --data.dataset": "13, 770f"},
+            ["rows of --data.dataset: 13, 770f there, 13, 5ac3 here"],
+        ),
+        (
+            {"--train.seed": 7, "task": "rm"},
+            ["--train.seed: 7 there, 42 here", "task: rm there, sft here"],
+        ),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused_with_both_values(changes: dict[str, Any], words: list[str]) -> None:
+def test_a_checkpoint_of_another_run_is_refused_with_both_values(
+    changes: dict[str, Any], words: list[str]
+) -> None:
     message = complaints(checkpoint_of(**changes))
     assert all(word in message for word in [*words, "global_step4 in --ckpt.path"]), message
 

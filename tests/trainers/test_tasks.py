@@ -64,7 +64,9 @@ def test_labels_of_steps_are_tokens_in_all_datasets_or_numbers_in_all(model: str
 @pytest.mark.parametrize("loss", sorted(PREFERENCE_LOSSES))
 def test_the_rewards_of_a_pair_are_those_that_the_loss_compares(loss: str) -> None:
     """The chosen answer is likelier per token, and longer."""
-    line = f"--model.model_name_or_path m --data.dataset d --model.loss_type {loss} --model.beta 0.5"
+    line = (
+        f"--model.model_name_or_path m --data.dataset d --model.loss_type {loss} --model.beta 0.5"
+    )
     task = PreferenceTask(parse_config(DPOConfig, line.split(), command="dpo"))
     logprobs = torch.tensor([0, -1, -1, -1, 0, -2.0])
 
@@ -90,10 +92,16 @@ def test_the_loss_on_the_terminal_is_the_one_that_is_minimised() -> None:
         return SimpleNamespace(logprobs=torch.tensor([0, -3.0, 0, -3.0]), aux_loss=None)
 
     loss, metrics = task.loss(
-        policy, Answers.from_lists([[1, 2], [1, 3]], [[False, True]] * 2, reference=torch.zeros(2)), {"pairs": 1.0}
+        policy,
+        Answers.from_lists([[1, 2], [1, 3]], [[False, True]] * 2, reference=torch.zeros(2)),
+        {"pairs": 1.0},
     )
     assert metrics["train/loss"].value == pytest.approx(math.log(2))
-    assert metrics["train/loss_mean"].value == pytest.approx(float(loss)) == pytest.approx(math.log(2) + 2 * 3)
+    assert (
+        metrics["train/loss_mean"].value
+        == pytest.approx(float(loss))
+        == pytest.approx(math.log(2) + 2 * 3)
+    )
 
 
 def kto_task(flags: str = "") -> KTOTask:
@@ -108,8 +116,12 @@ def test_kto_refuses_a_dataset_of_one_row_whose_kl_would_be_its_own_log_ratio() 
     assert len(kto_task().rows(Dataset.from_list(rows * 2), character_tokenizer())) == 2
 
 
-@pytest.mark.parametrize(("max_len", "mixed"), [(8, [4, 5, 8, 9, 2]), (5, [4, 5, 8, 9, 2]), (4, [4, 5, 8, 2])])
-def test_a_mismatched_text_of_kto_ends_with_end_of_text_if_it_is_cut(max_len: int, mixed: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("max_len", "mixed"), [(8, [4, 5, 8, 9, 2]), (5, [4, 5, 8, 9, 2]), (4, [4, 5, 8, 2])]
+)
+def test_a_mismatched_text_of_kto_ends_with_end_of_text_if_it_is_cut(
+    max_len: int, mixed: list[int]
+) -> None:
     row = LabelledRow(
         tokens=[4, 5, 6, 2],
         loss_mask=[False, False, True, True],

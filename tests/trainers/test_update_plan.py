@@ -1,4 +1,6 @@
-"""Every row is trained on once per epoch, and the rows of an optimizer step do not depend on the ranks."""
+"""Every row is trained on once per epoch, and the rows of an optimizer step do not depend on the
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def batch_of(lengths: list[int]) -> Experience:
 
 
 def learned(plan: RankUpdate, lengths: list[int]) -> list[list[int]]:
-    """For each optimizer step, the rows of the batch that a rank learns from: those with action tokens."""
+    """For each optimizer step, the rows of the batch that a rank learns from: those with action
+    tokens.
+    """
     worker = CriticWorker.__new__(CriticWorker)  # without a model
     worker.train_limits = MicroBatchLimits(size=len(lengths))
     job = Update(experience=batch_of(lengths).select(plan.rows), steps=plan.steps)
@@ -56,7 +60,9 @@ def union(plans: list[RankUpdate], lengths: list[int]) -> list[list[int]]:
 
 
 @given(LENGTHS, st.fixed_dictionaries(PLANS))
-def test_every_row_is_learned_from_once_per_epoch(lengths: list[int], shape: dict[str, int]) -> None:
+def test_every_row_is_learned_from_once_per_epoch(
+    lengths: list[int], shape: dict[str, int]
+) -> None:
     lengths = [length + 1 for length in lengths]  # at least one action each
     plans = plan_update(lengths, **shape, seed=0)
     seen = Counter(row for step in union(plans, lengths) for row in step)
@@ -124,7 +130,9 @@ def test_sharing_fewer_rows_than_ranks_leaves_the_last_ranks_without() -> None:
 
 
 def test_rows_of_a_rank_are_in_order_so_that_samples_of_a_prompt_are_neighbours() -> None:
-    for plan in plan_update([row % 7 + 1 for row in range(64)], ranks=2, batch_size=32, epochs=1, seed=0):
+    for plan in plan_update(
+        [row % 7 + 1 for row in range(64)], ranks=2, batch_size=32, epochs=1, seed=0
+    ):
         assert [plan.rows[place] for step in plan.steps for place in step] != plan.rows
         assert all(step == sorted(step) for step in plan.steps)
 
@@ -135,7 +143,9 @@ def test_the_rows_of_an_episode_are_in_one_optimizer_step(
 ) -> None:
     episodes = [number for number, count in enumerate(conversations) for _ in range(count)]
     lengths = [number % 5 + 1 for number in episodes]
-    plans = plan_update(lengths, ranks=ranks, batch_size=batch_size, epochs=1, seed=0, episodes=episodes)
+    plans = plan_update(
+        lengths, ranks=ranks, batch_size=batch_size, epochs=1, seed=0, episodes=episodes
+    )
     seen: list[int] = []
     for step in range(len(plans[0].steps)):
         rows = [plan.rows[place] for plan in plans for place in plan.steps[step]]

@@ -1,4 +1,6 @@
-"""The learning runs' reward: the share of digits that stand in their place. The score is 1 for the whole answer, else 0."""
+"""The learning runs' reward: the share of digits that stand in their place. The score is 1 for the
+whole answer, else 0.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from statistics import fmean
 END = "<eos>"
 
 
-def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, list[float]]:
+def reward_func(
+    queries: list[str], prompts: list[str], labels: list[str]
+) -> dict[str, list[float]]:
     """`queries` are prompts with responses, special tokens kept; one reward per query."""
     answers = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
     pairs = list(zip(answers, labels, strict=True))

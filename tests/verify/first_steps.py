@@ -1,5 +1,6 @@
-"""GRPO in one process, to look at its first optimizer steps: the real policy worker and credit assignment from the default
-flags, with Transformers as the engine. A run of the demo's task takes seconds.
+"""GRPO in one process, to look at its first optimizer steps: the real policy worker and credit
+assignment from the default flags, with Transformers as the engine. A run of the demo's task takes
+seconds.
 """
 
 from __future__ import annotations
@@ -53,21 +54,33 @@ class Course:
     before: float = 0.0  # held-out pass@1
     after: float = 0.0
     solved: list[float] = field(default_factory=list[float])  # share of the step's samples
-    kl: list[float] = field(default_factory=list[float])  # to the reference as the step began, nats per token
+    kl: list[float] = field(
+        default_factory=list[float]
+    )  # to the reference as the step began, nats per token
     update_kl: list[float] = field(default_factory=list[float])
-    update_size: list[float] = field(default_factory=list[float])  # norm of the weights' change, relative to theirs
+    update_size: list[float] = field(
+        default_factory=list[float]
+    )  # norm of the weights' change, relative to theirs
 
 
 @cache
 def strategy(dtype: str, seed: int) -> Strategy:
     """A process group of this process alone."""
-    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    world = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     os.environ.update(world | {"MASTER_PORT": os.environ.get("MASTER_PORT", str(free_port()))})
     return Strategy(DeepSpeedConfig(param_dtype=dtype), seed=seed)
 
 
 def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
-    """Train the SFT model of a task for a few steps. The KL is in the reward, and everything else is as the default flags say."""
+    """Train the SFT model of a task for a few steps. The KL is in the reward, and everything else
+    is as the default flags say.
+    """
     batch = PROMPTS * SAMPLES
     flags = (
         f"--actor.model_name_or_path {model} --data.prompt_dataset {task}/prompts.jsonl --data.label_key output "
@@ -78,8 +91,12 @@ def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
     )
     config = parse_config(PPOConfig, flags.split(), command="train_ppo_ray")
     ranks = strategy(setting.dtype, seed)
-    policy = PolicyWorker(ranks, settings.trained_settings(config, str(model), setting.steps * OPTIMIZER_STEPS))
-    reference = ReferenceWorker(ranks, RoleSettings(config=config, load=settings.load_spec(config, str(model))))
+    policy = PolicyWorker(
+        ranks, settings.trained_settings(config, str(model), setting.steps * OPTIMIZER_STEPS)
+    )
+    reference = ReferenceWorker(
+        ranks, RoleSettings(config=config, load=settings.load_spec(config, str(model)))
+    )
     maker = ExperienceMaker(config)
     engine = Engine(policy.engine.hf, AutoTokenizer.from_pretrained(model), seed)
     rows, held_out = (read(task / name) for name in ("prompts.jsonl", "held_out.jsonl"))
@@ -94,17 +111,25 @@ def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
         )
         experience, credit = maker.credit(experience)
         [plan] = plan_update(
-            experience.lengths.tolist(), ranks=1, batch_size=config.train.batch_size, epochs=1, seed=seed + step
+            experience.lengths.tolist(),
+            ranks=1,
+            batch_size=config.train.batch_size,
+            epochs=1,
+            seed=seed + step,
         )
         weights = flat_weights(policy.engine.hf)
         update = policy.update(
-            PolicyUpdate(experience=experience.select(plan.rows), steps=plan.steps, kl_coef=0.0, version=1)
+            PolicyUpdate(
+                experience=experience.select(plan.rows), steps=plan.steps, kl_coef=0.0, version=1
+            )
         )
         metrics = values(credit) | values(update)
         seen.solved.append(metrics["train/reward"])
         seen.kl.append(metrics["train/kl"])
         seen.update_kl.append(metrics["train/update_kl"])
-        seen.update_size.append(float((flat_weights(policy.engine.hf) - weights).norm() / weights.norm()))
+        seen.update_size.append(
+            float((flat_weights(policy.engine.hf) - weights).norm() / weights.norm())
+        )
     seen.after = engine.solved(held_out[:HELD_OUT], HELD_OUT_SAMPLES)
     return seen
 
@@ -119,7 +144,9 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 class Engine:
-    """Samples from a model as it is now, at temperature 1. The prompts of the demo's task all have one length."""
+    """Samples from a model as it is now, at temperature 1. The prompts of the demo's task all have
+    one length.
+    """
 
     def __init__(self, hf: PreTrainedModel, tokenizer: Any, seed: int) -> None:
         self.hf, self.tokenizer = hf, tokenizer
@@ -134,7 +161,9 @@ class Engine:
         """Episodes, rewarded with 1 for the right answer and its end token."""
         prompts = [self.tokenizer(row["input"]).input_ids for row in rows]
         tokens, logprobs = self._sample(torch.tensor(prompts).repeat_interleave(samples, 0))
-        for place, (sampled, scored) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
+        for place, (sampled, scored) in enumerate(
+            zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        ):
             row, prompt = rows[place // samples], prompts[place // samples]
             end = self.tokenizer.eos_token_id
             length = sampled.index(end) + 1 if end in sampled else len(sampled)
@@ -155,7 +184,10 @@ class Engine:
         cache, sampled, scored = None, list[Tensor](), list[Tensor]()
         for _ in range(NEW_TOKENS):
             output: Any = self.hf(tokens, past_key_values=cache, use_cache=True)
-            cache, table = output.past_key_values, torch.log_softmax(output.logits[:, -1].float(), -1)
+            cache, table = (
+                output.past_key_values,
+                torch.log_softmax(output.logits[:, -1].float(), -1),
+            )
             tokens = torch.multinomial(table.exp(), 1, generator=self.generator)
             sampled.append(tokens)
             scored.append(table.gather(1, tokens))

@@ -1,11 +1,12 @@
 """Three small tasks that no default was chosen for, and the shortest commands that train on them.
 
-`python -m tests.verify.held_tasks FOLDER --task adding --dtype bf16 --seed 1` runs the four commands of a task and prints
-pass@1 on held-out problems before and after reinforcement learning.
+`python -m tests.verify.held_tasks FOLDER --task adding --dtype bf16 --seed 1` runs the four
+commands of a task and prints pass@1 on held-out problems before and after reinforcement learning.
 
-A problem is a line of text, the answer its label. The commands set paths and columns, the learning rates (the defaults are for
-models a thousand times larger), the batches of supervised training (with the default of 128, so few rows make too few steps),
-and what a CPU needs: large micro-batches and a limit on the length of a response. All else is left to the defaults.
+A problem is a line of text, the answer its label. The commands set paths and columns, the learning
+rates (the defaults are for models a thousand times larger), the batches of supervised training
+(with the default of 128, so few rows make too few steps), and what a CPU needs: large micro-batches
+and a limit on the length of a response. All else is left to the defaults.
 """
 
 from __future__ import annotations
@@ -63,14 +64,21 @@ TASKS: dict[str, Callable[[random.Random], Problem]] = {
 
 
 def make_task(folder: Path, task: str, seed: int) -> None:
-    """Write an untrained model, worked problems, pairs, prompts and held-out problems; no problem is in two of the files."""
+    """Write an untrained model, worked problems, pairs, prompts and held-out problems; no problem
+    is in two of the files.
+    """
     folder.mkdir(parents=True)
     draw = random.Random(seed)
-    problems = list(dict.fromkeys(TASKS[task](draw) for _ in range(3 * (WORKED + PROMPTS + HELD_OUT))))
+    problems = list(
+        dict.fromkeys(TASKS[task](draw) for _ in range(3 * (WORKED + PROMPTS + HELD_OUT)))
+    )
     held_out, worked = problems[:HELD_OUT], problems[HELD_OUT : HELD_OUT + WORKED]
     prompts = problems[HELD_OUT + WORKED :][:PROMPTS]
     for name, rows in {"held_out": held_out, "worked": worked, "prompts": prompts}.items():
-        write_rows(folder / f"{name}.jsonl", [{"input": text, "output": answer + END} for text, answer in rows])
+        write_rows(
+            folder / f"{name}.jsonl",
+            [{"input": text, "output": answer + END} for text, answer in rows],
+        )
     pairs = [
         {"prompt": text, "chosen": answer + END, "rejected": wrong_answer(answer, draw) + END}
         for text, answer in worked + prompts
@@ -84,27 +92,38 @@ def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
 
 
 def wrong_answer(answer: str, draw: random.Random) -> str:
-    """A near miss, as a trained model makes it: a number that is off by up to 3; letters of which one is replaced, left out
-    or written twice."""
+    """A near miss, as a trained model makes it: a number that is off by up to 3; letters of which
+    one is replaced, left out or written twice."""
     if answer.isdigit():
-        return draw.choice([str(int(answer) + off) for off in (-3, -2, -1, 1, 2, 3) if int(answer) + off >= 0])
+        return draw.choice(
+            [str(int(answer) + off) for off in (-3, -2, -1, 1, 2, 3) if int(answer) + off >= 0]
+        )
     place = draw.randrange(len(answer))
     other = draw.choice([letter for letter in "abcdefgh" if letter != answer[place]])
     return answer[:place] + draw.choice([other, answer[place] * 2, ""]) + answer[place + 1 :]
 
 
 def make_model(folder: Path, seed: int) -> None:
-    """An untrained Qwen2 of 0.8 million parameters, one token per character, with as many positions as --data.max_len asks for."""
+    """An untrained Qwen2 of 0.8 million parameters, one token per character, with as many positions
+    as --data.max_len asks for.
+    """
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "max_position_embeddings": 2048}
-    AutoModelForCausalLM.from_config(tiny_config("qwen2-tied", **sizes)).float().save_pretrained(folder)
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "max_position_embeddings": 2048,
+    }
+    AutoModelForCausalLM.from_config(tiny_config("qwen2-tied", **sizes)).float().save_pretrained(
+        folder
+    )
     character_tokenizer().save_pretrained(folder)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a model solves: pass@1 on the held-out problems, and its change against the SFT model's, with standard errors
-    over problems (the same problems before and after)."""
+    """What a model solves: pass@1 on the held-out problems, and its change against the SFT model's,
+    with standard errors over problems (the same problems before and after)."""
 
     pass_at_1: float
     error: float
@@ -115,7 +134,12 @@ class Outcome:
     def of(cls, solved: Sequence[float], before: Sequence[float] | None = None) -> Outcome:
         """From the share of responses to each problem that are right."""
         changes = [after - start for after, start in zip(solved, before or solved, strict=True)]
-        return cls(pass_at_1=fmean(solved), error=_error(solved), change=fmean(changes), change_error=_error(changes))
+        return cls(
+            pass_at_1=fmean(solved),
+            error=_error(solved),
+            change=fmean(changes),
+            change_error=_error(changes),
+        )
 
     @property
     def got_worse(self) -> bool:
@@ -170,10 +194,16 @@ def run_chain(folder: Path, task: str, dtype: str, seed: int) -> Chain:
     if not data.exists():
         make_task(data, task, seed)
     for command, *flags in commands(data, out, dtype, seed).values():
-        subprocess.run([sys.executable, "-m", f"openrlhf.cli.{command}", *flags], cwd=ROOT, check=True)
+        subprocess.run(
+            [sys.executable, "-m", f"openrlhf.cli.{command}", *flags], cwd=ROOT, check=True
+        )
     problems = [json.loads(line) for line in (data / "held_out.jsonl").read_text().splitlines()]
-    before, ppo, grpo = (solved(out / stage / "model", problems) for stage in ("sft", "ppo", "grpo"))
-    accuracy = [row["train/acc"] for row in read_lines(out / "rm" / "metrics.jsonl") if "train/acc" in row]
+    before, ppo, grpo = (
+        solved(out / stage / "model", problems) for stage in ("sft", "ppo", "grpo")
+    )
+    accuracy = [
+        row["train/acc"] for row in read_lines(out / "rm" / "metrics.jsonl") if "train/acc" in row
+    ]
     return Chain(
         task=task,
         dtype=dtype,
@@ -186,25 +216,33 @@ def run_chain(folder: Path, task: str, dtype: str, seed: int) -> Chain:
 
 
 def solved(model: Path, problems: Sequence[dict[str, str]]) -> list[float]:
-    """The share of `SAMPLES` responses to each problem that are right, sampled at temperature 1 by Transformers, in float32."""
+    """The share of `SAMPLES` responses to each problem that are right, sampled at temperature 1 by
+    Transformers, in float32.
+    """
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     hf: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     texts = tokenizer([row["input"] for row in problems], return_tensors="pt", padding=True)
     torch.manual_seed(0)
     with torch.no_grad():
-        tokens = hf.generate(**texts, do_sample=True, top_k=0, max_new_tokens=12, num_return_sequences=SAMPLES)
+        tokens = hf.generate(
+            **texts, do_sample=True, top_k=0, max_new_tokens=12, num_return_sequences=SAMPLES
+        )
     responses = tokenizer.batch_decode(tokens[:, texts["input_ids"].shape[1] :])
     labels = [row["output"] for row in problems for _ in range(SAMPLES)]
     right = [
         response.removesuffix(END).split(END)[0] + END == label
-        for response, label in zip((each.replace(PAD, "") for each in responses), labels, strict=True)
+        for response, label in zip(
+            (each.replace(PAD, "") for each in responses), labels, strict=True
+        )
     ]
     return [fmean(right[first : first + SAMPLES]) for first in range(0, len(right), SAMPLES)]
 
 
 def main() -> None:
     """Run one chain and print what it came to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--task", choices=TASKS, default="adding")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")

@@ -1,4 +1,6 @@
-"""What the learning runs saw: a JSON line for each run and seed in docs/results/learning.jsonl, and the page made of them."""
+"""What the learning runs saw: a JSON line for each run and seed in docs/results/learning.jsonl, and
+the page made of them.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,12 @@ class LearningRun:
 
     name: str
     seed: int
-    flags: str  # the method's, as the page of algorithms has them, and what the task changes in them
-    solved: list[float]  # share of each step's samples; every prompt is drawn once, so none was seen before
+    flags: (
+        str  # the method's, as the page of algorithms has them, and what the task changes in them
+    )
+    solved: list[
+        float
+    ]  # share of each step's samples; every prompt is drawn once, so none was seen before
     pass_at_1: list[float]  # on held-out problems: before, after
     versions: str
     seconds: float = 0.0
@@ -62,7 +68,10 @@ def record(run: LearningRun, path: Path = RECORDS) -> None:
 
 def by_name(runs: Sequence[LearningRun]) -> dict[str, list[LearningRun]]:
     """The runs of each name, one per seed."""
-    return {name: [run for run in runs if run.name == name] for name in dict.fromkeys(run.name for run in runs)}
+    return {
+        name: [run for run in runs if run.name == name]
+        for name in dict.fromkeys(run.name for run in runs)
+    }
 
 
 def mean_curve(runs: Sequence[LearningRun]) -> list[float]:
@@ -75,12 +84,14 @@ def sparkline(curve: Sequence[float], width: int = 16) -> str:
     edges = [round(i * len(curve) / width) for i in range(width + 1)]
     points = [fmean(curve[a:b]) for a, b in pairwise(edges) if a < b]
     low, span = min(points), max(points) - min(points) or 1.0
-    return "".join(BARS[min(len(BARS) - 1, int((point - low) / span * len(BARS)))] for point in points)
+    return "".join(
+        BARS[min(len(BARS) - 1, int((point - low) / span * len(BARS)))] for point in points
+    )
 
 
 def summary(runs: Sequence[LearningRun]) -> str:
-    """One line for the page of algorithms: the share solved first and last with each seed, the curve of their mean, and
-    held-out pass@1 before and after.
+    """One line for the page of algorithms: the share solved first and last with each seed, the
+    curve of their mean, and held-out pass@1 before and after.
     """
     seeds = ", ".join(f"{run.first:.2f} → {run.last:.2f}" for run in runs)
     before, after = (fmean(run.pass_at_1[end] for run in runs) for end in (0, 1))
@@ -92,7 +103,13 @@ def page(runs: Sequence[LearningRun]) -> str:
     named = by_name(runs)
     seeds = sorted({run.seed for run in runs})
     rows = [
-        ["run", *(f"seed {seed}" for seed in seeds), "held-out pass@1", "solved by step", "seconds"],
+        [
+            "run",
+            *(f"seed {seed}" for seed in seeds),
+            "held-out pass@1",
+            "solved by step",
+            "seconds",
+        ],
         ["---"] * (len(seeds) + 4),
         *([name, *_cells(named[name], seeds)] for name in named),
     ]
@@ -122,4 +139,8 @@ def _cells(runs: Sequence[LearningRun], seeds: Sequence[int]) -> list[str]:
     at = {run.seed: f"{run.first:.2f} → {run.last:.2f}" for run in runs}
     before, after = (fmean(run.pass_at_1[end] for run in runs) for end in (0, 1))
     learned = [f"{before:.2f} → {after:.2f}", sparkline(mean_curve(runs))]
-    return [*(at.get(seed, "") for seed in seeds), *learned, f"{fmean(run.seconds for run in runs):.0f}"]
+    return [
+        *(at.get(seed, "") for seed in seeds),
+        *learned,
+        f"{fmean(run.seconds for run in runs):.0f}",
+    ]

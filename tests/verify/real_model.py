@@ -1,4 +1,6 @@
-"""What training taught a real model: a JSON line for each run and seed in docs/results/real_model.jsonl, and the page made of them."""
+"""What training taught a real model: a JSON line for each run and seed in
+docs/results/real_model.jsonl, and the page made of them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ LOOK_S = 2.0  # seconds between two looks at the memory
 
 
 class PeakMemory:
-    """Within it, the most memory that this process's children and their children hold at a time. Shared pages count once."""
+    """Within it, the most memory that this process's children and their children hold at a time.
+    Shared pages count once.
+    """
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -33,7 +37,10 @@ class PeakMemory:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._over.set()
         self._thread.join()
@@ -121,10 +128,21 @@ def page(runs: Sequence[RealRun]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for run in runs:
-        change = f"{run.before:.3f} → {run.after:.3f}" + (f" ± {run.error:.3f}" if run.error else "")
+        change = f"{run.before:.3f} → {run.after:.3f}" + (
+            f" ± {run.error:.3f}" if run.error else ""
+        )
         curve = f"`{run.curve_of}` {run.curve[0]:.3g} {sparkline(run.curve)} {run.curve[-1]:.3g}"
         learned = "yes" if run.learned else "**no**"
-        cells = [run.name, run.seed, run.measured, change, learned, curve, f"{run.seconds:.0f}", f"{run.peak_gib:.1f}"]
+        cells = [
+            run.name,
+            run.seed,
+            run.measured,
+            change,
+            learned,
+            curve,
+            f"{run.seconds:.0f}",
+            f"{run.peak_gib:.1f}",
+        ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     for name in dict.fromkeys(run.name for run in runs):
         first = next(run for run in runs if run.name == name)
@@ -132,13 +150,21 @@ def page(runs: Sequence[RealRun]) -> str:
         if first.answers:
             lines += ["", "| prompt | before | after |", "| --- | --- | --- |"]
         for answer in first.answers:
-            lines.append("| " + " | ".join(map(_cell, (answer.prompt, answer.before, answer.after))) + " |")
+            lines.append(
+                "| " + " | ".join(map(_cell, (answer.prompt, answer.before, answer.after))) + " |"
+            )
     return "\n".join(lines) + "\n"
 
 
 def _cell(text: str) -> str:
     """Return a text as a cell of a table: one line, with the signs of tables and markup escaped."""
-    for sign, escaped in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("*", "\\*"), ("\n", "<br>")):
+    for sign, escaped in (
+        ("&", "&amp;"),
+        ("<", "&lt;"),
+        ("|", "\\|"),
+        ("*", "\\*"),
+        ("\n", "<br>"),
+    ):
         text = text.replace(sign, escaped)
     return text
 

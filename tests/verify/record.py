@@ -1,8 +1,9 @@
-"""The records of `make verify`: the last outcome of every test marked `verify`, with its commit and date.
+"""The records of `make verify`: the last outcome of every test marked `verify`, with its commit and
+date.
 
-`Verified` is a pytest plugin of tests/conftest.py. It writes an outcome as soon as a test has ended, so that a session that
-is stopped loses nothing, and leaves out tests that have passed on the same code. A shard, `--shard 2/5`, is a part of all
-tests of about the same time as the others.
+`Verified` is a pytest plugin of tests/conftest.py. It writes an outcome as soon as a test has
+ended, so that a session that is stopped loses nothing, and leaves out tests that have passed on the
+same code. A shard, `--shard 2/5`, is a part of all tests of about the same time as the others.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ PAGE = FOLDER / "verify.md"
 # What a verification depends on. Pages and records are not part of it.
 CODE = ("openrlhf", "tests", "examples", "benchmarks", "pyproject.toml", "requirements")
 UNKNOWN_SECONDS = 60.0  # of a test that has no record
-LARGE_FILE_SECONDS = (
-    1200.0  # tests of a larger file go to shards one by one; those of a smaller one share what they set up
-)
+LARGE_FILE_SECONDS = 1200.0  # tests of a larger file go to shards one by one; those of a smaller one share what they set up
 MOST_MINUTES = 90.0  # of one shard
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The last outcome of a test. `commit`: full hash of the code that ran; `date`: the day, as 2026-11-26."""
+    """The last outcome of a test. `commit`: full hash of the code that ran; `date`: the day, as
+    2026-11-26.
+    """
 
     test: str
     outcome: str
@@ -56,7 +57,10 @@ def read_records(path: Path = RECORDS) -> dict[str, Record]:
 
 def write_records(records: Iterable[Record], path: Path = RECORDS) -> None:
     """Write the records, sorted by test."""
-    lines = [json.dumps(asdict(record)) + "\n" for record in sorted(records, key=lambda record: record.test)]
+    lines = [
+        json.dumps(asdict(record)) + "\n"
+        for record in sorted(records, key=lambda record: record.test)
+    ]
     path.write_text("".join(lines), encoding="utf-8")
 
 
@@ -65,7 +69,9 @@ def write_records(records: Iterable[Record], path: Path = RECORDS) -> None:
 
 def git(*words: str) -> str:
     """Return what a git command prints. Raises CalledProcessError if it fails."""
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def uncommitted() -> str:
@@ -75,8 +81,12 @@ def uncommitted() -> str:
 
 @cache
 def changes_since(commit: str) -> int | None:
-    """Return how many later commits changed the code; None if `commit` is not in the history of HEAD."""
-    known = subprocess.run(["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, capture_output=True)
+    """Return how many later commits changed the code; None if `commit` is not in the history of
+    HEAD.
+    """
+    known = subprocess.run(
+        ["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, capture_output=True
+    )
     if known.returncode:
         return None
     return int(git("rev-list", "--count", f"{commit}..HEAD", "--", *CODE))
@@ -86,8 +96,12 @@ def changes_since(commit: str) -> int | None:
 
 
 def page(records: Sequence[Record], ages: dict[str, int | None]) -> str:
-    """Return the page of the records, the oldest first. `ages`: later commits that changed the code, by commit."""
-    by_age = sorted(records, key=lambda record: (record.date, -(ages[record.commit] or 0), record.test))
+    """Return the page of the records, the oldest first. `ages`: later commits that changed the
+    code, by commit.
+    """
+    by_age = sorted(
+        records, key=lambda record: (record.date, -(ages[record.commit] or 0), record.test)
+    )
     lines = ["# Long verifications", ""]
     if by_age:
         oldest = by_age[0]
@@ -105,7 +119,14 @@ def page(records: Sequence[Record], ages: dict[str, int | None]) -> str:
     ]
     for record in by_age:
         name = record.test.replace("|", "\\|")
-        cells = (f"`{name}`", record.outcome, record.seconds, record.commit[:7], record.date, ages[record.commit])
+        cells = (
+            f"`{name}`",
+            record.outcome,
+            record.seconds,
+            record.commit[:7],
+            record.date,
+            ages[record.commit],
+        )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
 
@@ -121,7 +142,8 @@ def write_page() -> None:
 
 
 def shard_of(tests: Sequence[str], seconds: dict[str, float], part: int, parts: int) -> set[str]:
-    """Return the tests of one of `parts` shards (`part` counts from 1). Shards take about the same time.
+    """Return the tests of one of `parts` shards (`part` counts from 1). Shards take about the same
+    time.
 
     Tests of a file stay together, because they share what they set up, unless the file takes long.
     """
@@ -173,7 +195,9 @@ class Verified:
         self.outcomes: dict[str, str] = {}
 
     @pytest.hookimpl(trylast=True)  # after `-m verify` has chosen
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
         """Keep the tests of the shard that have not passed on this code."""
         wanted = {item.nodeid for item in items}
         if self.shard:
@@ -193,12 +217,17 @@ class Verified:
         """Whether the test has passed on code that is the same as now."""
         record = self.recorded.get(test)
         return (
-            record is not None and record.outcome == "passed" and not self.changes and not changes_since(record.commit)
+            record is not None
+            and record.outcome == "passed"
+            and not self.changes
+            and not changes_since(record.commit)
         )
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Record a test that passed, or failed while it was set up, run or torn down."""
-        if "verify" not in report.keywords or not (report.failed or (report.when == "call" and report.passed)):
+        if "verify" not in report.keywords or not (
+            report.failed or (report.when == "call" and report.passed)
+        ):
             return
         if self.outcomes.get(report.nodeid) == "failed":
             return
@@ -223,6 +252,8 @@ class Verified:
                 f"{self.left_out} tests of this shard have passed on the same code and were left out."
             )
         if self.changes:
-            terminalreporter.write_line(f"Nothing was recorded, because of uncommitted changes:\n{self.changes}")
+            terminalreporter.write_line(
+                f"Nothing was recorded, because of uncommitted changes:\n{self.changes}"
+            )
         elif self.outcomes:
             write_page()

@@ -24,7 +24,12 @@ def versions() -> str:
 
 
 def write_result(
-    name: str, title: str, command: str, columns: Sequence[str], rows: Sequence[Sequence[object]], notes: str = ""
+    name: str,
+    title: str,
+    command: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    notes: str = "",
 ) -> None:
     """One page with one table; it replaces that of the last run."""
     table = [columns, ["---"] * len(columns), *rows]

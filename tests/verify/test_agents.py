@@ -15,13 +15,25 @@ from tests.verify.results import write_result
 pytestmark = pytest.mark.verify
 AGENT = ROOT / "examples/agents/calculator.py"
 ROWS: list[list[str]] = []
-COLUMNS = ["seed", "held-out pass@1 before", "after", "calls per episode before", "after", "largest gap", "seconds"]
+COLUMNS = [
+    "seed",
+    "held-out pass@1 before",
+    "after",
+    "calls per episode before",
+    "after",
+    "largest gap",
+    "seconds",
+]
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3], ids="seed{}".format)
 def test_rewards_teach_an_agent_to_use_its_tool(tmp_path: Path, seed: int) -> None:
     make_task(tmp_path, seed=seed)
-    places = {"run.dir": tmp_path / "sft", "ckpt.output_dir": tmp_path / "policy", "ckpt.path": tmp_path / "sft/ckpt"}
+    places = {
+        "run.dir": tmp_path / "sft",
+        "ckpt.output_dir": tmp_path / "policy",
+        "ckpt.path": tmp_path / "sft/ckpt",
+    }
     sft = {
         "model.model_name_or_path": tmp_path / "model",
         "data.dataset": tmp_path / "transcripts.jsonl",
@@ -75,9 +87,18 @@ def test_rewards_teach_an_agent_to_use_its_tool(tmp_path: Path, seed: int) -> No
     before, *_, after = column(out, "eval/eval_sums_pass1")
     calls, gap = column(out, "train/tool_calls"), max(column(out, "train/logprob_gap_max"))
     numbers = [before, after, sum(calls[:3]) / 3, sum(calls[-3:]) / 3]
-    ROWS.append([str(seed), *(f"{x:.3f}" for x in numbers), f"{gap:.1e}", f"{time.monotonic() - start:.0f}"])
+    ROWS.append(
+        [str(seed), *(f"{x:.3f}" for x in numbers), f"{gap:.1e}", f"{time.monotonic() - start:.0f}"]
+    )
     note = "Sums of two numbers; the policy has seen the calculator used in half of its transcripts, and guesses in the others."
-    write_result("agents", "An agent with a tool", "pytest -m verify tests/verify/test_agents.py", COLUMNS, ROWS, note)
+    write_result(
+        "agents",
+        "An agent with a tool",
+        "pytest -m verify tests/verify/test_agents.py",
+        COLUMNS,
+        ROWS,
+        note,
+    )
     assert after - before >= 0.2
     assert calls[-1] > calls[0]
     assert gap < 1e-3

@@ -1,4 +1,6 @@
-"""Tiny random models of many architectures through SFT, DPO, LoRA and GRPO: the page that says which work with what."""
+"""Tiny random models of many architectures through SFT, DPO, LoRA and GRPO: the page that says
+which work with what.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS | {"head_dim": 32},
     "baichuan": {"num_key_value_heads": HEADS["num_attention_heads"]},
 }
-OWN_CODE = "baichuan"  # its code lies in the model's folder, and runs with --model.trust_remote_code
+OWN_CODE = (
+    "baichuan"  # its code lies in the model's folder, and runs with --model.trust_remote_code
+)
 WAYS = ("SFT", "DPO", "SFT with LoRA", "GRPO", "GRPO, bf16")
 EXACT = 1e-4  # mean difference of log-probabilities of engine and trainer in float32, nats
 
@@ -62,17 +66,27 @@ def save(folder: Path, kind: str, changes: dict[str, Any]) -> Path:
 
 
 def outcome(way: str, model: Path, workspace: Path, folder: Path) -> str:
-    """What came of a short run: `yes`, the gap between engine and trainer, or why the model was refused."""
+    """What came of a short run: `yes`, the gap between engine and trainer, or why the model was
+    refused.
+    """
     if way.startswith("GRPO"):
         command, dtype = "train_ppo_ray", "bf16" if "bf16" in way else "fp32"
         flags = small_grpo(workspace, folder, prompts=4, samples=4) | {
             "actor.model_name_or_path": model,
-            "reward.remote_url": Path(__file__).parent.parent / "e2e" / "reward_files" / "letters.py",
+            "reward.remote_url": Path(__file__).parent.parent
+            / "e2e"
+            / "reward_files"
+            / "letters.py",
             "ds.param_dtype": dtype,
         }
     else:
         command = "train_dpo" if way == "DPO" else "train_sft"
-        changes = {"model.model_name_or_path": model, "eval.dataset": None, "eval.split": None, "eval.steps": None}
+        changes = {
+            "model.model_name_or_path": model,
+            "eval.dataset": None,
+            "eval.split": None,
+            "eval.steps": None,
+        }
         flags = flags_of("dpo" if way == "DPO" else "kd", workspace, folder, **changes)
         for name in [name for name in flags if name.startswith("kd.")] if way != "DPO" else []:
             flags[name] = None
@@ -81,8 +95,12 @@ def outcome(way: str, model: Path, workspace: Path, folder: Path) -> str:
         flags["model.trust_remote_code"] = True
     done = finish(launch(command, flags), timeout=400)
     if done.status == 2:
-        return "refused: " + done.errors.partition("error: ")[2].strip().splitlines()[0].replace("|", "\\|")
-    assert done.status == 0, f"{way}, {model.name}, {as_arguments(flags)}:\n{done.printed}\n{done.errors}"
+        return "refused: " + done.errors.partition("error: ")[2].strip().splitlines()[0].replace(
+            "|", "\\|"
+        )
+    assert done.status == 0, (
+        f"{way}, {model.name}, {as_arguments(flags)}:\n{done.printed}\n{done.errors}"
+    )
     if not way.startswith("GRPO"):
         return "yes"
     gap = max(column(folder, "train/logprob_gap_mean"))
@@ -94,7 +112,8 @@ def outcome(way: str, model: Path, workspace: Path, folder: Path) -> str:
 def test_architectures_train_in_every_way_or_are_refused_with_the_reason(tmp_path: Path) -> None:
     workspace, table = make_workspace(tmp_path), []
     write_rows(
-        workspace / "prompts.jsonl", [{"input": f"{a}+{b}=", "label": str(a + b)} for a in range(4) for b in range(4)]
+        workspace / "prompts.jsonl",
+        [{"input": f"{a}+{b}=", "label": str(a + b)} for a in range(4) for b in range(4)],
     )
     for kind, changes in ARCHITECTURES.items():
         model = save(workspace / kind, kind, changes)

@@ -1,4 +1,5 @@
-"""Asynchronous training learns what synchronous training learns, also with a long queue: GRPO on the demo's task, three seeds.
+"""Asynchronous training learns what synchronous training learns, also with a long queue: GRPO on
+the demo's task, three seeds.
 
 One run: `pytest -m verify tests/verify/test_async_learning.py -k "queue2_corrected and seed1"`.
 """
@@ -61,8 +62,12 @@ def test_a_run_is_put_on_record_and_learns_unless_old_samples_go_uncorrected(
 
 
 def test_a_queue_of_two_with_correction_is_within_the_spread_of_synchronous_training() -> None:
-    """Of held-out pass@1 after training: the mean over seeds is no lower than the worst synchronous seed."""
-    after = {name: [run.pass_at_1[1] for run in read_runs(RECORDS) if run.name == name] for name in RUNS}
+    """Of held-out pass@1 after training: the mean over seeds is no lower than the worst synchronous
+    seed.
+    """
+    after = {
+        name: [run.pass_at_1[1] for run in read_runs(RECORDS) if run.name == name] for name in RUNS
+    }
     assert len(after["synchronous"]) == len(after["queue2_corrected"]) == len(SEEDS)
     assert fmean(after["queue2_corrected"]) >= min(after["synchronous"])
 
@@ -76,7 +81,15 @@ def write_page() -> None:
             continue
         learned = " | ".join(f"{run.pass_at_1[0]:.3f} → {run.pass_at_1[1]:.3f}" for run in mine)
         mean = f"{fmean(run.pass_at_1[1] for run in mine):.3f}"
-        rows.append([name, f"{fmean(run.lag for run in mine):.1f}", learned, mean, sparkline(mean_curve(mine))])
+        rows.append(
+            [
+                name,
+                f"{fmean(run.lag for run in mine):.1f}",
+                learned,
+                mean,
+                sparkline(mean_curve(mine)),
+            ]
+        )
     write_result(
         "asynchronous",
         "What asynchronous training learns",

@@ -1,4 +1,6 @@
-"""The demo learns, for three seeds: GRPO at least 20 points of held-out pass@1 over SFT; PPO raises both its reward and pass@1."""
+"""The demo learns, for three seeds: GRPO at least 20 points of held-out pass@1 over SFT; PPO raises
+both its reward and pass@1.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ def family(root: int) -> list[psutil.Process]:
     ray = [
         process
         for process in psutil.process_iter(["cmdline", "create_time"])
-        if (process.info["create_time"] or 0) >= started and "ray" in " ".join(process.info["cmdline"] or [])[:200]
+        if (process.info["create_time"] or 0) >= started
+        and "ray" in " ".join(process.info["cmdline"] or [])[:200]
     ]
     return list({process.pid: process for process in [*found, *ray]}.values())
 
@@ -64,7 +67,15 @@ def family(root: int) -> list[psutil.Process]:
 def results() -> Iterator[None]:
     yield
     columns = [
-        *("seed", "SFT pass@1", "GRPO pass@1", "PPO pass@1", "RM pairs right", "RM score of SFT", "RM score of PPO"),
+        *(
+            "seed",
+            "SFT pass@1",
+            "GRPO pass@1",
+            "PPO pass@1",
+            "RM pairs right",
+            "RM score of SFT",
+            "RM score of PPO",
+        ),
         *("mean gap, largest step", "peak GiB", "seconds"),
     ]
     notes = (
@@ -90,7 +101,11 @@ def test_grpo_and_ppo_learn_on_held_out_problems(seed: int, tmp_path: Path) -> N
         demo.kill()
         done.set()
         watcher.join()
-    gaps = [gap for stage in ("ppo", "grpo") for gap in column(tmp_path / stage, "train/logprob_gap_mean")]
+    gaps = [
+        gap
+        for stage in ("ppo", "grpo")
+        for gap in column(tmp_path / stage, "train/logprob_gap_mean")
+    ]
     sft, *_, grpo = column(tmp_path / "grpo", PASS_AT_1)
     *_, ppo = column(tmp_path / "ppo", PASS_AT_1)
     before, *_, after = column(tmp_path / "ppo", "eval/eval_sort_reward_mean")

@@ -14,8 +14,13 @@ pytestmark = pytest.mark.verify
 
 def test_what_a_cpu_can_run_of_the_checks_passes(tmp_path: Path) -> None:
     output = tmp_path / "seen.json"
-    subprocess.run([sys.executable, "-m", "tests.gpu.run", "--rehearse", "--output", str(output)], check=False)
-    outcomes = {node.split("::")[1]: seen["outcome"] for node, seen in json.loads(output.read_text())["checks"].items()}
+    subprocess.run(
+        [sys.executable, "-m", "tests.gpu.run", "--rehearse", "--output", str(output)], check=False
+    )
+    outcomes = {
+        node.split("::")[1]: seen["outcome"]
+        for node, seen in json.loads(output.read_text())["checks"].items()
+    }
     assert outcomes.pop("test_weights_reach_another_gpu_by_nccl") == "skipped"
     assert outcomes.pop("test_packed_rows_score_as_single_rows[flash_attention_2]") == "skipped"
     assert set(outcomes.values()) == {"passed"}, outcomes

@@ -24,7 +24,9 @@ BATCH, SAMPLES = 512, 2
 
 
 @pytest.mark.timeout(3000)
-def test_every_gsm8k_prompt_is_sampled_rewarded_and_trained_on(data_dir: Path, tmp_path: Path) -> None:
+def test_every_gsm8k_prompt_is_sampled_rewarded_and_trained_on(
+    data_dir: Path, tmp_path: Path
+) -> None:
     problems = [json.loads(line) for line in (data_dir / "gsm8k" / "train.jsonl").open()]
     rows = [
         {
@@ -76,6 +78,22 @@ def test_every_gsm8k_prompt_is_sampled_rewarded_and_trained_on(data_dir: Path, t
     assert gap < 1e-5
     written = list(read_lines(tmp_path / "run" / "samples.jsonl"))
     assert {row["reward"] for row in written} <= {0.0, 1.0}
-    table = [[len(rows), len(steps), int(sum(samples)), 0, f"{gap:.1e}", f"{time.monotonic() - start:.0f}"]]
-    columns = ["prompts", "steps", "samples", "failed", "mean log-prob gap, largest step", "seconds"]
+    table = [
+        [
+            len(rows),
+            len(steps),
+            int(sum(samples)),
+            0,
+            f"{gap:.1e}",
+            f"{time.monotonic() - start:.0f}",
+        ]
+    ]
+    columns = [
+        "prompts",
+        "steps",
+        "samples",
+        "failed",
+        "mean log-prob gap, largest step",
+        "seconds",
+    ]
     write_result("gsm8k", "All of GSM8K through GRPO", "make verify", columns, table)

@@ -1,4 +1,5 @@
-"""The shortest commands do not make a model worse: PPO and GRPO on three tasks, in both precisions, with three seeds.
+"""The shortest commands do not make a model worse: PPO and GRPO on three tasks, in both precisions,
+with three seeds.
 
 One chain: `pytest -m verify tests/verify/test_held_tasks.py -k "adding and bf16 and seed1"`.
 """
@@ -18,7 +19,9 @@ RECORDS = FOLDER / "held_tasks.jsonl"
 
 
 def record(chain: Chain) -> None:
-    """Put a chain on record, in place of an earlier one of its task, precision and seed, and write the page anew."""
+    """Put a chain on record, in place of an earlier one of its task, precision and seed, and write
+    the page anew.
+    """
     lines = RECORDS.read_text(encoding="utf-8").splitlines() if RECORDS.exists() else []
     kept = {(row["task"], row["dtype"], row["seed"]): row for row in map(json.loads, lines)}
     kept[chain.task, chain.dtype, chain.seed] = asdict(chain) | {"versions": versions()}
@@ -28,10 +31,24 @@ def record(chain: Chain) -> None:
         "held_tasks",
         "Tasks that no default was chosen for",
         "python -m pytest -m verify tests/verify/test_held_tasks.py",
-        ["task", "precision", "seed", "pairs right", "SFT pass@1", "PPO pass@1", "change", "GRPO pass@1", "change"],
+        [
+            "task",
+            "precision",
+            "seed",
+            "pairs right",
+            "SFT pass@1",
+            "PPO pass@1",
+            "change",
+            "GRPO pass@1",
+            "change",
+        ],
         [
             [row["task"], row["dtype"], row["seed"], f"{row['pairs_right']:.2f}", level(row["sft"])]
-            + [cell for method in ("ppo", "grpo") for cell in (level(row[method]), change(row[method]))]
+            + [
+                cell
+                for method in ("ppo", "grpo")
+                for cell in (level(row[method]), change(row[method]))
+            ]
             for row in rows
         ],
         "pass@1: mean over 400 held-out problems × 4 samples at temperature 1, ± its standard error over problems. Change: against the "
@@ -62,7 +79,9 @@ def test_an_outcome_compares_each_problem_with_itself() -> None:
 @pytest.mark.parametrize("seed", [1, 2, 3], ids="seed{}".format)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("task", TASKS)
-def test_reinforcement_learning_ends_no_worse_than_it_started(task: str, dtype: str, seed: int, tmp_path: Path) -> None:
+def test_reinforcement_learning_ends_no_worse_than_it_started(
+    task: str, dtype: str, seed: int, tmp_path: Path
+) -> None:
     chain = run_chain(tmp_path, task, dtype, seed)
     record(chain)
     assert not chain.ppo.got_worse, chain

@@ -1,4 +1,6 @@
-"""All HH-RLHF pairs through `train_rm`, killed and resumed in the middle; then all their prompts through PPO with that model."""
+"""All HH-RLHF pairs through `train_rm`, killed and resumed in the middle; then all their prompts
+through PPO with that model.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
-from tests.e2e.commands import column, kill_when, launch, numbers, run, samples, steps_logged, write_rows
+from tests.e2e.commands import (
+    column,
+    kill_when,
+    launch,
+    numbers,
+    run,
+    samples,
+    steps_logged,
+    write_rows,
+)
 from tests.e2e.processes import Process, descendants, survivors
 from tests.tiny import tiny_config
 from tests.verify.results import write_result
@@ -29,16 +40,28 @@ VOCABULARY = 2048
 
 
 def make_model(folder: Path, texts: list[str], marks: Sequence[str] = ()) -> Path:
-    """A random model of 0.3 million parameters, and a tokenizer made from the texts. `marks`: tokens of their own."""
+    """A random model of 0.3 million parameters, and a tokenizer made from the texts. `marks`:
+    tokens of their own.
+    """
     trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(texts, vocab_size=VOCABULARY, special_tokens=["<pad>", "<eos>", *marks])
+    trained.train_from_iterator(
+        texts, vocab_size=VOCABULARY, special_tokens=["<pad>", "<eos>", *marks]
+    )
     trained.save_model(str(folder.parent))
-    files = json.loads((folder.parent / "vocab.json").read_text()), (folder.parent / "merges.txt").read_text()
+    files = (
+        json.loads((folder.parent / "vocab.json").read_text()),
+        (folder.parent / "merges.txt").read_text(),
+    )
     merges = [tuple(line.split()) for line in files[1].splitlines()[1:]]
     names = {"pad_token": "<pad>", "eos_token": "<eos>", "extra_special_tokens": list(marks)}
     Qwen2Tokenizer(vocab=files[0], merges=merges, unk_token=None, **names).save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": LONGEST}
+    sizes = {
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": LONGEST,
+    }
     config = tiny_config("qwen2-tied", **sizes, intermediate_size=256, vocab_size=VOCABULARY)
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     return folder
@@ -63,7 +86,9 @@ def rm_flags(model: Path, pairs: Path, out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(3600)
-def test_every_pair_trains_a_reward_model_and_every_prompt_is_answered_for_it(data_dir: Path, tmp_path: Path) -> None:
+def test_every_pair_trains_a_reward_model_and_every_prompt_is_answered_for_it(
+    data_dir: Path, tmp_path: Path
+) -> None:
     pairs, start = data_dir / "hh-rlhf" / "harmless-base-test.jsonl.gz", time.monotonic()
     with gzip.open(pairs, "rt") as lines:
         chosen = [json.loads(line)["chosen"] for line in lines]
@@ -71,7 +96,9 @@ def test_every_pair_trains_a_reward_model_and_every_prompt_is_answered_for_it(da
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     done = run("train_rm", rm_flags(model, pairs, whole), launcher=TWO_PROCESSES, timeout=1200)
-    kept = next(line for line in done.errors.splitlines() + done.printed.splitlines() if "pairs" in line)
+    kept = next(
+        line for line in done.errors.splitlines() + done.printed.splitlines() if "pairs" in line
+    )
     total = steps_logged(whole / "run")
     process = launch("train_rm", rm_flags(model, pairs, broken), TWO_PROCESSES)
     started: list[Process] = []

@@ -1,4 +1,6 @@
-"""Synchronous and asynchronous training beside each other, with an environment that is slow at random: a page of docs/results/."""
+"""Synchronous and asynchronous training beside each other, with an environment that is slow at
+random: a page of docs/results/.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def test_the_comparison_is_put_on_record() -> None:
     rows = []
     for queue, staleness in ((2, 16), (4, 16)):
         command = ["-m", "benchmarks.latency", "--queue", str(queue), "--staleness", str(staleness)]
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True
+        )
         found = re.search(NUMBERS, done.stdout)
         assert found, done.stdout
         *_, gained, predicted = map(float, found.groups())

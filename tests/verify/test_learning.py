@@ -1,4 +1,5 @@
-"""Every estimator, policy loss, aggregation and correction learns, with the flags that docs/algorithms.md gives for it.
+"""Every estimator, policy loss, aggregation and correction learns, with the flags that
+docs/algorithms.md gives for it.
 
 One run: `pytest -m verify tests/verify/test_learning.py -k "group_norm and seed1"`.
 """
@@ -30,7 +31,9 @@ STALE = "--train.async_enable --train.partial_rollout_enable --train.async_queue
 
 
 def batches(prompts: int, samples: int, *, steps: int = STEPS, optimizer_steps: int = 2) -> str:
-    """The task's share of a method's flags. The ratio is 1 in the first optimizer step of a batch, and in that one only."""
+    """The task's share of a method's flags. The ratio is 1 in the first optimizer step of a batch,
+    and in that one only.
+    """
     size = prompts * samples // optimizer_steps
     return (
         f"--data.max_samples {prompts * steps} --rollout.batch_size {prompts} --rollout.n_samples_per_prompt {samples} "
@@ -43,7 +46,9 @@ RUNS = {
     "reinforce": batches(256, 1),
     "rloo": batches(16, 8, steps=2 * STEPS, optimizer_steps=1),
     **dict.fromkeys(("reinforce_baseline", "group_norm", "dr_grpo"), batches(32, 8)),
-    **dict.fromkeys(("clip_higher", "dual_clip", "gspo", "cispo", "sequence", "constant"), batches(32, 8)),
+    **dict.fromkeys(
+        ("clip_higher", "dual_clip", "gspo", "cispo", "sequence", "constant"), batches(32, 8)
+    ),
     **dict.fromkeys((UNCORRECTED, *CORRECTIONS), f"{batches(32, 8)} {STALE}"),
     "distill": f"{batches(32, 8)} --reward.weights 0",  # the rule is watched, and teaches nothing
     "dapo": f"{batches(32, 8)} --reward.overlong_buffer_len 2",
@@ -68,13 +73,17 @@ def supervised(folder: Path, seed: int) -> tuple[Path, Path]:
 def teacher(folder: Path, seed: int) -> Path:
     """A better model of the same task: four times as long under supervision."""
     task, _ = supervised(folder, seed)
-    train("train_sft", [*sft_flags(task, folder / f"teacher{seed}", seed), "--train.max_epochs", "4"])
+    train(
+        "train_sft", [*sft_flags(task, folder / f"teacher{seed}", seed), "--train.max_epochs", "4"]
+    )
     return folder / f"teacher{seed}" / "model"
 
 
 def train(command: str, flags: list[str | Path]) -> None:
     """Run a command as a user would."""
-    subprocess.run([sys.executable, "-m", f"openrlhf.cli.{command}", *map(str, flags)], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "-m", f"openrlhf.cli.{command}", *map(str, flags)], cwd=ROOT, check=True
+    )
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3], ids="seed{}".format)
@@ -108,5 +117,7 @@ def test_held_out_problems_are_solved_more_often(name: str, seed: int, folder: P
         assert after > before
         return
     assert after - before >= LIFT
-    if "--algo.dynamic_filtering_enable" not in method:  # which leaves out prompts that are solved always
+    if (
+        "--algo.dynamic_filtering_enable" not in method
+    ):  # which leaves out prompts that are solved always
         assert run.last - run.first >= LIFT

@@ -26,14 +26,23 @@ SETTINGS = [
 
 
 @pytest.mark.timeout(3600)
-def test_a_high_rate_without_warm_up_undoes_what_the_model_knew_in_either_precision(tmp_path: Path) -> None:
+def test_a_high_rate_without_warm_up_undoes_what_the_model_knew_in_either_precision(
+    tmp_path: Path,
+) -> None:
     for seed in SEEDS:
         task, sft = tmp_path / f"task{seed}", tmp_path / f"sft{seed}"
-        subprocess.run([sys.executable, ROOT / "examples/demo/task.py", task, str(seed)], check=True)
+        subprocess.run(
+            [sys.executable, ROOT / "examples/demo/task.py", task, str(seed)], check=True
+        )
         flags = map(str, sft_flags(task, sft, seed))
-        subprocess.run([sys.executable, "-m", "openrlhf.cli.train_sft", *flags], cwd=ROOT, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "openrlhf.cli.train_sft", *flags], cwd=ROOT, check=True
+        )
     courses = {
-        setting: [course(tmp_path / f"task{seed}", tmp_path / f"sft{seed}" / "model", setting, seed) for seed in SEEDS]
+        setting: [
+            course(tmp_path / f"task{seed}", tmp_path / f"sft{seed}" / "model", setting, seed)
+            for seed in SEEDS
+        ]
         for setting in SETTINGS
     }
     write_result(
@@ -58,7 +67,9 @@ def test_a_high_rate_without_warm_up_undoes_what_the_model_knew_in_either_precis
         "Update: the norm of the change of all weights, in percent of their norm. pass@1: 400 held-out problems × 4 samples at "
         "temperature 1, before → after, standard error about 0.02.",
     )
-    high, high_bf16, low, low_bf16, warm, *_ = ([change(run) for run in courses[setting]] for setting in SETTINGS)
+    high, high_bf16, low, low_bf16, warm, *_ = (
+        [change(run) for run in courses[setting]] for setting in SETTINGS
+    )
     assert fmean(high) < -0.05 and fmean(high_bf16) < -0.05
     # a mean of three runs has a standard error of 0.01 to 0.015
     assert min(fmean(low), fmean(low_bf16)) > -0.03 and fmean(warm) > fmean(high_bf16) + 0.02
@@ -77,4 +88,13 @@ def row(setting: Setting, runs: list[Course]) -> list[object]:
     learned = ", ".join(f"{run.before:.2f} → {run.after:.2f}" for run in runs)
     moved = ", ".join(f"{run.kl[1]:.2f}" for run in runs)
     size = ", ".join(f"{run.update_size[0]:.2%}" for run in runs)
-    return [f"{setting.lr:g}", setting.warmup, setting.dtype, 4 * setting.steps, moved, size, solved, learned]
+    return [
+        f"{setting.lr:g}",
+        setting.warmup,
+        setting.dtype,
+        4 * setting.steps,
+        moved,
+        size,
+        solved,
+        learned,
+    ]

@@ -41,13 +41,23 @@ class Subject:
     def arguments(self, workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
         """The flags of a run. SFT learns from the rows of distillation, without its teacher."""
         flags = flags_of(self.rows, workspace, folder, **changes, **self.flags)
-        return {name: value for name, value in flags.items() if self.task == "kd" or not name.startswith("kd.")}
+        return {
+            name: value
+            for name, value in flags.items()
+            if self.task == "kd" or not name.startswith("kd.")
+        }
 
 
-def preference(loss: str, metric: str, what: str, wanted: float, *, falls: bool = True, **flags: Any) -> Subject:
+def preference(
+    loss: str, metric: str, what: str, wanted: float, *, falls: bool = True, **flags: Any
+) -> Subject:
     """A loss of `train_dpo`."""
-    named = {"model.loss_type": loss} | {name.replace("__", "."): value for name, value in flags.items()}
-    return Subject(task="dpo", rows="dpo", metric=metric, what=what, wanted=wanted, falls=falls, flags=named)
+    named = {"model.loss_type": loss} | {
+        name.replace("__", "."): value for name, value in flags.items()
+    }
+    return Subject(
+        task="dpo", rows="dpo", metric=metric, what=what, wanted=wanted, falls=falls, flags=named
+    )
 
 
 SUBJECTS = {
@@ -83,8 +93,12 @@ def test_every_method_learns_its_toy_set(tmp_path: Path) -> None:
         folder = tmp_path / f"method-{len(table)}"
         folder.mkdir()
         for seed in SEEDS:
-            train = write_rows(folder / f"{seed}.jsonl", rows_of(subject.rows, TRAINED, seed=10 + seed))
-            held_out = write_rows(folder / f"{seed}-eval.jsonl", rows_of(subject.rows, HELD_OUT, seed=20 + seed))
+            train = write_rows(
+                folder / f"{seed}.jsonl", rows_of(subject.rows, TRAINED, seed=10 + seed)
+            )
+            held_out = write_rows(
+                folder / f"{seed}-eval.jsonl", rows_of(subject.rows, HELD_OUT, seed=20 + seed)
+            )
             changes = {
                 "data.dataset": train,
                 "eval.dataset": held_out,
@@ -96,7 +110,11 @@ def test_every_method_learns_its_toy_set(tmp_path: Path) -> None:
             place = folder / f"run-{seed}"
             run(f"train_{subject.task}", subject.arguments(workspace, place, **changes))
             first, *_, last = subject.curve(place)
-            learned = last <= min(first, subject.wanted) if subject.falls else last >= max(first, subject.wanted)
+            learned = (
+                last <= min(first, subject.wanted)
+                if subject.falls
+                else last >= max(first, subject.wanted)
+            )
             assert learned, (name, seed, first, last)
             cells.append(f"{first:.3f} → {last:.3f}")
         table.append([name, f"`train_{subject.task}`", subject.what, *cells])

@@ -1,4 +1,6 @@
-"""Every row of HH-RLHF through SFT, DPO and KTO, and every graded step of GSM8K's solutions through PRM, with default flags for the loss."""
+"""Every row of HH-RLHF through SFT, DPO and KTO, and every graded step of GSM8K's solutions through
+PRM, with default flags for the loss.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from tests.verify.test_hh_rlhf import LONGEST, make_model
 pytestmark = pytest.mark.verify
 BATCH = 64
 STEP = "<|step|>"
-CONVERSATIONS = {"data.input_key": "chosen", "data.multiturn": True, "data.apply_chat_template": True}
+CONVERSATIONS = {
+    "data.input_key": "chosen",
+    "data.multiturn": True,
+    "data.apply_chat_template": True,
+}
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}\n{% endfor %}"
 STEPS = {
     "data.input_key": "text",
@@ -82,13 +88,22 @@ def test_every_row_passes_through_every_offline_trainer(data_dir: Path, tmp_path
             },
             timeout=1800,
         )
-        kept = next(line for line in done.printed.splitlines() + done.errors.splitlines() if " kept" in line)
+        kept = next(
+            line for line in done.printed.splitlines() + done.errors.splitlines() if " kept" in line
+        )
         losses, seen = column(folder, loss), column(folder, of_first)
         first, last = (sum(part) / 5 for part in (losses[:5], losses[-5:]))
         assert seen[-1] < seen[0] and len(numbers(folder)) >= len(losses) >= len(rows) // BATCH // 2
         shown = f"{seen[0]:.3f} → {seen[-1]:.3f}"
         table.append(
-            [command, kept, len(losses), f"{first:.3f} → {last:.3f}", shown, f"{time.monotonic() - start:.0f}"]
+            [
+                command,
+                kept,
+                len(losses),
+                f"{first:.3f} → {last:.3f}",
+                shown,
+                f"{time.monotonic() - start:.0f}",
+            ]
         )
     note = (
         "A random model of 0.3 million parameters, one process, packed, texts whole. "

@@ -1,6 +1,8 @@
-"""Pages whose commands build on each other: each runs as a user runs it, command after command, as they are written there.
+"""Pages whose commands build on each other: each runs as a user runs it, command after command, as
+they are written there.
 
-Behind each command come flags that make it small. Names of the hub are folders of tiny models and of a few rows.
+Behind each command come flags that make it small. Names of the hub are folders of tiny models and
+of a few rows.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ from tests.sources import ROOT
 pytestmark = pytest.mark.verify
 
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-0.6B")
-QUESTIONS = [(f"What is {left} plus {right}?", f"It is {left + right}") for left in range(8) for right in range(8)]
+QUESTIONS = [
+    (f"What is {left} plus {right}?", f"It is {left + right}")
+    for left in range(8)
+    for right in range(8)
+]
 CHAT = (
     "{% for m in messages %}{{ '[' + m['role'] + '] ' + m['content'] + '<|endoftext|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
@@ -34,7 +40,9 @@ COMMAND = re.compile(r"(?:\bopenrlhf |openrlhf\.cli\.)(?:train_)?(\w+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Sequence:
-    """Blocks of commands that run in one folder, each the one of its page with a text in it; `flags` go behind commands."""
+    """Blocks of commands that run in one folder, each the one of its page with a text in it;
+    `flags` go behind commands.
+    """
 
     blocks: tuple[tuple[str, str], ...]
     commands: int
@@ -83,7 +91,9 @@ SEQUENCES = {
         flags={"sft": "--data.max_samples 640", "ppo_ray": "--data.max_samples 64"},
     ),
     "LoRA: an adapter, merged": Sequence(
-        blocks=(("docs/lora.md", "lora_combiner"),), commands=2, flags={"sft": "--train.batch_size 16"}
+        blocks=(("docs/lora.md", "lora_combiner"),),
+        commands=2,
+        flags={"sft": "--train.batch_size 16"},
     ),
     "launching: one process, and Ray": Sequence(
         blocks=(("docs/launching.md", "Qwen/Qwen2.5-0.5B --data.dataset"),),
@@ -121,12 +131,17 @@ def write_inputs(folder: Path) -> None:
             tokenizer = AutoTokenizer.from_pretrained(folder / model)
             tokenizer.chat_template = CHAT
             tokenizer.save_pretrained(folder / model)
-    asked = [{"question": question, "answer": f"{answer}\n#### {answer.split()[-1]}"} for question, answer in QUESTIONS]
+    asked = [
+        {"question": question, "answer": f"{answer}\n#### {answer.split()[-1]}"}
+        for question, answer in QUESTIONS
+    ]
     pairs = []
     for question, answer in QUESTIONS:
         user = {"role": "user", "content": question}
         sides = {"chosen": answer, "rejected": "I do not know"}
-        pairs.append({name: [user, {"role": "assistant", "content": text}] for name, text in sides.items()})
+        pairs.append(
+            {name: [user, {"role": "assistant", "content": text}] for name, text in sides.items()}
+        )
     (folder / "openai/gsm8k@main").mkdir(parents=True)
     write_rows(folder / "openai/gsm8k@main/train.jsonl", asked)
     (folder / "OpenRLHF/preference_dataset_mixture2").mkdir(parents=True)

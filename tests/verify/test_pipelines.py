@@ -1,4 +1,6 @@
-"""Every example of a pipeline runs to its end on a laptop, learns, and is done when it is started again."""
+"""Every example of a pipeline runs to its end on a laptop, learns, and is done when it is started
+again.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_an_example_learns_and_is_done(example: str, tmp_path: Path) -> None:
     before, after, number = LIFTED[example]
     assert column(tmp_path / after, number)[-1] > column(tmp_path / before, number)[0]
     *stages, last = run(example, tmp_path).splitlines()
-    assert all(line.endswith(": done") for line in stages) and last.startswith("All stages are done.")
+    assert all(line.endswith(": done") for line in stages) and last.startswith(
+        "All stages are done."
+    )
     report = (tmp_path / "report.html").read_text()
     assert all(f">{line.partition(':')[0]}</" in report for line in stages)
     if example == "compare":
@@ -70,7 +74,9 @@ and `--actor.adam.lr 5e-4`, GRPO's pass@1 fell from 0.65 to 0.27 and PPO's to 0.
 
 def write_comparison(report: str) -> None:
     """Write the table over seeds as a page of results."""
-    table = next(each for each in re.findall("<table>(.*?)</table>", report, re.DOTALL) if ">group<" in each)
+    table = next(
+        each for each in re.findall("<table>(.*?)</table>", report, re.DOTALL) if ">group<" in each
+    )
     rows = [
         re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL)
         for row in re.findall("<tr>(.*?)</tr>", table, re.DOTALL)
@@ -78,5 +84,10 @@ def write_comparison(report: str) -> None:
     assert [row[:2] for row in rows[1:]] == [[group, "3"] for group in GROUPS]
     title = "Preference methods side by side, on a toy task"
     write_result(
-        "compare", title, "openrlhf pipeline examples/pipelines/compare.yaml", rows[0], rows[1:], NOTES.strip()
+        "compare",
+        title,
+        "openrlhf pipeline examples/pipelines/compare.yaml",
+        rows[0],
+        rows[1:],
+        NOTES.strip(),
     )

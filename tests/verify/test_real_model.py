@@ -1,6 +1,8 @@
-"""A chat model of 135 million parameters learns in every way: each run as the files of examples/real_model have it, two seeds.
+"""A chat model of 135 million parameters learns in every way: each run as the files of
+examples/real_model have it, two seeds.
 
-One run: `pytest -m verify tests/verify/test_real_model.py -k "grpo_lora and seed1"`. Each takes 10 to 40 minutes on two cores.
+One run: `pytest -m verify tests/verify/test_real_model.py -k "grpo_lora and seed1"`. Each takes 10
+to 40 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -41,12 +43,24 @@ class Task:
     metric: str = ""  # what is measured, where it is not measured by `eval`
     flags: str = ""  # besides the file's
     better: str = "higher"
-    first: float | None = None  # the number before training; None: the first of the metric is from before it
-    at_least: float | None = None  # for the number after training; None: better than before by two standard errors
+    first: float | None = (
+        None  # the number before training; None: the first of the metric is from before it
+    )
+    at_least: float | None = (
+        None  # for the number after training; None: better than before by two standard errors
+    )
 
     def line(self) -> str:
         """Return the command as a user types it."""
-        return " ".join(["openrlhf", self.command, "--config", f"examples/real_model/{self.file}", *self.flags.split()])
+        return " ".join(
+            [
+                "openrlhf",
+                self.command,
+                "--config",
+                f"examples/real_model/{self.file}",
+                *self.flags.split(),
+            ]
+        )
 
 
 SUMS = "sums solved: pass@1 at temperature 1"
@@ -54,8 +68,12 @@ ASYNC = "--train.async_enable --algo.advantage.is_correction_enable"
 LORA = "--ds.lora.rank 16 --actor.adam.lr 2e-4"
 RUNS = {
     "grpo": Task(command="ppo", file="grpo.yaml", measured=SUMS, curve="train/score"),
-    "grpo_async": Task(command="ppo", file="grpo.yaml", measured=SUMS, curve="train/score", flags=ASYNC),
-    "grpo_lora": Task(command="ppo", file="grpo.yaml", measured=SUMS, curve="train/score", flags=LORA),
+    "grpo_async": Task(
+        command="ppo", file="grpo.yaml", measured=SUMS, curve="train/score", flags=ASYNC
+    ),
+    "grpo_lora": Task(
+        command="ppo", file="grpo.yaml", measured=SUMS, curve="train/score", flags=LORA
+    ),
     "sft_lora": Task(
         command="sft",
         file="sft_lora.yaml",
@@ -82,14 +100,18 @@ RUNS = {
         first=0.5,
         at_least=0.6,
     ),
-    "ppo": Task(command="ppo", file="ppo.yaml", measured="reward of the reward model", curve="train/reward"),
+    "ppo": Task(
+        command="ppo", file="ppo.yaml", measured="reward of the reward model", curve="train/reward"
+    ),
 }
 
 
 def openrlhf(*words: str | Path, said: str | None = None) -> str:
     """Run a command as a user would. Returns what it printed."""
     command = [sys.executable, "-m", "openrlhf.cli.main", *map(str, words)]
-    finished = subprocess.run(command, cwd=ROOT, check=True, text=True, input=said, stdout=subprocess.PIPE)
+    finished = subprocess.run(
+        command, cwd=ROOT, check=True, text=True, input=said, stdout=subprocess.PIPE
+    )
     return finished.stdout
 
 
@@ -102,8 +124,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_data(source: Path, folder: Path, model: Path, seed: int) -> None:
     """Write the rows that the runs of a seed train on and are measured with."""
-    for script, *words in (("task.py", folder / "sums"), ("data.py", source, folder, "--model", model)):
-        subprocess.run([sys.executable, EXAMPLE / script, *map(str, words), "--seed", str(seed)], check=True)
+    for script, *words in (
+        ("task.py", folder / "sums"),
+        ("data.py", source, folder, "--model", model),
+    ):
+        subprocess.run(
+            [sys.executable, EXAMPLE / script, *map(str, words), "--seed", str(seed)], check=True
+        )
 
 
 def places(task: Task, model: Path, data: Path, out: Path) -> list[str | Path]:
@@ -117,7 +144,12 @@ def places(task: Task, model: Path, data: Path, out: Path) -> list[str | Path]:
         out / "ckpt",
     ]
     if task.file == "grpo.yaml":
-        flags += ["--data.prompt_dataset", data / "sums/prompts.jsonl", "--eval.dataset", data / "sums/held_out.jsonl"]
+        flags += [
+            "--data.prompt_dataset",
+            data / "sums/prompts.jsonl",
+            "--eval.dataset",
+            data / "sums/held_out.jsonl",
+        ]
     elif task.file == "ppo.yaml":
         flags += ["--data.prompt_dataset", data / "pairs/prompts.jsonl"]
         flags += ["--eval.dataset", data / "pairs/held_out_prompts.jsonl"]
@@ -140,10 +172,17 @@ def reward_model(model: Path, data: Path, out: Path) -> Path:
 @pytest.mark.timeout(5400)
 @pytest.mark.parametrize("seed", SEEDS, ids="seed{}".format)
 @pytest.mark.parametrize("name", RUNS)
-def test_a_real_model_learns(name: str, seed: int, model: Path, data_dir: Path, tmp_path: Path) -> None:
+def test_a_real_model_learns(
+    name: str, seed: int, model: Path, data_dir: Path, tmp_path: Path
+) -> None:
     task = RUNS[name]
     make_data(data_dir, tmp_path / "data", model, seed)
-    flags = [*task.flags.split(), *places(task, model, tmp_path / "data", tmp_path), "--train.seed", str(seed)]
+    flags = [
+        *task.flags.split(),
+        *places(task, model, tmp_path / "data", tmp_path),
+        "--train.seed",
+        str(seed),
+    ]
     start = time.monotonic()
     with PeakMemory() as memory:
         openrlhf(task.command, "--config", EXAMPLE / task.file, *flags)
@@ -176,15 +215,28 @@ def merged(model: Path, out: Path) -> Path:
     if not (out / "model" / "adapter_config.json").exists():
         return out / "model"
     openrlhf(
-        "lora_combiner", "--model_path", model, "--lora_path", out / "model", "--output_path", out / "merged", *FLOAT32
+        "lora_combiner",
+        "--model_path",
+        model,
+        "--lora_path",
+        out / "model",
+        "--output_path",
+        out / "merged",
+        *FLOAT32,
     )
     return out / "merged"
 
 
 def answers(before: Path, after: Path) -> list[Answered]:
     """Return what both models say to the same questions, as `interactive_chat` shows it."""
-    questions = [CAPITAL, "What is 8 + 7? Answer with the number only.", "My neighbor is loud at night. What can I do?"]
-    said = {folder: [chat(folder, question) for question in questions] for folder in (before, after)}
+    questions = [
+        CAPITAL,
+        "What is 8 + 7? Answer with the number only.",
+        "My neighbor is loud at night. What can I do?",
+    ]
+    said = {
+        folder: [chat(folder, question) for question in questions] for folder in (before, after)
+    }
     rows = zip(questions, said[before], said[after], strict=True)
     return [Answered(prompt=question, before=old, after=new) for question, old, new in rows]
 
@@ -192,21 +244,30 @@ def answers(before: Path, after: Path) -> list[Answered]:
 def chat(model: Path, question: str) -> str:
     """Return the answer to a question, read by Transformers and drawn at temperature 0."""
     flags = ["--rollout.temperature", "0", "--rollout.max_new_tokens", "48", *FLOAT32]
-    printed = openrlhf("chat", "--model.model_name_or_path", model, *flags, said=f"{question}\n/exit\n")
+    printed = openrlhf(
+        "chat", "--model.model_name_or_path", model, *flags, said=f"{question}\n/exit\n"
+    )
     return printed.split("stops an answer.\n", 1)[1].strip()
 
 
-def measure(task: Task, seed: int, model: Path, trained: Path, out: Path) -> tuple[float, float, float]:
+def measure(
+    task: Task, seed: int, model: Path, trained: Path, out: Path
+) -> tuple[float, float, float]:
     """Return what is measured before and after training, and one standard error of the change.
 
-    What a policy is rewarded for is measured by `eval`: vLLM reads the exported model. Other numbers are those of the run, and
-    the exported model is read by vLLM to answer prompts, or as a reward model to score the pairs again.
+    What a policy is rewarded for is measured by `eval`: vLLM reads the exported model. Other
+    numbers are those of the run, and the exported model is read by vLLM to answer prompts, or as a
+    reward model to score the pairs again.
     """
     if task.command == "ppo":
         before = rewards(task, seed, model, out / "eval-before", out)
         after = rewards(task, seed, trained, out / "eval-after", out)
         changes = [after[prompt] - before[prompt] for prompt in before]
-        return fmean(before.values()), fmean(after.values()), stdev(changes) / math.sqrt(len(changes))
+        return (
+            fmean(before.values()),
+            fmean(after.values()),
+            stdev(changes) / math.sqrt(len(changes)),
+        )
     measured = column(out / "run", task.metric)
     if task.command == "rm":
         [again] = column(score_pairs(trained, out), "eval/eval_default_accuracy")
@@ -238,10 +299,30 @@ def rewards(task: Task, seed: int, policy: Path, run: Path, out: Path) -> dict[s
         words += ["--reward.remote_url", EXAMPLE / "reward.py", "--rollout.max_new_tokens", "16"]
         words += ["--eval.n_samples_per_prompt", "8"]
     else:
-        words += ["--eval.dataset", out / "data/pairs/held_out_prompts.jsonl", "--data.max_len", "160"]
-        words += ["--reward.model_name_or_path", out / "reward/model", "--rollout.max_new_tokens", "48"]
+        words += [
+            "--eval.dataset",
+            out / "data/pairs/held_out_prompts.jsonl",
+            "--data.max_len",
+            "160",
+        ]
+        words += [
+            "--reward.model_name_or_path",
+            out / "reward/model",
+            "--rollout.max_new_tokens",
+            "48",
+        ]
         words += ["--reward.normalize_enable", "--eval.n_samples_per_prompt", "4"]
-    openrlhf("eval", *words, *FLOAT32, "--vllm.num_engines", "2", "--train.seed", str(seed), "--run.dir", run)
+    openrlhf(
+        "eval",
+        *words,
+        *FLOAT32,
+        "--vllm.num_engines",
+        "2",
+        "--train.seed",
+        str(seed),
+        "--run.dir",
+        run,
+    )
     drawn: defaultdict[str, list[float]] = defaultdict(list)
     for row in read_lines(run / "samples.jsonl"):
         drawn[row["prompt"]].append(row["reward"])
@@ -250,7 +331,13 @@ def rewards(task: Task, seed: int, policy: Path, run: Path, out: Path) -> dict[s
 
 def score_pairs(reward: Path, out: Path) -> Path:
     """Let an exported reward model score the held-out pairs. Returns the run folder."""
-    words = ["--task", "rm_accuracy", "--reward.model_name_or_path", reward, "--data.apply_chat_template"]
+    words = [
+        "--task",
+        "rm_accuracy",
+        "--reward.model_name_or_path",
+        reward,
+        "--data.apply_chat_template",
+    ]
     words += ["--eval.dataset", out / "data/pairs/held_out.jsonl", "--data.max_len", "192"]
     openrlhf("eval", *words, *FLOAT32, "--run.dir", out / "eval")
     return out / "eval"
@@ -259,6 +346,20 @@ def score_pairs(reward: Path, out: Path) -> Path:
 def generate(policy: Path, out: Path) -> None:
     """Let vLLM read an exported policy and answer four prompts."""
     words = ["--data.dataset", out / "data/pairs/held_out_prompts.jsonl", "--data.max_samples", "4"]
-    words += ["--model.model_name_or_path", policy, "--data.apply_chat_template", "--rollout.max_new_tokens", "32"]
-    openrlhf("batch_inference", *words, *FLOAT32, "--eval_task", "generate", "--output_path", out / "answers.jsonl")
+    words += [
+        "--model.model_name_or_path",
+        policy,
+        "--data.apply_chat_template",
+        "--rollout.max_new_tokens",
+        "32",
+    ]
+    openrlhf(
+        "batch_inference",
+        *words,
+        *FLOAT32,
+        "--eval_task",
+        "generate",
+        "--output_path",
+        out / "answers.jsonl",
+    )
     assert len((out / "answers.jsonl").read_text().splitlines()) == 4

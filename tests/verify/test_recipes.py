@@ -1,4 +1,6 @@
-"""The recipes of the page on inference, each as a user runs it: its commands one after the other, as they are written."""
+"""The recipes of the page on inference, each as a user runs it: its commands one after the other,
+as they are written.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_the_page_has_three_recipes() -> None:
 
 
 @pytest.mark.parametrize(("name", "block"), RECIPES, ids=NAMES)
-def test_a_recipe_runs_from_its_first_command_to_its_last(name: str, block: str, tmp_path: Path) -> None:
+def test_a_recipe_runs_from_its_first_command_to_its_last(
+    name: str, block: str, tmp_path: Path
+) -> None:
     save_tiny_model(tmp_path / "runs/sft/model", seed=0, **HEADS)
     torch.manual_seed(2)
     save_reward_model(tmp_path / "runs/rm/model", tmp_path / "runs/sft/model")
@@ -59,11 +63,19 @@ def test_a_recipe_runs_from_its_first_command_to_its_last(name: str, block: str,
     asked = [{"input": f"{draw.randint(0, 9999)}="} for _ in range(8)]
     write_rows(tmp_path / "prompts.jsonl", asked)
     if "--output_path answers.jsonl" not in block:  # of the first section of the page
-        write_rows(tmp_path / "answers.jsonl", [{**row, "output": f"{draw.randint(0, 99)}<eos>"} for row in asked])
+        write_rows(
+            tmp_path / "answers.jsonl",
+            [{**row, "output": f"{draw.randint(0, 99)}<eos>"} for row in asked],
+        )
     environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
     environment |= {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     for line in block.replace("\\\n", " ").strip().splitlines():
         done = subprocess.run(
-            command_of(line), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
+            command_of(line),
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=500,
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"

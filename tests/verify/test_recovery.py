@@ -1,6 +1,8 @@
-"""Seconds until a fault is noticed and until the run goes on as before: a table of docs/fault_tolerance.md.
+"""Seconds until a fault is noticed and until the run goes on as before: a table of
+docs/fault_tolerance.md.
 
-The engine hangs and the machine's loss are noticed by deadlines, so their seconds follow from flags and from Ray's settings.
+The engine hangs and the machine's loss are noticed by deadlines, so their seconds follow from flags
+and from Ray's settings.
 """
 
 from __future__ import annotations
@@ -57,11 +59,19 @@ class Watched:
                     return moment
             assert self.process.poll() is None, "".join(line for _, line in self.lines)
             time.sleep(0.02)
-        raise AssertionError(f"{pattern} was not printed:\n" + "".join(line for _, line in self.lines))
+        raise AssertionError(
+            f"{pattern} was not printed:\n" + "".join(line for _, line in self.lines)
+        )
 
     def kill(self, number: signal.Signals, to: str) -> float:
-        """Send a signal to the first process of the run with a name, or to the command itself. Returns the moment."""
-        pids = [each.pid for each in descendants(self.process.pid) if to in each.command] if to else [self.process.pid]
+        """Send a signal to the first process of the run with a name, or to the command itself.
+        Returns the moment.
+        """
+        pids = (
+            [each.pid for each in descendants(self.process.pid) if to in each.command]
+            if to
+            else [self.process.pid]
+        )
         moment = time.monotonic()
         os.kill(pids[0], number)
         return moment
@@ -89,7 +99,8 @@ def put_on_record(fault: str, noticed: float | None, goes_on: float, how: str) -
     head = ["| fault | noticed, s | as before, s | what that is |", "|---|---|---|---|"]
     note = f"`python -m pytest -m verify tests/verify/test_recovery.py`, {versions()}, two cores; a model of 0.1 M parameters, so that only the mechanism counts:"
     PAGE.write_text(
-        before + "\n\n".join([BEGIN, note, "\n".join([*head, *FOUND.values()]), END]) + after, encoding="utf-8"
+        before + "\n\n".join([BEGIN, note, "\n".join([*head, *FOUND.values()]), END]) + after,
+        encoding="utf-8",
     )
 
 
@@ -100,27 +111,39 @@ def put_on_record(fault: str, noticed: float | None, goes_on: float, how: str) -
         ("an engine hangs (`--vllm.hang_timeout 3`)", signal.SIGSTOP, {"vllm.hang_timeout": 3}),
     ],
 )
-def test_an_engine_is_lost(fault: str, number: signal.Signals, more: dict[str, Any], workspace: Path) -> None:
+def test_an_engine_is_lost(
+    fault: str, number: signal.Signals, more: dict[str, Any], workspace: Path
+) -> None:
     folder = workspace / f"engine-{number}"
-    with watched(launch("train_ppo_ray", flags(workspace, folder, **LONG, **more, **{"vllm.num_engines": 2}))) as run:
+    with watched(
+        launch("train_ppo_ray", flags(workspace, folder, **LONG, **more, **{"vllm.num_engines": 2}))
+    ) as run:
         run.wait_for("^step +2/")
         moment = run.kill(number, "RolloutEngine")
         lost = run.wait_for("was lost", after=moment)
         back = run.wait_for("serves again", after=lost)
         run.wait_for("^step ", after=back)
-    put_on_record(fault, lost - moment, back - moment, "the engine serves again; the others went on")
+    put_on_record(
+        fault, lost - moment, back - moment, "the engine serves again; the others went on"
+    )
 
 
 def test_a_training_process_is_killed(workspace: Path) -> None:
     with watched(
-        launch("train_ppo_ray", flags(workspace, workspace / "worker", **LONG, **{"train.max_restarts": 1}))
+        launch(
+            "train_ppo_ray",
+            flags(workspace, workspace / "worker", **LONG, **{"train.max_restarts": 1}),
+        )
     ) as run:
         run.wait_for("^step +2/")
         moment = run.kill(signal.SIGKILL, "WorkerHost")
         lost = run.wait_for("Restart 1 of 1", after=moment)
         back = run.wait_for("^step ", after=lost)
     put_on_record(
-        "a training process is killed", lost - moment, back - moment, "the first step after the newest checkpoint"
+        "a training process is killed",
+        lost - moment,
+        back - moment,
+        "the first step after the newest checkpoint",
     )
 
 
@@ -136,12 +159,19 @@ def test_the_command_is_killed_or_terminated(workspace: Path) -> None:
         assert run.process.wait(timeout=60) == 143
         ended = time.monotonic()
     put_on_record(
-        "the command is killed", None, back - again, "the first step of the command that is started again by hand"
+        "the command is killed",
+        None,
+        back - again,
+        "the first step of the command that is started again by hand",
     )
-    put_on_record("SIGTERM", None, ended - moment, "the step is saved, and all processes have ended")
+    put_on_record(
+        "SIGTERM", None, ended - moment, "the step is saved, and all processes have ended"
+    )
 
 
-def test_a_machine_is_lost(workspace: Path, cluster: tuple[dict[str, str], subprocess.Popen[bytes]]) -> None:
+def test_a_machine_is_lost(
+    workspace: Path, cluster: tuple[dict[str, str], subprocess.Popen[bytes]]
+) -> None:
     variables, second = cluster
     line = submitted(as_arguments(flags(workspace, workspace / "machine", **LONG)))
     with watched(type_in(line, workspace, variables | {"PYTHONUNBUFFERED": "1"})) as run:
@@ -152,5 +182,8 @@ def test_a_machine_is_lost(workspace: Path, cluster: tuple[dict[str, str], subpr
         lost = run.wait_for("was lost", after=moment)
         gone = run.wait_for("The machine of engine . is gone", after=lost)
     put_on_record(
-        "a machine with an engine is gone", lost - moment, gone - moment, "the other engines have its samples"
+        "a machine with an engine is gone",
+        lost - moment,
+        gone - moment,
+        "the other engines have its samples",
     )

@@ -1,4 +1,6 @@
-"""The reward server under load: clients that ask again as soon as they are answered, with and without batching side by side."""
+"""The reward server under load: clients that ask again as soon as they are answered, with and
+without batching side by side.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,10 @@ def save_model(path: Path) -> Path:
 
 def texts_of(count: int) -> list[str]:
     draw = random.Random(0)
-    return ["".join(draw.choices("abcdefghij 0123456789", k=draw.randint(20, 200))) + "<eos>" for _ in range(count)]
+    return [
+        "".join(draw.choices("abcdefghij 0123456789", k=draw.randint(20, 200))) + "<eos>"
+        for _ in range(count)
+    ]
 
 
 async def load(url: str, texts: list[str], clients: int, cell: Cell) -> list[float]:
@@ -93,7 +98,10 @@ def test_batching_changes_no_score_and_what_it_gains_is_recorded(tmp_path: Path)
     model, texts = save_model(tmp_path), texts_of(REQUESTS)
     cells = {(clients, name): Cell([]) for clients in CLIENTS for name in SERVERS}
     with ExitStack() as running:
-        urls = {name: running.enter_context(reward_model_server(model, **flags)).url for name, flags in SERVERS.items()}
+        urls = {
+            name: running.enter_context(reward_model_server(model, **flags)).url
+            for name, flags in SERVERS.items()
+        }
         for url in urls.values():
             asyncio.run(load(url, texts[:64], 8, Cell([])))  # warm
         share = REQUESTS // ROUNDS
@@ -101,7 +109,8 @@ def test_batching_changes_no_score_and_what_it_gains_is_recorded(tmp_path: Path)
             asked = texts[number * share : (number + 1) * share]
             for clients in CLIENTS:
                 answers = {
-                    name: asyncio.run(load(url, asked, clients, cells[clients, name])) for name, url in urls.items()
+                    name: asyncio.run(load(url, asked, clients, cells[clients, name]))
+                    for name, url in urls.items()
                 }
                 first, *others = answers.values()
                 assert all(scores == pytest.approx(first, abs=1e-5) for scores in others)

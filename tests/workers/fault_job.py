@@ -43,7 +43,12 @@ def rows_of(strategy: Strategy) -> list[int]:
 def step(policy: PolicyWorker, experience: Experience) -> dict[str, float]:
     """One optimizer step over all rows; its metrics on this rank."""
     rows = rows_of(policy.strategy)
-    job = PolicyUpdate(experience=experience.select(rows), steps=[list(range(len(rows)))], kl_coef=KL_COEF, version=1)
+    job = PolicyUpdate(
+        experience=experience.select(rows),
+        steps=[list(range(len(rows)))],
+        kl_coef=KL_COEF,
+        version=1,
+    )
     return values(policy.update(job))
 
 
@@ -57,14 +62,20 @@ def error_of(call: Callable[[], object], strategy: Strategy) -> list[str]:
 
 
 def settings_with(max_nonfinite: int, load: LoadSpec) -> RoleSettings:
-    """Settings under which so many skipped steps in a row end the run; the critic begins as the policy."""
+    """Settings under which so many skipped steps in a row end the run; the critic begins as the
+    policy.
+    """
     settings = role_settings(load, LIMITS)
     same = {"actor.model_name_or_path": load.path, "critic.model_name_or_path": load.path}
-    return replace(settings, config=amend(settings.config, {"train.max_nonfinite": max_nonfinite, **same}))
+    return replace(
+        settings, config=amend(settings.config, {"train.max_nonfinite": max_nonfinite, **same})
+    )
 
 
 def policy_faults(strategy: Strategy, load: LoadSpec) -> dict[str, Any]:
-    """A step that is skipped, a healthy one, and then broken losses in one policy, broken gradients in another."""
+    """A step that is skipped, a healthy one, and then broken losses in one policy, broken gradients
+    in another.
+    """
     policy, healthy = (Policy(strategy, settings_with(most, load)) for most in (2, 1))
     clean, broken = batch(), replace(batch(), advantages=poison(batch().advantages, NAN))
     step(healthy, clean)
@@ -86,8 +97,12 @@ def policy_faults(strategy: Strategy, load: LoadSpec) -> dict[str, Any]:
 
     step(healthy, clean)
     parameter = dict(healthy.engine.module.named_parameters())[BROKEN]
-    parameter.register_hook(lambda gradient: gradient * NAN if strategy.rank == strategy.dp_size - 1 else gradient)
-    outcome["gradient errors"] = [error_of(lambda: step(healthy, clean), strategy) for _ in range(2)]
+    parameter.register_hook(
+        lambda gradient: gradient * NAN if strategy.rank == strategy.dp_size - 1 else gradient
+    )
+    outcome["gradient errors"] = [
+        error_of(lambda: step(healthy, clean), strategy) for _ in range(2)
+    ]
     return outcome
 
 
@@ -110,7 +125,9 @@ def main() -> None:
     for stage in stages:
         strategy = strategy_of(stage)
         load = load_spec(path=model, param_dtype="fp32", attention="sdpa", packing=True)
-        results[stage] = policy_faults(strategy, load) | {"critic errors": critic_fault(strategy, load)}
+        results[stage] = policy_faults(strategy, load) | {
+            "critic errors": critic_fault(strategy, load)
+        }
     if torch.distributed.get_rank() == 0:
         torch.save(results, out)
     torch.distributed.barrier()

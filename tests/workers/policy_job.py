@@ -1,4 +1,6 @@
-"""One rank of the worker tests: a policy and its reference score and update the same batch in every layout asked for."""
+"""One rank of the worker tests: a policy and its reference score and update the same batch in every
+layout asked for.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,13 @@ TEMPERATURE = 0.8
 KL_COEF, ENTROPY_COEF, PTX_COEF, CLIP = 0.1, 0.05, 0.3, 0.2
 BAND = (0.7, 0.95)  # of π_old ÷ π_rollout, whose logarithm is −0.2 ± 0.3 here
 MAX_RESPONSE = 16  # L of constant aggregation
-TEXTS = [[5, 9, 7, 30, 11], [12, 8], [40, 41, 42, 43, 44, 45, 46]]  # plain text, of two ranks one has a single row
-# A large epsilon makes AdamW nearly linear in the gradient, so that weights compare as tightly as gradients do.
+TEXTS = [
+    [5, 9, 7, 30, 11],
+    [12, 8],
+    [40, 41, 42, 43, 44, 45, 46],
+]  # plain text, of two ranks one has a single row
+# A large epsilon makes AdamW nearly linear in the gradient, so that weights compare as tightly as
+# gradients do.
 ACTOR = ActorConfig(
     adam=AdamConfig(lr=1.0, eps=1.0),
     lr_scheduler="constant",
@@ -57,7 +64,9 @@ ALGO = AlgoConfig(
 
 
 def batch() -> Experience:
-    """Nine rows of different lengths with gaps in their action masks, the same in every process. Three begin alike each."""
+    """Nine rows of different lengths with gaps in their action masks, the same in every process.
+    Three begin alike each.
+    """
     draw = torch.Generator().manual_seed(0)
     tokens, rows = sum(LENGTHS), len(LENGTHS)
     offsets = offsets_of(LENGTHS)
@@ -84,7 +93,9 @@ def batch() -> Experience:
 def text(rows: list[int]) -> TokenRows:
     """Some of `TEXTS`: every token but the first is a target."""
     tokens = [TEXTS[row] for row in rows]
-    return TokenRows.from_lists(tokens, [[place > 0 for place in range(len(row))] for row in tokens])
+    return TokenRows.from_lists(
+        tokens, [[place > 0 for place in range(len(row))] for row in tokens]
+    )
 
 
 def score(worker: Any, strategy: Strategy, experience: Experience) -> torch.Tensor:
@@ -113,7 +124,9 @@ def role_settings(
             max_tokens_per_gpu=tokens,
         ),
         train=RLTrainConfig(
-            micro_batch_size=limits.size, dynamic_batch_enable=tokens is not None, max_tokens_per_gpu=tokens or 1
+            micro_batch_size=limits.size,
+            dynamic_batch_enable=tokens is not None,
+            max_tokens_per_gpu=tokens or 1,
         ),
         ds=RLDeepSpeedConfig(packing_samples=limits.packed),
         vllm=VLLMConfig(dtype="fp32"),
@@ -136,7 +149,9 @@ def limits_of(name: str) -> MicroBatchLimits:
 
 def strategy_of(name: str) -> Strategy:
     """`zero2`: float32 under ZeRO stage 2."""
-    return Strategy(DeepSpeedConfig(zero_stage=int(name.removeprefix("zero")), param_dtype="fp32"), seed=0)
+    return Strategy(
+        DeepSpeedConfig(zero_stage=int(name.removeprefix("zero")), param_dtype="fp32"), seed=0
+    )
 
 
 def update(policy: PolicyWorker, experience: Experience) -> Metrics:
@@ -144,7 +159,9 @@ def update(policy: PolicyWorker, experience: Experience) -> Metrics:
     strategy = policy.strategy
     plans = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)
     plan = plans[strategy.rank]
-    texts = [text(share([len(row) for row in TEXTS], range(len(TEXTS)), strategy.dp_size)[strategy.rank])]
+    texts = [
+        text(share([len(row) for row in TEXTS], range(len(TEXTS)), strategy.dp_size)[strategy.rank])
+    ]
     job = PolicyUpdate(
         experience=experience.select(plan.rows),
         steps=plan.steps,
@@ -157,7 +174,11 @@ def update(policy: PolicyWorker, experience: Experience) -> Metrics:
 
 def weights_of(policy: PolicyWorker) -> dict[str, torch.Tensor]:
     """What a publication would send."""
-    return {name: tensor.clone() for bucket in policy.engine.full_parameters(1 << 14) for name, tensor in bucket}
+    return {
+        name: tensor.clone()
+        for bucket in policy.engine.full_parameters(1 << 14)
+        for name, tensor in bucket
+    }
 
 
 def run(strategy: Strategy, model: str, limits: MicroBatchLimits, packing: bool) -> dict[str, Any]:
@@ -181,7 +202,9 @@ def run(strategy: Strategy, model: str, limits: MicroBatchLimits, packing: bool)
 
 
 def main() -> None:
-    """Arguments: model folder, output folder, then layouts like `zero2-rows3-packed` or `zero3-tokens20-padded`."""
+    """Arguments: model folder, output folder, then layouts like `zero2-rows3-packed` or
+    `zero3-tokens20-padded`.
+    """
     model, out, *layouts = sys.argv[1:]
     results = {}
     for layout in layouts:

@@ -1,4 +1,6 @@
-"""One rank of the split tests: the policy takes an update in every layout and with every objective asked for."""
+"""One rank of the split tests: the policy takes an update in every layout and with every objective
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,12 @@ CORRECTIONS = {
 
 
 def objective_of(loss: str, aggregation: str) -> tuple[ActorConfig, AlgoConfig]:
-    actor = replace(ACTOR, policy_loss_type=loss, eps_clip_low_high=(CLIPS[loss], 1.5 * CLIPS[loss]))
-    return actor, replace(ALGO, correction=CORRECTIONS[loss], loss=LossConfig(aggregation=aggregation))
+    actor = replace(
+        ACTOR, policy_loss_type=loss, eps_clip_low_high=(CLIPS[loss], 1.5 * CLIPS[loss])
+    )
+    return actor, replace(
+        ALGO, correction=CORRECTIONS[loss], loss=LossConfig(aggregation=aggregation)
+    )
 
 
 def experience() -> Experience:
@@ -53,7 +59,9 @@ def main() -> None:
     for layout in layouts:
         stage, limit, shape, loss, aggregation = layout.split("-")
         strategy = strategy_of(stage)
-        load = load_spec(path=model, param_dtype="fp32", attention="sdpa", packing=shape == "packed")
+        load = load_spec(
+            path=model, param_dtype="fp32", attention="sdpa", packing=shape == "packed"
+        )
         limits = replace(limits_of(limit), packed=load.ds.packing_samples)
         policy = Policy(strategy, role_settings(load, limits, *objective_of(loss, aggregation)))
         metrics = update(policy, experience())

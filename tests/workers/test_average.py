@@ -25,8 +25,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_export_is_the_average_over_the_steps_that_were_applied(folder: Path, case: str) -> None:
-    """p̄ ← β p̄ + (1 − β) p, from the first weights on; a step with a gradient that is NaN does not count."""
+def test_the_export_is_the_average_over_the_steps_that_were_applied(
+    folder: Path, case: str
+) -> None:
+    """p̄ ← β p̄ + (1 − β) p, from the first weights on; a step with a gradient that is NaN does not
+    count.
+    """
     start, *path = torch.load(folder / case / "path.pt")
     exported = load_file(folder / case / "whole/model.safetensors")
     assert exported.keys() == start.keys()
@@ -35,7 +39,9 @@ def test_the_export_is_the_average_over_the_steps_that_were_applied(folder: Path
         average = weight.double()
         for later in path:
             average = BETA * average + (1 - BETA) * later[name].double()
-        torch.testing.assert_close(exported[name].double(), average, atol=1e-7, rtol=rounding, msg=name)
+        torch.testing.assert_close(
+            exported[name].double(), average, atol=1e-7, rtol=rounding, msg=name
+        )
         assert exported[name].dtype == (torch.bfloat16 if case.endswith("bf16") else torch.float32)
     moved = [float((path[-1][name].float() - exported[name].float()).abs().max()) for name in start]
     assert max(moved) > 1e-3
@@ -50,7 +56,9 @@ def test_a_resumed_run_exports_the_bytes_of_an_unbroken_one(folder: Path, case: 
 @pytest.mark.parametrize("case", ADAPTED)
 def test_adapters_are_averaged_exported_and_resumed_alike(folder: Path, case: str) -> None:
     """The checkpoint has the adapters and their optimizer's state, and no frozen weight."""
-    whole, resumed = (folder / case / run / "adapter_model.safetensors" for run in ("whole", "resumed"))
+    whole, resumed = (
+        folder / case / run / "adapter_model.safetensors" for run in ("whole", "resumed")
+    )
     assert whole.read_bytes() == resumed.read_bytes()
     start, *_, end = torch.load(folder / case / "path.pt")
     adapted = [name for name in start if not torch.equal(start[name], end[name])]

@@ -33,11 +33,17 @@ def test_the_mismatch_by_hand() -> None:
     )
 
 
-@given(block=st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.booleans()), min_size=1, max_size=12))
+@given(
+    block=st.lists(
+        st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.booleans()), min_size=1, max_size=12
+    )
+)
 def test_the_mismatch_agrees_with_the_reference(block: list[tuple[float, float, bool]]) -> None:
     old, rollout, mask = ([list(column)] for column in zip(*block, strict=True))
     exact = (torch.tensor([column], dtype=torch.float64) for column in (*old, *rollout))
-    seen = mismatch_metrics(*exact, torch.tensor(mask), torch.zeros(1, len(block), dtype=torch.bool))
+    seen = mismatch_metrics(
+        *exact, torch.tensor(mask), torch.zeros(1, len(block), dtype=torch.bool)
+    )
     tokens, kl, gap, largest, ratio = policy.mismatch(old, rollout, mask)
     assert seen["train/logprob_gap_max"].value == pytest.approx(largest)
     for name, total in {"vllm_kl": kl, "logprob_gap_mean": gap, "rollout_ratio": ratio}.items():
@@ -49,5 +55,9 @@ def test_the_mismatch_agrees_with_the_reference(block: list[tuple[float, float, 
 def test_the_mismatch_of_nothing_is_nothing() -> None:
     empty = torch.zeros(2, 3)
     none = torch.zeros(2, 3, dtype=torch.bool)
-    means = [metric for metric in mismatch_metrics(empty, empty, none, none).values() if isinstance(metric, Mean)]
+    means = [
+        metric
+        for metric in mismatch_metrics(empty, empty, none, none).values()
+        if isinstance(metric, Mean)
+    ]
     assert {(mean.sum, mean.count) for mean in means} == {(0.0, 0)}

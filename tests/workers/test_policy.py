@@ -29,7 +29,12 @@ from tests.workers.policy_job import (
     batch,
 )
 
-LAYOUTS = ["zero0-rows3-padded", "zero2-rows2-packed", "zero2-tokens20-packed", "zero3-rows3-padded"]
+LAYOUTS = [
+    "zero0-rows3-padded",
+    "zero2-rows2-packed",
+    "zero2-tokens20-packed",
+    "zero3-rows3-padded",
+]
 Row = tuple[Tensor, Tensor, Tensor]  # log π, entropies and mask of a row, float64
 
 
@@ -39,7 +44,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def results(request: pytest.FixtureRequest, model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(
+    request: pytest.FixtureRequest, model: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """What every layout came to, with one and with two ranks."""
     out = tmp_path_factory.mktemp("out")
     run_ranks(request.param, "tests.workers.policy_job", model, str(out), *LAYOUTS)
@@ -59,10 +66,16 @@ def scores(hf: PreTrainedModel, row: int) -> Row:
 
 @pytest.fixture(scope="module")
 def plain(model: str) -> dict[str, Any]:
-    """Scores before, three optimizer steps and their metrics: one row at a time, nothing of ours but the plan."""
+    """Scores before, three optimizer steps and their metrics: one row at a time, nothing of ours
+    but the plan.
+    """
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     optimizer = torch.optim.AdamW(
-        hf.parameters(), lr=ACTOR.adam.lr, betas=ACTOR.adam.betas, eps=ACTOR.adam.eps, weight_decay=0
+        hf.parameters(),
+        lr=ACTOR.adam.lr,
+        betas=ACTOR.adam.betas,
+        eps=ACTOR.adam.eps,
+        weight_decay=0,
     )
     with torch.no_grad():
         before = [scores(hf, row)[0] for row in range(len(LENGTHS))]
@@ -83,7 +96,8 @@ def plain(model: str) -> dict[str, Any]:
     tokens = sums.pop("tokens")
     return {
         "before": torch.cat(before),
-        "means": {name: value / tokens for name, value in sums.items()} | {"text": math.fsum(texts) / len(texts)},
+        "means": {name: value / tokens for name, value in sums.items()}
+        | {"text": math.fsum(texts) / len(texts)},
         "norm": norm,
         "weights": dict(hf.named_parameters()),
     }
@@ -111,7 +125,10 @@ def step_terms(hf: PreTrainedModel, row: int, ref: Tensor) -> tuple[Any, ...]:
 def text_nll(hf: PreTrainedModel) -> Tensor:
     """Mean negative log-likelihood of the plain text, at temperature 1."""
     tables = [torch.log_softmax(hf(torch.tensor([row])).logits[0, :-1], -1) for row in TEXTS]
-    chosen = [table.gather(1, torch.tensor(row[1:])[:, None]) for table, row in zip(tables, TEXTS, strict=True)]
+    chosen = [
+        table.gather(1, torch.tensor(row[1:])[:, None])
+        for table, row in zip(tables, TEXTS, strict=True)
+    ]
     return -torch.cat(chosen).mean()
 
 
@@ -126,11 +143,15 @@ def test_the_reference_of_these_tests_agrees_with_the_papers_loop(model: str) ->
     terms = reference.ppo(*(column.tolist() for column in columns), CLIP, CLIP, None)
     sampled = one.old_logprobs.tolist(), one.rollout_logprobs.tolist(), mask.tolist()
     trust = reference.correction(*sampled, "token", "clip", *BAND)
-    assert float(surrogate) == pytest.approx(math.fsum(t * w for t, w in zip(terms, trust, strict=True)))
+    assert float(surrogate) == pytest.approx(
+        math.fsum(t * w for t, w in zip(terms, trust, strict=True))
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_scores_are_those_of_plain_transformers(results: dict[str, Any], plain: dict[str, Any], layout: str) -> None:
+def test_scores_are_those_of_plain_transformers(
+    results: dict[str, Any], plain: dict[str, Any], layout: str
+) -> None:
     sampled = batch().action_mask
     for name in ("before", "reference"):
         scored = results[layout][name].double()
@@ -153,18 +174,24 @@ def test_an_update_does_not_depend_on_ranks_stage_micro_batches_or_packing(
     weights = results[layout]["weights"]
     assert weights.keys() == plain["weights"].keys()
     for name, weight in weights.items():
-        torch.testing.assert_close(weight.double(), plain["weights"][name], atol=5e-6, rtol=0, msg=name)
+        torch.testing.assert_close(
+            weight.double(), plain["weights"][name], atol=5e-6, rtol=0, msg=name
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_update_moves_the_policy_and_leaves_the_reference(results: dict[str, Any], layout: str) -> None:
+def test_an_update_moves_the_policy_and_leaves_the_reference(
+    results: dict[str, Any], layout: str
+) -> None:
     result = results[layout]
     assert torch.equal(result["reference"], result["reference after"])
     assert (result["after"] - result["before"]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_mismatch_with_the_engine_is_measured_against_the_old_policy(results: dict[str, Any], layout: str) -> None:
+def test_the_mismatch_with_the_engine_is_measured_against_the_old_policy(
+    results: dict[str, Any], layout: str
+) -> None:
     experience = batch()
     assert experience.old_logprobs is not None
     gap = (experience.old_logprobs - experience.rollout_logprobs)[experience.action_mask]
@@ -179,7 +206,9 @@ def test_the_mismatch_with_the_engine_is_measured_against_the_old_policy(results
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_export_loads_in_plain_transformers_with_the_trained_weights(results: dict[str, Any], layout: str) -> None:
+def test_the_export_loads_in_plain_transformers_with_the_trained_weights(
+    results: dict[str, Any], layout: str
+) -> None:
     folder: Path = results[layout]["folder"]
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for name, parameter in hf.named_parameters():

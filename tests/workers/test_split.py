@@ -1,7 +1,9 @@
-"""An optimizer step through the real worker and the real window does not depend on how it was split.
+"""An optimizer step through the real worker and the real window does not depend on how it was
+split.
 
-Ranks × ZeRO stages × micro-batches × packing × objectives, against one plain float64 loop over rows and whole logits.
-The one part of a loss that may depend on the split is a mixture-of-experts model's own auxiliary loss; it is not here.
+Ranks × ZeRO stages × micro-batches × packing × objectives, against one plain float64 loop over rows
+and whole logits. The one part of a loss that may depend on the split is a mixture-of-experts
+model's own auxiliary loss; it is not here.
 """
 
 from __future__ import annotations
@@ -21,14 +23,30 @@ from openrlhf.trainers.update_plan import plan_update
 from tests.ranks import run_ranks
 from tests.reference import policy as reference
 from tests.tiny import save_tiny_model
-from tests.workers.policy_job import ACTOR, BATCH_SIZE, ENTROPY_COEF, KL_COEF, LENGTHS, MAX_RESPONSE, PTX_COEF
+from tests.workers.policy_job import (
+    ACTOR,
+    BATCH_SIZE,
+    ENTROPY_COEF,
+    KL_COEF,
+    LENGTHS,
+    MAX_RESPONSE,
+    PTX_COEF,
+)
 from tests.workers.split_job import CLIPS, CORRECTIONS, OBJECTIVES, experience
 from tests.workers.test_policy import scores, text_nll
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
-LIMITS = ("rows1", "rows3", "rows9", "tokens20")  # tokens20: rows in another order, micro-batches of uneven row counts
+LIMITS = (
+    "rows1",
+    "rows3",
+    "rows9",
+    "tokens20",
+)  # tokens20: rows in another order, micro-batches of uneven row counts
 SHAPES = ("packed", "padded")
-MATRIX = ["-".join((*layout, *objective)) for *layout, objective in product(STAGES, LIMITS, SHAPES, OBJECTIVES)]
+MATRIX = [
+    "-".join((*layout, *objective))
+    for *layout, objective in product(STAGES, LIMITS, SHAPES, OBJECTIVES)
+]
 # Every stage, limit and shape, and every objective once.
 SLICE = [
     "zero0-rows9-padded-ppo-token",
@@ -53,14 +71,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def plain(model: str) -> dict[tuple[str, str], Outcome]:
-    """What the update comes to under each objective: row by row, nothing of ours but the rows of each step."""
+    """What the update comes to under each objective: row by row, nothing of ours but the rows of
+    each step.
+    """
     return {objective: plain_update(model, *objective) for objective in OBJECTIVES}
 
 
 def plain_update(model: str, loss: str, aggregation: str) -> Outcome:
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     adam = ACTOR.adam
-    optimizer = torch.optim.AdamW(hf.parameters(), lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=0)
+    optimizer = torch.optim.AdamW(
+        hf.parameters(), lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=0
+    )
     [plan] = plan_update(LENGTHS, ranks=1, batch_size=BATCH_SIZE, epochs=1, seed=0)
     policy_sum, count, norm = 0.0, 0.0, math.nan
     for step in plan.steps:
@@ -73,7 +95,9 @@ def plain_update(model: str, loss: str, aggregation: str) -> Outcome:
         else:
             policy, share = sum(terms.sum() / MAX_RESPONSE for terms, _ in rows), len(rows)
         optimizer.zero_grad()
-        (policy / share + sum(extra for _, extra in rows) / tokens + PTX_COEF * text_nll(hf)).backward()
+        (
+            policy / share + sum(extra for _, extra in rows) / tokens + PTX_COEF * text_nll(hf)
+        ).backward()
         norm = float(torch.nn.utils.clip_grad_norm_(hf.parameters(), ACTOR.max_norm))
         optimizer.step()
         policy_sum, count = policy_sum + torch.as_tensor(policy).item(), count + share
@@ -81,11 +105,17 @@ def plain_update(model: str, loss: str, aggregation: str) -> Outcome:
 
 
 def row_terms(hf: PreTrainedModel, row: int, loss: str) -> tuple[Tensor, Tensor]:
-    """The corrected policy loss of each sampled token of a row, from the papers; and the row's sum of β·k3 − c·H."""
+    """The corrected policy loss of each sampled token of a row, from the papers; and the row's sum
+    of β·k3 − c·H.
+    """
     one = experience().select([row])
-    assert one.advantages is not None and one.old_logprobs is not None and one.ref_logprobs is not None
+    assert (
+        one.advantages is not None and one.old_logprobs is not None and one.ref_logprobs is not None
+    )
     logprobs, entropies, mask = scores(hf, row)
-    advantages, old, ref = (column.double()[mask] for column in (one.advantages, one.old_logprobs, one.ref_logprobs))
+    advantages, old, ref = (
+        column.double()[mask] for column in (one.advantages, one.old_logprobs, one.ref_logprobs)
+    )
     logprobs = logprobs[mask]
     low, high = 1 - CLIPS[loss], 1 + 1.5 * CLIPS[loss]
     ratio = (logprobs - old).exp()
@@ -116,11 +146,15 @@ def test_the_plain_loop_of_these_tests_agrees_with_the_reference(model: str, los
     with torch.no_grad():
         terms, _ = row_terms(hf, 3, loss)
         columns = (scores(hf, 3)[0], one.old_logprobs, one.advantages, one.action_mask)
-    expected = getattr(reference, loss)(*(column.tolist() for column in columns), CLIPS[loss], 1.5 * CLIPS[loss], None)
+    expected = getattr(reference, loss)(
+        *(column.tolist() for column in columns), CLIPS[loss], 1.5 * CLIPS[loss], None
+    )
     mask = one.action_mask.tolist()
     sampled = one.old_logprobs.tolist(), one.rollout_logprobs.tolist(), mask
     trust = reference.correction(*sampled, *axes_of(CORRECTIONS[loss]))
-    assert terms.tolist() == pytest.approx([x * w for x, w, acts in zip(expected, trust, mask, strict=True) if acts])
+    assert terms.tolist() == pytest.approx(
+        [x * w for x, w, acts in zip(expected, trust, mask, strict=True) if acts]
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -139,8 +173,12 @@ def test_every_layout_comes_to_the_same_loss_and_weights(
     compare(model, plain, ranks, MATRIX, tmp_path)
 
 
-def compare(model: str, plain: dict[tuple[str, str], Outcome], ranks: int, layouts: list[str], folder: Path) -> None:
-    run_ranks(ranks, "tests.workers.split_job", model, str(folder / "results.pt"), *layouts, timeout=3000)
+def compare(
+    model: str, plain: dict[tuple[str, str], Outcome], ranks: int, layouts: list[str], folder: Path
+) -> None:
+    run_ranks(
+        ranks, "tests.workers.split_job", model, str(folder / "results.pt"), *layouts, timeout=3000
+    )
     results = torch.load(folder / "results.pt")
     assert list(results) == layouts
     for layout, result in results.items():
@@ -156,7 +194,9 @@ def compare(model: str, plain: dict[tuple[str, str], Outcome], ranks: int, layou
             assert difference < WEIGHT, f"{layout}: {name} differs by {difference:.1e}"
 
 
-def test_objectives_and_steps_differ_enough_to_be_told_apart(plain: dict[tuple[str, str], Outcome]) -> None:
+def test_objectives_and_steps_differ_enough_to_be_told_apart(
+    plain: dict[tuple[str, str], Outcome],
+) -> None:
     """Otherwise the comparisons above would say nothing."""
     weights = [outcome["weights"]["model.embed_tokens.weight"] for outcome in plain.values()]
     for i, first in enumerate(weights):

@@ -50,7 +50,9 @@ def test_a_placeholder_follows_each_step() -> None:
 
 def test_the_rewards_of_steps_are_parts_of_the_reward() -> None:
     """Beside a reward model and a rule, each with its weight."""
-    came = combined(episode(reward=3.0, score=3.0, actions=4), [10.0], [1.0, 2.0, 0.5], [0, 0.25, 0, 0.5])
+    came = combined(
+        episode(reward=3.0, score=3.0, actions=4), [10.0], [1.0, 2.0, 0.5], [0, 0.25, 0, 0.5]
+    )
     assert came.reward == pytest.approx(10 + 2 * 0.75 + 1.5)
     assert came.turn_rewards == ((1, 0.5), (3, 1.0))
     assert came.extra_logs["reward_model_2"] == 0.75

@@ -27,7 +27,9 @@ class AgentExecutor(OpenAIAgentExecutor):
             )
             [choice] = answer.choices
             assert (
-                len(choice.logprobs.content) == answer.usage.completion_tokens == len(choice.model_extra["token_ids"])
+                len(choice.logprobs.content)
+                == answer.usage.completion_tokens
+                == len(choice.model_extra["token_ids"])
             )
             messages += [choice.message, {"role": "user", "content": "+1"}]
         return {"reward": 1.0, "scores": 0.5, "extra_logs": {"turns": 3}}
@@ -51,7 +53,9 @@ class AgentExecutor(OpenAIAgentExecutor):
         assert counted["count"] == len(counted["tokens"])
         assert counted["max_model_len"] == model.model_extra["max_model_len"]
         assert httpx.post(f"{root}/tokenize", json={"prompt": "12"}).json()["count"] == 2
-        first, again = (client.chat.completions.create(model="any", messages=chat) for _ in range(2))
+        first, again = (
+            client.chat.completions.create(model="any", messages=chat) for _ in range(2)
+        )
         assert first.choices == again.choices
         return counted["count"]
 
@@ -74,14 +78,18 @@ class AgentExecutor(OpenAIAgentExecutor):
         assert refused == ["invalid_request", "context_length_exceeded", "invalid_request"], refused
         elsewhere = client.with_options(base_url=self.session_url("nowhere"))
         try:
-            elsewhere.chat.completions.create(model="any", messages=[{"role": "user", "content": "1"}])
+            elsewhere.chat.completions.create(
+                model="any", messages=[{"role": "user", "content": "1"}]
+            )
         except BadRequestError as error:
             assert "there is no session 'nowhere'" in error.message
         client.chat.completions.create(model="any", messages=[{"role": "user", "content": "1"}])
         return 1.0
 
     def give_up(self, client, prompt, session_id):
-        """The client does not wait for its second answer; what it left behind ends with the episode."""
+        """The client does not wait for its second answer; what it left behind ends with the
+        episode.
+        """
         messages = [{"role": "user", "content": prompt}]
         first = client.chat.completions.create(model="any", messages=messages)
         requests = self._sessions[session_id].requests

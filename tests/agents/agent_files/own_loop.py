@@ -1,4 +1,6 @@
-"""An executor with a loop of its own, with vLLM's classes, an environment that is closed, and rewards of turns."""
+"""An executor with a loop of its own, with vLLM's classes, an environment that is closed, and
+rewards of turns.
+"""
 
 import copy
 
@@ -45,9 +47,14 @@ class AgentExecutor(AgentExecutorBase):
             await arguments["llm_engine"].generate([], params)
         except EngineRefusal as refusal:
             assert "a prompt of 0 tokens" in str(refusal)
-        answer = await arguments["llm_engine"].generate(prompt_token_ids=tokens, sampling_params=params)
+        answer = await arguments["llm_engine"].generate(
+            prompt_token_ids=tokens, sampling_params=params
+        )
         output = answer.outputs[0]
-        chosen = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
+        chosen = [
+            entry[token].logprob
+            for token, entry in zip(output.token_ids, output.logprobs, strict=True)
+        ]
         return {
             "prompt": arguments["prompt"],
             "label": arguments["label"],

@@ -1,4 +1,6 @@
-"""An executor with an OpenAI-compatible server of its own, in a thread, in front of the engine of the first episode."""
+"""An executor with an OpenAI-compatible server of its own, in a thread, in front of the engine of
+the first episode.
+"""
 
 import socket
 import threading
@@ -23,17 +25,26 @@ class AgentExecutor(AgentExecutorBase):
             body = await request.json()
             trace = self.traces.setdefault(body["session_id"], [])
             tokens = trace[-1][0] + list(trace[-1][1].token_ids) if trace else []
-            tokens += tokenizer(body["messages"][-1]["content"], add_special_tokens=False)["input_ids"]
-            sampling_params = SamplingParams(max_tokens=body["max_tokens"], temperature=body["temperature"], logprobs=1)
+            tokens += tokenizer(body["messages"][-1]["content"], add_special_tokens=False)[
+                "input_ids"
+            ]
+            sampling_params = SamplingParams(
+                max_tokens=body["max_tokens"], temperature=body["temperature"], logprobs=1
+            )
             output = (await engine.generate(tokens, sampling_params)).outputs[0]
             trace.append((tokens, output))
             message = {"role": "assistant", "content": output.text}
-            return {"object": "chat.completion", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+            return {
+                "object": "chat.completion",
+                "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+            }
 
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
         threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True).start()
-        self.client = AsyncOpenAI(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}/v1", api_key="none")
+        self.client = AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{listener.getsockname()[1]}/v1", api_key="none"
+        )
 
     async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):
         if self.client is None:
@@ -51,7 +62,9 @@ class AgentExecutor(AgentExecutorBase):
         tokens, output = trace[-1]
         return {
             "observation_tokens": tokens + list(output.token_ids),
-            "action_ranges": [(len(before), len(before) + len(said.token_ids)) for before, said in trace],
+            "action_ranges": [
+                (len(before), len(before) + len(said.token_ids)) for before, said in trace
+            ],
             "rollout_log_probs": None,
             "reward": 1.0,
         }

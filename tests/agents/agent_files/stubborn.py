@@ -70,7 +70,9 @@ class AgentExecutor(AgentExecutorBase):
                     raise
             case "meets":
                 note(prompt, f"here {os.getpid()}")
-                while not noted(prompt, "left") or noted(prompt, "here") < 5:  # one together, four alone
+                while (
+                    not noted(prompt, "left") or noted(prompt, "here") < 5
+                ):  # one together, four alone
                     await asyncio.sleep(0.01)
             case "exits at the meeting":
                 while not noted(prompt, "here"):

@@ -1,4 +1,6 @@
-"""An agent that asks twice, and then starts again with a summary, in a new conversation of its episode."""
+"""An agent that asks twice, and then starts again with a summary, in a new conversation of its
+episode.
+"""
 
 from openai import AsyncOpenAI
 
@@ -11,7 +13,9 @@ class AgentExecutor(OpenAIAgentExecutor):
             messages = [{"role": "user", "content": prompt}]
             first = await self.say(client, messages)
             second = await self.say(client, [*messages, first, {"role": "user", "content": "2"}])
-            last = await self.say(client, [{"role": "user", "content": f"{prompt}+{len(second['content'])}"}])
+            last = await self.say(
+                client, [{"role": "user", "content": f"{prompt}+{len(second['content'])}"}]
+            )
         return float(last["content"].count("1"))
 
     async def say(self, client, messages):

@@ -12,7 +12,9 @@ class AgentExecutor(SingleTurnAgentExecutor):
     async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):
         if label == "raise before":
             raise ValueError("no such square")
-        result = await super().execute(prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine)
+        result = await super().execute(
+            prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine
+        )
         result["reward"] = 1.0
         if label == "raise":
             raise ValueError("no such square")

@@ -1,4 +1,6 @@
-"""A task from nothing: a classifier of texts, whose label 1 has the probability σ(score of the last token)."""
+"""A task from nothing: a classifier of texts, whose label 1 has the probability σ(score of the last
+token).
+"""
 
 from dataclasses import dataclass
 
@@ -19,7 +21,10 @@ class Labelled(Ragged):
 
 class Texts:
     def __init__(self, dataset, tokenizer, data):
-        self.rows = [(tokenizer(row[data.input_key]).input_ids, float(row[data.output_key])) for row in dataset]
+        self.rows = [
+            (tokenizer(row[data.input_key]).input_ids, float(row[data.output_key]))
+            for row in dataset
+        ]
         self.summary = f"{len(self.rows)} texts."
 
     def __len__(self):
@@ -40,7 +45,11 @@ class Classifier(OfflineTask):
     def collate(self, rows):
         texts, labels = zip(*rows, strict=True)
         tokens = torch.tensor([token for text in texts for token in text])
-        return Labelled(tokens=tokens, offsets=offsets_of([len(text) for text in texts]), labels=torch.tensor(labels))
+        return Labelled(
+            tokens=tokens,
+            offsets=offsets_of([len(text) for text in texts]),
+            labels=torch.tensor(labels),
+        )
 
     def counts(self, micro):
         return {"texts": float(micro.num_samples)}

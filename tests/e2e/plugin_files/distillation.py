@@ -1,4 +1,6 @@
-"""Two tasks with more than a model and a loss: one learns from a frozen model, the other needs a number of its whole window."""
+"""Two tasks with more than a model and a loss: one learns from a frozen model, the other needs a
+number of its whole window.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -20,11 +22,15 @@ class Judged(TokenRows):
 
 @offline_task("stay_close")
 class StayClose(SFTTask):
-    """ℓ_t = ½ (log π_θ − log π_0)², π_0 the model that training began with. The log-probabilities of π_0 come from a first pass."""
+    """ℓ_t = ½ (log π_θ − log π_0)², π_0 the model that training began with. The log-probabilities
+    of π_0 come from a first pass.
+    """
 
     def frozen_models(self):
         packing = self.config.ds.packing_samples
-        return {"start": lambda: PolicyModel(load_causal_lm(load_spec(self.config)), packing=packing)}
+        return {
+            "start": lambda: PolicyModel(load_causal_lm(load_spec(self.config)), packing=packing)
+        }
 
     def collate(self, rows):
         plain = super().collate(rows)
@@ -48,7 +54,9 @@ class StayClose(SFTTask):
 
 @offline_task("above_average")
 class AboveAverage(SFTTask):
-    """ℓ_t = −w_t log π, w_t = σ(log π_t − m): m is the mean log-probability of all targets of the window, taken without gradient."""
+    """ℓ_t = −w_t log π, w_t = σ(log π_t − m): m is the mean log-probability of all targets of the
+    window, taken without gradient.
+    """
 
     def before(self, model, micro):
         logprobs = model(micro.tokens, micro.offsets, micro.loss_mask).logprobs
@@ -58,4 +66,6 @@ class AboveAverage(SFTTask):
         logprobs = model(micro.tokens, micro.offsets, micro.loss_mask).logprobs[micro.loss_mask]
         weights = torch.sigmoid(logprobs.detach() - totals["logprobs"] / totals["tokens"])
         summed = -(weights * logprobs).sum()
-        return summed / totals["tokens"], {"train/gpt_loss": Mean(float(summed.detach()), len(logprobs))}
+        return summed / totals["tokens"], {
+            "train/gpt_loss": Mean(float(summed.detach()), len(logprobs))
+        }

@@ -1,4 +1,6 @@
-"""One turn. The samples of one prompt end at once; those of all others wait until models have begun to score that one."""
+"""One turn. The samples of one prompt end at once; those of all others wait until models have begun
+to score that one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A plugin that makes the reference, the critic and the reward model slow, and writes down when each of them worked."""
+"""A plugin that makes the reference, the critic and the reward model slow, and writes down when
+each of them worked.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,19 @@ def delayed(work: Callable[..., Any]) -> Callable[..., Any]:
         with SPANS.open("a") as file:  # the agents that wait for the first scores see it now
             result = work(self, rows)
             time.sleep(DELAY_S)
-            file.write(json.dumps({"role": type(self).__name__, "began": began, "ended": time.time()}) + "\n")
+            file.write(
+                json.dumps({"role": type(self).__name__, "began": began, "ended": time.time()})
+                + "\n"
+            )
         return result
 
     method.__name__ = work.__name__
     return method
 
 
-if ray.is_initialized() and ray.get_runtime_context().get_actor_id():  # not in the process of the tests
+if (
+    ray.is_initialized() and ray.get_runtime_context().get_actor_id()
+):  # not in the process of the tests
     ReferenceWorker.logprobs = delayed(ReferenceWorker.logprobs)
     CriticWorker.values = delayed(CriticWorker.values)
     RewardWorker.rewards = delayed(RewardWorker.rewards)

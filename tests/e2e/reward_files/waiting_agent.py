@@ -1,4 +1,6 @@
-"""Two turns with a wait of random length before each, seldom a long one; the reward is the share of the letter a."""
+"""Two turns with a wait of random length before each, seldom a long one; the reward is the share of
+the letter a.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ class Waiting(AgentInstanceBase):
         await asyncio.sleep(0.6 if draw.random() < 0.1 else 0.05 * draw.random())
         text = states["action_text"]
         done = states["turn"] == 1
-        return {"rewards": text.count("a") / max(1, len(text)), "environment_feedback": "=", "done": done}
+        return {
+            "rewards": text.count("a") / max(1, len(text)),
+            "environment_feedback": "=",
+            "done": done,
+        }
 
 
 class AgentExecutor(MultiTurnAgentExecutor):

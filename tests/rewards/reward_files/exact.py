@@ -14,4 +14,8 @@ def reward_func(queries, prompts, labels, **kwargs):
         for query, prompt, label in zip(queries, prompts, labels, strict=True)
     ]
     calls = [float(len(queries))] * len(queries)
-    return {"rewards": matches, "scores": [match / 2 for match in matches], "extra_logs": {"calls": calls}}
+    return {
+        "rewards": matches,
+        "scores": [match / 2 for match in matches],
+        "extra_logs": {"calls": calls},
+    }

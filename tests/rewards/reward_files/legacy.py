@@ -10,13 +10,18 @@ def without_labels(queries, prompts):
 def other_names(texts, starts, answers):
     return {
         "rewards": torch.tensor(
-            [[float(text == start + answer)] for text, start, answer in zip(texts, starts, answers, strict=True)]
+            [
+                [float(text == start + answer)]
+                for text, start, answer in zip(texts, starts, answers, strict=True)
+            ]
         )
     }
 
 
 def keywords_only(*, labels, queries, **kwargs):
-    return {"rewards": [float(label in query) for label, query in zip(labels, queries, strict=True)]}
+    return {
+        "rewards": [float(label in query) for label, query in zip(labels, queries, strict=True)]
+    }
 
 
 async def asynchronous(queries, prompts, labels):

@@ -1,4 +1,6 @@
-"""A model as Baichuan has it: one weight, `W_pack`, makes queries, keys and values. Written for the tests, for today's Transformers."""
+"""A model as Baichuan has it: one weight, `W_pack`, makes queries, keys and values. Written for the
+tests, for today's Transformers.
+"""
 
 from typing import Any
 
@@ -6,7 +8,11 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM, LlamaModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
 from .configuration_baichuan import BaichuanConfig
 
@@ -29,11 +35,15 @@ class PackedAttention(LlamaAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows = hidden_states.shape[:-1]
         parts = self.W_pack(hidden_states).chunk(3, -1)
-        queries, keys, values = (part.view(*rows, -1, self.head_dim).transpose(1, 2) for part in parts)
+        queries, keys, values = (
+            part.view(*rows, -1, self.head_dim).transpose(1, 2) for part in parts
+        )
         queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
         if past_key_values is not None:
             keys, values = past_key_values.update(keys, values, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
         mixed, weights = attend(
             self, queries, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
         )
