@@ -91,8 +91,8 @@ class Ragged:
         for f, column in self._columns():
             if len(column) != expected[f.metadata["role"]]:
                 raise ValueError(
-                    f"{type(self).__name__}.{f.name} has {len(column)} entries, but the offsets describe "
-                    f"{expected[PER_SAMPLE]} sequences with {expected[PER_TOKEN]} tokens"
+                    f"{type(self).__name__}.{f.name} has {len(column)} entries, but the offsets "
+                    f"describe {expected[PER_SAMPLE]} sequences with {expected[PER_TOKEN]} tokens"
                 )
 
     def _columns(self) -> Iterator[tuple[Field[Any], Tensor]]:

@@ -64,7 +64,7 @@ def write_atomically(
 
 
 def move(source: Path, target: Path) -> None:
-    """Rename `source` to `target`, safe against a power loss. Missing parent directories are made."""
+    """Rename `source` to `target`, safe against power loss. Create missing parent directories."""
     target.parent.mkdir(parents=True, exist_ok=True)
     os.rename(source, target)
     sync(target.parent)

@@ -125,7 +125,8 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 def _without_lock(path: Path, error: OSError) -> None:
     print(
-        f"[notice] {path} cannot be locked ({error.strerror}): a second run in this folder would not be detected.",
+        f"[notice] {path} cannot be locked ({error.strerror}): a second run in this folder would "
+        "not be detected.",
         file=sys.stderr,
     )
 
@@ -168,6 +169,6 @@ def _in_words(holder: bytes) -> str:
     if host == socket.gethostname() and not os.path.exists(f"/proc/{pid}"):
         process = f"a process that was started by {process} and is still running"
     return (
-        f"{process}. Choose another path, wait until it ends, or end it. If its launcher was killed, its ranks keep "
-        "running until you end them."
+        f"{process}. Choose another path, wait until it ends, or end it. If its launcher was "
+        "killed, its ranks keep running until you end them."
     )

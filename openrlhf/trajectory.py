@@ -14,11 +14,12 @@ from typing import Any, Self, cast
 class StopReason(StrEnum):
     """Why an episode ended."""
 
-    STOP = "stop"  # the policy ended it: end token, stop token or stop string, or the environment was done
-    LENGTH = "length"  # the token budget was used up: counted as truncated
-    FAILED = (
-        "failed"  # engine, reward or agent failed: carries an error and no reward, never trained on
-    )
+    # The policy ended it with an end token, stop token or stop string, or the environment was done.
+    STOP = "stop"
+    # The token budget was used up: counted as truncated.
+    LENGTH = "length"
+    # Engine, reward or agent failed: carries an error and no reward, and is never trained on.
+    FAILED = "failed"
 
 
 class Failure(StrEnum):
@@ -60,7 +61,7 @@ class Trajectory:
 
         tokens           [7, 9, 7, 3,    5,    1]
         action_mask      [F, F, F, F,    T,    T]
-        rollout_logprobs [0, 0, 0, 0, -0.1, -0.2]     log-probability *of* the token at that position
+        rollout_logprobs [0, 0, 0, 0, -0.1, -0.2]  log-probability *of* the token at that position
     """
 
     tokens: Sequence[int]

@@ -20,7 +20,7 @@ LEVELS = {
             ("config", "files", "locks", "termination", "trajectory"),
             ("batches", "algorithms", "observability"),
             ("models", "data", "distributed"),
-            ("processes", "checkpoints"),
+            ("isolation", "checkpoints"),
             ("rewards", "workers", "serving"),
             ("rollout",),
             ("agents",),
@@ -54,7 +54,7 @@ HOMES = {
 }
 # What a module may load at import besides the standard library and our own modules.
 STANDARD_LIBRARY_ONLY = ["config*", "locks", "termination", "trajectory", "utils", "cli*"]
-WITHOUT_TORCH = ["processes*", "agents.contract", "agents.program", "rewards*"]
+WITHOUT_TORCH = ["isolation*", "agents.contract", "agents.program", "rewards*"]
 # Packages whose density is within its bounds, and stays there.
 WITHIN_BOUNDS = ["algorithms"]
 MODULES = sorted(package().values(), key=str)
@@ -120,7 +120,7 @@ def test_engines_and_servers_never_load_deepspeed_and_trainers_never_load_vllm()
     for module in (
         module
         for module in MODULES
-        if module.room in ("rollout", "serving", "rewards", "processes")
+        if module.room in ("rollout", "serving", "rewards", "isolation")
     ):
         assert "deepspeed" not in loaded_with(module.name), module
     for module in (

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from openrlhf.processes.call import Asked, UserCodeError
+from openrlhf.isolation.call import Asked, UserCodeError
 from openrlhf.rewards.protocol import RewardResult, numbers, read_rewards, shown
 from openrlhf.rollout.sampling import Generation
 from openrlhf.trajectory import Failure, TrajectoryBuilder

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from openrlhf.agents.contract import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
-from openrlhf.processes.loading import takes
+from openrlhf.isolation.loading import takes
 
 
 def executor_of_step(step: Callable[..., Awaitable[Any]]) -> AgentExecutorBase:

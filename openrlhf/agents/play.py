@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.agents.assembly import Assembled, EpisodeMistake, assemble, samples_in
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RolloutConfig, RuleConfig
+from openrlhf.isolation.pool import Asked, ProcessPool, UserCall, UserCodeError, loading
 from openrlhf.observability.once import warn_once
-from openrlhf.processes.pool import Asked, ProcessPool, UserCall, UserCodeError, loading
 from openrlhf.rollout.engine import RequestRefused
 from openrlhf.rollout.generator import Generate, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal, Logprob, RequestOutput
 from openrlhf.agents.contract import AgentExecutorBase, ContractMistake
 from openrlhf.agents.old_steps import executor_of_step
-from openrlhf.processes.loading import awaited, is_required, load_file, takes
-from openrlhf.processes.program import ASK, Ask
+from openrlhf.isolation.loading import awaited, is_required, load_file, takes
+from openrlhf.isolation.program import ASK, Ask
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
 if TYPE_CHECKING:

@@ -229,7 +229,7 @@ def normalize_advantages(
     *,
     scale: bool = True,
 ) -> Float[Tensor, "*s"]:
-    """Whiten the advantages over the action tokens of the whole batch if the estimator asks for it."""
+    """Whiten the advantages over all action tokens of the batch if the estimator asks for it."""
     if not estimator.whiten:
         return advantages
     return masked_whiten(advantages, mask, scale=scale)

@@ -46,7 +46,7 @@ class Judged:
 
 @dataclass(frozen=True, kw_only=True)
 class Strength:
-    """Parameters of a preference loss: β, the label smoothing ε in [0, ½), and the target margin γ."""
+    """Parameters of a preference loss: β, label smoothing ε in [0, ½), and the target margin γ."""
 
     beta: float
     smoothing: float = 0.0
@@ -135,7 +135,7 @@ def orpo(pairs: Judged, strength: Strength) -> PerPair:
 
 
 def _log_odds(mean: PerPair) -> PerPair:
-    """Compute log(p / (1 − p)) of p = exp(mean). p = 1 is replaced by the largest number below 1."""
+    """Compute log(p / (1 − p)) of p = exp(mean). Replace p = 1 by the largest number below 1."""
     below = mean.clamp(max=-torch.finfo(mean.dtype).eps)
     return below - torch.log(-torch.expm1(below))
 

@@ -36,12 +36,13 @@ class Registry(Generic[Choice]):
         """Register `choice` under `name`. Raises ValueError if the name is in use."""
         if name in self._choices:
             raise ValueError(
-                f"{self.kind} {name!r} is already registered; choose a name other than {self._known()}"
+                f"{self.kind} {name!r} is already registered; choose a name other than "
+                f"{self._known()}"
             )
         self._choices[name] = choice
 
     def __getitem__(self, name: str) -> Choice:
-        """Return the choice with a name. Raises ValueError, with the known names, if there is none."""
+        """Return the choice with a name. Raises ValueError with the known names if none has it."""
         if name not in self._choices:
             raise ValueError(f"there is no {self.kind} {name!r}; known: {self._known()}")
         return self._choices[name]

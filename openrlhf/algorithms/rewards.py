@@ -48,7 +48,7 @@ def clip_rewards(rewards: PerSample, low: float, high: float) -> PerSample:
 
 
 def last_action(action_mask: TokenMask) -> TokenMask:
-    """Return a mask of the last action token of each row: [F, T, T, F, T, F] → [F, F, F, F, T, F]."""
+    """Return a mask of each row's last action token: [F, T, T, F, T, F] → [F, F, F, F, T, F]."""
     actions_from_here = action_mask.flip(1).cumsum(1).flip(1)
     return action_mask & (actions_from_here == 1)
 

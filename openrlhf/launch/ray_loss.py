@@ -17,7 +17,7 @@ from typing import NoReturn
 from openrlhf import termination
 from openrlhf.distributed.cluster import kill_started_ray
 from openrlhf.distributed.ray_watch import LostRay
-from openrlhf.processes.confinement import killed_some
+from openrlhf.isolation.confinement import killed_some
 
 CLOSE_TIMEOUT_S = 10.0  # for reports and trackers
 KILL_TIMEOUT_S = 5.0

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from openrlhf.processes.sandbox import run_program
+from openrlhf.isolation.sandbox import run_program
 from openrlhf.rewards.assertions import Assertions, read_assertions
 
 TEST_SECONDS = 10.0  # of CPU time for one test

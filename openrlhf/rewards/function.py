@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RuleConfig
+from openrlhf.isolation.pool import ProcessPool, UserCodeError
 from openrlhf.observability.once import warn_once
-from openrlhf.processes.pool import ProcessPool, UserCodeError
 from openrlhf.rewards.protocol import Reward, RewardRequest, columns
 
 ARGUMENTS = ("queries", "prompts", "labels")  # what a reward function is called with, in this order

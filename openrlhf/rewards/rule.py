@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.config.rollout import RuleConfig
+from openrlhf.isolation.pool import ProcessPool
 from openrlhf.observability.once import warn_once
-from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards.function import FunctionReward
 from openrlhf.rewards.labels import label_text
 from openrlhf.rewards.protocol import Reward, RewardRequest, columns
@@ -81,7 +81,7 @@ class VerifierReward(Reward):
         await self.pool.check(self.source)
         if self.sandboxed:
             for missing in await self.pool.call(
-                "openrlhf.processes.sandbox:missing_protection", timeout=120
+                "openrlhf.isolation.sandbox:missing_protection", timeout=120
             ):
                 warn_once(f"--reward.verifier code, on this machine: {missing}.")
 

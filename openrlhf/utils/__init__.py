@@ -1,4 +1,4 @@
-"""Names that users' reward functions and agents import. Each name is loaded when it is first used."""
+"""Names for users' reward functions and agents, each imported when it is first used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from openrlhf.agents.openai_endpoint import OpenAIAgentExecutor
-    from openrlhf.processes.sandbox import run_program
+    from openrlhf.isolation.sandbox import run_program
     from openrlhf.rewards.graders import extract_boxed_answer, grade_answer
     from openrlhf.rewards.remote_engines import remote_engine
     from openrlhf.rewards.servers import ServerError
@@ -27,7 +27,7 @@ _HOMES = {
     "extract_boxed_answer": "openrlhf.rewards.graders",
     "grade_answer": "openrlhf.rewards.graders",
     "remote_engine": "openrlhf.rewards.remote_engines",
-    "run_program": "openrlhf.processes.sandbox",
+    "run_program": "openrlhf.isolation.sandbox",
 }
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf.agents.assembly import EpisodeMistake, assemble
-from openrlhf.processes.call import Asked, UserCodeError
+from openrlhf.isolation.call import Asked, UserCodeError
 from openrlhf.rollout.sampling import Generation
 from openrlhf.trajectory import Failure
 

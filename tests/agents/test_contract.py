@@ -33,6 +33,7 @@ from tests.streams import rollout
 from tests.tiny import character_tokenizer
 
 FILES = Path(__file__).parent / "agent_files"
+BLOCKED_AT = (FILES / "trouble.py").read_text().split("time.sleep(1000)")[0].count("\n") + 1
 TOKENIZER = character_tokenizer()
 EOS = 1
 MAX_LEN = 64
@@ -267,7 +268,7 @@ def test_a_file_that_is_no_agent_is_refused_with_what_to_do(
             "more than 3 s (--rollout.step_timeout, between two samples)",
         ),
         ("swallow", Failure.TIMEOUT, "more than 3 s (--rollout.step_timeout, between two samples)"),
-        ("block", Failure.TIMEOUT, 'trouble.py", line 28 in execute'),
+        ("block", Failure.TIMEOUT, f'trouble.py", line {BLOCKED_AT} in execute'),
         ("leave", Failure.EXIT, "sys.exit(3)"),
         ("crash", Failure.EXIT, "it exited with status 7"),
         ("memory", Failure.MEMORY, "--reward.memory_gib is 1"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config.rollout import RuleConfig
-from openrlhf.processes.pool import ProcessPool
+from openrlhf.isolation.pool import ProcessPool
 from openrlhf.rewards.function import FunctionReward
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
 from tests.sources import ROOT

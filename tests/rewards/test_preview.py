@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config.rollout import RuleConfig
-from openrlhf.processes.pool import ProcessPool
+from openrlhf.isolation.pool import ProcessPool
 from openrlhf.rewards.function import FunctionReward
 from openrlhf.rewards.preview import answered, reward_preview, wrong_requests
 from openrlhf.trajectory import Prompt

@@ -14,7 +14,7 @@ import pytest
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
 from openrlhf.distributed.devices import free_port
-from openrlhf.processes.pool import ProcessPool
+from openrlhf.isolation.pool import ProcessPool
 from openrlhf.rewards import remote_engines as engines
 from openrlhf.rewards import servers as http_servers
 from openrlhf.rewards.function import FunctionReward

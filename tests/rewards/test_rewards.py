@@ -12,8 +12,8 @@ import pytest
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RewardConfig, RuleConfig
+from openrlhf.isolation.pool import ProcessPool
 from openrlhf.observability.once import warn_once
-from openrlhf.processes.pool import ProcessPool
 from openrlhf.rewards.budget import ErrorBudget, RewardErrors
 from openrlhf.rewards.function import FunctionReward
 from openrlhf.rewards.protocol import RewardRequest, RewardResult, read_rewards, request_of

@@ -7,11 +7,7 @@ class TwoTurns(AgentInstanceBase):
     async def step(self, states, **kwargs):
         text = states["action_text"]
         done = states["turn"] == 1
-        return {
-            "rewards": text.count("a") / max(1, len(text)),
-            "environment_feedback": "=",
-            "done": done,
-        }
+        return {"rewards": text.count("a") / max(1, len(text)), "environment_feedback": "=", "done": done}
 
 
 class AgentExecutor(MultiTurnAgentExecutor):

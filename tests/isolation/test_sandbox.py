@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.processes import sandbox
-from openrlhf.processes.pool import ProcessPool
-from openrlhf.processes.sandbox import Ran, SandboxError, missing_protection, run_program
+from openrlhf.isolation import sandbox
+from openrlhf.isolation.pool import ProcessPool
+from openrlhf.isolation.sandbox import Ran, SandboxError, missing_protection, run_program
 
 SECONDS = 5.0  # far more than any of these programs needs
 
@@ -213,7 +213,7 @@ fcntl.fcntl(near, fcntl.F_SETFL, os.O_ASYNC)
 # are as before.
 TRY_ESCAPES = """
 import json, os, pathlib, subprocess, sys, tempfile
-from openrlhf.processes.sandbox import run_program
+from openrlhf.isolation.sandbox import run_program
 
 escapes, begin = json.load(sys.stdin)
 tempfile.tempdir = sys.argv[1]

@@ -21,16 +21,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from openrlhf.processes.call import Asked, Limits, ProcessLost, UserCall, UserCodeError
-from openrlhf.processes.confinement import UIDS
-from openrlhf.processes.program import DUMP_SIGNAL, LENGTH, MAX_MESSAGE_BYTES
+from openrlhf.isolation.call import Asked, Limits, ProcessLost, UserCall, UserCodeError
+from openrlhf.isolation.confinement import UIDS
+from openrlhf.isolation.program import DUMP_SIGNAL, LENGTH, MAX_MESSAGE_BYTES
 from openrlhf.trajectory import Failure
 
 logger = logging.getLogger(__name__)
 END_S = 5.0  # for a process to end with all that it started, before it is killed
 DUMP_S = 0.5  # for a call that ran out of time, to write down where it hangs
 SLOW_LOAD_S = 10.0  # after which a file that is still being loaded is announced
-PROGRAM = "import sys; from openrlhf.processes.program import main; main(*map(int, sys.argv[1:]))"
+PROGRAM = "import sys; from openrlhf.isolation.program import main; main(*map(int, sys.argv[1:]))"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
 
 

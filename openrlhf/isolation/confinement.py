@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from openrlhf.processes.system_calls import seccomp_filter
+from openrlhf.isolation.system_calls import seccomp_filter
 
 _libc = ctypes.CDLL(None, use_errno=True)
 UIDS = range(

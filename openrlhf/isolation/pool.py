@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from openrlhf.isolation.call import Asked, Limits, ProcessLost, UserCall, UserCodeError
+from openrlhf.isolation.process import UserProcess, log_size
 from openrlhf.observability.once import warn_once
-from openrlhf.processes.call import Asked, Limits, ProcessLost, UserCall, UserCodeError
-from openrlhf.processes.process import UserProcess, log_size
 
 __all__ = ["Asked", "ProcessPool", "UserCall", "UserCodeError"]
 
@@ -156,7 +156,7 @@ def loading(name: str, target: str, *args: Any, seconds: float, limit: str) -> U
 def _load_of(target: str, timeout: float) -> UserCall:
     return loading(
         target,
-        "openrlhf.processes.loading:parameters_of",
+        "openrlhf.isolation.loading:parameters_of",
         target,
         seconds=timeout,
         limit="--reward.timeout",

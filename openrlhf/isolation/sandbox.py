@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from openrlhf.processes import confinement
+from openrlhf.isolation import confinement
 
 MEMORY_BYTES = 2 << 30  # address space of each process
 FILE_BYTES = 16 << 20  # of each file, the output among them
@@ -32,7 +32,7 @@ FOLDER_ENTRIES, FOLDER_BYTES = 4096, 256 << 20  # limits on what a program's fol
 LOOK_SECONDS = 0.05  # between two checks of the folder
 SPARE_SECONDS = 30  # for the launcher, beyond the program's own deadline
 OK, FAILED, LATE = 0, 100, 101  # how a launcher ends; anything else is a defect of ours
-LAUNCH = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from openrlhf.processes.sandbox import launch"
+LAUNCH = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from openrlhf.isolation.sandbox import launch"
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",

@@ -40,8 +40,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from openrlhf.processes import confinement
-from openrlhf.processes.loading import load_function, plain
+from openrlhf.isolation import confinement
+from openrlhf.isolation.loading import load_function, plain
 from openrlhf.trajectory import Failure
 
 PROCESSES = 512  # and threads, of a user process and what it starts: a fork bomb ends here

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.processes import pool as pool_module
-from openrlhf.processes import process as process_module
-from openrlhf.processes.pool import ProcessPool, UserCodeError
-from openrlhf.processes.program import PROCESSES
+from openrlhf.isolation import pool as pool_module
+from openrlhf.isolation import process as process_module
+from openrlhf.isolation.pool import ProcessPool, UserCodeError
+from openrlhf.isolation.program import PROCESSES
 from openrlhf.trajectory import Failure
 
 FILES = Path(__file__).parents[1] / "rewards/reward_files"
@@ -204,7 +204,7 @@ def test_processes_and_what_left_their_session_die_with_a_killed_run_even_inside
     script = tmp_path / "parent.py"
     script.write_text(
         "import asyncio, sys\n"
-        "from openrlhf.processes.pool import ProcessPool\n"
+        "from openrlhf.isolation.pool import ProcessPool\n"
         "pool = ProcessPool(2)\n"
         f"print(asyncio.run(pool.call({TROUBLE + 'process'!r}, timeout=100)), flush=True)\n"
         f"asyncio.run(pool.call({TROUBLE + 'hang_with_child'!r}, sys.argv[1], timeout=100))\n"
