@@ -15,8 +15,8 @@ from statistics import fmean, stdev
 
 import pytest
 
+from openrlhf.cli.main import VERBS
 from openrlhf.config import machine
-from openrlhf.config.commands import VERBS
 from openrlhf.config.flags import Flag, flags_of
 from openrlhf.config.options import parse_config
 from openrlhf.observability.glossary import find_spec
@@ -114,7 +114,7 @@ def test_the_commands_of_the_pages_on_evaluation_and_inference_are_accepted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str
 ) -> None:
     verb, *words = shlex.split(line.replace("\\\n", " "))
-    command = VERBS[verb]["command"] if verb in VERBS else verb
+    command = VERBS[verb].command if verb in VERBS else verb
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for made_by_an_earlier_command in (word for word in words if word.startswith("runs/")):
@@ -173,7 +173,7 @@ def test_the_files_of_flags_of_the_real_model_are_accepted(
         (tmp_path / name).touch()
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    command = VERBS[verb]["command"]
+    command = VERBS[verb].command
     parse_config(ROOTS[command], ["--config", str(ROOT / file)], command=command)
 
 

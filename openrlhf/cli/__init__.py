@@ -1,4 +1,4 @@
-"""One thin module per command: flags in, the stage's `run` called."""
+"""One module per command: it reads the flags and calls the function that runs the command."""
 
 import signal
 import sys

@@ -1,7 +1,26 @@
-"""`python -m openrlhf.cli.batch_inference`: answers to the prompts of a dataset, or rewards of
-answers, in a file.
+"""Batch inference: `python -m openrlhf.cli.batch_inference`.
+
+Writes the answers to the prompts of a dataset, or the rewards of answers, to a file.
 """
 
-from openrlhf.cli.common import command
+from collections.abc import Sequence
 
-main = command("batch_inference", __name__)
+from openrlhf.cli.common import become_only_process, check_versions, read_flags, running
+from openrlhf.config.inference import BatchInferenceConfig
+from openrlhf.config.machine import quick_imports
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the flags in `argv`, or in the arguments of this process, and run the command."""
+    become_only_process()
+    config = read_flags(BatchInferenceConfig, argv, command="batch_inference", on_ray=True)
+    check_versions()
+    with running(config):
+        with quick_imports():
+            from openrlhf.evaluation.batch_inference import run_batch_inference
+
+        run_batch_inference(config)
+
+
+if __name__ == "__main__":
+    main()

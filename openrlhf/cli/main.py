@@ -1,57 +1,145 @@
-"""`openrlhf VERB …`: the same programs as `python -m openrlhf.cli.…`, under shorter names."""
+"""`openrlhf VERB …`: the programs `python -m openrlhf.cli.…` under shorter names."""
 
 import sys
-from collections.abc import Sequence
-from importlib import import_module
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from openrlhf import __version__
-from openrlhf.cli.common import fail, flags_or_exit, plain_ends, prepare_process, train_offline
-from openrlhf.config.commands import VERBS, Command
+from openrlhf.cli.batch_inference import main as batch_inference
+from openrlhf.cli.common import (
+    fail,
+    leave,
+    plain_ends,
+    prepare_process,
+    read_flags,
+    running,
+    words_of,
+)
+from openrlhf.cli.eval import main as evaluate
+from openrlhf.cli.interactive_chat import main as interactive_chat
+from openrlhf.cli.lora_combiner import main as lora_combiner
+from openrlhf.cli.pipeline import main as pipeline
+from openrlhf.cli.reward_test import main as reward_test
+from openrlhf.cli.serve_rm import main as serve_rm
+from openrlhf.cli.train_dpo import main as train_dpo
+from openrlhf.cli.train_kd import main as train_kd
+from openrlhf.cli.train_kto import main as train_kto
+from openrlhf.cli.train_ppo import main as train_ppo
+from openrlhf.cli.train_ppo_ray import main as train_ppo_ray
+from openrlhf.cli.train_prm import main as train_prm
+from openrlhf.cli.train_rm import main as train_rm
+from openrlhf.cli.train_sft import main as train_sft
+from openrlhf.config.commands import Command
 from openrlhf.config.flags import did_you_mean, nearest
+from openrlhf.config.machine import quick_imports
 from openrlhf.config.methods import command_of_method
 from openrlhf.config.options import Reader
+from openrlhf.termination import in_order
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A command of `openrlhf`, and a line about it."""
+
+    main: Callable[[Sequence[str] | None], None]
+    about: str
+
+    @property
+    def command(self) -> str:
+        """The name of its module in `openrlhf.cli`."""
+        return self.main.__module__.rpartition(".")[2]
+
+
+VERBS = {
+    "sft": Verb(train_sft, "supervised fine-tuning"),
+    "rm": Verb(train_rm, "reward model from preference pairs"),
+    "dpo": Verb(train_dpo, "preference optimization from pairs: DPO, IPO, cDPO, SimPO, ORPO"),
+    "kto": Verb(train_kto, "KTO, from answers that are desirable or not"),
+    "prm": Verb(train_prm, "process reward model from labelled steps"),
+    "kd": Verb(train_kd, "knowledge distillation from a teacher"),
+    "ppo": Verb(train_ppo_ray, "reinforcement learning: PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO"),
+    "train_ppo": Verb(
+        train_ppo,
+        "the same on one machine, as deepspeed once started it: all models share its devices",
+    ),
+    "eval": Verb(
+        evaluate, "evaluation of a checkpoint: pass@k, accuracy of a reward model, win rate"
+    ),
+    "batch_inference": Verb(
+        batch_inference,
+        "answers to the prompts of a dataset, or rewards of answers, in a file",
+    ),
+    "chat": Verb(interactive_chat, "a conversation with a model"),
+    "reward": Verb(reward_test, "`reward test`: try a reward on a dataset, before any training"),
+    "lora_combiner": Verb(lora_combiner, "merges a LoRA adapter into its base model"),
+    "serve-rm": Verb(serve_rm, "HTTP server of a reward model"),
+    "pipeline": Verb(
+        pipeline, "stages in one file, from SFT to RL: run, resumed, reported together"
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command of a verb (`sft` or `train_sft`) with the remaining arguments. Without a
-    verb, list the verbs.
-    """
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    if arguments and arguments[0].startswith("--local_rank="):  # deepspeed puts it in front
+    """Run the command of a verb (`sft` or `train_sft`). Without a verb, list the verbs."""
+    arguments = words_of(argv)
+    if arguments and arguments[0].startswith("--local_rank="):  # deepspeed puts it first
         arguments.append(arguments.pop(0))
-    verb = arguments[0] if arguments else "--help"
-    verb = next((short for short, known in VERBS.items() if known["command"] == verb), verb)
-    if verb in ("-h", "--help"):
-        print("usage: openrlhf VERB [--flag VALUE ...]      openrlhf VERB --help lists its flags\n")
-        print("\n".join(f"  {name:15} {known['about']}" for name, known in VERBS.items()))
-    elif verb == "--version":
+    name = arguments[0] if arguments else "--help"
+    rest = arguments[1:]
+    by_command = {verb.command: verb for verb in VERBS.values()}
+    verb = VERBS.get(name) or by_command.get(name)
+    if verb is VERBS["reward"] and rest[:1] == ["test"]:
+        rest = rest[1:]
+    if verb:
+        verb.main(rest)
+    elif name in ("-h", "--help"):
+        list_verbs()
+    elif name == "--version":
         print(f"openrlhf {__version__}")
-    elif verb in VERBS:
-        words = arguments[2:] if arguments[:2] == ["reward", "test"] else arguments[1:]
-        import_module(f"openrlhf.cli.{VERBS[verb]['command']}").main(words)
     else:
-        run_plugin_task(verb, arguments[1:])
+        run_plugin_task(name, rest)
 
 
-def run_plugin_task(verb: str, argv: Sequence[str]) -> None:
-    """Train an offline task that a plug-in has registered."""
+def list_verbs() -> None:
+    """Print each verb with a line about it."""
+    print("usage: openrlhf VERB [--flag VALUE ...]      openrlhf VERB --help lists its flags\n")
+    for name, verb in VERBS.items():
+        print(f"  {name:15} {verb.about}")
+
+
+def run_plugin_task(name: str, argv: Sequence[str]) -> None:
+    """Train an offline task that a plug-in registers. Exit with status 2 if there is none."""
     prepare_process()  # plug-ins may import torch
     with plain_ends():
-        Reader(Command, "").read(argv)  # which loads them
-    # Looked up, not imported: if no plug-in imported the module, there are no tasks.
+        Reader(Command, "").read(argv)  # loads the plug-ins
+    # Not imported here: if no plug-in imported the module, there are no tasks.
     tasks: Any = getattr(sys.modules.get("openrlhf.trainers.tasks"), "OFFLINE_TASKS", {})
-    if verb not in tasks:
-        known = list(dict.fromkeys([*VERBS, *tasks]))
-        if (command := command_of_method(verb)) is not None:
-            fail(
-                f"there is no verb {verb}: use `openrlhf {command}` with the flags of your run (docs/algorithms.md)."
-            )
-        hint = did_you_mean(nearest(verb, known))
+    if name not in tasks:
+        _refuse_verb(name, known=list(dict.fromkeys([*VERBS, *tasks])))
+    task = tasks[name]
+    config = read_flags(task.root, argv, command=name)
+    with running(config):
+        with quick_imports():
+            from openrlhf.launch.offline import run_offline
+
+        with in_order():
+            run_offline(task(config))
+    leave(0)
+
+
+def _refuse_verb(name: str, *, known: Sequence[str]) -> None:
+    command = command_of_method(name)
+    if command is not None:
         fail(
-            f"there is no verb {verb}; known are {', '.join(known)}.{hint} --plugin FILE.py adds your own."
+            f"there is no verb {name}: use `openrlhf {command}` with the flags of your run "
+            "(docs/algorithms.md)."
         )
-    train_offline(flags_or_exit(tasks[verb].root, argv, command=verb), verb)
+    hint = did_you_mean(nearest(name, known))
+    fail(
+        f"there is no verb {name}; known verbs: {', '.join(known)}.{hint} --plugin FILE.py adds "
+        "your own."
+    )
 
 
 if __name__ == "__main__":

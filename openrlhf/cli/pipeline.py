@@ -1,7 +1,28 @@
-"""`openrlhf pipeline FILE.yaml`: stages in one file, each started when the stages before it are
-done.
+"""A pipeline of stages: `openrlhf pipeline FILE.yaml`.
+
+Each stage starts when the stages whose results it uses are done.
 """
 
-from openrlhf.cli.common import command
+from collections.abc import Sequence
 
-main = command("pipeline", __name__)
+from openrlhf.cli.common import become_only_process, read_flags, running, words_of
+from openrlhf.config.machine import quick_imports
+from openrlhf.config.pipeline import PipelineConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the flags in `argv`, or in the arguments of this process, and run the pipeline."""
+    become_only_process()
+    words = words_of(argv)
+    if words and not words[0].startswith("-"):
+        words.insert(0, "--file")
+    config = read_flags(PipelineConfig, words, command="pipeline")
+    with running(config):
+        with quick_imports():
+            from openrlhf.launch.pipeline import run_pipeline
+
+        run_pipeline(config)
+
+
+if __name__ == "__main__":
+    main()

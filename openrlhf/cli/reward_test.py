@@ -1,5 +1,25 @@
-"""`openrlhf reward test`: a reward function, server or verifier on a dataset, before any training."""
+"""A trial of a reward before any training: `python -m openrlhf.cli.reward_test`.
 
-from openrlhf.cli.common import command
+Runs a reward function, server or verifier on a dataset. Also `openrlhf reward test`.
+"""
 
-main = command("reward", __name__)
+from collections.abc import Sequence
+
+from openrlhf.cli.common import become_only_process, read_flags, running
+from openrlhf.config.machine import quick_imports
+from openrlhf.config.reward_test import RewardTestConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the flags in `argv`, or in the arguments of this process, and run the command."""
+    become_only_process()
+    config = read_flags(RewardTestConfig, argv, command="reward_test")
+    with running(config):
+        with quick_imports():
+            from openrlhf.evaluation.reward_test import try_reward
+
+        try_reward(config)
+
+
+if __name__ == "__main__":
+    main()

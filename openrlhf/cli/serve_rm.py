@@ -1,7 +1,25 @@
-"""`python -m openrlhf.cli.serve_rm`: a trained reward model as an HTTP server, for
-`--reward.remote_url` and others.
+"""HTTP server of a reward model: `python -m openrlhf.cli.serve_rm`.
+
+Serves `--reward.remote_url` of RL runs, and other clients.
 """
 
-from openrlhf.cli.common import command
+from collections.abc import Sequence
 
-main = command("serve-rm", __name__)
+from openrlhf.cli.common import become_only_process, read_flags, running
+from openrlhf.config.machine import quick_imports
+from openrlhf.config.serving import ServeConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the flags in `argv`, or in the arguments of this process, and run the command."""
+    become_only_process()
+    config = read_flags(ServeConfig, argv, command="serve_rm")
+    with running(config):
+        with quick_imports():
+            from openrlhf.serving.server import run_server
+
+        run_server(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,28 @@
-"""`python -m openrlhf.cli.train_dpo`: direct preference optimization; alone, or under `deepspeed
---module` or `torchrun -m`.
+"""Preference optimization (DPO, IPO, cDPO, SimPO, ORPO): `python -m openrlhf.cli.train_dpo`.
+
+Runs as one process, or under `deepspeed --module` or `torchrun -m`.
 """
 
-from openrlhf.cli.common import command
+from collections.abc import Sequence
 
-main = command("dpo", __name__)
+from openrlhf.cli.common import leave, read_flags, running
+from openrlhf.config.machine import quick_imports
+from openrlhf.config.supervised import DPOConfig
+from openrlhf.termination import in_order
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the flags in `argv`, or in the arguments of this process, and train."""
+    config = read_flags(DPOConfig, argv, command="train_dpo")
+    with running(config):
+        with quick_imports():
+            from openrlhf.launch.offline import run_offline
+            from openrlhf.trainers.preference import PreferenceTask
+
+        with in_order():
+            run_offline(PreferenceTask(config))
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,28 @@
-"""`python -m openrlhf.cli.train_kto`: KTO; alone, or under `deepspeed --module` or `torchrun -m`."""
+"""KTO: `python -m openrlhf.cli.train_kto`.
 
-from openrlhf.cli.common import command
+Runs as one process, or under `deepspeed --module` or `torchrun -m`.
+"""
 
-main = command("kto", __name__)
+from collections.abc import Sequence
+
+from openrlhf.cli.common import leave, read_flags, running
+from openrlhf.config.machine import quick_imports
+from openrlhf.config.supervised import KTOConfig
+from openrlhf.termination import in_order
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the flags in `argv`, or in the arguments of this process, and train."""
+    config = read_flags(KTOConfig, argv, command="train_kto")
+    with running(config):
+        with quick_imports():
+            from openrlhf.launch.offline import run_offline
+            from openrlhf.trainers.kto import KTOTask
+
+        with in_order():
+            run_offline(KTOTask(config))
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

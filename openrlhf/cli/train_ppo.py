@@ -1,7 +1,26 @@
-"""`python -m openrlhf.cli.train_ppo`: RL on this machine, alone or under `deepspeed --module`,
-where the first process runs.
+"""Reinforcement learning on one machine: `python -m openrlhf.cli.train_ppo`.
+
+`deepspeed --module` may start it, as in older releases: the first process runs, the others exit.
 """
 
-from openrlhf.cli.common import command
+from collections.abc import Sequence
 
-main = command("train_ppo", __name__)
+from openrlhf.cli.common import become_only_process, check_versions, read_flags, running
+from openrlhf.config.local_ppo import LocalPPOConfig
+from openrlhf.config.machine import quick_imports
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the flags in `argv`, or in the arguments of this process, and run the command."""
+    become_only_process()
+    config = read_flags(LocalPPOConfig, argv, command="train_ppo", on_ray=True)
+    check_versions()
+    with running(config):
+        with quick_imports():
+            from openrlhf.launch.start import run_ppo
+
+        run_ppo(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,26 @@
-"""`python -m openrlhf.cli.train_ppo_ray`: reinforcement learning; alone (starts Ray itself), or as
-a Ray job.
+"""Reinforcement learning: `python -m openrlhf.cli.train_ppo_ray`.
+
+Starts Ray, or joins a running Ray, also as a Ray job.
 """
 
-from openrlhf.cli.common import command
+from collections.abc import Sequence
 
-main = command("ppo", __name__)
+from openrlhf.cli.common import become_only_process, check_versions, read_flags, running
+from openrlhf.config.machine import quick_imports
+from openrlhf.config.ppo import PPOConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the flags in `argv`, or in the arguments of this process, and run the command."""
+    become_only_process()
+    config = read_flags(PPOConfig, argv, command="train_ppo_ray", on_ray=True)
+    check_versions()
+    with running(config):
+        with quick_imports():
+            from openrlhf.launch.start import run_ppo
+
+        run_ppo(config)
+
+
+if __name__ == "__main__":
+    main()

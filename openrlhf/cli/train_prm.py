@@ -1,7 +1,28 @@
-"""`python -m openrlhf.cli.train_prm`: process reward model; alone, or under `deepspeed --module` or
-`torchrun -m`.
+"""Process reward model training: `python -m openrlhf.cli.train_prm`.
+
+Runs as one process, or under `deepspeed --module` or `torchrun -m`.
 """
 
-from openrlhf.cli.common import command
+from collections.abc import Sequence
 
-main = command("prm", __name__)
+from openrlhf.cli.common import leave, read_flags, running
+from openrlhf.config.machine import quick_imports
+from openrlhf.config.supervised import PRMConfig
+from openrlhf.termination import in_order
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the flags in `argv`, or in the arguments of this process, and train."""
+    config = read_flags(PRMConfig, argv, command="train_prm")
+    with running(config):
+        with quick_imports():
+            from openrlhf.launch.offline import run_offline
+            from openrlhf.trainers.process_reward import ProcessRewardTask
+
+        with in_order():
+            run_offline(ProcessRewardTask(config))
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,28 @@
-"""`python -m openrlhf.cli.train_rm`: a reward model from pairs; alone, or under `deepspeed
---module` or `torchrun -m`.
+"""Reward model training: `python -m openrlhf.cli.train_rm`.
+
+Runs as one process, or under `deepspeed --module` or `torchrun -m`.
 """
 
-from openrlhf.cli.common import command
+from collections.abc import Sequence
 
-main = command("rm", __name__)
+from openrlhf.cli.common import leave, read_flags, running
+from openrlhf.config.machine import quick_imports
+from openrlhf.config.supervised import RMConfig
+from openrlhf.termination import in_order
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the flags in `argv`, or in the arguments of this process, and train."""
+    config = read_flags(RMConfig, argv, command="train_rm")
+    with running(config):
+        with quick_imports():
+            from openrlhf.launch.offline import run_offline
+            from openrlhf.trainers.reward import RewardTask
+
+        with in_order():
+            run_offline(RewardTask(config))
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,18 +12,8 @@ from typing import Any, ClassVar, Self
 
 from openrlhf.config import machine, places, rules, shared
 from openrlhf.config.effects import Effects, Sentences, combined, without_effect
-from openrlhf.config.flags import (
-    Section,
-    amend,
-    bound_violations,
-    mentions,
-    option,
-    spelled_out,
-    toml_beside,
-)
+from openrlhf.config.flags import Section, amend, bound_violations, mentions, option, spelled_out
 from openrlhf.config.unsupported import refusals
-
-VERBS: dict[str, dict[str, Any]] = toml_beside(__file__, "verbs.toml")
 
 
 class Command(Section):

@@ -1,4 +1,4 @@
-"""Root of `pipeline`, and the commands that its stages may be."""
+"""Flags of `pipeline`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
-from openrlhf.config.commands import VERBS, Command
+from openrlhf.config.commands import Command
 from openrlhf.config.effects import Effects, Sentences
 from openrlhf.config.flags import Section, derived, option, required
-
-# By verb, the commands that a stage may be.
-STAGES = {verb: about for verb, about in VERBS.items() if "result" in about}
 
 
 # fmt: off

@@ -26,7 +26,6 @@ from hashlib import sha256
 from io import StringIO
 from os.path import exists, expanduser, isfile
 from pathlib import Path
-from pkgutil import resolve_name
 from shutil import which
 from typing import Any
 
@@ -36,8 +35,9 @@ from jinja2 import Environment, StrictUndefined, TemplateError
 from openrlhf.config import machine
 from openrlhf.config.flags import ConfigError, did_you_mean, flags_of, items, nearest, text_of
 from openrlhf.config.options import leaves, parse_config
-from openrlhf.config.pipeline import STAGES, PipelineConfig
+from openrlhf.config.pipeline import PipelineConfig
 from openrlhf.config.secrets import hide, without_secrets
+from openrlhf.config.stages import STAGE_COMMANDS
 from openrlhf.files import BLOCK, SAMPLES, fingerprint, write_atomically
 from openrlhf.launch.pipeline_report import Result, write_pipeline_report
 from openrlhf.locks import locked
@@ -97,7 +97,7 @@ class Stage:
     @property
     def root(self) -> type[Any]:
         """The configuration class of its command."""
-        return resolve_name(STAGES[self.command]["flags"])
+        return STAGE_COMMANDS[self.command].flags
 
     @property
     def values(self) -> dict[str, Any]:
@@ -190,8 +190,8 @@ class Pipeline:
             return [
                 f"${{{unknown[0]}}} is no stage before this one ({', '.join(before) or 'the first'}).{hint}"
             ]
-        if stage.command and stage.command not in STAGES:
-            return [f"there is no command {stage.command}; known are {', '.join(STAGES)}."]
+        if stage.command and stage.command not in STAGE_COMMANDS:
+            return [f"there is no command {stage.command}; known are {', '.join(STAGE_COMMANDS)}."]
         if self.file.resolve() in [
             (self.folder / f"{stage.name}{end}").resolve() for end in (".yaml", ".json")
         ]:
@@ -208,7 +208,7 @@ class Pipeline:
                 parse_config(
                     stage.root,
                     ["--config", str(self.write_flags(stage))],
-                    command=STAGES[stage.command]["command"],
+                    command=STAGE_COMMANDS[stage.command].command,
                 )
         except ConfigError as error:
             said = [
@@ -239,7 +239,9 @@ class Pipeline:
         folder.
         """
         command = next(stage.command for stage in self.stages if stage.name == name)
-        return self.folder / name / STAGES.get(command, {}).get("result", "")
+        if command not in STAGE_COMMANDS:
+            return self.folder / name
+        return self.folder / name / STAGE_COMMANDS[command].result
 
     def has_result(self, name: str) -> bool:
         """Whether the result of a stage exists. A folder that contains only a lock does not count."""
@@ -257,7 +259,7 @@ class Pipeline:
 
     def write_flags(self, stage: Stage) -> Path:
         """Write the flags of a stage, and where its results go, to a file that --config reads."""
-        result = STAGES[stage.command]["result"]
+        result = STAGE_COMMANDS[stage.command].result
         places = {
             path: str(self.folder / stage.name / (leaf or result))
             for path, leaf in PLACES.items()
@@ -292,7 +294,7 @@ class Pipeline:
         """
         reference = f"${{{stage.name}}}"
         for later in self.stages[self.stages.index(stage) + 1 :]:
-            if not later.command or later.command not in STAGES:
+            if not later.command or later.command not in STAGE_COMMANDS:
                 continue
             reads = {path for path, value in later.values.items() if str(value) == reference}
             trains = "ckpt.export_fp32" in flags_of(later.root)

@@ -22,18 +22,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from pkgutil import resolve_name
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from openrlhf.config.commands import VERBS
 from openrlhf.config.flags import flags_in
 from openrlhf.config.machine import installed
 from openrlhf.config.options import parse_config
 from openrlhf.distributed.buckets import bucket_hash
+from tests.config.commands import COMMANDS, WITH_OLD
 from tests.e2e.commands import (
     kill_when,
     launch,
@@ -97,11 +96,11 @@ def machine() -> dict[str, str]:
 def configurations(folder: Path) -> dict[str, dict[str, Any]]:
     """Return every value in effect for each launch line."""
     del folder
-    flags_class = {about["command"]: about["flags"] for about in VERBS.values()}
+    flags_of_command = COMMANDS | WITH_OLD
     resolved = {}
     for line in launch_lines():
         command, *arguments = shlex.split(line)
-        config = parse_config(resolve_name(flags_class[command]), arguments, command=command)
+        config = parse_config(flags_of_command[command], arguments, command=command)
         values = {
             flag.path: value for flag, value in flags_in(config) if flag.path not in TIMED_FLAGS
         }

@@ -19,13 +19,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from openrlhf.batches import TokenRows
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
-from openrlhf.cli.common import train_offline
+from openrlhf.cli.main import VERBS
 from openrlhf.config.flags import UserError
-from openrlhf.config.options import parse_config
 from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.data.shown import LONGEST, show_batch, show_text
 from openrlhf.launch import offline
-from tests.config.commands import ROOTS
 from tests.data.small import PLAIN_CHAT, build_tokenizer
 from tests.tiny import save_tiny_model, tiny_config
 
@@ -62,10 +60,7 @@ def dry_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         line = f"--model.model_name_or_path {model} --data.dataset {file} --train.batch_size 1 --run.dir {tmp_path} --dry_run"
-        config = parse_config(
-            ROOTS[f"train_{task}"], f"{line} {flags}".split(), command=f"train_{task}"
-        )
-        train_offline(config, task)
+        VERBS[task].main(f"{line} {flags}".split())
         return capsys.readouterr().out
 
     return show
@@ -103,7 +98,7 @@ def test_a_tracker_that_is_not_installed_is_named_before_the_reference_scores_al
     line = f"--model.model_name_or_path {model} --data.dataset {tmp_path}/rows.jsonl --train.batch_size 1 --ref.precompute"
     words = f"{line} --run.dir {tmp_path}/run --logger.wandb.key mine".split()
     with pytest.raises(SystemExit):
-        train_offline(parse_config(ROOTS["train_dpo"], words, command="train_dpo"), "dpo")
+        VERBS["dpo"].main(words)
     assert "the package wandb is not installed" in capsys.readouterr().err
 
 
@@ -138,7 +133,7 @@ def test_labels_of_one_kind_are_a_notice_at_start(
     file = tmp_path / "rows.jsonl"
     file.write_text((json.dumps({"prompt": "a", "completion": "ok", "label": True}) + "\n") * 2)
     line = f"--model.model_name_or_path {model} --data.dataset {file} --train.batch_size 2 --run.dir {tmp_path} --dry_run"
-    train_offline(parse_config(ROOTS["train_kto"], line.split(), command="train_kto"), "kto")
+    VERBS["kto"].main(line.split())
     assert "--data.label_key label" in capsys.readouterr().err
 
 
@@ -249,5 +244,5 @@ def test_rows_are_rendered_with_the_day_on_which_the_run_was_first_started(
     (tmp_path / "rows.jsonl").write_text('{"input": "a", "output": "ok"}\n')
     line = f"--model.model_name_or_path {model} --data.dataset {tmp_path}/rows.jsonl --ckpt.load_enable"
     with pytest.raises(SystemExit):
-        train_offline(parse_config(ROOTS["train_sft"], line.split(), command="train_sft"), "sft")
+        VERBS["sft"].main(line.split())
     assert rendered == ["2027-01-15T12:00:00"]

@@ -82,7 +82,7 @@ def test_no_command_of_the_first_pages_and_the_demo_has_the_finding() -> None:
         given = " ".join(shlex.quote(word) for word in shlex.split(line, comments=True))
         sized = [path in given for path in ("train.micro_batch_size", "rollout.micro_batch_size")]
         assert all(sized) or "train.dynamic_batch_enable" in given, line
-    demo = (ROOT / "examples/demo/run.py").read_text()
+    demo = " ".join((ROOT / "examples/demo/run.py").read_text().split())
     assert (
         '"--rollout.micro_batch_size", "256"' in demo
         and '"--train.micro_batch_size", "256"' in demo

@@ -16,7 +16,7 @@ from datasets import Dataset
 from openrlhf.cli.main import main
 from openrlhf.config import machine
 from openrlhf.config.flags import ConfigError, amend, flags_of
-from openrlhf.config.pipeline import STAGES
+from openrlhf.config.stages import STAGE_COMMANDS
 from openrlhf.data.feedback import PreferenceDataset
 from openrlhf.data.layouts import recognise
 from openrlhf.launch.pipeline import Pipeline, read_stages
@@ -385,7 +385,7 @@ def test_the_public_pairs_of_every_example_can_be_read_with_its_flags(
 
 
 def test_a_stage_may_be_every_command_that_ends_with_a_result() -> None:
-    known = {about["command"] for about in STAGES.values()}
+    known = {stage.command for stage in STAGE_COMMANDS.values()}
     assert ROOTS.keys() - known <= {"serve_rm", "interactive_chat"}
 
 
