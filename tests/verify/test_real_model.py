@@ -6,6 +6,7 @@ One run: `pytest -m verify tests/verify/test_real_model.py -k "grpo_lora and see
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import time
@@ -87,9 +88,12 @@ RUNS = {
 
 
 def openrlhf(*words: str | Path, said: str | None = None) -> str:
-    """Run a command as a user would. Returns what it printed."""
+    """Run a command as a user would, with all cores. Returns what it printed."""
     command = [sys.executable, "-m", "openrlhf.cli.main", *map(str, words)]
-    finished = subprocess.run(command, cwd=ROOT, check=True, text=True, input=said, stdout=subprocess.PIPE)
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    finished = subprocess.run(
+        command, cwd=ROOT, check=True, text=True, input=said, stdout=subprocess.PIPE, env=environment
+    )
     return finished.stdout
 
 
