@@ -104,6 +104,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def reward_models() -> dict[int, Path]:
+    """The folders of the runs that have trained reward models, by seed: PPO takes that of its seed, or trains one."""
+    return {}
+
+
 def make_data(source: Path, folder: Path, model: Path, seed: int) -> None:
     """Write the rows that the runs of a seed train on and are measured with."""
     for script, *words in (("task.py", folder / "sums"), ("data.py", source, folder, "--model", model)):
@@ -125,7 +131,7 @@ def places(task: Task, model: Path, data: Path, out: Path) -> list[str | Path]:
     elif task.file == "ppo.yaml":
         flags += ["--data.prompt_dataset", data / "pairs/prompts.jsonl"]
         flags += ["--eval.dataset", data / "pairs/held_out_prompts.jsonl"]
-        flags += ["--reward.model_name_or_path", reward_model(model, data, out)]
+        flags += ["--reward.model_name_or_path", out / "reward/model"]
     else:
         rows = data / ("gsm8k" if task.command == "sft" else "pairs")
         flags += ["--data.dataset", rows / "train.jsonl", "--eval.dataset", rows / "held_out.jsonl"]
@@ -133,20 +139,24 @@ def places(task: Task, model: Path, data: Path, out: Path) -> list[str | Path]:
     return [*flags, policy, model]
 
 
-def reward_model(model: Path, data: Path, out: Path) -> Path:
-    """Train the reward model that PPO is rewarded by."""
-    folder = out / "reward"
-    flags = places(RUNS["rm"], model, data, folder)
+def train_reward_model(model: Path, data: Path, out: Path, seed: int) -> Path:
+    """Train the reward model that PPO is rewarded by. Returns the folder of the run."""
+    flags = [*places(RUNS["rm"], model, data, out), "--train.seed", str(seed)]
     openrlhf("rm", "--config", EXAMPLE / "rm.yaml", *flags)
-    return folder / "model"
+    return out
 
 
 @pytest.mark.timeout(5400)
 @pytest.mark.parametrize("seed", SEEDS, ids="seed{}".format)
 @pytest.mark.parametrize("name", RUNS)
-def test_a_real_model_learns(name: str, seed: int, model: Path, data_dir: Path, tmp_path: Path) -> None:
+def test_a_real_model_learns(
+    name: str, seed: int, model: Path, reward_models: dict[int, Path], data_dir: Path, tmp_path: Path
+) -> None:
     task = RUNS[name]
     make_data(data_dir, tmp_path / "data", model, seed)
+    if name == "ppo":
+        rewards = reward_models.get(seed) or train_reward_model(model, tmp_path / "data", tmp_path / "rewards", seed)
+        (tmp_path / "reward").symlink_to(rewards)
     flags = [*task.flags.split(), *places(task, model, tmp_path / "data", tmp_path), "--train.seed", str(seed)]
     start = time.monotonic()
     with PeakMemory() as memory:
@@ -172,6 +182,8 @@ def test_a_real_model_learns(name: str, seed: int, model: Path, data_dir: Path, 
     )
     record(run)
     write_page()
+    if name == "rm":
+        reward_models[seed] = tmp_path
     assert run.after >= task.at_least if task.at_least else run.learned
 
 
