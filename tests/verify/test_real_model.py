@@ -42,7 +42,7 @@ class Task:
     metric: str = ""  # what is measured, where it is not measured by `eval`
     flags: str = ""  # besides the file's
     better: str = "higher"
-    first: float | None = None  # the number before training; None: the first of the metric is from before it
+    first: float | None = None  # the number before training; None: it is measured
     at_least: float | None = None  # for the number after training; None: better than before by two standard errors
 
     def line(self) -> str:
@@ -61,8 +61,8 @@ RUNS = {
         command="sft",
         file="sft_lora.yaml",
         measured="loss of solutions of GSM8K, nats per token",
-        metric="eval/loss",
-        curve="train/loss",
+        metric="eval/eval gpt_loss",
+        curve="train/gpt_loss",
         better="lower",
     ),
     "dpo": Task(
@@ -229,8 +229,17 @@ def measure(task: Task, seed: int, model: Path, trained: Path, out: Path) -> tup
         assert again == pytest.approx(measured[-1], abs=0.005)
     else:
         generate(trained, out)
-    before = measured[0] if task.first is None else task.first
+    before = loss_before(task, model, out) if task.first is None else task.first
     return before, measured[-1], 0.0
+
+
+def loss_before(task: Task, model: Path, out: Path) -> float:
+    """Return the held-out loss of the untrained model: that of a run of one step, whose learning rate is 0."""
+    flags = places(task, model, out / "data", out / "untrained")
+    openrlhf(task.command, "--config", EXAMPLE / task.file, *flags, "--data.max_samples", "16")
+    assert column(out / "untrained/run", "train/lr") == [0.0]
+    [loss] = column(out / "untrained/run", task.metric)
+    return loss
 
 
 def rewards(task: Task, seed: int, policy: Path, run: Path, out: Path) -> dict[str, float]:
