@@ -8,6 +8,7 @@ to 40 minutes on two cores.
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import time
@@ -43,9 +44,7 @@ class Task:
     metric: str = ""  # what is measured, where it is not measured by `eval`
     flags: str = ""  # besides the file's
     better: str = "higher"
-    first: float | None = (
-        None  # the number before training; None: the first of the metric is from before it
-    )
+    first: float | None = None  # the number before training; None: it is measured
     at_least: float | None = (
         None  # for the number after training; None: better than before by two standard errors
     )
@@ -78,8 +77,8 @@ RUNS = {
         command="sft",
         file="sft_lora.yaml",
         measured="loss of solutions of GSM8K, nats per token",
-        metric="eval/loss",
-        curve="train/loss",
+        metric="eval/eval gpt_loss",
+        curve="train/gpt_loss",
         better="lower",
     ),
     "dpo": Task(
@@ -107,10 +106,17 @@ RUNS = {
 
 
 def openrlhf(*words: str | Path, said: str | None = None) -> str:
-    """Run a command as a user would. Returns what it printed."""
+    """Run a command as a user would, with all cores. Returns what it printed."""
     command = [sys.executable, "-m", "openrlhf.cli.main", *map(str, words)]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     finished = subprocess.run(
-        command, cwd=ROOT, check=True, text=True, input=said, stdout=subprocess.PIPE
+        command,
+        cwd=ROOT,
+        check=True,
+        text=True,
+        input=said,
+        stdout=subprocess.PIPE,
+        env=environment,
     )
     return finished.stdout
 
@@ -120,6 +126,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("real-model") / "model"
     subprocess.run([sys.executable, EXAMPLE / "fetch.py", folder], check=True)
     return folder
+
+
+@pytest.fixture(scope="module")
+def reward_models() -> dict[int, Path]:
+    """The folders of the runs that have trained reward models, by seed: PPO takes that of its seed,
+    or trains one.
+    """
+    return {}
 
 
 def make_data(source: Path, folder: Path, model: Path, seed: int) -> None:
@@ -153,7 +167,7 @@ def places(task: Task, model: Path, data: Path, out: Path) -> list[str | Path]:
     elif task.file == "ppo.yaml":
         flags += ["--data.prompt_dataset", data / "pairs/prompts.jsonl"]
         flags += ["--eval.dataset", data / "pairs/held_out_prompts.jsonl"]
-        flags += ["--reward.model_name_or_path", reward_model(model, data, out)]
+        flags += ["--reward.model_name_or_path", out / "reward/model"]
     else:
         rows = data / ("gsm8k" if task.command == "sft" else "pairs")
         flags += ["--data.dataset", rows / "train.jsonl", "--eval.dataset", rows / "held_out.jsonl"]
@@ -161,22 +175,31 @@ def places(task: Task, model: Path, data: Path, out: Path) -> list[str | Path]:
     return [*flags, policy, model]
 
 
-def reward_model(model: Path, data: Path, out: Path) -> Path:
-    """Train the reward model that PPO is rewarded by."""
-    folder = out / "reward"
-    flags = places(RUNS["rm"], model, data, folder)
+def train_reward_model(model: Path, data: Path, out: Path, seed: int) -> Path:
+    """Train the reward model that PPO is rewarded by. Returns the folder of the run."""
+    flags = [*places(RUNS["rm"], model, data, out), "--train.seed", str(seed)]
     openrlhf("rm", "--config", EXAMPLE / "rm.yaml", *flags)
-    return folder / "model"
+    return out
 
 
 @pytest.mark.timeout(5400)
 @pytest.mark.parametrize("seed", SEEDS, ids="seed{}".format)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_real_model_learns(
-    name: str, seed: int, model: Path, data_dir: Path, tmp_path: Path
+    name: str,
+    seed: int,
+    model: Path,
+    reward_models: dict[int, Path],
+    data_dir: Path,
+    tmp_path: Path,
 ) -> None:
     task = RUNS[name]
     make_data(data_dir, tmp_path / "data", model, seed)
+    if name == "ppo":
+        rewards = reward_models.get(seed) or train_reward_model(
+            model, tmp_path / "data", tmp_path / "rewards", seed
+        )
+        (tmp_path / "reward").symlink_to(rewards)
     flags = [
         *task.flags.split(),
         *places(task, model, tmp_path / "data", tmp_path),
@@ -207,6 +230,8 @@ def test_a_real_model_learns(
     )
     record(run)
     write_page()
+    if name == "rm":
+        reward_models[seed] = tmp_path
     assert run.after >= task.at_least if task.at_least else run.learned
 
 
@@ -270,12 +295,23 @@ def measure(
         )
     measured = column(out / "run", task.metric)
     if task.command == "rm":
-        [again] = column(score_pairs(trained, out), "eval/eval_default_accuracy")
+        [again] = column(score_pairs(trained, out), "eval/acc_mean")
         assert again == pytest.approx(measured[-1], abs=0.005)
     else:
         generate(trained, out)
-    before = measured[0] if task.first is None else task.first
+    before = loss_before(task, model, out) if task.first is None else task.first
     return before, measured[-1], 0.0
+
+
+def loss_before(task: Task, model: Path, out: Path) -> float:
+    """Return the held-out loss of the untrained model: that of a run of one step, whose learning
+    rate is 0.
+    """
+    flags = places(task, model, out / "data", out / "untrained")
+    openrlhf(task.command, "--config", EXAMPLE / task.file, *flags, "--data.max_samples", "16")
+    assert column(out / "untrained/run", "train/lr") == [0.0]
+    [loss] = column(out / "untrained/run", task.metric)
+    return loss
 
 
 def rewards(task: Task, seed: int, policy: Path, run: Path, out: Path) -> dict[str, float]:
