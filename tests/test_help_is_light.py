@@ -40,12 +40,12 @@ def assert_no_library(imported: set[str]) -> None:
     assert not imported & packages_distributions().keys() - ours
 
 
-def test_there_are_commands() -> None:
+def test_commands_are_found() -> None:
     assert {"openrlhf.cli.train_sft", "openrlhf.cli.train_ppo_ray"} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_loads_no_library(command: str) -> None:
+def test_help_imports_no_library(command: str) -> None:
     done, imported = run(command, "--help")
     assert done.returncode == 0
     assert done.stdout.startswith("usage: ")
@@ -53,7 +53,7 @@ def test_help_loads_no_library(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_mistake_ends_with_status_2_before_a_library_is_loaded(command: str) -> None:
+def test_user_error_exits_with_status_2_before_importing_libraries(command: str) -> None:
     done, imported = run(command, "--train.no_such_flag", "1")
     assert done.returncode == 2
     assert "error: " in done.stderr

