@@ -1,3 +1,1 @@
-"""What rewards an episode: Python functions, HTTP servers, verifiers, judges, and weighted sums of
-them.
-"""
+"""Rewards of an episode: functions, HTTP servers, verifiers, judges, and weighted sums of them."""

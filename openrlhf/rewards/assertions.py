@@ -1,5 +1,6 @@
-"""Assertions about a program that are checked outside its process: the program computes values and
-never sees what is expected.
+"""Assertions about a program that are checked outside its process.
+
+The program computes values and never sees the expected ones.
 
 An assertion can be checked this way if it only needs the values of the program's calls with
 constant arguments:
@@ -23,32 +24,26 @@ from typing import Any, cast
 FUNCTIONS: Mapping[str, Any] = {
     function.__name__: function
     for function in (
-        abs, all, any, bool, complex, dict, float, frozenset, int, len, list, max, min, range, round, set, sorted, str,
-        sum, tuple, math.isclose,
+        abs, all, any, bool, complex, dict, float, frozenset, int, len, list, max, min, range,
+        round, set, sorted, str, sum, tuple, math.isclose,
     )
 }  # fmt: skip
 PLAIN = (
-    ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop, ast.UnaryOp,
-    ast.unaryop, ast.BinOp, ast.operator, ast.Subscript, ast.Slice, ast.IfExp, ast.keyword, ast.expr_context,
+    ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Compare, ast.cmpop, ast.BoolOp,
+    ast.boolop, ast.UnaryOp, ast.unaryop, ast.BinOp, ast.operator, ast.Subscript, ast.Slice,
+    ast.IfExp, ast.keyword, ast.expr_context,
 )  # fmt: skip
-GROWING = (
-    ast.Mult,
-    ast.Pow,
-    ast.LShift,
-    ast.Mod,
-)  # with a value from the program, the result could fill the memory
-OWN_NAMES = {
-    *dir(builtins),
-    "math",
-}  # in an assertion these names are Python's, not functions of the program
-MOST_ANSWER = (
-    1 << 18
-)  # characters; the time to compare some values grows with the square of their length
+# With a value from the program, the result of these could fill the memory.
+GROWING = (ast.Mult, ast.Pow, ast.LShift, ast.Mod)
+# In an assertion these names are Python's, not functions of the program.
+OWN_NAMES = {*dir(builtins), "math"}
+# Characters. The time to compare some values grows with the square of their length.
+LONGEST_ANSWER = 1 << 18
 VALUE = "__value_{}"
 
 
 class Other:
-    """A value of the program that is not plain data: it equals nothing, and is true or false."""
+    """A value of the program that is not plain data. It equals nothing, and is true or false."""
 
     def __init__(self, true: bool) -> None:
         self.true = true
@@ -63,32 +58,30 @@ class _NotOutside(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Assertions:
-    """Assertions and the calls that they need: expressions for the program's process, in the order
-    of the tests.
-    """
+    """Assertions and the calls of the program that they need."""
 
-    calls: Sequence[str]
+    calls: Sequence[str]  # expressions for the program's process, in the order of the tests
     tests: Sequence[CodeType]  # expressions of FUNCTIONS and of the values of `calls`
 
     def hold(self, answer: str) -> bool:
-        """Return whether all assertions are true of the values of `calls`, which the program has
-        written.
-        """
-        if len(answer) > MOST_ANSWER:
+        """Return whether all assertions hold for `answer`, the program's values of `calls`."""
+        if len(answer) > LONGEST_ANSWER:
             return False
         try:
-            values = plain(json.JSONDecoder().raw_decode(answer)[0])
-            names = {VALUE.format(place): value for place, value in enumerate(values)}
-            return all(
-                eval(test, {"__builtins__": {}, **FUNCTIONS, **names}) for test in self.tests
-            )
-        except Exception:  # no values, or such as a text where the assertion needs a number
+            form, _ = json.JSONDecoder().raw_decode(answer)
+            names = {VALUE.format(number): value for number, value in enumerate(plain(form))}
+            for test in self.tests:
+                if not eval(test, {"__builtins__": {}, **FUNCTIONS, **names}):
+                    return False
+        except Exception:  # no values, or for example a text where the assertion needs a number
             return False
+        return True
 
 
 def plain(form: Any) -> Any:
-    """Return the data that a program has written as JSON, of Python's own types only: tagged
-    objects are tuples, sets and so on.
+    """Return the data that a program has written as JSON, of Python's own types only.
+
+    Tagged objects stand for tuples, sets and so on.
     """
     match form:
         case list():
@@ -114,30 +107,31 @@ def plain(form: Any) -> Any:
         case None | bool() | int() | float() | str():
             return form
         case _:
-            raise ValueError(f"no plain data: {form!r:.100}")
+            raise ValueError(f"not plain data: {form!r:.100}")
 
 
 def read_assertions(tests: str, entry: str) -> Assertions | None:
-    """Return the assertions of a label's tests; None if some of them can only be checked in the
-    program's process.
+    """Return the assertions of a label's tests, or None if they need the program's process.
 
-    `entry`: the function that a test function `check` is called with.
+    `entry` is the function that a test function `check` is called with.
     """
     reader = _Reader(entry)
     try:
         for statement in ast.parse(tests).body:
             reader.read(statement)
-        codes = [
-            compile(ast.fix_missing_locations(ast.Expression(test)), "tests", "eval")
-            for test in reader.tests
-        ]
+        codes: list[CodeType] = []
+        for test in reader.tests:
+            expression = ast.fix_missing_locations(ast.Expression(test))
+            codes.append(compile(expression, "tests", "eval"))
     except (_NotOutside, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    return Assertions(calls=reader.calls, tests=codes) if codes else None
+    if not codes:
+        return None
+    return Assertions(calls=reader.calls, tests=codes)
 
 
 class _Reader:
-    """Reads statements one after the other."""
+    """A reader of statements, one after the other."""
 
     def __init__(self, entry: str) -> None:
         self.entry = entry
@@ -145,8 +139,9 @@ class _Reader:
         self.tests: list[ast.expr] = []
 
     def read(self, statement: ast.stmt) -> None:
-        """Take an assertion, a function `check` with assertions, or a statement that has no part in
-        them. Raises _NotOutside.
+        """Read an assertion, a function `check` with assertions, or a statement without effect.
+
+        Raises _NotOutside.
         """
         match statement:
             case ast.Assert(test=test):
@@ -168,7 +163,7 @@ class _Reader:
                 | ast.Import(names=[ast.alias(name="math", asname=None)])
             ):
                 pass
-            case ast.Assign(targets=[ast.Name(id="METADATA")]):  # of HumanEval: nothing reads it
+            case ast.Assign(targets=[ast.Name(id="METADATA")]):  # in HumanEval, unused
                 pass
             case _:
                 raise _NotOutside
@@ -176,18 +171,22 @@ class _Reader:
     def outside(self, test: ast.expr) -> ast.expr:
         """Return an assertion with names for the values of its calls. Raises _NotOutside."""
         before = len(self.calls)
-        found = self._rewritten(test)
-        asks = len(self.calls) > before
-        if not asks and any(isinstance(node, ast.Call) for node in ast.walk(test)):
-            raise _NotOutside  # the program may have a function with the name of one of FUNCTIONS
-        return found
+        rewritten = self._rewritten(test)
+        if len(self.calls) > before:
+            return rewritten
+        for node in ast.walk(test):
+            if isinstance(node, ast.Call):
+                # The program may have a function with the name of one of FUNCTIONS.
+                raise _NotOutside
+        return rewritten
 
     def _rewritten(self, node: Any) -> Any:
         """Return a part of an assertion, with calls of the program replaced. Raises _NotOutside."""
         if isinstance(node, ast.Compare):
             of_program = [side for side in (node.left, *node.comparators) if not is_constant(side)]
             if len(of_program) > 1:
-                raise _NotOutside  # the values may be such that only the program's own classes can compare them
+                # Perhaps only the program's own classes can compare the values.
+                raise _NotOutside
         if is_asked(node):
             name = VALUE.format(len(self.calls))
             self.calls.append(ast.unparse(node))
@@ -209,33 +208,39 @@ class _Reader:
             return node
         for name, value in ast.iter_fields(node):
             if isinstance(value, list):
-                setattr(
-                    node, name, [None if each is None else self._rewritten(each) for each in value]
-                )
+                rewritten: list[Any] = []
+                for item in value:
+                    if item is not None:
+                        item = self._rewritten(item)
+                    rewritten.append(item)
+                setattr(node, name, rewritten)
             elif isinstance(value, ast.AST):
                 setattr(node, name, self._rewritten(value))
         return node
 
 
 class _Renamed(ast.NodeTransformer):
-    """Renaming of a test function's parameter to the function that it stands for."""
+    """A renaming of a test function's parameter to the function that it stands for."""
 
     def __init__(self, old: str, new: str) -> None:
-        self.old, self.new = old, new
+        self.old = old
+        self.new = new
 
     def visit_Name(self, node: ast.Name) -> ast.Name:
-        return ast.Name(id=self.new, ctx=node.ctx) if node.id == self.old else node
+        if node.id != self.old:
+            return node
+        return ast.Name(id=self.new, ctx=node.ctx)
 
 
 def is_asked(node: ast.AST) -> bool:
-    """Return whether the node is a call of the program's with constant arguments: `f(3)`,
-    `f(3).lower()`, `Solution().f(x=3)`.
+    """Return whether the node is a call of the program's functions with constant arguments.
 
-    Not `f(3).startswith("a")`, which tells the program what its value should be.
+    Examples: `f(3)`, `f(3).lower()`, `Solution().f(x=3)`. Not `f(3).startswith("a")`, which would
+    show the program its expected value.
     """
     if not isinstance(node, ast.Call) or function_of(node) is not None:
         return False
-    values = [*node.args, *(keyword.value for keyword in node.keywords)]
+    values = _argument_values(node)
     if not all(map(is_constant, values)):
         return False
     match node.func:
@@ -247,7 +252,7 @@ def is_asked(node: ast.AST) -> bool:
 
 
 def function_of(call: ast.Call) -> str | None:
-    """Return the name of a call of one of FUNCTIONS, else None."""
+    """Return the name of the function if a call is one of FUNCTIONS, else None."""
     match call.func:
         case ast.Attribute(value=ast.Name(id="math"), attr="isclose"):
             return "isclose"
@@ -259,6 +264,9 @@ def function_of(call: ast.Call) -> str | None:
 def is_constant(node: ast.AST) -> bool:
     """Return whether an expression needs nothing from the program."""
     if isinstance(node, ast.Call):
-        values = [*node.args, *(keyword.value for keyword in node.keywords)]
-        return function_of(node) is not None and all(map(is_constant, values))
+        return function_of(node) is not None and all(map(is_constant, _argument_values(node)))
     return isinstance(node, PLAIN) and all(map(is_constant, ast.iter_child_nodes(node)))
+
+
+def _argument_values(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]

@@ -1,7 +1,7 @@
-"""Built-in rewards that check a response against its label: its format, its length, the code in it.
+"""Built-in rewards that check a response's format, length or code against its label.
 
 `math` is in `graders`. Each verifier takes a response, without special tokens, and its label, and
-runs in a user process, so that --reward.timeout bounds whatever a label's regular expression does.
+runs in a user process, so that --reward.timeout bounds a label's regular expression.
 """
 
 import json
@@ -17,7 +17,14 @@ from openrlhf.isolation.sandbox import run_program
 from openrlhf.rewards.assertions import Assertions, read_assertions
 
 TEST_SECONDS = 10.0  # of CPU time for one test
+LEAST_TEST_SECONDS = 0.1  # with less time left, a test is not started
 PART_OF_TIMEOUT = 0.8  # of the call, for all tests of a program; the rest is for starting sandboxes
+PYTHON_BLOCKS = (
+    "python",
+    "python3",
+    "py",
+    "",
+)  # languages of fenced blocks that may be the program
 _FENCED = re.compile(r"```(\w*)[^\n]*\n(.*?)```", re.DOTALL)
 _RANGE = re.compile(r"\s*(?:(\d+)\s*-\s*)?(\d+)\s*")
 
@@ -74,11 +81,10 @@ write(output, (token + dumps(values)).encode())
 
 
 def grade_format(response: str, label: str) -> float:
-    """1.0 if the whole response matches the label, a regular expression in which . matches line
-    breaks too.
+    """Return 1.0 if the whole response matches the label, else 0.0.
 
-    An empty label asks for `<think>…</think>` once, then an answer; the opening tag may be the end
-    of the prompt instead.
+    The label is a regular expression in which . matches line breaks too. An empty label asks for
+    `<think>…</think>` once, then an answer; the opening tag may be the end of the prompt instead.
     """
     if label:
         return float(re.fullmatch(label, response.strip(), re.DOTALL) is not None)
@@ -88,9 +94,9 @@ def grade_format(response: str, label: str) -> float:
 
 
 def grade_length(response: str, label: str) -> float:
-    """1.0 for as many words as the label says: `200` is at most 200, `100-200` is from 100 to 200.
+    """Return 1.0 if the number of words is in the label's range: `200` (at most) or `100-200`.
 
-    Outside it falls linearly: to 0 at no words, and at twice the upper bound.
+    Outside the range the reward falls linearly: to 0 at no words, and at twice the upper bound.
     """
     low, high = word_bounds(label)
     words = len(response.split())
@@ -101,12 +107,17 @@ def grade_length(response: str, label: str) -> float:
 
 def word_bounds(label: str) -> tuple[int, int]:
     """Return the least and the largest number of words that a label asks for. Raises ValueError."""
+    problem = (
+        f"--reward.verifier length takes a label like 200 or 100-200, in words, not {label[:200]!r}"
+    )
     bounds = _RANGE.fullmatch(label)
-    if bounds is None or int(bounds[2]) < max(1, int(bounds[1] or 0)):
-        raise ValueError(
-            f"--reward.verifier length takes a label like 200 or 100-200, in words, not {label[:200]!r}"
-        )
-    return int(bounds[1] or 0), int(bounds[2])
+    if bounds is None:
+        raise ValueError(problem)
+    low = int(bounds[1] or 0)
+    high = int(bounds[2])
+    if high < max(1, low):
+        raise ValueError(problem)
+    return low, high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +131,10 @@ class CodeTests:
 
     @classmethod
     def parse(cls, label: str) -> Self:
-        """`{"tests": "assert …", "entry": name}` or `{"inputs": […], "outputs": […], "fn_name":
-        name}`. Raises ValueError.
+        """Read a label: JSON with "tests", or with "inputs" and "outputs". Raises ValueError.
+
+        The two forms are `{"tests": "assert …", "entry": name}` and
+        `{"inputs": […], "outputs": […], "fn_name": name}`.
         """
         try:
             given = json.loads(label)
@@ -129,15 +142,18 @@ class CodeTests:
             given = None
         if not isinstance(given, Mapping) or not (given.get("tests") or given.get("inputs")):
             raise ValueError(
-                f'--reward.verifier code takes a label with "tests" or "inputs" and "outputs": {label[:200]!r}'
+                '--reward.verifier code takes a label with "tests" or "inputs" and "outputs", '
+                f"not {label[:200]!r}"
             )
         name = given.get("fn_name") or given.get("entry") or ""
         if asserts := given.get("tests"):
-            asserts = asserts if isinstance(asserts, str) else "\n".join(asserts)
+            if not isinstance(asserts, str):
+                asserts = "\n".join(asserts)
             if name and "def check(" in asserts:
                 asserts += f"\ncheck({name})"
             return cls(asserts=asserts, outside=read_assertions(asserts, name))
-        inputs, outputs = given["inputs"], given.get("outputs") or []
+        inputs = given["inputs"]
+        outputs = given.get("outputs") or []
         if len(inputs) != len(outputs):
             raise ValueError(
                 f"the label has {len(inputs)} inputs and {len(outputs)} outputs: {label[:200]!r}"
@@ -146,98 +162,107 @@ class CodeTests:
 
 
 def grade_code(response: str, label: str, timeout: float) -> dict[str, Any]:
-    """1.0 if the program in the response passes all tests of its label, else 0.0; the fraction of
-    passed tests is logged.
+    """Return 1.0 if the program in the response passes all tests of its label, else 0.0.
 
-    After a test that ran out of time, or when `PART_OF_TIMEOUT` of `timeout` (seconds) is used up,
-    the rest counts as failed.
+    The fraction of passed tests is logged. After a test that ran out of time, or when
+    `PART_OF_TIMEOUT` of `timeout` (seconds) is used up, the remaining tests count as failed.
     """
-    tests, program, passed = CodeTests.parse(label), program_in(response), 0
+    tests = CodeTests.parse(label)
+    program = program_in(response)
+    passed = 0
     deadline = time.monotonic() + PART_OF_TIMEOUT * timeout
     for case in tests.cases or [None]:
-        seconds = min(
-            TEST_SECONDS, (deadline - time.monotonic()) / 2
-        )  # a run may take twice that by the clock
-        right, late = _passes(program, tests, case, seconds) if seconds > 0.1 else (False, True)
-        passed += right
-        if late:
+        # By the clock, a run may take twice its CPU time.
+        seconds = min(TEST_SECONDS, (deadline - time.monotonic()) / 2)
+        if seconds <= LEAST_TEST_SECONDS:
+            break
+        is_passed, is_late = _passes(program, tests, case, seconds)
+        if is_passed:
+            passed += 1
+        if is_late:
             break
     fraction = passed / max(1, len(tests.cases))
     return {"rewards": float(fraction == 1), "extra_logs": {"tests_passed": fraction}}
 
 
 def program_in(response: str) -> str:
-    """The last block between ``` and ```, of Python or of no named language; without one, the whole
-    response.
-    """
-    blocks = [
-        block
-        for language, block in _FENCED.findall(response)
-        if language.lower() in ("python", "python3", "py", "")
-    ]
-    return blocks[-1] if blocks else response
+    """Return the last fenced (```) block of Python or no language, else the whole response."""
+    program = response
+    for language, block in _FENCED.findall(response):
+        if language.lower() in PYTHON_BLOCKS:
+            program = block
+    return program
 
 
 def _passes(
     program: str, tests: CodeTests, case: tuple[Any, Any] | None, seconds: float
 ) -> tuple[bool, bool]:
-    """Whether one test is passed, and whether it ran out of time."""
+    """Return whether the program passes one test, and whether the test ran out of time."""
     if case and not tests.function:
         ran = run_program(program, _text(case[0]), seconds=seconds)
         return ran.ok and same_output(ran.output, _text(case[1])), ran.late
     token = secrets.token_hex(16)
     if tests.outside:
-        ran = run_program(
-            _CALLS, json.dumps([program, tests.outside.calls, token]), seconds=seconds
-        )
+        question = json.dumps([program, tests.outside.calls, token])
+        ran = run_program(_CALLS, question, seconds=seconds)
         _, reached, values = ran.output.partition(token)
         return bool(ran.ok and reached and tests.outside.hold(values)), ran.late
-    arguments = _arguments(case[0]) if case else []
-    ran = run_program(
-        _HARNESS,
-        json.dumps([program, tests.asserts, tests.function, arguments, token]),
-        seconds=seconds,
-    )
+    arguments: list[Any] = []
+    if case:
+        arguments = _arguments(case[0])
+    question = json.dumps([program, tests.asserts, tests.function, arguments, token])
+    ran = run_program(_HARNESS, question, seconds=seconds)
     _, reached, result = ran.output.partition(token)
     if not (ran.ok and reached):
         return False, ran.late
     if case is None:
         return True, False
-    returned, expected = json.JSONDecoder().raw_decode(result)[0], _value(case[1])
+    returned, _ = json.JSONDecoder().raw_decode(result)
+    expected = _value(case[1])
     return returned == expected or [returned] == expected, False
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Whether two outputs are the same words; numbers with a decimal point may differ by a
-    millionth.
+    """Return whether two outputs hold the same words.
+
+    Numbers with a decimal point may differ by a millionth.
     """
-    ours, theirs = output.split(), expected.split()
-    return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
+    words = output.split()
+    expected_words = expected.split()
+    if len(words) != len(expected_words):
+        return False
+    return all(map(_same_word, words, expected_words))
 
 
 def _same_word(word: str, expected: str) -> bool:
     if word == expected:
         return True
+    if "." not in expected:
+        return False
     try:
-        return "." in expected and math.isclose(
-            float(word), float(expected), rel_tol=1e-6, abs_tol=1e-6
-        )
+        return math.isclose(float(word), float(expected), rel_tol=1e-6, abs_tol=1e-6)
     except ValueError:
         return False
 
 
 def _text(value: Any) -> str:
-    """Standard input or output, which some datasets hold as a list of lines."""
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+    """Return standard input or output as text. Some datasets hold it as a list of lines."""
+    if isinstance(value, list):
+        return "\n".join(map(str, value))
+    return str(value)
 
 
 def _arguments(given: Any) -> list[Any]:
-    """The arguments of a call: a list, or text with one JSON value per line."""
-    return [_value(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
+    """Return the arguments of a call, given as a list, or as text with one JSON value per line."""
+    if isinstance(given, str):
+        return [_value(line) for line in given.splitlines()]
+    return list(given)
 
 
 def _value(given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
     try:
-        return json.loads(given) if isinstance(given, str) else given
+        return json.loads(given)
     except ValueError:
         return given

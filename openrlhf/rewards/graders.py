@@ -1,9 +1,9 @@
-"""Is the answer to a mathematical question right? String rules first, then math-verify.
+"""Grading of answers to mathematical questions: string rules first, then math-verify.
 
 `grade_answer` compares two answers by the rules that reward functions written for OpenRLHF rely on;
-`grade_math` grades a whole response. An odd answer (9^{9^9}) takes seconds, so run both in a user
-process: math-verify stops itself by a signal, which only a main thread gets, and functions run in
-the main thread there.
+`grade_math` grades a whole response. An unusual answer (9^{9^9}) takes seconds, so run both in a
+user process: math-verify stops itself by a signal, which only a main thread receives, and functions
+run in the main thread there.
 """
 
 import logging
@@ -17,81 +17,90 @@ from openrlhf.config.flags import toml_beside
 from openrlhf.rewards.labels import math_answers
 
 SYMBOLIC_SECONDS = 5  # for reading, and again for comparing, a pair of answers
-LONGEST_ANSWER = 1000  # characters; more is not read: a babbling policy is to cost little
+LONGEST_ANSWER = (
+    1000  # characters; longer answers are not parsed, so that a babbling policy costs little
+)
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings repeat the whole response
 
 TABLES = toml_beside(__file__)
-SPELLING, VALUE = (
-    TABLES["latex"] + TABLES["spelling"],
-    TABLES["words"] + TABLES["latex"] + TABLES["value"],
-)
+SPELLING_RULES = TABLES["latex"] + TABLES["spelling"]
+VALUE_RULES = TABLES["words"] + TABLES["latex"] + TABLES["value"]
 _MIXED = re.compile(r"(?<![\w^.])(\d+) +(\d+)/(\d+)")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 _GSM8K = re.compile(r"####\s*\$?\s*(-?[\d,./]*\d)")
 _FRACTION = re.compile(r"-?\d+/\d+")
 _INTEGER = re.compile(r"-?\d+")
 _HEAVY_POWER = re.compile(r"\^[{(]|\^\d\d|\^\d\^")
+_WORD = re.compile(r"(\\text\{)?[A-Za-z][A-Za-z .'-]+\}?")
 _COMMAND = re.compile(r"\\[a-z]+|sqrt|frac")
 
 
 def extract_boxed_answer(text: str | None) -> str | None:
-    r"""What the last `\boxed{…}` or `\fbox{…}` with balanced braces holds, or None.
+    r"""Return the content of the last `\boxed{…}` or `\fbox{…}` with balanced braces, or None.
 
     `so \boxed{\frac{1}{2}}.` → `\frac{1}{2}`
     """
     open_braces: list[re.Match[str]] = []
-    last: tuple[int, int] | None = None  # where its content starts and ends
+    content: slice | None = None  # of the last box so far
     for brace in _BRACE.finditer(text or ""):
         if brace[0] != "}":
             open_braces.append(brace)
         elif open_braces:
             opening = open_braces.pop()
-            if opening[0] != "{" and (last is None or opening.end() > last[0]):
-                last = opening.end(), brace.start()
-    return text[slice(*last)].strip() if text and last else None
+            is_box = opening[0] != "{"
+            if is_box and (content is None or opening.end() > content.start):
+                content = slice(opening.end(), brace.start())
+    if text is None or content is None:
+        return None
+    return text[content].strip()
 
 
 def gsm8k_answer(text: str) -> str | None:
-    """The number after the last `####`, as GSM8K marks its answers, without commas; or None."""
+    """Return the number after the last `####` (GSM8K's mark), without commas, or None."""
     found = _GSM8K.findall(text)
-    return found[-1].replace(",", "") if found else None
+    if not found:
+        return None
+    return found[-1].replace(",", "")
 
 
 def grade_answer(given: str | None, truth: str | None) -> bool:
-    """Whether `given` is `truth`: equal up to spelling, or of equal value part by part.
+    """Return whether `given` equals `truth` up to spelling, or in value part by part.
 
-    Fractions have to match as written (2/4 is not 1/2) and an integer is matched by integers only;
-    other parts are compared symbolically if they hold at most two different letters and no
-    exponent above 9. None and overlong answers are wrong.
+    Fractions must match as written (2/4 is not 1/2), and only an integer matches an integer. Other
+    parts are compared symbolically if they hold at most two different letters and no exponent above
+    9. None and overlong answers are wrong.
     """
     if given is None or truth is None or len(given) > LONGEST_ANSWER:
         return False
-    if _rewrite(given, SPELLING) == _rewrite(truth, SPELLING):
+    if _rewrite(given, SPELLING_RULES) == _rewrite(truth, SPELLING_RULES):
         return True
-    given, truth = _value(given), _value(truth)
+    given = _value(given)
+    truth = _value(truth)
     if given == truth:
         return True
-    ours, theirs = _parts(given), _parts(truth)
-    if len(ours) != len(theirs) or (
-        len(theirs) > 1 and (given[0], given[-1]) != (truth[0], truth[-1])
-    ):
+    if not given:
         return False
-    return bool(given) and all(
-        _same_value(one, other) for one, other in zip(ours, theirs, strict=True)
-    )
+    given_parts = _parts(given)
+    true_parts = _parts(truth)
+    if len(given_parts) != len(true_parts):
+        return False
+    if len(true_parts) > 1:
+        same_brackets = given[0] == truth[0] and given[-1] == truth[-1]
+        if not same_brackets:
+            return False
+    return all(map(_same_value, given_parts, true_parts))
 
 
 def grade_math(response: str, label: Any) -> float:
-    r"""1.0 if the response's final answer is the label's, or one of those in a list of labels, else
-    0.0.
+    r"""Return 1.0 if the response's final answer is the label, or in the list of labels, else 0.0.
 
-    The final answer is what the last box holds, else what follows `####`, else what math-verify
-    finds in the last 1,000 characters (a formula or number, rather after "answer"). A label is a
-    bare answer (`72`, `\frac{1}{2}`) or a solution with a box or `####` in it. Raises ValueError
-    for a label without an answer.
+    The final answer is the content of the last box, else the number after `####`, else the formula
+    or number that math-verify finds in the last 1,000 characters (preferably after "answer"). A
+    label is a bare answer (`72`, `\frac{1}{2}`) or a solution with a box or `####` in it. Raises
+    ValueError for a label without an answer.
     """
-    for right in math_answers(label):
-        if grade := _grade_one(response, right):
+    for truth in math_answers(label):
+        if grade := _grade_one(response, truth):
             return grade
     return 0.0
 
@@ -103,24 +112,24 @@ def _grade_one(response: str, label: str) -> float:
         return 1.0
     if answer is not None and len(answer) > LONGEST_ANSWER:
         return 0.0
-    if re.fullmatch(
-        r"(\\text\{)?[A-Za-z][A-Za-z .'-]+\}?", truth
-    ):  # a word is no product of its letters
+    if _WORD.fullmatch(truth):  # math-verify would read a word as the product of its letters
         return 0.0
-    found = (
-        parse(response[-LONGEST_ANSWER:], parsing_timeout=_seconds())
-        if answer is None
-        else _parse(answer)
-    )
+    if answer is None:
+        found = parse(response[-LONGEST_ANSWER:], parsing_timeout=_seconds())
+    else:
+        found = _parse(answer)
     return float(verify(_parse(truth), found, timeout_seconds=_seconds()))
 
 
 def _value(text: str) -> str:
-    """An answer as its value is compared: mixed numbers as fractions, no spaces, no capitals."""
-    text = _MIXED.sub(
-        lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", _rewrite(text, VALUE)
-    )
+    """Normalize an answer: mixed numbers as fractions, no spaces, no capitals."""
+    text = _MIXED.sub(_as_fraction, _rewrite(text, VALUE_RULES))
     return "".join(text.split()).lower()
+
+
+def _as_fraction(mixed: re.Match[str]) -> str:
+    whole, numerator, denominator = mixed.groups()
+    return f"{int(whole) * int(denominator) + int(numerator)}/{denominator}"
 
 
 def _rewrite(text: str, rules: list[list[str]]) -> str:
@@ -131,9 +140,11 @@ def _rewrite(text: str, rules: list[list[str]]) -> str:
 
 
 def _parts(text: str) -> list[str]:
-    """(1,2] → [1, 2]; anything that is not a flat list in brackets is one part."""
+    """Split a flat list in brackets, (1,2] → [1, 2]; return anything else as one part."""
     inner = text[1:-1]
-    if len(text) > 2 and text[0] in "([" and text[-1] in ")]" and not set(inner) & set("()[]"):
+    is_bracketed = len(text) > 2 and text[0] in "([" and text[-1] in ")]"
+    is_flat = not set(inner) & set("()[]")
+    if is_bracketed and is_flat:
         return inner.split(",")
     return [text]
 
@@ -145,7 +156,8 @@ def _same_value(given: str, truth: str) -> bool:
         return False
     if bool(_INTEGER.fullmatch(given)) != bool(_INTEGER.fullmatch(truth)):
         return False
-    letters = {letter for letter in _COMMAND.sub("", given + truth) if letter.isalpha()}
+    text = _COMMAND.sub("", given + truth)
+    letters = set(filter(str.isalpha, text))
     if len(letters) > 2 or _HEAVY_POWER.search(given) or _HEAVY_POWER.search(truth):
         return False
     return verify(_parse(truth), _parse(given), float_rounding=15, timeout_seconds=_seconds())
@@ -156,5 +168,7 @@ def _parse(answer: str) -> list[Any]:
 
 
 def _seconds() -> int:
-    """The time limit math-verify can keep: none, which it writes 0, outside the main thread."""
-    return SYMBOLIC_SECONDS if threading.current_thread() is threading.main_thread() else 0
+    """Return the time limit for math-verify: 0, that is none, outside the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        return SYMBOLIC_SECONDS
+    return 0

@@ -1,4 +1,4 @@
-"""A language model that says which of two answers is better, behind an OpenAI-compatible server."""
+"""A language model that compares two answers, behind an OpenAI-compatible server."""
 
 import asyncio
 import re
@@ -21,12 +21,13 @@ class NoVerdict(ValueError):
 
 
 class Judge:
-    """Asks for each pair in both orders: a judge that prefers a place rather than an answer calls
-    the pair a tie.
+    """A judge that is asked about each pair of answers in both orders.
+
+    A judge that prefers a position rather than an answer thus calls the pair a tie.
     """
 
     def __init__(self, judge: JudgeConfig, reward: RuleConfig) -> None:
-        """The server's key is the environment variable OPENAI_API_KEY."""
+        """Connect to the server. Its key is the environment variable OPENAI_API_KEY."""
         assert judge.url
         base = judge.url.rstrip("/").removesuffix("/chat/completions")
         self.engine = RemoteEngine.at(
@@ -35,26 +36,28 @@ class Judge:
         self.max_tokens = judge.max_tokens
 
     async def compare(self, message: str, first: str, second: str) -> float:
-        """1.0 if the first answer to a message is better, 0.0 if the second is, else 0.5. Raises
-        ServerError or NoVerdict.
+        """Return 1.0 if the first answer to a message is better, 0.0 if the second is, else 0.5.
+
+        Raises ServerError or NoVerdict.
         """
-        won, lost = await asyncio.gather(
+        first_wins, second_wins = await asyncio.gather(
             self._prefers_a(message, first, second), self._prefers_a(message, second, first)
         )
-        return (won + 1 - lost) / 2
+        if first_wins == second_wins:
+            return 0.5
+        return float(first_wins)
 
     async def _prefers_a(self, message: str, a: str, b: str) -> bool:
         messages = [{"role": "user", "content": QUESTION.render(message=message, a=a, b=b)}]
-        return (
-            read_verdict(
-                await self.engine.chat(messages, temperature=0, max_tokens=self.max_tokens)
-            )
-            == "A"
-        )
+        reply = await self.engine.chat(messages, temperature=0, max_tokens=self.max_tokens)
+        return read_verdict(reply) == "A"
 
 
 def read_verdict(text: str) -> str:
-    """A or B, from the last line of the judge's answer. Raises NoVerdict, which quotes the answer."""
+    """Return A or B, from the last line of the judge's answer.
+
+    Raises NoVerdict, which quotes the answer.
+    """
     last = text.strip().rpartition("\n")[2]
     found = re.fullmatch(r"\W*(?:(?:answer|verdict)\W+)?([AB])\W*", last, re.IGNORECASE)
     if not found:

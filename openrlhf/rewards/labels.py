@@ -1,4 +1,4 @@
-"""Labels that the built-in verifiers can read, checked before anything is sampled."""
+"""Check of a dataset's labels, before sampling: can the built-in verifiers read them?"""
 
 import json
 import math
@@ -13,21 +13,23 @@ LONGEST_SHOWN = 100  # characters of a label
 
 
 def math_answers(label: Any) -> list[str]:
-    """Return the right answers that a label names: its text or number, or those of a list. Raises
-    ValueError if there are none.
+    """Return the correct answers that a label holds: its text or number, or every item of a list.
+
+    Raises ValueError if there are none.
     """
-    values = label if isinstance(label, list) else [label]
+    values: list[Any] = [label]
+    if isinstance(label, list):
+        values = label
     answers: list[str] = []
     for value in values:
         if isinstance(value, str) and value.strip():
             answers.append(value)
-        elif (
-            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        ):
+        elif _is_finite_number(value):
             answers.append(json.dumps(value))
         else:
             raise ValueError(
-                f"--reward.verifier math takes a text, a number, or a list of them, not {_shown(label)}"
+                "--reward.verifier math takes a text, a number, or a list of them, "
+                f"not {_shown(label)}"
             )
     if not answers:
         raise ValueError(
@@ -36,9 +38,17 @@ def math_answers(label: Any) -> list[str]:
     return answers
 
 
+def _is_finite_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value)
+
+
 def label_text(label: Any) -> str:
     """Return a label as the text that a verifier reads."""
-    return label if isinstance(label, str) else json.dumps(label)
+    if isinstance(label, str):
+        return label
+    return json.dumps(label)
 
 
 def _read_pattern(label: str) -> None:
@@ -61,29 +71,36 @@ READERS: dict[str, Callable[[Any], Any]] = {
 def check_labels(
     verifier: str, labels: Iterable[Any], *, column: str, origin: Callable[[int], str]
 ) -> Finding:
-    """Return a failure that counts the labels that a verifier cannot read and names the first; else
-    a pass.
+    """Return a failure with the number of labels that a verifier cannot read, else a pass.
 
-    `origin` returns the dataset and row of a label, by its number.
+    The failure quotes the first such label. `origin` returns the dataset and row of a label, by its
+    number.
     """
-    read, unreadable, count, first = READERS[verifier], 0, 0, ""
+    read = READERS[verifier]
+    unreadable = 0
+    count = 0
+    first = ""
     for number, label in enumerate(labels):
         count += 1
         try:
             read(label)
         except ValueError as error:
             unreadable += 1
-            first = first or f"{origin(number)}, column {column!r}: {error}"
+            if not first:
+                first = f"{origin(number)}, column {column!r}: {error}"
     if not unreadable:
         return Finding(check="labels", level=Level.PASS, seen=f"All {count} labels can be read.")
     return Finding(
         check="labels",
         level=Level.FAILURE,
-        seen=f"{unreadable} of {count} labels cannot be read, so their answers could never be rewarded. The first: {first}.",
+        seen=f"{unreadable} of {count} labels cannot be read, so their answers could never be "
+        f"rewarded. The first: {first}.",
         fix="Remove or correct these rows, or name another column with --data.label_key.",
     )
 
 
 def _shown(label: Any) -> str:
     text = repr(label)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
+    if len(text) <= LONGEST_SHOWN:
+        return text
+    return f"{text[:LONGEST_SHOWN]}…"

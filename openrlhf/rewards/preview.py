@@ -1,8 +1,6 @@
-"""A reward on answers that nobody has sampled yet: labels as right answers, other rows' labels as
-wrong answers.
+"""Trial of a reward before training: labels are correct answers, other rows' labels wrong ones.
 
-Requests are made as a run makes them, so that a reward that looks for an end token finds it here if
-it finds it there.
+Requests are built as in a run, so that a reward that looks for an end token finds it in both.
 """
 
 from __future__ import annotations
@@ -25,8 +23,9 @@ if TYPE_CHECKING:
 def answered(
     tokenizer: PreTrainedTokenizerBase | None, prompt: str, label: Any, response: str
 ) -> RewardRequest:
-    """The request for a response that the policy has ended itself, as in a run; without a
-    tokenizer, for the text as it stands.
+    """Return the request for a response that ends with the end token, as in a run.
+
+    Without a tokenizer, the request holds the texts unchanged.
     """
     if tokenizer is None:
         return RewardRequest(
@@ -34,7 +33,8 @@ def answered(
         )
     tokens: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
     sampled: list[int] = tokenizer(response, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
-    if (end := int(tokenizer.eos_token_id)) != (sampled or [None])[-1]:  # type: ignore[arg-type]
+    end = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
+    if not sampled or sampled[-1] != end:
         sampled = [*sampled, end]
     return request_of(tokenizer, prompt, label, tokens, sampled)
 
@@ -42,57 +42,77 @@ def answered(
 def wrong_requests(
     requests: Sequence[RewardRequest], tokenizer: PreTrainedTokenizerBase | None
 ) -> list[RewardRequest]:
-    """The requests whose label is text, each with the next label that differs as its answer; none
-    if all labels are the same.
+    """Return the requests whose label is text, each answered with the next label that differs.
+
+    The list is empty if all labels are the same.
     """
-    labelled = [request for request in requests if isinstance(request.label, str) and request.label]
+    labelled = [request for request in requests if _is_text(request.label)]
     wrong: list[RewardRequest] = []
     for place, request in enumerate(labelled):
-        following = [*labelled[place + 1 :], *labelled[:place]]
-        other = next((each.label for each in following if each.label != request.label), None)
-        if other:
-            wrong.append(answered(tokenizer, request.prompt, request.label, other))
+        for other in [*labelled[place + 1 :], *labelled[:place]]:
+            if other.label != request.label:
+                wrong.append(answered(tokenizer, request.prompt, request.label, other.label))
+                break
     return wrong
+
+
+def _is_text(label: Any) -> bool:
+    return isinstance(label, str) and label != ""
 
 
 async def reward_preview(
     reward: Reward, rows: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> str | None:
-    """One line if the reward fails on labels, or gives them no more than wrong answers; else None.
+    """Return a warning if the reward fails on labels, or does not prefer them to wrong answers.
 
-    Rows whose label is not text are left out.
+    Otherwise return None. Rows whose label is not text are left out.
     """
-    rows = [row for row in rows if isinstance(row.label, str) and row.label]
-    requests = [answered(tokenizer, row.text, row.label, row.label) for row in rows]
-    results = await reward.score([*requests, *wrong_requests(requests, tokenizer)]) if rows else []
-    if failed := [result for result in results if result.error is not None]:
-        return f"The reward failed on {len(failed)} of {len(results)} answers made of labels. The first error:\n{failed[0].error}"
-    right, others = (
-        [result.reward or 0.0 for result in part]
-        for part in (results[: len(rows)], results[len(rows) :])
-    )
-    if not others or sum(right) / len(right) > sum(others) / len(others):
+    rows = [row for row in rows if _is_text(row.label)]
+    if not rows:
+        return None
+    correct = [answered(tokenizer, row.text, row.label, row.label) for row in rows]
+    results = await reward.score([*correct, *wrong_requests(correct, tokenizer)])
+    failed = [result for result in results if result.error is not None]
+    if failed:
+        return (
+            f"The reward failed on {len(failed)} of {len(results)} answers made of labels. "
+            f"The first error:\n{failed[0].error}"
+        )
+    rewards = [result.reward or 0.0 for result in results]
+    correct_rewards = rewards[: len(rows)]
+    wrong_rewards = rewards[len(rows) :]
+    if not wrong_rewards or _mean(correct_rewards) > _mean(wrong_rewards):
         return None
     return (
-        f"The reward gives right answers (labels with the end token, such as {shown(requests[0].response)}) {right}, and labels "
-        f"of other rows {others}. If labels are answers, see what the reward compares: `openrlhf reward test` shows more."
+        f"The reward of correct answers (labels with the end token, such as "
+        f"{shown(correct[0].response)}) is {correct_rewards}, of labels of other rows "
+        f"{wrong_rewards}. If labels are answers, check what the reward compares: "
+        "`openrlhf reward test` shows more."
     )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def check_reward(
     rule: RuleConfig, rows: Sequence[Prompt] = (), tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """Load the function or verifier of the flags, or reach the servers, and warn of what
-    `reward_preview` says of some rows.
+    """Load the function or verifier of the flags, or reach the servers, and try it on some rows.
 
-    Raises ConfigError. Labels are scored only if they may be answers.
+    Logs the warning of `reward_preview`, if any. Labels are scored only if they may be answers.
+    Raises ConfigError.
     """
 
     async def check(reward: Reward) -> str | None:
         await reward.check()
-        answers = rule.remote_url or rule.verifier == "math"
-        return await reward_preview(reward, rows, tokenizer) if tokenizer and answers else None
+        labels_are_answers = rule.remote_url or rule.verifier == "math"
+        if not tokenizer or not labels_are_answers:
+            return None
+        return await reward_preview(reward, rows, tokenizer)
 
     with reward_of(rule, workers=1) as reward:
-        if reward and (line := asyncio.run(check(reward))):
-            warn_once(line)
+        if reward:
+            warning = asyncio.run(check(reward))
+            if warning:
+                warn_once(warning)

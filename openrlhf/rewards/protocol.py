@@ -1,8 +1,7 @@
-"""Rewards of finished samples: what a reward is asked, what it gives, and the weighted sum of
-several.
+"""Rewards of finished samples: the request, the result, and the weighted sum of several rewards.
 
-A failed reward is a result with an error, never a number: --reward.on_error says what the episode
-becomes, `ErrorBudget` when the run stops.
+A failed reward is a result with an error, never a number. --reward.on_error sets what becomes of
+the episode, `ErrorBudget` when the run stops.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from openrlhf.trajectory import Failure, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LARGEST = 3e38  # of a reward: more is infinite in float32
+LARGEST_REWARD = 3e38  # above this, float32 is infinite
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardRequest:
-    """A sample to be scored. Texts that the reward does not read are empty."""
+    """A sample to score. Texts that the reward does not read are empty."""
 
     query: str  # prompt and response, with special tokens
     prompt: str
@@ -44,46 +43,47 @@ def request_of(
     *,
     reads: Collection[str] = ("query", "answer"),
 ) -> RewardRequest:
-    """The request for a sample. Query and answer stay empty unless they are in `reads`, because
-    decoding takes time.
+    """Return the request for a sample.
+
+    Query and answer stay empty unless they are in `reads`, because decoding takes time.
     """
 
-    def text(tokens: Sequence[int], *, special: bool) -> str:
-        # of an array: Transformers looks at each token of a list
-        return str(
-            tokenizer.decode(np.asarray(tokens, dtype=np.int64), skip_special_tokens=not special)
-        )
+    def decode(tokens: Sequence[int], *, special: bool) -> str:
+        # Transformers inspects each token of a list, but not of an array.
+        array = np.asarray(tokens, dtype=np.int64)
+        return str(tokenizer.decode(array, skip_special_tokens=not special))
 
-    return RewardRequest(
-        query=text([*tokens, *sampled], special=True) if "query" in reads else "",
-        prompt=prompt,
-        label=label,
-        response=text(sampled, special=True),
-        answer=text(sampled, special=False) if "answer" in reads else "",
-    )
+    query = ""
+    if "query" in reads:
+        query = decode([*tokens, *sampled], special=True)
+    response = decode(sampled, special=True)
+    answer = ""
+    if "answer" in reads:
+        answer = decode(sampled, special=False)
+    return RewardRequest(query=query, prompt=prompt, label=label, response=response, answer=answer)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardResult:
-    """A sample's reward, or the error in its place (a message with the traceback)."""
+    """A sample's reward, or the error (a message with the traceback) if the reward failed."""
 
     reward: float | None = None
-    score: float | None = None  # what dynamic filtering looks at; by default the reward
+    score: float | None = None  # read by dynamic filtering; by default the reward
     extra_logs: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
-    failure: Failure | None = None  # the kind of that error
+    failure: Failure | None = None  # the kind of `error`
 
 
 class Reward(ABC):
-    """Scores samples. A call gets one request, or with `batch` all requests together; calls run
-    side by side.
+    """A scorer of samples.
+
+    A call gets one request, or with `batch` all requests together. Calls run concurrently.
     """
 
-    source: str  # what messages call the reward
+    source: str  # name of the reward in messages
     batch = False
-    reads: Collection[str] = (
-        "query",
-    )  # what it needs of a request besides prompt, label and response
+    # Fields of a request that the reward reads besides prompt, label and response.
+    reads: Collection[str] = ("query",)
 
     @abstractmethod
     async def check(self) -> None:
@@ -91,15 +91,22 @@ class Reward(ABC):
 
     @abstractmethod
     async def ask(self, requests: list[RewardRequest]) -> Any:
-        """What one call returns, for `read_rewards`. Raises UserCodeError or ServerError, which say
-        what kind of failure they are.
+        """Return the value of one call, for `read_rewards`.
+
+        Raises UserCodeError or ServerError, which carry the kind of failure.
         """
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        """One result per request, in order; an error is a result too."""
-        calls = [list(requests)] if self.batch else [[request] for request in requests]
-        results = await asyncio.gather(*(self._score(call) for call in calls if call))
-        return [result for call_results in results for result in call_results]
+        """Return one result per request, in order. An error is a result too."""
+        calls: list[list[RewardRequest]] = []
+        if not self.batch:
+            calls = [[request] for request in requests]
+        elif requests:
+            calls = [list(requests)]
+        results: list[RewardResult] = []
+        for call_results in await asyncio.gather(*map(self._score, calls)):
+            results += call_results
+        return results
 
     async def _score(self, requests: list[RewardRequest]) -> list[RewardResult]:
         try:
@@ -115,19 +122,22 @@ class Reward(ABC):
 
 
 def columns(requests: Sequence[RewardRequest]) -> dict[str, list[Any]]:
-    """The requests as the arguments of a reward function."""
-    return {
-        "queries": [request.query for request in requests],
-        "prompts": [request.prompt for request in requests],
-        "labels": [request.label for request in requests],
-    }
+    """Return the requests as the arguments of a reward function."""
+    queries: list[Any] = []
+    prompts: list[Any] = []
+    labels: list[Any] = []
+    for request in requests:
+        queries.append(request.query)
+        prompts.append(request.prompt)
+        labels.append(request.label)
+    return {"queries": queries, "prompts": prompts, "labels": labels}
 
 
 def read_rewards(returned: Any, count: int) -> list[RewardResult]:
-    """What a reward function returned for `count` samples, one result each.
+    """Convert the value that a reward function returned for `count` samples to one result each.
 
     Expected: {"rewards": numbers, "scores": numbers, "extra_logs": {name: numbers}}, or the rewards
-    alone; scores are the rewards by default. Raises ValueError that says what was returned instead.
+    alone. Scores default to the rewards. Raises ValueError, with the returned value, otherwise.
     """
     if not isinstance(returned, Mapping):
         returned = {"rewards": returned}
@@ -136,34 +146,29 @@ def read_rewards(returned: Any, count: int) -> list[RewardResult]:
             f"returned a dict without 'rewards'; its keys are {sorted(map(str, returned))}"
         )
     rewards = numbers("rewards", returned["rewards"], count, finite=True)
-    scores = (
-        rewards
-        if returned.get("scores") is None
-        else numbers("scores", returned["scores"], count, finite=True)
-    )
+    scores = rewards
+    if returned.get("scores") is not None:
+        scores = numbers("scores", returned["scores"], count, finite=True)
     logs = returned.get("extra_logs") or {}
     if not isinstance(logs, Mapping):
-        raise ValueError(f"returned extra_logs that are no dict: {shown(logs)}")
-    columns = {
-        str(name): numbers(f"extra_logs[{name!r}]", value, count) for name, value in logs.items()
-    }
-    return [
-        RewardResult(
-            reward=reward,
-            score=score,
-            extra_logs={name: column[i] for name, column in columns.items()},
-        )
-        for i, (reward, score) in enumerate(zip(rewards, scores, strict=True))
-    ]
+        raise ValueError(f"returned extra_logs that are not a dict: {shown(logs)}")
+    log_columns: dict[str, list[float]] = {}
+    for name, value in logs.items():
+        log_columns[str(name)] = numbers(f"extra_logs[{name!r}]", value, count)
+    results: list[RewardResult] = []
+    for index, (reward, score) in enumerate(zip(rewards, scores, strict=True)):
+        sample_logs = {name: column[index] for name, column in log_columns.items()}
+        results.append(RewardResult(reward=reward, score=score, extra_logs=sample_logs))
+    return results
 
 
 def numbers(
     name: str, value: Any, count: int, *, of: str = "samples", finite: bool = False
 ) -> list[float]:
-    """`value` (a number, or lists of them as tensors give them) as `count` floats, one for each
-    `of`.
+    """Return `value`, a number or (nested) lists of numbers, as `count` floats.
 
-    Raises ValueError that says what was returned instead.
+    `of` names what the floats belong to, for the message. Raises ValueError, with `value`, if it is
+    something else.
     """
     flat = _flatten(value)
     if not all(isinstance(item, bool | int | float) for item in flat):
@@ -171,21 +176,26 @@ def numbers(
     if len(flat) != count:
         raise ValueError(f"returned {len(flat)} {name} for {count} {of}: {shown(value)}")
     floats = [float(item) for item in flat]
-    if finite and not all(abs(number) < LARGEST for number in floats):
+    if finite and not all(abs(number) < LARGEST_REWARD for number in floats):
         raise ValueError(f"returned {name} that are not finite: {shown(floats)}")
     return floats
 
 
 def _flatten(value: Any) -> list[Any]:
-    return (
-        [leaf for item in value for leaf in _flatten(item)] if isinstance(value, list) else [value]
-    )
+    if not isinstance(value, list):
+        return [value]
+    leaves: list[Any] = []
+    for item in value:
+        leaves += _flatten(item)
+    return leaves
 
 
 def shown(value: Any) -> str:
-    """The beginning of a value, for a message."""
+    """Return the beginning of a value's repr, for a message."""
     text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "…"
+    if len(text) <= 200:
+        return text
+    return text[:200] + "…"
 
 
 def combined(
@@ -194,37 +204,45 @@ def combined(
     weights: Sequence[float],
     by_steps: Sequence[float] = (),
 ) -> Trajectory:
-    """The episode with the weighted sum of its rewards: of each model, then of the rule, if there
-    is one.
+    """Return the episode with the weighted sum of its rewards: of each model, then of the rule.
 
-    `by_steps`: what a process reward model gives each token; its sum is the last of the models'
-    rewards.
+    The rule is left out if the episode has no reward yet. `by_steps` holds the rewards that a
+    process reward model gives each token; their sum is the last of the models' rewards.
 
-    Without weights each counts 1. An agent's rewards of turns are weighted like its reward. The
-    rule's score stays the score; without a rule the sum is the score too. Each of several rewards
-    is logged. A sum that is not finite fails the episode.
+    Without weights each reward counts 1. An agent's rewards of turns are weighted like its reward.
+    The rule's score stays the score; without a rule the sum is the score too. If there are several
+    rewards, each is logged. A sum that is not finite fails the episode.
     """
-    rule = [] if trajectory.reward is None else [trajectory.reward]
-    by_models = [*by_models, *([math.fsum(by_steps)] if by_steps else [])]
-    rewards = [*by_models, *rule]
-    weights = weights or [1.0] * len(rewards)
-    total = math.fsum(w * r for w, r in zip(weights[: len(rewards)], rewards, strict=True))
-    if not abs(total) < LARGEST:
-        return trajectory.failing(
-            f"its reward is {total}: the reward models gave {list(by_models)}", Failure.RESULT
-        )
-    names = [f"reward_model_{i}" for i in range(1, len(by_models) + 1)] + ["reward_rule"] * len(
-        rule
-    )
-    parts = dict(zip(names, rewards, strict=True)) if len(rewards) > 1 else {}
-    turns = [(position, weights[-1] * part) for position, part in trajectory.turn_rewards]
-    steps = [
-        (place, weights[len(by_models) - 1] * part) for place, part in enumerate(by_steps) if part
-    ]
+    model_rewards = list(by_models)
+    if by_steps:
+        model_rewards.append(math.fsum(by_steps))
+    rewards = {f"reward_model_{number}": value for number, value in enumerate(model_rewards, 1)}
+    if trajectory.reward is not None:
+        rewards["reward_rule"] = trajectory.reward
+    if not weights:
+        weights = [1.0] * len(rewards)
+    used_weights = weights[: len(rewards)]
+    weighted = [w * reward for w, reward in zip(used_weights, rewards.values(), strict=True)]
+    total = math.fsum(weighted)
+    if not abs(total) < LARGEST_REWARD:
+        message = f"its reward is {total}: the reward models gave {model_rewards}"
+        return trajectory.failing(message, Failure.RESULT)
+    turn_rewards: list[tuple[int, float]] = []
+    for position, part in trajectory.turn_rewards:
+        turn_rewards.append((position, weights[-1] * part))
+    for position, part in enumerate(by_steps):
+        if part:
+            turn_rewards.append((position, weights[len(model_rewards) - 1] * part))
+    extra_logs = dict(trajectory.extra_logs)
+    if len(rewards) > 1:
+        extra_logs.update(rewards)
+    score = trajectory.score
+    if score is None:
+        score = total
     return replace(
         trajectory,
         reward=total,
-        score=total if trajectory.score is None else trajectory.score,
-        extra_logs={**trajectory.extra_logs, **parts},
-        turn_rewards=(*turns, *steps),
+        score=score,
+        extra_logs=extra_logs,
+        turn_rewards=tuple(turn_rewards),
     )

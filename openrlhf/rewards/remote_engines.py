@@ -1,7 +1,7 @@
-"""OpenAI-compatible servers that were not started here: agents and reward functions ask them by
-name.
+"""OpenAI-compatible servers that the run did not start, for agents and reward functions.
 
-The process that starts user processes leaves names and URLs in its environment, which they inherit.
+User code selects them by name. The process that starts user processes puts names and URLs in its
+environment, which user processes inherit.
 """
 
 import asyncio
@@ -22,28 +22,29 @@ T = TypeVar("T")
 
 
 def offer_engines(rollout: RemoteEnginesConfig, reward: RuleConfig) -> None:
-    """Tell user processes that start from now on the names of the remote engines, once all engines
-    answer. Raises ConfigError.
+    """Wait until all remote engines answer, then offer them to user processes that start later.
+
+    Raises ConfigError.
     """
-    urls, limits = (
-        dict(rollout.named_engines),
-        {"timeout": reward.timeout, "retries": reward.retries},
-    )
-    asyncio.run(HTTPServers(list(urls.values()), reward, kind="remote engine", flag=FLAG).check())
-    os.environ[VARIABLE] = json.dumps({"urls": urls, **limits})
+    urls = dict(rollout.named_engines)
+    servers = HTTPServers(list(urls.values()), reward, kind="remote engine", flag=FLAG)
+    asyncio.run(servers.check())
+    offered = {"urls": urls, "timeout": reward.timeout, "retries": reward.retries}
+    os.environ[VARIABLE] = json.dumps(offered)
 
 
 class RemoteEngine:
-    """One server. `model`: the name of a model there; None asks the server for the first;
-    `parameters` are those of the OpenAI API.
+    """One server.
 
-    Methods raise ServerError if the server is gone, slow, refuses, or answers something else.
-    Methods with names in `_sync` are for code that is not async; they may be called from any
-    thread. Requests of a process share their connections.
+    `model` is the name of a model there; with None, the first model in the server's list.
+    `parameters` are parameters of the OpenAI API. Methods raise ServerError if the server is gone,
+    slow, refuses, or answers something else. Methods with names in `_sync` are for code that is not
+    async, and may be called from any thread. Requests of a process share their connections.
     """
 
     def __init__(self, servers: HTTPServers, model: str | None = None) -> None:
-        self.servers, self._model = servers, model
+        self.servers = servers
+        self._model = model
         self._first: str | None = None  # in the server's list, until the server refuses something
 
     @classmethod
@@ -56,36 +57,34 @@ class RemoteEngine:
         key: str | None = None,
         **names: str,
     ) -> Self:
-        """The server at this URL. `key`, or else OPENAI_API_KEY, goes along; `names` are those of
-        `HTTPServers`.
+        """Return the engine at this URL.
+
+        The credential is `key`, or else OPENAI_API_KEY. `names` are arguments of `HTTPServers`.
         """
-        return cls(
-            HTTPServers(
-                [url.rstrip("/")], rule, key=key or os.environ.get("OPENAI_API_KEY"), **names
-            ),
-            model,
-        )
+        key = key or os.environ.get("OPENAI_API_KEY")
+        servers = HTTPServers([url.rstrip("/")], rule, key=key, **names)
+        return cls(servers, model)
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> str:
-        """The text of the reply to a conversation."""
+        """Return the text of the reply to a conversation."""
         answered = await self.ask("/chat/completions", {"messages": list(messages), **parameters})
         return self.read(answered, "choices", 0, "message", "content", kind=str)
 
     async def completion(self, prompt: str | Sequence[int], **parameters: Any) -> str:
-        """The text that follows a prompt, given as text or as tokens."""
+        """Return the text that follows a prompt, given as text or as tokens."""
         answered = await self.ask("/completions", {"prompt": prompt, **parameters})
         return self.read(answered, "choices", 0, "text", kind=str)
 
     def chat_sync(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> str:
-        """`chat`, waited for."""
+        """Call `chat` and wait for its result."""
         return in_background(self.chat(messages, **parameters)).result()
 
     def completion_sync(self, prompt: str | Sequence[int], **parameters: Any) -> str:
-        """`completion`, waited for."""
+        """Call `completion` and wait for its result."""
         return in_background(self.completion(prompt, **parameters)).result()
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
-        """What the server answers to `body`, with a model's name in it. Raises ServerError."""
+        """Return the server's answer to `body` plus the model's name. Raises ServerError."""
         if "model" not in body:
             if not (self._model or self._first):
                 self._first = await self._listed("id", kind=str)
@@ -93,24 +92,25 @@ class RemoteEngine:
         return await self._answer(body, path)
 
     async def room(self) -> int | None:
-        """Tokens that a request and its answer may have together; None if the server does not say;
-        vLLM does.
+        """Return the token limit of request and answer together.
+
+        It is None if the server does not report it; vLLM does.
         """
         return (await self._listed(kind=dict)).get("max_model_len")
 
     async def _listed(self, *path: str, kind: type[T]) -> T:
-        """What the server says of the first model in its list."""
+        """Return an entry of the first model in the server's list."""
         return self.read(await self._answer(None, "/models"), "data", 0, *path, kind=kind)
 
     async def _answer(self, body: Mapping[str, Any] | None, path: str) -> Any:
         try:
             return await asyncio.wrap_future(in_background(self.servers.ask(body, path)))
         except ValueError as error:
-            self._first = None  # it may serve another by now
+            self._first = None  # the server may have another model by now
             raise ServerError(f"{self.servers.kind} {error}") from error
 
     def read(self, answered: Any, *path: str | int, kind: type[T]) -> T:
-        """What is at a place in an answer. Raises ServerError if there is no such thing."""
+        """Return the value at a path in an answer. Raises ServerError if it is absent."""
         found = answered
         try:
             for step in path:
@@ -121,7 +121,8 @@ class RemoteEngine:
             place = ".".join(map(str, path))
             servers = self.servers
             raise ServerError(
-                f"{servers.kind} {servers.servers[0].name} sent no {kind.__name__} at {place}: {str(answered)[:200]!r}"
+                f"{servers.kind} {servers.servers[0].name} sent no {kind.__name__} at {place}: "
+                f"{str(answered)[:200]!r}"
             )
         return found
 
@@ -129,10 +130,10 @@ class RemoteEngine:
 def remote_engine(
     name: str, model: str | None = None, *, timeout: float | None = None, key: str | None = None
 ) -> RemoteEngine:
-    """The engine of that name in --rollout.remote_engines. Raises LookupError if there is none.
+    """Return the engine of that name in --rollout.remote_engines. Raises LookupError if absent.
 
-    `timeout` (seconds) bounds one attempt; without it, --reward.timeout does. `key`, or else
-    OPENAI_API_KEY, goes along.
+    `timeout` (seconds) bounds one attempt; without it, --reward.timeout does. The credential is
+    `key`, or else OPENAI_API_KEY.
     """
     offered = json.loads(os.environ.get(VARIABLE, '{"urls": {}}'))
     if name not in offered["urls"]:
@@ -146,20 +147,18 @@ def remote_engine(
 def _engine(
     url: str, model: str | None, rule: RuleConfig, key: str | None, process: int
 ) -> RemoteEngine:
-    """One for all who ask alike in a process: a fork does not have the threads of its parent."""
+    """Return the engine that equal calls in a process share: a fork lacks its parent's threads."""
     return RemoteEngine.at(url, rule, model=model, key=key, kind="remote engine", flag=FLAG)
 
 
 @cache
 def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """An event loop that runs in a thread of its own: that of all requests, whatever loop they come
-    from.
-    """
+    """Return the event loop of all requests of a process, in a thread of its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="remote engines", daemon=True).start()
     return loop
 
 
 def in_background(asked: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run something that asks engines in that loop."""
+    """Run a coroutine that asks engines in the event loop of all requests."""
     return asyncio.run_coroutine_threadsafe(asked, _loop(os.getpid()))

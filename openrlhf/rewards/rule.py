@@ -1,6 +1,4 @@
-"""The reward that the flags name, if code or a server gives it: a function, a verifier, HTTP
-servers.
-"""
+"""The reward that the flags select, if it comes from a function, a verifier or HTTP servers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,8 +25,9 @@ VERIFIERS = {  # called with a response and its label; code with a limit of seco
 def reward_of(
     reward: RuleConfig, *, workers: int | None = None, log_dir: Path | None = None
 ) -> Iterator[Reward | None]:
-    """The function, servers or verifier of these flags, with processes for the code that runs here;
-    None without any.
+    """Yield the function, servers or verifier of these flags, or None if they select none.
+
+    Code that runs here gets a pool of processes until the block exits.
     """
     if reward.urls:
         yield HTTPReward(reward)
@@ -36,14 +35,18 @@ def reward_of(
         with ProcessPool(
             workers or reward.workers, memory_gib=reward.memory_gib, log_dir=log_dir
         ) as pool:
-            yield VerifierReward(reward, pool) if reward.verifier else FunctionReward(reward, pool)
+            if reward.verifier:
+                yield VerifierReward(reward, pool)
+            else:
+                yield FunctionReward(reward, pool)
     else:
         yield None
 
 
 class HTTPReward(Reward):
-    """Servers that answer POST {"query": [...], "prompts": [...], "labels": [...]} as
-    `read_rewards` says.
+    """Servers that answer POST {"query": [...], "prompts": [...], "labels": [...]}.
+
+    `read_rewards` describes the answer.
     """
 
     source = "reward server:"
@@ -59,24 +62,27 @@ class HTTPReward(Reward):
         await self.servers.check()
 
     async def ask(self, requests: list[RewardRequest]) -> Any:
-        """What one of the servers answers."""
+        """Return the answer of one of the servers."""
         asked = columns(requests)
         return await self.servers.ask({"query": asked.pop("queries"), **asked})
 
 
 class VerifierReward(Reward):
-    """A built-in check of response against label (--reward.verifier), in the processes of `pool`."""
+    """A check of responses against labels (--reward.verifier), in the processes of `pool`."""
 
     reads = ("answer",)
 
     def __init__(self, rule: RuleConfig, pool: ProcessPool) -> None:
         assert rule.verifier
         self.source = VERIFIERS[rule.verifier]
-        self.pool, self.timeout, self.sandboxed = pool, rule.timeout, rule.verifier == "code"
+        self.pool = pool
+        self.timeout = rule.timeout
+        self.sandboxed = rule.verifier == "code"
 
     async def check(self) -> None:
-        """Load the verifier in a process. If it needs the sandbox, say what the sandbox cannot do
-        on this machine.
+        """Load the verifier in a process.
+
+        If it needs the sandbox, warn about protections that this machine lacks.
         """
         await self.pool.check(self.source)
         if self.sandboxed:
@@ -86,12 +92,14 @@ class VerifierReward(Reward):
                 warn_once(f"--reward.verifier code, on this machine: {missing}.")
 
     async def ask(self, requests: list[RewardRequest]) -> Any:
-        """What the verifier says of one response."""
+        """Return the verifier's result for one response."""
         [request] = requests
         label = request.label
-        if self.source != VERIFIERS["math"]:  # which reads lists
+        if self.source != VERIFIERS["math"]:  # the math verifier reads lists
             label = label_text(label)
-        limits = [self.timeout] if self.sandboxed else []
+        limits: list[float] = []
+        if self.sandboxed:
+            limits.append(self.timeout)
         return await self.pool.call(
             self.source, request.answer, label, *limits, timeout=self.timeout
         )

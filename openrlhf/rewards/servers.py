@@ -1,4 +1,4 @@
-"""HTTP servers that this run did not start: routing, retries, rests after failures, error messages."""
+"""HTTP servers that this run did not start: routing, retries, back-off, error messages."""
 
 import asyncio
 import logging
@@ -16,14 +16,14 @@ from openrlhf.trajectory import Failure
 
 logger = logging.getLogger(__name__)
 
-IN_FLIGHT = 128  # requests under way at a time; more wait here, where no deadline runs
+IN_FLIGHT = 128  # concurrent requests; further requests wait, and their deadlines do not run yet
 LONGEST_PAUSE_S = 30.0
 START_S = 30  # how long `check` waits for a server that is still starting
 RETRIED = {408, 425, 429, *range(500, 600)}  # statuses that another attempt may change
 
 
 class ServerError(RuntimeError):
-    """A server did not answer, or answered that it cannot now: worth another attempt."""
+    """A server did not answer, or is temporarily unable to: another attempt may succeed."""
 
     failure = Failure.SERVER  # what an episode counts as if user code does not catch it
 
@@ -38,32 +38,32 @@ class _Server:
 
     @property
     def name(self) -> str:
-        """The URL as messages write it."""
+        """The URL without secrets, for messages."""
         return without_secrets(self.url)
 
     def answered(self) -> None:
-        self.failures, self.rests_until = 0, 0.0
+        self.failures = 0
+        self.rests_until = 0.0
 
     def failed(self, problem: str) -> ServerError:
-        """Leave it alone, twice as long after each failure in a row; the error to raise."""
+        """Let the server rest, twice as long after each failure in a row; return the error."""
         now = asyncio.get_running_loop().time()
         if now >= self.rests_until:  # requests that were under way together count as one failure
             if self.failures == 0:
                 logger.warning(f"{self.kind} %s: %s", self.name, problem)
             self.failures = min(self.failures + 1, 10)
-            self.rests_until = now + min(0.5 * 2**self.failures, LONGEST_PAUSE_S) * random.uniform(
-                0.5, 1.0
-            )
+            pause = min(0.5 * 2**self.failures, LONGEST_PAUSE_S)
+            self.rests_until = now + pause * random.uniform(0.5, 1.0)
         return ServerError(f"{self.kind} {self.name}: {problem}")
 
 
 class HTTPServers:
-    """Servers that answer with JSON, any of which may be asked.
+    """Interchangeable servers that answer with JSON.
 
-    `timeout` (seconds) bounds one attempt, `retries` says how many may follow a failed one. An
-    attempt goes to the server with the fewest requests under way; one that failed rests, longer
-    each time, while another is there. `kind` is what messages call a server, `flag` where its URL
-    comes from, `limit` where the timeout does, `key` what goes with every request.
+    `timeout` (seconds) bounds one attempt, `retries` is the number of attempts after the first. An
+    attempt goes to the server with the fewest requests under way. A server that failed rests, each
+    time longer, while another is available. `kind` names a server in messages, `flag` is the flag
+    of its URL, `limit` the flag of the timeout, `key` the credential sent with every request.
     """
 
     def __init__(
@@ -77,9 +77,14 @@ class HTTPServers:
         limit: str = "",
     ) -> None:
         self.servers = [_Server(url, kind) for url in urls]
-        self.timeout, self.retries = rule.timeout, rule.retries
-        self.kind, self.flag, self.limit = kind, flag, limit or "--reward.timeout"
-        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.timeout = rule.timeout
+        self.retries = rule.retries
+        self.kind = kind
+        self.flag = flag
+        self.limit = limit or "--reward.timeout"
+        self.headers: dict[str, str] = {}
+        if key:
+            self.headers["Authorization"] = f"Bearer {key}"
         self._client: httpx.AsyncClient | None = None  # of the loop that `ask` runs in
         self._turns = asyncio.Semaphore(IN_FLIGHT)
 
@@ -94,10 +99,10 @@ class HTTPServers:
             )
 
     async def ask(self, body: Mapping[str, Any] | None, path: str = "") -> Any:
-        """The first answer in `retries` + 1 attempts to POST `body`, or without one to GET, at the
-        URL with `path` behind it.
+        """Return the first answer in `retries` + 1 attempts to POST `body` to the URL plus `path`.
 
-        Raises ServerError after the last, ValueError or TypeError for no JSON.
+        Without a body the request is a GET. Raises ServerError after the last attempt, ValueError
+        or TypeError if the answer is not JSON.
         """
         tried: list[str] = []
         while True:
@@ -109,8 +114,9 @@ class HTTPServers:
             await asyncio.sleep(min(map(self._rest, self.servers)))
 
     async def _attempt(self, body: Mapping[str, Any] | None, path: str, tried: list[str]) -> Any:
-        """The answer of one server, if possible one not yet `tried`. Raises ServerError, or
-        ValueError if asking again is no use.
+        """Return the answer of one server, if possible one not yet `tried`.
+
+        Raises ServerError, or ValueError if another attempt cannot help.
         """
         async with self._turns:
             server = min(
@@ -143,7 +149,9 @@ class HTTPServers:
             )
         try:
             async with asyncio.timeout(self.timeout):
-                method = "GET" if body is None else "POST"
+                method = "POST"
+                if body is None:
+                    method = "GET"
                 response = await self._client.request(method, _below(server.url, path), json=body)
         except TimeoutError as error:
             late = f"no answer within {self.timeout:g} s ({self.limit})"
@@ -155,19 +163,19 @@ class HTTPServers:
         return response
 
     def _rest(self, server: _Server) -> float:
-        """Seconds that a server is still left alone."""
+        """Return the seconds for which a server still rests."""
         return max(0.0, server.rests_until - asyncio.get_running_loop().time())
 
 
 async def _await_server(client: httpx.AsyncClient, url: str) -> str | None:
-    """What is wrong with a server that had START_S to come up; None once it answers anything."""
+    """Wait START_S for a server. Return None once it answers anything, else the problem."""
     problem = None
     for second in range(START_S):
         try:
             await client.head(url)
             return None
         except httpx.ReadTimeout:
-            return None  # it took the connection, and is busy
+            return None  # it accepted the connection, and is busy
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             problem = f"{without_secrets(url)} does not answer: {_message(error)}"
         if second == 0:
@@ -177,7 +185,7 @@ async def _await_server(client: httpx.AsyncClient, url: str) -> str | None:
 
 
 def _below(url: str, path: str) -> str:
-    """Return the URL with a path behind its own, and with the parameters that it has."""
+    """Return the URL with `path` appended before its query parameters."""
     base, question_mark, parameters = url.partition("?")
     return base + path + question_mark + parameters
 

@@ -184,7 +184,7 @@ def test_rewards_of_turns_stand_at_the_last_tokens_of_the_turns() -> None:
         ({"observation_tokens": [7, 1, 2**70]}, "the tokenizer's ids go to 999"),
         ({"scores": float("inf")}, "scores that are not finite"),
         ({"extra_logs": {"steps": "three"}}, "steps"),
-        ({"extra_logs": [1]}, "extra_logs that are no dict"),
+        ({"extra_logs": [1]}, "extra_logs that are not a dict"),
         ({"turn_rewards": [1.0, 2.0]}, "returned 2 turn_rewards for 1 action ranges"),
     ],
 )

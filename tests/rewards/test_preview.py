@@ -43,7 +43,7 @@ def test_a_right_answer_ends_as_one_that_was_sampled() -> None:
     assert answered(TOKENIZER, "1+1=", "2", "2<eos>") == request
 
 
-def test_a_reward_that_wants_the_end_token_is_fine_and_one_that_ignores_that_there_is_one_is_not(
+def test_preview_warns_about_reward_that_does_not_expect_the_end_token(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
     assert (
@@ -51,10 +51,8 @@ def test_a_reward_that_wants_the_end_token_is_fine_and_one_that_ignores_that_the
         is None
     )
     said = line(pool, tmp_path, "return [float(queries[0] == prompts[0] + labels[0])]")
-    assert (
-        said
-        and "such as '2<eos>') [0.0, 0.0, 0.0], and labels of other rows [0.0, 0.0, 0.0]" in said
-    )
+    assert said and "'2<eos>'" in said
+    assert said.count("[0.0, 0.0, 0.0]") == 2  # correct answers, and labels of other rows
 
 
 def test_a_reward_that_fails_is_quoted(pool: ProcessPool, tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_scores_are_the_rewards_unless_given_and_zero_counts_as_given(
         ("no rewards", "returned a dict without 'rewards'; its keys are ['reward']"),
         ("bad scores", "returned scores that are not finite: [nan]"),
         ("bad logs", "returned extra_logs['note'] that are not numbers: 'fine'"),
-        ("logs as a list", "returned extra_logs that are no dict: [1.0]"),
+        ("logs as a list", "returned extra_logs that are not a dict: [1.0]"),
         ("opaque", "returned type Opaque"),
     ],
 )
