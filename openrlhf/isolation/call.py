@@ -13,7 +13,8 @@ class Asked:
 
     question: Any
     answer: Any
-    own: bool  # False: asked from elsewhere in the process while the call was running, perhaps on its behalf
+    # False: asked from elsewhere in the process during the call, perhaps on its behalf
+    own: bool
 
 
 class UserCodeError(RuntimeError):
@@ -27,8 +28,9 @@ class UserCodeError(RuntimeError):
 
 
 class ProcessLost(UserCodeError):
-    """The process of a call is gone. `again`: where the call may run once more; None if nobody else
-    can be to blame.
+    """The process of a call is gone.
+
+    `again` is where the call may run once more; None if this call itself killed the process.
     """
 
     def __init__(self, error: UserCodeError, again: Literal["anywhere", "alone"] | None) -> None:

@@ -22,29 +22,20 @@ from pathlib import Path
 from openrlhf.isolation.system_calls import seccomp_filter
 
 _libc = ctypes.CDLL(None, use_errno=True)
-UIDS = range(
-    0x7000_0000, 0x7FFF_FFFF
-)  # no distribution, container or service takes users from here
+# No distribution, container or service takes users from this range.
+UIDS = range(0x7000_0000, 0x7FFF_FFFF)
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SYS_ADMIN, CAP_SYS_RESOURCE = 1, 2, 21, 24
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_SET_SECUREBITS, PR_CAP_AMBIENT = 38, 22, 28, 47
 NO_SETUID_FIXUP = 1 << 2  # a change of user keeps capabilities, and access() knows them
 CLONE_NEWUSER = 0x1000_0000
-LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = (
-    444,
-    445,
-    446,
-)  # system calls, the same on all platforms
-LANDLOCK_TRUNCATE, LANDLOCK_NETWORK, LANDLOCK_SIGNALS = (
-    3,
-    4,
-    6,
-)  # versions that brought a protection
+# System calls, the same on all platforms.
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+# Versions of Landlock that introduced a protection.
+LANDLOCK_TRUNCATE, LANDLOCK_NETWORK, LANDLOCK_SIGNALS = 3, 4, 6
 BIND_AND_CONNECT, SOCKETS_AND_SIGNALS = 0b11, 0b11
-READ, FILE_WRITE = (
-    0b1101,
-    0b0110 | 1 << 14,
-)  # Landlock: execute, read file, read folder; read, write, truncate a file
+READ = 0b1101  # Landlock: execute, read file, read folder
+FILE_WRITE = 0b0110 | 1 << 14  # Landlock: read, write, truncate a file
 
 
 def _call(result: int) -> int:
@@ -94,16 +85,16 @@ def limit(kind: int, value: int) -> None:
     again.
     """
     hard = resource.getrlimit(kind)[1]
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    if hard != resource.RLIM_INFINITY:
+        value = min(value, hard)
     resource.setrlimit(kind, (value, value))
 
 
 def _change_user(uid: int) -> None:
     _prctl(PR_SET_SECUREBITS, NO_SETUID_FIXUP)
     os.setresuid(uid, uid, uid)
-    keep_capabilities(
-        capabilities() - {CAP_SYS_ADMIN, CAP_SYS_RESOURCE}
-    )  # each of them lifts the limit
+    # Each of these capabilities lifts the limit.
+    keep_capabilities(capabilities() - {CAP_SYS_ADMIN, CAP_SYS_RESOURCE})
     _libc.setfsuid(0)  # files it writes are root's
 
 
@@ -116,7 +107,7 @@ def _enter_user_namespace() -> None:
 
 
 def capabilities() -> set[int]:
-    """The numbers of the capabilities this process may use."""
+    """Return the numbers of the capabilities that this process may use."""
     line = next(
         line
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -229,7 +220,7 @@ def killed_some() -> bool:
 
 
 def descendants() -> list[int]:
-    """All processes below this one, as /proc shows them now."""
+    """Return all processes below this one, as /proc shows them now."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -15,7 +15,7 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """`value` as built-in numbers, text, lists and dicts; tensors and arrays by their `tolist`.
+    """Return `value` as built-in numbers, text, lists and dicts; convert tensors with `tolist`.
 
     Raises TypeError, which names the type, if there is no such form.
     """
@@ -55,13 +55,12 @@ def load_file(path: Path) -> ModuleType:
 
 @cache
 def load_function(target: str) -> Callable[..., Any]:
-    """The function that `path/to/file.py:name` or `package.module:name` means."""
+    """Return the function at `path/to/file.py:name` or `package.module:name`."""
     place, _, name = target.rpartition(":")
-    module = (
-        load_file(Path(place).resolve())
-        if place.endswith(".py")
-        else importlib.import_module(place)
-    )
+    if place.endswith(".py"):
+        module = load_file(Path(place).resolve())
+    else:
+        module = importlib.import_module(place)
     function = getattr(module, name, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
@@ -82,17 +81,19 @@ def parameters_of(target: str) -> list[list[Any]] | None:
 
 
 def is_required(parameter: inspect.Parameter) -> bool:
-    """Whether a call has to give this parameter."""
+    """Return whether a call must give this parameter."""
     variable = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     return parameter.default is parameter.empty and parameter.kind not in variable
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of this name, or takes any."""
+    """Return whether a function accepts a keyword argument of this name."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 async def awaited(value: Any) -> Any:
-    """The result of a function that may be `async def`, or may not."""
-    return await value if inspect.isawaitable(value) else value
+    """Return the result of a function, awaited if the function is `async def`."""
+    if inspect.isawaitable(value):
+        return await value
+    return value

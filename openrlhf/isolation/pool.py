@@ -27,10 +27,8 @@ __all__ = ["Asked", "ProcessPool", "UserCall", "UserCodeError"]
 LOAD_S = 120.0  # for the import of a user's file, if a call may not take longer anyway
 LEAST_ALONE = 4  # processes for calls that run alone
 LOSSES = 4  # of its processes, after which a call that only waited for answers fails, or runs alone
-LOG_BYTES, LOG_KEPT = (
-    16 << 20,
-    1 << 20,
-)  # of a log, above which its first and last mebibyte are kept
+LOG_BYTES = 16 << 20  # a longer log is cut
+LOG_KEPT = 1 << 20  # bytes kept at each end of a log that is cut
 LOG_SECONDS = 1.0  # between two looks at the sizes of logs
 T = TypeVar("T")
 
@@ -58,7 +56,9 @@ class ProcessPool:
             log_dir.mkdir(parents=True, exist_ok=True)
         limits = Limits(memory_gib=memory_gib, at_once=at_once, grace=grace)
         self._shared = _Processes(workers, limits, log_dir and log_dir / name)
-        alone = max(LEAST_ALONE, workers) if at_once > 1 else 0
+        alone = 0
+        if at_once > 1:
+            alone = max(LEAST_ALONE, workers)
         self._alone = _Processes(
             alone, replace(limits, at_once=1), log_dir and log_dir / f"{name}-alone"
         )
@@ -107,8 +107,8 @@ class ProcessPool:
             if lost.again is None or call is setup or self._closed or not self._alone.logs:
                 raise
         warn_once(
-            "Calls of user code whose process was lost or blocked, or that lacked memory beside others, run again, each alone "
-            "in a process."
+            "Calls of user code whose process was lost or blocked, or that lacked memory beside "
+            "others, run again, each alone in a process."
         )
         return await self._alone.run(call, setup)
 
@@ -132,10 +132,9 @@ class ProcessPool:
     async def _close(self) -> None:
         self._keeping_short.cancel()
         await asyncio.gather(self._shared.close(), self._alone.close())
-        if others := asyncio.all_tasks() - {
-            asyncio.current_task()
-        }:  # calls, which get their errors now
-            await asyncio.wait(others)
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        if calls:  # they get their errors now
+            await asyncio.wait(calls)
 
     def __enter__(self) -> Self:
         return self
@@ -171,9 +170,8 @@ class _Processes:
         self.logs = [log and Path(f"{log}-{number}.log") for number in range(count)]
         self._processes = [self._fresh(number) for number in range(count)]
         self._replaced = set[UserProcess]()  # not gone yet
-        self._places = asyncio.Semaphore(
-            count * limits.at_once
-        )  # given in the order they are asked for
+        # Acquired in the order of the requests.
+        self._places = asyncio.Semaphore(count * limits.at_once)
         self._closed: UserCodeError | None = None
 
     async def run(self, call: UserCall, setup: UserCall) -> Any:
@@ -195,7 +193,9 @@ class _Processes:
         if self._closed:
             raise self._closed
         process = min(self._processes, key=lambda each: (each.calls_given, each.process is None))
-        return process if process.usable else self._replace(process)
+        if process.usable:
+            return process
+        return self._replace(process)
 
     def _fresh(self, number: int) -> UserProcess:
         return UserProcess(self.limits, self.logs[number], self._ended)

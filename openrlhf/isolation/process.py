@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from openrlhf.isolation.call import Asked, Limits, ProcessLost, UserCall, UserCodeError
 from openrlhf.isolation.confinement import UIDS
@@ -56,23 +56,21 @@ class UserProcess:
     def __init__(self, limits: Limits, log: Path | None, on_end: Callable[[Self], None]) -> None:
         self.limits, self.log, self.on_end = limits, log, on_end
         self.calls_given = 0
-        self.retiring = (
-            False  # a call was late here, and may have left threads that hang: no further calls
-        )
+        # A call was late here, and may have left threads that hang: no further calls.
+        self.retiring = False
         self.loads: dict[UserCall, asyncio.Task[Any]] = {}
         self.process: subprocess.Popen[bytes] | None = None
         self._calls: dict[int, _Running] = {}
         self._numbers = itertools.count()
         self._connected: asyncio.Task[None] | None = None
-        self._ending: UserCodeError | None = (
-            None  # why calls that are left end, if not by the process's own end
-        )
+        # Why remaining calls end, if not because the process ended by itself.
+        self._ending: UserCodeError | None = None
         self._culprit_known = False
         self.gone = asyncio.Event()
 
     @property
     def usable(self) -> bool:
-        """Whether it can be given calls."""
+        """True if the process can be given calls."""
         return not (self.retiring or self.gone.is_set())
 
     async def run(self, call: UserCall, setup: UserCall) -> Any:
@@ -82,7 +80,9 @@ class UserProcess:
         self.calls_given += 1
         try:
             loaded = await asyncio.shield(self.begin_load(setup))
-            return loaded if call is setup else await self._run(call)
+            if call is setup:
+                return loaded
+            return await self._run(call)
         finally:
             self.calls_given -= 1
             if self.retiring and not self.calls_given:
@@ -102,8 +102,13 @@ class UserProcess:
             self._connected = asyncio.create_task(self._start())
         await asyncio.shield(self._connected)
         announced = asyncio.get_running_loop().call_later(
-            SLOW_LOAD_S, logger.warning, "%s has taken %g s so far; it may take %g s.", setup.name, SLOW_LOAD_S, setup.seconds
-        )  # fmt: skip
+            SLOW_LOAD_S,
+            logger.warning,
+            "%s has taken %g s so far; it may take %g s.",
+            setup.name,
+            SLOW_LOAD_S,
+            setup.seconds,
+        )
         try:
             return await self._run(setup)
         except ProcessLost as lost:
@@ -117,18 +122,18 @@ class UserProcess:
         """Start the process, in a session of its own, and listen to it."""
         ours, theirs = socket.socketpair()
         uid = random.choice(UIDS)  # of user code, if we are root
-        output = (
-            os.dup(2)
-            if self.log is None
-            else os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        )
+        if self.log is None:
+            output = os.dup(2)
+        else:
+            output = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         memory_bytes = int(self.limits.memory_gib * 2**30)
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, *map(str, (theirs.fileno(), memory_bytes, uid))],
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                stdin=subprocess.PIPE,  # closed to end it, by the kernel too if this process is killed
+                # Closed to end the process; the kernel closes it if this process is killed.
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
                 env=_environment(),
@@ -225,24 +230,22 @@ class UserProcess:
         self._writer.transport.abort()
         code = await asyncio.to_thread(process.wait)
         left = [running for running in self._calls.values() if not running.done.done()]
-        suspects = (
-            [] if self._culprit_known else [each for each in left if each.late or not each.waiting]
-        )
+        suspects: list[_Running] = []
+        if not self._culprit_known:
+            suspects = [running for running in left if running.late or not running.waiting]
         for running in left:
-            again = (
-                None
-                if suspects == left == [running]
-                else "alone"
-                if running in suspects
-                else "anywhere"
-            )
+            again: Literal["anywhere", "alone"] | None = "anywhere"
+            if suspects == left == [running]:
+                again = None  # this call itself killed the process
+            elif running in suspects:
+                again = "alone"
             running.done.set_exception(
                 ProcessLost(self._ending or self._loss(running, code), again)
             )
         self.on_end(self)
 
     def _loss(self, running: _Running, code: int) -> UserCodeError:
-        """How the process ended, and what it wrote since the call began: where it hung or crashed."""
+        """Return an error that describes the process's end and quotes what the call printed."""
         log = _printed(self.log, running.log_start)
         if running.late:
             return UserCodeError(f"{running.late}.{log}", Failure.TIMEOUT)
@@ -257,21 +260,17 @@ class UserProcess:
             running.done.set_result(message["value"])
             return
         failure = Failure(message["failure"])
-        words = (
-            f"{running.late}, and was ended here" if running.late else f"{running.call.name} failed"
-        )
-        memory = (
-            f"(--reward.memory_gib is {self.limits.memory_gib:g}.)"
-            if failure is Failure.MEMORY
-            else ""
-        )
-        error = UserCodeError(
-            f"{words}:\n{message['error']}{memory}", Failure.TIMEOUT if running.late else failure
-        )
-        shared = (
-            message["scarce"] and len(self._calls) > 1
-        )  # other calls may have what this one lacked
-        running.done.set_exception(ProcessLost(error, "alone") if shared else error)
+        memory = ""
+        if failure is Failure.MEMORY:
+            memory = f"(--reward.memory_gib is {self.limits.memory_gib:g}.)"
+        words = f"{running.call.name} failed"
+        if running.late:
+            words = f"{running.late}, and was ended here"
+            failure = Failure.TIMEOUT
+        error = UserCodeError(f"{words}:\n{message['error']}{memory}", failure)
+        if message["scarce"] and len(self._calls) > 1:  # other calls may hold what this one lacked
+            error = ProcessLost(error, "alone")
+        running.done.set_exception(error)
         self._culprit_known = message["last"]
 
     def _ask(self, running: _Running | None, *, number: int, question: Any) -> None:
@@ -326,9 +325,8 @@ class UserProcess:
             self.process.stdin.close()
             self.process.terminate()  # a process that was forked here may hold the other end open
             loop = asyncio.get_running_loop()
-            loop.call_later(
-                END_S, self.process.kill
-            )  # user code may have stopped it, and dies with it
+            # User code may have stopped the process, and dies with it.
+            loop.call_later(END_S, self.process.kill)
             loop.call_later(END_S, self._writer.transport.abort)
 
     async def close(self, why: UserCodeError) -> None:
@@ -356,7 +354,9 @@ def _environment() -> dict[str, str]:
 
 def log_size(log: Path | None) -> int:
     """Bytes in a log so far."""
-    return log.stat().st_size if log and log.exists() else 0
+    if log and log.exists():
+        return log.stat().st_size
+    return 0
 
 
 def _printed(log: Path | None, start: int) -> str:
@@ -365,9 +365,9 @@ def _printed(log: Path | None, start: int) -> str:
         return ""
     size = log_size(log)
     with log.open("rb") as file:
-        file.seek(
-            max(start if start <= size else 0, size - 4000)
-        )  # a log that grew too long is shorter now
+        if start > size:  # the log grew too long and was cut
+            start = 0
+        file.seek(max(start, size - 4000))
         text = file.read().decode(errors="replace").strip()
     return f" It wrote to {log}:\n{text}" if text else ""
 

@@ -8,8 +8,8 @@ prints goes to stdout and stderr, which nobody reads as data. Messages go throug
 to the program are pickled. Those from the program are marshalled, which holds built-in data only,
 so that no object of user code comes to life outside.
 
-    in   call     a function and its arguments            out  done   the result of a call, or its error
-         answer   what a call has asked for                    ask    a call asks the pool's owner for something
+    in   call     a function and its arguments     out  done   the result of a call, or its error
+         answer   the answer to a question              ask    a call's question to the pool's owner
          cancel   a call has run out of time
 
 A function runs in the main thread while no event loop runs, so that it may start its own. If its
@@ -45,9 +45,8 @@ from openrlhf.isolation.loading import load_function, plain
 from openrlhf.trajectory import Failure
 
 PROCESSES = 512  # and threads, of a user process and what it starts: a fork bomb ends here
-THREADS = (
-    256  # for calls that wait in `asyncio.to_thread`, and for late calls that still hang there
-)
+# For calls that wait in `asyncio.to_thread`, and for late calls that still hang there.
+THREADS = 256
 STACK_BYTES = 2 << 20  # of each thread; stacks count towards the memory of the process
 MAX_MESSAGE_BYTES = 1 << 26  # of a message from a user process
 LONGEST_ERROR = 100_000  # characters
@@ -128,7 +127,10 @@ class Program:
         failure, text = failure_of(error, otherwise), traceback_of(error)[-LONGEST_ERROR:]
         full = failure is not Failure.MEMORY and _is_full()
         if full:
-            text += f"This process and what it started have reached the limit of {PROCESSES} processes and threads. "
+            text += (
+                "This process and what it started have reached the limit of "
+                f"{PROCESSES} processes and threads. "
+            )
         scarce = full or failure is Failure.MEMORY  # what this call lacked, others may have used up
         last = scarce or failure is Failure.EXIT
         self._send(
@@ -141,7 +143,8 @@ class Program:
         data = marshal.dumps(message)
         if len(data) > MAX_MESSAGE_BYTES:
             raise ValueError(
-                f"returned {len(data):,} bytes, more than the {MAX_MESSAGE_BYTES:,} that may be sent"
+                f"returned {len(data):,} bytes, more than the {MAX_MESSAGE_BYTES:,} "
+                "that may be sent"
             )
         self._writer.write(LENGTH.pack(len(data)) + data)
 
@@ -233,9 +236,8 @@ def run_user_code(channel: socket.socket, memory_bytes: int, uid: int) -> None:
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=False)
     confinement.limit(resource.RLIMIT_DATA, memory_bytes)
-    with suppress(
-        OSError
-    ):  # if the whole machine runs short of memory, the kernel is to take a user process first
+    # If the whole machine runs short of memory, the kernel should kill a user process first.
+    with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     confinement.limit_processes(PROCESSES, uid)
     confinement.die_with_parent()  # after the change of user, which would take it back

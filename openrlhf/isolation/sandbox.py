@@ -32,7 +32,10 @@ FOLDER_ENTRIES, FOLDER_BYTES = 4096, 256 << 20  # limits on what a program's fol
 LOOK_SECONDS = 0.05  # between two checks of the folder
 SPARE_SECONDS = 30  # for the launcher, beyond the program's own deadline
 OK, FAILED, LATE = 0, 100, 101  # how a launcher ends; anything else is a defect of ours
-LAUNCH = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from openrlhf.isolation.sandbox import launch"
+LAUNCH = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
+    "from openrlhf.isolation.sandbox import launch"
+)
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -41,8 +44,10 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 # Interpreter and libraries. Datasets and their answers are elsewhere.
-READABLE = [sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime",
-            "/dev/zero", "/dev/urandom", "/sys/devices/system/cpu"]  # fmt: skip
+READABLE = [
+    sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache",
+    "/etc/localtime", "/dev/zero", "/dev/urandom", "/sys/devices/system/cpu",
+]  # fmt: skip
 
 
 class SandboxError(RuntimeError):
