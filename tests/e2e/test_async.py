@@ -130,6 +130,7 @@ def test_without_partial_rollouts_every_sample_has_one_version(workspace: Path) 
     assert lags(folder).count(0) == BATCH * SAMPLES  # the first step's
 
 
+@pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
 def test_rejected_prompts_are_replaced_while_training_goes_on(workspace: Path) -> None:
     folder = workspace / "filtered"

@@ -195,6 +195,7 @@ def test_the_accuracy_of_a_reward_model_is_that_of_plain_transformers(workspace:
     assert metrics["eval/eval_odd_acc_mean"] == fmean(margin > 0 for margin in margins[1::2])
 
 
+@pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
 def test_a_judge_says_how_often_a_model_wins_against_another(workspace: Path) -> None:
     """The judge likes digits; where neither answer has more, it says B whoever that is: a tie."""

@@ -236,7 +236,7 @@ def test_a_killed_run_leaves_no_process_and_resumes_to_the_same_numbers(
     assert steps_logged(folder) < STEPS
     agents = [process for process in started if process.command.endswith("Agent")]
     ours = [process for process in started if process not in agents]
-    assert any("processes.program" in process.command for process in ours)
+    assert any("isolation.program" in process.command for process in ours)
     assert any("WorkerHost" in process.command for process in ours)
     assert survivors(ours, within=30) == []
     run("train_ppo_ray", {**flags, "run.dir": None, "ckpt.load_enable": True})

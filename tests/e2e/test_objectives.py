@@ -106,6 +106,7 @@ def test_a_run_ends_at_the_step_whose_kl_is_above_the_limit(whole: Path, workspa
     assert (folder / "checkpoints" / "_actor" / f"global_step{last}").is_dir()
 
 
+@pytest.mark.verify
 def test_the_updates_of_a_batch_end_when_the_policy_has_moved(workspace: Path) -> None:
     """Of four optimizer steps the first begins at π_old itself; the second finds that the policy
     has moved, and is the last.

@@ -127,6 +127,7 @@ def test_the_learning_rate_is_that_of_transformers_schedule(reward_model: Path) 
     assert column(reward_model / "run", "train/lr") == default_schedule(3e-3, 20)
 
 
+@pytest.mark.verify
 def test_the_learning_rates_of_ppo_are_those_of_transformers_schedule(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:

@@ -207,7 +207,7 @@ def expected(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.verify), 2])
 def test_the_update_does_not_depend_on_the_split(
     models: tuple[str, str], expected: dict[str, dict[str, Any]], ranks: int, tmp_path: Path
 ) -> None:
