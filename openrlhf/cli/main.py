@@ -1,12 +1,12 @@
 """`openrlhf VERB …`: the programs `python -m openrlhf.cli.…` under shorter names."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from openrlhf import __version__
-from openrlhf.cli.batch_inference import main as batch_inference
 from openrlhf.cli.common import (
     fail,
     leave,
@@ -16,20 +16,6 @@ from openrlhf.cli.common import (
     running,
     words_of,
 )
-from openrlhf.cli.eval import main as evaluate
-from openrlhf.cli.interactive_chat import main as interactive_chat
-from openrlhf.cli.lora_combiner import main as lora_combiner
-from openrlhf.cli.pipeline import main as pipeline
-from openrlhf.cli.reward_test import main as reward_test
-from openrlhf.cli.serve_rm import main as serve_rm
-from openrlhf.cli.train_dpo import main as train_dpo
-from openrlhf.cli.train_kd import main as train_kd
-from openrlhf.cli.train_kto import main as train_kto
-from openrlhf.cli.train_ppo import main as train_ppo
-from openrlhf.cli.train_ppo_ray import main as train_ppo_ray
-from openrlhf.cli.train_prm import main as train_prm
-from openrlhf.cli.train_rm import main as train_rm
-from openrlhf.cli.train_sft import main as train_sft
 from openrlhf.config.commands import Command
 from openrlhf.config.flags import did_you_mean, nearest
 from openrlhf.config.machine import quick_imports
@@ -40,42 +26,41 @@ from openrlhf.termination import in_order
 
 @dataclass(frozen=True)
 class Verb:
-    """A command of `openrlhf`, and a line about it."""
+    """A command of `openrlhf`: its module in `openrlhf.cli`, and a line about it."""
 
-    main: Callable[[Sequence[str] | None], None]
+    command: str
     about: str
 
-    @property
-    def command(self) -> str:
-        """The name of its module in `openrlhf.cli`."""
-        return self.main.__module__.rpartition(".")[2]
+    def run(self, argv: Sequence[str]) -> None:
+        """Run the command. Only its own module is imported, so that --help answers at once."""
+        import_module(f"openrlhf.cli.{self.command}").main(argv)
 
 
 VERBS = {
-    "sft": Verb(train_sft, "supervised fine-tuning"),
-    "rm": Verb(train_rm, "reward model from preference pairs"),
-    "dpo": Verb(train_dpo, "preference optimization from pairs: DPO, IPO, cDPO, SimPO, ORPO"),
-    "kto": Verb(train_kto, "KTO, from answers that are desirable or not"),
-    "prm": Verb(train_prm, "process reward model from labelled steps"),
-    "kd": Verb(train_kd, "knowledge distillation from a teacher"),
-    "ppo": Verb(train_ppo_ray, "reinforcement learning: PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO"),
+    "sft": Verb("train_sft", "supervised fine-tuning"),
+    "rm": Verb("train_rm", "reward model from preference pairs"),
+    "dpo": Verb("train_dpo", "preference optimization from pairs: DPO, IPO, cDPO, SimPO, ORPO"),
+    "kto": Verb("train_kto", "KTO, from answers that are desirable or not"),
+    "prm": Verb("train_prm", "process reward model from labelled steps"),
+    "kd": Verb("train_kd", "knowledge distillation from a teacher"),
+    "ppo": Verb("train_ppo_ray", "reinforcement learning: PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO"),
     "train_ppo": Verb(
-        train_ppo,
+        "train_ppo",
         "the same on one machine, as deepspeed once started it: all models share its devices",
     ),
     "eval": Verb(
-        evaluate, "evaluation of a checkpoint: pass@k, accuracy of a reward model, win rate"
+        "eval", "evaluation of a checkpoint: pass@k, accuracy of a reward model, win rate"
     ),
     "batch_inference": Verb(
-        batch_inference,
+        "batch_inference",
         "answers to the prompts of a dataset, or rewards of answers, in a file",
     ),
-    "chat": Verb(interactive_chat, "a conversation with a model"),
-    "reward": Verb(reward_test, "`reward test`: try a reward on a dataset, before any training"),
-    "lora_combiner": Verb(lora_combiner, "merges a LoRA adapter into its base model"),
-    "serve-rm": Verb(serve_rm, "HTTP server of a reward model"),
+    "chat": Verb("interactive_chat", "a conversation with a model"),
+    "reward": Verb("reward_test", "`reward test`: try a reward on a dataset, before any training"),
+    "lora_combiner": Verb("lora_combiner", "merges a LoRA adapter into its base model"),
+    "serve-rm": Verb("serve_rm", "HTTP server of a reward model"),
     "pipeline": Verb(
-        pipeline, "stages in one file, from SFT to RL: run, resumed, reported together"
+        "pipeline", "stages in one file, from SFT to RL: run, resumed, reported together"
     ),
 }
 
@@ -92,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if verb is VERBS["reward"] and rest[:1] == ["test"]:
         rest = rest[1:]
     if verb:
-        verb.main(rest)
+        verb.run(rest)
     elif name in ("-h", "--help"):
         list_verbs()
     elif name == "--version":
