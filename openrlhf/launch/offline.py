@@ -89,7 +89,6 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         start = replace(start, run_dir=checkpoint.state.continued_folder(start.run_dir))
     train_loop(
         task,
-        strategy,
         engine=load_models(task, strategy, total_steps, checkpoints),
         tokenizer=tokenizer,
         train_rows=train_rows,
@@ -103,7 +102,6 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
 
 def train_loop(
     task: OfflineTask[Config, Row, Micro],
-    strategy: Strategy,
     *,
     engine: TrainEngine,
     tokenizer: PreTrainedTokenizerBase,
@@ -116,7 +114,7 @@ def train_loop(
 ) -> None:
     """Train a loaded task from its start, or from a checkpoint, to the export."""
     recorder: Recorder | None = None
-    if strategy.is_main:
+    if engine.strategy.is_main:
         resume_step = checkpoint and checkpoint.state.step
         recorder = Recorder(task.config, start.run_dir, resume_step=resume_step)
     with closing(recorder) if recorder else nullcontext():

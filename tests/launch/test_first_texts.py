@@ -60,7 +60,7 @@ def dry_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         line = f"--model.model_name_or_path {model} --data.dataset {file} --train.batch_size 1 --run.dir {tmp_path} --dry_run"
-        VERBS[task].main(f"{line} {flags}".split())
+        VERBS[task].run(f"{line} {flags}".split())
         return capsys.readouterr().out
 
     return show
@@ -91,14 +91,14 @@ def test_a_tracker_that_is_not_installed_is_named_before_the_reference_scores_al
         is_main=True, dp_size=1, config=DeepSpeedConfig(), broadcast=lambda value: value
     )
     monkeypatch.setattr(offline, "Strategy", lambda *_, **__: strategy)
-    monkeypatch.setattr(offline, "load_models", lambda *_: None)
+    monkeypatch.setattr(offline, "load_models", lambda *_: SimpleNamespace(strategy=strategy))
     monkeypatch.setattr(offline, "with_reference", pytest.fail)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "ok", "rejected": "no"}\n')
     line = f"--model.model_name_or_path {model} --data.dataset {tmp_path}/rows.jsonl --train.batch_size 1 --ref.precompute"
     words = f"{line} --run.dir {tmp_path}/run --logger.wandb.key mine".split()
     with pytest.raises(SystemExit):
-        VERBS["dpo"].main(words)
+        VERBS["dpo"].run(words)
     assert "the package wandb is not installed" in capsys.readouterr().err
 
 
@@ -133,7 +133,7 @@ def test_labels_of_one_kind_are_a_notice_at_start(
     file = tmp_path / "rows.jsonl"
     file.write_text((json.dumps({"prompt": "a", "completion": "ok", "label": True}) + "\n") * 2)
     line = f"--model.model_name_or_path {model} --data.dataset {file} --train.batch_size 2 --run.dir {tmp_path} --dry_run"
-    VERBS["kto"].main(line.split())
+    VERBS["kto"].run(line.split())
     assert "--data.label_key label" in capsys.readouterr().err
 
 
@@ -244,5 +244,5 @@ def test_rows_are_rendered_with_the_day_on_which_the_run_was_first_started(
     (tmp_path / "rows.jsonl").write_text('{"input": "a", "output": "ok"}\n')
     line = f"--model.model_name_or_path {model} --data.dataset {tmp_path}/rows.jsonl --ckpt.load_enable"
     with pytest.raises(SystemExit):
-        VERBS["sft"].main(line.split())
+        VERBS["sft"].run(line.split())
     assert rendered == ["2027-01-15T12:00:00"]
