@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 # Upper bounds for a package: mean nodes per statement, statements above 25 nodes per hundred, and
 # per 10,000 nodes conditional expressions, comprehensions, and comprehensions that are nested or
@@ -18,16 +17,11 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 NOT_COUNTED = (ast.expr_context, ast.Import, ast.ImportFrom)
 
 
-@dataclass
 class Counts:
-    """Counts of one module."""
+    """Counts of the modules of a package."""
 
-    nodes: int = 0
-    conditionals: int = 0
-    comprehensions: int = 0
-    nested: int = 0
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        self.nodes = self.conditionals = self.comprehensions = self.nested = 0
         self.statements: list[int] = []  # nodes of each, without the statements inside it
 
     def visit(self, node: ast.AST, *, in_comprehension: bool = False) -> int:
@@ -70,21 +64,15 @@ def _counted_children(node: ast.AST) -> Iterator[ast.AST]:
 
 def density(trees: Iterable[ast.Module]) -> dict[str, float]:
     """Return the numbers of `BOUNDS` for the modules of a package."""
-    nodes = conditionals = comprehensions = nested = 0
-    statements: list[int] = []
+    counts = Counts()
     for tree in trees:
-        counts = Counts()
         counts.visit(tree)
-        nodes += counts.nodes
-        conditionals += counts.conditionals
-        comprehensions += counts.comprehensions
-        nested += counts.nested
-        statements += counts.statements
+    statements = counts.statements
     heavy = [size for size in statements if size > HEAVY]
     return {
         "mean": sum(statements) / len(statements),
         "heavy": 100 * len(heavy) / len(statements),
-        "conditionals": 10_000 * conditionals / nodes,
-        "comprehensions": 10_000 * comprehensions / nodes,
-        "nested": 10_000 * nested / nodes,
+        "conditionals": 10_000 * counts.conditionals / counts.nodes,
+        "comprehensions": 10_000 * counts.comprehensions / counts.nodes,
+        "nested": 10_000 * counts.nested / counts.nodes,
     }
