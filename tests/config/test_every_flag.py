@@ -113,7 +113,7 @@ ALSO_CALLED = {
 SHOWN_BY = {
     "model.ipo_enable": "config/test_derived.py::test_the_switch_of_ipo_is_its_loss",
     "plugin": "config/test_plugins.py::test_names_of_a_plugin_are_valid_and_its_properties_count",
-    "local_rank": "cli/test_commands.py::test_a_verb_is_found_behind_what_deepspeed_puts_in_front",
+    "local_rank": "cli/test_commands.py::test_verb_after_local_rank_of_deepspeed_is_found",
     "rollout.remote_engines": "config/test_derived.py::test_remote_engines_that_nothing_asks_are_pointed_out",
 }
 
