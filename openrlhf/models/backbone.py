@@ -41,7 +41,7 @@ def _document_arguments(offsets: Tensor, attention: str) -> dict[str, Any]:
     """The borders of the documents in a packed row, as keyword arguments of the attention in use."""
     lengths = offsets.diff()
     if attention == packed_attention.NAME:
-        return {"document_lengths": lengths.tolist()}
+        return {"document_lengths": lengths.tolist(), "document_offsets": offsets.int()}
     cumulative, longest = offsets.int(), int(lengths.max())
     return {
         "cu_seq_lens_q": cumulative,

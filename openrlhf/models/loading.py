@@ -127,6 +127,9 @@ def read_model(
     """Load a model, and compare its files with its architecture. Every model that this package
     reads comes from here.
     """
+    # cuDNN's attention builds a plan for each new shape of a batch: about 80 ms on an H100, and
+    # nearly every batch has a new shape.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     with explaining_failures(spec), _quietly():
         model, report = model_class.from_pretrained(
             spec.path,

@@ -1,22 +1,30 @@
-"""Attention over packed rows without FlashAttention: one scaled-dot-product call per document.
+"""Attention over packed rows without the package flash-attn: PyTorch's own FlashAttention on a GPU,
+and one scaled-dot-product call per document elsewhere.
 
 The function is registered with Transformers under a name that the mask registry does not know, so
-that no mask is built. The lengths of the documents travel through the keyword arguments of
+that no mask is built. The borders of the documents travel through the keyword arguments of
 `model.forward`. The cost is the sum of the costs of the documents, not the cost of the whole row.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from openrlhf.models.shared_prefixes import sharing
 
 NAME, FLASH = "packed_sdpa", "flash_attention_2"
+WIDEST_HEAD = 256  # of FlashAttention's kernels
+OLDEST_GPU = (8, 0)  # of FlashAttention's kernels, as CUDA counts its architectures
+# PyTorch 2.11 takes fewer heads of keys than of queries without being told.
+TOLD = "enable_gqa" in inspect.signature(varlen_attn).parameters
+GROUPED: dict[str, Any] = {"enable_gqa": True} if TOLD else {}
 
 
 class UnsupportedAttentionError(ValueError):
@@ -31,6 +39,7 @@ def packed_sdpa(
     attention_mask: Tensor | None,
     *,
     document_lengths: Sequence[int] | None = None,
+    document_offsets: Tensor | None = None,  # (B + 1,) int32
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -52,6 +61,9 @@ def packed_sdpa(
                 f"its attention uses `{variant}`, which packed SDPA does not compute "
                 "(--ds.attn_implementation flash_attention_2 does, on a GPU)"
             )
+    if document_offsets is not None and dropout == 0 and _flash_computes(query, value):
+        longest = max(document_lengths)
+        return _flash(query, key, value, document_offsets, longest, scaling, sliding_window), None
     lengths, grouped = list(document_lengths), query.shape[1] != key.shape[1]
     # PyTorch's attention for CPUs takes half the time in float32 that it takes in bfloat16.
     dtype = query.dtype if query.is_cuda else torch.promote_types(query.dtype, torch.float32)
@@ -71,6 +83,41 @@ def packed_sdpa(
 
     parts = (each.to(dtype).split(lengths, 2) for each in (query, key, value))
     return torch.cat(list(map(attend, *parts)), 2).transpose(1, 2).to(query.dtype), None
+
+
+def _flash_computes(query: Tensor, value: Tensor) -> bool:
+    """Whether PyTorch's FlashAttention has a kernel for these heads (1, H, N, D) on this device."""
+    if not query.is_cuda or torch.cuda.get_device_capability(query.device) < OLDEST_GPU:
+        return False
+    head_dim = query.shape[-1]
+    fits = head_dim == value.shape[-1] and head_dim % 8 == 0 and head_dim <= WIDEST_HEAD
+    return fits and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Attention of all documents in one call, (1, N, H, D), by PyTorch's FlashAttention."""
+    offsets = offsets.to(query.device)  # a model may be spread over several GPUs
+    attended: Any = varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        offsets,
+        offsets,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        **GROUPED,
+    )
+    return attended[None]
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:

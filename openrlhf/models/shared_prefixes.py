@@ -23,6 +23,7 @@ KNOWN_TENSORS = {
     "cache_position",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
+    "document_offsets",
     "s_aux",
 }
 WORTH = 0.05  # of the tokens: below this share, the copies cost more than is saved

@@ -29,13 +29,14 @@ CHECKS = {  # short ones first, then those that start an engine; with the second
     "test_publication.py::test_a_hash_is_the_same_on_gpu_and_cpu": 60,
     "test_publication.py::test_weights_reach_another_process_on_the_same_gpu_by_cuda_ipc": 90,
     "test_publication.py::test_weights_reach_another_gpu_by_nccl": 90,
+    "test_packing.py::test_packed_attention_and_its_gradient_are_those_of_float64_on_a_cpu": 60,
     "test_packing.py::test_packed_rows_score_as_single_rows[flash_attention_2]": 90,
     "test_packing.py::test_packed_rows_score_as_single_rows[sdpa]": 90,
     "test_hybrid.py::test_grpo_with_models_and_engine_on_one_gpu": 240,
     "test_publication.py::test_an_engine_on_the_trainers_gpu_serves_what_was_published": 120,
     "test_speed.py::test_training": 120,
-    "test_hybrid.py::test_an_engine_frees_its_gpu_in_its_sleep_and_wakes_when_it_is_asked": 120,
     "test_speed.py::test_generation": 180,
+    "test_hybrid.py::test_an_engine_frees_its_gpu_in_its_sleep_and_wakes_when_it_is_asked": 120,
 }
 PACKAGES = ("torch", "vllm", "ray", "deepspeed", "transformers", "flash-attn")
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.packed_attention import packed_sdpa
 from openrlhf.models.policy import PolicyModel
 from tests.gpu.place import DEVICE, SIZES, save_model
 from tests.gpu.rehearsal import REHEARSAL
@@ -52,3 +54,37 @@ def test_packed_rows_score_as_single_rows(
     assert (again - packed.logprobs)[outside].abs().max() < 1e-3
     packed.logprobs.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("heads", "key_heads", "head_dim"), [(8, 2, 64), (9, 3, 64), (4, 4, 96)])
+def test_packed_attention_and_its_gradient_are_those_of_float64_on_a_cpu(
+    heads: int, key_heads: int, head_dim: int, window: int | None
+):
+    """The one is computed by FlashAttention on a GPU, the other document by document."""
+    number = sum(LENGTHS)
+    given = []
+    for count in (heads, key_heads, key_heads):
+        given.append(torch.randn(1, count, number, head_dim, device=DEVICE, dtype=torch.bfloat16))
+    exact = [each.double().cpu().requires_grad_() for each in given]
+    rounded = [each.requires_grad_() for each in given]
+    options: dict[str, Any] = {"document_lengths": LENGTHS, "sliding_window": window}
+    offsets = torch.tensor([0, *LENGTHS], device=DEVICE).cumsum(0).int()
+    module = torch.nn.Module()
+    query, key, value = rounded
+    attended, _ = packed_sdpa(module, query, key, value, None, document_offsets=offsets, **options)
+    query, key, value = exact
+    expected, _ = packed_sdpa(module, query, key, value, None, **options)
+    weights = torch.randn_like(expected)
+    (attended * weights.to(attended)).sum().backward()
+    (expected * weights.to(attended).double().cpu()).sum().backward()
+    assert relative(attended, expected) < 0.01
+    for one, other in zip(rounded, exact, strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert relative(one.grad, other.grad) < 0.01
+
+
+def relative(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The norm of the difference, as a share of the norm of `other`."""
+    exact = other.detach()
+    return float((one.detach().double().cpu() - exact).norm() / exact.norm())
