@@ -1,4 +1,4 @@
-"""`lora_combiner`: merges a LoRA adapter into its base model."""
+"""The command `lora_combiner`, which merges a LoRA adapter into its base model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +18,9 @@ from openrlhf.models.weights import require_finite
 
 
 def combine(config: CombinerConfig) -> None:
-    """Write the merged model and its tokenizer: merged in float32, in CPU memory, and rounded once.
+    """Write the merged model and its tokenizer, merged in float32 in CPU memory and rounded once.
 
-    The written model is loaded again, and its logits are compared with those of the unmerged model.
+    Load the written model again, and compare its logits with those of the unmerged model.
 
     The adapter's folder has what a reward model needs besides weights: the name of its head and the
     statistics of its rewards, or the tokens of a process reward model. Raises UserError for an
@@ -30,11 +30,13 @@ def combine(config: CombinerConfig) -> None:
     spec = LoadSpec(
         path=config.model_path, ds=LoadingConfig(param_dtype="fp32", attn_implementation="eager")
     )
-    stored = (
-        AutoConfig.from_pretrained(folder).to_dict() if (folder / "config.json").exists() else {}
-    )
-    prefix = stored.get("value_head_prefix", "score")
-    base = load_scalar(spec, head_prefix=prefix).hf if config.is_rm else load_causal_lm(spec)
+    stored: dict[str, Any] = {}
+    if (folder / "config.json").exists():
+        stored = AutoConfig.from_pretrained(folder).to_dict()
+    if config.is_rm:
+        base = load_scalar(spec, head_prefix=stored.get("value_head_prefix", "score")).hf
+    else:
+        base = load_causal_lm(spec)
     base.config.update(
         {name: stored[name] for name in ("mean", "std", STEP_TOKENS) if name in stored}
     )
@@ -42,51 +44,57 @@ def combine(config: CombinerConfig) -> None:
     expected = probe_logits(adapted)
     if untie_adapted(base):
         notice(
-            f"{folder} adapts the output layer or the embeddings, which {config.model_path} ties: the merged model "
-            "stores both (tie_word_embeddings false)."
+            f"{folder} adapts the output layer or the embeddings, which {config.model_path} ties: "
+            "the merged model stores both (tie_word_embeddings false)."
         )
-    tokenizer = folder if (folder / "tokenizer_config.json").exists() else config.model_path
+    tokenizer: str | Path = config.model_path
+    if (folder / "tokenizer_config.json").exists():
+        tokenizer = folder
     merged = adapted.merge_and_unload().to(DTYPES[config.ds.param_dtype])
     with replacing(Path(config.output_path)) as aside:
         write_model(merged, merged.state_dict(), aside)
         AutoTokenizer.from_pretrained(tokenizer).save_pretrained(aside)
         del adapted, base, merged
         written = replace(spec, path=str(aside))
-        reloaded = (
-            load_scalar(written, require_head=True).hf if config.is_rm else load_causal_lm(written)
-        )
-        if gap := explain_gap(expected, probe_logits(reloaded), config.ds.param_dtype):
+        if config.is_rm:
+            reloaded = load_scalar(written, require_head=True).hf
+        else:
+            reloaded = load_causal_lm(written)
+        gap = explain_gap(expected, probe_logits(reloaded), config.ds.param_dtype)
+        if gap:
             raise UserError(
-                f"the merge of --lora_path {folder} into --model_path {config.model_path} was not written: its logits "
-                f"and those of the model with the unmerged adapter are {gap}."
+                f"the merge of --lora_path {folder} into --model_path {config.model_path} was not "
+                "written: its logits and those of the model with the unmerged adapter are "
+                f"{gap}."
             )
     print(f"{config.output_path}: the merged model, in {config.ds.param_dtype} (--ds.param_dtype).")
 
 
 def load_adapted(config: CombinerConfig, base: PreTrainedModel) -> Any:
-    """Return the model with the adapter of --lora_path beside it.
+    """Return the model with the unmerged adapter of --lora_path.
 
-    Raises UserError for an adapter of another model, and ModelError for numbers that are not
+    Raises UserError for an adapter of another model, and ModelError for weights that are not
     finite.
     """
-    import peft  # not while commands are imported: quick_imports
+    import peft  # not while commands are imported, see quick_imports
 
     folder = config.lora_path
     try:
         trained_on = str(peft.PeftConfig.from_pretrained(folder).base_model_name_or_path)
         if Path(trained_on).resolve() != Path(config.model_path).resolve():
             notice(
-                f"--lora_path {folder} was trained on {trained_on}, and is merged into {config.model_path}."
+                f"--lora_path {folder} was trained on {trained_on}, but is merged into "
+                f"{config.model_path}."
             )
         adapted = peft.PeftModel.from_pretrained(base, folder)
         stored = peft.load_peft_weights(folder).keys()
         unmatched = stored ^ peft.get_peft_model_state_dict(adapted).keys()
         if unmatched:
             shown = ", ".join(sorted(unmatched)[:3])
-            raise ValueError(f"only one of them has {shown} ({len(unmatched)} in all)")
+            raise ValueError(f"{len(unmatched)} weights exist in only one of them: {shown}")
     except (AttributeError, OSError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"--lora_path {folder} is no adapter of --model_path {config.model_path}: {error}"
+            f"--lora_path {folder} is not an adapter of --model_path {config.model_path}: {error}"
         ) from error
     require_finite(adapted, folder)
     return adapted

@@ -1,5 +1,6 @@
-"""Hugging Face exports: a folder that `from_pretrained` and a stock vLLM server load; of adapters,
-one that PEFT loads.
+"""Hugging Face exports: folders that `from_pretrained` and a stock vLLM server load.
+
+An export of adapters is a folder that PEFT loads.
 """
 
 import json
@@ -23,18 +24,16 @@ from openrlhf.files import disk_of
 from openrlhf.models.adapters import save_adapter
 from openrlhf.models.stored_files import writable, write_generation
 
-ASIDE = ".export-"
+ASIDE = ".export-"  # prefix of temporary folders
 GIB = 2**30
 
 
 class ExportError(UserError, RuntimeError):
-    """A model cannot be written; the message says what has been written, and where."""
+    """A failure to write a model. The message names the folder and the files written so far."""
 
 
 class UnwritableError(ExportError, OSError):
-    """The files of a model cannot be written: the disk is full, or a quota or a limit on the size
-    of files is reached.
-    """
+    """A failure to write a model's files: a full disk, a quota, or a limit on the size of files."""
 
 
 def export_hf(
@@ -50,10 +49,10 @@ def export_hf(
     """Write weights, configuration and tokenizer to the folder `path`, and replace any model there.
 
     `buckets` stream the whole parameters; for a model with adapters, only the trained ones. They
-    may be collective: every rank iterates, and the rank that `writes` keeps them. With `trained`,
-    the written model is compared before it replaces the old one. A `final` model is loaded again,
-    and a difference is an error. For other models only the files are read, and a difference is a
-    notice. Raises ExportError.
+    may be collective: every rank iterates, and the rank that `writes` keeps the tensors. With
+    `trained`, compare the written model before it replaces the old one: a `final` model is loaded
+    again, and a difference is an error. For any other model only the files are read, and a
+    difference is a notice. Raises ExportError.
     """
     state: dict[str, Tensor] = {}
     for bucket in buckets:
@@ -66,12 +65,10 @@ def export_hf(
         if hasattr(model, "peft_config"):
             save_adapter(model, state, aside)
         else:
-            persistent = set(
-                model.state_dict()
-            )  # buffers that checkpoints carry, besides the parameters
-            state |= {
-                name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent
-            }
+            persistent = set(model.state_dict())  # besides parameters, buffers that files store
+            for name, buffer in model.named_buffers():
+                if name in persistent:
+                    state[name] = buffer.cpu()
             write_model(model, state, aside)
             _declare_precision(aside / "config.json", state)
         tokenizer.save_pretrained(aside)
@@ -86,37 +83,34 @@ def export_hf(
 
 
 def write_model(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> None:
-    """Write a whole model to `folder`. If its configuration cannot be written, still write the
-    weights, then raise.
+    """Write a whole model to `folder`.
+
+    If its configuration cannot be written, still write the weights, then raise.
     """
     try:
-        with (
-            torch.no_grad(),
-            writable(model),
-        ):  # tied weights stay single, as Transformers writes them
+        # Transformers writes tied weights once.
+        with torch.no_grad(), writable(model):
             model.save_pretrained(folder, state_dict=dict(state), safe_serialization=True)
         write_generation(model, folder)
     except Exception:
         if not any(folder.glob("*.safetensors")):
-            save_file(
-                {name: tensor.detach().clone() for name, tensor in state.items()},
-                folder / "model.safetensors",
-            )
+            copies = {name: tensor.detach().clone() for name, tensor in state.items()}
+            save_file(copies, folder / "model.safetensors")
         raise
 
 
 @contextmanager
 def replacing(final: Path) -> Iterator[Path]:
-    """Yield a temporary folder for the files of a new model, which then replace the model in
-    `final`.
+    """Yield a temporary folder for the files of a new model, then replace the model in `final`.
 
     The temporary folder is inside `final`, so it is on the same file system and needs the same
-    permissions. Other files of `final` stay. If the block fails, the old model stays, and an
-    ExportError says where the new files are (an UnwritableError if there is no room for them).
+    permissions. Files of `final` that are not the model's stay. If the block fails, the old model
+    stays, and an ExportError names the folder of the new files (an UnwritableError if there is no
+    room for them).
     """
     final = final.absolute()
     final.mkdir(parents=True, exist_ok=True)
-    left = list(final.glob(f"{ASIDE}*"))  # of exports that failed or were killed
+    leftovers = list(final.glob(f"{ASIDE}*"))  # of exports that failed or were killed
     aside = final / f"{ASIDE}{os.urandom(4).hex()}"
     aside.mkdir()
     try:
@@ -125,33 +119,34 @@ def replacing(final: Path) -> Iterator[Path]:
         shutil.rmtree(aside)
         raise
     except Exception as error:
-        kept = sorted(file.name for file in aside.iterdir())
-        # The tokenizers library raises plain exceptions for files that it cannot write.
-        unwritable = isinstance(error, OSError | SafetensorError) or type(error) is Exception
-        kind = UnwritableError if unwritable else ExportError
-        raise kind(
+        written = ", ".join(sorted(os.listdir(aside))) or "no files"
+        message = (
             f"The model could not be written to {final}: {type(error).__name__}: {error}. "
-            f"What has been written is in {aside}: {', '.join(kept) or 'nothing'}."
-        ) from error
-    names = {made.name for made in aside.iterdir()}
-    for old in [*final.iterdir()]:
+            f"The files written so far are in {aside}: {written}."
+        )
+        # The tokenizers library raises plain exceptions for files that it cannot write.
+        if isinstance(error, OSError | SafetensorError) or type(error) is Exception:
+            raise UnwritableError(message) from error
+        raise ExportError(message) from error
+    names = os.listdir(aside)
+    for old in list(final.iterdir()):
         if old.name in names or any(fnmatch(old.name, pattern) for pattern in OWNED["model"]):
             _delete(old)
-    for made in aside.iterdir():
-        os.replace(made, final / made.name)
+    for name in names:
+        os.replace(aside / name, final / name)
     aside.rmdir()
-    for folder in left:
+    for folder in leftovers:
         _delete(folder)
 
 
 def check_disk_room(path: str, size: int) -> None:
-    """Raise ExportError if the disk of the folder `path` has no room for a model of `size` bytes."""
+    """Raise ExportError if the disk of folder `path` has no room for a model of `size` bytes."""
     folder = Path(path).absolute()
     disk = disk_of(folder)
     if disk.total and disk.free < size:
         raise ExportError(
-            f"{folder} has {disk.free / GIB:.3g} GiB free, but the model takes {size / GIB:.3g} GiB. Make room, or "
-            "choose another --ckpt.output_dir."
+            f"{folder} has {disk.free / GIB:.3g} GiB free, but the model takes {size / GIB:.3g} "
+            "GiB. Make room, or choose another --ckpt.output_dir."
         )
 
 
@@ -163,8 +158,9 @@ def _delete(path: Path) -> None:
 
 
 def _declare_precision(file: Path, state: dict[str, Tensor]) -> None:
-    """Write the data type of the exported weights to the configuration. Transformers writes that of
-    the model in memory.
+    """Write the data type of the exported weights to the configuration.
+
+    Transformers writes the data type of the model in memory.
     """
     config = json.loads(file.read_text())
     config["dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")

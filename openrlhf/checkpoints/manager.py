@@ -1,17 +1,16 @@
-"""Which checkpoints are kept, and how one is written so that a kill loses at most the save under
-way.
+"""Writing, finding and removing checkpoints, so that a kill loses at most the save in progress.
 
     <ckpt.path>/global_step20.manifest.json  the commit point: files, sizes, hashes, run state
     <ckpt.path>/_actor/global_step20/…       engine files and metric.json  (offline: no `_actor/`)
     <ckpt.path>/_actor/latest                the newest tag, for DeepSpeed's own tools
     <ckpt.path>/global_step20_hf/…           the optional export
-    <ckpt.path>/.tmp-<tag>-<nonce>           a save or a removal under way, laid out as above
+    <ckpt.path>/.tmp-<tag>-<nonce>           a save or a removal in progress, laid out as above
 
-A save is written aside, synced and hashed, renamed into place, and committed by the rename of its
-manifest; only then are older checkpoints removed. A checkpoint is removed the same way backwards:
-the rename of its manifest aside takes the commit back, its directories follow, and all of it is
-deleted. A directory that no manifest names is no checkpoint: what our own saves left aside is
-deleted, and what other programs wrote stays.
+A save is written to a temporary directory, synced and hashed, renamed into place, and committed by
+the rename of its manifest; only then are older checkpoints removed. Removal runs backwards: the
+rename of the manifest into a temporary directory revokes the commit, the checkpoint's directories
+follow, and the temporary directory is deleted. A directory that no manifest names is not a
+checkpoint: leftovers of our own saves are deleted, and files of other programs stay.
 
 Standard library only. One process (rank 0, the controller) owns the manager and makes one save at a
 time. `<ckpt.path>` is on one file system that all processes see.
@@ -24,7 +23,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -33,74 +32,80 @@ from openrlhf.config.shared import CheckpointConfig
 from openrlhf.files import disk_of, fingerprint, move, sync, sync_tree, write_atomically
 
 logger = logging.getLogger(__name__)
-WITHOUT = "The run continues without a checkpoint of step {}: {}"
-GOES_ON = "Step {} is saved: --ckpt.load_enable continues from it."
-NOTHING_SAVED = "No step is saved."
+SAVE_FAILED = "The run continues without a checkpoint of step {}: {}"
+RESUME_HINT = "Saved step {}. Resume with --ckpt.load_enable."
+NOTHING_SAVED = "No step was saved."
 HOW_TO_SAVE = " With --ckpt.save_steps, an interrupted run saves its last step."
 
 GIB = 2**30
-FULL = 2**20  # bytes: with less than this free a disk counts as full
+FULL = 2**20  # bytes: a disk with at most this much free space counts as full
 MANIFEST = ".manifest.json"
-TORCH_CANNOT_WRITE = (
-    "PytorchStreamWriter",
-    "file write failed",
-    "unexpected pos",
-)  # in its RuntimeErrors
+# Parts of the messages of RuntimeErrors that torch raises when it cannot write a file.
+TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "file write failed", "unexpected pos")
 
 
 def note_of_end(ckpt: CheckpointConfig, *, saved: int, step: int) -> str:
-    """Return what a run interrupted after `step` prints about its newest checkpoint, `saved`; "" if
-    nothing is lost.
+    """Return the closing message of an interrupted run; "" if nothing is lost.
+
+    The run was interrupted after `step`, and its newest checkpoint is of step `saved`.
     """
     if step < 1:
         return ""
     if ckpt.resumable and saved > 0:
-        return GOES_ON.format(saved)
-    return NOTHING_SAVED if ckpt.saves else NOTHING_SAVED + HOW_TO_SAVE
+        return RESUME_HINT.format(saved)
+    if ckpt.saves:
+        return NOTHING_SAVED
+    return NOTHING_SAVED + HOW_TO_SAVE
 
 
 class CheckpointManager:
-    """Writes, finds and removes the checkpoints under `root` (`--ckpt.path`).
+    """The owner of the checkpoints under `root` (`--ckpt.path`): writes, finds and removes them.
 
-    `parts`: the engines that a checkpoint consists of, none with --ckpt.disable_ds. --ckpt.max_num
-    limits the regular checkpoints, --ckpt.max_mem the GiB of all checkpoints; both count the
-    newest.
+    `parts` are the engines that a checkpoint consists of, none with --ckpt.disable_ds.
+    --ckpt.max_num limits the number of regular checkpoints, --ckpt.max_mem the GiB of all
+    checkpoints; both count the newest.
     """
 
     def __init__(self, ckpt: CheckpointConfig, parts: Sequence[str] = ("",)) -> None:
         self.root = Path(ckpt.path).absolute()
         if glob.has_magic(str(self.root)):
             raise CheckpointError(
-                f"--ckpt.path {self.root}: DeepSpeed takes paths as patterns and would not find its files again under a "
-                "name with [, * or ?. Choose another --ckpt.path."
+                f"--ckpt.path {self.root}: DeepSpeed takes paths as patterns and would not find "
+                "its files again under a name with [, * or ?. Choose another --ckpt.path."
             )
-        self.parts = () if ckpt.disable_ds else tuple(parts)
-        self.max_num, self.max_bytes = ckpt.max_num, ckpt.max_mem * GIB
-        self._damaged: set[str] = set()  # nonces of what `latest` found incomplete
+        self.parts: tuple[str, ...] = ()
+        if not ckpt.disable_ds:
+            self.parts = tuple(parts)
+        self.max_num = ckpt.max_num
+        self.max_bytes = ckpt.max_mem * GIB
+        self._damaged: set[str] = set()  # nonces of checkpoints that `latest` found incomplete
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint, regular or best, with all its files checked; None, with a
-        warning, if there is none.
+        """Return the newest complete checkpoint, regular or best, with all its files checked.
 
-        An incomplete checkpoint is passed over with a warning that says what is wrong. Raises
-        CheckpointError if the newest complete one lacks an engine that this run has.
+        Skip an incomplete checkpoint with a warning that names the damaged file. Return None, with
+        a warning, if no checkpoint is complete. Raises CheckpointError if the newest complete
+        checkpoint lacks an engine that this run has.
         """
         self._settle()
         for checkpoint in reversed(self.checkpoints()):
             tag = checkpoint.tag
             if not checkpoint.parts:
-                logger.warning("%s in %s is only an export: passed over.", tag, self.root)
-            elif damage := checkpoint.damage():
+                logger.warning("Skipped %s in %s: it is only an export.", tag, self.root)
+                continue
+            damage = checkpoint.damage()
+            if damage:
                 self._damaged.add(checkpoint.nonce)
-                logger.warning("%s in %s is incomplete: passed over; %s.", tag, self.root, damage)
-            elif missing := set(self.parts) - set(checkpoint.parts):
+                logger.warning("Skipped %s in %s: it is incomplete: %s.", tag, self.root, damage)
+                continue
+            missing = set(self.parts) - set(checkpoint.parts)
+            if missing:
                 raise CheckpointError(
-                    f"{tag} in --ckpt.path {self.root} has the engines {list(checkpoint.parts)},"
-                    f" but this run also needs {sorted(missing)}. Choose another --ckpt.path, or"
-                    " leave out --ckpt.load_enable."
+                    f"{tag} in --ckpt.path {self.root} has the engines {list(checkpoint.parts)}, "
+                    f"but this run also needs {sorted(missing)}. Choose another --ckpt.path, or "
+                    "leave out --ckpt.load_enable."
                 )
-            else:
-                return checkpoint
+            return checkpoint
         logger.warning(
             "No complete checkpoint in --ckpt.path %s: the run starts from the beginning.",
             self.root,
@@ -108,36 +113,40 @@ class CheckpointManager:
         return None
 
     def find(self, step: int, *, best: bool) -> Checkpoint | None:
-        """The complete checkpoint of a step, regular or best, all files checked; None without one."""
-        found = [
-            checkpoint
-            for checkpoint in self.checkpoints()
-            if checkpoint.tag == _tag(step, best=best)
-        ]
-        return found[0] if found and not found[0].damage() else None
+        """Return the checkpoint of a step, regular or best; None if it is missing or incomplete."""
+        tag = _tag(step, best=best)
+        for checkpoint in self.checkpoints():
+            if checkpoint.tag == tag:
+                if checkpoint.damage():
+                    return None
+                return checkpoint
+        return None
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Every committed checkpoint, oldest save first, its files unchecked.
+        """Return all committed checkpoints, oldest save first, without checking their files.
 
-        A damaged manifest is renamed with a warning, and its checkpoint does not count.
+        Rename a damaged manifest with a warning, and leave out its checkpoint.
         """
         found: list[Checkpoint] = []
         for path in sorted(self.root.glob(f"*{MANIFEST}")):
             try:
                 found.append(Checkpoint.read(path, root=self.root))
             except ValueError as error:
-                logger.warning("%s is damaged: renamed to *.damaged; %s.", path, error)
+                logger.warning("%s is damaged (%s): renamed to *.damaged.", path, error)
                 os.rename(path, f"{path}.damaged")
         return sorted(found, key=lambda checkpoint: checkpoint.sequence)
 
     def begin(self, step: int, *, best: bool = False, hf: bool = False) -> StagedCheckpoint:
-        """Make the directories of a save; `hf` announces an export.
+        """Make the directories of a save, with one for an export if `hf`.
 
-        Gives up an earlier save that was not committed. Raises CheckpointError if the disk has less
+        Discard an earlier save that was not committed. Raises CheckpointError if the disk has less
         room than the last checkpoint took, or cannot be written.
         """
-        tag, nonce = _tag(step, best=best), os.urandom(4).hex()
-        places = [str(Path(part, tag)) for part in self.parts] + [f"{tag}_hf"] * hf
+        tag = _tag(step, best=best)
+        nonce = os.urandom(4).hex()
+        places = [str(Path(part, tag)) for part in self.parts]
+        if hf:
+            places.append(f"{tag}_hf")
         directory = self.root / _aside_name(tag, nonce)
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -152,12 +161,11 @@ class CheckpointManager:
     def commit(
         self, staged: StagedCheckpoint, *, state: RunState, metric_value: float | None = None
     ) -> Checkpoint:
-        """Make a save whose files are all written the newest checkpoint, and remove older ones
-        beyond the limits.
+        """Commit a save whose files are all written, then remove older checkpoints over the limits.
 
-        `metric_value`: of the metric that the run follows, for these weights. A value that is not
-        finite counts as none. Raises CheckpointError if the save fails, and gives the save up;
-        trouble with older checkpoints is only a warning.
+        `metric_value` is the value, for these weights, of the metric that the run follows. A value
+        that is not finite counts as None. Raises CheckpointError and discards the save if it fails;
+        a failure to remove older checkpoints is only a warning.
         """
         assert staged.tag.endswith(_tag(state.step))
         if metric_value is not None and not math.isfinite(metric_value):
@@ -166,7 +174,7 @@ class CheckpointManager:
             checkpoint = self._seal(staged, state, metric_value)
             self._install(staged, checkpoint)
         except OSError as error:
-            with suppress(OSError):  # what is left is settled by the next call
+            with suppress(OSError):  # the next call settles the rest
                 self._settle()
             raise self._failed(staged.tag, error) from error
         try:
@@ -175,51 +183,55 @@ class CheckpointManager:
                 write_atomically(self.root / part / "latest", checkpoint.tag)
             self._rotate(checkpoint.state.run_dir)
         except OSError as error:
-            logger.warning("%s is saved; tidying up %s failed: %s.", staged.tag, self.root, error)
+            logger.warning(
+                "Saved %s, but could not remove older checkpoints in %s: %s.",
+                staged.tag,
+                self.root,
+                error,
+            )
         return checkpoint
 
     @contextmanager
     def writing(self, staged: StagedCheckpoint) -> Iterator[None]:
-        """Raise CheckpointError if the files of the block cannot be written, in any process.
+        """Raise CheckpointError if the block cannot write its files, in any process.
 
-        Files written so far are removed, because later checkpoints and the final model need the
+        Remove the files written so far, because later checkpoints and the final model need the
         space.
         """
         try:
             yield
         except Exception as error:
-            reason = self._why_unwritten(error)
+            reason = self._write_error(error)
             if reason is None:
                 raise
             shutil.rmtree(staged.directory, ignore_errors=True)
             raise self._failed(staged.tag, reason) from error
 
-    def _why_unwritten(self, error: Exception) -> OSError | None:
-        """Return why files could not be written; None if the error has another reason.
+    def _write_error(self, error: Exception) -> OSError | None:
+        """Return the OSError behind an error; None if the error has another cause.
 
-        torch raises a RuntimeError, which does not say why: a full disk, a quota, or a limit on the
-        size of files. An export raises an OSError.
+        torch raises a RuntimeError that does not name the cause: a full disk, a quota, or a limit
+        on the size of files. An export raises an OSError.
         """
         if isinstance(error, OSError):
             return error
         if shutil.disk_usage(self.root).free <= FULL:
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if isinstance(error, RuntimeError) and any(
-            words in str(error) for words in TORCH_CANNOT_WRITE
-        ):
-            return OSError(str(error).splitlines()[0])
+        message = str(error)
+        if isinstance(error, RuntimeError):
+            if any(words in message for words in TORCH_WRITE_ERRORS):
+                return OSError(message.splitlines()[0])
         return None
 
     def _failed(self, tag: str, error: OSError) -> CheckpointError:
-        older = [checkpoint.tag for checkpoint in self.checkpoints()]
-        standing = (
-            f"Older checkpoints are kept: {', '.join(older)}."
-            if older
-            else "There is no older one."
-        )
+        kept = "There is no older checkpoint."
+        older = ", ".join(checkpoint.tag for checkpoint in self.checkpoints())
+        if older:
+            kept = f"Older checkpoints are kept: {older}."
         return CheckpointError(
-            f"{tag} could not be written to --ckpt.path {self.root}: {error}. {standing} Make room, choose another "
-            f"--ckpt.path, or keep fewer with --ckpt.max_num (now {self.max_num})."
+            f"{tag} could not be written to --ckpt.path {self.root}: {error}. {kept} Make room, "
+            "choose another --ckpt.path, or keep fewer with --ckpt.max_num "
+            f"(now {self.max_num})."
         )
 
     def _seal(
@@ -227,7 +239,8 @@ class CheckpointManager:
     ) -> Checkpoint:
         """Sync and hash the staged files, and write the draft of the manifest beside them."""
         files: dict[str, tuple[int, str]] = {}
-        for directory in (staged.directory / place for place in staged.places):
+        for place in staged.places:
+            directory = staged.directory / place
             if not any(directory.iterdir()):
                 raise FileNotFoundError(f"nothing was written into {directory}")
             if not directory.name.endswith("_hf"):
@@ -236,11 +249,15 @@ class CheckpointManager:
             for path in sync_tree(directory):
                 name = str(path.relative_to(staged.directory))
                 files[name] = (path.stat().st_size, fingerprint(path))
+        sequence = 1
+        committed = self.checkpoints()
+        if committed:
+            sequence = committed[-1].sequence + 1
         checkpoint = Checkpoint(
             directory=self.root,
             tag=staged.tag,
             nonce=staged.nonce,
-            sequence=max((other.sequence for other in self.checkpoints()), default=0) + 1,
+            sequence=sequence,
             places=staged.places,
             files=files,
             metric_key=state.best_metric_key,
@@ -253,104 +270,119 @@ class CheckpointManager:
     def _install(self, staged: StagedCheckpoint, checkpoint: Checkpoint) -> None:
         """Rename the staged directories into place, and then the manifest: the commit."""
         for other in self.checkpoints():
-            aside = self.root / _aside_name(other.tag, other.nonce)
-            for place in other.places if other.tag == checkpoint.tag else ():
-                if (
-                    self.root / place
-                ).exists():  # `_settle` brings it back as long as its manifest stands
-                    move(self.root / place, aside / place)
+            if other.tag != checkpoint.tag:
+                continue
+            for place in other.places:
+                if (self.root / place).exists():
+                    # `_settle` moves it back as long as its manifest is in place.
+                    move(self.root / place, self._aside(other) / place)
         for place in checkpoint.places:
             if (self.root / place).exists():  # no manifest names it: not ours to delete
-                logger.warning("%s is in the way: renamed to %s.%s.", place, place, staged.nonce)
+                logger.warning(
+                    "%s already exists, but belongs to no checkpoint: renamed to %s.%s.",
+                    place,
+                    place,
+                    staged.nonce,
+                )
                 move(self.root / place, self.root / f"{place}.{staged.nonce}")
             move(staged.directory / place, self.root / place)
         move(staged.directory / (staged.tag + MANIFEST), self.root / (staged.tag + MANIFEST))
 
     def _rotate(self, run_dir: str) -> None:
-        """Remove what exceeds the limits, of the checkpoints that a run has written. Those of other
-        runs stay.
-        """
+        """Remove checkpoints over the limits. Checkpoints that other runs have written stay."""
         own = [
             checkpoint for checkpoint in self.checkpoints() if checkpoint.state.run_dir == run_dir
         ]
         evicted = evictions(
             own, max_num=self.max_num, max_bytes=self.max_bytes, damaged=self._damaged
         )
-        for (
-            checkpoint
-        ) in evicted:  # with its manifest aside, a checkpoint is a save that was not committed
+        for checkpoint in evicted:
+            # Without its manifest, a checkpoint is a save that was not committed: `_settle` deletes
+            # its files.
             manifest = checkpoint.tag + MANIFEST
-            move(
-                self.root / manifest,
-                self.root / _aside_name(checkpoint.tag, checkpoint.nonce) / manifest,
-            )
+            move(self.root / manifest, self._aside(checkpoint) / manifest)
         self._settle()
-        size = sum(checkpoint.size for checkpoint in self.checkpoints())
+        size = _total_size(self.checkpoints())
         if size > self.max_bytes:
-            text = "The checkpoints that must stay in %s take %.4g GiB, more than --ckpt.max_mem %g GiB."
-            logger.warning(text, self.root, size / GIB, self.max_bytes / GIB)
+            logger.warning(
+                "The checkpoints that must stay in %s take %.4g GiB, "
+                "more than --ckpt.max_mem %g GiB.",
+                self.root,
+                size / GIB,
+                self.max_bytes / GIB,
+            )
 
     def _settle(self) -> None:
-        """Take back saves and removals that were not committed, and delete what the others left.
+        """Undo saves and removals that were not committed, and delete their files.
 
-        A draft of a manifest aside was not committed: what is in place already moves back aside,
-        and the draft goes before the rest, so that this too can be killed and repeated. Then what a
-        standing manifest names comes back.
+        Undo moves the files of an uncommitted draft out of place and deletes the draft before the
+        files, so that undoing can itself be killed and repeated. Then restore the files of
+        committed checkpoints.
         """
         asides = sorted(self.root.glob(".tmp-*"))
         for aside in asides:
-            for draft in aside.glob(f"*{MANIFEST}"):
-                with suppress(ValueError):  # damaged: nothing can be told from it
-                    for place in Checkpoint.read(draft, root=self.root).places:
-                        if not (aside / place).exists() and (self.root / place).exists():
-                            move(self.root / place, aside / place)
-                draft.unlink()
-                sync(aside)
-        standing = {
-            _aside_name(checkpoint.tag, checkpoint.nonce): checkpoint
-            for checkpoint in self.checkpoints()
-        }
+            self._roll_back(aside)
+        committed = {self._aside(checkpoint): checkpoint for checkpoint in self.checkpoints()}
         for aside in asides:
-            for place in standing[aside.name].places if aside.name in standing else ():
-                if (aside / place).exists():
-                    move(aside / place, self.root / place)
+            if aside in committed:
+                self._restore(committed[aside], aside)
             _remove(aside)
 
+    def _roll_back(self, aside: Path) -> None:
+        """Move the files of uncommitted manifests in `aside` back there; delete the manifests."""
+        for draft in aside.glob(f"*{MANIFEST}"):
+            with suppress(ValueError):  # a damaged manifest: its files are unknown
+                for place in Checkpoint.read(draft, root=self.root).places:
+                    if not (aside / place).exists() and (self.root / place).exists():
+                        move(self.root / place, aside / place)
+            draft.unlink()
+            sync(aside)
+
+    def _restore(self, checkpoint: Checkpoint, aside: Path) -> None:
+        for place in checkpoint.places:
+            if (aside / place).exists():
+                move(aside / place, self.root / place)
+
+    def _aside(self, checkpoint: StagedCheckpoint) -> Path:
+        """Return the temporary directory for a checkpoint's files during a save or removal."""
+        return self.root / _aside_name(checkpoint.tag, checkpoint.nonce)
+
     def check_room(self, size: int) -> list[str]:
-        """Check that the disk has room for checkpoints of about `size` bytes. Return notices for
-        the user.
+        """Return notices for the user if the disk lacks room for checkpoints of about `size` bytes.
 
         Raises CheckpointError if not even one checkpoint fits.
         """
         disk = disk_of(self.root)
         if not disk.total:
             return []
-        one, free = f"about {size / GIB:.3g} GiB", f"{disk.free / GIB:.3g} GiB"
+        one = f"about {size / GIB:.3g} GiB"
+        free = f"{disk.free / GIB:.3g} GiB"
         if disk.free < size:
             raise CheckpointError(
-                f"--ckpt.path {self.root} has {free} free, but a checkpoint of this run takes {one}. Make room, choose "
-                "another --ckpt.path, or write no checkpoints (--ckpt.save_steps -1)."
+                f"--ckpt.path {self.root} has {free} free, but a checkpoint of this run takes "
+                f"{one}. Make room, choose another --ckpt.path, or write no checkpoints "
+                "(--ckpt.save_steps -1)."
             )
-        kept = sum(
-            checkpoint.size for checkpoint in self.checkpoints()
-        )  # they make room for new ones
+        kept = _total_size(self.checkpoints())  # removed as new checkpoints are written
         needed = min((self.max_num + 1) * size, self.max_bytes + size)
         if disk.free + kept >= needed:
             return []
         return [
-            f"--ckpt.path {self.root} has {free} free: too little for --ckpt.max_num {self.max_num} checkpoints of "
-            f"{one} each and one more, which is written before the oldest is removed ({needed / GIB:.3g} GiB). The run "
-            "continues without the checkpoints that do not fit. Lower --ckpt.max_num, or make room."
+            f"--ckpt.path {self.root} has {free} free: too little for --ckpt.max_num "
+            f"{self.max_num} checkpoints of {one} each and one more, which is written before the "
+            f"oldest is removed ({needed / GIB:.3g} GiB). The run continues without the "
+            "checkpoints that do not fit. Lower --ckpt.max_num, or make room."
         ]
 
     def _check_space(self) -> None:
         """Raise OSError if the disk has less room than the last checkpoint took."""
-        needed = sum(checkpoint.size for checkpoint in self.checkpoints()[-1:])
+        needed = _total_size(self.checkpoints()[-1:])
         free = shutil.disk_usage(self.root).free
         if free < needed:
             raise OSError(
                 errno.ENOSPC,
-                f"the last checkpoint took {needed / GIB:.4g} GiB, and {free / GIB:.4g} GiB are free",
+                f"the last checkpoint took {needed / GIB:.4g} GiB, and {free / GIB:.4g} GiB "
+                "are free",
             )
 
 
@@ -361,16 +393,16 @@ def evictions(
     max_bytes: float,
     damaged: Collection[str] = (),
 ) -> list[Checkpoint]:
-    """Which of `checkpoints` (oldest first) to remove: all best ones but the last, then regular
-    ones.
+    """Return the checkpoints to remove, of `checkpoints` (oldest first).
 
-    While the others exceed a limit, regular ones go in this order: damaged ones (their nonces are
-    in `damaged`), those without a metric, those with the worst metric, the oldest. The newest of
-    all and the last best one always stay.
+    Remove all best checkpoints but the last. While the rest exceeds a limit, remove regular
+    checkpoints in this order: damaged ones (their nonces are in `damaged`), ones without a metric,
+    the worst metric, the oldest. The newest of all and the last best one always stay.
     """
     evicted = [checkpoint for checkpoint in checkpoints if checkpoint.is_best][:-1]
-    number = sum(not checkpoint.is_best for checkpoint in checkpoints)
-    size = sum(checkpoint.size for checkpoint in checkpoints if checkpoint not in evicted)
+    regular = [checkpoint for checkpoint in checkpoints if not checkpoint.is_best]
+    number = len(regular)
+    size = _total_size(checkpoints) - _total_size(evicted)
 
     def rank(checkpoint: Checkpoint) -> tuple[bool, bool, float, int]:
         worth = checkpoint.worth
@@ -379,12 +411,19 @@ def evictions(
     for checkpoint in sorted(checkpoints[:-1], key=rank):
         if not checkpoint.is_best and (number > max_num or size > max_bytes):
             evicted.append(checkpoint)
-            number, size = number - 1, size - checkpoint.size
+            number -= 1
+            size -= checkpoint.size
     return evicted
 
 
+def _total_size(checkpoints: Iterable[Checkpoint]) -> int:
+    return sum(checkpoint.size for checkpoint in checkpoints)
+
+
 def _tag(step: int, *, best: bool = False) -> str:
-    return f"{'best_' if best else ''}global_step{step}"
+    if best:
+        return f"best_global_step{step}"
+    return f"global_step{step}"
 
 
 def _aside_name(tag: str, nonce: str) -> str:
@@ -392,7 +431,7 @@ def _aside_name(tag: str, nonce: str) -> str:
 
 
 def _remove(directory: Path) -> None:
-    """Delete a directory; what cannot be deleted now is swept by a later call."""
+    """Delete a directory. A later call deletes files that cannot be deleted now."""
     try:
         shutil.rmtree(directory)
     except OSError as error:

@@ -1,5 +1,4 @@
-"""The check that an exported model is the model that was trained: the export is loaded again and
-compared.
+"""Comparison of an exported model with the trained model: the export is loaded again.
 
 Exports in the middle of a run are not loaded: the tensors in their files are compared, and a
 difference is a notice.
@@ -8,11 +7,11 @@ Each weight that Transformers loads from the folder is compared with the trained
 merged or averaged one) by a hash of its bytes. The logits of a few tokens are compared too, because
 they also depend on the stored configuration: positions, scales of adapters, tied weights. The
 trained model computes its logits in place, sharded or not. The folder is loaded in one process, in
-CPU memory, after the copy of the weights that was written is freed: the two never coexist.
+CPU memory, after the copy of the weights for the export is freed: the two never coexist.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,21 +36,21 @@ from openrlhf.models.loading import LoadSpec, pin_longrope, read_model
 from openrlhf.models.probe import are_of_another_model, explain_gap, probe_logits
 
 GIB = 2**30
-ROOM = 1.2  # memory that is needed to load a model, in sizes of its files
+ROOM = 1.2  # memory needed to load a model, as a multiple of the size of its files
 Digest = tuple[tuple[int, ...], torch.dtype, int]  # shape, data type, hash of the bytes
 
 
 class DifferentModelError(RuntimeError):
-    """The files of an export do not hold the model that was trained."""
+    """A difference between the files of an export and the trained model."""
 
 
 @dataclass(kw_only=True)
 class TrainedState:
-    """What an export is compared with: digests of the exported weights by name, and logits.
+    """The trained model that an export is compared with: weight digests by name, and logits.
 
-    `logits` is None if they are not compared, because a 4-bit base differs from its files.
-    `precision` is the data type in which they were computed. `averages` are the weights of an
-    average, in float32, if that is exported.
+    `logits` is None if logits are not compared, because a 4-bit base differs from its files.
+    `precision` is the data type in which they were computed. `averages` are the averaged weights,
+    in float32, if the export holds the average.
     """
 
     logits: Tensor | None
@@ -59,12 +58,11 @@ class TrainedState:
     max_len: int | None = None
     averages: Mapping[str, Tensor] = field(default_factory=dict)
     digests: dict[str, Digest] = field(default_factory=dict)
-    not_averages: list[str] = field(
-        default_factory=list
-    )  # exported weights that should be an average, and are not
+    # Exported weights that differ from the average that they should be.
+    not_averages: list[str] = field(default_factory=list)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Note an exported weight."""
+        """Record the digest of an exported weight."""
         self.digests[name] = digest_of(tensor)
         average = self.averages.get(name)
         if average is not None and digest_of(average.to(tensor.dtype)) != self.digests[name]:
@@ -73,38 +71,42 @@ class TrainedState:
     def require_averages(self) -> None:
         """Raise DifferentModelError if an exported weight is not the average that it should be."""
         if self.not_averages:
-            names = ", ".join(self.not_averages[:3])
             raise DifferentModelError(
-                f"{names}: not the average of the weights (--train.enable_ema)"
+                f"{_shown(self.not_averages)}: not the average of the weights (--train.enable_ema)"
             )
 
 
 def digest_of(tensor: Tensor) -> Digest:
     """Return shape, data type and hash of a tensor."""
     data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    if len(data) == 0:
+        return tuple(tensor.shape), tensor.dtype, 0
     if data.storage_offset() % 8 or len(data) % 8:
         data = torch.cat([data, data.new_zeros(-len(data) % 8)])
-    return tuple(tensor.shape), tensor.dtype, bucket_hash(data) if len(data) else 0
+    return tuple(tensor.shape), tensor.dtype, bucket_hash(data)
+
+
+def _shown(names: Sequence[str]) -> str:
+    """Return the first three names, for a message."""
+    return ", ".join(names[:3])
 
 
 def compare_reloaded(folder: Path, model: PreTrainedModel, trained: TrainedState) -> None:
-    """Load the exported model in `folder`, and compare it with the trained one. Raises
-    DifferentModelError.
+    """Load the exported model in `folder`, and compare it with the trained model.
 
-    `model` is the trained model, of which the class and the configuration are used.
+    `model` is the trained model; its class and configuration are used. Raises DifferentModelError.
     """
     try:
         _compare(folder, model, trained)
-    except UserError as error:  # from loading, whose advice is for models that we did not write
+    except UserError as error:  # from loading: its advice is for models that users provide
         raise DifferentModelError(str(error)) from error
 
 
 def compare_files(folder: Path, model: PreTrainedModel, trained: TrainedState) -> None:
-    """Compare the tensors in the files of an export with the trained weights, and print a notice if
-    they differ.
+    """Print a notice if the tensors in the files of an export differ from the trained weights.
 
-    The model is not loaded, and logits are not compared: for exports that are written in the middle
-    of a run.
+    The model is not loaded, and logits are not compared: this check is for exports in the middle of
+    a run.
     """
     try:
         trained.require_averages()
@@ -114,7 +116,8 @@ def compare_files(folder: Path, model: PreTrainedModel, trained: TrainedState) -
             _compare_tensors(folder, trained.digests, buffers=dict(model.named_buffers()))
     except DifferentModelError as error:
         notice(
-            f"{folder.parent}: the files of this export do not hold the trained model: {error}. The run continues."
+            f"{folder.parent}: the files of this export do not hold the trained model: {error}. "
+            "The run continues."
         )
 
 
@@ -123,7 +126,7 @@ def _compare_tensors(
 ) -> None:
     """Compare the tensors that have the same names in the files and in the model.
 
-    Transformers may store others under other names, or in parts: experts, for example.
+    Transformers may store some tensors under other names or in parts, for example experts.
     """
     seen: set[str] = set()
     others: list[str] = []
@@ -139,12 +142,12 @@ def _compare_tensors(
                     others.append(name)
     if wrong:
         raise DifferentModelError(
-            f"{len(wrong)} weights of the files are not the trained ones: {', '.join(wrong[:3])}"
+            f"{len(wrong)} weights of the files are not the trained ones: {_shown(wrong)}"
         )
-    lost = sorted(trained.keys() - seen)
-    if lost and not others:
+    missing = sorted(trained.keys() - seen)
+    if missing and not others:
         raise DifferentModelError(
-            f"{len(lost)} trained weights are not in the files: {', '.join(lost[:3])}"
+            f"{len(missing)} trained weights are not in the files: {_shown(missing)}"
         )
 
 
@@ -160,20 +163,24 @@ def _compare(folder: Path, model: PreTrainedModel, trained: TrainedState) -> Non
         _compare_adapter(folder, trained)
         if trained.logits is None:
             return
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    size = 0
     if adapted:
-        size = sum(
-            math.prod(full_shape(weight)) * weight.element_size() for weight in model.parameters()
-        )
-    if (free := free_memory()) < ROOM * size:
+        for weight in model.parameters():
+            size += math.prod(full_shape(weight)) * weight.element_size()
+    else:
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    free = free_memory()
+    if free < ROOM * size:
         notice(
-            f"{folder.parent}: the exported model was not loaded again and compared with the trained one, because this "
-            f"machine has {free / GIB:.3g} GiB of free memory and the model takes {size / GIB:.3g} GiB."
+            f"{folder.parent}: the exported model was not loaded again and compared with the "
+            f"trained model, because this machine has {free / GIB:.3g} GiB of free memory and the "
+            f"model takes {size / GIB:.3g} GiB."
         )
         return
-    reloaded = (
-        _with_adapter(folder, model) if adapted else _reloaded(folder, model, str(folder), "auto")
-    )
+    if adapted:
+        reloaded = _with_adapter(folder, model)
+    else:
+        reloaded = _reloaded(folder, model, str(folder), "auto")
     if trained.max_len:
         pin_longrope(reloaded, trained.max_len)
     if not adapted:
@@ -183,57 +190,64 @@ def _compare(folder: Path, model: PreTrainedModel, trained: TrainedState) -> Non
 
 
 def _compare_logits(folder: Path, expected: Tensor, found: Tensor, precision: str) -> None:
-    """Compare logits of models with the same weights, which may be computed on other devices and by
-    other attention kernels.
+    """Compare logits of models with the same weights.
+
+    They may come from different devices and different attention kernels.
     """
     gap = explain_gap(expected, found, precision)
     if not gap:
         return
     if are_of_another_model(expected, found, precision):
         raise DifferentModelError(
-            f"the logits of the model in the files and of the trained one are {gap}"
+            f"the logits of the model in the files and of the trained model are {gap}"
         )
     notice(
-        f"{folder.parent}: the files hold the trained weights, but the logits that Transformers computes from them on "
-        f"the CPU and those of the trained model are {gap}. Rounding usually explains less. Evaluate the exported model."
+        f"{folder.parent}: the files hold the trained weights, but the logits that Transformers "
+        f"computes from them on the CPU and those of the trained model are {gap}. Rounding usually "
+        "explains less. Evaluate the exported model."
     )
 
 
 def _compare_weights(found: Mapping[str, Tensor], trained: Mapping[str, Digest]) -> None:
-    if lost := sorted(trained.keys() - found.keys()):
+    missing = sorted(trained.keys() - found.keys())
+    if missing:
         raise DifferentModelError(
-            f"{len(lost)} trained weights are not in the files: {', '.join(lost[:3])}"
+            f"{len(missing)} trained weights are not in the files: {_shown(missing)}"
         )
-    if more := sorted(found.keys() - trained.keys()):
+    unexpected = sorted(found.keys() - trained.keys())
+    if unexpected:
         raise DifferentModelError(
-            f"{len(more)} weights of the files were not exported: {', '.join(more[:3])}"
+            f"{len(unexpected)} weights of the files were not exported: {_shown(unexpected)}"
         )
-    other = [
-        name
-        for name, tensor in found.items()
-        if digest_of(tensor.to(trained[name][1])) != trained[name]
-    ]
-    if other:
+    wrong: list[str] = []
+    for name, tensor in found.items():
+        _, dtype, _ = trained[name]
+        if digest_of(tensor.to(dtype)) != trained[name]:
+            wrong.append(name)
+    if wrong:
         raise DifferentModelError(
-            f"{len(other)} weights of the files are not the trained ones: {', '.join(other[:3])}"
+            f"{len(wrong)} weights of the files are not the trained ones: {_shown(wrong)}"
         )
 
 
 def _reloaded(
     folder: Path, model: PreTrainedModel, path: str, dtype: torch.dtype | str
 ) -> PreTrainedModel:
-    """Load the class of the trained model from `path` with the configuration in `folder`, in CPU
-    memory.
+    """Load a model of the trained model's class into CPU memory.
+
+    Its weights come from `path`, its configuration from `folder`.
     """
     configuration: Any = type(model).config_class
-    attention = model.config._attn_implementation
+    attention = "sdpa"
+    if model.config._attn_implementation == "eager":
+        attention = "eager"
     spec = LoadSpec(path=path, ds=LoadingConfig())
     reloaded, stored = read_model(
         type(model),
         spec,
         config=configuration.from_pretrained(folder),
         dtype=dtype,
-        attn_implementation="eager" if attention == "eager" else "sdpa",
+        attn_implementation=attention,
     )
     if path == str(folder):
         stored.require_all()

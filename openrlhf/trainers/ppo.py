@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf import termination
 from openrlhf.batches import Experience, TokenRows
-from openrlhf.checkpoints.manager import WITHOUT, CheckpointManager, note_of_end
+from openrlhf.checkpoints.manager import SAVE_FAILED, CheckpointManager, note_of_end
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StagedCheckpoint
 from openrlhf.config.learning import RLFlags
 from openrlhf.distributed.worker_group import Call, HostHandles, WorkerGroup, gather
@@ -321,7 +321,7 @@ class PPOTrainer:
         try:
             yield
         except CheckpointError as error:
-            self.recorder.display.note(WITHOUT.format(self.step, error))
+            self.recorder.display.note(SAVE_FAILED.format(self.step, error))
 
     def _state(self) -> RunState:
         return replace(

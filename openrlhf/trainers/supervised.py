@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf import termination
-from openrlhf.checkpoints.manager import WITHOUT, CheckpointManager, note_of_end
+from openrlhf.checkpoints.manager import SAVE_FAILED, CheckpointManager, note_of_end
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.distributed.engine import TrainEngine
@@ -300,7 +300,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
 
     def _note_failed_save(self, error: CheckpointError) -> None:
         if self.recorder:
-            self.recorder.display.note(WITHOUT.format(self.step, error))
+            self.recorder.display.note(SAVE_FAILED.format(self.step, error))
 
     def _state(self) -> RunState:
         return replace(

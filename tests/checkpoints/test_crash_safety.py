@@ -1,6 +1,6 @@
-"""A save may be killed, or run out of disk, at any file operation: what stood before still stands.
+"""Saves that are killed, or run out of disk, at any file operation keep older checkpoints.
 
-Run as a script, this file kills real processes (`drive`); the tests look at what they left.
+Run as a script, this file kills real processes (`drive`); the tests examine the files they left.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def manager_of(root: Path) -> CheckpointManager:
 
 
 def save(root: Path | CheckpointManager, step: int, label: str, **begin: bool) -> None:
-    """One save as a trainer does it; `label` tells it from every other."""
+    """Save as a trainer does; `label` identifies the save."""
     manager = root if isinstance(root, CheckpointManager) else manager_of(root)
     staged = manager.begin(step, **begin)
     try:
@@ -54,7 +54,7 @@ def save(root: Path | CheckpointManager, step: int, label: str, **begin: bool) -
 
 
 def newest_label(manager: CheckpointManager) -> str | None:
-    """The label of `latest()`; every checkpoint is complete, and all of it is of one save."""
+    """Return the label of `latest()`; check that each checkpoint is complete and of one save."""
     newest = manager.latest()
     for checkpoint in manager.checkpoints():
         assert checkpoint.damage() is None, checkpoint.tag
@@ -65,7 +65,8 @@ def newest_label(manager: CheckpointManager) -> str | None:
 
 
 Step = Callable[[Path], None]
-SCENARIOS: dict[str, tuple[list[Step], Step]] = {  # what is there before, and the save that fails
+# The saves that came before, and the save that fails.
+SCENARIOS: dict[str, tuple[list[Step], Step]] = {
     "first save": ([], lambda root: save(root, 1, "new", hf=True)),
     "next save evicts": (
         [lambda root: save(root, 1, "a"), lambda root: save(root, 2, "old", hf=True)],
@@ -131,7 +132,7 @@ def sabotage(strike: Callable[[int], None], operations: list[str]) -> Iterator[N
 
 
 def survives_kill(action: Step, root: Path, at: int) -> bool:
-    """Run `action` in a process that dies at operation number `at`; True if it gets through."""
+    """Run `action` in a process that dies at operation number `at`; return True if it finishes."""
     child = os.fork()
     if child == 0:
 
@@ -148,7 +149,7 @@ def survives_kill(action: Step, root: Path, at: int) -> bool:
 
 
 def drive(base: Path) -> None:
-    """Leave in `base/<scenario>/<k>` what a kill at operation k leaves; the last one finished."""
+    """Create `base/<scenario>/<k>`, the folder after a kill at operation k; the last k finished."""
     for name, (setting, action) in SCENARIOS.items():
         before = base / name / "000"
         before.mkdir(parents=True)
@@ -168,7 +169,7 @@ def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def memory() -> Iterator[Path]:
-    """A directory in memory where there is one: some ten thousand files come and go."""
+    """A directory in memory if possible: the tests create some ten thousand files."""
     shared = "/dev/shm"
     with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else None) as path:
         yield Path(path)
@@ -193,7 +194,7 @@ def wreckage(memory: Path) -> Path:
 
 
 class Sorted:
-    """`os.scandir` by name, so that directories are deleted in their least lucky order."""
+    """`os.scandir` sorted by name, so that files are deleted in the least favourable order."""
 
     real = staticmethod(os.scandir)
 
@@ -221,7 +222,7 @@ def killed(wreckage: Path, scenario: str) -> list[Path]:
 
 
 def expect_tidy(manager: CheckpointManager) -> None:
-    """Nothing lies about but what manifests name, and the pointers."""
+    """Check that only directories named by manifests, and the pointers, exist."""
     named = {place for checkpoint in manager.checkpoints() for place in checkpoint.places}
     there = {
         str(path.relative_to(manager.root))
@@ -233,7 +234,7 @@ def expect_tidy(manager: CheckpointManager) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_killed_at_any_operation_a_save_leaves_the_old_checkpoint_or_the_new_one(
+def test_save_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint(
     scenario: str, wreckage: Path, tmp_path: Path
 ) -> None:
     old = "old" if SCENARIOS[scenario][0] else None
@@ -241,24 +242,24 @@ def test_killed_at_any_operation_a_save_leaves_the_old_checkpoint_or_the_new_one
     for before in killed(wreckage, scenario):
         root = shutil.copytree(before, tmp_path / before.name)
         seen.append(newest_label(manager_of(root)))
-        save(root, 9, "after")  # and the run goes on
+        save(root, 9, "after")  # the run continues
         manager = manager_of(root)
         assert newest_label(manager) == "after"
         assert sum(not checkpoint.is_best for checkpoint in manager.checkpoints()) <= KEPT
         expect_tidy(manager)
     commit = seen.index("new")
-    assert seen == [old] * commit + ["new"] * (len(seen) - commit)  # one instant decides
+    assert seen == [old] * commit + ["new"] * (len(seen) - commit)  # one operation commits
     assert 0 < commit < len(seen) - 1
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_the_recovery_from_a_kill_may_be_killed_at_any_operation_too(
+def test_recovery_killed_at_any_operation_can_be_repeated(
     scenario: str, wreckage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "scandir", Sorted)
 
     class Dead(BaseException):
-        """Raised at every operation from the fatal one on: as good as a kill, and cheaper."""
+        """Raised at every operation from the fatal one on, which is equivalent to a kill."""
 
     for before in killed(wreckage, scenario)[::4]:
         labels: set[str | None] = set()
@@ -281,7 +282,7 @@ def test_the_recovery_from_a_kill_may_be_killed_at_any_operation_too(
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("lasting", [False, True], ids=["for a moment", "for good"])
-def test_a_disk_that_is_full_at_any_operation_costs_at_most_the_new_checkpoint(
+def test_disk_full_at_any_operation_loses_at_most_the_new_checkpoint(
     scenario: str, lasting: bool, tmp_path: Path
 ) -> None:
     setting, action = SCENARIOS[scenario]
@@ -315,7 +316,7 @@ def test_a_disk_that_is_full_at_any_operation_costs_at_most_the_new_checkpoint(
     assert True in outcomes and False in outcomes and len(outcomes) > 20
 
 
-def test_a_full_disk_is_reported_with_the_path_and_that_older_checkpoints_stand(
+def test_full_disk_error_names_the_path_and_says_that_older_checkpoints_are_kept(
     tmp_path: Path,
 ) -> None:
     manager = manager_of(tmp_path)
@@ -329,13 +330,13 @@ def test_a_full_disk_is_reported_with_the_path_and_that_older_checkpoints_stand(
 
     with (
         sabotage(strike, MODIFY),
-        pytest.raises(CheckpointError, match=r"--ckpt\.path .*No space left.*are kept"),
+        pytest.raises(CheckpointError, match=r"--ckpt\.path .*No space left.*global_step1"),
     ):
         manager.commit(staged, state=RunState(step=2))
     assert newest_label(manager) == "old"
 
 
-def test_a_failed_save_gives_its_space_back_at_once(tmp_path: Path) -> None:
+def test_failed_save_frees_its_disk_space_immediately(tmp_path: Path) -> None:
     manager = manager_of(tmp_path)
     staged = manager.begin(1)
     for place in staged.places:
@@ -350,7 +351,7 @@ def test_a_failed_save_gives_its_space_back_at_once(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_power_may_fail_since_all_is_synced_before_it_counts_and_counts_before_others_go(
+def test_save_syncs_all_files_before_the_commit_and_commits_before_older_checkpoints_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1, "a")

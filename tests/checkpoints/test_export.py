@@ -1,6 +1,4 @@
-"""An export writes what it is given, whatever files the model came with, and never destroys the
-only copy of anything.
-"""
+"""Exports: written unchanged whatever files the model came with, without losing a model."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ from openrlhf.models.stored_files import check_can_be_exported
 from tests.checkpoints.kept import checkpoints_in
 from tests.tiny import character_tokenizer, save_tiny_model
 
-# What models come with: generation_config.json, and values in config.json without a
+# Values that models come with: in generation_config.json, and in config.json if the model has no
 # generation_config.json.
 CONTRADICTIONS: list[dict[str, Any]] = [
     {"temperature": 0.9, "top_p": 0.6},
@@ -59,7 +57,7 @@ IN_CONFIG: list[dict[str, Any]] = [
 def model_with(
     folder: Path, generation: dict[str, Any] | None = None, config: dict[str, Any] | None = None
 ) -> Path:
-    """A tiny model with these values in generation_config.json, or in config.json."""
+    """Save a tiny model with these values in generation_config.json, or in config.json."""
     save_tiny_model(folder)
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1} | generation))
@@ -80,7 +78,7 @@ CASES = [(each, None) for each in CONTRADICTIONS] + [(None, each) for each in IN
 
 
 @pytest.mark.parametrize(("generation", "config"), CASES, ids=str)
-def test_values_that_transformers_refuses_to_write_are_exported_as_they_came(
+def test_export_keeps_generation_values_that_transformers_refuses_to_write(
     tmp_path: Path, generation: dict[str, Any] | None, config: dict[str, Any] | None
 ) -> None:
     source = model_with(tmp_path / "base", generation, config)
@@ -102,14 +100,14 @@ def test_values_that_transformers_refuses_to_write_are_exported_as_they_came(
         assert torch.equal(tensor, after.state_dict()[name])
 
 
-def test_values_that_transformers_cannot_read_are_reported(tmp_path: Path) -> None:
+def test_generation_values_that_transformers_cannot_read_are_reported(tmp_path: Path) -> None:
     source = model_with(tmp_path / "base", {"num_return_sequences": 3})
     (notice,) = check_can_be_exported(str(source), character_tokenizer())
     assert "num_return_sequences" in notice
 
 
 @pytest.mark.parametrize("values", [(CONTRADICTIONS[0], None), (None, IN_CONFIG[0])], ids=str)
-def test_an_adapter_is_combined_with_a_model_that_contradicts_itself(
+def test_adapter_is_merged_into_model_with_contradictory_generation_values(
     tmp_path: Path, values: Any
 ) -> None:
     base = model_with(tmp_path / "base", *values)
@@ -130,7 +128,7 @@ def test_an_adapter_is_combined_with_a_model_that_contradicts_itself(
     )
 
 
-def test_the_generation_configuration_of_a_plain_model_is_written_as_transformers_writes_it(
+def test_generation_config_without_contradictions_is_written_as_by_transformers(
     tmp_path: Path,
 ) -> None:
     source = model_with(tmp_path / "base")
@@ -145,18 +143,18 @@ def test_the_generation_configuration_of_a_plain_model_is_written_as_transformer
 
 
 class Unwritable:
-    """A tokenizer whose files can be read and not written."""
+    """A tokenizer whose files can be read but not written."""
 
     def save_pretrained(self, folder: Path) -> None:
         raise ValueError("no")
 
 
-def test_a_model_whose_files_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_model_whose_tokenizer_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=str(tmp_path / "base")):
         check_can_be_exported(str(model_with(tmp_path / "base")), Unwritable())
 
 
-def test_an_export_that_fails_keeps_the_weights_and_the_model_that_was_there(
+def test_failed_export_keeps_the_new_weights_and_the_old_model(
     tmp_path: Path,
 ) -> None:
     source, old = model_with(tmp_path / "base"), model_with(tmp_path / "old")
@@ -173,7 +171,7 @@ def test_an_export_that_fails_keeps_the_weights_and_the_model_that_was_there(
     assert not list(old.glob(f"{ASIDE}*"))
 
 
-def test_an_export_replaces_all_files_of_another_model_and_no_other_file(tmp_path: Path) -> None:
+def test_export_replaces_all_files_of_the_old_model_and_no_other_file(tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "additional_chat_templates").mkdir(parents=True)
     old = [
@@ -196,7 +194,7 @@ def test_an_export_replaces_all_files_of_another_model_and_no_other_file(tmp_pat
     )
 
 
-def test_the_old_model_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
+def test_old_model_stays_until_the_new_model_is_complete(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("old")
     with replacing(tmp_path) as aside:
         (aside / "config.json").write_text("new")
@@ -204,7 +202,7 @@ def test_the_old_model_stays_until_the_new_one_is_complete(tmp_path: Path) -> No
     assert (tmp_path / "config.json").read_text() == "new"
 
 
-def test_an_export_writes_nothing_outside_its_folder(tmp_path: Path) -> None:
+def test_export_writes_nothing_outside_its_folder(tmp_path: Path) -> None:
     """The folder may be a mount of its own, in a folder that the user may not write to."""
     out = tmp_path / "mount"
     out.mkdir()
@@ -213,7 +211,7 @@ def test_an_export_writes_nothing_outside_its_folder(tmp_path: Path) -> None:
         assert aside.is_relative_to(out)
 
 
-def test_a_disk_without_room_for_the_model_is_found_at_the_start(tmp_path: Path) -> None:
+def test_disk_without_room_for_the_model_is_an_error_at_start(tmp_path: Path) -> None:
     check_disk_room(str(tmp_path / "not" / "there"), 1)
     with pytest.raises(ExportError, match=r"--ckpt\.output_dir"):
         check_disk_room(str(tmp_path), 10**18)
@@ -248,7 +246,7 @@ def small_files() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("write", [write_text, write_tensors, write_tokenizer])
-def test_an_export_beyond_a_quota_is_a_checkpoint_that_cannot_be_written(
+def test_export_over_quota_is_a_checkpoint_error(
     write: Callable[[Path], None], tmp_path: Path
 ) -> None:
     manager = checkpoints_in(tmp_path)
@@ -262,7 +260,7 @@ def test_an_export_beyond_a_quota_is_a_checkpoint_that_cannot_be_written(
         write(aside)
 
 
-def test_an_export_that_fails_otherwise_is_no_checkpoint_that_cannot_be_written(
+def test_export_that_fails_for_another_reason_is_not_a_checkpoint_error(
     tmp_path: Path,
 ) -> None:
     manager = checkpoints_in(tmp_path)
@@ -271,17 +269,17 @@ def test_an_export_that_fails_otherwise_is_no_checkpoint_that_cannot_be_written(
         raise ValueError("a defect")
 
 
-def test_engine_files_beyond_a_quota_are_a_checkpoint_that_cannot_be_written(
+def test_engine_files_over_quota_are_a_checkpoint_error(
     tmp_path: Path,
 ) -> None:
     manager = checkpoints_in(tmp_path)
     staged = manager.begin(2)
     with pytest.raises(CheckpointError), manager.writing(staged), small_files():
         write_torch(Path(staged.directory))
-    assert not staged.directory.exists()  # whose room the model at the end needs
+    assert not staged.directory.exists()  # the final model needs its space
 
 
-def test_an_unwritable_export_stays_one_on_its_way_to_another_process() -> None:
+def test_unwritable_error_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(UnwritableError("a.safetensors")))
     assert isinstance(error, UnwritableError) and isinstance(error, OSError)
     assert "a.safetensors" in str(error)

@@ -1,4 +1,4 @@
-"""What is kept, what is found, what is refused. Crashes and full disks: `test_crash_safety.py`."""
+"""Checkpoints that are kept, found and refused. Crashes and full disks: `test_crash_safety.py`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fill(staged: StagedCheckpoint, text: str = "weights") -> None:
-    """Write what ranks would: files in `<directory>/<tag>`, DeepSpeed's `latest`, an export."""
+    """Write the files of the ranks: in `<directory>/<tag>`, DeepSpeed's `latest`, an export."""
     for place in staged.places:
         path = staged.directory / place / "model_states.pt"
         path.write_text(f"{text} of {place}")
@@ -61,12 +61,10 @@ def tree(root: Path) -> set[str]:
 # ---------------------------------------------------------------- layout
 
 
-def test_an_offline_checkpoint_has_the_layout_that_deepspeed_loads(tmp_path: Path) -> None:
+def test_offline_checkpoint_has_the_layout_that_deepspeed_loads(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path)
     staged = manager.begin(20, hf=True)
-    assert not list(
-        Path(staged.engine_dir()).glob("global_step20/*")
-    )  # a directory nobody else uses
+    assert not list(Path(staged.engine_dir()).glob("global_step20/*"))  # no other user
     fill(staged)
     checkpoint = manager.commit(
         staged, state=RunState(step=20, best_metric_key="loss"), metric_value=0.5
@@ -85,7 +83,7 @@ def test_an_offline_checkpoint_has_the_layout_that_deepspeed_loads(tmp_path: Pat
     assert checkpoint.hf_dir == str(tmp_path / "global_step20_hf")
 
 
-def test_an_rl_checkpoint_keeps_each_engine_in_a_directory_of_its_own(tmp_path: Path) -> None:
+def test_rl_checkpoint_has_one_directory_per_engine(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path, parts=RL)
     checkpoint = save(manager, 20, best=True, hf=True)
     for part in RL:
@@ -100,7 +98,7 @@ def test_an_rl_checkpoint_keeps_each_engine_in_a_directory_of_its_own(tmp_path: 
     }
 
 
-def test_ranks_in_another_working_directory_get_absolute_paths(
+def test_paths_of_a_checkpoint_are_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -109,7 +107,7 @@ def test_ranks_in_another_working_directory_get_absolute_paths(
     assert staged.hf_dir.startswith(str(tmp_path / "ckpt" / "deep"))
 
 
-def test_an_export_alone_is_kept_but_never_resumed_from(tmp_path: Path) -> None:
+def test_checkpoint_with_only_an_export_is_kept_but_never_resumed_from(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path, parts=())
     assert save(manager, 1, hf=True).parts == ()
     assert tags(manager) == ["global_step1"]
@@ -119,7 +117,7 @@ def test_an_export_alone_is_kept_but_never_resumed_from(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- state
 
 
-def test_the_run_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+def test_run_state_is_restored_exactly(tmp_path: Path) -> None:
     state = RunState(
         step=7,
         epoch=1,
@@ -141,16 +139,16 @@ def test_the_run_state_comes_back_as_it_was_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("identity", [{"t": (1, 2)}, {3: 4}, {"b": b"\0"}, {"s": {1}}])
-def test_a_state_that_json_would_bend_is_refused_by_name(identity: dict) -> None:
+def test_run_state_whose_identity_json_would_change_is_refused(identity: dict) -> None:
     with pytest.raises(AssertionError):
         RunState(step=1, identity=identity)
 
 
-def test_run_state_continues_a_moved_run_folder_where_it_is_now(tmp_path: Path) -> None:
+def test_run_state_continues_a_moved_run_folder_at_its_new_path(tmp_path: Path) -> None:
     own, given = tmp_path / "own", tmp_path / "given"
     state = RunState(step=1, run_dir=str(own))
     assert state.continued_folder(str(given)) == str(own), (
-        "neither exists: a deleted folder is made again"
+        "neither exists: a deleted folder is created again"
     )
     given.mkdir()
     assert state.continued_folder(str(given)) == str(given)
@@ -158,33 +156,32 @@ def test_run_state_continues_a_moved_run_folder_where_it_is_now(tmp_path: Path) 
     assert state.continued_folder(str(given)) == str(own)
 
 
-def test_a_state_of_another_step_is_refused(tmp_path: Path) -> None:
+def test_commit_refuses_the_state_of_another_step(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path)
     with pytest.raises(AssertionError):
         manager.commit(manager.begin(2), state=RunState(step=3))
 
 
-# ---------------------------------------------------------------- what is found
+# ---------------------------------------------------------------- finding
 
 
-def test_an_empty_or_missing_path_is_a_fresh_start_and_says_so(
+def test_latest_warns_and_returns_none_for_an_empty_or_missing_path(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert checkpoints_in(tmp_path / "none").latest() is None
-    assert "the run starts from the beginning" in caplog.text
+    assert f"--ckpt.path {tmp_path / 'none'}" in caplog.text
     (tmp_path / "_actor").mkdir()
     assert checkpoints_in(tmp_path, parts=RL).latest() is None
     assert not (tmp_path / "none").exists()
 
 
-def test_the_newest_save_wins_whether_regular_or_best_and_whatever_its_number(
+def test_latest_returns_the_newest_save_regardless_of_kind_and_step(
     tmp_path: Path,
 ) -> None:
     manager = checkpoints_in(tmp_path, max_num=9)
     for step, best in [(10, False), (10, True), (20, False), (5, False), (4, True)]:
-        checkpoint = save(
-            manager, step, best=best
-        )  # 5 after 20: a new run over an older one's path
+        # Step 5 after 20: a new run uses the path of an older one.
+        checkpoint = save(manager, step, best=best)
         assert checkpoints_in(tmp_path).latest() == checkpoint
 
 
@@ -201,16 +198,16 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "place", "message"),
     [
-        (cut, "_critic/global_step2/model_states.pt", "has 30 bytes instead of 31"),
-        (flip, "_critic/global_step2/model_states.pt", "contents of _critic/global_step2/model"),
-        (Path.unlink, "_actor/global_step2/metric.json", "_actor/global_step2/metric.json is miss"),
-        (shutil.rmtree, "_critic/global_step2", "_critic/global_step2/metric.json is missing"),
-        (flip, "global_step2_hf/model_states.pt", "contents of global_step2_hf/model_states.pt"),
-        (cut, "global_step2.manifest.json", "manifest.json is damaged"),
-        (flip, "global_step2.manifest.json", "manifest.json is damaged"),
+        (cut, "_critic/global_step2/model_states.pt", " 30 bytes instead of 31"),
+        (flip, "_critic/global_step2/model_states.pt", "_critic/global_step2/model_states.pt"),
+        (Path.unlink, "_actor/global_step2/metric.json", "_actor/global_step2/metric.json"),
+        (shutil.rmtree, "_critic/global_step2", "_critic/global_step2/metric.json"),
+        (flip, "global_step2_hf/model_states.pt", "global_step2_hf/model_states.pt"),
+        (cut, "global_step2.manifest.json", "global_step2.manifest.json"),
+        (flip, "global_step2.manifest.json", "global_step2.manifest.json"),
     ],
 )
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning_that_names_the_damage(
+def test_latest_skips_a_damaged_checkpoint_with_a_warning_that_names_the_damage(
     harm, place: str, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = checkpoints_in(tmp_path, parts=RL)
@@ -224,7 +221,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning_that_names_the_damag
     assert checkpoints_in(tmp_path, parts=RL).latest() == again
 
 
-def test_any_changed_digit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+def test_every_changed_digit_of_a_manifest_is_detected(tmp_path: Path) -> None:
     save(checkpoints_in(tmp_path), 1)
     manifest = tmp_path / "global_step1.manifest.json"
     good = manifest.read_text()
@@ -233,7 +230,7 @@ def test_any_changed_digit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
     assert checkpoints_in(tmp_path).latest() is None
 
 
-def test_a_manifest_of_another_format_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_manifest_of_another_format_is_refused_and_kept(tmp_path: Path) -> None:
     save(checkpoints_in(tmp_path), 1)
     manifest = tmp_path / "global_step1.manifest.json"
     manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
@@ -244,18 +241,18 @@ def test_a_manifest_of_another_format_is_refused_and_left_alone(tmp_path: Path) 
     assert manifest.exists()
 
 
-def test_a_checkpoint_without_the_critic_is_refused_by_a_run_that_needs_one(tmp_path: Path) -> None:
+def test_latest_refuses_a_checkpoint_without_a_required_critic(tmp_path: Path) -> None:
     save(checkpoints_in(tmp_path, parts=("_actor",)), 1)
     with pytest.raises(CheckpointError, match=r"\['_actor'\].*also needs \['_critic'\]"):
         checkpoints_in(tmp_path, parts=RL).latest()
 
 
-def test_a_checkpoint_with_a_critic_serves_a_run_without_one(tmp_path: Path) -> None:
+def test_latest_accepts_a_checkpoint_with_an_unused_critic(tmp_path: Path) -> None:
     save(checkpoints_in(tmp_path, parts=RL), 1)
     assert checkpoints_in(tmp_path, parts=("_actor",)).latest() is not None
 
 
-def test_directories_of_another_program_are_skipped_and_never_deleted(tmp_path: Path) -> None:
+def test_directories_of_other_programs_are_skipped_and_never_deleted(tmp_path: Path) -> None:
     others = ["_actor/global_step1/x.pt", "_actor/global_step1_uni/x", "_actor/mine/x", "notes.txt"]
     for name in others:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -270,7 +267,7 @@ def test_directories_of_another_program_are_skipped_and_never_deleted(tmp_path: 
     assert tags(manager) == ["global_step3"]
 
 
-# ---------------------------------------------------------------- what is kept
+# ---------------------------------------------------------------- rotation
 
 
 def listed(*rows: tuple[str, float | None, float], key: str = "eval_pass1") -> list[Checkpoint]:
@@ -312,19 +309,21 @@ def listed(*rows: tuple[str, float | None, float], key: str = "eval_pass1") -> l
         ([("best_a", 0.1, 2), ("b", 0.5, 1), ("best_c", 0.9, 2)], 9, 3.0, ["best_a"]),
     ],
 )
-def test_rotation_table(rows: list, max_num: int, max_gib: float, gone: list[str]) -> None:
+def test_evictions_follow_the_rules_of_rotation(
+    rows: list, max_num: int, max_gib: float, gone: list[str]
+) -> None:
     evicted = evictions(listed(*rows), max_num=max_num, max_bytes=max_gib * GIB)
     assert [checkpoint.tag for checkpoint in evicted] == gone
 
 
-def test_of_losses_the_highest_goes_first() -> None:
+def test_evictions_remove_the_highest_loss_first() -> None:
     checkpoints = listed(("a", 0.1, 1), ("b", 0.9, 1), ("c", 0.5, 1), key="eval gpt_loss")
     assert [
         checkpoint.tag for checkpoint in evictions(checkpoints, max_num=2, max_bytes=math.inf)
     ] == ["b"]
 
 
-def test_a_checkpoint_is_found_by_its_step_if_it_is_whole(tmp_path: Path) -> None:
+def test_find_returns_the_complete_checkpoint_of_a_step(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path)
     regular = save(manager, 1)
     assert manager.find(1, best=False) == regular
@@ -333,13 +332,13 @@ def test_a_checkpoint_is_found_by_its_step_if_it_is_whole(tmp_path: Path) -> Non
     assert manager.find(1, best=False) is None
 
 
-def test_an_incomplete_checkpoint_is_the_first_to_go() -> None:
+def test_evictions_remove_damaged_checkpoints_first() -> None:
     checkpoints = listed(("a", None, 1), ("b", 0.9, 1), ("c", 0.1, 1))
     evicted = evictions(checkpoints, max_num=2, max_bytes=math.inf, damaged={"nonce of b"})
     assert [checkpoint.tag for checkpoint in evicted] == ["b"]
 
 
-def test_what_latest_finds_incomplete_does_not_crowd_out_a_good_one(tmp_path: Path) -> None:
+def test_damaged_checkpoint_does_not_displace_a_complete_one(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path, max_num=2)
     save(manager, 1, metric=0.1)
     save(manager, 2, metric=0.9)
@@ -350,7 +349,7 @@ def test_what_latest_finds_incomplete_does_not_crowd_out_a_good_one(tmp_path: Pa
     assert tags(manager) == ["global_step1", "global_step3"]
 
 
-def test_max_num_counts_the_checkpoint_just_written_and_exports_go_with_their_tag(
+def test_max_num_counts_the_newest_checkpoint_and_exports_are_removed_with_their_checkpoint(
     tmp_path: Path,
 ) -> None:
     manager = checkpoints_in(tmp_path, parts=RL, max_num=2)
@@ -363,7 +362,7 @@ def test_max_num_counts_the_checkpoint_just_written_and_exports_go_with_their_ta
     assert {path.name for path in tmp_path.glob("*_hf")} == {"global_step4_hf", "global_step5_hf"}
 
 
-def test_the_size_budget_counts_bytes_of_every_part(tmp_path: Path) -> None:
+def test_max_mem_counts_the_bytes_of_all_parts(tmp_path: Path) -> None:
     size = save(checkpoints_in(tmp_path / "probe", parts=RL), 1).size
     on_disk = sum(path.stat().st_size for path in (tmp_path / "probe").rglob("global_step1/*"))
     assert size == on_disk
@@ -373,24 +372,24 @@ def test_the_size_budget_counts_bytes_of_every_part(tmp_path: Path) -> None:
     assert tags(manager) == ["global_step2", "global_step3"]
 
 
-def test_the_newest_stays_over_the_size_budget_and_the_log_says_so(
+def test_newest_checkpoint_over_max_mem_is_kept_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = checkpoints_in(tmp_path, max_mem_gib=1e-9)
     save(manager, 1)
     save(manager, 2)
     assert tags(manager) == ["global_step2"]
-    assert "more than --ckpt.max_mem" in caplog.text
+    assert "--ckpt.max_mem" in caplog.text
 
 
-def test_a_metric_that_is_not_finite_counts_as_none(tmp_path: Path) -> None:
+def test_metric_that_is_not_finite_counts_as_none(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path, max_num=2)
     for step, metric in [(1, 0.1), (2, math.nan), (3, 0.05)]:
         save(manager, step, metric)
     assert tags(manager) == ["global_step1", "global_step3"]
 
 
-def test_a_best_checkpoint_outlives_regular_ones_until_the_next_best_stands(tmp_path: Path) -> None:
+def test_best_checkpoint_is_kept_until_the_next_best_is_committed(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path, max_num=1)
     save(manager, 1, 0.5, best=True)
     for step in (2, 3):
@@ -403,7 +402,7 @@ def test_a_best_checkpoint_outlives_regular_ones_until_the_next_best_stands(tmp_
     assert not (tmp_path / "best_global_step1").exists()
 
 
-def test_checkpoints_of_another_run_in_the_same_folder_stay(tmp_path: Path) -> None:
+def test_checkpoints_of_another_run_in_the_same_folder_are_kept(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path, max_num=1)
 
     def save_of(run: str, step: int) -> None:
@@ -416,19 +415,17 @@ def test_checkpoints_of_another_run_in_the_same_folder_stay(tmp_path: Path) -> N
     assert sorted(tags(manager)) == ["global_step2", "global_step9"]
 
 
-def test_a_folder_in_which_deepspeed_would_not_find_its_files_again_is_refused(
+def test_path_that_deepspeed_would_read_as_a_pattern_is_refused(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"--ckpt\.path .*run\[1\]: DeepSpeed takes paths as patterns"
-    ):
+    with pytest.raises(CheckpointError, match=r"--ckpt\.path .*run\[1\]"):
         checkpoints_in(tmp_path / "run[1]")
 
 
-# ---------------------------------------------------------------- saves that do not happen
+# ---------------------------------------------------------------- saves that fail
 
 
-def test_saving_a_tag_again_replaces_it(tmp_path: Path) -> None:
+def test_second_save_of_a_tag_replaces_the_first(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path, parts=RL)
     save(manager, 1, hf=True)
     staged = manager.begin(1)
@@ -440,7 +437,7 @@ def test_saving_a_tag_again_replaces_it(tmp_path: Path) -> None:
     assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
 
 
-def test_a_save_that_is_given_up_leaves_the_others_alone(tmp_path: Path) -> None:
+def test_discarded_save_leaves_other_checkpoints_unchanged(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path)
     first = save(manager, 1)
     staged = manager.begin(2)
@@ -450,17 +447,17 @@ def test_a_save_that_is_given_up_leaves_the_others_alone(tmp_path: Path) -> None
     assert manager.latest() == first
 
 
-def test_an_engine_that_wrote_nothing_is_not_a_checkpoint(tmp_path: Path) -> None:
+def test_commit_fails_if_an_engine_wrote_nothing(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path, parts=RL)
     first = save(manager, 1)
     staged = manager.begin(2)
     (Path(staged.engine_dir("_actor")) / staged.tag / "model_states.pt").write_text("weights")
-    with pytest.raises(CheckpointError, match=r"nothing was written into .*_critic/global_step2"):
+    with pytest.raises(CheckpointError, match=r"_critic/global_step2"):
         manager.commit(staged, state=RunState(step=2))
     assert manager.latest() == first
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(
+def test_disk_without_room_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = checkpoints_in(tmp_path, max_num=2)
@@ -471,11 +468,8 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     with pytest.raises(CheckpointError) as caught:
         manager.begin(2)
     message = str(caught.value)
-    assert f"global_step2 could not be written to --ckpt.path {tmp_path}" in message
-    assert (
-        f"the last checkpoint took {first.size / GIB:.4g} GiB, and {free / GIB:.4g} GiB are free"
-        in message
-    )
+    assert message.startswith("global_step2 ") and f"--ckpt.path {tmp_path}" in message
+    assert f" {first.size / GIB:.4g} GiB" in message and f" {free / GIB:.4g} GiB" in message
     assert "--ckpt.max_num (now 2)" in message
     assert tree(tmp_path) == before
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free + 1))
@@ -492,7 +486,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
         (399, 3, 250.0, ""),
     ],
 )
-def test_room_for_checkpoints_is_compared_with_what_the_flags_keep(
+def test_check_room_compares_free_space_with_the_limits_of_the_flags(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     free: int,
@@ -516,17 +510,17 @@ def test_room_for_checkpoints_is_compared_with_what_the_flags_keep(
     assert all("--ckpt.max_num 3" in text for text in found)
 
 
-def test_room_that_a_file_system_does_not_report_is_enough(
+def test_check_room_accepts_a_file_system_that_reports_no_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0, total=0))
     assert checkpoints_in(tmp_path).check_room(100 * GIB) == []
 
 
-def test_a_disk_that_fills_during_a_save_is_said_to_be_full(
+def test_full_disk_during_a_save_is_reported_as_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What torch says of it: that it is not where it thought it would be in the file."""
+    """torch only reports an unexpected position in the file."""
     manager = checkpoints_in(tmp_path)
     staged = manager.begin(2)
 
@@ -536,9 +530,8 @@ def test_a_disk_that_fills_during_a_save_is_said_to_be_full(
         with manager.writing(staged):
             raise RuntimeError(message)
 
-    with pytest.raises(
-        CheckpointError, match=r"--ckpt\.path .*unexpected pos"
-    ):  # there is room: a quota, perhaps
+    # The disk has room: perhaps a quota is reached.
+    with pytest.raises(CheckpointError, match=r"--ckpt\.path .*unexpected pos"):
         write()
     with pytest.raises(RuntimeError, match=r"^a defect$"):
         write("a defect")
@@ -550,13 +543,13 @@ def test_a_disk_that_fills_during_a_save_is_said_to_be_full(
         write()
 
 
-def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_error_names_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "ckpt").write_text("a file")
     with pytest.raises(CheckpointError, match=r"--ckpt\.path .*/ckpt"):
         checkpoints_in(tmp_path / "ckpt").begin(1)
 
 
-def test_old_checkpoints_that_cannot_be_deleted_do_not_fail_the_save(
+def test_save_succeeds_if_older_checkpoints_cannot_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = checkpoints_in(tmp_path, max_num=1)
@@ -568,15 +561,15 @@ def test_old_checkpoints_that_cannot_be_deleted_do_not_fail_the_save(
     with monkeypatch.context() as context:
         context.setattr(shutil, "rmtree", refuse)
         second = save(manager, 2)
-    assert "could not be removed" in caplog.text
+    assert str(tmp_path / ".tmp-global_step1") in caplog.text
     assert manager.latest() == second
-    assert not list(tmp_path.glob(".*"))  # swept, once it could be
+    assert not list(tmp_path.glob(".*"))  # removed by the next call
 
 
 # ---------------------------------------------------------------- hashes
 
 
-def test_short_files_are_hashed_whole(tmp_path: Path) -> None:
+def test_fingerprint_covers_all_bytes_of_short_files(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for size in (1, checkpoint_files.BLOCK - 1, checkpoint_files.BLOCK + 1, 300_000):
         path.write_bytes(os.urandom(size))
@@ -593,7 +586,7 @@ def test_short_files_are_hashed_whole(tmp_path: Path) -> None:
     assert checkpoint_files.fingerprint(path)
 
 
-def test_long_files_are_sampled_and_every_long_gap_shows(
+def test_fingerprint_of_long_files_detects_every_long_gap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_files, "BLOCK", 16)
@@ -611,7 +604,7 @@ def test_long_files_are_sampled_and_every_long_gap_shows(
         assert checkpoint_files.fingerprint(path) != before
 
 
-def test_a_terabyte_costs_no_more_to_hash_than_16_mib(tmp_path: Path) -> None:
+def test_fingerprint_reads_at_most_16_mib_of_a_terabyte(tmp_path: Path) -> None:
     path = tmp_path / "sparse"
     with open(path, "wb") as file:
         file.truncate(2**40)
@@ -619,9 +612,7 @@ def test_a_terabyte_costs_no_more_to_hash_than_16_mib(tmp_path: Path) -> None:
     assert checkpoint_files.fingerprint(path)
 
 
-def test_the_warnings_of_an_ordinary_run_are_none(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ordinary_run_logs_no_warnings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     manager = checkpoints_in(tmp_path, parts=RL, max_num=1)
     for step in (1, 2):
         save(manager, step, best=True)

@@ -1,6 +1,4 @@
-"""An exported model is loaded again and compared with the trained one: right exports pass, and
-every fault of the files is found.
-"""
+"""Comparison of exports with the trained model: correct exports pass, and every fault is found."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ FORMS = {
 def trained_model(
     folder: Path, kind: str, form: str, *, scalar: bool = False, dtype: str = "fp32"
 ) -> Any:
-    """A model in the layout of packed training, with weights that have moved."""
+    """Return a model in the layout of packed training, with changed weights."""
     path = save_tiny_model(folder / "base", kind)
     spec = load_spec(path=path, param_dtype=dtype, attention="sdpa", packing=True, lora=FORMS[form])
     hf: Any = load_scalar(spec, head_prefix="value", seed=1).hf if scalar else load_causal_lm(spec)
@@ -78,7 +76,7 @@ def export(
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_exports_of_language_models_are_the_trained_models(
+def test_export_of_language_model_holds_the_trained_model(
     kind: str, form: str, tmp_path: Path
 ) -> None:
     export(trained_model(tmp_path, kind, form), tmp_path / "out")
@@ -87,7 +85,7 @@ def test_exports_of_language_models_are_the_trained_models(
 
 @pytest.mark.parametrize("form", ["whole", "lora"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_exports_of_scalar_models_are_the_trained_models(
+def test_export_of_scalar_model_holds_the_trained_model(
     form: str, dtype: str, tmp_path: Path
 ) -> None:
     export(
@@ -128,13 +126,13 @@ def rename(weights: dict[str, Tensor]) -> None:
 
 
 def nudge(weights: dict[str, Tensor]) -> None:
-    """Move one number by its last bit."""
+    """Change the last bit of one number."""
     flat = weights[first(weights)].view(torch.int32).view(-1)
     flat[-1] += 1
 
 
 def undo(weights: dict[str, Tensor]) -> None:
-    """Leave the adapter as it was before the training."""
+    """Reset the adapter to its state before training."""
     for name in weights:
         if ".lora_B" in name:
             weights[name].zero_()
@@ -158,7 +156,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faulty_files_are_an_error_that_keeps_them_and_the_model_that_was_there(
+def test_faulty_files_raise_export_error_and_keep_both_models(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, form, spoil = FAULTS[fault]
@@ -180,7 +178,7 @@ def test_faulty_files_are_an_error_that_keeps_them_and_the_model_that_was_there(
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_exports_in_the_middle_of_a_run_are_compared_without_a_notice(
+def test_correct_export_during_a_run_prints_no_notice(
     kind: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hf = trained_model(tmp_path, kind, form)
@@ -192,7 +190,7 @@ def test_exports_in_the_middle_of_a_run_are_compared_without_a_notice(
 @pytest.mark.parametrize(
     "fault", ["dropped", "one bit", "adapter dropped", "adapter renamed", "adapter stale"]
 )
-def test_faulty_files_of_an_export_in_the_middle_of_a_run_are_a_notice(
+def test_faulty_export_during_a_run_prints_a_notice(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kind, form, spoil = FAULTS[fault]
@@ -212,7 +210,7 @@ def test_faulty_files_of_an_export_in_the_middle_of_a_run_are_a_notice(
 
 
 @pytest.mark.parametrize(("noise", "ends"), [(0.01, "well"), (0.4, "notice"), (1.4, "error")])
-def test_logits_that_another_kernel_may_compute_refuse_no_right_weights(
+def test_logits_within_kernel_differences_do_not_fail_an_export(
     noise: float, ends: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hf = trained_model(tmp_path, "qwen2-untied", "whole", dtype="bf16")
@@ -225,7 +223,7 @@ def test_logits_that_another_kernel_may_compute_refuse_no_right_weights(
     assert (str(tmp_path / "out") in capsys.readouterr().err) == (ends == "notice")
 
 
-def test_tokens_whose_router_chose_another_expert_are_not_another_model() -> None:
+def test_tokens_routed_to_another_expert_are_not_taken_for_another_model() -> None:
     draw = torch.Generator().manual_seed(1)
     expected, other = torch.randn((2, 1, 16, 100), generator=draw)
     found = expected.clone()
@@ -235,9 +233,7 @@ def test_tokens_whose_router_chose_another_expert_are_not_another_model() -> Non
     assert are_of_another_model(expected, other, "bf16")
 
 
-def test_values_that_are_nearly_the_same_at_all_tokens_are_not_of_another_model_by_rounding() -> (
-    None
-):
+def test_rounding_of_nearly_constant_values_is_not_taken_for_another_model() -> None:
     draw = torch.Generator().manual_seed(1)
     expected = 0.3 + 0.01 * torch.randn(16, generator=draw)
     found = expected + 0.05 * torch.randn(16, generator=draw)
@@ -245,7 +241,7 @@ def test_values_that_are_nearly_the_same_at_all_tokens_are_not_of_another_model_
     assert are_of_another_model(expected, -expected, "bf16")
 
 
-def test_weights_that_are_not_the_average_are_an_error(tmp_path: Path) -> None:
+def test_weights_that_differ_from_the_average_raise_export_error(tmp_path: Path) -> None:
     hf = trained_model(tmp_path, "qwen2-tied", "whole")
     averages = {name: parameter.detach().clone() for name, parameter in hf.named_parameters()}
     export(hf, tmp_path / "out", averages=averages)
@@ -255,14 +251,14 @@ def test_weights_that_are_not_the_average_are_an_error(tmp_path: Path) -> None:
         export(hf, tmp_path / "out", averages=averages)
 
 
-def test_a_model_that_has_diverged_is_exported_as_it_is(tmp_path: Path) -> None:
+def test_model_with_nan_weights_is_exported_unchanged(tmp_path: Path) -> None:
     hf = trained_model(tmp_path, "qwen2-tied", "whole")
     with torch.no_grad():
         next(hf.parameters()).fill_(torch.nan)
     export(hf, tmp_path / "out")
 
 
-def test_a_model_that_does_not_fit_into_memory_a_second_time_is_exported_with_a_notice(
+def test_model_too_large_to_load_again_is_exported_with_a_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("openrlhf.checkpoints.reloaded.free_memory", lambda: 10)
@@ -270,10 +266,10 @@ def test_a_model_that_does_not_fit_into_memory_a_second_time_is_exported_with_a_
     assert str(tmp_path / "out") in capsys.readouterr().err
 
 
-def test_a_base_that_zero_3_has_partitioned_is_not_loaded_where_it_does_not_fit(
+def test_partitioned_base_too_large_to_load_again_prints_a_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every partitioned parameter is an empty placeholder that knows its shape."""
+    """Every partitioned parameter is an empty placeholder with a `ds_shape`."""
     hf = trained_model(tmp_path, "qwen2-tied", "lora")
     export(hf, tmp_path / "out")
     state = TrainedState(logits=probe_logits(hf), precision="fp32")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from openrlhf.checkpoints.manager import RESUME_HINT
 from openrlhf.distributed.devices import free_port
 from tests.e2e.commands import (
     PLAIN,
@@ -326,9 +327,6 @@ def test_an_offline_run_that_is_terminated_and_then_interrupted_saves_its_last_s
         send_when(process, folder, number, to="", step=step)
         done = finish(process)
         assert (done.status, done.errors.strip().splitlines()[-1]) == expected, done.errors
-        assert (
-            f"Step {steps_logged(folder)} is saved: --ckpt.load_enable continues from it."
-            in done.printed
-        )
+        assert RESUME_HINT.format(steps_logged(folder)) in done.printed
     run("train_sft", goes_on)
     assert numbers(folder) == numbers(unbroken)

@@ -249,10 +249,9 @@ def test_another_base_of_the_same_shape_is_a_notice(
     lora_combiner.main(
         f"--model_path {other} --lora_path {adapter} --output_path {tmp_path / 'm'}".split()
     )
-    assert (
-        f"--lora_path {adapter} was trained on {base}, and is merged into {other}."
-        in capsys.readouterr().err
-    )
+    printed = capsys.readouterr().err
+    assert f"--lora_path {adapter}" in printed
+    assert str(base) in printed and str(other) in printed
 
 
 @pytest.mark.parametrize("changes", [{"num_hidden_layers": 3}, {"hidden_size": 64}], ids=str)
@@ -265,12 +264,13 @@ def test_an_adapter_of_another_model_is_refused(
         lora_combiner.main(
             f"--model_path {other} --lora_path {adapter} --output_path {tmp_path / 'm'}".split()
         )
-    assert f"--lora_path {adapter} is no adapter of --model_path {other}" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"--lora_path {adapter}" in printed and f"--model_path {other}" in printed
     with pytest.raises(SystemExit):  # it has no head, and would be read as a language model's
         lora_combiner.main(
             f"--is_rm --model_path {other} --lora_path {adapter} --output_path {tmp_path / 'm'}".split()
         )
-    assert "is no adapter of" in capsys.readouterr().err
+    assert f"--lora_path {adapter}" in capsys.readouterr().err
     assert not (tmp_path / "m").exists()
 
 

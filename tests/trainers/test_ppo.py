@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from openrlhf.batches import Experience
-from openrlhf.checkpoints.manager import GOES_ON, HOW_TO_SAVE, NOTHING_SAVED
+from openrlhf.checkpoints.manager import HOW_TO_SAVE, NOTHING_SAVED, RESUME_HINT
 from openrlhf.checkpoints.manifest import CheckpointError, RunState
 from openrlhf.config.learning import CriticConfig, RLEvalConfig, RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RewardConfig, RolloutConfig
@@ -288,7 +288,7 @@ def test_a_run_that_is_terminated_or_loses_its_engines_saves_its_last_step(
         "step 1, 100%",
         "step 2, 100%",
         "save 2",
-        GOES_ON.format(2),
+        RESUME_HINT.format(2),
     ]
 
 
@@ -305,7 +305,7 @@ def test_a_run_that_is_terminated_after_its_last_step_saves_the_step(last: str) 
     made.source.total_steps = 2
     with pytest.raises(SystemExit):
         made.fit()
-    assert notes.events == ["step 1, 100%", "step 2, 100%", "save 2", GOES_ON.format(2)]
+    assert notes.events == ["step 1, 100%", "step 2, 100%", "save 2", RESUME_HINT.format(2)]
 
 
 def test_a_resumed_run_makes_the_last_evaluation_that_was_not_made() -> None:
@@ -455,7 +455,7 @@ def test_an_evaluation_that_is_interrupted_leaves_a_checkpoint_and_is_made_after
     made.evaluate = terminated
     with pytest.raises(SystemExit):
         made.fit()
-    assert notes.events == ["step 1, 100%", "step 2, 100%", "save 2", GOES_ON.format(2)]
+    assert notes.events == ["step 1, 100%", "step 2, 100%", "save 2", RESUME_HINT.format(2)]
     again = trainer([KEPT], notes, eval_steps=2)
     again.policy = SimpleNamespace(broadcast=lambda *_: [])
     again.resume(
