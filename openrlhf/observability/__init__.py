@@ -1,1 +1,1 @@
-"""What a run measures, logs, shows and reports."""
+"""Metrics, logs, terminal output and reports of a run."""

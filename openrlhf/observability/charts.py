@@ -1,6 +1,6 @@
-"""Line charts for the report: pure functions from the numbers of a run to places in a drawing.
+"""Line charts for the report: pure functions from the numbers of a run to positions in a drawing.
 
-The page's template turns a `Chart` into SVG, and its script shows the values under the pointer.
+The page's template turns a `Chart` into SVG. Its script shows the values under the pointer.
 """
 
 import math
@@ -10,18 +10,26 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-Series = Sequence[tuple[float, float]]  # (step, value), in the order of the steps
+Series = Sequence[tuple[float, float]]  # (step, value), ordered by step
 
-WIDTH, HEIGHT = 360, 168  # of the whole drawing, in its own units
-LEFT, RIGHT, TOP, BOTTOM = 42, 352, 8, 148  # edges of the part that has the curves
+# Size of the whole drawing, in its own units.
+WIDTH = 360
+HEIGHT = 168
+# Edges of the plot area inside the drawing.
+LEFT = 42
+RIGHT = 352
+TOP = 8
+BOTTOM = 148
+
 MAX_POINTS = 240  # of a drawn line
-FEW = 24  # so many points or fewer are marked by dots
+MAX_DOTS = 24  # a line with at most this many points marks each of them with a dot
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One curve. `path` is SVG; a noisy curve is pale, and its moving mean `trend` is drawn over
-    it.
+    """One curve: its SVG path, the SVG path of its moving mean, and the positions of its dots.
+
+    `trend` is empty unless the curve is noisy. A noisy curve is pale, with its trend over it.
     """
 
     path: str
@@ -31,90 +39,140 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Curves over one pair of axes. `data` has the numbers for the page's script."""
+    """Curves that share one pair of axes. `data` has the numbers for the page's script."""
 
-    values: Sequence[tuple[float, str]]  # y and label of the horizontal lines
-    steps: Sequence[tuple[float, str]]  # x and label
+    values: Sequence[tuple[float, str]]  # y and label of each horizontal grid line
+    steps: Sequence[tuple[float, str]]  # x and label of each tick of the x axis
     lines: Sequence[Line]
     data: Mapping[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """The ranges of both axes, mapped to the plot area."""
+
+    first_step: float
+    last_step: float
+    low: float
+    high: float
+
+    def x(self, step: float) -> float:
+        """Return the horizontal position of a step."""
+        share = (step - self.first_step) / (self.last_step - self.first_step)
+        return round(LEFT + share * (RIGHT - LEFT), 1)
+
+    def y(self, value: float) -> float:
+        """Return the vertical position of a value."""
+        share = (self.high - value) / (self.high - self.low)
+        return round(TOP + share * (BOTTOM - TOP), 1)
+
+    def dots(self, curve: Series) -> list[tuple[float, float]]:
+        """Return the positions of the points of a curve."""
+        return [(self.x(step), self.y(value)) for step, value in curve]
+
+    def path(self, curve: Series) -> str:
+        """Return the SVG path of a curve."""
+        return "M" + "L".join(f"{x} {y}" for x, y in self.dots(curve))
+
+
 def draw(series: Sequence[Series]) -> Chart:
-    """The chart of some series, each of which has a point or more."""
-    curves = [thinned(points) for points in series]
-    first, last = min(curve[0][0] for curve in curves), max(curve[-1][0] for curve in curves)
-    if first == last:
-        first, last = first - 0.5, last + 0.5
-    low, high = value_range([value for curve in curves for _, value in curve])
-
-    def x(step: float) -> float:
-        return round(LEFT + (step - first) / (last - first) * (RIGHT - LEFT), 1)
-
-    def y(value: float) -> float:
-        return round(TOP + (high - value) / (high - low) * (BOTTOM - TOP), 1)
-
-    def path(curve: Series) -> str:
-        return "M" + "L".join(f"{x(step)} {y(value)}" for step, value in curve)
-
+    """Return the chart of several series. Each series has at least one point."""
+    curves = [thin_out(points) for points in series]
+    axes = _fit_axes(curves)
+    value_ticks = round_ticks(axes.low, axes.high)
+    step_ticks = filter(float.is_integer, round_ticks(axes.first_step, axes.last_step))
+    lines: list[Line] = []
+    numbers: list[dict[str, list[float]]] = []
+    for points, curve in zip(series, curves, strict=True):
+        lines.append(_draw_line(points, curve, axes))
+        steps, values = zip(*curve, strict=True)
+        numbers.append({"x": list(steps), "y": [float(f"{value:.5g}") for value in values]})
     return Chart(
-        values=[(y(tick), f"{tick:.10g}") for tick in round_ticks(low, high)],
-        steps=[(x(tick), f"{tick:g}") for tick in round_ticks(first, last) if tick == int(tick)],
-        lines=[
-            Line(
-                path=path(curve),
-                trend=path(trend(points)) if is_noisy(points) else "",
-                dots=[(x(step), y(value)) for step, value in curve] if len(curve) <= FEW else [],
-            )
-            for points, curve in zip(series, curves, strict=True)
-        ],
-        data={
-            "range": [first, last],
-            "lines": [
-                {"x": [s for s, _ in curve], "y": [float(f"{v:.5g}") for _, v in curve]}
-                for curve in curves
-            ],
-        },
+        values=[(axes.y(tick), f"{tick:.10g}") for tick in value_ticks],
+        steps=[(axes.x(tick), f"{tick:g}") for tick in step_ticks],
+        lines=lines,
+        data={"range": [axes.first_step, axes.last_step], "lines": numbers},
     )
 
 
-def thinned(series: Series, limit: int = MAX_POINTS) -> Series:
-    """At most about `limit` points. Of neighbouring steps the lowest and the highest value stay, so
-    that no spike is lost.
+def _fit_axes(curves: Sequence[Series]) -> Axes:
+    """Return axes that show all points of the curves."""
+    steps: list[float] = []
+    values: list[float] = []
+    for curve in curves:
+        for step, value in curve:
+            steps.append(step)
+            values.append(value)
+    first_step = min(steps)
+    last_step = max(steps)
+    if first_step == last_step:
+        first_step -= 0.5
+        last_step += 0.5
+    low, high = value_range(values)
+    return Axes(first_step=first_step, last_step=last_step, low=low, high=high)
+
+
+def _draw_line(points: Series, curve: Series, axes: Axes) -> Line:
+    """Return the line of a series: `curve` has those of its `points` that are drawn."""
+    moving_mean = ""
+    if is_noisy(points):
+        moving_mean = axes.path(trend(points))
+    dots: list[tuple[float, float]] = []
+    if len(curve) <= MAX_DOTS:
+        dots = axes.dots(curve)
+    return Line(path=axes.path(curve), trend=moving_mean, dots=dots)
+
+
+def thin_out(series: Series, limit: int = MAX_POINTS) -> Series:
+    """Return at most about `limit` points of the series.
+
+    Of each group of neighboring steps the lowest and the highest value are kept, so that no spike
+    disappears.
     """
     size = math.ceil(2 * len(series) / limit)
     if size <= 2:
         return series
-    groups = [series[start : start + size] for start in range(0, len(series), size)]
-    kept = [
-        {min(group, key=lambda point: point[1]), max(group, key=lambda point: point[1])}
-        for group in groups
-    ]
-    return [point for group in kept for point in sorted(group)]
+    kept: list[tuple[float, float]] = []
+    for start in range(0, len(series), size):
+        group = series[start : start + size]
+        lowest = min(group, key=lambda point: point[1])
+        highest = max(group, key=lambda point: point[1])
+        kept += sorted({lowest, highest})
+    return kept
 
 
 def trend(series: Series, points: int = 80) -> Series:
-    """Moving mean over a twentieth of the series to both sides, at about so many of its steps."""
-    reach, last = len(series) // 20, len(series) - 1
+    """Return the moving mean of the series at about `points` of its steps.
+
+    Each mean covers a twentieth of the series on either side of its step.
+    """
+    reach = len(series) // 20
+    last = len(series) - 1
     places = [*range(0, last, max(1, last // points)), last]
-    windows = [series[max(0, place - reach) : place + reach + 1] for place in places]
-    return [
-        (series[place][0], fmean(value for _, value in window))
-        for place, window in zip(places, windows, strict=True)
-    ]
+    means: list[tuple[float, float]] = []
+    for place in places:
+        window = series[max(0, place - reach) : place + reach + 1]
+        step, _ = series[place]
+        means.append((step, fmean(value for _, value in window)))
+    return means
 
 
 def is_noisy(series: Series) -> bool:
-    """Whether a curve goes up and down so much that its moving mean is easier to read."""
-    values = [value for _, value in series]
-    travelled = sum(abs(after - before) for before, after in pairwise(values))
-    return len(values) >= 30 and travelled > 4 * (max(values) - min(values))
+    """Return whether a curve oscillates so much that its moving mean is easier to read."""
+    if len(series) < 30:
+        return False
+    _, values = zip(*series, strict=True)
+    distance = sum(abs(after - before) for before, after in pairwise(values))
+    return distance > 4 * (max(values) - min(values))
 
 
 def value_range(values: Sequence[float]) -> tuple[float, float]:
-    """The range of the y axis: it shows all values, and zero too if they are constant or not far
-    from zero.
+    """Return the range of the y axis, which contains all values.
+
+    The range also contains zero if the values are constant or not far from zero.
     """
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     constant = high - low <= 1e-9 * max(abs(low), abs(high))
     if constant or 0 < low < 0.4 * high:
         low = min(low, 0.0)
@@ -123,14 +181,21 @@ def value_range(values: Sequence[float]) -> tuple[float, float]:
     if low == high:
         return 0.0, 1.0
     margin = 0.06 * (high - low)
-    return low - margin * (low != 0), high + margin * (high != 0)
+    if low != 0:
+        low -= margin
+    if high != 0:
+        high += margin
+    return low, high
 
 
 def round_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers in [low, high]: 1, 2 or 5 times a power of ten apart."""
-    rough = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    apart = power * next(k for k in (1, 2, 5, 10) if k * power >= rough * 0.999)
-    return [
-        k * apart for k in range(math.ceil(low / apart - 1e-9), math.floor(high / apart + 1e-9) + 1)
-    ]
+    """Return about `count` round numbers in [low, high], 1, 2 or 5 times a power of ten apart."""
+    least_spacing = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(least_spacing))
+    spacing = power
+    for factor in (2, 5, 10):
+        if spacing < least_spacing * 0.999:
+            spacing = factor * power
+    first = math.ceil(low / spacing - 1e-9)
+    last = math.floor(high / spacing + 1e-9)
+    return [multiple * spacing for multiple in range(first, last + 1)]

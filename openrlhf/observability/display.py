@@ -1,4 +1,4 @@
-"""What a run prints on the terminal: one line per step and per evaluation, and notes.
+"""Terminal output of a run: one line per step and per evaluation, and notes.
 
 On an interactive terminal the lines scroll above a live progress bar. Elsewhere (files, pipes,
 --run.quiet) the same lines are plain. With --run.json each line is one JSON object. Only the
@@ -8,7 +8,7 @@ process with rank 0 has a display.
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
@@ -19,8 +19,9 @@ from openrlhf.observability.run_folder import json_line
 
 
 class Display:
-    """Prints for the person who started the run. `live`: lines above a progress bar; `json`: one
-    object per line.
+    """Terminal output for the person who started the run.
+
+    `live`: lines scroll above a progress bar. `json`: each line is one JSON object.
     """
 
     def __init__(
@@ -30,10 +31,13 @@ class Display:
         self._out = out or sys.stdout
         self.json = json
         self.live = not quiet and not json and self._out.isatty()
-        self.console = Console(
-            file=self._out, highlight=False, color_system="auto" if self.live else None
-        )
-        self._total, self._first, self._began = 0, 0, time.monotonic()
+        color_system: Literal["auto"] | None = None
+        if self.live:
+            color_system = "auto"
+        self.console = Console(file=self._out, highlight=False, color_system=color_system)
+        self._total_steps = 0
+        self._first_step = 0
+        self._start_time = time.monotonic()
         self._progress = Progress(
             SpinnerColumn(style="cyan"),
             MofNCompleteColumn(),
@@ -47,55 +51,75 @@ class Display:
         self._bar = self._progress.add_task("starting", left="")
 
     def begin(self, total_steps: int, *, done: int = 0) -> None:
-        """Start counting: a resumed run has `done` of `total_steps` behind it."""
-        self._total, self._first, self._began = total_steps, done, time.monotonic()
+        """Start the progress bar. A resumed run has already completed `done` of `total_steps`."""
+        self._total_steps = total_steps
+        self._first_step = done
+        self._start_time = time.monotonic()
         self._progress.update(self._bar, total=total_steps, completed=done)
         self._progress.start()
         if 0 < total_steps <= done:
-            self.note(f"Nothing is left to do: all {total_steps} are done.")
+            self.note(f"All {total_steps} steps have already been completed.")
 
     def status(self, text: str, *, done: int | None = None) -> None:
-        """Show beside the progress bar what the run is doing now: "generating 512 episodes".
-        `done`: where the bar is.
+        """Show the current activity beside the progress bar, e.g. "generating 512 episodes".
+
+        `done`: the number of completed steps, if the bar moves.
         """
         self._progress.update(self._bar, description=text, completed=done)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Print a training step, given its metrics by their logged names."""
-        made = step - self._first
-        left = (time.monotonic() - self._began) / made * (self._total - step) if made > 0 else None
+        seconds_left = self._estimate_seconds_left(step)
         if self.json:
-            self._emit("step", step=step, total_steps=self._total, seconds_left=left, **values)
-            return
-        # A live terminal has the time left beside the bar.
-        self._line(step_parts(step, self._total, values, seconds_left=None if self.live else left))
-        self._progress.update(
-            self._bar, completed=step, left="" if left is None else f"{clock_time(left)} left"
-        )
+            self._write_event(
+                "step",
+                step=step,
+                total_steps=self._total_steps,
+                seconds_left=seconds_left,
+                **values,
+            )
+        elif self.live:
+            # The time left is shown beside the progress bar.
+            self._print_line(step_parts(step, self._total_steps, values, seconds_left=None))
+            time_left = ""
+            if seconds_left is not None:
+                time_left = f"{clock_time(seconds_left)} left"
+            self._progress.update(self._bar, completed=step, left=time_left)
+        else:
+            self._print_line(step_parts(step, self._total_steps, values, seconds_left=seconds_left))
+
+    def _estimate_seconds_left(self, step: int) -> float | None:
+        """Return the remaining time at the mean speed of this process, or None before any step."""
+        completed = step - self._first_step
+        if completed <= 0:
+            return None
+        seconds_per_step = (time.monotonic() - self._start_time) / completed
+        return seconds_per_step * (self._total_steps - step)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Print an evaluation of the weights after `step`."""
         if self.json:
-            self._emit("evaluation", step=step, **values)
+            self._write_event("evaluation", step=step, **values)
         else:
-            self._line(evaluation_parts(step, values))
+            self._print_line(evaluation_parts(step, values))
 
     def note(self, text: str) -> None:
         """Print a sentence about the run."""
         if self.json:
-            self._emit("note", text=text)
+            self._write_event("note", text=text)
         else:
             self.console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was found."""
+        """Stop the progress bar and restore the terminal."""
         self._progress.stop()
 
-    def _line(self, parts: Sequence[Part]) -> None:
-        self.console.print(
-            join_parts(parts, width=self.console.width if self.live else None), soft_wrap=True
-        )
+    def _print_line(self, parts: Sequence[Part]) -> None:
+        width = None
+        if self.live:
+            width = self.console.width
+        self.console.print(join_parts(parts, width=width), soft_wrap=True)
 
-    def _emit(self, event: str, **fields: Any) -> None:
+    def _write_event(self, event: str, **fields: Any) -> None:
         self._out.write(json_line({"event": event, **fields}))
         self._out.flush()

@@ -1,7 +1,6 @@
-"""What every logged number means: its name, how it reduces, its unit, its range and one line of
-definition.
+"""Declarations of all metrics: name, reduction, unit, range and a one-line definition.
 
-The declarations are in `glossary.toml`, and docs/metrics.md shows them as tables. Numbers that a
+The declarations are in `glossary.toml`; docs/metrics.md is generated from them. Numbers that a
 user's reward function or agent adds are logged as `train/<name>`, as means, and need no
 declaration.
 """
@@ -14,9 +13,7 @@ from openrlhf.config.flags import toml_beside
 
 
 class MetricSpec(NamedTuple):
-    """The declaration of one metric. `unit` is "" for a plain number; every value lies within
-    `bounds`.
-    """
+    """Declaration of one metric. `unit` is "" for a plain number; `bounds` contain every value."""
 
     reduces: str  # "mean", "max", "last" or "deviation"
     unit: str
@@ -26,9 +23,9 @@ class MetricSpec(NamedTuple):
 
 @cache
 def find_spec(name: str) -> MetricSpec | None:
-    """The declaration of a logged name, or None for a number that user code added.
+    """Return the declaration of a logged name, or None for a number that user code added.
 
-    Example: `eval/eval_gsm8k_pass4` finds `eval/eval_{datasource}_pass{k}`.
+    Example: `eval/eval_gsm8k_pass4` matches `eval/eval_{datasource}_pass{k}`.
     """
     for declared, spec in GLOSSARY.items():
         pattern = re.sub(r"\\{\w+\\}", ".+", re.escape(declared))
@@ -37,9 +34,14 @@ def find_spec(name: str) -> MetricSpec | None:
     return None
 
 
+def _read_specs() -> dict[str, MetricSpec]:
+    specs: dict[str, MetricSpec] = {}
+    for group in GROUPS:
+        low, high = group["range"]
+        for name, definition in group["metrics"].items():
+            specs[name] = MetricSpec(group["reduces"], group["unit"], (low, high), definition)
+    return specs
+
+
 GROUPS: list[dict[str, Any]] = toml_beside(__file__)["group"]
-GLOSSARY = {
-    name: MetricSpec(group["reduces"], group["unit"], tuple(group["range"]), definition)
-    for group in GROUPS
-    for name, definition in group["metrics"].items()
-}
+GLOSSARY = _read_specs()

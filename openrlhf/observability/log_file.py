@@ -1,31 +1,30 @@
-"""A file of lines that keeps a run going when the disk is full."""
+"""An append-only text file that keeps a run going when the disk is full."""
 
 from pathlib import Path
 
 from openrlhf.config.flags import notice
 
-MOST_PENDING_BYTES = 64 * 2**20
+MAX_PENDING_BYTES = 64 * 2**20
 
 
 class LogFile:
-    """A file that logging appends lines to. A failed write is reported once and never raised.
+    """An append-only text file. A failed write is reported once and never raised.
 
     Bytes that could not be written, for example because the disk is full, are written before the
-    next line. At most 64 MiB wait; later lines are dropped until there is room.
+    next line. At most 64 MiB are buffered; later lines are dropped until there is room.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open(
-            "ab", buffering=0
-        )  # unbuffered: a killed process loses at most the line it was writing
+        # Unbuffered: a killed process loses at most the line that it was writing.
+        self._file = path.open("ab", buffering=0)
         self._pending = b""
         self._has_failed = False
 
     def write(self, line: str) -> None:
-        """Append a line, which ends with a line break."""
+        """Append a line. `line` includes the line break."""
         self._flush()
-        if len(self._pending) < MOST_PENDING_BYTES:
+        if len(self._pending) < MAX_PENDING_BYTES:
             self._pending += line.encode("utf-8", errors="replace")
             self._flush()
 
@@ -42,14 +41,15 @@ class LogFile:
             self._has_failed = False
 
     def close(self) -> None:
-        """Write what is pending, if that is possible now, and close the file."""
+        """Write the pending lines if that is possible now, and close the file."""
         self._flush()
         self._file.close()
 
 
 def report_failed_write(path: Path, error: OSError) -> None:
-    """Report that a file of the run folder could not be written, and that the run continues."""
+    """Report that a file of the run folder could not be written and that the run continues."""
     reason = error.strerror or error
     notice(
-        f"{path} cannot be written: {reason}. Training continues. Make room on the disk to continue the log."
+        f"{path} cannot be written: {reason}. Training continues. Free disk space so that "
+        "logging can continue."
     )

@@ -1,7 +1,7 @@
-"""How logged numbers reduce over micro-batches and ranks.
+"""Reduction of logged numbers over micro-batches and ranks.
 
-A worker reports `dict[str, Metric]`; `merge_all` joins the reports, which may have different keys;
-`values` gives the floats that are logged. What each name means: `glossary.toml`.
+A worker reports `dict[str, Metric]`. `merge_all` merges these reports, which may have different
+keys, and `values` returns the floats to log. `glossary.toml` defines each name.
 """
 
 import math
@@ -11,37 +11,38 @@ from typing import Protocol, Self
 
 
 class Metric(Protocol):
-    """A number that knows how to join with the same number of another micro-batch or rank."""
+    """A number that can be merged with the same number of another micro-batch or rank."""
 
     @property
     def value(self) -> float: ...  # the number that is logged
 
-    def merge(self, other: Self) -> Self: ...  # both as one
+    def merge(self, other: Self) -> Self: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean that knows its weight, so that merging parts of different sizes gives the mean of the
-    whole.
-    """
+    """A weighted mean. Merging parts of different sizes gives the mean of the whole."""
 
     sum: float
     count: float
 
     def merge(self, other: Self) -> Self:
-        """The mean of everything that either has counted."""
+        """Return the mean over everything that either metric has counted."""
         return replace(self, sum=self.sum + other.sum, count=self.count + other.count)
 
     @property
     def value(self) -> float:
         """sum / count; NaN if nothing was counted."""
-        return self.sum / self.count if self.count else math.nan
+        if not self.count:
+            return math.nan
+        return self.sum / self.count
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """An unbiased standard deviation. Distances are from the mean, so that rounding cannot replace
-    a small one.
+    """An unbiased standard deviation.
+
+    Distances are measured from the mean, so that rounding errors cannot swamp a small deviation.
 
     Chan, Golub and LeVeque 1979, STAN-CS-79-773, eq. 1.5
     """
@@ -52,17 +53,19 @@ class Deviation:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Self:
-        """The deviation of some numbers."""
+        """Compute the deviation of some numbers."""
         mean = math.fsum(numbers) / len(numbers)
-        return cls(len(numbers), mean, math.fsum((number - mean) ** 2 for number in numbers))
+        squares = math.fsum((number - mean) ** 2 for number in numbers)
+        return cls(len(numbers), mean, squares)
 
     def merge(self, other: Self) -> Self:
-        """The deviation of all the numbers."""
-        count, apart = self.count + other.count, other.mean - self.mean
-        squares = self.squares + other.squares + apart**2 * self.count * other.count / count
-        return replace(
-            self, count=count, mean=self.mean + apart * other.count / count, squares=squares
-        )
+        """Return the deviation over the numbers of both metrics."""
+        count = self.count + other.count
+        difference = other.mean - self.mean
+        mean = self.mean + difference * other.count / count
+        squares = self.squares + other.squares
+        squares += difference**2 * self.count * other.count / count
+        return replace(self, count=count, mean=mean, squares=squares)
 
     @property
     def value(self) -> float:
@@ -72,48 +75,49 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest value seen. If one part is NaN, the result is NaN, so that a large value cannot
-    hide it.
-    """
+    """The largest value. If one part is NaN, the result is NaN: a large value must not hide it."""
 
     value: float
 
     def merge(self, other: Self) -> Self:
-        """The larger one, or the one that is NaN."""
-        return self if math.isnan(self.value) or self.value >= other.value else other
+        """Return the metric with the larger value, or the one whose value is NaN."""
+        if math.isnan(self.value) or self.value >= other.value:
+            return self
+        return other
 
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """The newest value: for a learning rate, a gradient norm, a duration, or a count that one
-    process keeps.
-    """
+    """The newest value, e.g. a learning rate, gradient norm, duration or count of one process."""
 
     value: float
 
     def merge(self, other: Self) -> Self:
-        """The other one, which is newer."""
+        """Return the other metric, which is newer."""
         return other
 
 
 def merge_all(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Join the metrics of micro-batches and ranks, in their order.
+    """Merge the metrics of micro-batches and ranks, in their order.
 
-    A name that some parts lack is reduced over the parts that have it. All parts reduce a name in
-    the same way.
+    A name that is missing from some parts is reduced over the parts that have it. All parts reduce
+    a name in the same way.
     """
     merged: dict[str, Metric] = {}
     for part in parts:
-        for name, new in part.items():
-            old = merged.get(name)
-            merged[name] = new if old is None else old.merge(new)
+        for name, metric in part.items():
+            if name in merged:
+                merged[name] = merged[name].merge(metric)
+            else:
+                merged[name] = metric
     return merged
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The plain numbers to log. A mean over nothing is left out, because it has no value."""
-    return {
-        name: float(metric.value)
-        for name, metric in metrics.items()
-        if not (isinstance(metric, Mean) and metric.count == 0)
-    }
+    """Return the plain numbers to log. A mean over nothing has no value and is left out."""
+    logged: dict[str, float] = {}
+    for name, metric in metrics.items():
+        if isinstance(metric, Mean) and metric.count == 0:
+            continue
+        logged[name] = float(metric.value)
+    return logged

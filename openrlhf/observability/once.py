@@ -1,4 +1,4 @@
-"""A warning that a process gives once."""
+"""Warnings that a process logs once."""
 
 import logging
 from functools import cache
@@ -8,5 +8,5 @@ logger = logging.getLogger(__name__)
 
 @cache
 def warn_once(sentence: str) -> None:
-    """Log a warning, unless this process has logged the same one before."""
+    """Log a warning, unless this process has already logged the same sentence."""
     logger.warning("%s", sentence)

@@ -10,10 +10,10 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader
 
@@ -37,17 +37,17 @@ from openrlhf.observability.run_folder import (
 Row = dict[str, Any]  # one line of a .jsonl file
 Series = dict[str, list[tuple[int, float]]]  # (step, value) by metric name
 
-HUGE = 1e100  # a number beyond it only says that something broke
-SAMPLE_PAIRS = 4
-SHOWN_ERRORS = 10
-MORE_PANELS = 60
-MOST_TILES = 6
+HUGE = 1e100  # a larger number only shows that something broke
+MAX_SAMPLE_PAIRS = 4
+MAX_ERRORS = 10
+MAX_MORE_PANELS = 60
+MAX_TILES = 6
 SHOWN = toml_beside(__file__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One chart and its words. `last`: the newest value of each curve, by the curve's label."""
+    """One chart and its texts. `last` has the newest value of each curve, by the curve's label."""
 
     title: str
     unit: str
@@ -58,8 +58,9 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Pairs of samples, earlier and later, with a `caption` that says which; and the newest samples
-    that have an error.
+    """Pairs of an earlier and a later sample, and the newest samples that have an error.
+
+    `caption` says which samples the pairs consist of.
     """
 
     caption: str
@@ -68,12 +69,28 @@ class Samples:
     error_count: int
 
 
+class MainNumber(NamedTuple):
+    """A metric that a stage is judged by, with its value at the beginning and at the end."""
+
+    name: str
+    first: float
+    last: float
+
+
+class Tile(NamedTuple):
+    """A main number as the page shows it."""
+
+    label: str
+    first: str
+    last: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageView:
-    """What the page shows of a stage. `tiles`: label, number at the beginning, number at the end."""
+    """Contents of the page's section about a stage."""
 
     facts: Sequence[str]
-    tiles: Sequence[tuple[str, str, str]]
+    tiles: Sequence[Tile]
     panels: Sequence[Panel]
     more: Sequence[Panel]
     notices: Sequence[str]
@@ -83,7 +100,7 @@ class StageView:
 
 
 def report_run(folder: Path) -> Path:
-    """Write `folder`/report.html about the run in `folder`. Returns its path."""
+    """Write `folder`/report.html about the run in `folder`. Returns the path of the page."""
     name = folder.resolve().name
     return write_report(folder / REPORT, {name: folder}, title=name)
 
@@ -95,23 +112,28 @@ def write_report(
     title: str,
     tables: Sequence[Sequence[Sequence[object]]] = (),
 ) -> Path:
-    """Write the page about `stages`: the run folder of each, by name, in their order. Returns
-    `path`.
+    """Write the page about `stages`, the run folder of each stage by its name. Returns `path`.
 
-    `tables`: for the top of the page; the rows of each, its column heads first, e.g.
+    `tables`: the rows of each table at the top of the page, column headings first, e.g.
     [["", "before", "after"], ["pass@1", 0.41, 0.62]].
     """
+
+    def link_to_report(folder: Path) -> str:
+        report = folder / REPORT
+        if not report.exists():
+            return ""
+        return os.path.relpath(report, path.parent)
+
     path.parent.mkdir(parents=True, exist_ok=True)
     page = _ENVIRONMENT.get_template("report.html.jinja").render(
         title=title,
         written=time.strftime("%Y-%m-%d %H:%M"),
         tables=tables,
-        stages=[(name, folder, read_stage(folder)) for name, folder in stages.items()],
-        cell=_cell,
+        folders=stages,
+        views={name: read_stage(folder) for name, folder in stages.items()},
+        cell=_format_cell,
         charts=charts,
-        link=lambda folder: (
-            os.path.relpath(own, path.parent) if (own := folder / REPORT).exists() else ""
-        ),
+        link=link_to_report,
     )
     write_atomically(path, page)
     return path
@@ -122,137 +144,182 @@ def read_stage(folder: Path) -> StageView:
     rows = list(read_lines(folder / METRICS))
     series = read_series(rows)
     samples = read_samples(read_lines(folder / SAMPLES))
-    panels, used = [], set[str]()
-    for title, patterns in SHOWN["panels"].items():
-        names = [
-            name for name in sorted(series) if re.fullmatch(patterns, name) and name not in used
-        ]
+    panels: list[Panel] = []
+    shown: set[str] = set()
+    for title, pattern in SHOWN["panels"].items():
+        names = [name for name in _matching(pattern, series) if name not in shown]
         if names:
             panels.append(make_panel(title, names, series))
-            used.update(names)
-    rest = [name for name in sorted(series) if name not in used and len(series[name]) > 1]
-    config = next((path for name in (RESOLVED, CONFIG) if (path := folder / name).exists()), None)
+            shown.update(names)
+    more: list[Panel] = []
+    for name in sorted(series):
+        if name not in shown and len(series[name]) > 1 and len(more) < MAX_MORE_PANELS:
+            more.append(make_panel(name, [name], series))
+    config = folder / RESOLVED
+    if not config.exists():
+        config = folder / CONFIG
     return StageView(
         facts=_facts(rows),
         tiles=make_tiles(series),
         panels=panels,
-        more=[make_panel(name, [name], series) for name in rest[:MORE_PANELS]],
+        more=more,
         notices=[*notices_of(rows), *_failures(series, samples)],
         samples=samples,
         texts=_read(folder / TEXTS),
-        config=_read(config) if config else "",
+        config=_read(config),
     )
 
 
+def _matching(pattern: str, series: Series) -> list[str]:
+    """Return the metrics whose whole name matches the pattern, sorted."""
+    return [name for name in sorted(series) if re.fullmatch(pattern, name)]
+
+
 def read_series(rows: Iterable[Row]) -> Series:
-    """The finite values of each metric by step. If a step was logged twice, the later number
-    counts.
+    """Return the finite values of each metric by step.
+
+    If a step was logged twice, the later number replaces the earlier one.
     """
     points: dict[str, dict[int, float]] = {}
     for row in rows:
         for name, value in row.items():
-            if (
-                name not in ("step", "time")
-                and isinstance(value, int | float)
-                and abs(value) < HUGE
-            ):
+            if name in ("step", "time") or not isinstance(value, int | float):
+                continue
+            if abs(value) < HUGE:
                 points.setdefault(name, {})[row["step"]] = float(value)
     return {name: sorted(curve.items()) for name, curve in points.items()}
 
 
-def read_samples(rows: Iterable[Row]) -> Samples:
-    """What the report shows of samples.jsonl, which may be larger than memory.
+@dataclass
+class _PromptHistory:
+    """Samples of a run by prompt; of each prompt and step only the first sample is kept."""
 
-    Pairs are of the same prompt: of evaluations, else of training steps that drew a prompt of the
-    first step again. If there is no such prompt, samples of the first and of the latest step stand
-    side by side.
+    first: dict[str, Row] = field(default_factory=dict[str, Row])  # of the first step
+    repeated: dict[str, Row] = field(default_factory=dict[str, Row])  # newest, of the same prompts
+    latest: dict[str, Row] = field(default_factory=dict[str, Row])  # of the newest later step
+
+    def add(self, row: Row) -> None:
+        """Add the next sample of samples.jsonl."""
+        prompt = str(row.get("prompt"))
+        if not self.first or row["step"] == _step_of(self.first):
+            self.first.setdefault(prompt, row)
+            return
+        if prompt in self.first:
+            known = self.repeated.get(prompt)
+            if known is None or known["step"] != row["step"]:
+                self.repeated[prompt] = row
+        if self.latest and row["step"] != _step_of(self.latest):
+            self.latest = {}
+        self.latest.setdefault(prompt, row)
+
+    def repeated_pairs(self) -> list[tuple[Row | None, Row | None]]:
+        """Return the first and the newest sample of each prompt that was drawn again."""
+        return [(self.first[prompt], row) for prompt, row in self.repeated.items()]
+
+
+def _step_of(samples: Mapping[str, Row]) -> int:
+    """Return the step of samples that all have the same step."""
+    return next(iter(samples.values()))["step"]
+
+
+def read_samples(rows: Iterable[Row]) -> Samples:
+    """Return the contents of samples.jsonl that the report shows. The file may exceed the memory.
+
+    The two samples of a pair have the same prompt: one of the evaluations, or else one of the first
+    training step that was drawn again. If there is no such prompt, samples of the first and of the
+    newest step are paired.
     """
-    errors: deque[Row] = deque(maxlen=SHOWN_ERRORS)
+    errors: deque[Row] = deque(maxlen=MAX_ERRORS)
     error_count = 0
-    # The first key says whether it is an evaluation, the second is the prompt.
-    first: dict[bool, dict[str, Row]] = {True: {}, False: {}}  # samples of the first step
-    again: dict[bool, dict[str, Row]] = {
-        True: {},
-        False: {},
-    }  # the newest samples of the same prompts
-    latest: dict[str, Row] = {}  # samples of the newest training step
+    evaluation = _PromptHistory()
+    training = _PromptHistory()
     for row in rows:
-        kind, prompt = bool(row.get("evaluation")), str(row.get("prompt"))
         if row.get("error"):
             errors.append(row)
             error_count += 1
-        elif row["step"] == next(iter(first[kind].values()), row)["step"]:
-            first[kind].setdefault(prompt, row)
+        elif row.get("evaluation"):
+            evaluation.add(row)
         else:
-            if prompt in first[kind] and again[kind].get(prompt, {}).get("step") != row["step"]:
-                again[kind][prompt] = row
-            if not kind:
-                latest = latest if row["step"] == next(iter(latest.values()), row)["step"] else {}
-                latest.setdefault(prompt, row)
-    kind = bool(again[True])
-    if again[kind]:
-        caption = f"{'evaluation' if kind else 'training'} prompts, the first and the newest sample of each"
-        pairs = [(first[kind][prompt], row) for prompt, row in again[kind].items()]
+            training.add(row)
+    caption = ""
+    if evaluation.repeated:
+        caption = "evaluation prompts: first and newest sample of each"
+        pairs = evaluation.repeated_pairs()
+    elif training.repeated:
+        caption = "training prompts: first and newest sample of each"
+        pairs = training.repeated_pairs()
+    elif training.latest:
+        caption = "first and newest step; no prompt of the first step was drawn again"
+        pairs = list(zip_longest(training.first.values(), training.latest.values()))
     else:
-        caption = (
-            "of the first and of the newest step; no prompt of the first step was drawn again"
-            if latest
-            else ""
-        )
-        earlier = list((first[False] or first[True]).values())
-        if latest:
-            pairs = list(zip_longest(earlier, latest.values()))
-        else:
-            pairs = list(
-                zip_longest(earlier[0::2], earlier[1::2])
-            )  # of one step: two beside each other
+        single_step = list((training.first or evaluation.first).values())
+        pairs = list(zip_longest(single_step[0::2], single_step[1::2]))
     return Samples(
-        caption=caption, pairs=pairs[:SAMPLE_PAIRS], errors=list(errors), error_count=error_count
+        caption=caption,
+        pairs=pairs[:MAX_SAMPLE_PAIRS],
+        errors=list(errors),
+        error_count=error_count,
     )
 
 
 def make_panel(title: str, names: Sequence[str], series: Series) -> Panel:
-    """The chart of the metrics `names` of one unit; unit and definition come from the glossary."""
-    specs = [spec for name in names if (spec := find_spec(name))]
+    """Return the chart of metrics of one unit, with unit and definitions from the glossary."""
+    unit = ""
+    definitions: list[str] = []
+    for name in names:
+        spec = find_spec(name)
+        if spec is None:
+            continue
+        if not definitions:
+            unit = spec.unit
+        if spec.definition not in definitions:
+            definitions.append(spec.definition)
+    newest: dict[str, str] = {}
+    for name in names:
+        _, value = series[name][-1]
+        newest[short_label(name)] = compact(value)
     return Panel(
         title=title,
-        unit=specs[0].unit if specs else "",
-        definition=" ".join(dict.fromkeys(spec.definition for spec in specs)),
-        last={short_label(name): compact(series[name][-1][1]) for name in names},
+        unit=unit,
+        definition=" ".join(definitions),
+        last=newest,
         chart=draw([series[name] for name in names]),
     )
 
 
-def main_numbers(series: Series) -> list[tuple[str, float, float]]:
-    """Beginning and end of the numbers that a stage is judged by, by name.
+def main_numbers(series: Series) -> list[MainNumber]:
+    """Return the numbers that a stage is judged by, the most important first.
 
-    A number of every step is averaged over the first and the last twentieth of its steps; an
-    evaluation is not.
+    The numbers of training steps are averaged over the first and the last twentieth of the steps;
+    those of evaluations are not averaged.
     """
-    found: list[tuple[str, float, float]] = []
+    found: list[MainNumber] = []
     for pattern in SHOWN["tiles"]:
-        for name in sorted(name for name in series if re.fullmatch(pattern, name)):
-            numbers = [value for _, value in series[name]]
-            few = averaged_steps(name, series)
-            first, last = sum(numbers[:few]) / few, sum(numbers[-few:]) / few
-            found.append((name, first, last))
+        for name in _matching(pattern, series):
+            values = [value for _, value in series[name]]
+            count = averaged_steps(name, series)
+            first = sum(values[:count]) / count
+            last = sum(values[-count:]) / count
+            found.append(MainNumber(name, first, last))
     return found
 
 
-def make_tiles(series: Series) -> list[tuple[str, str, str]]:
-    """Return the tiles of the first main numbers. The label of a mean says how many steps it is of."""
-    tiles: list[tuple[str, str, str]] = []
-    for name, first, last in main_numbers(series)[:MOST_TILES]:
-        label, count = short_label(name), averaged_steps(name, series)
+def make_tiles(series: Series) -> list[Tile]:
+    """Return the tiles of the first main numbers. The label of a mean has its number of steps."""
+    tiles: list[Tile] = []
+    for number in main_numbers(series)[:MAX_TILES]:
+        label = short_label(number.name)
+        count = averaged_steps(number.name, series)
         if count > 1:
             label += f", means of the first and last {count} steps"
-        tiles.append((label, compact(first), compact(last)))
+        tiles.append(Tile(label, compact(number.first), compact(number.last)))
     return tiles
 
 
 def averaged_steps(name: str, series: Series) -> int:
-    """Return over how many steps at each end a main number is averaged: a twentieth of all; one for
-    an evaluation.
+    """Return the number of steps at each end that a main number is averaged over.
+
+    This is a twentieth of all steps, or one for an evaluation.
     """
     if name.startswith("eval/"):
         return 1
@@ -260,40 +327,56 @@ def averaged_steps(name: str, series: Series) -> int:
 
 
 def short_label(name: str) -> str:
-    """A metric's name for people: `train/total_length` is "total length"."""
+    """Return a readable name of a metric: "total length" for `train/total_length`."""
     if not name.startswith("eval/"):
         return name.partition("/")[2].replace("_", " ")
     label = evaluation_label(name)
-    return label if "pass@" in label else f"eval {label}"
+    if "pass@" in label:
+        return label
+    return f"eval {label}"
 
 
 def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    if not path.exists():
+        return ""
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
-def _cell(value: object) -> str:
-    return "–" if value is None else compact(value) if isinstance(value, float) else str(value)
+def _format_cell(value: object) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return compact(value)
+    return str(value)
 
 
 def _facts(rows: Sequence[Row]) -> list[str]:
-    times = [row["time"] for row in rows if isinstance(row.get("time"), int | float)]
+    times: list[float] = []
+    for row in rows:
+        if isinstance(row.get("time"), int | float):
+            times.append(row["time"])
     if not times:
         return []
-    steps = max(row["step"] for row in rows)
+    last_step = max(row["step"] for row in rows)
+    steps = f"{last_step:,} steps"
+    if last_step == 1:
+        steps = "1 step"
     return [
-        f"{steps:,} step{'s' * (steps != 1)}",
+        steps,
         f"{clock_time(max(times) - min(times))} from first to last line",
-        time.strftime("began %Y-%m-%d %H:%M", time.localtime(min(times))),
+        time.strftime("started %Y-%m-%d %H:%M", time.localtime(min(times))),
     ]
 
 
 def _failures(series: Series, samples: Samples) -> list[str]:
+    """Return sentences with the numbers of failed episodes and errors, if there are any."""
+    sentences: list[str] = []
     failed = sum(value for _, value in series.get("train/failed_episodes", []))
-    counts = {
-        "Failed episodes, dropped": failed,
-        "Logged episodes with an error": samples.error_count,
-    }
-    return [f"{what}: {count:,.0f}" for what, count in counts.items() if count]
+    if failed:
+        sentences.append(f"Failed episodes, dropped: {failed:,.0f}")
+    if samples.error_count:
+        sentences.append(f"Logged episodes with an error: {samples.error_count:,}")
+    return sentences
 
 
 _ENVIRONMENT = Environment(

@@ -1,10 +1,10 @@
 """The folder of a run: its configuration, its numbers and its samples.
 
-    config.yaml     the flags that were given on the command line or by a file; can be passed back with --config
+    config.yaml     the flags that were given on the command line or in a file, for --config
     config_resolved.yaml    every value in effect
     metrics.jsonl   one object per log call: {"step": 12, "time": 1700000000.0, "train/kl": …}
     samples.jsonl   one object per logged episode: the keys of `sample_row`
-    texts.txt       of an offline task: the first rows as the model is trained on them
+    texts.txt       the first rows as the model is trained on them (offline tasks)
     report.html     written by `report.py`
     logs/           one file per process
     wandb_id        the W&B run that a resumed run continues
@@ -30,46 +30,47 @@ from openrlhf.locks import locked
 from openrlhf.observability.log_file import LogFile, report_failed_write
 from openrlhf.trajectory import Trajectory
 
-CONFIG, RESOLVED, METRICS, SAMPLES = (
-    "config.yaml",
-    "config_resolved.yaml",
-    "metrics.jsonl",
-    "samples.jsonl",
-)
+CONFIG = "config.yaml"
+RESOLVED = "config_resolved.yaml"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
 TEXTS = "texts.txt"
-REPORT, LOGS, WANDB_ID, EARLIER = "report.html", "logs", "wandb_id", "earlier"
+REPORT = "report.html"
+LOGS = "logs"
+WANDB_ID = "wandb_id"
+EARLIER = "earlier"
 ENTRIES = tuple(name for name in OWNED["run"] if name != EARLIER)
 
 
 class RunFolder:
-    """Writer of the files of a run. Only one live process may have it; other processes use only the
-    path.
+    """Writer of the files of a run.
 
-    Raises InUseError if another process has it.
+    Only one live process may hold the folder; other processes use only its path. Raises InUseError
+    if another process holds it.
     """
 
     def __init__(self, path: Path | str, *, resume_step: int | None = None) -> None:
-        """Start a new run in `path`; files of an earlier run are moved to the folder `earlier`, if
-        there are any.
+        """Start a new run in `path`, and move files of an earlier run to the folder `earlier`.
 
-        With `resume_step`, continue the run that is there: the lines that it logged after this step
-        are deleted.
+        With `resume_step`, continue the run in `path`: the lines that it logged after this step are
+        deleted.
         """
         self.path = Path(path)
         self._lock = ExitStack()
         self._lock.enter_context(locked(self.path, f"--run.dir {path}"))
-        self.earlier = set_aside(self.path) if resume_step is None else None
+        self.earlier: Path | None = None
+        if resume_step is None:
+            self.earlier = set_aside(self.path)
         self.logs = (self.path / LOGS).absolute()
         self.logs.mkdir(parents=True, exist_ok=True)
         if resume_step is not None:
             for file in (self.path / METRICS, self.path / SAMPLES):
-                kept = (json_line(row) for row in read_lines(file) if row["step"] <= resume_step)
-                write_atomically(file, kept)
+                write_atomically(file, _lines_up_to(resume_step, file))
         self._metrics = LogFile(self.path / METRICS)
         self._samples = LogFile(self.path / SAMPLES)
 
     def write_config(self, given: str, resolved: str) -> None:
-        """Write config.yaml and config_resolved.yaml, each whole or not at all."""
+        """Write config.yaml and config_resolved.yaml, each completely or not at all."""
         self._write(CONFIG, given)
         self._write(RESOLVED, resolved)
 
@@ -90,25 +91,30 @@ class RunFolder:
         self._metrics.write(json_line({"step": step, "time": time.time(), **numbers}))
 
     def log_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append episodes, as `sample_row` gives them."""
+        """Append episodes, given their rows from `sample_row`."""
         for row in rows:
             self._samples.write(json_line(row))
 
     def close(self) -> None:
-        """Close the files, for good, and release the folder to other processes."""
+        """Close the files permanently, and release the folder to other processes."""
         self._metrics.close()
         self._samples.close()
         self._lock.close()
 
 
 def sample_row(step: int, trajectory: Trajectory, *, evaluation: bool = False) -> dict[str, Any]:
-    """The line of samples.jsonl about an episode that was generated for `step`, or to evaluate the
-    weights after `step`.
+    """Return the line of samples.jsonl about an episode.
+
+    The episode was generated for `step`, or to evaluate the weights after `step`.
     """
-    score = {} if trajectory.score is None else {"score": trajectory.score}
-    played: dict[str, Any] = {}
+    scores: dict[str, float] = {}
+    if trajectory.score is not None:
+        scores["score"] = trajectory.score
+    scores.update(trajectory.extra_logs)  # numbers that the user's code added
+    agent_counts: dict[str, int] = {}
     if trajectory.turns is not None:
-        played = {"turns": trajectory.turns, "conversations": len(trajectory.conversations)}
+        agent_counts["turns"] = trajectory.turns
+        agent_counts["conversations"] = len(trajectory.conversations)
     return {
         "step": step,
         "prompt_index": trajectory.prompt.index,
@@ -117,9 +123,9 @@ def sample_row(step: int, trajectory: Trajectory, *, evaluation: bool = False) -
         "label": trajectory.prompt.label,
         "response": trajectory.response_text,
         "reward": trajectory.reward,
-        "scores": score | dict(trajectory.extra_logs),  # the numbers of the user's code, too
+        "scores": scores,
         "stop_reason": trajectory.stop_reason,
-        **played,  # of an agent's episode
+        **agent_counts,
         "weight_versions": trajectory.weight_versions,
         "error": hide(trajectory.error),
         "failure": trajectory.failure,  # the kind of the error
@@ -129,30 +135,35 @@ def sample_row(step: int, trajectory: Trajectory, *, evaluation: bool = False) -
 
 
 def set_aside(path: Path, names: Iterable[str] = ENTRIES) -> Path | None:
-    """Move the files of an earlier run in `path` to the next free `earlier/<n>/`. Returns that
-    folder, or None if there are no files.
+    """Move the files of an earlier run in `path` to the next free `earlier/<n>/`.
+
+    Returns that folder, or None if there are no files.
     """
-    left = [path / name for name in names if (path / name).exists()]
-    if not left:
+    leftovers = [path / name for name in names if (path / name).exists()]
+    if not leftovers:
         return None
-    taken = [int(old.name) for old in path.glob("earlier/*") if old.name.isdigit()]
-    target = path / "earlier" / str(max(taken, default=0) + 1)
+    last_number = 0
+    for folder in path.glob(f"{EARLIER}/*"):
+        if folder.name.isdigit():
+            last_number = max(last_number, int(folder.name))
+    target = path / EARLIER / str(last_number + 1)
     target.mkdir(parents=True)
-    for file in left:
+    for file in leftovers:
         file.rename(target / file.name)
     return target
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """One line of valid JSON; a number that is not finite becomes null, an object that JSON does
-    not know its text.
+    """Return one line of valid JSON.
+
+    A number that is not finite becomes null. An object that JSON does not support becomes its text.
     """
     finite = json.loads(json.dumps(row, default=str), parse_constant=lambda _: None)
     return json.dumps(finite, ensure_ascii=False) + "\n"
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a .jsonl file that have a step; unfinished and foreign lines are skipped.
+    """Yield the rows of a .jsonl file that have a step; skip unfinished and foreign lines.
 
     A missing file has no rows. A file may be read while the run writes to it.
     """
@@ -166,3 +177,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(row, dict) and isinstance(cast(dict[str, Any], row).get("step"), int):
                 yield cast(dict[str, Any], row)
+
+
+def _lines_up_to(step: int, file: Path) -> Iterator[str]:
+    for row in read_lines(file):
+        if row["step"] <= step:
+            yield json_line(row)

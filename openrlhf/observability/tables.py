@@ -17,18 +17,21 @@ def print_sources(rows: Mapping[str, Mapping[str, float]], *, console: Console) 
     for column in columns:
         table.add_column(column.replace("_", " "), justify="right")
     for source, numbers in rows.items():
-        table.add_row(Text(source), *(_shown(numbers[column]) for column in columns))
+        cells = [_format_number(numbers[column]) for column in columns]
+        table.add_row(Text(source), *cells)
     console.print("", table)
 
 
-def _shown(number: float) -> str:
+def _format_number(number: float) -> str:
     if isinstance(number, int):
         return f"{number:,}"
-    return compact(number) if math.isfinite(number) else "-"
+    if not math.isfinite(number):
+        return "-"
+    return compact(number)
 
 
 def print_texts(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of texts under the heads of their columns."""
+    """Print rows of texts below the given column headings."""
     table = Table(*heads, title=title, title_justify="left")
     for row in rows:
         table.add_row(*map(Text, row))

@@ -2,7 +2,7 @@
 
 A tracker never ends a run. If it cannot start or fails later, a warning is logged once and the run
 continues without it; the run folder has every number in any case. The only error is a tracker whose
-flag is set and whose package is not installed; it is raised before a model is loaded.
+flag is set but whose package is not installed. It is raised before a model is loaded.
 """
 
 import importlib
@@ -29,45 +29,47 @@ WANDB_SAMPLE_ROWS = 200  # bounded, because a W&B table is sent as a whole each 
 
 
 class Trackers:
-    """All trackers of a run; each has `log`, `log_samples` and `close`. Calls never raise: one that
-    fails is dropped with a warning.
+    """All trackers of a run; each has `log`, `log_samples` and `close`.
+
+    Calls never raise: a tracker that fails is dropped with a warning.
     """
 
     def __init__(self, trackers: Sequence[Any]) -> None:
         self._trackers = list(trackers)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._each(lambda tracker: tracker.log(step, values))
+        self._call_each(lambda tracker: tracker.log(step, values))
 
     def log_samples(self, step: int, text: str, reward: float | None) -> None:
-        self._each(lambda tracker: tracker.log_samples(step, text, reward))
+        self._call_each(lambda tracker: tracker.log_samples(step, text, reward))
 
     def close(self) -> None:
-        self._each(lambda tracker: tracker.close())
+        self._call_each(lambda tracker: tracker.close())
 
-    def _each(self, call: Callable[[Any], None]) -> None:
+    def _call_each(self, call: Callable[[Any], None]) -> None:
         for tracker in list(self._trackers):
             try:
                 call(tracker)
             except Exception as error:
                 self._trackers.remove(tracker)
-                logger.warning(
-                    "%s failed, and the run continues without it: %r", type(tracker).__name__, error
-                )
+                name = type(tracker).__name__
+                logger.warning("%s failed. The run continues without it: %r", name, error)
 
 
 class TensorBoardTracker:
-    """Event files, which can be read before the run ends."""
+    """TensorBoard event files, which can be read before the run ends."""
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
-        """Events after `resume_step` that an earlier process wrote are hidden. Raises InUseError
-        for another run's folder.
+        """Hide the events after `resume_step` that an earlier process wrote.
+
+        Raises InUseError if another run uses the folder.
         """
         self._lock = ExitStack()
-        self._lock.enter_context(locked(directory, f"TensorBoard's folder {directory}"))
-        self._writer = SummaryWriter(
-            directory, purge_step=None if resume_step is None else resume_step + 1
-        )
+        self._lock.enter_context(locked(directory, f"TensorBoard folder {directory}"))
+        purge_step = None
+        if resume_step is not None:
+            purge_step = resume_step + 1
+        self._writer = SummaryWriter(directory, purge_step=purge_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for tag, value in values.items():
@@ -75,7 +77,8 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def log_samples(self, step: int, text: str, reward: float | None) -> None:
-        verbatim = textwrap.indent(text, "    ", lambda line: True)  # a code block in Markdown
+        # Indentation makes a Markdown code block, which shows the text verbatim.
+        verbatim = textwrap.indent(text, "    ", lambda line: True)
         self._writer.add_text(SAMPLES_NAME, f"reward {reward}\n\n{verbatim}", step)
         self._writer.flush()
 
@@ -85,15 +88,16 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A W&B run. Its id is stored in the run folder, so that a resumed run continues the same W&B
-    run.
-    """
+    """A W&B run. A resumed run continues the same W&B run, whose id is in the run folder."""
 
     def __init__(self, wandb: WandbConfig, *, settings: Mapping[str, Any], run_dir: Path) -> None:
         self._wandb: Any = importlib.import_module("wandb")  # optional dependency
         if wandb.key and len(wandb.key) >= WANDB_KEY_LENGTH:
             self._wandb.login(key=wandb.key)
         id_file = run_dir / WANDB_ID
+        run_id = None
+        if id_file.exists():
+            run_id = id_file.read_text()
         self._run: Any = self._wandb.init(
             entity=wandb.org,
             project=wandb.project,
@@ -101,7 +105,7 @@ class WandbTracker:
             name=wandb.run_name or run_dir.name,
             config=dict(settings),
             dir=str(run_dir),
-            id=id_file.read_text() if id_file.exists() else None,
+            id=run_id,
             resume="allow",
         )
         id_file.write_text(self._run.id)
@@ -110,10 +114,15 @@ class WandbTracker:
         self._samples: list[tuple[int, str, float | None]] = []
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log({**values, **{_wandb_axis(name.split("/")[0]): step for name in values}})
+        row = dict(values)
+        for name in values:
+            stage, _, _ = name.partition("/")
+            row[_wandb_axis(stage)] = step
+        self._run.log(row)
 
     def log_samples(self, step: int, text: str, reward: float | None) -> None:
-        self._samples = [*self._samples, (step, text, reward)][-WANDB_SAMPLE_ROWS:]
+        samples = [*self._samples, (step, text, reward)]
+        self._samples = samples[-WANDB_SAMPLE_ROWS:]
         table = self._wandb.Table(columns=["global_step", "text", "reward"], data=self._samples)
         self._run.log({SAMPLES_NAME: table, "train/global_step": step})
 
@@ -122,10 +131,14 @@ class WandbTracker:
 
 
 def _wandb_axis(stage: str) -> str:
-    """Evaluations have their own axis, because an asynchronous evaluation is logged after later
+    """Return the name of the metric that is the x axis of a stage.
+
+    Evaluations have their own axis, because an asynchronous evaluation is logged after later
     training steps.
     """
-    return "eval/global_step" if stage == "eval" else "train/global_step"
+    if stage == "eval":
+        return "eval/global_step"
+    return "train/global_step"
 
 
 def make_trackers(
@@ -135,19 +148,20 @@ def make_trackers(
     run_dir: Path,
     resume_step: int | None = None,
 ) -> Trackers:
-    """Start the trackers of the flags. `settings`: the resolved configuration, which W&B shows.
+    """Start the trackers that the flags select.
 
-    `resume_step`: the step that a resumed run continues from. Raises ConfigError if a W&B key is
-    set but wandb is not installed; any other problem at the start is a warning.
+    `settings`: the resolved configuration, which W&B shows. `resume_step`: the step that a resumed
+    run continues from. Raises ConfigError if a W&B key is set but wandb is not installed; any other
+    failure to start is a warning.
     """
     wandb = config.wandb
-    # W&B leaves a folder ./wandb behind. Python takes the folder for an empty package, which has no
+    # W&B leaves a folder ./wandb behind. Python treats the folder as an empty package, without an
     # origin.
     package = importlib.util.find_spec("wandb")
     if wandb.key and (package is None or package.origin is None):
         raise ConfigError(
             "--logger.wandb.key is set, but the package wandb is not installed. "
-            "Install it (pip install wandb) or leave the flag out."
+            "Install it (pip install wandb) or remove the flag."
         )
     starts: dict[str, Callable[[], Any]] = {}
     if config.tensorboard_dir:
@@ -160,5 +174,5 @@ def make_trackers(
         try:
             started.append(start())
         except Exception as error:
-            logger.warning("%s could not start, and the run continues without it: %r", name, error)
+            logger.warning("%s could not start. The run continues without it: %r", name, error)
     return Trackers(started)

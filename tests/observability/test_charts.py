@@ -1,4 +1,4 @@
-"""The geometry of the report's charts."""
+"""Geometry of the charts in the report."""
 
 import math
 
@@ -15,7 +15,7 @@ from openrlhf.observability.charts import (
     draw,
     is_noisy,
     round_ticks,
-    thinned,
+    thin_out,
     trend,
     value_range,
 )
@@ -27,30 +27,30 @@ def curve(values: list[float], first_step: int = 1) -> list[tuple[float, float]]
     return list(enumerate(values, start=first_step))
 
 
-def test_a_few_points_are_drawn_as_they_are():
-    assert thinned([(3, 0.5), (7, 0.25)]) == [(3, 0.5), (7, 0.25)]
+def test_thin_out_keeps_short_series_unchanged():
+    assert thin_out([(3, 0.5), (7, 0.25)]) == [(3, 0.5), (7, 0.25)]
 
 
-def test_of_neighbouring_steps_the_lowest_and_the_highest_stay_in_their_order():
+def test_thin_out_keeps_lowest_and_highest_value_of_each_group_in_order():
     points = curve([0.0, 4.0, 2.0, 7.0, 9.0, 5.0, 6.0, 3.0])
-    assert thinned(points, limit=4) == [(1, 0.0), (4, 7.0), (5, 9.0), (8, 3.0)]
+    assert thin_out(points, limit=4) == [(1, 0.0), (4, 7.0), (5, 9.0), (8, 3.0)]
 
 
 @pytest.mark.parametrize("count", [1, MAX_POINTS, MAX_POINTS + 1, 100_003])
-def test_a_long_run_is_drawn_with_a_bounded_number_of_points(count):
-    points = thinned([(step, math.sin(step)) for step in range(count)])
+def test_thin_out_limits_number_of_points(count):
+    points = thin_out([(step, math.sin(step)) for step in range(count)])
     assert len(points) <= MAX_POINTS
     assert points == sorted(points)
 
 
-def test_one_spike_in_a_long_run_stays_visible():
+def test_thin_out_keeps_single_spike_of_long_series():
     series = [(step, 1.0) for step in range(10_000)]
     series[1234] = (1234, 50.0)
-    assert (1234, 50.0) in thinned(series)
+    assert (1234, 50.0) in thin_out(series)
 
 
 @given(st.lists(VALUES, min_size=1, max_size=50))
-def test_every_value_and_every_tick_lies_within_the_range(values):
+def test_value_range_contains_every_value_and_every_tick(values):
     low, high = value_range(values)
     assert low < high
     assert all(low <= value <= high for value in values)
@@ -68,20 +68,18 @@ def test_every_value_and_every_tick_lies_within_the_range(values):
         ([100.0, 150.0], (97, 153)),
     ],
 )
-def test_the_range_has_zero_if_values_are_constant_or_near_zero_and_never_a_sign_they_lack(
-    values, ends
-):
+def test_value_range_includes_zero_if_values_are_constant_or_near_zero(values, ends):
     assert value_range(values) == pytest.approx(ends)
 
 
-def test_ticks_are_round_numbers():
+def test_round_ticks_returns_round_numbers():
     assert round_ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert round_ticks(118, 152) == [120, 130, 140, 150]
     assert round_ticks(-0.07, 0.06, 3) == pytest.approx([-0.05, 0, 0.05])
 
 
 @given(VALUES, st.floats(1e-6, 1e6))
-def test_there_are_always_two_ticks_or_more_and_their_labels_differ(low, width):
+def test_chart_has_two_to_seven_ticks_with_distinct_labels(low, width):
     chart = draw([curve([low, low + width * max(1.0, abs(low))])])
     labels = [label for _, label in chart.values]
     assert 2 <= len(labels) <= 7
@@ -99,30 +97,30 @@ def test_tick_labels_are_short():
     ]
 
 
-def test_the_moving_mean_keeps_a_constant_and_does_not_lag_behind_a_slope():
+def test_trend_keeps_constant_and_does_not_lag_behind_slope():
     assert [value for _, value in trend(curve([2.0] * 50))] == pytest.approx([2.0] * 50)
     slope = dict(trend(curve([float(i) for i in range(201)], first_step=0)))
     assert slope[100] == pytest.approx(100.0)
     assert max(slope) == 200
 
 
-def test_the_moving_mean_of_a_long_run_is_of_its_values_and_not_of_its_extremes():
+def test_trend_of_long_series_averages_all_values_and_not_only_extremes():
     mostly_zero = [(step, float(step % 50 == 0)) for step in range(20_000)]
     means = [value for _, value in trend(mostly_zero)]
     assert len(means) <= 82
     assert means == pytest.approx([0.02] * len(means), abs=0.002)
 
 
-def test_only_curves_that_jump_have_a_moving_mean():
+def test_only_noisy_curves_have_trend():
     assert is_noisy(curve([0.0, 1.0] * 20))
     assert not is_noisy(curve([i / 40 for i in range(40)]))
-    assert not is_noisy(curve([0.0, 1.0] * 10))  # few enough to be seen as they are
+    assert not is_noisy(curve([0.0, 1.0] * 10))  # too few points to need a trend
     assert [
         bool(line.trend) for line in draw([curve([0.0, 1.0] * 20), curve([0.0, 1.0])]).lines
     ] == [True, False]
 
 
-def test_a_curve_spans_the_drawing_and_few_points_are_dots():
+def test_curve_spans_plot_area_and_short_curve_has_dots():
     (line,) = draw([curve([0.0, 1.0], first_step=5)]).lines
     assert line.dots[0] == (LEFT, BOTTOM)
     assert line.dots[1][0] == RIGHT
@@ -131,7 +129,7 @@ def test_a_curve_spans_the_drawing_and_few_points_are_dots():
     assert draw([curve([0.0] * 30)]).lines[0].dots == []
 
 
-def test_a_chart_carries_its_numbers_for_the_pointer():
+def test_chart_data_has_numbers_of_every_curve():
     chart = draw([curve([0.5, 0.25]), curve([1 / 3], first_step=5)])
     assert chart.data == {
         "range": [1, 5],
@@ -141,5 +139,5 @@ def test_a_chart_carries_its_numbers_for_the_pointer():
 
 
 @pytest.mark.parametrize("values", [[0.0], [3.0, 3.0], [1e-300], [-5.0], [1e99, -1e99]])
-def test_flat_single_and_extreme_curves_can_be_drawn(values):
+def test_draw_accepts_constant_single_and_extreme_values(values):
     assert "nan" not in draw([curve(values)]).lines[0].path

@@ -1,4 +1,4 @@
-"""What a run says on the terminal."""
+"""Terminal output of a run."""
 
 import io
 import json
@@ -29,7 +29,7 @@ RL_STEP = {
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is an interactive terminal."""
+    """A stream that claims to be an interactive terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -39,7 +39,7 @@ def line_of(values: dict[str, float], **kwargs) -> str:
     return join_parts(step_parts(12, 120, values, seconds_left=None), **kwargs).plain
 
 
-def test_a_step_of_reinforcement_learning_reads_as_one_line():
+def test_step_parts_of_rl_step_form_one_line():
     line = join_parts(step_parts(12, 120, RL_STEP, seconds_left=83)).plain
     assert " ".join(line.split()) == (
         "step 12/120 · reward 0.530 · kl 0.0020 · length 118 · 1.9k tokens/s · "
@@ -47,64 +47,64 @@ def test_a_step_of_reinforcement_learning_reads_as_one_line():
     )
 
 
-def test_a_supervised_step_shows_its_loss_and_learning_rate():
-    """In distillation that is the loss of the gradient, not the log-likelihood alone."""
+def test_step_parts_of_supervised_step_show_loss_and_learning_rate():
+    """In distillation, the shown loss is the one that is minimized, not the likelihood alone."""
     losses = {"train/gpt_loss": 3.0, "train/distil_loss": 1.5, "train/loss_mean": 2.25}
     line = line_of(losses | {"train/lr": 1e-4, "train/grad_norm": 1.0})
     assert line == "step  12/120 · loss  2.250 · lr 1.0e-04"
 
 
-def test_numbers_of_successive_steps_stand_below_each_other():
+def test_numbers_of_successive_steps_are_aligned():
     first, second = line_of(RL_STEP), line_of({**RL_STEP, "train/reward": -2.5, "train/kl": -0.1})
     assert [i for i, c in enumerate(first) if c == "·"] == [
         i for i, c in enumerate(second) if c == "·"
     ]
 
 
-def test_trouble_is_on_the_line_only_when_there_is_some():
+def test_failed_episodes_and_nonfinite_steps_are_shown_only_if_there_are_any():
     assert "failed" not in line_of({**RL_STEP, "train/failed_episodes": 0})
     line = line_of({**RL_STEP, "train/failed_episodes": 3, "train/nonfinite_steps": 1})
     assert line.endswith("3 failed episodes · 1 steps not finite")
 
 
-def test_many_truncated_episodes_are_on_the_line() -> None:
+def test_large_share_of_truncated_episodes_is_shown() -> None:
     assert line_of({**RL_STEP, "train/truncated": 0.62}).endswith(" · 62% cut off")
     assert "cut off" not in line_of({**RL_STEP, "train/truncated": 0.05})
 
 
-def test_failed_episodes_are_told_by_kind():
+def test_failed_episodes_are_counted_by_kind():
     counts = {"train/failed_timeout": 2, "train/failed_exit": 1, "train/failed_episodes": 3}
     assert line_of({**RL_STEP, **counts}).endswith("3 failed episodes (1 exit, 2 timeout)")
 
 
 @pytest.mark.parametrize("width", [30, 50, 70, 100, 200])
-def test_a_narrow_terminal_gets_a_shorter_line_with_step_and_reward(width):
+def test_narrow_line_keeps_step_and_reward(width):
     line = line_of({**RL_STEP, "train/entropy_loss": 1.0}, width=width)
     assert len(line) <= width
     assert line.startswith("step  12/120 · reward  0.530")
 
 
-def test_details_leave_a_line_before_any_number_does():
+def test_narrow_line_drops_details_before_numbers():
     full = line_of(RL_STEP)
     assert line_of(RL_STEP, width=len(full)) == full
     assert line_of(RL_STEP, width=len(full) - 1) == full.split(" (")[0]
 
 
-def test_what_leaves_a_line_first_is_what_matters_least():
+def test_narrow_line_drops_least_important_parts_first():
     values = {"eval/eval_a_pass1": 0.5, "eval/eval_truncated_rate": 0.0, "eval/eval_x": 1.0}
     parts = evaluation_parts(2, values)
     assert join_parts(parts, width=60).plain.endswith("a pass@1 0.500 · truncated rate 0%")
     assert join_parts(parts, width=1).plain == "eval after step 2 · a pass@1 0.500"
 
 
-def test_labels_are_dim_and_headline_numbers_bold():
+def test_labels_are_dim_and_main_numbers_are_bold():
     line = join_parts(step_parts(12, 120, RL_STEP, seconds_left=None))
     styles = {line.plain[span.start : span.end].strip(): span.style for span in line.spans}
     assert line.style == ""
     assert (styles["reward"], styles["0.530"]) == ("dim", "bold")
 
 
-def test_an_evaluation_shows_pass_at_k_first():
+def test_evaluation_parts_show_pass_at_k_first():
     values = {
         "eval/eval_num_samples": 1600.0,
         "eval/eval_truncated_rate": 0.02,
@@ -113,11 +113,12 @@ def test_an_evaluation_shows_pass_at_k_first():
     }
     line = join_parts(evaluation_parts(20, values)).plain
     assert line == (
-        "eval after step 20 · my_set pass@1 0.452 · my_set pass@4 0.710 · num samples 1.6k · truncated rate 2%"
+        "eval after step 20 · my_set pass@1 0.452 · my_set pass@4 0.710 · num samples 1.6k · "
+        "truncated rate 2%"
     )
 
 
-def test_a_standard_error_stands_behind_its_pass_at_one():
+def test_evaluation_parts_show_standard_error_with_pass_at_one():
     values = {
         "eval/eval_a_score_stderr": 0.0123,
         "eval/eval_a_pass4": 0.71,
@@ -127,12 +128,12 @@ def test_a_standard_error_stands_behind_its_pass_at_one():
     assert line == "eval after step 0 · a pass@4 0.710 · a pass@1 0.452 (± 0.012)"
 
 
-def test_the_data_source_of_rows_that_name_none_is_not_shown():
+def test_evaluation_parts_omit_default_data_source():
     shown = evaluation_parts(2, {"eval/eval_default_pass1": 0.5, "eval/eval_gsm8k_pass1": 0.25})
     assert [part.label for part in shown[1:]] == ["pass@1", "gsm8k pass@1"]
 
 
-def test_a_supervised_evaluation_shows_its_loss():
+def test_evaluation_parts_of_supervised_run_show_loss():
     assert join_parts(evaluation_parts(5, {"eval/eval gpt_loss": 0.5})).plain == (
         "eval after step 5 · gpt loss 0.500"
     )
@@ -154,23 +155,23 @@ def test_a_supervised_evaluation_shows_its_loss():
         (float("inf"), "inf"),
     ],
 )
-def test_compact_numbers(number, text):
+def test_compact_writes_numbers_in_few_characters(number, text):
     assert compact(number) == text
 
 
-def test_durations_and_shares():
+def test_clock_time_and_percent_format_durations_and_shares():
     assert [clock_time(s) for s in (0, 59.6, 83, 3723)] == ["0:00", "1:00", "1:23", "1:02:03"]
     assert [percent(s).strip() for s in (0.02, 1.0, float("nan"))] == ["2%", "100%", "nan"]
 
 
-def test_nobody_watching_means_plain_lines_without_colour():
+def test_display_is_live_only_on_terminal_without_quiet_and_json():
     assert Display(out=Terminal()).live
     assert not Display(out=io.StringIO()).live
     assert not Display(out=Terminal(), quiet=True).live
     assert not Display(out=Terminal(), json=True).live
 
 
-def test_plain_output_is_one_unbroken_line_per_step_with_the_time_left(monkeypatch):
+def test_plain_output_has_one_line_per_step_with_time_left(monkeypatch):
     out, now = io.StringIO(), [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     display = Display(out=out)
@@ -186,7 +187,7 @@ def test_plain_output_is_one_unbroken_line_per_step_with_the_time_left(monkeypat
     assert "\x1b" not in out.getvalue()
 
 
-def test_rich_output_scrolls_lines_above_a_bar_and_restores_the_terminal():
+def test_live_output_shows_lines_and_bar_and_restores_cursor():
     out = Terminal()
     display = Display(out=out)
     display.console.width = 100
@@ -203,12 +204,14 @@ def test_rich_output_scrolls_lines_above_a_bar_and_restores_the_terminal():
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # the cursor is shown again
 
 
-def test_a_run_that_goes_on_behind_its_last_step_says_that_nothing_is_left() -> None:
-    for done, said in ((20, "Nothing is left to do: all 20 are done.\n"), (19, "")):
-        display = Display(out=(out := io.StringIO()))
+def test_begin_prints_note_only_if_all_steps_are_completed() -> None:
+    for done, is_complete in ((20, True), (19, False)):
+        out = io.StringIO()
+        display = Display(out=out)
         display.begin(20, done=done)
         display.close()
-        assert out.getvalue() == said
+        assert ("20" in out.getvalue()) == is_complete
+        assert out.getvalue().count("\n") == int(is_complete)
 
 
 def test_json_output_is_one_object_per_line(monkeypatch):

@@ -1,4 +1,4 @@
-"""The declarations of metrics and the page made from them."""
+"""Declarations of metrics, and the page that is generated from them."""
 
 import re
 
@@ -9,7 +9,7 @@ from openrlhf.observability.glossary import GLOSSARY, GROUPS, find_spec
 from tests.pages import metrics_page
 from tests.plausible import implausible, range_of
 
-# The names users have dashboards for.
+# Names that users have dashboards for.
 ESTABLISHED = """
 train/policy_loss train/actor_lr train/actor_grad_norm train/ppo_clip_ratio train/ppo_kl
 train/vllm_kl train/kl train/logprobs_diff train/entropy_loss train/reward train/score train/return
@@ -28,21 +28,21 @@ eval/reward_mean eval/reward_std train/ptx_loss
 
 
 @pytest.mark.parametrize("name", [*ESTABLISHED.split(), "eval/eval gpt_loss"])
-def test_every_established_name_is_declared(name):
+def test_established_name_is_declared(name):
     assert find_spec(name) is not None
 
 
-def test_a_pattern_stands_for_any_data_source_and_k():
+def test_find_spec_matches_any_data_source_and_k():
     spec = find_spec("eval/eval_my_own_set_pass8")
     assert spec is GLOSSARY["eval/eval_{datasource}_pass{k}"]
     assert find_spec("eval/eval_my_own_set_pass") is None
 
 
-def test_a_number_of_user_code_needs_no_declaration():
+def test_find_spec_returns_none_for_number_of_user_code():
     assert find_spec("train/math_accuracy") is None
 
 
-def test_names_reduce_in_the_ways_that_exist():
+def test_every_reduction_of_the_glossary_exists_and_is_used():
     ways = {spec.reduces for spec in GLOSSARY.values()}
     assert ways == {
         kind.__name__.lower()
@@ -57,7 +57,7 @@ def test_no_name_is_declared_twice():
     assert sum(len(group["metrics"]) for group in GROUPS) == len(GLOSSARY)
 
 
-def test_the_page_has_one_row_of_five_cells_for_every_name():
+def test_metrics_page_has_one_row_of_five_cells_per_name():
     page = metrics_page()
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert len(rows) == len(GLOSSARY)
@@ -68,7 +68,7 @@ def test_the_page_has_one_row_of_five_cells_for_every_name():
     )
 
 
-def test_every_definition_is_one_sentence_on_one_line():
+def test_every_definition_is_one_line_that_ends_with_period():
     for name, spec in GLOSSARY.items():
         assert spec.definition.endswith("."), name
         assert "\n" not in spec.definition, name
@@ -77,7 +77,7 @@ def test_every_definition_is_one_sentence_on_one_line():
 # ---- plausible numbers
 
 
-def test_plausible_numbers_draw_no_sentence():
+def test_implausible_accepts_plausible_numbers():
     step = {
         "train/acc": 1.0,
         "train/lr": 0.0,
@@ -104,19 +104,19 @@ def test_plausible_numbers_draw_no_sentence():
         ),
     ],
 )
-def test_a_number_outside_its_range_is_named_with_its_step(name, value, sentence):
+def test_implausible_reports_number_outside_range_with_its_step(name, value, sentence):
     (found,) = implausible([{"step": 6, "train/lr": 0.1}, {"step": 7, name: value}])
     assert found.startswith("step 7: ") and found.endswith(sentence)
 
 
-def test_a_mean_is_not_more_than_its_maximum():
+def test_implausible_reports_mean_above_maximum():
     row = {"step": 2, "train/logprob_gap_mean": 0.5, "train/logprob_gap_max": 0.25}
     assert implausible([row]) == [
         "step 2: train/logprob_gap_mean is 0.5, and train/logprob_gap_max is only 0.25"
     ]
 
 
-def test_every_metric_but_signed_ones_has_a_least_value():
+def test_only_signed_metrics_have_no_lower_bound():
     signed = {name for name, spec in GLOSSARY.items() if range_of(spec) == "any"}
     names = "reward|return|values|score|pass|margin|policy_loss|diff|ppo_kl|vllm_kl|logratio"
     of_any_task = {"train/loss", "train/loss_mean", "eval/eval_loss"}  # robust DPO's is signed

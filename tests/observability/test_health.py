@@ -1,4 +1,4 @@
-"""What a run says about itself: nothing if it is healthy, and one notice for each sickness."""
+"""Notices about a run: none if it is healthy, and one for each problem."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def recorded(name: str) -> list[Row]:
 def with_values(
     rows: list[Row], metric: str, value: Callable[[int, float], float | None], after: int = 10
 ) -> list[Row]:
-    """The rows with the metric changed in the steps after one: `value(steps since then, as it
-    was)`.
-    """
+    """Replace the metric by `value(n, old)` in the n-th row after the step `after`."""
     number = count(1)
     return [
         row | {metric: value(next(number), row[metric])}
@@ -42,28 +40,27 @@ def with_values(
 
 
 @pytest.mark.parametrize("name", ["sft", "rm", "ppo", "grpo"])
-def test_a_healthy_run_says_nothing(name: str) -> None:
+def test_healthy_run_has_no_notices(name: str) -> None:
     rows = recorded(name)
     assert len(rows) > 60
     assert notices_of(rows) == []
 
 
-def test_the_runs_on_record_say_nothing_unless_they_got_worse() -> None:
+def test_recorded_learning_runs_have_no_notices() -> None:
     for record in map(json.loads, RECORDS.read_text().splitlines()):
         if record["name"] == UNCORRECTED:
             continue
         rows: list[Row] = [
             {"step": n, "train/reward": solved} for n, solved in enumerate(record["solved"], 1)
         ]
-        ends = (0, record["pass_at_1"][0]), (len(rows), record["pass_at_1"][1])
-        rows += [
-            {"step": n, "eval/eval_sort_pass1": p, "eval/eval_sort_score_stderr": 0.015}
-            for n, p in ends
-        ]
+        for step, score in zip((0, len(rows)), record["pass_at_1"], strict=True):
+            rows.append(
+                {"step": step, "eval/eval_sort_pass1": score, "eval/eval_sort_score_stderr": 0.015}
+            )
         assert notices_of(rows) == [], record["name"]
 
 
-SICKNESSES: list[tuple[str, str, str, Callable[[int, float], float | None]]] = [
+PROBLEMS: list[tuple[str, str, str, Callable[[int, float], float | None]]] = [
     ("grpo", "same rewards", "train/dead_groups", lambda n, _: 1.0),
     ("ppo", "same rewards", "train/reward", lambda n, _: 0.25),
     ("grpo", "no update", "train/actor_grad_norm", lambda n, _: 0.0),
@@ -87,21 +84,21 @@ SICKNESSES: list[tuple[str, str, str, Callable[[int, float], float | None]]] = [
 
 
 @pytest.mark.parametrize(
-    ("run", "sickness", "metric", "value"),
-    SICKNESSES,
-    ids=[f"{s}: {m}" for _, s, m, _ in SICKNESSES],
+    ("run", "problem", "metric", "value"),
+    PROBLEMS,
+    ids=[f"{problem}: {metric}" for _, problem, metric, _ in PROBLEMS],
 )
-def test_each_sickness_is_told_once_by_its_own_notice(
-    run: str, sickness: str, metric: str, value: Callable[[int, float], float | None]
+def test_each_problem_is_reported_once_with_its_metric_and_meaning(
+    run: str, problem: str, metric: str, value: Callable[[int, float], float | None]
 ) -> None:
     (notice,) = notices_of(with_values(recorded(run), metric, value))
     assert re.match(r"Steps? \d+( to \d+)?: ", notice)
     assert metric in notice
-    assert notice.endswith(MEANING[sickness])
+    assert notice.endswith(MEANING[problem])
 
 
 @pytest.mark.parametrize(
-    ("sickness", "curve"),
+    ("problem", "curve"),
     [
         ("entropy collapse", [1.0, 0.5, *[0.005] * 5]),
         ("entropy growth", [1.0, 2.0, *[3.5] * 5]),
@@ -109,29 +106,30 @@ def test_each_sickness_is_told_once_by_its_own_notice(
         (None, [0.1, 0.2, 0.5, 0.9, 0.9, 0.9, 0.9, 0.9]),
     ],
 )
-def test_the_entropy_may_fall_and_rise_but_not_vanish_or_run_away(
-    sickness: str | None, curve: list[float]
+def test_entropy_is_reported_only_if_it_collapses_or_grows_without_bound(
+    problem: str | None, curve: list[float]
 ) -> None:
     found = notices_of({"step": n, "train/entropy_loss": x} for n, x in enumerate(curve))
-    assert [notice.endswith(MEANING[sickness]) for notice in found if sickness] == [True] * (
-        sickness is not None
-    )
-    assert len(found) == (sickness is not None)
+    if problem is None:
+        assert found == []
+    else:
+        (notice,) = found
+        assert notice.endswith(MEANING[problem])
 
 
 @pytest.mark.parametrize(
-    ("losses", "told"),
+    ("losses", "reported"),
     [
         ([0.5, 0.4, 0.45, 0.5], True),
         ([0.5, 0.4, 0.45, 0.44], False),
         ([0.5, 0.4, 0.401, 0.402], False),
     ],
 )
-def test_an_evaluation_loss_that_keeps_rising_is_overfitting(
-    losses: list[float], told: bool
+def test_overfitting_is_reported_if_evaluation_loss_keeps_rising(
+    losses: list[float], reported: bool
 ) -> None:
     found = notices_of({"step": n, "eval/eval_loss": x} for n, x in enumerate(losses))
-    assert [notice.endswith(MEANING["overfitting"]) for notice in found] == [True] * told
+    assert [notice.endswith(MEANING["overfitting"]) for notice in found] == [True] * reported
 
 
 def evaluations(*scores: float, error: float = 0.02) -> list[Row]:
@@ -141,55 +139,57 @@ def evaluations(*scores: float, error: float = 0.02) -> list[Row]:
     ]
 
 
-def told_when(rows: list[Row]) -> str:
-    """Whether a notice comes while the run goes on, at its end, or never."""
+def reported_when(rows: list[Row]) -> str:
+    """Return whether the only notice comes during the run, at its end, or never."""
     health = Health()
-    running, ended = health.read(rows), health.end()
+    running = health.read(rows)
+    ended = health.end()
     assert len(running + ended) <= 1
-    return "running" if running else "end" if ended else "never"
+    if running:
+        return "running"
+    if ended:
+        return "end"
+    return "never"
 
 
-def test_a_held_out_score_may_dip_once_but_not_end_below_its_start() -> None:
-    assert told_when(evaluations(0.5, 0.4, 0.5, 0.6)) == "never"
-    assert told_when(evaluations(0.5, 0.4, 0.4, 0.6)) == "running"
-    assert told_when(evaluations(0.5, 0.6, 0.4)) == "end"
-    assert (
-        told_when(evaluations(0.5, 0.46)) == "never"
-    )  # within two standard errors of the difference, 0.057
-    assert told_when(evaluations(0.5, 0.44)) == "end"
-    assert (
-        told_when([{"step": n, "eval/eval_x_pass1": x} for n, x in enumerate([0.5, 0.1])])
-        == "never"
-    )  # no error
+def test_regression_is_reported_if_score_stays_or_ends_below_start() -> None:
+    assert reported_when(evaluations(0.5, 0.4, 0.5, 0.6)) == "never"
+    assert reported_when(evaluations(0.5, 0.4, 0.4, 0.6)) == "running"
+    assert reported_when(evaluations(0.5, 0.6, 0.4)) == "end"
+    # Within two standard errors of the difference, 0.057.
+    assert reported_when(evaluations(0.5, 0.46)) == "never"
+    assert reported_when(evaluations(0.5, 0.44)) == "end"
+    without_error = [{"step": n, "eval/eval_x_pass1": x} for n, x in enumerate([0.5, 0.1])]
+    assert reported_when(without_error) == "never"
 
 
 @pytest.mark.parametrize(
-    ("steps", "accuracy", "told"), [(40, 0.5, "end"), (40, 0.56, "never"), (20, 0.5, "never")]
+    ("steps", "accuracy", "reported"), [(40, 0.5, "end"), (40, 0.56, "never"), (20, 0.5, "never")]
 )
-def test_a_reward_model_at_chance_says_so_at_its_end(
-    steps: int, accuracy: float, told: str
+def test_chance_accuracy_is_reported_at_end_of_long_run(
+    steps: int, accuracy: float, reported: str
 ) -> None:
     assert (
-        told_when([{"step": n, "train/acc": accuracy + 0.1 * (-1) ** n} for n in range(steps)])
-        == told
+        reported_when([{"step": n, "train/acc": accuracy + 0.1 * (-1) ** n} for n in range(steps)])
+        == reported
     )
 
 
-def test_a_run_whose_steps_all_had_a_learning_rate_of_zero_says_so_but_not_if_it_ends_after_the_first_of_a_warm_up() -> (
-    None
-):
-    assert told_when([{"step": 1, "train/lr": 0.0}]) == "never"
-    assert told_when([{"step": n, "train/lr": 0.0} for n in range(2)]) == "end"
+def test_zero_learning_rate_is_reported_unless_run_ends_after_first_step() -> None:
+    assert reported_when([{"step": 1, "train/lr": 0.0}]) == "never"
+    assert reported_when([{"step": n, "train/lr": 0.0} for n in range(2)]) == "end"
     assert (
-        told_when([{"step": n, "train/lr": rate} for n, rate in enumerate([0.0, 1e-5])]) == "never"
+        reported_when([{"step": n, "train/lr": rate} for n, rate in enumerate([0.0, 1e-5])])
+        == "never"
     )
     assert (
-        told_when([{"step": n, "train/lr": rate} for n, rate in enumerate([1e-5, 0.0])]) == "never"
+        reported_when([{"step": n, "train/lr": rate} for n, rate in enumerate([1e-5, 0.0])])
+        == "never"
     )
 
 
 @pytest.mark.parametrize(
-    ("kept", "told"),
+    ("kept", "reported"),
     [
         ([0], "end"),
         ([0, 0, 0], "end"),
@@ -198,22 +198,24 @@ def test_a_run_whose_steps_all_had_a_learning_rate_of_zero_says_so_but_not_if_it
         ([8] + [0] * 5, "running"),
     ],
 )
-def test_steps_without_an_episode_to_train_on_are_noticed(kept: list[int], told: str) -> None:
+def test_steps_without_kept_episodes_are_reported(kept: list[int], reported: str) -> None:
     assert (
-        told_when([{"step": n, "rollout/num_samples": float(x)} for n, x in enumerate(kept)])
-        == told
+        reported_when([{"step": n, "rollout/num_samples": float(x)} for n, x in enumerate(kept)])
+        == reported
     )
 
 
-@pytest.mark.parametrize(("last", "told"), [(-20.0, "running"), (-4.0, "never"), (10.0, "never")])
-def test_chosen_answers_that_become_less_likely_are_noticed(last: float, told: str) -> None:
+@pytest.mark.parametrize(
+    ("last", "reported"), [(-20.0, "running"), (-4.0, "never"), (10.0, "never")]
+)
+def test_less_likely_chosen_answers_are_reported(last: float, reported: str) -> None:
     rows = [
         {"step": n, "train/chosen_logratio": last * n / 20, "train/acc": 0.9} for n in range(21)
     ]
-    assert told_when(rows) == told
+    assert reported_when(rows) == reported
 
 
-def test_equal_rewards_explain_a_gradient_of_zero() -> None:
+def test_zero_gradient_is_not_reported_after_its_cause_same_rewards() -> None:
     rows = [
         {"step": n, "train/dead_groups": 1.0, "train/reward": 0.0, "train/actor_grad_norm": 0.0}
         for n in range(9)
@@ -223,7 +225,7 @@ def test_equal_rewards_explain_a_gradient_of_zero() -> None:
     assert CAUSES == {"no update": "same rewards", "rounded away": "no update"}
 
 
-def test_bfloat16_weights_that_hardly_change_are_reported_unless_nothing_is_learned() -> None:
+def test_unchanged_bfloat16_weights_are_reported_unless_rewards_are_the_same() -> None:
     still = [
         {"step": n, "train/actor_changed_weights": 0.0002, "train/actor_lr": 1e-6} for n in range(9)
     ]
@@ -234,7 +236,7 @@ def test_bfloat16_weights_that_hardly_change_are_reported_unless_nothing_is_lear
     assert notice.endswith(MEANING["same rewards"])
 
 
-def test_a_warm_up_from_zero_is_healthy() -> None:
+def test_warm_up_from_zero_has_no_notices() -> None:
     assert (
         notices_of(
             {"step": n, "train/actor_lr": rate} for n, rate in enumerate([0, 0, 0, 0, 1e-6, 2e-6])
@@ -243,19 +245,17 @@ def test_a_warm_up_from_zero_is_healthy() -> None:
     )
 
 
-def test_a_notice_has_the_steps_the_number_and_where_it_began() -> None:
+def test_notice_has_steps_number_and_initial_value() -> None:
     (notice,) = notices_of(
         {"step": n, "train/logprob_gap_mean": x}
         for n, x in enumerate([0.05, 0.08, 0.15, 0.2, 0.25])
     )
-    assert notice.startswith(
-        "Steps 2 to 4: train/logprob_gap_mean is 0.25 (at the start 0.05). Engine and trainer"
-    )
+    assert notice.startswith("Steps 2 to 4: train/logprob_gap_mean is 0.25 (at the start 0.05). ")
 
 
-def test_every_flag_that_a_notice_names_exists_and_every_sickness_has_a_rule() -> None:
+def test_flags_in_meanings_exist_and_every_problem_has_rule() -> None:
     known = {flag for root in ROOTS.values() for flag in flags_of(root)}
-    named = {flag for text in MEANING.values() for flag in re.findall(r"--([\w.]+\w)", text)}
+    named = set(re.findall(r"--([\w.]+\w)", " ".join(MEANING.values())))
     assert named - known == set()
     assert named & set(flags_of(PPOConfig)) and named & set(flags_of(SFTConfig))
-    assert {rule.sickness for rule in RULES} == set(MEANING)
+    assert {rule.problem for rule in RULES} == set(MEANING)

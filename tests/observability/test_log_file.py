@@ -1,4 +1,4 @@
-"""Logging on a disk that is full: nothing is raised, and lines are written once there is room."""
+"""Logging to a full disk: nothing is raised, and lines are written once there is room."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ FULL = Path("/dev/full")  # every write fails as on a full disk
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Let writes beyond `size` bytes of a file fail, with part of a line written before, as on a
-    disk that fills up.
+    """Make writes beyond `size` bytes of a file fail until the block exits.
+
+    Part of a line may be written first, as on a disk that fills up.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -32,7 +33,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_lines_of_a_full_disk_are_written_in_order_once_there_is_room(
+def test_pending_lines_are_written_in_order_once_disk_has_room(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = LogFile(tmp_path / "log")
@@ -46,11 +47,11 @@ def test_lines_of_a_full_disk_are_written_in_order_once_there_is_room(
     assert capsys.readouterr().err.count(str(tmp_path / "log")) == 1
 
 
-@pytest.mark.usefixtures("capsys")  # what is printed would go to a file, too
-def test_lines_are_dropped_when_too_many_wait(
+@pytest.mark.usefixtures("capsys")  # printed text would go to a file as well
+def test_lines_are_dropped_if_too_many_are_pending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_file, "MOST_PENDING_BYTES", 8)
+    monkeypatch.setattr(log_file, "MAX_PENDING_BYTES", 8)
     file = LogFile(tmp_path / "log")
     with files_of_at_most(0):
         for number in range(100):
@@ -60,18 +61,12 @@ def test_lines_are_dropped_when_too_many_wait(
     assert (tmp_path / "log").read_text() == "line 0\nline 1\nlast\n"
 
 
-def test_run_whose_folder_is_full_logs_what_it_can_and_ends_in_order(
+def test_recorder_on_full_disk_keeps_all_metrics_and_closes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        "--model.model_name_or_path",
-        "m",
-        "--data.dataset",
-        "d",
-        "--run.dir",
-        str(tmp_path / "run"),
-    ]
-    recorder = Recorder(parse_config(SFTConfig, words, command="train_sft"), str(tmp_path / "run"))
+    run_dir = str(tmp_path / "run")
+    words = ["--model.model_name_or_path", "m", "--data.dataset", "d", "--run.dir", run_dir]
+    recorder = Recorder(parse_config(SFTConfig, words, command="train_sft"), run_dir)
     recorder.step(1, {"train/gpt_loss": 1.0})
     with files_of_at_most(0):
         recorder.step(2, {"train/gpt_loss": 0.5})
@@ -83,7 +78,7 @@ def test_run_whose_folder_is_full_logs_what_it_can_and_ends_in_order(
     assert "report.html" in capsys.readouterr().err
 
 
-def test_full_device_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_file_on_full_device_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     file = LogFile(FULL)
     file.write("a\n")
     file.close()

@@ -1,4 +1,4 @@
-"""How logged numbers reduce."""
+"""Reduction of logged numbers."""
 
 import math
 import pickle
@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 from openrlhf.observability.metrics import Deviation, Last, Max, Mean, merge_all, values
 
 
-def test_a_mean_of_unequal_parts_is_the_mean_of_the_whole():
+def test_mean_of_unequal_parts_equals_mean_of_whole():
     parts = [{"train/kl": Mean(1 + 2 + 3, 3)}, {"train/kl": Mean(10, 1)}]
     assert merge_all(parts)["train/kl"].value == pytest.approx((1 + 2 + 3 + 10) / 4)
 
 
-def test_a_maximum_is_the_largest_of_all_parts():
+def test_max_is_largest_value_of_all_parts():
     assert merge_all([{"m": Max(2.0)}, {"m": Max(-1.0)}, {"m": Max(2.5)}]) == {"m": Max(2.5)}
 
 
 @pytest.mark.parametrize("order", [[math.nan, 1.0], [1.0, math.nan]])
-def test_a_maximum_does_not_hide_a_nan_in_either_order(order):
+def test_max_is_nan_if_any_part_is_nan(order):
     merged = merge_all({"m": Max(value)} for value in order)
     assert math.isnan(merged["m"].value)
 
 
 @given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5), min_size=1, max_size=5))
-def test_a_deviation_does_not_depend_on_the_parts(parts):
+def test_deviation_does_not_depend_on_split_into_parts(parts):
     whole = [number for part in parts for number in part]
     merged = merge_all({"std": Deviation.of(part)} for part in parts)["std"]
     assert merged.value == pytest.approx(
@@ -36,7 +36,7 @@ def test_a_deviation_does_not_depend_on_the_parts(parts):
     assert merged.mean == pytest.approx(statistics.mean(whole), abs=1e-9)
 
 
-def test_a_small_deviation_is_not_lost_beside_a_large_mean():
+def test_deviation_keeps_small_spread_around_large_mean():
     parts = [
         {"std": Deviation.of([1e9 + 0.25, 1e9 - 0.25])},
         {"std": Deviation.of([1e9 + 0.25, 1e9 - 0.25])},
@@ -44,30 +44,30 @@ def test_a_small_deviation_is_not_lost_beside_a_large_mean():
     assert merge_all(parts)["std"].value == pytest.approx(0.25 * math.sqrt(4 / 3), rel=1e-6)
 
 
-def test_last_is_the_value_of_the_last_part():
+def test_last_is_value_of_last_part():
     assert merge_all([{"lr": Last(1.0)}, {"lr": Last(0.5)}]) == {"lr": Last(0.5)}
 
 
-def test_a_name_that_some_ranks_lack_is_averaged_over_the_others():
+def test_merge_all_reduces_name_over_the_ranks_that_have_it():
     ranks = [{"a": Mean(4, 2)}, {"b": Mean(1, 1)}, {}, {"a": Mean(2, 1), "c": Last(7)}]
     assert merge_all(ranks) == {"a": Mean(6, 3), "b": Mean(1, 1), "c": Last(7)}
 
 
-def test_merging_leaves_the_parts_as_they_were():
+def test_merge_all_does_not_change_its_parts():
     first, second = {"a": Mean(1, 1)}, {"a": Mean(3, 1)}
     merge_all([first, second])
     assert (first, second) == ({"a": Mean(1, 1)}, {"a": Mean(3, 1)})
 
 
-def test_a_mean_over_nothing_is_not_logged():
+def test_values_leaves_out_mean_over_nothing():
     logged = values({"seen": Mean(3, 2), "unseen": Mean(0, 0), "top": Max(2), "lr": Last(1)})
     assert logged == {"seen": 1.5, "top": 2.0, "lr": 1.0}
 
 
-def test_a_part_with_nothing_to_count_does_not_change_a_mean():
+def test_empty_part_does_not_change_mean():
     assert merge_all([{"a": Mean(0.0, 0)}, {"a": Mean(5, 2)}])["a"].value == 2.5
 
 
-def test_metrics_travel_between_processes():
+def test_metrics_survive_pickling():
     metrics = {"a": Mean(1, 2), "b": Max(3), "c": Last(4)}
     assert pickle.loads(pickle.dumps(metrics)) == metrics

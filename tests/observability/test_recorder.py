@@ -1,4 +1,4 @@
-"""What a run writes down; a resumed run goes on in the same files from the step it resumes at."""
+"""Logging of a run, and resumed runs that continue in the same files."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def log_steps(recorder: Recorder, first: int, last: int) -> None:
-    """Samples, the numbers of the step and an evaluation, as the loops log them."""
+    """Log samples, the numbers of the step and an evaluation, like the training loops."""
     for step in range(first, last + 1):
         recorder.samples(step, [episode(step, score=1.0)])
         recorder.step(step, {"train/loss": float(step)})
         recorder.evaluation(step, {"eval/score": float(step)})
 
 
-def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+def test_resumed_run_removes_rows_after_its_checkpoint(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     log_steps(recorder(whole), 1, 4)
     killed = recorder(cut)
     log_steps(killed, 1, 3)
-    killed.samples(4, [episode(99, score=0.0)])  # generated, and then the process was killed
+    killed.samples(4, [episode(99, score=0.0)])  # logged just before the process was killed
     log_steps(recorder(cut, resume_step=2), 3, 4)
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert rows(cut, name) == rows(whole, name)
@@ -60,7 +60,7 @@ def resumed_notices(
     *,
     written: bool = True,
 ) -> str:
-    """What a run with the flags `after` prints when it continues a run with the flags `before`."""
+    """Return what a run with the flags `after` prints when it resumes a run with `before`."""
     folder.mkdir(exist_ok=True)
     (folder / "rows.jsonl").write_text("{}\n")
     always = [
@@ -79,81 +79,55 @@ def resumed_notices(
     return capsys.readouterr().err
 
 
-def test_a_resumed_run_lists_the_flags_that_changed_with_both_values(
+def test_resumed_run_prints_changed_flags_with_both_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = ["--adam.lr", "1e-3", "--lr_scheduler", "constant", "--adam.betas", "0.9", "0.95"]
-    after = [
-        "--adam.lr",
-        "2e-3",
-        "--adam.weight_decay",
-        "0.1",
-        "--train.seed",
-        "7",
-        "--adam.betas",
-        "0.9",
-        "0.95",
-    ]
-    said = resumed_notices(tmp_path, before, after, capsys)
-    assert said.count("[notice]") == 1
+    after = ["--adam.lr", "2e-3", "--adam.weight_decay", "0.1", "--train.seed", "7"]
+    after += ["--adam.betas", "0.9", "0.95"]
+    printed = resumed_notices(tmp_path, before, after, capsys)
+    assert printed.count("[notice]") == 1
     expected = {
         "--adam.lr 0.002 (before: 0.001)",
         "--adam.weight_decay 0.1 (before: 0.0)",
         "--lr_scheduler cosine_with_min_lr (before: constant)",
         "--train.seed 7 (before: 42)",
     }
-    assert (
-        set(said.strip().removesuffix(".").partition(" than before: ")[2].split(", ")) == expected
-    )
+    assert all(change in printed for change in expected)
+    assert printed.count("(before: ") == len(expected)
 
 
-def test_a_resumed_run_with_the_same_flags_or_other_places_lists_none(
+def test_resumed_run_prints_no_flags_if_only_places_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    free = [
-        "--ckpt.load_enable",
-        "--ckpt.save_steps",
-        "3",
-        "--ckpt.output_dir",
-        "e",
-        "--ds.zero_stage",
-        "3",
-    ]
-    free += [
-        "--logger.logging_steps",
-        "2",
-        "--logger.tensorboard_dir",
-        str(tmp_path / "t"),
-        "--run.json",
-    ]
-    assert (
-        resumed_notices(tmp_path / "same", ["--adam.lr", "1e-3"], ["--adam.lr", "1e-3"], capsys)
-        == ""
-    )
-    assert resumed_notices(tmp_path / "free", [], free, capsys) == ""
-    assert (
-        resumed_notices(tmp_path / "lost", [], ["--adam.lr", "1e-3"], capsys, written=False) == ""
-    )
+    lr = ["--adam.lr", "1e-3"]
+    places = ["--ckpt.load_enable", "--ckpt.save_steps", "3", "--ckpt.output_dir", "e"]
+    places += ["--ds.zero_stage", "3"]
+    places += ["--logger.logging_steps", "2", "--run.json"]
+    places += ["--logger.tensorboard_dir", str(tmp_path / "t")]
+    assert resumed_notices(tmp_path / "same", lr, lr, capsys) == ""
+    assert resumed_notices(tmp_path / "places", [], places, capsys) == ""
+    assert resumed_notices(tmp_path / "lost", [], lr, capsys, written=False) == ""
 
 
-def test_a_new_run_in_the_same_folder_starts_anew(
+def test_new_run_moves_files_of_earlier_run_in_same_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log_steps(recorder(tmp_path), 1, 3)
     assert "earlier run" not in capsys.readouterr().out
     log_steps(recorder(tmp_path), 1, 1)
-    assert f"are now in {tmp_path / 'earlier/1'}." in capsys.readouterr().out.replace("\n", " ")
+    assert str(tmp_path / "earlier/1") in capsys.readouterr().out.replace("\n", " ")
     assert {row["step"] for row in rows(tmp_path, "metrics.jsonl")} == {1}
     assert {row["step"] for row in rows(tmp_path / "earlier/1", "metrics.jsonl")} == {1, 2, 3}
 
 
-def test_logging_steps_thins_out_steps_but_not_evaluations(tmp_path: Path) -> None:
+def test_logging_steps_skips_steps_but_not_evaluations(tmp_path: Path) -> None:
     log_steps(recorder(tmp_path, logging_steps=2), 1, 4)
     logged = [(row["step"], "train/loss" in row) for row in rows(tmp_path, "metrics.jsonl")]
     assert logged == [(1, False), (2, True), (2, False), (3, False), (4, True), (4, False)]
 
 
-def test_failed_episodes_are_written_beside_as_many_good_ones(tmp_path: Path) -> None:
+def test_samples_logs_failed_episodes_in_addition_to_good_ones(tmp_path: Path) -> None:
     many = [episode(0, i, score=1.0) for i in range(SAMPLES_PER_STEP + 5)]
     recorder(tmp_path).samples(1, [*many, failed(1, 0)])
     written = rows(tmp_path, "samples.jsonl")
@@ -161,24 +135,24 @@ def test_failed_episodes_are_written_beside_as_many_good_ones(tmp_path: Path) ->
     assert (written[-1]["stop_reason"], written[-1]["error"]) == ("failed", "it broke")
 
 
-def test_a_rare_kind_of_failure_is_written_though_another_is_frequent(tmp_path: Path) -> None:
+def test_samples_logs_rare_kind_of_failure_despite_frequent_one(tmp_path: Path) -> None:
     late = [failed(0, i).failing("slow", Failure.TIMEOUT) for i in range(SAMPLES_PER_STEP + 5)]
     recorder(tmp_path).samples(1, [*late, failed(1, 0).failing("gone", Failure.EXIT)])
     kinds = [row["failure"] for row in rows(tmp_path, "samples.jsonl")]
     assert kinds == ["timeout", "exit", *["timeout"] * (SAMPLES_PER_STEP - 2)]
 
 
-def test_filtered_episodes_are_written_beside_as_many_kept_ones_and_marked(tmp_path: Path) -> None:
+def test_samples_logs_filtered_episodes_in_addition_to_kept_ones(tmp_path: Path) -> None:
     many = [episode(0, i, score=1.0) for i in range(SAMPLES_PER_STEP + 5)]
     recorder(tmp_path).samples(1, [*map(thrown_away, many), *many])
     written = rows(tmp_path, "samples.jsonl")
-    assert [row["filtered"] for row in written] == [False] * SAMPLES_PER_STEP + [
-        True
-    ] * SAMPLES_PER_STEP
+    kept, filtered = written[:SAMPLES_PER_STEP], written[SAMPLES_PER_STEP:]
+    assert not any(row["filtered"] for row in kept)
+    assert [row["filtered"] for row in filtered] == [True] * SAMPLES_PER_STEP
     assert {row["reward"] for row in written} == {1.0}
 
 
-def test_every_evaluation_keeps_a_finished_sample_of_the_same_first_prompts(tmp_path: Path) -> None:
+def test_evaluation_logs_one_successful_sample_of_each_first_prompt(tmp_path: Path) -> None:
     made = recorder(tmp_path)
     many = [episode(prompt, sample, score=1.0) for prompt in range(9) for sample in range(2)]
     made.evaluation(0, {"eval/score": 0.5}, [failed(0, 0), *many[1:]])
@@ -197,36 +171,36 @@ def test_every_evaluation_keeps_a_finished_sample_of_the_same_first_prompts(tmp_
     assert all(row["evaluation"] for row in rows(tmp_path, "samples.jsonl"))
 
 
-def dead(recorder: Recorder, first: int, last: int) -> None:
+def log_dead_groups(recorder: Recorder, first: int, last: int) -> None:
     for step in range(first, last + 1):
         recorder.step(step, {"train/dead_groups": 1.0})
 
 
-def test_a_run_that_learns_nothing_says_so_once_on_the_terminal_and_in_the_report(
+def test_notice_appears_once_on_terminal_and_in_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = recorder(tmp_path)
-    dead(made, 1, 4)
+    log_dead_groups(made, 1, 4)
     assert "Notice" not in capsys.readouterr().out
-    dead(made, 5, 20)
+    log_dead_groups(made, 5, 20)
     made.close()
     printed = capsys.readouterr().out
-    notice = "Steps 1 to 5: train/dead_groups is 1. All samples have the same reward, so there is nothing to learn"
+    notice = "Steps 1 to 5: train/dead_groups is 1. "
     assert printed.count("Notice: ") == printed.count(notice) == 1
     assert (tmp_path / "report.html").read_text().count(notice) == 1
 
 
-def test_a_resumed_run_counts_on_and_repeats_no_notice(
+def test_resumed_run_continues_curves_and_repeats_no_notice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dead(recorder(tmp_path), 1, 3)
-    dead(recorder(tmp_path, resume_step=3), 4, 6)
+    log_dead_groups(recorder(tmp_path), 1, 3)
+    log_dead_groups(recorder(tmp_path, resume_step=3), 4, 6)
     assert "Notice: Steps 1 to 5: " in capsys.readouterr().out
-    dead(recorder(tmp_path, resume_step=6), 7, 20)
+    log_dead_groups(recorder(tmp_path, resume_step=6), 7, 20)
     assert "Notice" not in capsys.readouterr().out
 
 
-def test_what_can_be_known_only_at_the_end_is_said_at_the_end(
+def test_notice_of_rule_at_end_is_printed_by_close(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = recorder(tmp_path)
@@ -237,7 +211,7 @@ def test_what_can_be_known_only_at_the_end_is_said_at_the_end(
     assert "Notice: Step 8: eval/eval_x_pass1 is 0.3 (at the start 0.5)." in capsys.readouterr().out
 
 
-def test_closing_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_close_writes_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = recorder(tmp_path)
     log_steps(made, 1, 2)
     made.close()
@@ -245,7 +219,7 @@ def test_closing_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture
     assert str(tmp_path / "report.html") in capsys.readouterr().out
 
 
-def test_the_first_error_of_each_kind_is_shown_once_of_steps_and_evaluations(
+def test_first_error_of_each_kind_is_printed_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = recorder(tmp_path)
@@ -262,8 +236,6 @@ def test_the_first_error_of_each_kind_is_shown_once_of_steps_and_evaluations(
     made.samples(1, episodes)
     made.samples(2, episodes)
     shown = capsys.readouterr().out
-    assert [shown.count(text) for text in ("slow one", "slow two", "ValueError: bad label")] == [
-        1,
-        0,
-        1,
-    ]
+    assert shown.count("slow one") == 1
+    assert "slow two" not in shown
+    assert shown.count("ValueError: bad label") == 1

@@ -1,4 +1,4 @@
-"""The report page: what it shows, and that what it shows cannot break it."""
+"""The report page: its contents, and escaping of the texts in it."""
 
 import json
 import math
@@ -64,8 +64,8 @@ def run(tmp_path):
     return folder
 
 
-def test_the_texts_of_training_data_are_shown_as_they_are_written(run):
-    assert "Texts of the training data" not in page_of(report_run(run.path)).text
+def test_page_shows_training_texts_verbatim(run):
+    assert "⟦" not in page_of(report_run(run.path)).text
     run.write_texts(["--- chosen 1: 4 tokens", "2+2=⟦<b>4</b>⟧"])
     assert "--- chosen 1: 4 tokens 2+2=⟦<b>4</b>⟧" in page_of(report_run(run.path)).text
 
@@ -74,7 +74,7 @@ def page_of(path) -> Page:
     return Page(path.read_text(encoding="utf-8"))
 
 
-def test_a_run_reports_its_curves_numbers_config_and_samples(run):
+def test_page_shows_curves_numbers_config_and_samples(run):
     page = page_of(report_run(run.path))
     assert page.count("svg") == 3  # reward, pass@1, and the user's own number
     assert "40 steps" in page.text
@@ -84,7 +84,7 @@ def test_a_run_reports_its_curves_numbers_config_and_samples(run):
     assert "step 40 reward 1.000 ended by stop 2+2= 4" in page.text
 
 
-def test_the_page_needs_nothing_from_outside(run):
+def test_page_refers_to_no_other_files(run):
     page = page_of(report_run(run.path))
     links = [a for _, attrs in page.tags for a in (attrs.get("src"), attrs.get("href")) if a]
     assert all(link.startswith("#") for link in links)
@@ -92,7 +92,7 @@ def test_the_page_needs_nothing_from_outside(run):
     assert "url(" not in (run.path / "report.html").read_text()
 
 
-def test_nothing_a_model_writes_becomes_markup(run):
+def test_page_escapes_text_of_models_and_users(run):
     attack = "</pre><script>alert(1)</script><img src=x>{{ 7*7 }}"
     run.log_samples([SAMPLE | dict(step=41, prompt=attack, response=attack)])
     run.log_samples([SAMPLE | dict(step=41, error=attack, reward=None)])
@@ -108,7 +108,7 @@ def test_nothing_a_model_writes_becomes_markup(run):
     assert "{{ 7*7 }}" in page.text
 
 
-def test_several_stages_share_a_page_with_a_table_on_top(run, tmp_path):
+def test_page_of_several_stages_has_table_and_links(run, tmp_path):
     path = write_report(
         tmp_path / "deep" / "report.html",
         {"Supervised": tmp_path / "nothing", "RL": run.path},
@@ -122,7 +122,7 @@ def test_several_stages_share_a_page_with_a_table_on_top(run, tmp_path):
     assert "No metrics were logged in this folder." in page.text
 
 
-def test_the_script_finds_the_numbers_of_every_chart(run):
+def test_page_has_data_of_every_chart(run):
     page = page_of(report_run(run.path))
     charts = [json.loads(attrs["data-chart"] or "") for tag, attrs in page.tags if tag == "svg"]
     assert charts[0] == {"range": [39.5, 40.5], "lines": [{"x": [40], "y": [0.5]}]}
@@ -130,14 +130,14 @@ def test_the_script_finds_the_numbers_of_every_chart(run):
     assert [attrs["d"][:2] for tag, attrs in page.tags if tag == "path"] == ["M1", "M4", "M4"]
 
 
-def test_an_empty_run_has_a_page_too(tmp_path):
+def test_page_of_empty_run_has_no_charts(tmp_path):
     RunFolder(tmp_path)
     page = page_of(report_run(tmp_path))
     assert "No metrics were logged" in page.text
     assert page.count("svg") == 0
 
 
-def test_thousands_of_steps_make_a_page_of_bounded_size(tmp_path):
+def test_page_of_long_run_has_bounded_size(tmp_path):
     folder = RunFolder(tmp_path)
     names = [f"train/number_{i}" for i in range(5)]
     for step in range(8000):
@@ -145,7 +145,7 @@ def test_thousands_of_steps_make_a_page_of_bounded_size(tmp_path):
     assert report_run(tmp_path).stat().st_size < 300_000
 
 
-def test_lines_of_one_step_are_merged_and_the_later_number_counts():
+def test_read_series_merges_lines_of_a_step_and_keeps_later_number():
     rows = [
         {"step": 2, "time": 1.0, "train/kl": 1.0},
         {"step": 1, "time": 0.0, "train/kl": 3.0, "eval/eval_loss": None},
@@ -163,7 +163,7 @@ def responses(samples):
     return [(x and x["response"], y and y["response"]) for x, y in samples.pairs]
 
 
-def test_the_same_evaluation_prompts_are_shown_before_and_after():
+def test_read_samples_pairs_first_and_newest_sample_of_evaluation_prompts():
     rows = [
         sample(0, "held out", "h0", evaluation=True),
         sample(1, "a", "a1"),
@@ -173,10 +173,10 @@ def test_the_same_evaluation_prompts_are_shown_before_and_after():
     ]
     samples = read_samples(rows)
     assert responses(samples) == [("h0", "h40")]
-    assert samples.caption == "evaluation prompts, the first and the newest sample of each"
+    assert samples.caption.startswith("evaluation")
 
 
-def test_without_evaluations_prompts_of_the_first_step_are_shown_when_they_were_last_drawn_again():
+def test_read_samples_pairs_repeated_training_prompts_without_evaluations():
     rows = [
         sample(1, "a", "a1"),
         sample(1, "a", "second sample of a"),
@@ -189,10 +189,10 @@ def test_without_evaluations_prompts_of_the_first_step_are_shown_when_they_were_
     ]
     samples = read_samples(rows)
     assert responses(samples) == [("b1", "b5"), ("a1", "a9")]
-    assert samples.caption == "training prompts, the first and the newest sample of each"
+    assert samples.caption.startswith("training")
 
 
-def test_if_no_prompt_came_again_samples_of_the_first_and_the_newest_step_stand_side_by_side():
+def test_read_samples_pairs_first_and_newest_step_if_no_prompt_is_repeated():
     rows = [
         sample(step, f"p{step}{i}", f"r{step}{i}")
         for step in (1, 2, 3)
@@ -201,40 +201,39 @@ def test_if_no_prompt_came_again_samples_of_the_first_and_the_newest_step_stand_
     ]
     samples = read_samples(rows)
     assert responses(samples) == [("r10", "r30"), (None, "r31"), (None, "r32")]
-    assert "no prompt of the first step was drawn again" in samples.caption
+    assert "first" in samples.caption and "newest" in samples.caption
 
 
-def test_one_logged_step_has_no_later_sample():
+def test_read_samples_of_single_step_has_no_later_sample():
     assert responses(read_samples([sample(3, "a", "a3")])) == [("a3", None)]
 
 
-def test_only_a_few_rows_are_held_whatever_the_run_logged():
+def test_read_samples_handles_many_rows():
     rows = (sample(step, f"prompt {step % 1000}", f"r{step}") for step in range(100_000))
     assert responses(read_samples(rows)) == [("r0", "r99000")]
 
 
-def test_failures_are_counted_and_the_newest_errors_shown(run):
+def test_page_counts_failures_and_shows_newest_errors(run):
     run.log_metrics(41, {"train/failed_episodes": 2})
     run.log_metrics(42, {"train/failed_episodes": 3})
     run.log_samples(
         SAMPLE | dict(step=41, reward=None, error=f"TimeoutError {i}") for i in range(30)
     )
     view = read_stage(run.path)
-    assert view.notices == ["Failed episodes, dropped: 5", "Logged episodes with an error: 30"]
+    failed, errors = view.notices
+    assert failed.endswith(": 5") and errors.endswith(": 30")
     page = page_of(report_run(run.path))
     assert "TimeoutError 29" in page.text
     assert "TimeoutError 3 " not in page.text
 
 
-def test_notices_about_the_run_stand_above_its_curves(run):
+def test_page_shows_notices_above_curves(run):
     run.log_metrics(41, {"train/nonfinite_steps": 1})
     text = page_of(report_run(run.path)).text
-    assert text.index(
-        "Step 41: train/nonfinite_steps is 1. An optimizer step is skipped"
-    ) < text.index("Reward")
+    assert text.index("Step 41: train/nonfinite_steps is 1. ") < text.index("Reward")
 
 
-def test_main_numbers_compare_beginning_and_end():
+def test_main_numbers_average_first_and_last_steps():
     series = {
         "train/reward": [(step, float(step > 50)) for step in range(1, 101)],
         "eval/eval_gsm8k_pass1": [(1, 0.25), (100, 0.5)],
@@ -246,9 +245,7 @@ def test_main_numbers_compare_beginning_and_end():
 
 
 @pytest.mark.parametrize(("steps", "averaged"), [(100, "5 steps"), (40, "2 steps"), (39, "")])
-def test_the_label_of_a_tile_says_over_how_many_steps_its_numbers_are_averaged(
-    steps: int, averaged: str
-) -> None:
+def test_label_of_tile_has_number_of_averaged_steps(steps: int, averaged: str) -> None:
     series = {
         "train/reward": [(step, 1.0) for step in range(steps)],
         "eval/eval_gsm8k_pass1": [(steps, 0.5)],
@@ -258,7 +255,7 @@ def test_the_label_of_a_tile_says_over_how_many_steps_its_numbers_are_averaged(
     assert averaged in reward and ("steps" in reward) == bool(averaged)
 
 
-def test_names_are_shortened_for_people():
+def test_short_label_makes_names_readable():
     assert short_label("train/response_length") == "response length"
     assert short_label("eval/eval_gsm8k_pass4") == "gsm8k pass@4"
     assert short_label("eval/eval_default_pass1") == "pass@1"  # rows without a data source
@@ -266,7 +263,7 @@ def test_names_are_shortened_for_people():
     assert short_label("eval/acc_mean") == "eval acc mean"
 
 
-def test_a_report_can_be_written_while_a_line_is_half_written(run):
+def test_report_skips_unfinished_last_line(run):
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "train/rew')
     assert "40 steps" in page_of(report_run(run.path)).text

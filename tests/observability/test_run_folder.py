@@ -1,4 +1,4 @@
-"""The run folder: what is written survives, reads back, and can be cut back."""
+"""The run folder: writing, reading, and resuming after a kill."""
 
 import json
 import math
@@ -22,7 +22,7 @@ ROW = {
 
 
 def lines_of(path: Path) -> list[dict]:
-    """Every line, parsed strictly: NaN and infinity are not JSON."""
+    """Return every line, parsed strictly: NaN and infinity are not JSON."""
 
     def refuse(constant: str) -> float:
         raise ValueError(f"{constant} is not JSON")
@@ -30,13 +30,13 @@ def lines_of(path: Path) -> list[dict]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def test_a_new_folder_has_logs_and_empty_files(tmp_path):
+def test_new_folder_has_logs_and_empty_files(tmp_path):
     RunFolder(tmp_path / "runs" / "first")
     assert (tmp_path / "runs/first/logs").is_dir()
     assert (tmp_path / "runs/first/metrics.jsonl").read_text() == ""
 
 
-def test_each_log_call_is_one_object_with_step_time_and_the_names(tmp_path):
+def test_each_log_call_writes_one_object_with_step_time_and_names(tmp_path):
     folder = RunFolder(tmp_path)
     folder.log_metrics(12, {"train/kl": 0.25})
     folder.log_metrics(12, {"eval/eval_loss": 2})
@@ -47,7 +47,7 @@ def test_each_log_call_is_one_object_with_step_time_and_the_names(tmp_path):
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_not_finite_becomes_null(tmp_path, number):
+def test_nonfinite_number_is_written_as_null(tmp_path, number):
     folder = RunFolder(tmp_path)
     folder.log_metrics(1, {"train/policy_loss": number, "train/kl": 0.5})
     folder.log_samples([ROW | dict(reward=number, scores={"score": number})])
@@ -59,7 +59,7 @@ def test_a_number_that_is_not_finite_becomes_null(tmp_path, number):
     assert sample["scores"] == {"score": None}
 
 
-def test_a_sample_has_the_documented_keys(tmp_path):
+def test_sample_row_has_documented_keys(tmp_path):
     trajectory = Trajectory(
         tokens=[5, 6],
         action_mask=[False, True],
@@ -95,14 +95,14 @@ def test_a_sample_has_the_documented_keys(tmp_path):
 
 
 @pytest.mark.parametrize("text", ['a "b"\n\r\u2028c', "日本語 🙂", "\ud800 lone", "\x00"])
-def test_any_text_stays_on_one_line(tmp_path, text):
+def test_sample_with_any_text_is_one_line(tmp_path, text):
     folder = RunFolder(tmp_path)
     folder.log_samples([ROW | dict(response=text), ROW])
     rows = list(read_lines(tmp_path / "samples.jsonl"))
     assert [row["response"] for row in rows] == [text.replace("\ud800", "?"), "4"]
 
 
-def test_what_was_logged_survives_a_kill(tmp_path):
+def test_logged_lines_survive_sigkill(tmp_path):
     program = (
         "import os, signal; from openrlhf.observability.run_folder import RunFolder\n"
         f"folder = RunFolder({str(tmp_path)!r})\n"
@@ -114,7 +114,7 @@ def test_what_was_logged_survives_a_kill(tmp_path):
 
 
 @pytest.mark.parametrize("unfinished", ['{"step": 3, "ti', "{", '{"step": 3}', "x" * 200_000])
-def test_resuming_cuts_a_line_that_a_killed_process_left_unfinished(tmp_path, unfinished):
+def test_resume_removes_unfinished_last_line(tmp_path, unfinished):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n' + unfinished)
     (tmp_path / "samples.jsonl").write_text(unfinished)
     folder = RunFolder(tmp_path, resume_step=2)
@@ -124,7 +124,7 @@ def test_resuming_cuts_a_line_that_a_killed_process_left_unfinished(tmp_path, un
     assert len(lines_of(tmp_path / "samples.jsonl")) == 1
 
 
-def test_a_resumed_run_forgets_what_came_after_its_step(tmp_path):
+def test_resume_removes_lines_after_resume_step(tmp_path):
     folder = RunFolder(tmp_path)
     for step in (1, 2, 2, 3, 4):
         folder.log_metrics(step, {"train/kl": step / 10})
@@ -146,7 +146,7 @@ def test_a_resumed_run_forgets_what_came_after_its_step(tmp_path):
     assert [row["step"] for row in lines_of(tmp_path / "samples.jsonl")] == [1, 2, 2, 3]
 
 
-def test_cutting_back_keeps_the_lines_as_they_were(tmp_path):
+def test_resume_keeps_earlier_lines_unchanged(tmp_path):
     folder = RunFolder(tmp_path)
     folder.log_metrics(1, {"train/kl": 1 / 3, "train/policy_loss": math.nan})
     before = (tmp_path / "metrics.jsonl").read_text()
@@ -160,7 +160,7 @@ def test_cutting_back_keeps_the_lines_as_they_were(tmp_path):
     ]
 
 
-def test_a_new_run_moves_what_an_earlier_one_left(tmp_path):
+def test_new_run_moves_files_of_earlier_runs(tmp_path):
     for kl in (0.1, 0.2, 0.3):
         folder = RunFolder(tmp_path)
         folder.write_config(f"kl: {kl}\n", f"kl: {kl}\nseed: 1\n")
@@ -173,7 +173,7 @@ def test_a_new_run_moves_what_an_earlier_one_left(tmp_path):
     assert len(lines_of(tmp_path / "metrics.jsonl")) == 1
 
 
-def test_reading_skips_what_is_not_a_row_and_a_missing_file_has_none(tmp_path):
+def test_read_lines_skips_foreign_lines_and_missing_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert list(read_lines(path)) == []
     path.write_text('{"step": 1}\n\nnonsense\n[1]\n{"other": 2}\n{"step": 2}\n{"step"')
