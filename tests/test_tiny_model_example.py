@@ -54,7 +54,7 @@ def test_the_model_of_a_csv_file_has_tokens_for_every_text(model: Path) -> None:
                 "--output_path",
                 "out.jsonl",
             ],
-            f"answers may be empty: use --data.input_template ${SPACED[:-1]!r}",
+            f"Use --data.input_template ${SPACED[:-1]!r}",
         ),
     ],
 )

@@ -13,15 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal
 from openrlhf.agents.continuation import encode, encode_after
-from openrlhf.data.templates import (
-    STAND_IN,
-    Message,
-    Span,
-    in_common,
-    render,
-    to_messages,
-    with_parsed_arguments,
-)
+from openrlhf.data.messages import Message, to_messages, with_parsed_arguments
+from openrlhf.data.templates import STAND_IN, Span, in_common, render
 from openrlhf.data.tokenizer import most_characters
 
 HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)

@@ -38,7 +38,7 @@ from openrlhf.agents.chat_session import (
 )
 from openrlhf.agents.continuation import encode
 from openrlhf.agents.contract import AgentExecutorBase, Engine
-from openrlhf.data.templates import Message
+from openrlhf.data.messages import Message
 from openrlhf.rollout.sampling import SamplingParams
 
 if TYPE_CHECKING:

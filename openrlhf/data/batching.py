@@ -1,13 +1,11 @@
-"""Which rows go together and in which order: budgets, even partitions, epochs. Lengths are in
-tokens.
-"""
+"""Batches of rows and their order: budgets, even partitions, epochs. Lengths are in tokens."""
 
 import heapq
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from operator import itemgetter
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +13,23 @@ import torch
 from torch.utils.data import Sampler
 
 
+class Group(NamedTuple):
+    """Rows of one part, and their tokens."""
+
+    tokens: int
+    rows: list[int]
+
+
+class Solution(NamedTuple):
+    """A partition of some rows. Solutions compare by how uneven they are."""
+
+    unevenness: int  # tokens of the lightest part less those of the heaviest
+    number: int  # between two equally uneven solutions, the older one comes first
+    groups: list[Group]  # the non-empty parts, heaviest first
+
+
 def balanced_partition(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Row numbers in `parts` non-empty groups of nearly equal token counts.
+    """Return row numbers in `parts` non-empty groups of nearly equal token counts.
 
     The largest-differencing method joins the two least even partial solutions until one is left:
     the heavy groups of one solution with the light groups of the other. Raises ValueError for fewer
@@ -24,50 +37,66 @@ def balanced_partition(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """
     if not 1 <= parts <= len(lengths):
         raise ValueError(f"{len(lengths)} rows cannot be dealt to {parts} non-empty groups")
-    # A solution: (− heaviest + lightest, number, its non-empty groups as (tokens, rows), heaviest
-    # first).
-    number = itertools.count()  # ties: the older solution first
-    solutions = [(-length, next(number), [(length, [row])]) for row, length in enumerate(lengths)]
+    solutions: list[Solution] = []
+    for row, length in enumerate(lengths):
+        solutions.append(Solution(-length, row, [Group(length, [row])]))
     heapq.heapify(solutions)
+    number = len(solutions)
     while len(solutions) > 1:
-        _, _, heavy = heapq.heappop(solutions)
-        _, _, light = heapq.heappop(solutions)
-        apart = max(
-            parts - len(light), 0
-        )  # these many of the heaviest meet an empty group of the other
-        joined, rest = heavy[:apart], heavy[apart:]
-        unmet = len(light) - len(rest)  # heavy's empty groups meet the heaviest of the other
-        joined += light[:unmet]
-        joined += [
-            (a + b, x + y) for (a, x), (b, y) in zip(rest, reversed(light[unmet:]), strict=True)
-        ]
-        joined.sort(key=itemgetter(0), reverse=True)
-        lightest = joined[-1][0] if len(joined) == parts else 0
-        heapq.heappush(solutions, (lightest - joined[0][0], next(number), joined))
-    return sorted(sorted(rows) for _, rows in solutions[0][2])
+        heavy = heapq.heappop(solutions).groups
+        light = heapq.heappop(solutions).groups
+        # Join the heaviest groups of one solution with empty groups of the other.
+        light_empty = max(parts - len(light), 0)
+        heavy_empty = len(light) - len(heavy[light_empty:])
+        joined = heavy[:light_empty] + light[:heavy_empty]
+        lightest_first = reversed(light[heavy_empty:])
+        for a, b in zip(heavy[light_empty:], lightest_first, strict=True):
+            joined.append(Group(a.tokens + b.tokens, a.rows + b.rows))
+        joined.sort(key=attrgetter("tokens"), reverse=True)
+        lightest = joined[-1].tokens if len(joined) == parts else 0
+        heapq.heappush(solutions, Solution(lightest - joined[0].tokens, number, joined))
+        number += 1
+    return sorted(sorted(group.rows) for group in solutions[0].groups)
 
 
 def batches_of_rows(rows: Sequence[int], size: int) -> list[list[int]]:
-    """Consecutive rows, at most `size` in each batch, as even as possible."""
+    """Return batches of consecutive rows, at most `size` in each, as even as possible."""
     count = math.ceil(len(rows) / size)
-    edges = [round(part * len(rows) / count) for part in range(count + 1)] if count else []
-    return [list(rows[start:end]) for start, end in itertools.pairwise(edges)]
+    batches: list[list[int]] = []
+    start = 0
+    for batch in range(1, count + 1):
+        end = round(batch * len(rows) / count)
+        batches.append(list(rows[start:end]))
+        start = end
+    return batches
 
 
 def batches_of_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Row numbers of batches with nearly equal token counts, at most `max_tokens` each; a longer
-    row is alone in its batch.
+    """Return row numbers in batches with nearly equal token counts, at most `max_tokens` each.
+
+    A longer row is alone in its batch.
     """
-    fitting = [row for row, length in enumerate(lengths) if length <= max_tokens]
-    groups = [[row] for row, length in enumerate(lengths) if length > max_tokens]
-    count = math.ceil(sum(lengths[row] for row in fitting) / max_tokens)
+    fitting: list[int] = []
+    fitting_lengths: list[int] = []
+    batches: list[list[int]] = []
+    for row, length in enumerate(lengths):
+        if length <= max_tokens:
+            fitting.append(row)
+            fitting_lengths.append(length)
+        else:
+            batches.append([row])
+    count = max(math.ceil(sum(fitting_lengths) / max_tokens), 1)
     while fitting:
-        parts = balanced_partition([lengths[row] for row in fitting], max(count, 1))
-        even = [[fitting[place] for place in part] for part in parts]
-        if max(sum(lengths[row] for row in rows) for rows in even) <= max_tokens:
-            return sorted([*groups, *even])
+        parts = balanced_partition(fitting_lengths, count)
+        most_tokens = 0
+        for part in parts:
+            most_tokens = max(most_tokens, sum(fitting_lengths[place] for place in part))
+        if most_tokens <= max_tokens:
+            for part in parts:
+                batches.append([fitting[place] for place in part])
+            return sorted(batches)
         count += 1
-    return groups
+    return batches
 
 
 class ResumableSampler(Sampler[int]):
@@ -97,33 +126,32 @@ class ResumableSampler(Sampler[int]):
         consumed: int = 0,
         drop_last: bool = True,
     ) -> None:
-        self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
-        self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.epoch_rows = (
-            num_rows - num_rows % math.lcm(batch_size, dp_size) if drop_last else num_rows
-        )
+        self.num_rows = num_rows
+        self.seed = seed
+        self.shuffle = shuffle
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.epoch_rows = num_rows
+        if drop_last:
+            self.epoch_rows -= num_rows % math.lcm(batch_size, dp_size)
         self.epoch, used = divmod(consumed, max(self.epoch_rows, 1))
         self.position = used // dp_size  # rows of this epoch that this rank has taken
 
     def __len__(self) -> int:
-        """Number of rows of a whole epoch for this rank."""
+        """Return the number of rows of a whole epoch for this rank."""
         return len(range(self.dp_rank, self.epoch_rows, self.dp_size))
 
     def __iter__(self) -> Iterator[int]:
-        order = (
-            permutation(self.num_rows, self.seed + self.epoch)
-            if self.shuffle
-            else range(self.num_rows)
-        )
-        for row in range(
-            self.dp_rank + self.position * self.dp_size, self.epoch_rows, self.dp_size
-        ):
-            yield int(order[row])
+        order: Sequence[int] | npt.NDArray[np.int64] = range(self.num_rows)
+        if self.shuffle:
+            order = permutation(self.num_rows, self.seed + self.epoch)
+        first = self.dp_rank + self.position * self.dp_size
+        for place in range(first, self.epoch_rows, self.dp_size):
+            yield int(order[place])
 
 
-@lru_cache(
-    maxsize=2
-)  # of training and pretraining rows, each asked for again at every step or held prompt
+# Training and pretraining rows each need their order again at every step or held prompt.
+@lru_cache(maxsize=2)
 def permutation(num_rows: int, seed: int) -> npt.NDArray[np.int64]:
-    """The order of the rows in the epoch with this seed; 8 bytes per row."""
+    """Return the order of the rows in the epoch with this seed; 8 bytes per row."""
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed)).numpy()

@@ -1,5 +1,6 @@
-"""The date that a chat template writes: that of the run's first start, even if the run is resumed
-on another day.
+"""The date that a chat template writes.
+
+It is the date of the run's first start, even if the run is resumed on another day.
 """
 
 from datetime import datetime
@@ -25,4 +26,6 @@ def clock_at(moment: str) -> dict[str, Any]:
 def clock_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the variables of a template that stop its clock; none if the clock runs."""
     moment: Any = vars(tokenizer).get(MOMENT)
-    return clock_at(moment) if moment else {}
+    if not moment:
+        return {}
+    return clock_at(moment)

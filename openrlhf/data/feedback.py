@@ -1,6 +1,4 @@
-"""Rows of human feedback: pairs of a preferred and a rejected text; and for KTO answers, each
-desirable or not.
-"""
+"""Rows of human feedback: pairs of texts, and for KTO single answers with labels."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,23 +18,14 @@ from openrlhf.data.errors import kind, row_error, text_of
 from openrlhf.data.findings import Finding, Level
 from openrlhf.data.layouts import DATASOURCE, DROPPED, MARGIN
 from openrlhf.data.lost_tools import ONLY_CALLS, empty_calls, lost_tool
+from openrlhf.data.messages import Message, Turn, messages_of, tools_of, transcript_turns
 from openrlhf.data.rows import Result, TokenizedRows, contents_of
 from openrlhf.data.sft import SFTDataset, SFTRow
-from openrlhf.data.templates import (
-    Encoded,
-    Message,
-    Passage,
-    Span,
-    cut,
-    fill_template,
-    in_common,
-    messages_of,
-)
+from openrlhf.data.templates import Encoded, Passage, Span, cut, fill_template, in_common
 from openrlhf.data.tokenizer import Ends
 
-PairSection = (
-    PreferenceDataConfig | KTODataConfig | EvaluatedDataConfig
-)  # columns, templates and `max_len` of pairs
+# Sections with the columns, the templates and `max_len` of pairs.
+PairSection = PreferenceDataConfig | KTODataConfig | EvaluatedDataConfig
 SAME_TEXT = "whose chosen and rejected text are the same"
 
 
@@ -44,11 +33,11 @@ SAME_TEXT = "whose chosen and rejected text are the same"
 class PairRow:
     """A preferred and a rejected text, each ending with end-of-text.
 
-    `prompt_length`: tokens of the common prompt, which are not judged; 0 unless a prompt was asked
-    for. `chosen_context` and `rejected_context`: positions after the prompt that are not judged
-    either, because someone other than the assistant wrote them; empty unless the texts differ by a
-    whole exchange. `margin`: by how much the preferred text is better, in units of the reward; 0 if
-    the row has no margin. `datasource` names evaluation metrics.
+    `prompt_length` is the number of tokens of the common prompt, which are not judged; 0 unless a
+    prompt is needed. `chosen_context` and `rejected_context` are positions after the prompt that
+    are not judged either, because the assistant did not write them; empty unless the texts differ
+    by a whole exchange. `margin` is the difference in reward between the two texts; 0 if the row
+    has no margin. `datasource` names evaluation metrics.
 
     Example, the prompt "Q: " and the answers "yes" and "no" (ids made up), prompt_length 2:
 
@@ -67,12 +56,10 @@ class PairRow:
 
     @property
     def masks(self) -> tuple[list[bool], list[bool]]:
-        """The judged tokens of the chosen and of the rejected text. The first token of a text is
-        never judged.
-        """
-        return self._mask(self.chosen, self.chosen_context), self._mask(
-            self.rejected, self.rejected_context
-        )
+        """The judged tokens of the chosen and of the rejected text, never the first of a text."""
+        chosen = self._mask(self.chosen, self.chosen_context)
+        rejected = self._mask(self.rejected, self.rejected_context)
+        return chosen, rejected
 
     def _mask(self, tokens: list[int], context: list[int]) -> list[bool]:
         start = max(1, self.prompt_length)
@@ -89,56 +76,34 @@ CONTEXTS = ("chosen_context", "rejected_context")
 class Side(Passage):
     """A text of a pair, with the spans that are judged."""
 
-    exchange: bool = (
-        False  # someone other than the assistant speaks after the prompt that both texts share
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """A turn of a transcript of HH-RLHF: the speaker, and where the words are, in characters."""
-
-    role: str
-    words: str = ""
-    header: int = field(compare=False)
-    start: int = field(compare=False)
-    end: int = field(compare=False)
-
-
-def transcript_turns(text: str) -> list[Turn]:
-    """Return the turns of a transcript of HH-RLHF; none if the text does not begin like one."""
-    headers = list(templates.TRANSCRIPT.finditer(text))
-    if not headers or headers[0].start():
-        return []
-    ends = [following.start() for following in headers[1:]] + [len(text)]
-    turns: list[Turn] = []
-    for header, end in zip(headers, ends, strict=True):
-        role, words = templates.SPEAKERS[header[1]], text[header.end() : end]
-        turns.append(
-            Turn(role=role, words=words, header=header.start(), start=header.end(), end=end)
-        )
-    return turns
+    # A user or a tool speaks after the prompt that both texts share.
+    exchange: bool = False
 
 
 def _judged_spans(sides: list[list[Turn]], prompt: int) -> list[list[Span]]:
-    """Return the assistant's spans of each side from the first difference on, if others speak there
-    too; else none.
+    """Return the assistant's spans of each side from the first difference on.
 
-    `prompt` is the number of characters of the prompt column.
+    Returns an empty list unless the user speaks after the prompt too. `prompt` is the number of
+    characters of the prompt column.
     """
     if not all(sides):
         return []
-    first = min(in_common(*sides), *(len(turns) - 1 for turns in sides))
-    after = [[turn for turn in turns if turn.header >= prompt] for turns in sides]
-    if not prompt:
-        after = [turns[first:] for turns in sides]
-    if not any(turn.role == "user" for turns in after for turn in turns):
-        return []
+    shortest = min(map(len, sides))
+    first = min(in_common(*sides), shortest - 1)
+    user_speaks = False
     spans: list[list[Span]] = []
     for turns in sides:
-        answers = [turn for turn in turns[first:] if turn.role == "assistant" and turn.end > prompt]
-        spans.append([(max(turn.start, prompt), turn.end) for turn in answers])
-    return spans if all(spans) else []
+        judged: list[Span] = []
+        for place, turn in enumerate(turns):
+            after_prompt = turn.header >= prompt if prompt else place >= first
+            if turn.role == "user" and after_prompt:
+                user_speaks = True
+            if turn.role == "assistant" and place >= first and turn.end > prompt:
+                judged.append((max(turn.start, prompt), turn.end))
+        spans.append(judged)
+    if not user_speaks or not all(spans):
+        return []
+    return spans
 
 
 class PreferenceDataset(TokenizedRows[PairRow]):
@@ -150,10 +115,10 @@ class PreferenceDataset(TokenizedRows[PairRow]):
     end-of-text. Pairs with two equal texts after the cut are dropped.
 
     With `needs_prompt`, pairs with a prompt of `max_len` − 2 tokens or more are dropped too.
-    Without a `prompt_key`, the prompt of a chat is everything before the last answer, also of a
-    transcript of HH-RLHF, and other plain texts have no prompt. If someone other than the assistant
-    speaks after the prompt that both texts share, only the assistant's turns from the first
-    difference on are judged.
+    Without a `prompt_key`, the prompt of a chat or of a transcript of HH-RLHF is everything before
+    the last answer, and other plain texts have no prompt. If a user or a tool speaks after the
+    prompt that both texts share, only the assistant's turns from the first difference on are
+    judged.
 
     `summary` counts dropped and cut pairs. Raises DataError for a missing column, for malformed
     rows (naming the first), and if no pair is left.
@@ -171,67 +136,77 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         *,
         needs_prompt: bool = False,
     ) -> None:
-        self.needs_prompt, self.ends = needs_prompt, Ends.of(tokenizer)
+        self.needs_prompt = needs_prompt
+        self.ends = Ends.of(tokenizer)
         super().__init__(dataset, tokenizer, data)
         if needs_prompt and not any(self.rows["prompt_length"]):
             notice(
-                "The texts have no common prompt: their answers begin with the second token. --data.prompt_key names a column with prompts."
+                "The texts have no common prompt, so their answers begin with the second token. "
+                "If a column has the prompts, name it with --data.prompt_key."
             )
 
     def contents(self) -> Iterator[bytes]:
-        """All pairs as bytes, to be hashed. Without an exchange in any pair these are the bytes of
-        earlier releases.
+        """Yield all pairs as bytes, to be hashed.
+
+        Without an exchange in any pair these are the bytes of earlier releases.
         """
         unused = [name for name in CONTEXTS if not any(self.rows[name])]
         yield from contents_of(self._fields.remove_columns(unused))
 
     def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
-        """Prompt and answer of both texts, without trailing newlines and with end-of-text."""
+        """Return prompt and answer of both texts, or the reason why the pair is dropped.
+
+        The texts have no trailing newlines, and end with end-of-text.
+        """
         if DROPPED in row:
             return str(row[DROPPED])
-        read = self._conversations if self.data.apply_chat_template else self._plain
-        sides = read(row)
+        marks: list[str] = []
+        if self.data.apply_chat_template:
+            marks = self.ends.marks
+            sides = self._conversations(row)
+        else:
+            sides = self._plain(row)
         if isinstance(sides, str):
             return sides
-        marks = self.ends.marks if self.data.apply_chat_template else []
-        return [
-            side.closed(self.ends.texts, marks, space=self.data.space_before_eos) for side in sides
-        ]
+        space = self.data.space_before_eos
+        return [side.closed(self.ends.texts, marks, space=space) for side in sides]
 
     def _plain(self, row: Mapping[str, Any]) -> list[Side]:
         prompt = ""
         if self.data.prompt_key:
             prompt = fill_template(self.data.input_template, text_of(row, self.data.prompt_key))
-        texts = [
-            prompt + text_of(row, column)
-            for column in (self.data.chosen_key, self.data.rejected_key)
-        ]
-        turns = [transcript_turns(text) for text in texts]
-        if self.needs_prompt and (spans := _judged_spans(turns, len(prompt))):
-            sides = zip(texts, spans, strict=True)
-            return [
-                Side(text=text, spans=judged, response=judged[0][0], exchange=True)
-                for text, judged in sides
-            ]
-        passages: list[Side] = []
-        for text, said in zip(texts, turns, strict=True):
+        chosen = prompt + text_of(row, self.data.chosen_key)
+        rejected = prompt + text_of(row, self.data.rejected_key)
+        texts = [chosen, rejected]
+        transcripts = list(map(transcript_turns, texts))
+        spans: list[list[Span]] = []
+        if self.needs_prompt:
+            spans = _judged_spans(transcripts, len(prompt))
+        sides: list[Side] = []
+        if spans:
+            for text, judged in zip(texts, spans, strict=True):
+                start = judged[0][0]
+                sides.append(Side(text=text, spans=judged, response=start, exchange=True))
+            return sides
+        for text, turns in zip(texts, transcripts, strict=True):
             answer = len(prompt)
-            if said and not self.data.prompt_key:
-                answer = said[-1].start
-            passages.append(Side(text=text, spans=[(answer, len(text))], response=answer))
-        return passages
+            if turns and not self.data.prompt_key:
+                answer = turns[-1].start
+            sides.append(Side(text=text, spans=[(answer, len(text))], response=answer))
+        return sides
 
     def _conversations(self, row: Mapping[str, Any]) -> list[Side] | str:
-        key, tools = self.data.prompt_key, templates.tools_of(row)
-        prompt = messages_of(row, key, role="user", flag="--data.prompt_key") if key else []
+        tools = tools_of(row)
+        prompt: list[Message] = []
+        if self.data.prompt_key:
+            prompt = messages_of(row, self.data.prompt_key, role="user", flag="--data.prompt_key")
         columns = (self.data.chosen_key, self.data.rejected_key)
-        sides = [
-            prompt + self._answer_messages(row, column, alone=not prompt) for column in columns
-        ]
+        sides: list[list[Message]] = []
+        for column in columns:
+            sides.append(prompt + self._answer_messages(row, column, alone=not prompt))
+        turns = self._judged_messages(prompt, sides)
         passages: list[Side] = []
-        for column, messages, judged in zip(
-            columns, sides, self._judged_messages(prompt, sides), strict=True
-        ):
+        for column, messages, judged in zip(columns, sides, turns, strict=True):
             last = len(messages) - 1
             try:
                 empty = empty_calls(self.tokenizer, messages, judged or [last], tools=tools)
@@ -252,8 +227,8 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         answer = messages_of(row, column, role="assistant", flag=f"--data.{side}_key")
         if alone and isinstance(row[column], str) and len(answer) == 1:
             problem = (
-                "is a string, not a list of chat messages: set --data.prompt_key to the column with "
-                "the question, or leave out --data.apply_chat_template."
+                "is a string, not a list of chat messages. Set --data.prompt_key to the column "
+                "with the question, or leave out --data.apply_chat_template."
             )
             raise row_error(row, column, problem)
         return answer
@@ -261,49 +236,54 @@ class PreferenceDataset(TokenizedRows[PairRow]):
     def _judged_messages(
         self, prompt: list[Message], sides: list[list[Message]]
     ) -> list[list[int]]:
-        """The assistant's turns of each side from the first difference on, if others speak there
-        too; else none.
+        """Return the assistant's turns of each side from the first difference on.
+
+        Returns no turns if only the assistant speaks after the prompt.
         """
+        nothing: list[list[int]] = [[], []]
         if not self.needs_prompt:
-            return [[] for _ in sides]
+            return nothing
         shortest = min(map(len, sides))
         first = max(len(prompt), min(in_common(*sides), shortest - 1))
         begin = len(prompt) if prompt else first
-        if all(message["role"] == "assistant" for side in sides for message in side[begin:]):
-            return [[] for _ in sides]
-        return [
-            [turn for turn in range(first, len(side)) if side[turn]["role"] == "assistant"]
-            for side in sides
-        ]
+        others_speak = False
+        judged: list[list[int]] = []
+        for messages in sides:
+            turns: list[int] = []
+            for turn, message in enumerate(messages):
+                if message["role"] != "assistant":
+                    others_speak = others_speak or turn >= begin
+                elif turn >= first:
+                    turns.append(turn)
+            judged.append(turns)
+        return judged if others_speak else nothing
 
     def _rendered(
         self, prompt: list[Message], messages: list[Message], judged: list[int], tools: Any
     ) -> Side:
         if self.needs_prompt and messages[-1]["role"] != "assistant":
             raise ValueError(
-                "the last message is not the assistant's, so there is no answer to judge"
+                "the last message is not the assistant's: a pair must end with answers"
             )
         if judged:
             passage = templates.render_conversation(
                 self.tokenizer, messages, turns=judged, tools=tools
             )
             passage = passage.with_ended_turns(self.ends.texts)
-            return Side(
-                text=passage.text, spans=passage.spans, response=passage.spans[0][0], exchange=True
-            )
+            start = passage.spans[0][0]
+            return Side(text=passage.text, spans=passage.spans, response=start, exchange=True)
         text = templates.render(self.tokenizer, messages, tools=tools)
         answer = self._answer(prompt or messages[:-1], messages, text, tools)
         return Side(text=text, spans=[(answer, len(text))], response=answer)
 
     def _answer(self, prompt: list[Message], messages: list[Message], text: str, tools: Any) -> int:
-        """The character where the answer begins; the start of the last answer if the template
-        rewrites history.
+        """Return the character where the answer begins.
+
+        If the template rewrites history, this is the start of the last answer.
         """
         if not self.needs_prompt:
             return 0
-        with suppress(
-            ValueError
-        ):  # a beginning that the template forbids, for example without a user
+        with suppress(ValueError):  # the template may forbid a prompt, e.g. without a user's turn
             before = ""
             if prompt:
                 before = templates.render(
@@ -316,47 +296,47 @@ class PreferenceDataset(TokenizedRows[PairRow]):
     def columns(
         self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
     ) -> Result:
-        """The columns of a tokenized pair, or the reason why the pair is dropped."""
-        margin, limit, prompt_length = _margin(row), self.data.max_len - 2, 0
-        chosen, rejected = (
-            cut(known.tokens, self.data.max_len, self.tokenizer, self.ends.ids) for known in encoded
-        )
-        contexts: list[list[int]] = [[], []]
+        """Return the columns of a tokenized pair, or the reason why the pair is dropped."""
+        margin = _margin(row)
+        max_len = self.data.max_len
+        limit = max_len - 2
+        prompt_length = 0
+        better, worse = encoded
+        chosen = cut(better.tokens, max_len, self.tokenizer, self.ends.ids)
+        rejected = cut(worse.tokens, max_len, self.tokenizer, self.ends.ids)
+        chosen_context: list[int] = []
+        rejected_context: list[int] = []
         if self.needs_prompt:
-            starts = [
-                known.tokens_of(text.spans[0]).start
-                for known, text in zip(encoded, passages, strict=True)
-            ]
-            exchange = any(isinstance(text, Side) and text.exchange for text in passages)
-            longest = max(starts) if exchange else min(starts)
-            if longest >= limit:
-                return (
-                    f"with a prompt of {limit} tokens or more (--data.max_len {self.data.max_len})"
-                )
-            prompt_length = min(*starts, in_common(chosen, rejected))
+            chosen_start = better.tokens_of(passages[0].spans[0]).start
+            rejected_start = worse.tokens_of(passages[1].spans[0]).start
+            shorter = min(chosen_start, rejected_start)
+            exchange = any(isinstance(side, Side) and side.exchange for side in passages)
+            if limit <= (max(chosen_start, rejected_start) if exchange else shorter):
+                return f"with a prompt of {limit} tokens or more (--data.max_len {max_len})"
+            prompt_length = min(shorter, in_common(chosen, rejected))
             if exchange:
-                sides = zip(passages, encoded, (chosen, rejected), strict=True)
-                contexts = [
-                    _context(text, known, range(prompt_length, len(kept)))
-                    for text, known, kept in sides
-                ]
-        if encoded[0].tokens == encoded[1].tokens:
+                chosen_answer = range(prompt_length, len(chosen))
+                rejected_answer = range(prompt_length, len(rejected))
+                chosen_context = _context(passages[0], better, chosen_answer)
+                rejected_context = _context(passages[1], worse, rejected_answer)
+        if better.tokens == worse.tokens:
             return SAME_TEXT
         if chosen == rejected:
-            return f"that differ only after --data.max_len {self.data.max_len} tokens"
+            return f"that differ only after --data.max_len {max_len} tokens"
         return {
             "chosen": chosen,
             "rejected": rejected,
             "prompt_length": prompt_length,
             "margin": margin,
             "datasource": str(row.get(DATASOURCE) or "default"),
-            **dict(zip(CONTEXTS, contexts, strict=True)),
-            "cut": any(len(known.tokens) > self.data.max_len for known in encoded),
+            "chosen_context": chosen_context,
+            "rejected_context": rejected_context,
+            "cut": max(len(better.tokens), len(worse.tokens)) > max_len,
         }
 
 
 def _context(passage: Passage, known: Encoded, answer: range) -> list[int]:
-    """Return the places of `answer` whose tokens are in none of the passage's spans."""
+    """Return the positions in `answer` whose tokens are in none of the passage's spans."""
     judged: set[int] = set()
     for span in passage.spans:
         judged.update(known.tokens_of(span))
@@ -364,6 +344,7 @@ def _context(passage: Passage, known: Encoded, answer: range) -> list[int]:
 
 
 def _margin(row: Mapping[str, Any]) -> float:
+    """Return the margin of a row, 0 if it has none. Raises DataError for other values."""
     value = row.get(MARGIN)
     if value is None:
         return 0.0
@@ -378,8 +359,9 @@ def _margin(row: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledRow(SFTRow):
-    """A prompt and an answer, as tokens; the answer begins at the first target, and ends with
-    end-of-text.
+    """A prompt and an answer as tokens.
+
+    The answer begins at the first target, and ends with end-of-text.
     """
 
     desirable: bool
@@ -398,8 +380,9 @@ class LabelledRow(SFTRow):
 
 
 class LabelledDataset(SFTDataset):
-    """The rows of a dataset as tokens with labels. Texts are those of `SFTDataset`: the answer is
-    the response.
+    """The rows of a dataset as tokens with labels.
+
+    The texts are those of `SFTDataset`, and the answer is the response.
 
     Raises DataError for a missing column, for malformed rows or labels (naming the first), and if
     no row is left.
@@ -418,13 +401,16 @@ class LabelledDataset(SFTDataset):
     def columns(
         self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
     ) -> Result:
-        """Those of SFT, and the label."""
-        label, result = _label(row, self.data.label_key), super().columns(row, passages, encoded)
-        return result if isinstance(result, str) else {**result, "desirable": label}
+        """Return the columns of SFT and the label, or the reason why the row is dropped."""
+        label = _label(row, self.data.label_key)
+        result = super().columns(row, passages, encoded)
+        if isinstance(result, str):
+            return result
+        return {**result, "desirable": label}
 
 
 def check_both_labels(rows: LabelledDataset, *, column: str) -> Finding:
-    """Return a warning if the rows that are left are all desirable, or all undesirable."""
+    """Return a warning if the kept rows are all desirable, or all undesirable."""
     if 0 < rows.desirable < len(rows):
         seen = f"{rows.desirable} of {len(rows)} rows are desirable."
         return Finding(check="labels", level=Level.PASS, seen=seen)
@@ -434,31 +420,39 @@ def check_both_labels(rows: LabelledDataset, *, column: str) -> Finding:
     else:
         label = "undesirable"
         fix = "Add rows with the label 1 or true."
-    seen = f"All {len(rows)} rows are {label} (--data.label_key {column}): KTO has nothing to contrast."
+    seen = (
+        f"All {len(rows)} rows are {label} (--data.label_key {column}), "
+        "so KTO has nothing to contrast."
+    )
     return Finding(check="labels", level=Level.WARNING, seen=seen, fix=fix)
 
 
 def _label(row: Mapping[str, Any], column: str) -> bool:
+    """Return whether a row is desirable. Raises DataError for other values than a label."""
     value = row[column]
-    if str(value).lower() not in ("1", "0", "true", "false", "1.0", "0.0"):
-        raise row_error(
-            row, column, f"is {value!r}, which is no label: 1 or true (desirable), 0 or false."
-        )
-    return str(value).lower() in ("1", "true", "1.0")
+    label = str(value).lower()
+    if label in ("1", "true", "1.0"):
+        return True
+    if label in ("0", "false", "0.0"):
+        return False
+    problem = f"is {value!r}, not a label: 1 or true (desirable), 0 or false (undesirable)."
+    raise row_error(row, column, problem)
 
 
 class BothAnswers(torch.utils.data.Dataset[LabelledRow]):
     """Pairs as labelled rows: the chosen answer is desirable, the rejected one is not."""
 
     def __init__(self, pairs: PreferenceDataset) -> None:
-        self.pairs, self.contents = pairs, pairs.contents
+        self.pairs = pairs
+        self.contents = pairs.contents
         self.summary = f"{pairs.summary} Both answers of a pair are rows of their own."
 
     def __len__(self) -> int:
         return 2 * len(self.pairs)
 
     def __getitem__(self, index: int) -> LabelledRow:
-        pair, rejected = divmod(index, 2)
-        row = self.pairs[pair]
-        tokens = row.rejected if rejected else row.chosen
-        return LabelledRow(tokens=tokens, loss_mask=row.masks[rejected], desirable=not rejected)
+        row = self.pairs[index // 2]
+        chosen_mask, rejected_mask = row.masks
+        if index % 2:
+            return LabelledRow(tokens=row.rejected, loss_mask=rejected_mask, desirable=False)
+        return LabelledRow(tokens=row.chosen, loss_mask=chosen_mask, desirable=True)

@@ -1,4 +1,4 @@
-"""Results of the checks at start: a level, what was seen, and how to fix it."""
+"""Results of the checks at start: a level, the observation and the fix."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,7 +8,7 @@ from openrlhf.data.errors import DataError
 
 
 class Level(StrEnum):
-    """How much a finding matters."""
+    """The severity of a finding."""
 
     PASS = "pass"
     WARNING = "warning"  # the run starts, with a notice
@@ -30,7 +30,11 @@ class Finding:
 
 def report(*findings: Finding) -> None:
     """Print each warning as a notice. Raises DataError with all failures."""
-    notice(*[str(finding) for finding in findings if finding.level is Level.WARNING])
-    failures = [str(finding) for finding in findings if finding.level is Level.FAILURE]
+    failures: list[str] = []
+    for finding in findings:
+        if finding.level is Level.WARNING:
+            notice(str(finding))
+        elif finding.level is Level.FAILURE:
+            failures.append(str(finding))
     if failures:
         raise DataError("\n".join(failures))

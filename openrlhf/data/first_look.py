@@ -1,4 +1,4 @@
-"""Looks at the first rows of every run before a model is loaded.
+"""Checks of the first rows of every run, before a model is loaded.
 
 A certain mistake is an error, a likely mistake a notice. The functions are pure: they return the
 notices, and raise DataError.
@@ -8,6 +8,7 @@ import hashlib
 import re
 import unicodedata
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, Self
@@ -18,9 +19,10 @@ from openrlhf.data.clock import MOMENT, NAME, clock_at
 from openrlhf.data.errors import DataError
 from openrlhf.data.findings import Finding, Level
 from openrlhf.data.first_start import now
-from openrlhf.data.layouts import LOOKED_AT
+from openrlhf.data.layouts import FIRST_ROWS
 from openrlhf.data.loading import Table
-from openrlhf.data.templates import ANSWER, chat_marks, render, texts_in
+from openrlhf.data.messages import texts_in
+from openrlhf.data.templates import ANSWER, chat_marks, render
 from openrlhf.data.tokenizer import Ends
 
 RECORD = "openrlhf_format"  # in tokenizer_config.json, which goes wherever the model goes
@@ -30,76 +32,89 @@ RECORD = "openrlhf_format"  # in tokenizer_config.json, which goes wherever the 
 
 
 def texts_of(rows: Table, columns: Collection[str]) -> list[str]:
-    """The strings in some columns of the first rows: plain values, and contents of chat messages."""
-    first = rows[:LOOKED_AT]
-    return [
-        text for column in columns for value in first.get(column, []) for text in texts_in(value)
-    ]
+    """Return the strings in columns of the first rows: values, and contents of chat messages."""
+    first = rows[:FIRST_ROWS]
+    texts: list[str] = []
+    for column in columns:
+        for value in first.get(column, []):
+            texts += texts_in(value)
+    return texts
 
 
 def round_trip(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, prompts: bool = False
 ) -> list[str]:
-    """Notices about texts that change when they are encoded and decoded. Raises DataError for lost
-    text.
+    """Return notices about texts that change when they are encoded and decoded.
 
     Harmless changes: Unicode compatibility forms, added spaces, spaces beside special tokens, runs
     of white space that become one space. A notice: letters that lose case or accents, unknown
     tokens, and with `prompts` any change, since a reward's query is decoded tokens. An error: any
     other lost character, a lost border between two words, or more unknown tokens than known ones.
+    Raises DataError for an error.
     """
+    if not texts:
+        return []
     changes: list[str] = []
-    tokens = (
-        tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        if texts
-        else []
-    )
+    tokens = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
     for text, ids in zip(texts, tokens, strict=True):
-        back = str(
-            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        decoded = tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        if _survives(_spaced(tokenizer, text), _spaced(tokenizer, back)):
+        back = str(decoded)
+        before = _spaced(tokenizer, text)
+        after = _spaced(tokenizer, back)
+        if _survives(before, after):
             if prompts and back != text:
                 changes = [
-                    f"The prompt {text[:200]!r} is decoded as {back[:200]!r}: a reward function that removes the prompt "
-                    "from a query by its length, query[len(prompt):], cuts at the wrong place."
+                    f"The prompt {text[:200]!r} is decoded as {back[:200]!r}. A reward function "
+                    "that removes the prompt from a query by its length, query[len(prompt):], "
+                    "cuts at the wrong place."
                 ]
             continue
         problem = (
             f"The tokenizer of {tokenizer.name_or_path!r} changes the data: "
             f"{text[:200]!r} comes back as {back[:200]!r}."
         )
-        unknown = ids.count(tokenizer.unk_token_id) if tokenizer.unk_token_id is not None else 0
-        if _survives(_plain(_spaced(tokenizer, text)), _plain(_spaced(tokenizer, back))):
+        if _survives(_without_case(before), _without_case(after)):
             return [f"{problem} The model cannot distinguish upper from lower case, or accents."]
+        unknown = 0
+        if tokenizer.unk_token_id is not None:
+            unknown = ids.count(tokenizer.unk_token_id)
         if 0 < unknown <= len(ids) / 2:
-            return [
-                f"{problem} {unknown} of {len(ids)} tokens are unknown to it ({tokenizer.unk_token})."
-            ]
+            seen = f"{unknown} of {len(ids)} tokens are unknown to it ({tokenizer.unk_token})"
+            return [f"{problem} {seen}."]
         raise DataError(
-            f"{problem} Text is lost: look at the tokenizer's files, or use the tokenizer that the model came with."
+            f"{problem} Text is lost. Check the tokenizer's files, "
+            "or use the tokenizer that the model came with."
         )
     return changes
 
 
 def _spaced(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Return a text in compatibility form, with spaces around special tokens."""
     special = "|".join(map(re.escape, sorted(tokenizer.all_special_tokens, key=len, reverse=True)))
-    return unicodedata.normalize("NFKC", re.sub(f"({special})", r" \1 ", text) if special else text)
+    if special:
+        text = re.sub(f"({special})", r" \1 ", text)
+    return unicodedata.normalize("NFKC", text)
 
 
-def _plain(text: str) -> str:
+def _without_case(text: str) -> str:
+    """Return a text without case and accents."""
     letters = unicodedata.normalize("NFKD", text.casefold())
     return "".join(letter for letter in letters if not unicodedata.combining(letter))
 
 
 def _survives(text: str, back: str) -> bool:
-    """Whether both have the same characters but for white space, and `back` has each border between
-    words of `text`.
+    """Return whether `back` has all characters of `text` and each border between its words.
+
+    White space makes no difference otherwise.
     """
-    words, found = text.split(), back.split()
-    return "".join(words) == "".join(found) and set(accumulate(map(len, words))) <= set(
-        accumulate(map(len, found))
-    )
+    words = text.split()
+    found = back.split()
+    if "".join(words) != "".join(found):
+        return False
+    borders = set(accumulate(map(len, words)))
+    return borders <= set(accumulate(map(len, found)))
 
 
 # ---- the format of texts that a model was trained with
@@ -107,8 +122,9 @@ def _survives(text: str, back: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TextFormat:
-    """The format of prompts that a model sees, and the ending of its answers. Exports record it for
-    later stages.
+    """The format of a model's prompts, and the ending of its answers.
+
+    Exports record it for later stages.
     """
 
     input_template: str | None = None
@@ -117,7 +133,7 @@ class TextFormat:
 
     @classmethod
     def of(cls, data: Any, tokenizer: PreTrainedTokenizerBase, *, ending: str = "") -> Self:
-        """The format in a section of the flags."""
+        """Return the format in a section of the flags."""
         if data.apply_chat_template:
             template = hashlib.sha256(tokenizer.get_chat_template().encode()).hexdigest()[:8]
             return cls(chat_template=template, ending=ending)
@@ -129,16 +145,15 @@ class TextFormat:
         """The flags that set this format, as they are typed in bash."""
         if self.chat_template:
             return "--data.apply_chat_template"
-        return (
-            f"--data.input_template ${self.input_template!r}"
-            if self.input_template
-            else "no template"
-        )
+        if self.input_template:
+            return f"--data.input_template ${self.input_template!r}"
+        return "no template"
 
 
 def record(tokenizer: PreTrainedTokenizerBase, used: TextFormat | None) -> None:
-    """Store the format in the tokenizer, whose files then contain it. None removes an earlier
-    format.
+    """Store the format in the tokenizer, whose files then contain it.
+
+    None removes an earlier format.
     """
     tokenizer.init_kwargs.pop(RECORD, None)
     if used:
@@ -146,32 +161,32 @@ def record(tokenizer: PreTrainedTokenizerBase, used: TextFormat | None) -> None:
 
 
 def recorded(tokenizer: PreTrainedTokenizerBase) -> TextFormat | None:
-    """The format that the model of this tokenizer was trained with, or None if it is unknown."""
-    noted: Any = tokenizer.init_kwargs.get(RECORD)
-    return TextFormat(**noted) if noted else None
+    """Return the format that a tokenizer's model was trained with, or None if it is unknown."""
+    entries: Any = tokenizer.init_kwargs.get(RECORD)
+    if not entries:
+        return None
+    return TextFormat(**entries)
 
 
 def compare_formats(
     model: str, trained: TextFormat | None, used: TextFormat, prompts: Sequence[str]
 ) -> list[str]:
-    """A notice if the prompts of this run have another format than a model's training prompts.
+    """Return a notice if this run's prompts have another format than a model's training prompts.
 
     `model` is the flag that names the model, with its value.
     """
-    if trained is None or (trained.input_template, trained.chat_template) == (
-        used.input_template,
-        used.chat_template,
-    ):
+    if trained is None:
+        return []
+    same_input_template = trained.input_template == used.input_template
+    if same_input_template and trained.chat_template == used.chat_template:
         return []
     if trained.input_template and in_template(trained.input_template, prompts):
         return []  # the rows contain the template already
-    both = trained.chat_template and used.chat_template
-    other = (
-        "another chat template than this run has"
-        if both
-        else f"{trained.flags}, but this run uses {used.flags}"
-    )
-    return [f"{model} was trained with {other}: its prompts look different here."]
+    if trained.chat_template and used.chat_template:
+        difference = "another chat template than this run has"
+    else:
+        difference = f"{trained.flags}, but this run uses {used.flags}"
+    return [f"{model} was trained with {difference}: its prompts look different here."]
 
 
 def in_template(template: str, texts: Sequence[str]) -> bool:
@@ -182,11 +197,16 @@ def in_template(template: str, texts: Sequence[str]) -> bool:
     """
     before, _, after = template.partition("{}")
     end = after.rstrip(" ")
-    if not end.strip():
-        return all(text.startswith(before) and text.endswith(after) for text in texts)
-    if before.strip():
-        return all(text.startswith(before) and end in text[len(before) :] for text in texts)
-    return all(text.startswith(before) and text.rstrip(" ").endswith(end) for text in texts)
+    for text in texts:
+        if not end.strip():
+            ends = text.endswith(after)
+        elif before.strip():
+            ends = end in text[len(before) :]
+        else:
+            ends = text.rstrip(" ").endswith(end)
+        if not ends or not text.startswith(before):
+            return False
+    return True
 
 
 def unused_chat_template(
@@ -200,169 +220,178 @@ def unused_chat_template(
     if applied or recorded(tokenizer) or not tokenizer.chat_template:
         return []
     marks = chat_marks(tokenizer)
-    if any(mark in text for mark in marks for text in texts):
-        return []  # the rows are rendered already
+    for text in texts:
+        if any(mark in text for mark in marks):
+            return []  # the rows are rendered already
     return [
-        f"{model} has a chat template, but this run does not use it: prompts look different from the model's own chats. Pass "
-        "--data.apply_chat_template, unless this is a base model that was never trained on chats."
+        f"{model} has a chat template, but this run does not use it: prompts look different from "
+        "the model's own chats. Pass --data.apply_chat_template, unless this is a base model that "
+        "was never trained on chats."
     ]
 
 
 def glued(prompts: Sequence[str], answers: Sequence[str]) -> list[str]:
-    """Return a notice if each of these prompts ends, and each answer begins, with a word, and
-    nothing is put between them.
+    """Return a notice if each prompt ends, and each answer begins, with a word.
+
+    Nothing separates them then.
     """
-    pairs = [
-        (prompt.rstrip(".?!"), answer)
-        for prompt, answer in zip(prompts, answers, strict=False)
-        if prompt and answer
-    ]
-    if not pairs or not all(
-        prompt[-1:].isalpha() and answer[0].isalnum() for prompt, answer in pairs
-    ):
+    joined = 0
+    for prompt, answer in zip(prompts, answers, strict=False):
+        if not prompt or not answer:
+            continue
+        if not prompt.rstrip(".?!")[-1:].isalpha() or not answer[0].isalnum():
+            return []
+        joined += 1
+    if not joined:
         return []
     example = f"{prompts[0][-20:]}{answers[0][:20]}"
     return [
-        f"Nothing separates prompts from answers: the first row is joined as {example!r}. Pass --data.apply_chat_template, or "
-        "--data.input_template with {} and a separator."
+        f"Nothing separates prompts from answers: the first row is joined as {example!r}. Pass "
+        "--data.apply_chat_template, or --data.input_template with {} and a separator."
     ]
 
 
 def filled_already(used: TextFormat, texts: Sequence[str]) -> list[str]:
-    """A notice if texts of the data begin with the words of the template that they are put into."""
+    """Return a notice if texts begin with the words of the template that they are put into."""
     words = (used.input_template or "").partition("{}")[0].strip()
     if not words or not any(text.startswith(words) for text in texts):
         return []
     return [
-        f"Some of the first rows begin with {words!r} already, which {used.flags} puts in front once more. If they are "
-        "whole prompts, as batch_inference writes them, give --data.input_template {}."
+        f"Some of the first rows begin with {words!r}, which {used.flags} puts in front of them "
+        "again. If they are whole prompts, as batch_inference writes them, pass "
+        "--data.input_template {}."
     ]
 
 
 def joined_border(used: TextFormat, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A notice if the tokenizer joins a space at the end of the template with the first word of an
-    answer.
-    """
+    """Return a notice if the tokenizer merges the template's last space with an answer's word."""
     template = used.input_template or ""
     end = template.partition("{}")[2]
     alone, joined = tokenizer([end, f"{end}A"], add_special_tokens=False)["input_ids"]
     if not end.endswith(" ") or joined[: len(alone)] == alone:
         return []
     return [
-        f"The tokenizer joins the space at the end of {used.flags} with an answer's first word. So a prompt ends in another "
-        f"token in generation than in training, and answers may be empty: use --data.input_template ${template[:-1]!r}"
+        f"The tokenizer merges the space at the end of {used.flags} with an answer's first word. "
+        "So prompts end in different tokens in training and generation, and answers may be empty. "
+        f"Use --data.input_template ${template[:-1]!r}"
     ]
 
 
 def check_answer_room(
     lengths: Sequence[int], *, max_len: int, max_new_tokens: int | None
 ) -> Finding:
-    """Check prompt lengths: return a warning if prompts are cut, a failure if no room is left for
-    answers.
-    """
-    whole = Finding(
-        check="prompt lengths",
-        level=Level.PASS,
-        seen=f"All {len(lengths)} prompts leave room for an answer.",
-    )
-    room = max_len - (max_new_tokens or 1)
+    """Return a warning if prompts are cut, a failure if they leave no room for an answer."""
+    check = "prompt lengths"
     if max_new_tokens:
-        long = sum(length > room for length in lengths)
-        if not long:
-            return whole
-        seen = f"{long} of {len(lengths)} prompts keep only their last {room} tokens: the longest has {max(lengths)}."
-        fix = f"Raise --data.max_len {max_len}, which counts prompt and answer (--rollout.max_new_tokens {max_new_tokens})."
-        return Finding(check="prompt lengths", level=Level.WARNING, seen=seen, fix=fix)
-    long = sum(length >= room for length in lengths)
-    if not long:
-        return whole
-    seen = f"{long} of {len(lengths)} prompts leave no room for an answer in --data.max_len {max_len}: the longest has {max(lengths)} tokens."
-    fix = "Raise --data.max_len, or set --rollout.max_new_tokens: longer prompts then keep their last tokens."
-    return Finding(check="prompt lengths", level=Level.FAILURE, seen=seen, fix=fix)
+        longest = max_len - max_new_tokens
+    else:
+        longest = max_len - 2  # an answer has at least one token and an end
+    cut = sum(length > longest for length in lengths)
+    if not cut:
+        seen = f"All {len(lengths)} prompts leave room for an answer."
+        return Finding(check=check, level=Level.PASS, seen=seen)
+    if max_new_tokens:
+        seen = (
+            f"{cut} of {len(lengths)} prompts keep only their last {longest} tokens: "
+            f"the longest has {max(lengths)}."
+        )
+        fix = (
+            f"Raise --data.max_len {max_len}, which counts prompt and answer "
+            f"(--rollout.max_new_tokens {max_new_tokens})."
+        )
+        return Finding(check=check, level=Level.WARNING, seen=seen, fix=fix)
+    seen = (
+        f"{cut} of {len(lengths)} prompts leave no room for an answer in --data.max_len {max_len}: "
+        f"the longest has {max(lengths)} tokens."
+    )
+    fix = (
+        "Raise --data.max_len, or set --rollout.max_new_tokens: "
+        "longer prompts then keep their last tokens."
+    )
+    return Finding(check=check, level=Level.FAILURE, seen=seen, fix=fix)
 
 
 def dated_template(tokenizer: PreTrainedTokenizerBase) -> Finding:
     """Return a warning if the chat template writes the date."""
-    check, question = "date in the chat template", [{"role": "user", "content": ANSWER}]
+    check = "date in the chat template"
+    question = [{"role": "user", "content": ANSWER}]
     if NAME not in str(tokenizer.chat_template):
         return Finding(check=check, level=Level.PASS, seen="The chat template writes no date.")
-    try:
-        texts = {
-            render(tokenizer, question, variables=clock_at(moment))
-            for moment in ("2001-02-03", "2014-05-16")
-        }
-    except ValueError:  # a template that needs more, a system message for instance
-        texts = set[str]()
-    if len(texts) == 1:
-        return Finding(
-            check=check,
-            level=Level.PASS,
-            seen="The chat template writes no date before a user's message.",
-        )
-    day = (vars(tokenizer).get(MOMENT) or now()).partition("T")[0]
-    return Finding(
-        check=check,
-        level=Level.WARNING,
-        seen=f"The chat template writes the date ({NAME}): this run renders every row with {day}, the day of its first start. "
-        "A run or an engine on another day writes a different date.",
-        fix="To use one date everywhere, write it into the template as text: with --data.tokenizer_chat_template in "
-        "offline training, otherwise in chat_template.jinja in the model's folder.",
+    dated = True
+    with suppress(ValueError):  # a template that needs more, a system message for instance
+        one_day = render(tokenizer, question, variables=clock_at("2001-02-03"))
+        dated = one_day != render(tokenizer, question, variables=clock_at("2014-05-16"))
+    if not dated:
+        seen = "The chat template writes no date before a user's message."
+        return Finding(check=check, level=Level.PASS, seen=seen)
+    moment: str = vars(tokenizer).get(MOMENT) or now()
+    seen = (
+        f"The chat template writes the date ({NAME}): this run renders every row with "
+        f"{moment.partition('T')[0]}, the day of its first start. "
+        "A run or an engine on another day writes a different date."
     )
+    fix = (
+        "To use one date everywhere, write it into the template as text: with "
+        "--data.tokenizer_chat_template in offline training, otherwise in chat_template.jinja in "
+        "the model's folder."
+    )
+    return Finding(check=check, level=Level.WARNING, seen=seen, fix=fix)
 
 
 # ---- the end of an answer
 
 
 def ending_of(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the ending of most of these training rows: end-of-text, perhaps after a space, or
-    another end of generation.
+    """Return the ending of most of these training rows, or "" if there is none.
 
-    Returns "" if no row ends so.
+    An ending is end-of-text, perhaps after a space, or another end of generation.
     """
-    eos, ends = str(tokenizer.eos_token), Ends.of(tokenizer)
+    eos = str(tokenizer.eos_token)
+    ends = Ends.of(tokenizer)
     last = [tokens[-1] for tokens in rows]
-    others = [
-        text
-        for text, number in zip(ends.texts[1:], ends.ids[1:], strict=True)
-        if 2 * last.count(number) > len(rows)
-    ]
-    if others:
-        return others[0]
-    before = [
-        tokenizer.decode(tokens[-2:-1]) for tokens in rows if tokens[-1] == tokenizer.eos_token_id
-    ]
-    if not before:
+    for text, number in zip(ends.texts[1:], ends.ids[1:], strict=True):
+        if 2 * last.count(number) > len(rows):
+            return text
+    if tokenizer.eos_token_id not in last:
         return ""
-    return f" {eos}" if 2 * sum(text in ("", " ") for text in before) > len(rows) else eos
+    spaced = 0
+    for tokens in rows:
+        if tokens[-1] == tokenizer.eos_token_id and tokenizer.decode(tokens[-2:-1]) in ("", " "):
+            spaced += 1
+    if 2 * spaced > len(rows):
+        return f" {eos}"
+    return eos
 
 
 def end_notices(ending: str, tokenizer: PreTrainedTokenizerBase, answers: str) -> list[str]:
-    """A notice about a suspicious ending. `answers` describes the texts that have the ending."""
+    """Return a notice about a suspicious ending of texts, which `answers` describes."""
     eos = tokenizer.eos_token
     if not ending:
         return [
             f"None of the first rows ends with {eos}: the model will not learn to end its answers."
         ]
-    spaced = (
-        f"{answers} end with an added space before {eos}. A reward that requires an exact match will see the space. To "
-        "train without it, pass --data.no_space_before_eos."
-    )
-    return [spaced] if ending.startswith(" ") else []
+    if not ending.startswith(" "):
+        return []
+    return [
+        f"{answers} end with an added space before {eos}. A reward that requires an exact match "
+        "will see the space. To train without it, pass --data.no_space_before_eos."
+    ]
 
 
 def chat_end(tokenizer: PreTrainedTokenizerBase, stops: Collection[str]) -> list[str]:
-    """A notice if the chat template ends an answer with a token that does not end generation."""
-    asked, answer = (
-        {"role": "user", "content": "(a question)"},
-        {"role": "assistant", "content": ANSWER},
-    )
+    """Return a notice if the chat template ends an answer where generation does not stop.
+
+    `stops` are the texts at which generation ends.
+    """
+    question = {"role": "user", "content": "(a question)"}
+    answer = {"role": "assistant", "content": ANSWER}
     try:
-        after = render(tokenizer, [asked, answer]).partition(ANSWER)[2]
+        after = render(tokenizer, [question, answer]).partition(ANSWER)[2]
     except ValueError:  # a template that needs more, a system message for instance
         return []
     if any(stop in after for stop in stops):
         return []
     return [
-        f"The chat template ends an answer with {after!r}, but generation ends at {', '.join(sorted(stops))}: "
-        f"add --rollout.stop {after.strip()!r}."
+        f"The chat template ends an answer with {after!r}, but generation ends at "
+        f"{', '.join(sorted(stops))}: add --rollout.stop {after.strip()!r}."
     ]

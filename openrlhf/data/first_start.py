@@ -1,5 +1,6 @@
-"""Settings that a run's first start fixes for its later starts, and how files store them. Standard
-library only.
+"""Settings that a run's first start fixes for its later starts, and their form in files.
+
+Standard library only.
 """
 
 from collections.abc import Mapping
@@ -7,7 +8,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Self
 
-MOMENT, TRAINED_FORMAT = "first start", "trained format"  # entries beside an identity
+# Entries beside an identity.
+MOMENT = "first start"
+TRAINED_FORMAT = "trained format"
 
 
 def now() -> str:
@@ -17,15 +20,14 @@ def now() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstStart:
-    """The moment whose date a chat template writes, and whether texts have the format of the
-    model's training by default.
+    """The settings of a run's first start.
 
-    Older releases had no such default, and kept neither entry: a run that they began continues
-    without it.
+    Older releases had no default format, and kept neither entry. A run that they began continues
+    without the default.
     """
 
-    moment: str
-    trained_format: bool
+    moment: str  # a chat template writes its date
+    trained_format: bool  # by default, texts have the format of the model's training
 
     @classmethod
     def here(cls) -> Self:

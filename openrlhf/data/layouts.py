@@ -1,4 +1,4 @@
-"""Layouts of public datasets: recognised by their columns, as the flags of --data.* that read them."""
+"""Layouts of public datasets: recognized by columns, and read by flags of --data.*."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -11,36 +11,38 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.effects import unmet
 from openrlhf.config.flags import flags_of, notice, toml_beside
 from openrlhf.data.errors import DataError, check_columns, kind, list_columns, row_error, text_of
-from openrlhf.data.templates import TOOLS, Message, in_common, texts_in
+from openrlhf.data.messages import TOOLS, Message, texts_in
+from openrlhf.data.templates import in_common
 from openrlhf.data.tokenizer import require_chat_template
 
 Row = Mapping[str, Any]
-LOOKED_AT = 8  # rows, the first ones
-DROPPED, TIE = "dropped", "that are ties"
-MARGIN, DATASOURCE = "margin", "datasource"
+FIRST_ROWS = 8  # rows at the start of a dataset that decide about its layout and its template
+DROPPED = "dropped"  # the column with the reason why a reader drops a row
+TIE = "that are ties"
+MARGIN = "margin"
+DATASOURCE = "datasource"
 EXTRA = (TOOLS, MARGIN, DATASOURCE)  # columns that are read if a dataset has them
 
 
 # ---- layouts whose texts are in several columns
 
 
-def _arena(row: Row) -> Row:
-    """Chatbot Arena: two conversations with the same questions, and the winner."""
+def _read_arena(row: Row) -> Row:
+    """Read Chatbot Arena: two conversations with the same questions, and the winner."""
     winner = row["winner"]
     if not isinstance(winner, str) or not winner.startswith(("model_a", "model_b", "tie")):
         raise row_error(row, "winner", f"is {winner!r}, not model_a, model_b or tie.")
     if winner.startswith("tie"):
         return {**row, DROPPED: TIE}
-    a, b = row["conversation_a"], row["conversation_b"]
-    return (
-        {**row, "chosen": a, "rejected": b}
-        if winner == "model_a"
-        else {**row, "chosen": b, "rejected": a}
-    )
+    a = row["conversation_a"]
+    b = row["conversation_b"]
+    if winner == "model_a":
+        return {**row, "chosen": a, "rejected": b}
+    return {**row, "chosen": b, "rejected": a}
 
 
-def _webgpt(row: Row) -> Row:
-    """WebGPT comparisons: a question, and two answers with scores."""
+def _read_webgpt(row: Row) -> Row:
+    """Read WebGPT comparisons: a question, and two answers with scores."""
     question = row["question"]
     if not isinstance(question, dict) or not isinstance(question.get("full_text"), str):
         raise row_error(row, "question", f"is {kind(question)}, not an object with full_text.")
@@ -49,174 +51,189 @@ def _webgpt(row: Row) -> Row:
             raise row_error(row, column, f"is {kind(row[column])}, not a number.")
     if row["score_0"] == row["score_1"]:
         return {**row, DROPPED: TIE}
-    best = int(row["score_1"] > row["score_0"])
-    asked, chosen, rejected = (
-        question["full_text"],
-        row[f"answer_{best}"],
-        row[f"answer_{1 - best}"],
-    )
-    return {**row, "prompt": asked, "chosen": chosen, "rejected": rejected}
+    answers = {"chosen": row["answer_0"], "rejected": row["answer_1"]}
+    if row["score_1"] > row["score_0"]:
+        answers = {"chosen": row["answer_1"], "rejected": row["answer_0"]}
+    return {**row, "prompt": question["full_text"], **answers}
 
 
-def _system(row: Row) -> list[Message]:
-    """The system text in a column of its own, as a message; none if the row has none."""
-    return [
-        {"role": "system", "content": text_of(row, name)}
-        for name in ("system", "system_prompt")
-        if row.get(name)
-    ]
+def _system_messages(row: Row) -> list[Message]:
+    """Return the system text in a column of its own as a message; no message without a text."""
+    messages: list[Message] = []
+    for name in ("system", "system_prompt"):
+        if row.get(name):
+            messages.append({"role": "system", "content": text_of(row, name)})
+    return messages
 
 
-def _chat(row: Row) -> Row:
-    """A conversation that goes on after a system text, unless the conversation begins with that
-    text itself.
-    """
+def _read_chat(row: Row) -> Row:
+    """Put the system text before the conversation, unless the conversation begins with it."""
     column = "messages" if isinstance(row.get("messages"), list) else "conversations"
-    turns, opening = row[column], _system(row)
-    begins, system = ([text.strip() for text in texts_in(said)[:1]] for said in (turns, opening))
-    return (
-        row
-        if begins == system or not isinstance(turns, list)
-        else {**row, column: [*opening, *turns]}
-    )
+    turns = row[column]
+    system = _system_messages(row)
+    if not isinstance(turns, list) or _opening(turns) == _opening(system):
+        return row
+    return {**row, column: [*system, *turns]}
 
 
-def _with_context(question: str) -> Callable[[Row], Row]:
-    """A question that `input` goes on with, after a system text and a history of [question,
-    answer].
+def _opening(messages: list[Any]) -> list[str]:
+    """Return the first text of messages, without spaces around it; an empty list without texts."""
+    return [text.strip() for text in texts_in(messages)[:1]]
+
+
+def _reader_with_context(question: str) -> Callable[[Row], Row]:
+    """Return a reader of rows whose column `question` continues in `input`.
+
+    The question follows a system text and a history of [question, answer].
     """
 
     def read(row: Row) -> Row:
-        prompt = "\n".join(
-            text_of(row, column)
-            for column in (question, "input")
-            if column == question or row.get(column)
-        )
-        messages = _system(row)
+        prompt = text_of(row, question)
+        if row.get("input"):
+            prompt += "\n" + text_of(row, "input")
+        messages = _system_messages(row)
         for turn in row.get("history") or ():
-            if not (isinstance(turn, list) and [kind(text) for text in turn] == ["a string"] * 2):
-                raise row_error(row, "history", f"has {turn!r}, which is no [question, answer].")
-            messages += [
-                {"role": "user", "content": turn[0]},
-                {"role": "assistant", "content": turn[1]},
-            ]
-        return {
-            **row,
-            question: [*messages, {"role": "user", "content": prompt}] if messages else prompt,
-        }
+            if not isinstance(turn, list) or list(map(kind, turn)) != ["a string", "a string"]:
+                raise row_error(row, "history", f"has {turn!r}, not [question, answer].")
+            messages.append({"role": "user", "content": turn[0]})
+            messages.append({"role": "assistant", "content": turn[1]})
+        if not messages:
+            return {**row, question: prompt}
+        return {**row, question: [*messages, {"role": "user", "content": prompt}]}
 
     return read
 
 
-# By the value of --data.layout: a row in, the row with the texts in the columns that the layout's
-# flags name out. Raise DataError, naming the row.
+# Readers by the value of --data.layout. A reader returns the row with the texts in the columns that
+# the flags of the layout name. It raises DataError, naming the row.
 READERS: dict[str, Callable[[Row], Row]] = {
-    "alpaca": _with_context("instruction"),
-    "arena": _arena,
-    "chat": _chat,
-    "orca": _with_context("question"),
-    "webgpt": _webgpt,
+    "alpaca": _reader_with_context("instruction"),
+    "arena": _read_arena,
+    "chat": _read_chat,
+    "orca": _reader_with_context("question"),
+    "webgpt": _read_webgpt,
 }
 JUDGED = ("arena", "webgpt")  # readers that make the columns of pairs
 
 
-# ---- recognising
+# ---- recognition
 
 
 LAYOUTS = toml_beside(__file__)
-CHIEF = {
-    "pairs": "chosen_key",
-    "text": "input_key",
-}  # a section of flags without it reads no rows of the kind
+# A section of flags without this flag reads no rows of the kind.
+MAIN_FLAGS = {"pairs": "chosen_key", "text": "input_key"}
 
 
 def _fits(row: Row, columns: Mapping[str, str]) -> bool:
-    """Whether a row has these columns, with values of these kinds."""
-    return all(
-        column in row and kind(row[column]) in expected for column, expected in columns.items()
-    )
+    """Return whether a row has these columns, with values of these kinds."""
+    for column, expected in columns.items():
+        if column not in row or kind(row[column]) not in expected:
+            return False
+    return True
 
 
 def _repeats_prompt(row: Row) -> bool:
-    """Whether the last message of the prompt is in the beginning that both texts share, or before
-    both answers of chats.
+    """Return whether both answers repeat the last message of the prompt.
+
+    Chats repeat it before both answers, other texts in their common beginning.
     """
-    asked, sides = "".join(texts_in(row["prompt"])[-1:]).strip(), [row["chosen"], row["rejected"]]
-    if all(isinstance(side, list) for side in sides):
-        return all(
-            not asked or any(asked in text for text in texts_in(side[:-1])) for side in sides
-        )
-    chosen, rejected = map(str, sides)
-    return asked in chosen[: in_common(chosen, rejected)]
+    asked = "".join(texts_in(row["prompt"])[-1:]).strip()
+    chosen = row["chosen"]
+    rejected = row["rejected"]
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        if not asked:
+            return True
+        return _asks_before_answer(chosen, asked) and _asks_before_answer(rejected, asked)
+    shared = in_common(str(chosen), str(rejected))
+    return asked in str(chosen)[:shared]
+
+
+def _asks_before_answer(conversation: list[Any], asked: str) -> bool:
+    """Return whether a conversation has a text before its answer, the last message."""
+    return any(asked in text for text in texts_in(conversation[:-1]))
 
 
 def recognise(rows: Dataset, config: Any, *kinds: str, answers: str = "output_key") -> Any:
-    """The section `data` of the configuration, with the flags of the layout that fits the first
-    row, and a notice.
+    """Return the section `data` with the flags of the layout that fits the first row.
 
-    `answers`: the flag of --data.* that reads the answers to the prompts. A prompt column is not
-    used if both answers repeat it in all of the first rows. Columns that the user names with flags
-    are kept, and the notice says what is missing. Raises DataError if the rows do not have the
-    layout that --data.layout names.
+    Prints a notice about the layout. `answers` is the flag of --data.* that reads the answers to
+    the prompts. A prompt column is not used if both answers repeat it in all of the first rows.
+    Columns that the user names with flags are kept, and the notice says what is missing. Raises
+    DataError if the rows do not have the layout that --data.layout names.
     """
-    data, named = config.data, config.data.layout
-    first_rows: list[Row] = []
-    with suppress(UnicodeDecodeError):  # `map_rows` names the row; those before it are kept
-        for number in range(min(LOOKED_AT, len(rows))):
-            first_rows.append(rows[number])
+    data = config.data
+    named = data.layout
+    first_rows = _first_rows(rows)
     if not first_rows:
         return data
     first = dict(first_rows[0])
-    read_here = [name for name in kinds or CHIEF if CHIEF[name] in vars(data)]
-    if (
-        "pairs" in read_here
-        and named != "columns"
-        and not data.prompt_key
-        and _all_repeat_prompt(first_rows)
-    ):
+    read_here = [name for name in kinds or MAIN_FLAGS if MAIN_FLAGS[name] in vars(data)]
+    reads_pairs = "pairs" in read_here and named != "columns"
+    if reads_pairs and not data.prompt_key and _all_repeat_prompt(first_rows):
         del first["prompt"]
         notice(
-            "The column 'prompt' is not read, because both texts of each of the first rows have the prompt already. "
-            "--data.prompt_key prompt puts it in front once more."
+            "The column 'prompt' is not read, because both texts of each of the first rows "
+            "contain the prompt. To put it in front of them as well, pass --data.prompt_key prompt."
         )
     found = _layout_of(first, read_here, named)
     if answers not in found and found.get("output_key"):
         found = {**found, answers: found["output_key"]}
     flags = _flags_with_effect(found, config)
-    given = {flag for flag in flags if flag.endswith("_key") and f"data.{flag}" in config.given}
     changes = {flag: value for flag, value in flags.items() if value != getattr(data, flag)}
-    if named in READERS and (not found or given & changes.keys()):
-        there = list_columns(list(first))
+    given = False
+    conflict = False
+    for flag in flags:
+        if flag.endswith("_key") and f"data.{flag}" in config.given:
+            given = True
+            conflict = conflict or flag in changes
+    if named in READERS and (not found or conflict):
         raise DataError(
-            f"--data.layout {named} has other columns than the dataset, {there}, or than the --data.*_key flags."
+            f"--data.layout {named} does not match the columns of the dataset, "
+            f"{list_columns(list(first))}, or the --data.*_key flags. "
+            "Correct them, or pass --data.layout columns."
         )
-    if not changes or given & changes.keys():
+    if not changes or conflict:
         return data
     typed = " ".join(_typed(flag, value) for flag, value in changes.items() if value)
     if given and named == "auto":
         notice(
-            f"The rows have the layout of {typed}, which is not added, because flags name some columns."
+            f"Detected dataset layout: {typed}. "
+            "It is not applied, because you set --data.*_key flags."
         )
         return data
     notice(
-        f"The rows have the layout of {typed}, and are read so. --data.layout columns: as the flags say."
+        f"Detected dataset layout: {typed}. "
+        "To use the column flags instead, pass --data.layout columns."
     )
     return replace(data, **changes)
 
 
+def _first_rows(rows: Dataset) -> list[Row]:
+    """Return the first rows of a dataset, up to a row that is not UTF-8 text."""
+    first_rows: list[Row] = []
+    with suppress(UnicodeDecodeError):  # `map_rows` names the row
+        for number in range(min(FIRST_ROWS, len(rows))):
+            first_rows.append(rows[number])
+    return first_rows
+
+
 def _all_repeat_prompt(rows: Sequence[Row]) -> bool:
-    """Return whether both answers of all rows repeat the prompt, and at least one prompt says
-    something.
-    """
+    """Return whether the answers of all rows repeat the prompt, and any prompt has a text."""
     if not {"prompt", "chosen", "rejected"} <= rows[0].keys():
         return False
-    asks = any(isinstance(row["chosen"], list) or "".join(texts_in(row["prompt"])) for row in rows)
-    return asks and all(map(_repeats_prompt, rows))
+    asks = False
+    for row in rows:
+        if not _repeats_prompt(row):
+            return False
+        if isinstance(row["chosen"], list) or "".join(texts_in(row["prompt"])):
+            asks = True
+    return asks
 
 
 def _layout_of(first: Row, kinds: Sequence[str], named: str) -> dict[str, Any]:
-    """Return the flags of the first layout that fits a row, and that `named`, a value of
-    --data.layout, allows; else {}.
+    """Return the flags of the first layout that fits a row, or {} if no layout fits.
+
+    `named` is the value of --data.layout, which limits the layouts to those it allows.
     """
     for name in kinds:
         for layout in LAYOUTS[name]:
@@ -227,7 +244,10 @@ def _layout_of(first: Row, kinds: Sequence[str], named: str) -> dict[str, Any]:
 
 
 def _flags_with_effect(found: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Return the flags of a layout that the command has, and that have an effect; "" becomes None."""
+    """Return the flags of a layout that the command has and that have an effect.
+
+    An empty value becomes None.
+    """
     declared = flags_of(config.__class__)
     flags: dict[str, Any] = {}
     for flag, value in found.items():
@@ -241,22 +261,26 @@ def _flags_with_effect(found: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 def _typed(flag: str, value: Any) -> str:
     """Return a flag of --data.* as a user types it."""
-    return f"--data.{flag}" if value is True else f"--data.{flag} {value}"
+    if value is True:
+        return f"--data.{flag}"
+    return f"--data.{flag} {value}"
 
 
 def columns_read(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: Any, keys: Sequence[str]
 ) -> list[str]:
-    """The columns that these flags of --data.* name, and those of `EXTRA`; all columns if the
-    layout has a reader.
+    """Return the columns that these flags of --data.* name, and those of `EXTRA`.
 
-    Raises DataError for a missing column or chat template.
+    A layout with a reader reads all columns. Raises DataError for a missing column or chat
+    template.
     """
-    there, named = dataset.column_names, {f"--data.{key}": getattr(data, key) for key in keys}
+    present = dataset.column_names
+    named = {f"--data.{key}": getattr(data, key) for key in keys}
     if data.layout not in JUDGED:
         check_columns(dataset, named)
     if data.apply_chat_template:
         require_chat_template(tokenizer)
     if data.layout in READERS:
-        return there
-    return [column for column in (*named.values(), *({*EXTRA} & {*there})) if column]
+        return present
+    extra = [column for column in EXTRA if column in present]
+    return [*filter(None, named.values()), *extra]

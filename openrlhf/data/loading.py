@@ -1,4 +1,4 @@
-"""Dataset specs to one blended dataset: files, folders, hub names, splits, probabilities."""
+"""Datasets of files, folders and hub names, blended into one."""
 
 import glob
 import math
@@ -27,7 +27,7 @@ SPLIT_FLAGS = "--data.dataset_split, --data.prompt_split or --eval.split"
 def load_datasets(
     spec: str, *, split: str, probs: str | None = None, max_samples: int, seed: int
 ) -> Dataset:
-    """The datasets of a comma list, `split` of each, as one dataset of at most `max_samples` rows.
+    """Return `split` of each dataset of a comma list, as one dataset of at most `max_samples` rows.
 
     An item is a .json, .jsonl, .csv, .tsv, .parquet or .arrow file (the first four also gzipped), a
     folder of such files, a folder written by `save_to_disk`, or a hub name. `item@folder` reads the
@@ -42,73 +42,77 @@ def load_datasets(
     """
     items = [item.strip() for item in spec.split(",") if item.strip()]
     parts = [_load_one(item, split, max_samples) for item in items]
-    blend = _blend(parts, items, probs, max_samples, seed) if len(parts) > 1 else parts[0]
+    blend = parts[0]
+    if len(parts) > 1:
+        blend = _blend(parts, items, probs, max_samples, seed)
     return blend.select(range(min(max_samples, len(blend))))
 
 
 def key_columns(data: Any) -> list[str]:
-    """The columns that the `*_key` flags of a section name."""
+    """Return the columns that the `*_key` flags of a section name."""
     return [column for flag, column in vars(data).items() if flag.endswith("_key") and column]
 
 
 def _blend(
     parts: list[Dataset], items: list[str], probs: str | None, max_samples: int, seed: int
 ) -> Dataset:
+    """Return the rows of all parts in their order, or drawn with probabilities."""
     written: set[str] = set()
     for part in parts:
-        written |= {name for name, type_ in part.features.items() if isinstance(type_, AsWritten)}
+        for name, type_ in part.features.items():
+            if isinstance(type_, AsWritten):
+                written.add(name)
     parts = [_store_as_written(_with_short_strings(part), written) for part in parts]
     try:
         if probs is None:
-            blend = datasets.concatenate_datasets(parts)
-        else:
-            given = [float(number) for number in probs.split(",")]
-            weights = [
-                number / math.fsum(given) for number in given
-            ]  # 0.333,0.333,0.333 means thirds
-            _announce_repeats(items, weights, [len(part) for part in parts], max_samples)
-            blend = datasets.interleave_datasets(
-                parts, weights, seed=seed, stopping_strategy="all_exhausted"
-            )
+            return datasets.concatenate_datasets(parts)
+        given = list(map(float, probs.split(",")))
+        total = math.fsum(given)
+        weights = [number / total for number in given]  # 0.333,0.333,0.333 means thirds
+        _report_repeats(items, weights, list(map(len, parts)), max_samples)
+        return datasets.interleave_datasets(
+            parts, weights, seed=seed, stopping_strategy="all_exhausted"
+        )
     except ValueError as error:
-        problem = f"{', '.join(items)} cannot be blended: {error}. Columns of the same name need the same type."
-        raise DataError(problem) from error
-    return blend
+        raise DataError(
+            f"{', '.join(items)} cannot be blended: {error}. "
+            "Columns of the same name need the same type."
+        ) from error
 
 
-def _announce_repeats(
+def _report_repeats(
     items: list[str], weights: list[float], rows: list[int], max_samples: int
 ) -> None:
-    """Name the items that are drawn more than once on average: drawing ends when the last item is
-    used up.
+    """Name the items whose rows are drawn more than once on average.
+
+    Drawing ends when the last item is used up.
     """
-    drawn = min(
-        max(count / weight for count, weight in zip(rows, weights, strict=True)), max_samples
-    )
+    until_exhausted = max(count / weight for count, weight in zip(rows, weights, strict=True))
+    drawn = min(until_exhausted, max_samples)
     for item, weight, count in zip(items, weights, rows, strict=True):
-        if (times := weight * drawn / count) >= 1.5:
+        times = weight * drawn / count
+        if times >= 1.5:
             notice(
-                f"Each of the {count} rows of {item} is drawn about {times:.1f} times: its probability is {weight:.3g}."
+                f"Each of the {count} rows of {item} is drawn about {times:.1f} times: "
+                f"its probability is {weight:.3g}."
             )
 
 
 def _store_as_written(part: Dataset, written: Collection[str]) -> Dataset:
     """Store these columns as the columns of JSON files with mixed values are stored."""
     types = part.features
-    columns = [
-        name
-        for name in part.column_names
-        if name in written and not isinstance(types[name], AsWritten)
-    ]
+    columns: list[str] = []
+    for name in part.column_names:
+        if name in written and not isinstance(types[name], AsWritten):
+            columns.append(name)
     if not columns:
         return part
 
     def texts_of(rows: dict[str, list[Any]]) -> dict[str, list[str | None]]:
-        texts = {}
+        texts: dict[str, list[str | None]] = {}
         for name in columns:
-            texts[name] = [
-                ANY.encode_example(without_added_nulls(value, types[name])) for value in rows[name]
-            ]
+            values = [without_added_nulls(value, types[name]) for value in rows[name]]
+            texts[name] = [ANY.encode_example(value) for value in values]
         return texts
 
     texts = Features(types | dict.fromkeys(columns, Value("string")))
@@ -119,25 +123,31 @@ def _store_as_written(part: Dataset, written: Collection[str]) -> Dataset:
 
 
 def _with_short_strings(part: Dataset) -> Dataset:
-    """Strings of CSV files (64-bit) as strings of JSON files (32-bit), because the two types do not
-    concatenate.
+    """Store strings of CSV files (64-bit) as strings of JSON files (32-bit).
+
+    The two types do not concatenate.
     """
     wide = [name for name, type_ in part.features.items() if type_ == Value("large_string")]
-    short = Features(part.features | dict.fromkeys(wide, Value("string")))
-    return part.cast(short) if wide else part
+    if not wide:
+        return part
+    return part.cast(Features(part.features | dict.fromkeys(wide, Value("string"))))
 
 
 def _load_one(item: str, split: str, max_samples: int) -> Dataset:
-    path, _, folder = (item, "", "") if os.path.exists(item) else item.partition("@")
+    """Return at most `max_samples` rows of an item. Raises DataError if it cannot be read."""
+    path = item
+    folder = ""
+    if not os.path.exists(item):
+        path, _, folder = item.partition("@")
     try:
         loaded = _read(path, folder or None)
     except Exception as error:  # the datasets library raises many kinds
         raise _ours(error) or DataError(_explain(item, path, error)) from error
     if isinstance(loaded, DatasetDict):
         if split not in loaded:
-            there = ", ".join(repr(str(name)) for name in loaded)
+            known = ", ".join(map(repr, map(str, loaded)))
             raise DataError(
-                f"{item} has no split {split!r}; it has {there}. Set {SPLIT_FLAGS} to one of them."
+                f"{item} has no split {split!r}; it has {known}. Set {SPLIT_FLAGS} to one of them."
             )
         loaded = loaded[split]
     if not len(loaded):
@@ -153,28 +163,28 @@ def _ours(error: BaseException | None) -> DataError | None:
 
 
 def _read(path: str, folder: str | None) -> Dataset | DatasetDict:
+    """Read a file, a folder or a dataset of the hub."""
     extension = os.path.splitext(path.removesuffix(".gz"))[1].lower()
     if extension in FORMATS and (not path.endswith(".gz") or path.lower().endswith(GZIPPED)):
-        options: dict[str, Any] = {"sep": "\t"} if extension == ".tsv" else {}
-        read = read_as_written(
-            load_dataset_builder(FORMATS[extension], data_files=glob.escape(path), **options)
-        )
-        return read["train"]  # the library's name for all rows
+        options: dict[str, Any] = {}
+        if extension == ".tsv":
+            options["sep"] = "\t"
+        builder = load_dataset_builder(FORMATS[extension], data_files=glob.escape(path), **options)
+        return read_as_written(builder)["train"]  # the library's name for all rows
     if os.path.isdir(path):
         inner = Path(path, folder or "")
         if any((inner / name).is_file() for name in SAVED):
             return load_from_disk(str(inner))
     elif os.path.isfile(path):
         known = ", ".join([*FORMATS, *GZIPPED])
-        raise DataError(
-            f"{path} has an unknown format. Known are {known}: convert the file to one of them."
-        )
+        raise DataError(f"{path} has an unknown format. Convert the file to one of {known}.")
     return read_as_written(load_dataset_builder(path, data_dir=folder))
 
 
 def _explain(item: str, path: str, error: Exception) -> str:
-    """Why the datasets library could not read an item. The library's error names the file of a
-    folder.
+    """Return the reason why the datasets library could not read an item.
+
+    The library's error names the file of a folder.
     """
     root: BaseException = error
     while root.__cause__ is not None:
@@ -183,7 +193,7 @@ def _explain(item: str, path: str, error: Exception) -> str:
     if "scripts are no longer supported" in seen:
         return (
             f"{item} is loaded by a Python script, and dataset scripts are not run. "
-            "Name a converted copy: parquet or JSON files, or a folder of save_to_disk()."
+            "Pass a converted copy: parquet or JSON files, or a folder of save_to_disk()."
         )
     # An empty file, an empty saved dataset, and a file without rows, in this order.
     if isinstance(root, StopIteration | IndexError) or "corresponds to no data" in seen:
@@ -192,5 +202,5 @@ def _explain(item: str, path: str, error: Exception) -> str:
         return f"{item} could not be read: {seen}."
     return (
         f"{item} could not be loaded from the hub (there is no file or folder of that name in "
-        f"{os.getcwd()}): {seen}. A folder of a hub dataset is named like owner/name@folder."
+        f"{os.getcwd()}): {seen}. To read a folder of a hub dataset, pass owner/name@folder."
     )

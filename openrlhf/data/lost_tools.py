@@ -1,5 +1,6 @@
-"""Tools that a chat template leaves out: the model sees neither their definitions nor the calls of
-the assistant.
+"""Tools that a chat template leaves out.
+
+The model sees neither their definitions nor the calls of the assistant.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.findings import Finding, Level
-from openrlhf.data.templates import Message, render
+from openrlhf.data.messages import Message
+from openrlhf.data.templates import render
 
 CHECK = "tools in the chat template"
 CALLS = "tool_calls"  # a field of a message
@@ -24,32 +26,39 @@ def lost_tool(
     tools: Sequence[dict[str, Any]],
     add_generation_prompt: bool = False,
 ) -> str:
-    """Return which definition or call is missing in a text that the chat template made of messages;
-    empty if none is.
+    """Return the first definition or call that is missing in the rendered text of messages.
 
-    A name may be in the text by accident, in a question for instance, so the text must also change
-    without the tools.
+    Returns "" if none is missing. A name may be in the text by accident, in a question for
+    instance, so the text must also change without the tools.
     """
-    calls = [call for message in messages for call in message.get(CALLS) or []]
-    spoken: list[Message] = []
+
+    def first_missing(
+        named: Sequence[Mapping[str, Any]], without: Sequence[Message], shown: Any
+    ) -> str | None:
+        names = list(map(_name, named))
+        for name in names:
+            if name not in text:
+                return name
+        if names:
+            with suppress(ValueError):  # a template may refuse the result of a call it does not see
+                bare = render(
+                    tokenizer, without, tools=shown, add_generation_prompt=add_generation_prompt
+                )
+                if text == bare:
+                    return names[0]
+        return None
+
+    missing = first_missing(tools, messages, None)
+    if missing is not None:
+        return f"the definition of {missing!r}"
+    calls: list[Mapping[str, Any]] = []
+    without_calls: list[Message] = []
     for message in messages:
-        spoken.append({field: value for field, value in message.items() if field != CALLS})
-    for kind, given, other, shown in (
-        ("definition", tools, messages, None),
-        ("call", calls, spoken, tools),
-    ):
-        names = [_name(each) for each in given]
-        missing = next((name for name in names if name not in text), None)
-        if missing is None and names:
-            with suppress(
-                ValueError
-            ):  # the template may refuse the result of a tool that nobody called
-                if text == render(
-                    tokenizer, other, tools=shown, add_generation_prompt=add_generation_prompt
-                ):
-                    missing = names[0]
-        if missing is not None:
-            return f"the {kind} of {missing!r}"
+        calls += message.get(CALLS) or []
+        without_calls.append({field: part for field, part in message.items() if field != CALLS})
+    missing = first_missing(calls, without_calls, tools)
+    if missing is not None:
+        return f"the call of {missing!r}"
     return ""
 
 
@@ -66,51 +75,46 @@ def empty_calls(
     *,
     tools: Sequence[dict[str, Any]],
 ) -> list[int]:
-    """Return the turns that consist of tool calls and look like an empty answer, because the
-    template leaves calls out.
-    """
-    suspects = [
-        turn
-        for turn in turns
-        if messages[turn].get(CALLS) and not messages[turn]["content"].strip()
-    ]
+    """Return the turns that look like an empty answer, because the template leaves out calls."""
+    suspects: list[int] = []
+    for turn in turns:
+        if messages[turn].get(CALLS) and not messages[turn]["content"].strip():
+            suspects.append(turn)
     if not suspects:
         return []
     text = render(tokenizer, messages, tools=tools)
     found: list[int] = []
     for turn in suspects:
-        empty = {field: messages[turn][field] for field in ("role", "content")}
+        empty = {"role": messages[turn]["role"], "content": messages[turn]["content"]}
+        without_calls = [*messages[:turn], empty, *messages[turn + 1 :]]
         with suppress(ValueError):  # a template that refuses an empty answer shows calls
-            if text == render(
-                tokenizer, [*messages[:turn], empty, *messages[turn + 1 :]], tools=tools
-            ):
+            if text == render(tokenizer, without_calls, tools=tools):
                 found.append(turn)
     return found
 
 
-def check_tools(lost: Sequence[str], *, empty: int, what: str, first: str, model: str) -> Finding:
-    """Return a warning if the chat template leaves out tools: `lost` has the first of each row.
+def check_tools(
+    lost: Sequence[str | None], *, empty: int, what: str, first: str, model: str
+) -> Finding:
+    """Return a warning if the chat template leaves out tools.
 
-    `empty` counts turns that are no targets, because nothing of them is rendered. `first` names the
-    first such row.
+    `lost` has the first missing tool of each row, and `first` names the first row with one. `empty`
+    counts turns that are not targets, because nothing of them is rendered.
     """
     count = sum(map(bool, lost))
     if not count:
-        return Finding(
-            check=CHECK,
-            level=Level.PASS,
-            seen="The chat template renders all tools and their calls.",
-        )
+        seen = "The chat template renders all tools and their calls."
+        return Finding(check=CHECK, level=Level.PASS, seen=seen)
     seen = (
-        f"{count} of {len(lost)} {what}s have tools or tool calls that the chat template of {model} leaves out, so the model "
-        f"does not see them. The first: {first} lacks {next(filter(None, lost))}."
+        f"{count} of {len(lost)} {what}s have tools or tool calls that the chat template of "
+        f"{model} leaves out, so the model does not see them. "
+        f"The first: {first} lacks {next(filter(None, lost))}."
     )
     if empty:
         seen += f" {empty} assistant turns are not trained on, because they would be empty answers."
-    return Finding(
-        check=CHECK,
-        level=Level.WARNING,
-        seen=seen,
-        fix="Use a template that renders tools and tool_calls: with --data.tokenizer_chat_template in offline training, "
-        "otherwise in chat_template.jinja in the model's folder. Or write the calls into the contents of the messages.",
+    fix = (
+        "Use a template that renders tools and tool_calls: with --data.tokenizer_chat_template in "
+        "offline training, otherwise in chat_template.jinja in the model's folder. "
+        "Or write the calls into the contents of the messages."
     )
+    return Finding(check=CHECK, level=Level.WARNING, seen=seen, fix=fix)

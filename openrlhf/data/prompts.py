@@ -14,23 +14,15 @@ from openrlhf.config.learning import RLDataConfig
 from openrlhf.data.errors import ROW, SOURCE, row_error, text_of
 from openrlhf.data.layouts import DATASOURCE
 from openrlhf.data.lost_tools import lost_tool
+from openrlhf.data.messages import messages_of, tools_of
 from openrlhf.data.rows import Result, TokenizedRows, contents_of, number_rows
 from openrlhf.data.sft import SFTDataset
-from openrlhf.data.templates import (
-    Encoded,
-    Passage,
-    cut,
-    fill_template,
-    messages_of,
-    render,
-    tools_of,
-)
+from openrlhf.data.templates import Encoded, Passage, cut, fill_template, render
 from openrlhf.data.text_files import without_added_nulls
 from openrlhf.trajectory import Prompt
 
-PromptSection = (
-    RLDataConfig | EvaluatedDataConfig | InferenceDataConfig
-)  # columns and templates of prompts
+# Sections with the columns and the templates of prompts.
+PromptSection = RLDataConfig | EvaluatedDataConfig | InferenceDataConfig
 
 
 class PromptDataset(TokenizedRows[Prompt]):
@@ -60,13 +52,14 @@ class PromptDataset(TokenizedRows[Prompt]):
         rows = number_rows(dataset)
         super().__init__(rows, tokenizer, data)
         self.image_key = image_key
-        if answered := sum(self.rows["rewritten"]):
+        answered = sum(self.rows["rewritten"])
+        if answered:
             notice(
-                f"{answered} prompts end with turns of the assistant, which are left out: the policy answers instead."
+                f"{answered} prompts end with turns of the assistant, which are left out: "
+                "the policy answers instead."
             )
-        self._extras = rows.select_columns(
-            [*{*rows.column_names} & {data.label_key, image_key, SOURCE, ROW}]
-        )
+        extras = (data.label_key, image_key, SOURCE, ROW)
+        self._extras = rows.select_columns([name for name in rows.column_names if name in extras])
 
     def lengths(self) -> list[int]:
         """Return the number of tokens of each prompt."""
@@ -78,7 +71,9 @@ class PromptDataset(TokenizedRows[Prompt]):
 
     def labels(self) -> list[Any]:
         """Return the label of each prompt; none without a label column."""
-        return list(self._extras[self.data.label_key]) if self.data.label_key else []
+        if not self.data.label_key:
+            return []
+        return list(self._extras[self.data.label_key])
 
     def origin(self, index: int) -> str:
         """Return the dataset and the row of a prompt."""
@@ -88,15 +83,14 @@ class PromptDataset(TokenizedRows[Prompt]):
     def __getitem__(self, index: int) -> Prompt:
         extras = self._extras[index]
         key = self.data.label_key
-        label = without_added_nulls(extras[key], self._extras.features[key]) if key else ""
-        return Prompt(
-            **{**self._fields[index], "index": index},
-            label=label,
-            images=extras.get(self.image_key),
-        )
+        label: Any = ""
+        if key:
+            label = without_added_nulls(extras[key], self._extras.features[key])
+        own = {**self._fields[index], "index": index}
+        return Prompt(**own, label=label, images=extras.get(self.image_key))
 
     def contents(self) -> Iterator[bytes]:
-        """All prompts and labels as bytes, to be hashed."""
+        """Yield all prompts and labels as bytes, to be hashed."""
         yield from super().contents()
         if self.data.label_key:
             yield from contents_of(self._extras.select_columns([self.data.label_key]))
@@ -104,10 +98,12 @@ class PromptDataset(TokenizedRows[Prompt]):
     def columns(
         self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
     ) -> Result:
-        """Text, tokens and data source of a prompt, and whether turns of the assistant at its end
-        were left out.
+        """Return text, tokens and data source of a prompt.
+
+        `rewritten` is true if turns of the assistant at its end were left out.
         """
-        [prompt], [known] = passages, encoded
+        [prompt] = passages
+        [known] = encoded
         if not known.tokens:
             raise row_error(row, self.data.input_key, "is an empty prompt.")
         source = str(row.get(DATASOURCE) or "default")
@@ -119,35 +115,30 @@ class PromptDataset(TokenizedRows[Prompt]):
         }
 
     def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
-        """The prompt."""
+        """Return the prompt."""
         if not self.data.apply_chat_template:
             text = fill_template(self.data.input_template, text_of(row, self.data.input_key))
             return [Passage(text=text, spans=[], response=0)]
         messages = messages_of(row, self.data.input_key, role="user", flag="--data.input_key")
-        asked = max(
-            (n for n, message in enumerate(messages, 1) if message["role"] != "assistant"),
-            default=0,
-        )
+        asked = list(messages)
+        while asked and asked[-1]["role"] == "assistant":
+            asked.pop()
         if not asked:
-            raise row_error(
-                row, self.data.input_key, "has turns of the assistant only, which nobody asked for."
-            )
+            problem = "has only turns of the assistant. A prompt needs a user's turn."
+            raise row_error(row, self.data.input_key, problem)
         tools = tools_of(row)
         try:
-            text = render(self.tokenizer, messages[:asked], add_generation_prompt=True, tools=tools)
-            lost = lost_tool(
-                self.tokenizer, messages[:asked], text, tools=tools, add_generation_prompt=True
-            )
+            text = render(self.tokenizer, asked, add_generation_prompt=True, tools=tools)
+            lost = lost_tool(self.tokenizer, asked, text, tools=tools, add_generation_prompt=True)
         except ValueError as error:
             raise row_error(row, self.data.input_key, f"{error}.") from error
-        return [
-            Passage(text=text, spans=[], response=0, rewritten=asked < len(messages), lost=lost)
-        ]
+        answered = len(asked) < len(messages)
+        return [Passage(text=text, spans=[], response=0, rewritten=answered, lost=lost)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answered(Prompt):
-    """A prompt with the answer to score, which is the label. `tokens` are those of both."""
+    """A prompt with the answer to score, which is the label. `tokens` has both."""
 
     label: str = ""
 
@@ -155,8 +146,8 @@ class Answered(Prompt):
 class AnsweredDataset(SFTDataset):
     """The rows of a dataset as prompts and answers, which a reward model scores as one text.
 
-    As `SFTDataset`, which also says how the text ends, how it is cut, which rows are dropped, and
-    what the answer of a chat is. The answer of a chat is written as the template renders it.
+    `SFTDataset` documents how a text ends, how it is cut, which rows are dropped, and which part of
+    a chat is the answer. The answer of a chat is written as the template renders it.
     """
 
     row: ClassVar = Answered
@@ -164,16 +155,17 @@ class AnsweredDataset(SFTDataset):
     def columns(
         self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
     ) -> Result:
-        """Prompt, answer, and the tokens of both, or the reason why the row is dropped."""
-        [passage], [known], data = passages, encoded, self.data
+        """Return prompt, answer and the tokens of both, or the reason why the row is dropped."""
+        [passage] = passages
+        [known] = encoded
+        data = self.data
         if known.tokens_of((passage.response, len(passage.text))).start >= data.max_len - 1:
             return f"whose prompt leaves no token of the answer (--data.max_len {data.max_len})"
-        prompt, answer = passage.text[: passage.response], passage.text[passage.response :]
-        if not data.apply_chat_template:  # not as it was ended
-            prompt, answer = (
-                fill_template(data.input_template, row[data.input_key]),
-                row[data.output_key],
-            )
+        prompt = passage.text[: passage.response]
+        answer = passage.text[passage.response :]
+        if not data.apply_chat_template:  # the texts of the row, without an added end
+            prompt = fill_template(data.input_template, row[data.input_key])
+            answer = row[data.output_key]
         tokens = cut(known.tokens, data.max_len, self.tokenizer, self.ends.ids)
         return {
             "text": prompt,

@@ -1,4 +1,4 @@
-"""Rows of a dataset: their origin, and how they become rows of tokens."""
+"""Rows of a dataset: their origin, and their conversion to rows of tokens."""
 
 import fcntl
 import shutil
@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from uuid import uuid4
@@ -28,14 +29,15 @@ from openrlhf.data.templates import Encoded, Passage, encode
 from openrlhf.data.text_files import without_added_nulls
 from openrlhf.termination import asked
 
-MANY_ROWS = 20_000  # more are mapped by several processes, and their results kept on disk
+MANY_ROWS = 20_000  # larger datasets are mapped by several processes, with their results on disk
+MAX_MAPPING_PROCESSES = 8
 
 Columns = dict[str, list[Any]]
 Row = TypeVar("Row")  # a data class
 
 
 def number_rows(dataset: Dataset, source: str = "the dataset") -> Dataset:
-    """The dataset with the columns that give the origin of a row, unless they are there already."""
+    """Return the dataset with columns for the origin of each row, added if they are missing."""
     if SOURCE in dataset.column_names:
         return dataset
     rows = len(dataset)
@@ -45,7 +47,7 @@ def number_rows(dataset: Dataset, source: str = "the dataset") -> Dataset:
 
 
 Result = dict[str, Any] | str  # the columns of a row, or the reason why the row is dropped
-MOST_NAMED = 5  # malformed rows
+MAX_ROWS_NAMED = 5  # malformed rows that an error message lists
 STORED = {bool: Value("bool"), int: Value("int32"), float: Value("float64"), str: Value("string")}
 STORED |= {list[kind]: List(value) for kind, value in STORED.items()}
 # Columns besides the fields of a row.
@@ -59,14 +61,15 @@ NOTES = {
     "empty": STORED[int],
     "lost": STORED[str],
 }
+NO_NOTES = {"dropped": "", "cut": False, "rewritten": 0, "unended": 0, "control": ""}
 
 
 class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
-    """The rows of a dataset as tokens, made when the object is created. `summary` counts dropped
-    rows by reason.
+    """The rows of a dataset as tokens, made when the object is created.
 
     The processes of a launcher must all create the object: one process of each machine makes the
-    tokens. `data` is the section of the flags with the columns, the layout and `max_len`.
+    tokens. `data` is the section of the flags with the columns, the layout and `max_len`. `summary`
+    counts dropped rows by reason.
     """
 
     row: ClassVar[Any]  # the data class of a row; its fields of the types in `STORED` are kept
@@ -74,12 +77,18 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
     what: ClassVar[str] = "row"  # the word for a row in messages
 
     def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: Any) -> None:
-        """Raises DataError for a missing column, for malformed rows (the first are named), and if
-        no row is left.
+        """Tokenize all rows.
+
+        Raises DataError for a missing column, for malformed rows (naming the first), and if no row
+        is left.
         """
-        self.tokenizer, self.data, what = tokenizer, data, self.what
+        self.tokenizer = tokenizer
+        self.data = data
         used = columns_read(dataset, tokenizer, data, self.keys)
-        own = {field.name: STORED[field.type] for field in fields(self.row) if field.type in STORED}
+        own: dict[str, Any] = {}
+        for field in fields(self.row):
+            if field.type in STORED:
+                own[field.name] = STORED[field.type]
         self.features = Features({**own, **NOTES})
         dataset = number_rows(dataset)
         self._types = dataset.features
@@ -87,49 +96,54 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         mapped = once_per_machine(
             lambda: map_rows(dataset, used, self._encoded, self.features, "Tokenizing")
         )
-        if malformed := [problem for problem in mapped[MALFORMED][:] if problem]:
-            count = f"\n{len(malformed)} of {len(mapped)} rows are malformed." * (
-                len(malformed) > 1
-            )
-            raise DataError("\n".join(malformed[:MOST_NAMED]) + count)
-        self._look_for_control_tokens(mapped, dataset)
-        self._look_for_lost_tools(mapped, dataset)
-        reasons = mapped["dropped"][:]
-        counts = Counter(reasons)
-        dropped = ", ".join(
-            f"{count} {reason}" for reason, count in sorted(counts.items()) if reason
-        )
-        self.summary: str = (
-            f"{counts['']} of {len(reasons)} {what}s kept{', dropped ' * bool(dropped)}{dropped}."
-        )
-        if not counts[""]:
-            flags = ", ".join(f"--data.{key}" for key in self.keys)
-            raise DataError(
-                f"No {what} is left: {self.summary} Look at {flags} and --data.max_len."
-            )
-        self.rows = mapped.select([number for number, reason in enumerate(reasons) if not reason])
-        if cut := sum(self.rows["cut"]):
-            self.summary += (
-                f" {cut} of the kept {what}s were cut to {data.max_len} tokens (--data.max_len)."
-            )
+        _refuse_malformed(mapped)
+        self._report_control_tokens(mapped, dataset)
+        self._report_lost_tools(mapped, dataset)
+        self.rows = self._kept(mapped)
+        cut = sum(self.rows["cut"])
+        if cut:
+            limit = f"{data.max_len} tokens (--data.max_len)"
+            self.summary += f" {cut} of the kept {self.what}s were cut to {limit}."
         self._fields = self.rows.select_columns(list(own))
 
-    def _look_for_control_tokens(self, mapped: Dataset, dataset: Dataset) -> None:
-        found = [token or "" for token in mapped["control"][:]]
+    def _kept(self, mapped: Dataset) -> Dataset:
+        """Return the rows that are not dropped, and count the dropped ones in `summary`."""
+        reasons = mapped["dropped"][:]
+        kept: list[int] = []
+        counts: Counter[str] = Counter()
+        for number, reason in enumerate(reasons):
+            if reason:
+                counts[reason] += 1
+            else:
+                kept.append(number)
+        self.summary: str = f"{len(kept)} of {len(reasons)} {self.what}s kept"
+        dropped = [f"{count} {reason}" for reason, count in sorted(counts.items())]
+        if dropped:
+            self.summary += f", dropped {', '.join(dropped)}"
+        self.summary += "."
+        if not kept:
+            flags = ", ".join(f"--data.{key}" for key in self.keys)
+            raise DataError(
+                f"No {self.what} is left: {self.summary} Check {flags} and --data.max_len."
+            )
+        return mapped.select(kept)
+
+    def _report_control_tokens(self, mapped: Dataset, dataset: Dataset) -> None:
+        found = mapped["control"][:]
         if not any(found):
             return
+        in_template = self.data.apply_chat_template or self.data.input_template not in (None, "{}")
         report(
             check_control_tokens(
                 found,
                 what=self.what,
                 first=_first_origin(found, dataset),
-                rendered=not self.data.apply_chat_template
-                and self.data.input_template in (None, "{}"),
+                rendered=not in_template,
             )
         )
 
-    def _look_for_lost_tools(self, mapped: Dataset, dataset: Dataset) -> None:
-        lost = [tool or "" for tool in mapped["lost"][:]]
+    def _report_lost_tools(self, mapped: Dataset, dataset: Dataset) -> None:
+        lost = mapped["lost"][:]
         if not any(lost):
             return
         report(
@@ -144,46 +158,58 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
 
     @abstractmethod
     def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
-        """The texts of a row, or the reason why the row is dropped."""
+        """Return the texts of a row, or the reason why the row is dropped."""
 
     @abstractmethod
     def columns(
         self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
     ) -> Result:
-        """The columns of a row whose texts are tokens now, or the reason why the row is dropped."""
+        """Return the columns of a tokenized row, or the reason why the row is dropped."""
 
     def _encoded(self, columns: Columns) -> Columns:
-        """Batches of columns as the columns of `features`. `dropped` and `MALFORMED` have the
-        reason and the mistake, if any.
+        """Convert a batch of columns to the columns of `features`.
+
+        `dropped` and `MALFORMED` have the reason and the mistake, if any.
         """
+        rows = self._read(columns)
+        texts = [attempt(self.passages, row) for row in rows]
+        to_encode: list[str] = []
+        for text in texts:
+            if isinstance(text, list):
+                to_encode += [passage.text for passage in text]
+        encoded = iter(encode(self.tokenizer, to_encode))
+        written: list[str] = []
+        for key in self.keys:
+            column = getattr(self.data, key)
+            if column and key != "label_key":
+                written.append(column)
+        results: list[dict[str, Any]] = []
+        for row, text in zip(rows, texts, strict=True):
+            outcome = text  # the reason or the mistake, if the row has no texts
+            if isinstance(text, list):
+                outcome = attempt(self.columns, row, text, list(islice(encoded, len(text))))
+            if isinstance(outcome, str):
+                result: dict[str, Any] = {"dropped": outcome}
+            else:
+                result = {**NO_NOTES, **outcome}
+            result |= _lost_in(text)
+            result["control"] = self.control.first_in(list(map(row.get, written)))
+            results.append(result)
+        made: Columns = {}
+        for name in self.features:
+            made[name] = [result.get(name) for result in results]
+        return made
+
+    def _read(self, columns: Columns) -> list[dict[str, Any]]:
+        """Return the rows of a batch of columns, as the reader of the layout returns them."""
         read = READERS.get(self.data.layout, dict)
-        kept = {}
+        kept: Columns = {}
         for name, values in columns.items():
             kept[name] = [without_added_nulls(value, self._types[name]) for value in values]
-        rows = [
-            attempt(read, dict(zip(columns, row, strict=True)))
-            for row in zip(*kept.values(), strict=True)
-        ]
-        texts = [attempt(self.passages, row) for row in rows]
-        to_encode = [passage.text for text in texts if isinstance(text, list) for passage in text]
-        encoded = iter(encode(self.tokenizer, to_encode))
-        results = [
-            attempt(self.columns, row, text, [next(encoded) for _ in text])
-            if isinstance(text, list)
-            else text
-            for row, text in zip(rows, texts, strict=True)
-        ]
-        blank = {"dropped": "", "cut": False, "rewritten": 0, "unended": 0, "control": ""}
-        made = [
-            {"dropped": result} if isinstance(result, str) else blank | result for result in results
-        ]
-        written = [getattr(self.data, key) for key in self.keys if key != "label_key"]
-        for result, row, text in zip(made, rows, texts, strict=True):
-            result |= _lost_in(text)
-            result["control"] = self.control.first_in(
-                [row.get(column) for column in written if column]
-            )
-        return {name: [row.get(name) for row in made] for name in self.features}
+        rows: list[dict[str, Any]] = []
+        for values in zip(*kept.values(), strict=True):
+            rows.append(attempt(read, dict(zip(columns, values, strict=True))))
+        return rows
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -192,70 +218,88 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         return self.row(**self._fields[index])
 
     def contents(self) -> Iterator[bytes]:
-        """All rows as bytes, to be hashed."""
+        """Return all rows as bytes, to be hashed."""
         return contents_of(self._fields)
 
 
-def _first_origin(found: list[str], dataset: Dataset) -> str:
+def _refuse_malformed(mapped: Dataset) -> None:
+    """Raise DataError if there are malformed rows, naming the first."""
+    malformed = list(filter(None, mapped[MALFORMED][:]))
+    if not malformed:
+        return
+    lines = malformed[:MAX_ROWS_NAMED]
+    if len(malformed) > 1:
+        lines.append(f"{len(malformed)} of {len(mapped)} rows are malformed.")
+    raise DataError("\n".join(lines))
+
+
+def _first_origin(found: list[str | None], dataset: Dataset) -> str:
     """Return the dataset and the number of the first row in which something was found."""
-    place = next(place for place, each in enumerate(found) if each)
-    origin = dataset.select_columns([SOURCE, ROW])[place]
+    first = next(number for number, each in enumerate(found) if each)
+    origin = dataset.select_columns([SOURCE, ROW])[first]
     return f"{origin[SOURCE]}, row {origin[ROW]},"
 
 
 def _lost_in(text: Any) -> dict[str, Any]:
-    """Return what the template left out of a row's tools. `text`: its passages, or why it is
-    dropped.
+    """Return what the template left out of a row's tools.
+
+    `text` is the passages of the row, or the reason why the row is dropped.
     """
     if text == ONLY_CALLS:
         return {"lost": "the calls of its answer", "empty": 0}
     passages: list[Passage] = text if isinstance(text, list) else []
-    lost = next((passage.lost for passage in passages if passage.lost), "")
-    return {"lost": lost, "empty": sum(passage.empty for passage in passages)}
+    lost = ""
+    empty = 0
+    for passage in passages:
+        lost = lost or passage.lost
+        empty += passage.empty
+    return {"lost": lost, "empty": empty}
 
 
 def attempt(step: Callable[..., Any], row: dict[str, Any], *arguments: Any) -> Any:
-    """What a step makes of a row, or a column with the mistake that this step or an earlier one
-    found in the row.
+    """Return the result of a step for a row, or a column with the mistake in the row.
+
+    A row in which an earlier step found a mistake is returned unchanged.
     """
+    if MALFORMED in row:
+        return row
     try:
-        return row if MALFORMED in row else step(row, *arguments)
+        return step(row, *arguments)
     except DataError as error:
         return {MALFORMED: str(error)}
 
 
 def without_origin(dataset: Dataset) -> Dataset:
-    """Return a dataset without the columns that say where its rows came from."""
-    return dataset.select_columns(
-        [name for name in dataset.column_names if name not in (SOURCE, ROW)]
-    )
+    """Return a dataset without the columns that give the origin of its rows."""
+    columns = [name for name in dataset.column_names if name not in (SOURCE, ROW)]
+    return dataset.select_columns(columns)
 
 
 def contents_of(dataset: Dataset) -> Iterator[bytes]:
-    """All values of a dataset as bytes, however the dataset is stored; a million rows of 250 tokens
-    take 2 to 5 s to hash.
+    """Yield all values of a dataset as bytes, which do not depend on how the dataset is stored.
+
+    Hashing a million rows of 250 tokens takes 2 to 5 s.
     """
     batches: Any = dataset.with_format("arrow").iter(1000)
-    for column in (column for batch in batches for column in batch.columns):
-        values = column.combine_chunks()
-        while hasattr(values, "value_lengths"):  # a list
-            yield values.value_lengths().to_numpy(zero_copy_only=False).tobytes()
-            values = values.flatten()
-        array = values.to_numpy(zero_copy_only=False)
-        yield (
-            repr(values.to_pylist()).encode(errors="surrogatepass")
-            if array.dtype == object
-            else array.tobytes()
-        )
+    for batch in batches:
+        for column in batch.columns:
+            values = column.combine_chunks()
+            while hasattr(values, "value_lengths"):  # a list
+                yield values.value_lengths().to_numpy(zero_copy_only=False).tobytes()
+                values = values.flatten()
+            array = values.to_numpy(zero_copy_only=False)
+            if array.dtype == object:
+                yield repr(values.to_pylist()).encode(errors="surrogatepass")
+            else:
+                yield array.tobytes()
 
 
 def once_per_machine(prepare: Callable[[], Dataset]) -> Dataset:
-    """One process of this machine prepares the rows and saves them; all processes of the machine
-    map the files.
+    """Prepare rows in one process of this machine, and map their files in all its processes.
 
-    The others wait for a lock. The system takes the lock from a process that ends, and the next
-    process prepares: there is no deadline. Raises DataError as `prepare` does, and if the disk is
-    full.
+    The other processes wait for a lock. The system takes the lock from a process that ends, and the
+    next process prepares: there is no deadline. Raises DataError as `prepare` does, and if the disk
+    is full.
     """
     if world_size() == 1 or not dist.is_initialized():
         return prepare()
@@ -274,7 +318,7 @@ def once_per_machine(prepare: Callable[[], Dataset]) -> Dataset:
                 if not isinstance(error, OSError):
                     raise
                 raise DataError(
-                    f"Rows cannot be written to {folder}: {error}. TMPDIR names another folder."
+                    f"Rows cannot be written to {folder}: {error}. Set TMPDIR to another folder."
                 ) from error
     mapped = Dataset.load_from_disk(rows)
     dist.barrier()
@@ -289,7 +333,7 @@ def map_rows(
     features: Features,
     title: str,
 ) -> Dataset:
-    """The columns that `function` makes of batches of these columns and of the rows' origins.
+    """Return the columns that `function` makes of batches of `columns` and of the rows' origins.
 
     Nothing is cached, because a cached result would outlive a change of this code. The tables of
     many rows are on disk while the process uses them, but their folder is deleted before this
@@ -301,14 +345,13 @@ def map_rows(
     options: dict[str, Any] = {"keep_in_memory": True}
     folder = None
     if len(dataset) > MANY_ROWS:
-        workers = min(8, usable_cores())
+        workers = min(MAX_MAPPING_PROCESSES, usable_cores())
         cache = Path(datasets.config.HF_DATASETS_CACHE)
         cache.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix="openrlhf-rows-", dir=cache))
-        options = {
-            "cache_file_name": str(folder / "rows.arrow"),
-            "num_proc": workers if workers > 1 else None,
-        }
+        options = {"cache_file_name": str(folder / "rows.arrow")}
+        if workers > 1:
+            options["num_proc"] = workers
         notice(f"{title} {len(dataset)} rows; processes: {workers}.")
     try:
         return dataset.map(
@@ -327,17 +370,19 @@ def map_rows(
         if asked():  # the library raises a worker's time-out in place of SystemExit
             raise SystemExit(asked()) from None
         if folder and isinstance(error, OSError):
-            problem = f"Rows cannot be written to {folder}: {error}. Set HF_DATASETS_CACHE to another folder."
-            raise DataError(problem) from error
+            raise DataError(
+                f"Rows cannot be written to {folder}: {error}. "
+                "Set HF_DATASETS_CACHE to another folder."
+            ) from error
         raise
     finally:
         if folder:
-            shutil.rmtree(
-                folder, ignore_errors=True
-            )  # the system keeps mapped files while they are in use
+            # The system keeps mapped files while they are in use.
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _first_unreadable(dataset: Dataset) -> str:
+    """Return the origin of the first row that is not UTF-8 text."""
     for number in range(len(dataset)):
         try:
             dataset[number]

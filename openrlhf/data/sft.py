@@ -1,4 +1,4 @@
-"""Rows of supervised fine-tuning: the text, its tokens, and the tokens that are learned."""
+"""Rows of supervised fine-tuning: a text as tokens, and which of them are learned."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,22 +13,26 @@ from openrlhf.config.supervised import KTODataConfig, SFTDataConfig
 from openrlhf.data import templates
 from openrlhf.data.errors import DataError, list_columns, row_error, source_of, text_of
 from openrlhf.data.lost_tools import ONLY_CALLS, empty_calls, lost_tool
+from openrlhf.data.messages import learned_turns, messages_of, tools_of
 from openrlhf.data.rows import Result, TokenizedRows
-from openrlhf.data.templates import Encoded, Passage, cut, fill_template, messages_of
+from openrlhf.data.templates import Encoded, Passage, cut, fill_template
 from openrlhf.data.tokenizer import Ends
 
-TextSection = (
-    SFTDataConfig | KTODataConfig | InferenceDataConfig
-)  # columns, templates and `max_len` of texts
-NO_PROMPT, NO_RESPONSE = "with an empty prompt", "with an empty response"
-NO_ASSISTANT, TOO_SHORT = "without an assistant message", "of fewer than two tokens"
+# Sections with the columns, the templates and `max_len` of texts.
+TextSection = SFTDataConfig | KTODataConfig | InferenceDataConfig
+# Reasons why a row is dropped.
+NO_PROMPT = "with an empty prompt"
+NO_RESPONSE = "with an empty response"
+NO_ASSISTANT = "without an assistant message"
+TOO_SHORT = "of fewer than two tokens"
 NOT_LEARNED = "without a turn to learn"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTRow:
-    """One training text of T tokens. Token t is learned if `loss_mask[t]`; the first token never
-    is.
+    """A training text of T tokens.
+
+    Token t is learned if `loss_mask[t]` is true; the first token is never learned.
 
     Example, the prompt "Q: " and the response "yes" (ids made up):
 
@@ -82,53 +86,60 @@ class SFTDataset(TokenizedRows[SFTRow]):
             _refuse_rows_without_answers(dataset, data.input_key)
         self.ends = Ends.of(tokenizer)
         super().__init__(dataset, tokenizer, data)
-        if unended := sum(self.rows["unended"]):
+        unended = sum(self.rows["unended"])
+        if unended:
             notice(
-                f"{unended} trained turns before the last do not end with a token at which generation stops "
-                f"({', '.join(self.ends.texts)}): add the end of a turn to eos_token_id in generation_config.json, or to the "
-                "chat template."
+                f"{unended} trained turns before the last do not end with a token at which "
+                f"generation stops ({', '.join(self.ends.texts)}). Add the end of a turn to "
+                "eos_token_id in generation_config.json, or to the chat template."
             )
-        if rewritten := sum(self.rows["rewritten"]):
-            self.summary += f" {rewritten} assistant turns are not trained on, because the chat template rewrites them."
+        rewritten = sum(self.rows["rewritten"])
+        if rewritten:
+            self.summary += (
+                f" {rewritten} assistant turns are not trained on, "
+                "because the chat template rewrites them."
+            )
 
     def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
-        """The text and its targets, or the reason why the row is dropped."""
+        """Return the text and its targets, or the reason why the row is dropped."""
         if self.data.apply_chat_template:
             return self._conversation(row)
         prompt = text_of(row, self.data.input_key)
         if self.pretrain:
             return [Passage(text=prompt, spans=[(0, len(prompt))], response=0)]
-        response = text_of(row, self.data.output_key) if self.data.output_key else ""
+        response = ""
+        if self.data.output_key:
+            response = text_of(row, self.data.output_key)
         prompt = fill_template(self.data.input_template, prompt)
-        if not prompt or not response:
-            return NO_RESPONSE if prompt else NO_PROMPT
+        if not prompt:
+            return NO_PROMPT
+        if not response:
+            return NO_RESPONSE
         text = prompt + response
         passage = Passage(text=text, spans=[(len(prompt), len(text))], response=len(prompt))
         return [passage.closed(self.ends.texts, space=self.data.space_before_eos)]
 
     def _conversation(self, row: Mapping[str, Any]) -> list[Passage] | str:
         messages = messages_of(row, self.data.input_key, role="user", flag="--data.input_key")
-        asked, tools = len(messages), templates.tools_of(row)
+        asked = len(messages)
+        tools = tools_of(row)
         if self.data.output_key:
             messages += messages_of(
                 row, self.data.output_key, role="assistant", flag="--data.output_key"
             )
         try:
-            learned = templates.learned_turns(messages, chosen=self.data.multiturn)
+            learned = learned_turns(messages, chosen=self.data.multiturn)
             if not learned:
-                return (
-                    NOT_LEARNED
-                    if any(message["role"] == "assistant" for message in messages)
-                    else NO_ASSISTANT
-                )
+                if any(message["role"] == "assistant" for message in messages):
+                    return NOT_LEARNED
+                return NO_ASSISTANT
             messages = messages[: learned[-1] + 1]
             if len(messages) < 2:
                 return NO_PROMPT
-            first = next(
-                (turn for turn in learned if turn >= asked), -1
-            )  # without an output column the last one
+            answers = [turn for turn in learned if turn >= asked]
+            first = answers[0] if answers else -1  # without an output column the last message
             turns = learned if self.data.multiturn else []
-            targets = turns or [turn for turn in learned if turn >= asked] or learned[-1:]
+            targets = turns or answers or learned[-1:]
             empty = empty_calls(self.tokenizer, messages, targets, tools=tools)
             if empty:
                 turns = [turn for turn in targets if turn not in empty]
@@ -151,43 +162,51 @@ class SFTDataset(TokenizedRows[SFTRow]):
     def columns(
         self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
     ) -> Result:
-        """The columns of a row whose text is tokens now, or the reason why the row is dropped."""
-        [passage], [known] = passages, encoded
-        tokens, longest = known.tokens[: self.data.max_len], self.data.max_len - 2
+        """Return the columns of a tokenized row, or the reason why the row is dropped."""
+        [passage] = passages
+        [known] = encoded
+        max_len = self.data.max_len
+        limit = max_len - 2
+        tokens = known.tokens[:max_len]
         if len(tokens) < 2:
             return TOO_SHORT
         prompt_tokens = known.tokens_of((passage.response, len(passage.text))).start
-        if not self.pretrain and prompt_tokens >= longest:
-            return f"with a prompt of {longest} tokens or more (--data.max_len {self.data.max_len})"
+        if not self.pretrain and prompt_tokens >= limit:
+            return f"with a prompt of {limit} tokens or more (--data.max_len {max_len})"
         mask = [False] * len(tokens)
-        for places in map(known.tokens_of, passage.spans):
+        for span in passage.spans:
+            places = known.tokens_of(span)
             learned = range(max(places.start, 1), min(places.stop, len(tokens)))
             mask[learned.start : learned.stop] = [True] * len(learned)
         if not self.pretrain:
-            tokens, mask[-1] = (
-                cut(known.tokens, self.data.max_len, self.tokenizer, self.ends.ids),
-                True,
-            )
-        was_cut = len(known.tokens) > len(tokens)
+            tokens = cut(known.tokens, max_len, self.tokenizer, self.ends.ids)
+            mask[-1] = True
         return {
             "tokens": tokens,
             "loss_mask": mask,
             "rewritten": passage.rewritten,
             "unended": passage.unended,
-            "cut": was_cut,
+            "cut": len(known.tokens) > len(tokens),
         }
 
 
 def _refuse_rows_without_answers(dataset: Dataset, input_key: str) -> None:
-    """Raise DataError, because no column has the answers. Another check reports a missing input
-    column.
+    """Raise DataError, because no column has the answers.
+
+    Another check reports a missing input column.
     """
     columns = dataset.column_names
     if input_key not in columns:
         return
-    fix = "Set --data.output_key to the column with the answers, or pass --data.apply_chat_template for chats."
+    fix = (
+        "Set --data.output_key to the column with the answers, "
+        "or pass --data.apply_chat_template for chats."
+    )
     if {"chosen", "rejected"} <= set(columns):
-        fix = "Pass --data.output_key chosen to train on the chosen answers, or train on the pairs with `openrlhf dpo`."
+        fix = (
+            "Pass --data.output_key chosen to train on the chosen answers, "
+            "or train on the pairs with `openrlhf dpo`."
+        )
     raise DataError(
         f"No column with answers was found in {source_of(dataset)}: --data.output_key is not set. "
         f"The columns are {list_columns(columns)}. {fix}"

@@ -1,7 +1,5 @@
-"""From chat messages to text, to the characters that the assistant wrote, and to their tokens."""
+"""Chat messages as text, with the characters that the assistant wrote and their tokens."""
 
-import json
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -15,37 +13,22 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from openrlhf.data.clock import clock_of
-from openrlhf.data.errors import kind, row_error
+from openrlhf.data.messages import Message
 from openrlhf.data.tokenizer import added_tokens
 
-Message = dict[str, Any]
 Span = tuple[int, int]  # [start, end) in characters
-Draw = Callable[
-    ..., tuple[str, list[Span]]
-]  # messages to a text, and the spans that the template marks
+# Messages to a text, and the spans that the template marks.
+Draw = Callable[..., tuple[str, list[Span]]]
 
 ANSWER = "(the answer)"
 STAND_IN = "<<what the assistant said>>"
 REASONING = ("reasoning_content", "reasoning", "thinking")  # fields besides the content
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-# Words of ShareGPT and HH-RLHF.
-SPEAKERS = {
-    "human": "user",
-    "gpt": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-}
-SPEAKERS |= {"Human": "user", "Assistant": "assistant"}
-TRANSCRIPT = re.compile(
-    r"\n\n(Human|Assistant):"
-)  # turns of a text of HH-RLHF, which begins with the first
-LEARNED = ("loss", "weight")  # fields of a message
-TOOLS = "tools"  # a column
 
 
 def fill_template(template: str | None, text: str) -> str:
-    """`template` with `text` in place of its `{}`. Other braces, in template or text, stay
-    unchanged.
+    """Return `template` with `text` in place of its `{}`.
+
+    Other braces, in template or text, stay unchanged.
     """
     if template is None:
         return text
@@ -55,155 +38,18 @@ def fill_template(template: str | None, text: str) -> str:
         return template.replace("{}", text, 1)
 
 
-def messages_of(row: Mapping[str, Any], column: str, *, role: str, flag: str) -> list[Message]:
-    """The value of a column as chat messages. Raises DataError with row, column and the flag of the
-    column.
-    """
-    try:
-        return to_messages(row[column], role=role)
-    except ValueError as error:
-        raise row_error(row, column, f"{error}. {flag} names this column.") from error
-
-
-def to_messages(value: Any, *, role: str = "user") -> list[Message]:
-    """A value as chat messages. A string is one message of `role`, or a transcript of HH-RLHF; a
-    list is checked.
-
-    Messages may have `from` and `value`, as in ShareGPT; a single message needs no list; a content
-    may be the parts of a text. A null field of a message is the same as none; nulls inside tool
-    calls stay. Raises ValueError that names the malformed message and its fault.
-    """
-    if isinstance(value, str):
-        return _turns(value) or [{"role": role, "content": value}]
-    if isinstance(value, dict):
-        value = [value]
-    if not isinstance(value, list) or not value:
-        seen = "an empty list" if value == [] else kind(value)
-        raise ValueError(f"is {seen}, not a string or a list of chat messages")
-    return [_to_message(message, number) for number, message in enumerate(value)]
-
-
-def _turns(text: str) -> list[Message]:
-    """The messages of a transcript; none if the text does not begin like one."""
-    opening, *turns = TRANSCRIPT.split(text)
-    said = [] if opening else zip(turns[::2], turns[1::2], strict=True)
-    return [{"role": SPEAKERS[speaker], "content": words.strip()} for speaker, words in said]
-
-
-def _to_message(message: Any, number: int) -> Message:
-    if not isinstance(message, dict):
-        raise ValueError(
-            f"message {number} is {kind(message)}, not an object with role and content"
-        )
-    present = {field: part for field, part in message.items() if part is not None}
-    if "role" not in present and {"from", "value"} <= present.keys():
-        speaker, value = present.pop("from"), present.pop("value")
-        said: Message = {"content": value}
-        if speaker == "function_call":
-            try:
-                said = {"tool_calls": [{"type": "function", "function": json.loads(value)}]}
-            except (TypeError, ValueError) as error:
-                raise ValueError(
-                    f"the function_call of message {number} is no JSON: {value!r}"
-                ) from error
-        present = {"role": SPEAKERS.get(str(speaker), speaker), **said, **present}
-    if "role" not in present or not ("content" in present or present.get("tool_calls")):
-        has = ", ".join(map(repr, present)) or "nothing"
-        raise ValueError(f"message {number} needs 'role' and 'content', but has {has}")
-    role, content = present["role"], present.get("content", "")
-    if _are_objects(content):
-        if other := {part.get("type") or "text" for part in content} - {"text"}:
-            held = ", ".join(sorted(map(repr, other)))
-            raise ValueError(
-                f"the content of message {number} has parts of type {held}; the policy reads text only"
-            )
-        content = "".join(str(part.get("text") or "") for part in content)
-    if not isinstance(content, str):
-        raise ValueError(
-            f"the content of message {number} must be a string or a list of texts, not {kind(content)}"
-        )
-    present["content"] = content
-    if role not in ROLES:
-        raise ValueError(f"the role of message {number} is {role!r}, not one of {', '.join(ROLES)}")
-    calls = present.get("tool_calls") or []
-    if not _are_objects(calls) or not _are_objects([call.get("function") or {} for call in calls]):
-        raise ValueError(
-            f"the tool_calls of message {number} must be a list of objects, not {calls!r}"
-        )
-    return with_parsed_arguments(present)
-
-
-def _are_objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(part, dict) for part in value)
-
-
-def with_parsed_arguments(message: Message) -> Message:
-    """The message with the arguments of its tool calls as objects, as chat templates want them."""
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = {
-            **(call.get("function") or call)
-        }  # some calls have name and arguments themselves
-        with suppress(TypeError, ValueError):
-            function["arguments"] = json.loads(function.get("arguments") or "{}")
-        calls.append({**call, "function": function} if call.get("function") else function)
-    return {**message, "tool_calls": calls}
-
-
-def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The definitions of tools in the column `tools`, a list or JSON. Raises DataError for anything
-    else.
-    """
-    tools = row.get(TOOLS)
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools else tools or []
-    except ValueError as error:
-        raise row_error(row, TOOLS, f"is a string, but no JSON: {error}.") from error
-    if not _are_objects(tools):
-        raise row_error(row, TOOLS, f"is {kind(tools)}, not a list of definitions of tools.")
-    return tools
-
-
-def learned_turns(messages: Sequence[Message], *, chosen: bool) -> list[int]:
-    """The turns of the assistant; if they are `chosen`, without those whose field `loss` or
-    `weight` is false or 0.
-
-    Raises ValueError for a field with another value, of somebody else's turn that would be learned,
-    or that is not read.
-    """
-    turns: list[int] = []
-    for number, message in enumerate(messages):
-        role, field = message["role"], next((name for name in LEARNED if name in message), None)
-        wanted = message[field] if field else role == "assistant"
-        if wanted not in ((0, 1) if role == "assistant" else (0,)) or (field and not chosen):
-            allowed = "true or 1 is for turns of the assistant, false or 0 for all"
-            needed = allowed if chosen else "only --data.multiturn reads it"
-            raise ValueError(f"message {number}, of the {role}, has {field} {wanted!r}: {needed}")
-        turns += [number] * bool(wanted)
-    return turns
-
-
-def texts_in(value: Any) -> list[str]:
-    """The strings in a value: the value itself, or the contents of chat messages."""
-    if isinstance(value, list):
-        return [text for part in value if isinstance(part, dict) for text in texts_in(part)]
-    if isinstance(value, dict):
-        return texts_in(value.get("content") or value.get("value") or value.get("text"))
-    return [value] if isinstance(value, str) else []
-
-
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> str:
-    """The messages through the chat template, with the options of `render_marked`. Raises
-    ValueError as it does.
+    """Return messages rendered by the chat template.
+
+    Options and errors are those of `render_marked`.
     """
     return render_marked(tokenizer, messages, **options)[0]
 
 
 def rendered_question(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a user's message in the chat template; the template itself if it needs more, such as a
-    system message.
+    """Return a user's message rendered by the chat template.
+
+    A template that needs more, such as a system message, is returned itself.
     """
     try:
         return render(tokenizer, [{"role": "user", "content": ANSWER}], add_generation_prompt=True)
@@ -225,8 +71,7 @@ def render_marked(
     tools: Sequence[dict[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> tuple[str, list[Span]]:
-    """The text, and the spans that the template's `{% generation %}` blocks wrote, if there are
-    such blocks.
+    """Return the rendered text, and the spans written by the template's `{% generation %}` blocks.
 
     `variables` are further variables of the template, such as `enable_thinking`. Raises ValueError
     with the error message of the template.
@@ -244,32 +89,35 @@ def render_marked(
         )
     except (jinja2.TemplateError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"the chat template cannot render these messages: {error}") from error
-    texts, spans = rendered
-    return texts[0], spans[0] if spans else []
+    [text], spans = rendered
+    if not spans:
+        return text, []
+    return text, spans[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """A text to train on, the spans of its targets, and the start of the response, in characters."""
+    """A text to train on, with the spans of its targets.
+
+    `response` is the character where the response begins. `rewritten` and `empty` count assistant
+    turns that are not targets, because the template changes them or leaves their tool calls out.
+    `unended` counts targets before the last that end without a text at which generation stops.
+    """
 
     text: str
     spans: list[Span]
     response: int
-    rewritten: int = 0  # assistant turns that are no targets, because the template changes them
-    unended: int = (
-        0  # targets before the last one that end without a text at which generation stops
-    )
-    empty: int = (
-        0  # assistant turns that are no targets, because the template leaves their tool calls out
-    )
+    rewritten: int = 0
+    unended: int = 0
+    empty: int = 0
     lost: str = ""  # a tool that the template leaves out
 
     def closed(self, ends: Sequence[str], marks: Sequence[str] = (), *, space: bool = True) -> Self:
-        """Return the passage without trailing newlines and with an end: one of `ends`, at which
-        generation stops.
+        """Return the passage without trailing newlines, ending with one of `ends`.
 
-        If it has none of them, the first is added, with `space` after a space unless one of `marks`
-        is there. The added end is a target if the text before it is one.
+        Generation stops at `ends`. If the text does not end with one, the first is added. With
+        `space` a space comes before it, unless the text ends with one of `marks`. The added end is
+        a target if the text before it is one.
         """
         text = self.text.rstrip("\n")
         if text.endswith(tuple(ends)):
@@ -286,13 +134,13 @@ class Passage:
         return replace(self, text=closed, spans=spans)
 
     def with_ended_turns(self, ends: Sequence[str]) -> Self:
-        """Return the passage with the role marker after each turn as a target, if generation stops
-        at the marker.
+        """Return the passage with each turn extended by its end, if generation stops there.
 
         Some templates close a turn with nothing but the marker of the next turn. `unended` counts
-        the turns before the last that have no end even so.
+        the turns before the last that still have no end.
         """
-        spans, unended = list[Span](), 0
+        spans: list[Span] = []
+        unended = 0
         for start, end in self.spans:
             marker = next((mark for mark in ends if self.text.startswith(mark, end)), "")
             if any(mark in self.text[start:end] for mark in ends):
@@ -311,64 +159,76 @@ def render_conversation(
     turns: Sequence[int] = (),
     tools: Sequence[dict[str, Any]] | None = None,
 ) -> Passage:
-    """A conversation that ends with the assistant, with its targets.
+    """Render a conversation that ends with the assistant, and find its targets.
 
     Targets are everything from message `first` on, which is the assistant's, or these `turns` of
     the assistant. If the template has `{% generation %}` marks, only marked text is a target.
     Without marks a turn is the text after the generation prompt and before the next message. If the
     template rewrites history (drops earlier reasoning), a turn is its content and the end of turn
-    after it; an earlier turn whose content was changed is no target. Raises ValueError if message
-    `first`, or the last of `turns`, cannot be found.
+    after it; an earlier turn whose content was changed is not a target. Raises ValueError if
+    message `first`, or the last of `turns`, cannot be found.
     """
     draw: Draw = partial(render_marked, tokenizer, tools=tools)
     text, marked = draw(messages)
     first %= len(messages)
     if marked:
-        spans = _marked(draw, messages, marked, first, turns)
-        return Passage(text=text, spans=spans, response=spans[-1 if turns else 0][0])
+        spans = _marked_turns(draw, messages, marked, first, turns)
+        response_span = spans[-1] if turns else spans[0]
+        return Passage(text=text, spans=spans, response=response_span[0])
     wanted = turns or [first]
-    found = [_find_turn(draw, messages, turn, text) for turn in wanted]
-    if found[-1] is None:
+    spans = []
+    span = None
+    for turn in wanted:
+        span = _find_turn(draw, messages, turn, text)
+        if span is not None:
+            spans.append(span)
+    if span is None:
         raise ValueError(
-            f"the chat template changes message {wanted[-1]} of the assistant (it may drop reasoning), so the tokens of "
-            "the message cannot be found. Mark the assistant's words with {% generation %} and {% endgeneration %} in "
-            "the template, and pass the template as --data.tokenizer_chat_template"
+            f"the chat template changes message {wanted[-1]} of the assistant (it may drop "
+            "reasoning), so the tokens of the message cannot be found. Mark the assistant's words "
+            "with {% generation %} and {% endgeneration %} in the template, and pass the template "
+            "as --data.tokenizer_chat_template"
         )
-    spans = [span for span in found if span is not None]
+    rewritten = len(wanted) - len(spans)
     if not turns and first < len(messages) - 1:
         spans = [(spans[0][0], len(text))]
-    return Passage(text=text, spans=spans, response=spans[-1][0], rewritten=found.count(None))
+    return Passage(text=text, spans=spans, response=spans[-1][0], rewritten=rewritten)
 
 
-def _marked(
+def _marked_turns(
     draw: Draw, messages: Sequence[Message], marked: list[Span], first: int, turns: Sequence[int]
 ) -> list[Span]:
-    """The marked spans from message `first` on, or those of `turns`, found by counting the marks
-    before each turn.
+    """Return the marked spans from message `first` on, or those of `turns`.
+
+    The spans of a turn are found by counting the marks before it.
     """
 
-    def before(turn: int) -> int:
+    def marks_before(turn: int) -> int:
         if not turn:
             return 0
         try:
             return len(draw(messages[:turn])[1])
-        except ValueError:  # a beginning that the template forbids, for example without a user
-            return sum(message["role"] == "assistant" for message in messages[:turn])
+        except ValueError:  # the template may forbid this beginning, e.g. without a user's turn
+            return _count_assistant(messages[:turn])
 
     if not turns:
-        return marked[before(first) :] or marked[-1:]
-    if len(turns) == sum(message["role"] == "assistant" for message in messages):
+        return marked[marks_before(first) :] or marked[-1:]
+    if len(turns) == _count_assistant(messages):
         return marked
-    return [span for turn in turns for span in marked[before(turn) : before(turn + 1)]] or marked[
-        -1:
-    ]
+    spans: list[Span] = []
+    for turn in turns:
+        spans += marked[marks_before(turn) : marks_before(turn + 1)]
+    return spans or marked[-1:]
+
+
+def _count_assistant(messages: Sequence[Message]) -> int:
+    return sum(message["role"] == "assistant" for message in messages)
 
 
 def _find_turn(draw: Draw, messages: Sequence[Message], turn: int, text: str) -> Span | None:
+    """Return the span of a turn in `text`, or None if the template changed it."""
     if turn:
-        with suppress(
-            ValueError
-        ):  # a beginning that the template forbids, for example without a user
+        with suppress(ValueError):  # the template may forbid this beginning
             through, _ = draw(messages[: turn + 1])
             prompt, _ = draw(messages[:turn], add_generation_prompt=True)
             if text.startswith(prompt) and text.startswith(through) and len(prompt) < len(through):
@@ -379,8 +239,9 @@ def _find_turn(draw: Draw, messages: Sequence[Message], turn: int, text: str) ->
 
 
 def _find_content(draw: Draw, messages: Sequence[Message], turn: int, text: str) -> Span | None:
-    """The span of a turn's content in `text`: between the texts before and after a placeholder for
-    the content.
+    """Return the span of a turn's content in `text`, or None if the template changed it.
+
+    The span lies between the texts before and after a placeholder for the content.
     """
     past = [*messages[:turn], {**messages[turn], "content": STAND_IN}]
     before, _, after = draw([*past, *messages[turn + 1 :]])[0].partition(STAND_IN)
@@ -390,23 +251,23 @@ def _find_content(draw: Draw, messages: Sequence[Message], turn: int, text: str)
         return None
     try:
         last, _ = draw(past)
-    except (
-        ValueError
-    ):  # a beginning that the template forbids: take the end of the whole conversation
+    except ValueError:  # the template forbids this beginning: take the end of the conversation
         last, _ = draw([*messages[:-1], {**messages[-1], "content": STAND_IN}])
     end_of_turn = last.partition(STAND_IN)[2]
     return len(before), end + in_common(end_of_turn, after)
 
 
 def in_common(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """The number of items at the start that both have in common."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
+    """Return the number of items at the start that both sequences have in common."""
+    for place, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return place
+    return min(len(a), len(b))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """A text's tokens, and the characters [start, end) of each token if the tokenizer knows them."""
+    """A text's tokens, with the characters [start, end) of each if the tokenizer knows them."""
 
     text: str
     tokens: list[int]
@@ -414,19 +275,21 @@ class Encoded:
     tokenizer: PreTrainedTokenizerBase
 
     def tokens_of(self, span: Span) -> range:
-        """The tokens of a span of characters. A token that straddles the border of the span belongs
-        to it.
+        """Return the tokens of a span of characters.
 
-        If the tokenizer has no offsets, the text before each border is encoded: the tokens in
-        common come before the border.
+        A token that straddles the border of the span belongs to it. If the tokenizer has no
+        offsets, the text before each border is encoded: the tokens in common come before the
+        border.
 
         Example, the text "Q: yes" as `Q`, `:`, `▁yes` and the span (3, 6) of "yes": range(2, 3).
         """
         if self.offsets is None:
             return range(*map(self._tokens_before, span))
+        start, end = span
         # Compare ends, not starts: some offsets leave out the space before a word.
-        first, last = (bisect_right(self.offsets, border, key=itemgetter(1)) for border in span)
-        while last < len(self.offsets) and self.offsets[last][0] < span[1]:
+        first = bisect_right(self.offsets, start, key=itemgetter(1))
+        last = bisect_right(self.offsets, end, key=itemgetter(1))
+        while last < len(self.offsets) and self.offsets[last][0] < end:
             last += 1
         return range(first, last)
 
@@ -441,8 +304,9 @@ def cut(
     tokenizer: PreTrainedTokenizerBase,
     ends: Collection[int] = (),
 ) -> list[int]:
-    """Return at most `max_len` tokens, the last of which is end-of-text, or one of `ends` if
-    nothing is cut.
+    """Return at most `max_len` tokens, the last of which is end-of-text.
+
+    If nothing is cut, the last token may also be one of `ends`.
     """
     if len(tokens) <= max_len and tokens[-1] in ends:
         return list(tokens)
@@ -451,7 +315,7 @@ def cut(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Encoded]:
-    """The texts as tokens, without the special tokens that a tokenizer would add around them."""
+    """Tokenize texts without the special tokens that a tokenizer would add around them."""
     if not texts:
         return []
     with_offsets = bool(tokenizer.is_fast)
@@ -459,7 +323,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Enc
         list(texts), add_special_tokens=False, return_offsets_mapping=with_offsets, verbose=False
     )
     offsets = known["offset_mapping"] if with_offsets else [None] * len(texts)
-    return [
-        Encoded(text=text, tokens=tokens, offsets=where, tokenizer=tokenizer)
-        for text, tokens, where in zip(texts, known["input_ids"], offsets, strict=True)
-    ]
+    encoded: list[Encoded] = []
+    for text, tokens, spans in zip(texts, known["input_ids"], offsets, strict=True):
+        encoded.append(Encoded(text=text, tokens=tokens, offsets=spans, tokenizer=tokenizer))
+    return encoded

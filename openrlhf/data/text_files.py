@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import datasets
 import pyarrow as pa
@@ -30,23 +30,25 @@ from datasets.utils.file_utils import xopen
 
 from openrlhf.data.errors import DataError, kind
 
-VERSION = "1"  # of the rows that these readers make of a file; another version does not use the cached rows
-BATCH = 1000  # rows
+# The version of the rows that these readers make. Another version does not use the cached rows.
+VERSION = "1"
+BATCH_ROWS = 1000
 NOT_UTF8 = "is not UTF-8 text. Save the file as UTF-8 (Excel calls this format CSV UTF-8)"
 SEPARATORS = (",", ";", "\t")
-LONGEST_CELL = 2**31 - 1  # characters
+MAX_CELL_CHARACTERS = 2**31 - 1
 OPENINGS = (b"{", b"[", b",", b":")  # ends of a line after which a JSON value continues
 
-Feature = Any  # a type of the library: a `Value`, a `List`, a dictionary of the fields of a struct, `AsWritten` …
+# A type of the library: a `Value`, a `List`, a dictionary of the fields of a struct, `AsWritten` …
+Feature = Any
 Row = dict[str, Any]
 Rows = Iterator[Row]
 
 
 def read_as_written(builder: datasets.DatasetBuilder) -> DatasetDict:
-    """Read the files that a builder of the library has found: CSV and JSON by our readers, other
-    files by the library.
+    """Read the files that a builder of the library has found.
 
-    JSON files whose types a dataset's card declares are left to the library too.
+    Our readers read CSV and JSON, and the library other files. The library also reads JSON files
+    whose types a dataset's card declares.
     """
     config: Any = builder.config
     reader = None
@@ -55,12 +57,9 @@ def read_as_written(builder: datasets.DatasetBuilder) -> DatasetDict:
         reader = CsvFiles
         options["sep"] = config.delimiter or config.sep
     elif isinstance(builder, Json):
-        declared = (
-            builder.info.features is not None
-            or config.field is not None
-            or config.encoding != "utf-8"
-        )
-        reader = None if declared else JsonFiles
+        has_options = config.field is not None or config.encoding != "utf-8"
+        if builder.info.features is None and not has_options:
+            reader = JsonFiles
     if reader is not None:
         builder = reader(
             dataset_name=builder.dataset_name,
@@ -80,26 +79,30 @@ def read_as_written(builder: datasets.DatasetBuilder) -> DatasetDict:
 
 @dataclass(repr=False)
 class AsWritten:
-    """A column type for arbitrary JSON values, which are stored as text, so that they are read back
-    unchanged.
+    """A column type for arbitrary JSON values.
+
+    They are stored as text, so that they are read back unchanged.
     """
 
     dtype = "string"
     pa_type = pa.string()
-    _type: str = field(
-        default="AsWritten", init=False
-    )  # the library looks the class up by this name
+    # The library looks the class up by this name.
+    _type: str = field(default="AsWritten", init=False)
 
     def __call__(self) -> pa.DataType:
         return self.pa_type
 
     def encode_example(self, value: Any) -> str | None:
         """Return the stored text of a value; null is stored as null."""
-        return None if value is None else json.dumps(value)
+        if value is None:
+            return None
+        return json.dumps(value)
 
     def decode_example(self, stored: str | None, token_per_repo_id: object = None) -> Any:
         """Return the value of a stored text."""
-        return None if stored is None else json.loads(stored)
+        if stored is None:
+            return None
+        return json.loads(stored)
 
 
 with warnings.catch_warnings():
@@ -108,10 +111,10 @@ with warnings.catch_warnings():
 
 
 def without_added_nulls(value: Any, feature: Feature) -> Any:
-    """Return a value without the null fields of structs, which Arrow adds where another row has the
-    field.
+    """Return a value without the null fields of structs.
 
-    A null in a list, or in a column of the type `AsWritten`, was written by the user, and stays.
+    Arrow adds such a field where another row has it. A null in a list, or in a column of the type
+    `AsWritten`, was written by the user, and stays.
     """
     if isinstance(feature, List | LargeList) and isinstance(value, list):
         return [without_added_nulls(part, feature.feature) for part in value]
@@ -124,6 +127,13 @@ def without_added_nulls(value: Any, feature: Feature) -> Any:
     return value
 
 
+class TextFile(NamedTuple):
+    """A file to read, and its name in error messages."""
+
+    path: str
+    name: str
+
+
 class _TextFiles(datasets.ArrowBasedBuilder, ABC):
     """Rows of text files, in the splits and the cache of the library."""
 
@@ -133,54 +143,53 @@ class _TextFiles(datasets.ArrowBasedBuilder, ABC):
     def _split_generators(self, dl_manager: Any) -> list[datasets.SplitGenerator]:
         dl_manager.download_config.extract_on_the_fly = True
         found: Any = self.config.data_files
-        paths: dict[str, list[tuple[str, str]]] = {}
+        all_files: list[TextFile] = []
+        splits: list[datasets.SplitGenerator] = []
         for split, names in found.items():
             opened: Any = dl_manager.extract(dl_manager.download(list(names)))
-            paths[split] = [
-                (path, name.removeprefix(f"{os.getcwd()}/"))
-                for name, inner in zip(names, opened, strict=True)
-                for path in dl_manager.iter_files([inner])
-            ]
-        every = [file for files in paths.values() for file in files]
-        features = self._features(every)
+            files: list[TextFile] = []
+            for name, inner in zip(names, opened, strict=True):
+                shown = name.removeprefix(f"{os.getcwd()}/")
+                files += [TextFile(path, shown) for path in dl_manager.iter_files([inner])]
+            all_files += files
+            options: Any = {"files": files}
+            splits.append(datasets.SplitGenerator(name=split, gen_kwargs=options))
+        features = self._features(all_files)
         if not features:
-            raise DataError(f"{', '.join(name for _, name in every)} has no rows.")
+            raise DataError(f"{', '.join(file.name for file in all_files)} has no rows.")
         self.info.features = features
-        return [
-            datasets.SplitGenerator(name=split, gen_kwargs={"files": files})  # pyright: ignore[reportArgumentType]
-            for split, files in paths.items()
-        ]
+        return splits
 
     # The library calls both with the keyword arguments of its split.
     def _generate_shards(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, files: list[tuple[str, str]]
+        self, files: list[TextFile]
     ) -> Iterator[str]:
-        for _, name in files:
-            yield name
+        for file in files:
+            yield file.name
 
     def _generate_tables(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, files: list[tuple[str, str]]
+        self, files: list[TextFile]
     ) -> Iterator[tuple[Key, pa.Table]]:
         features: Any = self.info.features
-        yield Key(0, 0), _table([], features)  # a file without rows has its columns nevertheless
-        for shard, (path, name) in enumerate(files):
+        yield Key(0, 0), _table([], features)  # a file without rows still has its columns
+        for shard, file in enumerate(files):
             batch: list[Row] = []
             number = 1
-            for row in self._rows(path, name):
+            for row in self._rows(file):
                 batch.append(row)
-                if len(batch) == BATCH:
+                if len(batch) == BATCH_ROWS:
                     yield Key(shard, number), _table(batch, features)
                     batch = []
                     number += 1
             yield Key(shard, number), _table(batch, features)
 
     @abstractmethod
-    def _features(self, files: list[tuple[str, str]]) -> Features:
+    def _features(self, files: list[TextFile]) -> Features:
         """Return the types of all columns of all files."""
 
     @abstractmethod
-    def _rows(self, path: str, name: str) -> Rows:
-        """Read the rows of a file; `name` is its name in error messages."""
+    def _rows(self, file: TextFile) -> Rows:
+        """Yield the rows of a file."""
 
 
 def _open(path: str) -> IO[bytes]:
@@ -189,6 +198,7 @@ def _open(path: str) -> IO[bytes]:
 
 
 def _table(rows: list[Row], features: Features) -> pa.Table:
+    """Return rows as a table with the columns of `features`."""
     columns: dict[str, list[Any]] = {}
     for column, feature in features.items():
         values = [row.get(column) for row in rows]
@@ -202,17 +212,18 @@ def _table(rows: list[Row], features: Features) -> pa.Table:
 
 
 class CsvFiles(_TextFiles):
-    """CSV files: every cell is text, an empty cell is null, and every row has the fields of the
-    header.
+    """CSV files, in which every row has the fields of the header.
+
+    Every cell is text, and an empty cell is null.
     """
 
     BUILDER_CONFIG_CLASS = CsvConfig
 
-    def _features(self, files: list[tuple[str, str]]) -> Features:
+    def _features(self, files: list[TextFile]) -> Features:
         columns: dict[str, Feature] = {}
-        for path, name in files:
-            with _open(path) as file:
-                header = next(csv_records(file, name, self._separator), (0, []))[1]
+        for file in files:
+            with _open(file.path) as opened:
+                _, header = next(csv_records(opened, file.name, self._separator), NO_HEADER)
             columns |= dict.fromkeys(header, Value("string"))
         return Features(columns)
 
@@ -221,33 +232,45 @@ class CsvFiles(_TextFiles):
         config: Any = self.config
         return config.delimiter or config.sep
 
-    def _rows(self, path: str, name: str) -> Rows:
-        with _open(path) as file:
-            records = csv_records(file, name, self._separator)
-            header = next(records, (0, []))[1]
+    def _rows(self, file: TextFile) -> Rows:
+        with _open(file.path) as opened:
+            records = csv_records(opened, file.name, self._separator)
+            _, header = next(records, NO_HEADER)
             for line, fields in records:
                 if len(fields) != len(header):
                     raise DataError(
-                        f"{name}, line {line}: the row has {len(fields)} fields, but the header names {len(header)} "
-                        f"({', '.join(header)}). A text that contains the separator or a line break needs double "
-                        "quotes around it."
+                        f"{file.name}, line {line}: the row has {len(fields)} fields, but the "
+                        f"header names {len(header)} ({', '.join(header)}). A text that contains "
+                        "the separator or a line break needs double quotes around it."
                     )
                 yield {column: cell or None for column, cell in zip(header, fields, strict=True)}
 
 
-def csv_records(file: IO[bytes], name: str, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """Read the line number and the fields of each record: first the names of the columns, then the
-    rows.
+class Record(NamedTuple):
+    """A record of a CSV file, with the number of its first line."""
+
+    line: int
+    fields: list[str]
+
+
+NO_HEADER = Record(0, [])  # of an empty file
+
+
+def csv_records(file: IO[bytes], name: str, separator: str) -> Iterator[Record]:
+    """Yield the records of a CSV file: first the names of the columns, then the rows.
 
     Empty lines are skipped. A header without `separator` is split at a comma, a semicolon or a tab
-    instead. Columns without a name are called as pandas calls them. Raises DataError, with the
+    instead. Columns without a name get the names that pandas gives them. Raises DataError, with the
     line, for text that is not UTF-8, for quotes that do not match, and for two columns of one name.
     """
-    csv.field_size_limit(LONGEST_CELL)
+    csv.field_size_limit(MAX_CELL_CHARACTERS)
     lines = _csv_lines(file, name)
     first = next((line for line in lines if line.strip()), "")
     if separator not in first:
-        separator = next((other for other in SEPARATORS if other in first), separator)
+        for other in SEPARATORS:
+            if other in first:
+                separator = other
+                break
     reader = csv.reader(chain([first], lines), delimiter=separator, strict=True)
     line = 1
     header: list[str] = []
@@ -256,36 +279,42 @@ def csv_records(file: IO[bytes], name: str, separator: str) -> Iterator[tuple[in
             if fields and not header:
                 header = [_name_of(column, place) for place, column in enumerate(fields)]
                 _check_names(header, name, line)
-                yield line, header
+                yield Record(line, header)
             elif fields:
-                yield line, fields
+                yield Record(line, fields)
             line = reader.line_num + 1
     except csv.Error as error:
         raise DataError(
-            f"{name}, line {line}: the quotes of this row do not match ({error}). A text that contains a double quote "
-            'is written in double quotes, with each double quote in it doubled: "He said ""yes""".'
+            f"{name}, line {line}: the quotes of this row do not match ({error}). A text that "
+            "contains a double quote is written in double quotes, with each double quote in it "
+            'doubled: "He said ""yes""".'
         ) from error
 
 
 def _csv_lines(file: IO[bytes], name: str) -> Iterator[str]:
+    """Yield the lines of a CSV file as text."""
     for number, line in enumerate(file, 1):
         text = _decoded(line, name, number)
         if number == 1:
             text = text.removeprefix("\ufeff")  # Excel's mark of UTF-8
-        yield from io.StringIO(
-            text, newline=""
-        )  # the lines of a file of an old Mac end in a carriage return
+        # Lines of a file of an old Mac end in a carriage return.
+        yield from io.StringIO(text, newline="")
 
 
 def _name_of(column: str, place: int) -> str:
-    return column if column.strip() else f"Unnamed: {place}"
+    """Return the name of a column, or the name that pandas gives it if it has none."""
+    if column.strip():
+        return column
+    return f"Unnamed: {place}"
 
 
 def _check_names(header: list[str], name: str, line: int) -> None:
+    """Raise DataError for two columns of one name."""
     repeated = sorted({column for column in header if header.count(column) > 1})
     if repeated:
+        shown = ", ".join(map(repr, repeated))
         raise DataError(
-            f"{name}, line {line}: the header names more than one column {', '.join(map(repr, repeated))}. "
+            f"{name}, line {line}: the header names more than one column {shown}. "
             "Give each column a name of its own."
         )
 
@@ -294,28 +323,30 @@ def _check_names(header: list[str], name: str, line: int) -> None:
 
 
 class JsonFiles(_TextFiles):
-    """JSON files: lines, an array, or values one after the other. Columns of one simple type have
-    it; others are `AsWritten`.
+    """JSON files: lines, an array, or values one after the other.
+
+    Columns whose values have one simple type get that type; other columns are `AsWritten`.
     """
 
     BUILDER_CONFIG_CLASS = JsonConfig
 
-    def _features(self, files: list[tuple[str, str]]) -> Features:
+    def _features(self, files: list[TextFile]) -> Features:
         columns: dict[str, Feature] = {}
-        for path, name in files:
-            for row in self._rows(path, name):
+        for file in files:
+            for row in self._rows(file):
                 for column, value in row.items():
                     before = columns.get(column, NULL)
                     if before is not ANY:
                         columns[column] = _common(before, _type_of(value))
         return Features(columns)
 
-    def _rows(self, path: str, name: str) -> Rows:
-        with _open(path) as file:
-            yield from json_rows(file, name)
+    def _rows(self, file: TextFile) -> Rows:
+        with _open(file.path) as opened:
+            yield from json_rows(opened, file.name)
 
 
-NULL, ANY = Value("null"), AsWritten()
+NULL = Value("null")
+ANY = AsWritten()
 SIMPLE: dict[type, Feature] = {
     type(None): NULL,
     str: Value("string"),
@@ -326,32 +357,38 @@ SIMPLE: dict[type, Feature] = {
 
 
 def _type_of(value: Any) -> Feature:
+    """Return the type of a JSON value."""
     if isinstance(value, list):
-        inner = reduce(_common, map(_type_of, value), NULL)
-        return ANY if inner is ANY else List(inner)
+        return _list_of(reduce(_common, map(_type_of, value), NULL))
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         return ANY
     return SIMPLE.get(type(value), ANY)
 
 
+def _list_of(inner: Feature) -> Feature:
+    """Return the type of lists of a type."""
+    if inner is ANY:
+        return ANY
+    return List(inner)
+
+
 def _common(a: Feature, b: Feature) -> Feature:
-    """Return the type of values of two types."""
+    """Return the type of a column with values of two types."""
     if b is NULL or a is b:
         return a
     if a is NULL:
         return b
     if isinstance(a, List) and isinstance(b, List):
-        inner = _common(a.feature, b.feature)
-        return ANY if inner is ANY else List(inner)
+        return _list_of(_common(a.feature, b.feature))
     return ANY
 
 
 def json_rows(file: IO[bytes], name: str) -> Rows:
-    """Read the objects of a JSON file. A string in place of an object is a row with the column
-    `text`.
+    """Yield the objects of a JSON file.
 
-    Raises DataError, with the line, for text that is not UTF-8, for broken JSON, for an object that
-    has a key twice, for half of a surrogate pair, and for a value that is no row.
+    A string in place of an object is a row with the column `text`. Raises DataError, with the line,
+    for text that is not UTF-8, for broken JSON, for an object that has a key twice, for half of a
+    surrogate pair, and for a value that is not a row.
     """
     before = 0  # lines
     opening = b""
@@ -363,9 +400,8 @@ def json_rows(file: IO[bytes], name: str) -> Rows:
             opening = opening.removeprefix(codecs.BOM_UTF8)
         before += 1
     if opening.lstrip().startswith(b"[") or opening.rstrip().endswith(OPENINGS):
-        yield from _whole_file(
-            "\n" * (before - 1) + _decoded(opening + file.read(), name, before), name
-        )
+        skipped = "\n" * (before - 1)
+        yield from _whole_file(skipped + _decoded(opening + file.read(), name, before), name)
         return
     for number, line in enumerate(chain([opening], file), before):
         text = _decoded(line, name, number)
@@ -378,7 +414,7 @@ def json_rows(file: IO[bytes], name: str) -> Rows:
 
 
 def _whole_file(text: str, name: str) -> Rows:
-    """Read the rows of a text that is one array, or values that go over several lines."""
+    """Yield the rows of a text that is one array, or values that extend over several lines."""
     escaped = _escapes_surrogates(text)
     number = 1
     place = _after_space(text, 0)
@@ -406,6 +442,7 @@ def _decoded(text: bytes, name: str, line: int) -> str:
 
 
 def _broken(error: ValueError, name: str, line: int) -> DataError:
+    """Return the error for a text that is not JSON."""
     reason = str(error)
     if isinstance(error, json.JSONDecodeError):
         reason = f"the JSON is broken: {error.msg}, at column {error.colno}"
@@ -413,6 +450,7 @@ def _broken(error: ValueError, name: str, line: int) -> DataError:
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> Row:
+    """Return the keys and values of an object. Raises ValueError for a key that occurs twice."""
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -436,8 +474,13 @@ def _escapes_surrogates(text: str) -> bool:
 
 
 def _row(value: Any, place: str, *, escaped: bool) -> Row:
-    """Return a value as a row. If surrogates are `escaped` in the text, they are looked at."""
-    row = {"text": value} if isinstance(value, str) else value
+    """Return a value as a row.
+
+    `escaped`: the file contains escaped surrogates, so the row may have half of a pair.
+    """
+    row = value
+    if isinstance(value, str):
+        row = {"text": value}
     if not isinstance(row, dict):
         raise DataError(f"{place}: a row is {kind(row)}, not an object with columns.")
     if escaped:

@@ -1,4 +1,4 @@
-"""Loads a tokenizer for any stage: padding token, padding side, chat template."""
+"""Tokenizers of models: padding token, padding side, chat template, and ends of texts."""
 
 import os
 from dataclasses import dataclass
@@ -9,9 +9,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from openrlhf.config.flags import notice
 from openrlhf.data.errors import DataError
 
-CHARACTERS_PER_TOKEN = (
-    64  # more than ordinary text has: a longer text cannot fit, and can take minutes to tokenize
-)
+# More than ordinary text has. A longer text cannot fit, and can take minutes to tokenize.
+CHARACTERS_PER_TOKEN = 64
 LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # of Transformers
 FEWEST_CHARACTERS = 1 << 16
 
@@ -24,20 +23,20 @@ def get_tokenizer(
     chat_template: str | None = None,
     flag: str = "--model.model_name_or_path",
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub name. A missing padding token becomes end-of-text.
+    """Return the tokenizer of a model folder or hub name.
 
-    `chat_template` replaces the template of the tokenizer. `flag` is the flag that names the model.
-    Raises DataError if there is no tokenizer, if it needs code of the model's repository that is
-    not trusted, or if it has no end-of-text token.
+    A missing padding token becomes end-of-text. `chat_template` replaces the template of the
+    tokenizer. `flag` is the flag that names the model. Raises DataError if there is no tokenizer,
+    if it needs code of the model's repository that is not trusted, or if it has no end-of-text
+    token.
     """
     owner = os.path.dirname(path)
     if os.path.isdir(owner) and os.access(owner, os.R_OK) and not os.path.isdir(path):
-        there = (
-            ", ".join(sorted(entry.name for entry in os.scandir(owner) if entry.is_dir()))
-            or "no folder"
-        )
+        folders = sorted(entry.name for entry in os.scandir(owner) if entry.is_dir())
+        found = ", ".join(folders) or "no folder"
         notice(
-            f"{flag}: there is no folder {path!r} ({owner!r} has {there:.200}), so the hub is asked for the tokenizer."
+            f"{flag}: the folder {path!r} does not exist ({owner!r} has {found:.200}). "
+            "The tokenizer is loaded from the hub."
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -49,8 +48,8 @@ def get_tokenizer(
         )
     if tokenizer.eos_token is None:
         raise DataError(
-            f"The tokenizer of {path!r} has no end-of-text token (eos_token), which must end every training text. "
-            "Set eos_token in its tokenizer_config.json."
+            f"The tokenizer of {path!r} has no end-of-text token (eos_token), which must end every "
+            "training text. Set eos_token in its tokenizer_config.json."
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -63,15 +62,17 @@ def get_tokenizer(
 
 
 def most_characters(max_tokens: int) -> int:
-    """Return the number of characters above which a text is refused or cut where at most
-    `max_tokens` tokens are read.
+    """Return the number of characters above which a text is refused or cut.
+
+    At most `max_tokens` tokens of the text are read.
     """
     return max(FEWEST_CHARACTERS, CHARACTERS_PER_TOKEN * max_tokens)
 
 
 def end_ids(path: str) -> list[int]:
-    """Return the tokens at which a model ends a text, by its generation_config.json; none without
-    that file.
+    """Return the tokens at which a model ends a text, from its generation_config.json.
+
+    Returns an empty list without that file.
     """
     try:
         ids = GenerationConfig.from_pretrained(path).eos_token_id
@@ -79,16 +80,16 @@ def end_ids(path: str) -> list[int]:
         return []
     if ids is None:
         return []
-    return ids if isinstance(ids, list) else [ids]
+    if isinstance(ids, list):
+        return ids
+    return [ids]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
-    """The tokens at which generation ends: end-of-text, which comes first, and those of
-    generation_config.json.
-    """
+    """The tokens at which generation ends: end-of-text, and the ends of generation_config.json."""
 
-    texts: list[str]
+    texts: list[str]  # end-of-text is the first
     ids: list[int]
     marks: list[str]  # tokens that stand for no text, such as the end of a turn
 
@@ -97,13 +98,11 @@ class Ends:
         """Return the ends of the model that a tokenizer belongs to."""
         ids = [int(str(tokenizer.eos_token_id))]
         if tokenizer.name_or_path:
-            known = len(tokenizer)
-            ids += [
-                number
-                for number in end_ids(tokenizer.name_or_path)
-                if number not in ids and number < known
-            ]
-        texts = [str(token) for token in tokenizer.convert_ids_to_tokens(ids)]
+            end_of_text = ids[0]
+            for number in end_ids(tokenizer.name_or_path):
+                if number != end_of_text and number < len(tokenizer):
+                    ids.append(number)
+        texts = list(map(str, tokenizer.convert_ids_to_tokens(ids)))
         return cls(texts=texts, ids=ids, marks=added_tokens(tokenizer))
 
 
@@ -116,35 +115,39 @@ def added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def require_vocabulary(
     tokenizer: PreTrainedTokenizerBase, path: str, *, flag: str, owner: str, trust_remote_code: bool
 ) -> None:
-    """Raise DataError if the model at `path` has other numbers for the tokens of `tokenizer`, which
-    it is given.
+    """Raise DataError if the model at `path` has other numbers for the tokens of `tokenizer`.
 
-    `flag` names that model; `owner` is the flag that names the model of `tokenizer`, with its
-    value.
+    The model reads tokens of `tokenizer`. `flag` names the model at `path`; `owner` is the flag
+    that names the model of `tokenizer`, with its value.
     """
     theirs = get_tokenizer(path, trust_remote_code=trust_remote_code, flag=flag).get_vocab()
     ours = tokenizer.get_vocab()
-    if differing := [token for token, number in ours.items() if theirs.get(token) != number]:
-        raise DataError(
-            f"{flag} {path} has another vocabulary than {owner}: {len(differing)} of {len(ours)} tokens have another number "
-            f"or none there, among them {differing[0]!r}. Use a model with the same tokenizer"
-            + (
-                ", or serve this one and name its URL with --reward.remote_url."
-                if "reward" in flag
-                else "."
-            )
+    differing = [token for token, number in ours.items() if theirs.get(token) != number]
+    if not differing:
+        return
+    fix = "Use a model with the same tokenizer."
+    if "reward" in flag:
+        fix = (
+            "Use a model with the same tokenizer, or serve this one and pass its URL as "
+            "--reward.remote_url."
         )
+    raise DataError(
+        f"{flag} {path} has another vocabulary than {owner}: {len(differing)} of {len(ours)} "
+        f"tokens have another number or none there, among them {differing[0]!r}. {fix}"
+    )
 
 
 def _explain(path: str, error: Exception, flag: str) -> str:
+    """Return the reason why a tokenizer could not be loaded."""
     if "trust_remote_code" in str(error):
         return (
-            f"The tokenizer of {path!r} needs code in the model's own repository, which runs only if "
-            "you allow it: read the code, then pass --model.trust_remote_code."
+            f"The tokenizer of {path!r} needs code in the model's own repository, which runs only "
+            "if you allow it. Read the code, then pass --model.trust_remote_code."
         )
-    what = "no folder here, so a hub name"
+    what = "a hub name, because no such folder exists"
     if os.path.isdir(path):
-        what = f"a folder with {', '.join(sorted(os.listdir(path))[:10]) or 'nothing in it'}"
+        names = sorted(os.listdir(path))[:10]
+        what = f"a folder with {', '.join(names) or 'nothing in it'}"
     return f"No tokenizer could be loaded from {flag} {path!r} ({what}): {error}"
 
 

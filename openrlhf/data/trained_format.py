@@ -1,5 +1,4 @@
-"""The text format that a model was trained with, used as the default for flags that the user does
-not set.
+"""The text format of a model's training, as the default of flags that the user does not set.
 
 An export records the format of its training texts (`first_look.TextFormat`). A later command that
 names no template builds its texts in the same way.
@@ -14,11 +13,14 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.effects import unmet
 from openrlhf.config.flags import flags_of, notice
 from openrlhf.data.first_look import TextFormat, in_template, joined_border, recorded
-from openrlhf.data.layouts import LOOKED_AT
+from openrlhf.data.layouts import FIRST_ROWS
 from openrlhf.data.loading import Table
 from openrlhf.data.templates import ANSWER, chat_marks, rendered_question
 
-TEMPLATE, CHAT, SPACE = "data.input_template", "data.apply_chat_template", "data.space_before_eos"
+# Flags.
+TEMPLATE = "data.input_template"
+CHAT = "data.apply_chat_template"
+SPACE = "data.space_before_eos"
 
 
 def with_trained_format(
@@ -31,20 +33,18 @@ def with_trained_format(
     model: str,
     generates: bool = False,
 ) -> Any:
-    """Return the section `data` with the format that the model was trained with, where no flag
-    names one, and print a notice.
+    """Return the section `data` with the format of the model's training, where no flag names one.
 
-    `column` has the prompts of `rows`; None: there are no prompts to put into a template. `model`
-    is the flag that names the model, with its value. `generates`: the model continues where the
-    template ends. Prompts that already have the format stay unchanged.
+    Prints a notice about it. `column` has the prompts of `rows`; None if no prompts are put into a
+    template. `model` is the flag that names the model, with its value. `generates`: the model
+    continues where the template ends. Prompts that already have the format stay unchanged.
     """
     trained = recorded(tokenizer)
     if trained is None:
         return data
     if generates and joined_border(trained, tokenizer):
-        trained = replace(
-            trained, input_template=str(trained.input_template)[:-1]
-        )  # answers begin with the space
+        # Answers begin with the space.
+        trained = replace(trained, input_template=str(trained.input_template)[:-1])
     changes: dict[str, Any] = {}
     opposites: list[str] = []
     if follows_template(config, data, trained, tokenizer, prompts_in(rows, column)):
@@ -73,7 +73,9 @@ def with_trained_format(
 
 def prompts_in(rows: Table, column: str | None) -> list[Any]:
     """Return the values of the first rows in a column; none if the dataset has no such column."""
-    return list(rows[:LOOKED_AT].get(column, [])) if column else []
+    if not column:
+        return []
+    return list(rows[:FIRST_ROWS].get(column, []))
 
 
 def follows_template(
@@ -85,69 +87,67 @@ def follows_template(
 ) -> bool:
     """Return whether prompts get the template that the model was trained with.
 
-    Not if a flag or the layout of the rows names another, and not if the prompts have the template
-    already.
+    They do not if a flag or the layout of the rows names another template, or if the prompts have
+    the template already.
     """
-    named = {TEMPLATE, CHAT} & config.given.keys()
-    if (
-        named
-        or data.apply_chat_template
-        or not prompts
-        or unmet(config, flags_of(type(config))[CHAT])
-    ):
+    if TEMPLATE in config.given or CHAT in config.given or data.apply_chat_template:
+        return False
+    if not prompts or unmet(config, flags_of(type(config))[CHAT]):
         return False
     if trained.chat_template and not tokenizer.chat_template:
         return False
-    if trained.input_template and not all(isinstance(prompt, str) for prompt in prompts):
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if trained.input_template and len(texts) < len(prompts):
         return False
     if not trained.chat_template and not trained.input_template:
         return False
-    return not has_format(
-        trained, tokenizer, [prompt for prompt in prompts if isinstance(prompt, str)]
-    )
+    return not has_format(trained, tokenizer, texts)
 
 
 def follows_ending(
     config: Any, data: Any, trained: TextFormat, tokenizer: PreTrainedTokenizerBase
 ) -> bool:
-    """Return whether an added end-of-text token goes without a space, as in the model's training."""
+    """Return whether end-of-text is added without a space, as in the model's training."""
     if "space_before_eos" not in vars(data) or SPACE in config.given:
         return False
-    return trained.ending == tokenizer.eos_token and not unmet(
-        config, flags_of(type(config))[SPACE]
-    )
+    if trained.ending != tokenizer.eos_token:
+        return False
+    return not unmet(config, flags_of(type(config))[SPACE])
 
 
 def has_format(
     trained: TextFormat, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 ) -> bool:
-    """Return whether all these texts are in a format already; False without texts."""
+    """Return whether all these texts have a format already; False without texts."""
     if not texts:
         return False
     if trained.chat_template:
-        header = (
-            rendered_question(tokenizer).partition(ANSWER)[2].strip()
-        )  # of the assistant's turn
+        _, _, after = rendered_question(tokenizer).partition(ANSWER)
+        header = after.strip()  # of the assistant's turn
         marks = [header] if header else chat_marks(tokenizer)
-        return bool(marks) and all(mark in text for mark in marks for text in texts)
+        if not marks:
+            return False
+        for text in texts:
+            if not all(mark in text for mark in marks):
+                return False
+        return True
     return bool(trained.input_template) and in_template(trained.input_template or "", texts)
 
 
 def kept_format(
     used: TextFormat, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 ) -> TextFormat:
-    """Return the format to record: `used`, with the template of the model's training if these
-    prompts are in it.
+    """Return the format to record.
 
+    It is `used`, with the template of the model's training if these prompts have that template.
     `texts` are prompts as the model reads them. A space at the end of a template makes no
     difference.
     """
     trained = recorded(tokenizer)
     if trained is None or used.chat_template:
         return used
-    same = (
-        (used.input_template or "").rstrip(" ") == (trained.input_template or "").rstrip(" ") != ""
-    )
+    template = (trained.input_template or "").rstrip(" ")
+    same = template != "" and (used.input_template or "").rstrip(" ") == template
     if not same and not has_format(trained, tokenizer, texts):
         return used
     return replace(used, input_template=trained.input_template, chat_template=trained.chat_template)

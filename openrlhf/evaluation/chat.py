@@ -13,8 +13,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 from openrlhf.config.flags import amend, text_of
 from openrlhf.config.inference import ChatConfig
 from openrlhf.data.first_look import TextFormat, joined_border, recorded
+from openrlhf.data.messages import Message
 from openrlhf.data.shown import show_text
-from openrlhf.data.templates import Message, encode, fill_template, render
+from openrlhf.data.templates import encode, fill_template, render
 from openrlhf.data.tokenizer import end_ids, require_chat_template
 from openrlhf.launch import settings
 from openrlhf.launch.prompt_data import policy_tokenizer

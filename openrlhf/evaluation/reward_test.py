@@ -22,7 +22,8 @@ from openrlhf.config.secrets import without_secrets
 from openrlhf.data.errors import check_columns, text_of
 from openrlhf.data.findings import report
 from openrlhf.data.loading import load_datasets
-from openrlhf.data.templates import fill_template, messages_of
+from openrlhf.data.messages import messages_of
+from openrlhf.data.templates import fill_template
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.observability.tables import print_texts
 from openrlhf.rewards.labels import check_labels, math_answers

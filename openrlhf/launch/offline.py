@@ -335,7 +335,9 @@ def first_look_at(
         found.append(
             f"The tokenizer ends texts with {tokenizer.eos_token} ({tokenizer.eos_token_id}), the model with {ends}."
         )
-    first = [task.collate([rows[number]]) for number in range(min(first_look.LOOKED_AT, len(rows)))]
+    first = [
+        task.collate([rows[number]]) for number in range(min(first_look.FIRST_ROWS, len(rows)))
+    ]
     ending = first_look.ending_of([row.tokens.tolist() for row in first], tokenizer)
     trained, used = first_look.recorded(tokenizer), task.text_format(tokenizer, ending)
     model = f"--model.model_name_or_path {task.config.model.model_name_or_path}"

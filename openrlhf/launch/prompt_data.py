@@ -190,7 +190,7 @@ def look_at_prompts(
 
     Raises DataError if text is lost.
     """
-    first = [prompts[number] for number in range(min(first_look.LOOKED_AT, len(prompts)))]
+    first = [prompts[number] for number in range(min(first_look.FIRST_ROWS, len(prompts)))]
     texts = [prompt.text for prompt in first]
     used, trained = (
         first_look.TextFormat.of(prompts.data, tokenizer),

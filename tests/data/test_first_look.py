@@ -224,7 +224,7 @@ def test_rows_that_begin_with_the_words_of_the_template_are_pointed_out() -> Non
     """
     used = TextFormat(input_template="User: {}\nAssistant: ")
     [sentence] = filled_already(used, ["User: 1+1=\nAssistant: ", "2"])
-    assert "'User:' already" in sentence and "--data.input_template {}" in sentence
+    assert "'User:'" in sentence and "--data.input_template {}" in sentence
     assert filled_already(used, ["1+1=", "2"]) == []
     for template in (None, "{}", "{} is"):
         assert filled_already(TextFormat(input_template=template), ["User: 1+1="]) == []
@@ -233,7 +233,7 @@ def test_rows_that_begin_with_the_words_of_the_template_are_pointed_out() -> Non
 def test_a_template_whose_last_space_the_tokenizer_joins_with_the_answer_is_pointed_out() -> None:
     tokenizer = spaced_tokenizer()
     [sentence] = joined_border(TextFormat(input_template="User: {}\nAssistant: "), tokenizer)
-    assert sentence.endswith("use --data.input_template $'User: {}\\nAssistant:'")
+    assert sentence.endswith(" --data.input_template $'User: {}\\nAssistant:'")
     for template in ("User: {}\nAssistant:", "User: {}\nAssistant", "{}", None):
         assert joined_border(TextFormat(input_template=template), tokenizer) == []
     assert (

@@ -59,7 +59,8 @@ def recognised(
     """The section `data` for a row, and the flags in the notice."""
     data = recognise(Dataset.from_list([row]), config(task, **given))
     return data, (
-        re.findall(r"have the layout of (.*), and are read so", capsys.readouterr().err) or [""]
+        re.findall(r"layout: (--data\..*)\. .*--data\.layout columns", capsys.readouterr().err)
+        or [""]
     )[0]
 
 
@@ -217,7 +218,7 @@ def test_prompts_whose_answers_are_labels_are_recognised_with_the_column_of_the_
         "question",
         "answer" if answers == "label_key" else None,
     )
-    assert f"have the layout of {said}, and" in capsys.readouterr().err
+    assert f"layout: {said}. " in capsys.readouterr().err
 
 
 def test_input_system_and_history_of_alpaca_are_in_the_prompt(
@@ -241,7 +242,7 @@ def test_input_system_and_history_of_alpaca_are_in_the_prompt(
     ):
         text([full])
     with pytest.raises(
-        DataError, match=r"row 1, column 'history': has \['a'\], which is no \[question, answer\]"
+        DataError, match=r"row 1, column 'history': has \['a'\], .*\[question, answer\]"
     ):
         text([{**row, "history": [["a"]]}])
 
@@ -269,7 +270,7 @@ def test_a_system_text_in_its_own_column_is_the_first_turn(
     assert texts == [turns, *[f"<|system|>s<|end|>\n{turns}"] * 3]
     given = config("sft", input_key=column, apply_chat_template=True)
     assert recognise(Dataset.from_list(rows), given) is given.data
-    assert "have the layout of --data.layout chat, which is not added" in capsys.readouterr().err
+    assert re.search(r": --data\.layout chat\. .*--data\.\*_key", capsys.readouterr().err)
 
 
 # ---- prompts in a column, that the answers may repeat
@@ -379,7 +380,7 @@ def test_columns_that_the_user_names_stay_and_what_is_missing_is_said(
     row = {"instruction": "q", "input": "x", "output": "ok"}
     given = config("sft", input_key="instruction", output_key="output")
     assert recognise(Dataset.from_list([row]), given) is given.data
-    assert "have the layout of --data.layout alpaca, which is not added" in capsys.readouterr().err
+    assert re.search(r": --data\.layout alpaca\. .*--data\.\*_key", capsys.readouterr().err)
     other = config("sft", input_key="input", output_key="output")
     assert recognise(Dataset.from_list([row]), other) is other.data
     whole = config("rm", chosen_key="chosen", rejected_key="rejected", apply_chat_template=True)
@@ -395,11 +396,9 @@ def test_a_layout_can_be_named_or_recognition_switched_off(
     assert (data.input_key, data.output_key, data.layout) == ("instruction", "output", "alpaca")
     data, said = recognised(row, "sft", capsys, layout="columns")
     assert (data.input_key, data.output_key, said) == ("input", None, "")
-    with pytest.raises(
-        DataError, match=r"--data\.layout orca has other columns than the dataset, 'instruction'"
-    ):
+    with pytest.raises(DataError, match=r"--data\.layout orca .*'instruction'.* --data\.\*_key"):
         recognised(row, "sft", capsys, layout="orca")
-    with pytest.raises(DataError, match=r"--data\.layout alpaca has other columns"):
+    with pytest.raises(DataError, match=r"--data\.layout alpaca .*'instruction'"):
         recognised(row, "sft", capsys, layout="alpaca", input_key="messages")
 
 

@@ -67,7 +67,7 @@ def test_a_conversation_is_a_prompt_up_to_the_last_turn_that_is_not_the_assistan
     assert prompts[0].text.endswith("<|assistant|>a<|end|>\n<|tool|>t<|end|>\n<|assistant|>")
     assert prompts[1].text == "<|system|>s<|end|>\n<|user|>u<|end|>\n<|assistant|>"
     assert "1 prompts end with turns of the assistant" in capsys.readouterr().err
-    with pytest.raises(DataError, match="row 1, column 'input': has turns of the assistant only"):
+    with pytest.raises(DataError, match="row 1, column 'input': has only turns of the assistant"):
         dataset([{"input": turns[-1:]}], build_tokenizer(PLAIN_CHAT), apply_chat_template=True)
 
 

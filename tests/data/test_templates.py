@@ -23,16 +23,9 @@ from transformers import (
 )
 
 from openrlhf.config.supervised import SFTDataConfig
+from openrlhf.data.messages import Message, learned_turns, to_messages
 from openrlhf.data.sft import SFTDataset
-from openrlhf.data.templates import (
-    Message,
-    encode,
-    fill_template,
-    learned_turns,
-    render,
-    render_conversation,
-    to_messages,
-)
+from openrlhf.data.templates import encode, fill_template, render, render_conversation
 from openrlhf.data.tokenizer import get_tokenizer
 from tests.data.small import (
     FORGETFUL_CHAT,
@@ -121,7 +114,7 @@ def test_a_message_that_calls_a_tool_needs_no_content() -> None:
         ),
         (
             [{"from": "function_call", "value": "f(x)"}],
-            "the function_call of message 0 is no JSON: 'f.x.'",
+            "the function_call of message 0 .*JSON: 'f.x.'",
         ),
         (
             [{"role": "user", "content": 3}],

@@ -161,7 +161,7 @@ def test_the_printed_sft_command_recognises_its_columns_and_trains(
 ) -> None:
     done = offline["SFT"]
     assert done.status == 0, done.errors
-    assert done.errors.count("have the layout of --data.output_key output, and are read so") == 1
+    assert done.errors.count("layout: --data.output_key output. ") == 1
     assert done.errors.count("--actor.model_name_or_path is now --model.model_name_or_path.") == 1
     (folder,) = (workspace / "runs").glob("train_sft-*")
     assert len(column(folder, "train/gpt_loss")) == 2

@@ -359,7 +359,7 @@ def test_a_dry_run_shows_template_and_tokens_of_prompts_as_they_are_cut(dry_run:
     assert "Template: --data.input_template $'q{}a'." in printed
     assert f"--- row 2: 4 tokens, ids {ids}\n789a" in printed
     assert "row 3" not in printed and "label" not in printed
-    assert "--data.input_key question, and are read so" in noted
+    assert "--data.input_key question. " in noted
     assert "output_key" not in noted
 
 

@@ -1,0 +1,232 @@
+"""Chat messages in the rows of datasets: their formats, their tools, and the turns to learn."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from openrlhf.data.errors import kind, row_error
+
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+# Words of ShareGPT and HH-RLHF.
+SPEAKERS = {
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+}
+SPEAKERS |= {"Human": "user", "Assistant": "assistant"}
+# The header of each turn in a text of HH-RLHF, which begins with a header.
+TRANSCRIPT = re.compile(r"\n\n(Human|Assistant):")
+LEARNED = ("loss", "weight")  # fields of a message that mark a turn as learned or not
+TOOLS = "tools"  # a column with definitions
+
+
+def messages_of(row: Mapping[str, Any], column: str, *, role: str, flag: str) -> list[Message]:
+    """Return the value of a column as chat messages.
+
+    Raises DataError with row, column and the flag of the column.
+    """
+    try:
+        return to_messages(row[column], role=role)
+    except ValueError as error:
+        raise row_error(row, column, f"{error}. {flag} names this column.") from error
+
+
+def to_messages(value: Any, *, role: str = "user") -> list[Message]:
+    """Return a value as chat messages.
+
+    A string is one message of `role`, or a transcript of HH-RLHF. Messages in a list are checked.
+    They may have `from` and `value`, as in ShareGPT; a single message needs no list; a content may
+    be the parts of a text. A null field of a message is a missing field; nulls inside tool calls
+    stay. Raises ValueError, which names the malformed message and its fault.
+    """
+    if isinstance(value, str):
+        return _transcript_messages(value) or [{"role": role, "content": value}]
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        seen = "an empty list" if value == [] else kind(value)
+        raise ValueError(f"is {seen}, not a string or a list of chat messages")
+    return [_to_message(message, number) for number, message in enumerate(value)]
+
+
+def _transcript_messages(text: str) -> list[Message]:
+    """Return the messages of a transcript, or an empty list for any other text."""
+    opening, *turns = TRANSCRIPT.split(text)
+    if opening:
+        return []
+    messages: list[Message] = []
+    for speaker, words in zip(turns[::2], turns[1::2], strict=True):
+        messages.append({"role": SPEAKERS[speaker], "content": words.strip()})
+    return messages
+
+
+def _to_message(message: Any, number: int) -> Message:
+    """Return a message with role and content. Raises ValueError if it is malformed."""
+    if not isinstance(message, dict):
+        raise ValueError(
+            f"message {number} is {kind(message)}, not an object with role and content"
+        )
+    present = {field: part for field, part in message.items() if part is not None}
+    if "role" not in present and {"from", "value"} <= present.keys():
+        said = _from_sharegpt(present.pop("from"), present.pop("value"), number)
+        present = {**said, **present}
+    if "role" not in present or not ("content" in present or present.get("tool_calls")):
+        has = ", ".join(map(repr, present)) or "nothing"
+        raise ValueError(f"message {number} needs 'role' and 'content', but has {has}")
+    role = present["role"]
+    present["content"] = _text_of_content(present.get("content", ""), number)
+    if role not in ROLES:
+        raise ValueError(f"the role of message {number} is {role!r}, not one of {', '.join(ROLES)}")
+    calls = present.get("tool_calls") or []
+    if not _are_objects(calls) or not _are_objects([call.get("function") or {} for call in calls]):
+        raise ValueError(
+            f"the tool_calls of message {number} must be a list of objects, not {calls!r}"
+        )
+    return with_parsed_arguments(present)
+
+
+def _from_sharegpt(speaker: Any, value: Any, number: int) -> Message:
+    """Return the fields `from` and `value` of ShareGPT as a message."""
+    role = SPEAKERS.get(str(speaker), speaker)
+    if speaker != "function_call":
+        return {"role": role, "content": value}
+    try:
+        function = json.loads(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the function_call of message {number} is not JSON: {value!r}") from error
+    return {"role": role, "tool_calls": [{"type": "function", "function": function}]}
+
+
+def _text_of_content(content: Any, number: int) -> str:
+    """Return the text of a message's content, a string or a list of texts."""
+    if _are_objects(content):
+        other = {part.get("type") or "text" for part in content} - {"text"}
+        if other:
+            held = ", ".join(sorted(map(repr, other)))
+            raise ValueError(
+                f"the content of message {number} has parts of type {held}; "
+                "the policy reads text only"
+            )
+        content = "".join(str(part.get("text") or "") for part in content)
+    if not isinstance(content, str):
+        raise ValueError(
+            f"the content of message {number} must be a string or a list of texts, "
+            f"not {kind(content)}"
+        )
+    return content
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(part, dict) for part in value)
+
+
+def with_parsed_arguments(message: Message) -> Message:
+    """Return the message with the arguments of its tool calls as objects, for chat templates."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        # Some calls have name and arguments themselves.
+        function = {**(call.get("function") or call)}
+        with suppress(TypeError, ValueError):
+            function["arguments"] = json.loads(function.get("arguments") or "{}")
+        if call.get("function"):
+            calls.append({**call, "function": function})
+        else:
+            calls.append(function)
+    return {**message, "tool_calls": calls}
+
+
+def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the definitions of tools in the column `tools`, a list or JSON.
+
+    Raises DataError for any other value.
+    """
+    tools = row.get(TOOLS) or []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise row_error(row, TOOLS, f"is a string, but not JSON: {error}.") from error
+    if not _are_objects(tools):
+        raise row_error(row, TOOLS, f"is {kind(tools)}, not a list of definitions of tools.")
+    return tools
+
+
+def learned_turns(messages: Sequence[Message], *, chosen: bool) -> list[int]:
+    """Return the turns of the assistant.
+
+    With `chosen`, turns whose field `loss` or `weight` is false or 0 are left out. Raises
+    ValueError for such a field without `chosen`, with another value, or if it marks the turn of
+    another role to be learned.
+    """
+    turns: list[int] = []
+    for number, message in enumerate(messages):
+        role = message["role"]
+        learned: Any = role == "assistant"
+        for mark in LEARNED:
+            if mark not in message:
+                continue
+            learned = message[mark]
+            allowed = (0, 1) if role == "assistant" else (0,)
+            if not chosen or learned not in allowed:
+                problem = "only --data.multiturn reads it"
+                if chosen:
+                    problem = "true or 1 is for turns of the assistant, false or 0 for all"
+                raise ValueError(
+                    f"message {number}, of the {role}, has {mark} {learned!r}: {problem}"
+                )
+            break
+        if learned:
+            turns.append(number)
+    return turns
+
+
+def texts_in(value: Any) -> list[str]:
+    """Return the strings in a value: the value itself, or the contents of chat messages."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return texts_in(value.get("content") or value.get("value") or value.get("text"))
+    texts: list[str] = []
+    if isinstance(value, list):
+        for part in value:
+            if isinstance(part, dict):
+                texts += texts_in(part)
+    return texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A turn of a transcript of HH-RLHF: the speaker, the words, and their place in characters."""
+
+    role: str
+    words: str = ""
+    header: int = field(compare=False)  # start of the speaker's name
+    start: int = field(compare=False)
+    end: int = field(compare=False)
+
+
+def transcript_turns(text: str) -> list[Turn]:
+    """Return the turns of a transcript of HH-RLHF; none if the text does not begin like one."""
+    headers = list(TRANSCRIPT.finditer(text))
+    if not headers or headers[0].start():
+        return []
+    ends = [following.start() for following in headers[1:]] + [len(text)]
+    turns: list[Turn] = []
+    for header, end in zip(headers, ends, strict=True):
+        turn = Turn(
+            role=SPEAKERS[header[1]],
+            words=text[header.end() : end],
+            header=header.start(),
+            start=header.end(),
+            end=end,
+        )
+        turns.append(turn)
+    return turns
