@@ -56,7 +56,17 @@ HOMES = {
 STANDARD_LIBRARY_ONLY = ["config*", "locks", "termination", "trajectory", "utils", "cli*"]
 WITHOUT_TORCH = ["isolation*", "agents.contract", "agents.program", "rewards*"]
 # Packages whose density is within its bounds, and stays there.
-WITHIN_BOUNDS = ["algorithms", "checkpoints", "cli", "data", "isolation", "observability", "rewards"]
+WITHIN_BOUNDS = [
+    "algorithms",
+    "checkpoints",
+    "cli",
+    "data",
+    "isolation",
+    "models",
+    "observability",
+    "rewards",
+    "workers",
+]
 MODULES = sorted(package().values(), key=str)
 
 

@@ -1,5 +1,6 @@
-"""LoRA: low-rank updates of linear layers, trained beside frozen weights.  Hu et al. 2021,
-arXiv:2106.09685
+"""LoRA: low-rank updates of linear layers, trained beside frozen weights.
+
+Hu et al. 2021, arXiv:2106.09685
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,31 +18,34 @@ from openrlhf.config.flags import UserError
 from openrlhf.config.shared import LoraConfig
 from openrlhf.models.stored_files import writable_configuration
 
-PREFIX = "base_model.model."  # of the names in PEFT's files
+PREFIX = "base_model.model."  # of the names of tensors in PEFT's files
 
 
 def with_adapters(
     model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: int, head: str | None = None
 ) -> PreTrainedModel:
-    """The model of `path` with new adapters, which change nothing yet. Only they and the scalar
-    `head` are trained.
+    """Add new adapters, which change no number yet, to the model of `path`.
 
-    The adapters are in float32 and depend only on `seed`, so they are equal on every rank. Raises
-    UserError for target modules that the model does not have.
+    Only the adapters and the scalar `head` are trained. The adapters are in float32 and depend only
+    on `seed`, so they are equal on every rank. Raises UserError for target modules that the model
+    does not have.
     """
     import peft  # only with --ds.lora.rank: it takes a second
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    task_type = "CAUSAL_LM"
+    if head:
+        task_type = "SEQ_CLS"
     settings = peft.LoraConfig(
-        task_type="SEQ_CLS" if head else "CAUSAL_LM",
+        task_type=task_type,
         base_model_name_or_path=path,
         lora_dropout=lora.dropout,
         target_modules=_targets(model, lora.target_modules, path),
         **scale_settings(lora),
         use_dora=lora.dora,
     )
-    # PEFT would round them to the layer's data type. The engine does that, and keeps the exact
-    # values.
+    # PEFT would round the adapters to the layer's data type. The engine rounds them, and keeps the
+    # exact values.
     in_float32 = patch.object(
         BaseTunerLayer,
         "_get_base_layer_device_and_dtype",
@@ -57,62 +61,65 @@ def with_adapters(
 
 
 def scale_settings(lora: LoraConfig) -> dict[str, Any]:
-    """What W + s·BA is computed with, under PEFT's names."""
+    """Return the settings of W + s·BA by PEFT's names."""
     return {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
 
 
 def stored_name(name: str) -> str:
-    """The name of an adapter's tensor in PEFT's files."""
+    """Return the name of an adapter's tensor in PEFT's files."""
     return PREFIX + name.replace(".default.", ".")
 
 
 def _targets(model: PreTrainedModel, wanted: tuple[str, ...], path: str) -> list[str]:
-    """The names of the layers to adapt. `all-linear` is every linear layer of the decoder, without
-    the output layer.
+    """Return the names of the layers to adapt.
+
+    `all-linear` is every linear layer of the decoder. The output layer is adapted only if it is
+    named and not tied to the embeddings.
     """
-    decoder = {id(layer) for layer in model.get_decoder().modules()}
+    all_linear = wanted == ("all-linear",)
+    adaptable = {id(layer) for layer in model.get_decoder().modules()}
     output: Any = model.get_output_embeddings()
-    if (
-        output is not None and output.weight is not model.get_input_embeddings().weight
-    ):  # adapted only if it is named
-        decoder |= {id(output)} if wanted != ("all-linear",) else set()
-    names = [
-        name
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and id(layer) in decoder
-    ]
+    if output is not None and not all_linear:
+        is_tied = output.weight is model.get_input_embeddings().weight
+        if not is_tied:
+            adaptable.add(id(output))
+    names: list[str] = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and id(layer) in adaptable:
+            names.append(name)
     known = sorted({name.rpartition(".")[2] for name in names})
-    if wanted == ("all-linear",):
+    if all_linear:
         return known
-    if unknown := [
-        each for each in wanted if not any(f".{name}".endswith(f".{each}") for name in names)
-    ]:
+    unknown: list[str] = []
+    for target in wanted:
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            unknown.append(target)
+    if unknown:
         raise UserError(
-            f"--ds.lora.target_modules {' '.join(unknown)}: no linear layer of {path} that can be adapted has this name. "
-            f"Use names among {', '.join(known)}; or all-linear alone."
+            f"--ds.lora.target_modules {' '.join(unknown)}: {path} has no linear layer with this "
+            f"name that can be adapted. Use names from {', '.join(known)}, or all-linear alone."
         )
     return list(wanted)
 
 
 def unadapted_experts(model: PreTrainedModel, path: str) -> str | None:
-    """Return a sentence about the experts of a mixture, which cannot have adapters; None if there
-    are none.
+    """Return a notice about experts, which cannot have adapters, or None if the model has none.
 
     Transformers holds the experts of a layer in stacked tensors, which are not linear layers.
     """
-    experts = [
-        weight
-        for name, weight in model.named_parameters()
-        if weight.dim() == 3 and ".experts." in name
-    ]
-    if not experts:
+    expert_numel = 0
+    total_numel = 0
+    for name, weight in model.named_parameters():
+        total_numel += weight.numel()
+        if weight.dim() == 3 and ".experts." in name:
+            expert_numel += weight.numel()
+    if not expert_numel:
         return None
-    share = sum(weight.numel() for weight in experts) / sum(
-        weight.numel() for weight in model.parameters()
-    )
+    share = expert_numel / total_numel
     return (
-        f"--ds.lora.rank: {path} is a mixture of experts. Adapters train only its attention and other linear layers; "
-        f"the experts, {share:.0%} of its weights, stay frozen. To train the experts too, leave out --ds.lora.rank."
+        f"--ds.lora.rank: {path} is a mixture of experts. Adapters train only its attention and "
+        f"other linear layers; the experts, {share:.0%} of its weights, stay frozen. To train the "
+        "experts too, leave out --ds.lora.rank."
     )
 
 
@@ -126,7 +133,8 @@ def untie_adapted(model: PreTrainedModel) -> bool:
     embeddings: Any = model.get_input_embeddings()
     if output is None or not (_is_adapted(output) or _is_adapted(embeddings)):
         return False
-    layer, source = _plain_layer(output), _plain_layer(embeddings)
+    layer = _plain_layer(output)
+    source = _plain_layer(embeddings)
     if layer.weight is not source.weight:
         return False
     layer.weight = nn.Parameter(source.weight.detach().clone(), requires_grad=False)
@@ -140,13 +148,13 @@ def _is_adapted(layer: nn.Module) -> bool:
 
 
 def _plain_layer(layer: Any) -> Any:
-    """The layer inside PEFT's wrapper."""
+    """Return the layer inside PEFT's wrapper."""
     return getattr(layer, "base_layer", getattr(layer, "original_module", layer))
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within it, the model computes what it computed before the training: the reference."""
+    """Turn the adapters off until the block exits: the model is the reference again."""
     layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "disable_adapters")]
     for layer in layers:
         layer._disable_adapters = True  # PEFT's own switch would also freeze the adapters
@@ -162,21 +170,20 @@ def save_adapter(model: Any, trained: Mapping[str, Tensor], folder: Path) -> Non
     from peft import get_peft_model_state_dict
 
     state = get_peft_model_state_dict(model, dict(trained), save_embedding_layers=False)
-    state |= {
-        name: tensor for name, tensor in trained.items() if ".lora_" not in name
-    }  # the scalar head
-    save_file(
-        {PREFIX + name: tensor for name, tensor in state.items()},
-        folder / "adapter_model.safetensors",
-    )
+    for name, tensor in trained.items():
+        if ".lora_" not in name:  # the scalar head
+            state[name] = tensor
+    stored = {PREFIX + name: tensor for name, tensor in state.items()}
+    save_file(stored, folder / "adapter_model.safetensors")
     model.peft_config["default"].save_pretrained(folder)
     with writable_configuration(model.config):
         model.config.save_pretrained(folder)
 
 
 def name_in_files(name: str) -> str:
-    """Return the name of a trained tensor in a stored adapter, where DoRA's magnitudes are not
-    layers.
+    """Return the name of a trained tensor in a stored adapter.
+
+    There, DoRA's magnitudes are tensors and not layers.
     """
     return stored_name(name).replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
@@ -189,7 +196,7 @@ def stored_adapter(folder: Path) -> dict[str, Tensor]:
 
 
 def adapter_base(folder: Path) -> str:
-    """Return the folder or hub name of the model that an adapter in PEFT's format was trained on."""
+    """Return the folder or hub name of the base model of an adapter in PEFT's format."""
     from peft import PeftConfig
 
     return str(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path)

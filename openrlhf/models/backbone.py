@@ -1,4 +1,4 @@
-"""The decoder under a head, run over flat tokens: as one packed row, or as a right-padded block."""
+"""The decoder under a head. It runs over flat tokens: as one packed row or a right-padded block."""
 
 import sys
 from typing import Any, NamedTuple
@@ -15,16 +15,14 @@ from openrlhf.models.head import OutputHead
 from openrlhf.models.loading import ModelError
 from openrlhf.models.shared_prefixes import SharedPrefixes
 
-ATTENTION = {
-    "full_attention",
-    "sliding_attention",
-}  # layer types that are attention of Transformers' registry
+# The layer types whose attention is in Transformers' registry.
+ATTENTION_TYPES = {"full_attention", "sliding_attention"}
 
 
 class Outputs(NamedTuple):
-    """Numbers by place, and the load-balancing loss of a mixture of experts, if asked for.
+    """One number or vector per place, and the load-balancing loss of a mixture of experts.
 
-    A tuple, because the hooks of ZeRO 3 look into tuples.
+    The loss is None if it is not computed. A tuple, because the hooks of ZeRO 3 look into tuples.
     """
 
     values: Float[Tensor, "K ..."]
@@ -32,17 +30,18 @@ class Outputs(NamedTuple):
 
 
 def has_balanced_experts(hf: PreTrainedModel) -> bool:
-    """Whether a model is a mixture of experts for which Transformers has a load-balancing loss."""
+    """Return whether Transformers has a load-balancing loss for the experts of a model."""
     known = hasattr(sys.modules[type(hf).__module__], "load_balancing_loss_func")
     return known and hasattr(hf.config.get_text_config(), "num_experts_per_tok")
 
 
 def _document_arguments(offsets: Tensor, attention: str) -> dict[str, Any]:
-    """The borders of the documents in a packed row, as keyword arguments of the attention in use."""
+    """Return the borders of the documents in a packed row, as arguments of the attention in use."""
     lengths = offsets.diff()
     if attention == packed_attention.NAME:
         return {"document_lengths": lengths.tolist(), "document_offsets": offsets.int()}
-    cumulative, longest = offsets.int(), int(lengths.max())
+    cumulative = offsets.int()
+    longest = int(lengths.max())
     return {
         "cu_seq_lens_q": cumulative,
         "cu_seq_lens_k": cumulative,
@@ -52,15 +51,14 @@ def _document_arguments(offsets: Tensor, attention: str) -> dict[str, Any]:
 
 
 class HeadedModel(nn.Module):
-    """A Transformers model whose decoder runs on flat batches, under an output head. Exports read
-    the submodule `hf`.
+    """A Transformers model whose decoder runs on flat batches, under an output head.
 
-    `packing`: run all sequences as one row without padding; otherwise as a right-padded block.
-    `balancing`: compute the load-balancing loss of a mixture of experts in training. Raises
-    ModelError if `balancing` is set for another model.
+    Exports read the submodule `hf`. `packing`: run all sequences as one row without padding;
+    otherwise as a right-padded block. `balancing`: compute the load-balancing loss of a mixture of
+    experts in training. Raises ModelError if `balancing` is set for another model.
     """
 
-    max_len: int | None = None  # tokens of the longest sequence of the run, if it is known
+    max_len: int | None = None  # tokens of the longest sequence of the run, if known
 
     def __init__(
         self, hf: PreTrainedModel, head: OutputHead, *, packing: bool, balancing: bool
@@ -68,11 +66,14 @@ class HeadedModel(nn.Module):
         super().__init__()
         if balancing and not has_balanced_experts(hf):
             raise ModelError(
-                f"{hf.name_or_path} ({hf.config.model_type}) has no experts with a known load-balancing loss: leave out "
-                "--actor.aux_loss_coef (in RL), --model.aux_loss_coef (elsewhere)"
+                f"{hf.name_or_path} ({hf.config.model_type}) has no experts with a known "
+                "load-balancing loss: leave out --actor.aux_loss_coef (in RL) or "
+                "--model.aux_loss_coef (elsewhere)"
             )
-        self.hf, self.head = hf, head
-        self.packing, self.balancing = packing, balancing
+        self.hf = hf
+        self.head = head
+        self.packing = packing
+        self.balancing = balancing
 
     @property
     def config(self) -> PretrainedConfig:
@@ -82,57 +83,68 @@ class HeadedModel(nn.Module):
     def shared_prefixes(
         self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]
     ) -> SharedPrefixes | None:
-        """What this model computes once for several sequences. None if the row is padded or shares
-        little, or if a layer that is not attention must see whole sequences.
+        """Return the prefixes that this model computes once for several sequences.
+
+        Returns None if the row is padded or shares little, or if a layer that is not attention must
+        see whole sequences.
         """
         config: Any = self.hf.get_decoder().config
-        known = config._attn_implementation in (packed_attention.NAME, packed_attention.FLASH)
-        causal = set(getattr(config, "layer_types", None) or ()) <= ATTENTION
-        return SharedPrefixes.of(tokens, offsets) if self.packing and known and causal else None
+        supported = config._attn_implementation in (packed_attention.NAME, packed_attention.FLASH)
+        only_attention = set(getattr(config, "layer_types", None) or ()) <= ATTENTION_TYPES
+        if not (self.packing and supported and only_attention):
+            return None
+        return SharedPrefixes.of(tokens, offsets)
 
     def decode(
         self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]
     ) -> tuple[Tensor, Tensor | None]:
-        """The last hidden state of every token (N, H), and the load-balancing loss, if it is
-        computed.
+        """Return the last hidden state of every token, (N, H), and the load-balancing loss.
 
-        No sequence sees another, and the numbers are the same for packing and for padding.
+        The loss is None if it is not computed. No sequence sees another, and the numbers are the
+        same for packing and for padding.
         """
         decoder: Any = self.hf.get_decoder()
-        balancing, layout = (
-            self.balancing and self.training,
-            None if self.packing else Layout.of(offsets),
-        )
+        balancing = self.balancing and self.training
+        layout: Layout | None = None
+        if not self.packing:
+            layout = Layout.of(offsets)
         positions = torch.arange(len(tokens), device=tokens.device)
         positions = positions - offsets[:-1].repeat_interleave(offsets.diff())
-        arguments: dict[str, Any] = {"output_router_logits": True} if balancing else {}
+        arguments: dict[str, Any] = {}
+        if balancing:
+            arguments["output_router_logits"] = True
         shared = self.shared_prefixes(tokens, offsets)
         if layout is None:
             arguments |= _document_arguments(offsets, decoder.config._attn_implementation)
             if shared:
                 arguments["shared_prefixes"] = shared
-                tokens, positions = tokens[shared.computed], positions[shared.computed]
-            arguments |= {"input_ids": tokens[None], "position_ids": positions[None]}
+                tokens = tokens[shared.computed]
+                positions = positions[shared.computed]
+            arguments["input_ids"] = tokens[None]
+            arguments["position_ids"] = positions[None]
         else:
-            arguments |= {
-                "input_ids": layout.gather(tokens),
-                "position_ids": layout.gather(positions),
-            }
+            arguments["input_ids"] = layout.gather(tokens)
+            arguments["position_ids"] = layout.gather(positions)
             arguments["attention_mask"] = layout.real.long()
         # With a cache, or any mask, packed documents would attend to each other.
         output = decoder(use_cache=False, **arguments)
-        states = output.last_hidden_state.to(
-            tokens.device
-        )  # a model on several devices leaves them on the last
-        states = states[layout.real] if layout else states[0]
-        states = states[shared.source] if shared else states
+        # A model on several devices leaves the states on its last device.
+        states = output.last_hidden_state.to(tokens.device)
+        if layout is None:
+            states = states[0]
+        else:
+            states = states[layout.real]
+        if shared:
+            states = states[shared.source]
         if not balancing:
             return states, None
-        routed = [
-            # Padding does not count, and what sequences share counts for each.
-            logits[layout.real.flatten()] if layout else logits[shared.source] if shared else logits
-            for logits in output.router_logits
-        ]
-        return states, load_balancing_loss(
-            routed, top_k=decoder.config.get_text_config().num_experts_per_tok
-        )
+        routed: list[Tensor] = []
+        for logits in output.router_logits:
+            if layout is not None:
+                routed.append(logits[layout.real.flatten()])  # without padding
+            elif shared:
+                routed.append(logits[shared.source])  # a shared prefix counts for each sequence
+            else:
+                routed.append(logits)
+        top_k = decoder.config.get_text_config().num_experts_per_tok
+        return states, load_balancing_loss(routed, top_k=top_k)

@@ -1,5 +1,6 @@
-"""The output layer of a model: hidden states in; log-probabilities, entropies, logits or values
-out.
+"""The output layer of a model.
+
+It turns hidden states into log-probabilities, entropies, logits or values.
 """
 
 from collections.abc import Callable
@@ -15,17 +16,17 @@ from openrlhf.algorithms.tensors import linear_logprobs, logit_logprobs, row_chu
 
 
 class OutputHead(nn.Module):
-    """The output layer after the decoder: one linear layer, perhaps tied to the embeddings, or an
-    adapter around it.
+    """The output layer after the decoder: one linear layer, or an adapter around it.
 
-    The head has the layer as a submodule and reads its weight in its own forward. So ZeRO 3 learns
-    to gather the weight. `precise`: multiply in float32 whatever the dtype of the weights, because
-    rewards need more than 8 bits.
+    The layer may be tied to the embeddings. The head has the layer as a submodule and reads its
+    weight in its own forward, so ZeRO 3 learns to gather the weight. `precise`: multiply in float32
+    whatever the dtype of the weights, because rewards need more than 8 bits.
     """
 
     def __init__(self, layer: Any, *, precise: bool = False) -> None:
         super().__init__()
-        self.layer, self.precise = layer, precise
+        self.layer = layer
+        self.precise = precise
 
     def forward(
         self,
@@ -35,13 +36,13 @@ class OutputHead(nn.Module):
         entropy: bool = False,
         reduce: Callable[[Tensor, slice], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities (K,) of `targets`, and entropies in nats if asked for; without targets
-        the outputs (K, V).
+        """Return log-probabilities (K,) of `targets`, and entropies in nats if `entropy` is set.
 
-        With `reduce`: what it makes of the outputs of each chunk of rows.
+        Without `targets`, return the outputs (K, V). With `reduce`, return its results for the
+        outputs of all chunks of rows.
 
-        Log-probabilities hold the logits of one chunk at a time. The backward computes the logits
-        again.
+        Log-probabilities hold the logits of one chunk at a time. The backward pass computes the
+        logits again.
         """
         if reduce:
             return self.reduced(hidden, reduce), None
@@ -56,49 +57,60 @@ class OutputHead(nn.Module):
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the layer is a linear layer that nothing wraps."""
+        """True for a linear layer without an adapter around it."""
         return type(self.layer).forward is nn.Linear.forward
 
     def _outputs(self, hidden: Tensor) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         if not (self.precise and self._is_plain):
             return self.layer(hidden).to(wide)
-        bias = None if self.layer.bias is None else self.layer.bias.to(hidden.device, wide)
+        bias = self.layer.bias
+        if bias is not None:
+            bias = bias.to(hidden.device, wide)
         return linear(hidden.to(wide), self.layer.weight.to(hidden.device, wide), bias)
 
     def reduced(
         self, hidden: Float[Tensor, "K H"], reduce: Callable[[Tensor, slice], Tensor]
     ) -> Tensor:
-        """What `reduce` makes of the logits (k, V), in float32, of each chunk of rows. The backward
-        computes the logits again.
+        """Apply `reduce` to the logits (k, V), in float32, of each chunk of rows; concatenate.
+
+        The backward pass computes the logits again.
         """
 
-        def of_chunk(states: Tensor, rows: slice) -> Tensor:
+        def reduce_chunk(states: Tensor, rows: slice) -> Tensor:
             return reduce(self._outputs(states), rows)
 
         chunks = list(row_chunks(len(hidden), self.layer.out_features)) or [slice(0, 0)]
-        return torch.cat(
-            [
-                cast(Tensor, checkpoint(of_chunk, hidden[rows], rows, use_reentrant=False))
-                for rows in chunks
-            ]
-        )
+        reduced: list[Tensor] = []
+        for rows in chunks:
+            result = checkpoint(reduce_chunk, hidden[rows], rows, use_reentrant=False)
+            reduced.append(cast(Tensor, result))
+        return torch.cat(reduced)
 
     def _adapted_scores(
         self, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        def of_chunk(logits: Tensor, rows: slice) -> Tensor:
-            scores = logit_logprobs(logits, targets[rows], temperature=temperature, entropy=entropy)
-            return torch.stack([each for each in scores if each is not None], 1)
+        def score_chunk(logits: Tensor, rows: slice) -> Tensor:
+            logprobs, entropies = logit_logprobs(
+                logits, targets[rows], temperature=temperature, entropy=entropy
+            )
+            columns = [logprobs]
+            if entropies is not None:
+                columns.append(entropies)
+            return torch.stack(columns, 1)
 
-        scores = self.reduced(hidden, of_chunk)
-        return scores[:, 0], scores[:, 1] if entropy else None
+        scores = self.reduced(hidden, score_chunk)
+        logprobs = scores[:, 0]
+        entropies: Tensor | None = None
+        if entropy:
+            entropies = scores[:, 1]
+        return logprobs, entropies
 
 
 def preceding(states: Float[Tensor, "N ..."], places: Int[Tensor, " K"]) -> Float[Tensor, "K ..."]:
-    """The states one token before each of `places`. No place begins a sequence.
+    """Return the states one token before each of `places`. No place may begin a sequence.
 
-    No other code reads the state of the token before: in a split sequence, that token may be on
-    another rank.
+    Only this function reads the state of the previous token: in a split sequence, that token may be
+    on another rank.
     """
     return states[places - 1]

@@ -19,7 +19,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from openrlhf.models.shared_prefixes import sharing
 
-NAME, FLASH = "packed_sdpa", "flash_attention_2"
+NAME = "packed_sdpa"
+FLASH = "flash_attention_2"
 WIDEST_HEAD = 256  # of FlashAttention's kernels
 OLDEST_GPU = (8, 0)  # of FlashAttention's kernels, as CUDA counts its architectures
 # PyTorch 2.11 takes fewer heads of keys than of queries without being told.
@@ -28,7 +29,7 @@ GROUPED: dict[str, Any] = {"enable_gqa": True} if TOLD else {}
 
 
 class UnsupportedAttentionError(ValueError):
-    """A model's attention cannot be computed for packed rows here; the message says why."""
+    """An attention that this module cannot compute for packed rows. The message says why."""
 
 
 def packed_sdpa(
@@ -45,15 +46,15 @@ def packed_sdpa(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each document of a packed row. Returns (1, N, H, D).
+    """Compute causal attention inside each document of a packed row. Returns (1, N, H, D).
 
     Raises UnsupportedAttentionError for attention variants that plain scaled-dot-product attention
     would silently compute wrongly, and for layers that do not pass on where the documents begin.
     """
     if document_lengths is None:
         raise UnsupportedAttentionError(
-            "its attention layers do not pass keyword arguments to the attention function, so the boundaries of packed "
-            "sequences do not reach it"
+            "its attention layers do not pass keyword arguments to the attention function, so the "
+            "boundaries of packed sequences do not reach it"
         )
     for variant in ("softcap", "s_aux"):
         if kwargs.get(variant) is not None:
@@ -64,9 +65,12 @@ def packed_sdpa(
     if document_offsets is not None and dropout == 0 and _flash_computes(query, value):
         longest = max(document_lengths)
         return _flash(query, key, value, document_offsets, longest, scaling, sliding_window), None
-    lengths, grouped = list(document_lengths), query.shape[1] != key.shape[1]
-    # PyTorch's attention for CPUs takes half the time in float32 that it takes in bfloat16.
-    dtype = query.dtype if query.is_cuda else torch.promote_types(query.dtype, torch.float32)
+    lengths = list(document_lengths)
+    grouped = query.shape[1] != key.shape[1]
+    dtype = query.dtype
+    if not query.is_cuda:
+        # On a CPU, PyTorch's attention takes half the time in float32 that it takes in bfloat16.
+        dtype = torch.promote_types(dtype, torch.float32)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = _window_mask(q.shape[2], sliding_window, q.device)
@@ -81,12 +85,13 @@ def packed_sdpa(
             enable_gqa=grouped,
         )
 
-    parts = (each.to(dtype).split(lengths, 2) for each in (query, key, value))
-    return torch.cat(list(map(attend, *parts)), 2).transpose(1, 2).to(query.dtype), None
+    documents = (states.to(dtype).split(lengths, 2) for states in (query, key, value))
+    # The parts have no name, so that they are freed before the conversion.
+    return torch.cat(list(map(attend, *documents)), 2).transpose(1, 2).to(query.dtype), None
 
 
 def _flash_computes(query: Tensor, value: Tensor) -> bool:
-    """Whether PyTorch's FlashAttention has a kernel for these heads (1, H, N, D) on this device."""
+    """Return whether PyTorch's FlashAttention has a kernel for heads of this size on this GPU."""
     if not query.is_cuda or torch.cuda.get_device_capability(query.device) < OLDEST_GPU:
         return False
     head_dim = query.shape[-1]
@@ -103,7 +108,7 @@ def _flash(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Attention of all documents in one call, (1, N, H, D), by PyTorch's FlashAttention."""
+    """Compute all documents in one call, by PyTorch's FlashAttention. Returns (1, N, H, D)."""
     offsets = offsets.to(query.device)  # a model may be spread over several GPUs
     attended: Any = varlen_attn(
         query[0].transpose(0, 1),
@@ -121,7 +126,7 @@ def _flash(
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """The causal band of sliding-window attention, if the document is longer than the window."""
+    """Return the causal band of a window, or None if the document is not longer than the window."""
     if window is None or length <= window:
         return None
     steps = torch.arange(length, device=device)
@@ -132,13 +137,13 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> Tenso
 @contextmanager
 def unpacked(model: PreTrainedModel) -> Iterator[None]:
     """Let a model with packed attention compute plain sequences until the block exits."""
-    ours = model.config._attn_implementation == NAME
-    if ours:
+    was_packed = model.config._attn_implementation == NAME
+    if was_packed:
         model.set_attn_implementation("sdpa")
     try:
         yield
     finally:
-        if ours:
+        if was_packed:
             model.set_attn_implementation(NAME)
 
 

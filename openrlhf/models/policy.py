@@ -1,4 +1,4 @@
-"""A causal language model as a function from tokens to the log-probabilities of the tokens."""
+"""Causal language models as functions from tokens to the log-probabilities of the tokens."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Self
@@ -14,7 +14,7 @@ from openrlhf.models.loading import LoadSpec, load_causal_lm, reject_transformed
 
 
 class TokenScores(NamedTuple):
-    """Results per token on the flat axis; zero for tokens that were not wanted.
+    """Log-probabilities and entropies per token on the flat axis; zero for tokens not wanted.
 
     A tuple, because the hooks of ZeRO 3 look into tuples.
     """
@@ -25,21 +25,20 @@ class TokenScores(NamedTuple):
 
 
 class PolicyModel(HeadedModel):
-    """log π(token_t | tokens before it) for flat batches. The numbers are the same for packing and
-    for padding.
+    """log π(token_t | tokens before it) for flat batches.
 
-    Raises ModelError for a model that changes logits after the output layer.
+    The numbers are the same for packing and for padding. Raises ModelError for a model that changes
+    logits after the output layer.
     """
 
     def __init__(self, hf: PreTrainedModel, *, packing: bool, balancing: bool = False) -> None:
         reject_transformed_logits(hf.config)
-        super().__init__(
-            hf, OutputHead(hf.get_output_embeddings()), packing=packing, balancing=balancing
-        )
+        head = OutputHead(hf.get_output_embeddings())
+        super().__init__(hf, head, packing=packing, balancing=balancing)
 
     @classmethod
     def load(cls, spec: LoadSpec, *, balancing: bool = False) -> Self:
-        """The model of `spec`. Raises ModelError as `load_causal_lm`."""
+        """Load the model of `spec`. Raises ModelError as `load_causal_lm` does."""
         model = cls(load_causal_lm(spec), packing=spec.ds.packing_samples, balancing=balancing)
         model.max_len = spec.max_len
         return model
@@ -54,7 +53,7 @@ class PolicyModel(HeadedModel):
     ) -> TokenScores:
         """Score the `wanted` tokens. The first token of a sequence has no predecessor and scores 0.
 
-        Logits are made for wanted tokens only, one chunk at a time.
+        Logits are computed for wanted tokens only, one chunk at a time.
         """
         hidden, aux_loss = self.decode(tokens, offsets)
         scored = wanted.clone()
@@ -64,15 +63,14 @@ class PolicyModel(HeadedModel):
             preceding(hidden, places), tokens[places], temperature, entropy
         )
         blank = torch.zeros(len(tokens), dtype=torch.float32, device=tokens.device)
-        return TokenScores(
-            logprobs=blank.index_put((places,), logprobs),
-            entropy=None if entropies is None else blank.index_put((places,), entropies),
-            aux_loss=aux_loss,
-        )
+        logprobs = blank.index_put((places,), logprobs)
+        if entropies is not None:
+            entropies = blank.index_put((places,), entropies)
+        return TokenScores(logprobs=logprobs, entropy=entropies, aux_loss=aux_loss)
 
 
 class LogitModel(PolicyModel):
-    """A language model that gives what a function makes of its logits, a chunk of places at a time."""
+    """A language model that applies a function to its logits, one chunk of places at a time."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -81,10 +79,10 @@ class LogitModel(PolicyModel):
         at: Bool[Tensor, " N"],
         reduce: Callable[[Tensor, slice], Tensor] | None = None,
     ) -> Outputs | TokenScores:
-        """`reduce(logits (k, V), rows)` of the places `at`, whose logits are about the token after
-        each; all chunks together.
+        """Return `reduce(logits (k, V), rows)` for the places `at`, concatenated over the chunks.
 
-        Without `reduce`, a policy.
+        The logits of a place predict the token after it. Without `reduce`, score the tokens `at` as
+        a policy does.
         """
         if reduce is None:
             return super().forward(tokens, offsets, at)

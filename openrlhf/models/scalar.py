@@ -1,8 +1,7 @@
-"""Reward models and critics: a language model's decoder under a linear head with one output per
-token.
+"""Reward models and critics: a language model's decoder under a head with one output per token.
 
-They are stored as Transformers' sequence classification models with one label, so that
-`AutoModelForSequenceClassification` loads them.
+The head is linear. The models are stored as Transformers' sequence classification models with one
+label, so that `AutoModelForSequenceClassification` loads them.
 """
 
 import math
@@ -20,15 +19,15 @@ from openrlhf.models.head import OutputHead, preceding
 from openrlhf.models.loading import LoadSpec, ModelError, configuration, end_tokens
 from openrlhf.models.weights import StoredWeights, require_finite
 
-NATIVE_HEAD = "score"  # what Transformers calls the head
+NATIVE_HEAD = "score"  # Transformers' name for the head
 
 
 class ScalarModel(HeadedModel):
-    """One number for every prefix of every sequence: a reward model reads the last number, a critic
-    all of them.
+    """One number for every prefix of every sequence.
 
-    `normalize`: return (value − mean) / std, with the statistics that the training of the reward
-    model stored in its configuration. The training of a reward model itself does not normalise.
+    A reward model reads the last number, a critic all of them. `normalize`: return
+    (value − mean) / std, with the statistics that the training of the reward model stored in its
+    configuration. The training of a reward model itself does not normalize.
     """
 
     def __init__(
@@ -40,37 +39,41 @@ class ScalarModel(HeadedModel):
         balancing: bool = False,
     ) -> None:
         stored = hf.config.to_dict()
-        head = OutputHead(
-            hf.get_submodule(stored.get("value_head_prefix") or NATIVE_HEAD), precise=True
-        )
+        layer = hf.get_submodule(stored.get("value_head_prefix") or NATIVE_HEAD)
+        head = OutputHead(layer, precise=True)
         super().__init__(hf, head, packing=packing, balancing=balancing)
         self.normalize = normalize
         self.mean, self.std = _scale(stored.get("mean", 0.0), stored.get("std", 1.0))
 
     def set_scale(self, mean: float, std: float) -> None:
-        """Set the mean and standard deviation of `normalize`; exports store them.
+        """Set the mean and standard deviation of `normalize`. Exports store them.
 
-        Raises ValueError if one of them is not finite, or `std` is 0 or less.
+        Raises ModelError if one of them is not finite, or `std` is 0 or less.
         """
         self.mean, self.std = _scale(mean, std)
         self.config.update({"mean": self.mean, "std": self.std})
 
     def forward(self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Outputs:
-        """The value of every prefix of every sequence, at its last token. Float32."""
+        """Return the value of every prefix of every sequence, in float32, at its last token."""
         hidden, aux_loss = self.decode(tokens, offsets)
         values = self.head(hidden)[0][:, 0]
-        return Outputs((values - self.mean) / self.std if self.normalize else values, aux_loss)
+        if self.normalize:
+            values = (values - self.mean) / self.std
+        return Outputs(values, aux_loss)
 
 
 def last_token_scores(
     values: Float[Tensor, " N"], offsets: Int[Tensor, " B+1"]
 ) -> Float[Tensor, " B"]:
-    """The reward of each sequence: the head's output at the last token. No sequence may be empty."""
+    """Return the reward of each sequence: the head's output at its last token.
+
+    No sequence may be empty.
+    """
     return values[offsets[1:] - 1]
 
 
 def state_values(values: Float[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Float[Tensor, " N"]:
-    """V of the state before token t is chosen, from the head's outputs after each token.
+    """Return V of the state before each token is chosen, from the head's outputs after each token.
 
     Position t gets the output at t − 1. The first position of each sequence gets 0, because there
     is no state before it.
@@ -93,8 +96,7 @@ def load_scalar(
     balancing: bool = False,
     seed: int = 0,
 ) -> ScalarModel:
-    """A scalar model from the folder of a scalar model, or from a causal language model with a new
-    head.
+    """Load a scalar model, or a causal language model with a new head.
 
     `head_prefix` names the head; a `value_head_prefix` in the stored configuration wins. An export
     whose head has another name than "score" can only be loaded by this function. `reinit_head`:
@@ -118,8 +120,9 @@ def load_scalar(
     require_finite(hf, spec.path)
     if reinit_head or not stored:
         setattr(hf, name, _new_head(head, seed))
-        hf.config.update({"mean": 0.0, "std": 1.0} if "mean" in hf.config.to_dict() else {})
-    hf = loading.prepared(hf, spec, head=name)
+        if "mean" in hf.config.to_dict():
+            hf.config.update({"mean": 0.0, "std": 1.0})
+    hf = loading.prepare_model(hf, spec, head=name)
     model = ScalarModel(
         hf, packing=spec.ds.packing_samples, normalize=normalize, balancing=balancing
     )
@@ -130,19 +133,23 @@ def load_scalar(
 def check_is_scalar(
     spec: LoadSpec, *, head_prefix: str = NATIVE_HEAD, normalize: bool = False
 ) -> None:
-    """Raise ModelError if the folder has no complete reward model, or lacks what `normalize` needs.
+    """Raise ModelError unless the folder has a complete reward model.
 
-    Reads names and sizes of the weights only.
+    With `normalize`, its configuration must also have the mean and standard deviation. Reads names
+    and sizes of the weights only.
     """
     config, declared = _configuration(spec, head_prefix)
-    if not declared and any(name.endswith("ForCausalLM") for name in config.architectures or []):
+    architectures = config.architectures or []
+    if not declared and any(name.endswith("ForCausalLM") for name in architectures):
         raise ModelError(
-            f"{spec.path} is a language model ({config.architectures[0]}). Name a reward model, such as one of train_rm."
+            f"{spec.path} is a language model ({architectures[0]}). Use a reward model, such as "
+            "one trained by train_rm."
         )
     if normalize and "std" not in config.to_dict():
         raise ModelError(
-            f"{spec.path} stores no mean and standard deviation of its rewards, which --reward.normalize_enable needs. "
-            "Use a reward model of train_rm, which stores them, or leave out --reward.normalize_enable."
+            f"{spec.path} stores no mean and standard deviation of its rewards, which "
+            "--reward.normalize_enable requires. Use a reward model trained by train_rm, which "
+            "stores them, or leave out --reward.normalize_enable."
         )
     check_scalar_weights(spec, head_prefix=head_prefix, require_head=True)
 
@@ -158,15 +165,18 @@ def check_scalar_weights(
     config, declared = _configuration(spec, head_prefix)
     weights = loading.named_weights(_model_class(config), spec, config=config)
     if weights:
-        name = config.value_head_prefix
         _check_weights(
-            weights, name, reinit_head=reinit_head, require_head=require_head or declared
+            weights,
+            config.value_head_prefix,
+            reinit_head=reinit_head,
+            require_head=require_head or declared,
         )
 
 
 def _configuration(spec: LoadSpec, head_prefix: str) -> tuple[Any, bool]:
-    """The stored configuration, changed to a scalar model's, and whether it was a scalar model's
-    before the change.
+    """Return the stored configuration, changed to that of a scalar model.
+
+    The second value is True if the configuration was that of a scalar model before the change.
     """
     config = configuration(spec)
     stored_prefix = config.to_dict().get("value_head_prefix")
@@ -183,7 +193,7 @@ def _configuration(spec: LoadSpec, head_prefix: str) -> tuple[Any, bool]:
 
 
 def _model_class(config: Any) -> Any:
-    """Transformers' class for the architecture, with the head under the name in the configuration."""
+    """Return Transformers' class for the architecture, with the head named by the configuration."""
     native: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if native is None:
         raise ModelError(_unsupported(config))
@@ -192,7 +202,8 @@ def _model_class(config: Any) -> Any:
         return native
     if not name.isidentifier() or hasattr(native, name) or name == native.base_model_prefix:
         raise ModelError(
-            f"the scalar head cannot be called {name!r}: set --ds.value_head_prefix to an unused name such as score"
+            f"the scalar head cannot be called {name!r}: set --ds.value_head_prefix to an unused "
+            "name such as score"
         )
 
     def build(self: Any, config: PretrainedConfig) -> None:
@@ -206,9 +217,9 @@ def _model_class(config: Any) -> Any:
 
 def _unsupported(config: PretrainedConfig) -> str:
     return (
-        "reward models and critics are stored as Transformers' sequence classification models, and Transformers has none "
-        f"with a plain linear head for the architecture {config.model_type!r}. Use another architecture (Llama, Qwen, "
-        "Mistral, Gemma, …)."
+        "reward models and critics are stored as Transformers' sequence classification models, and "
+        "Transformers has none with a plain linear head for the architecture "
+        f"{config.model_type!r}. Use another architecture (Llama, Qwen, Mistral, Gemma, …)."
     )
 
 
@@ -221,22 +232,31 @@ def _check_weights(
     the bias of a head.
     """
     key = f"{name}.weight"
-    weights.require_all(but=[key, f"{name}.bias"] if reinit_head else [key])
-    if key in weights.lacking and require_head and not reinit_head:
-        size = weights.sizes.get(key)
-        seen = f"has size {size[0]}, not one output" if size else "is missing"
-        extra = weights.unused[:3]
+    exceptions = [key]
+    if reinit_head:
+        exceptions.append(f"{name}.bias")
+    weights.require_all(but=exceptions)
+    has_head = key not in weights.lacking
+    if require_head and not has_head and not reinit_head:
+        problem = "is missing"
+        if key in weights.sizes:
+            stored_size, _ = weights.sizes[key]
+            problem = f"has size {stored_size}, not one output"
+        unused = ""
+        if weights.unused:
+            unused = f" (unused weights: {', '.join(weights.unused[:3])})"
         raise ModelError(
-            f"{weights.path} is not a reward model or critic: its scalar head, {key}, {seen}"
-            + (f" (weights that are not used: {', '.join(extra)})" if extra else "")
-            + ". Name a trained one, or the right --ds.value_head_prefix; train_rm makes a new head with --model.reinit_head."
+            f"{weights.path} is not a reward model or critic: its scalar head, {key}, {problem}"
+            f"{unused}. Use a trained one, or set the right --ds.value_head_prefix. To make a new "
+            "head, use train_rm with --model.reinit_head."
         )
-    return key not in weights.lacking
+    return has_head
 
 
 def _new_head(old: nn.Linear, seed: int) -> nn.Linear:
-    """A float32 head with outputs near 0. It is a new module, which ZeRO 3 shards when the engine
-    is made.
+    """Return a float32 head with outputs near 0.
+
+    It is a new module, which ZeRO 3 shards when the engine is made.
     """
     head = nn.Linear(old.in_features, 1, bias=False, dtype=torch.float32)
     draw = torch.Generator().manual_seed(seed)
@@ -249,7 +269,7 @@ def _new_head(old: nn.Linear, seed: int) -> nn.Linear:
 def _scale(mean: float, std: float) -> tuple[float, float]:
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
         raise ModelError(
-            f"rewards cannot be normalised by mean {mean} and standard deviation {std}: both must be finite, and the "
-            "standard deviation must be above 0"
+            f"rewards cannot be normalized by mean {mean} and standard deviation {std}: both must "
+            "be finite, and the standard deviation must be above 0"
         )
     return float(mean), float(std)

@@ -1,8 +1,8 @@
-"""Sequences of a packed row that begin alike, such as the samples of a prompt: their common
-beginning is computed once.
+"""Common prefixes of the sequences of a packed row, which are computed once.
 
-In a causal model, the states at a token depend on the tokens up to there and on nothing else. So
-the layers see each distinct beginning once, and attention alone sees whole sequences.
+The samples of a prompt have such a prefix. In a causal model, the states at a token depend only on
+the tokens up to it. So the layers see each distinct prefix once, and only attention sees whole
+sequences.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-# Tensor arguments of attention functions that have no effect, or that the functions use or reject.
+# Tensor arguments that have no effect on attention functions, or that they use or reject.
 KNOWN_TENSORS = {
     "attention_mask",
     "position_ids",
@@ -26,13 +26,12 @@ KNOWN_TENSORS = {
     "document_offsets",
     "s_aux",
 }
-WORTH = 0.05  # of the tokens: below this share, the copies cost more than is saved
+SMALLEST_SAVING = 0.05  # of the tokens; with less, the copies cost more than the layers save
 
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """The places of a packed row that are computed, and for each place the number of the computed
-    place that equals it.
+    """The places of a packed row that are computed, and the computed place that equals each place.
 
     Example: the sequences "abc" and "abd" have `computed` [0, 1, 2, 5] and `source` [0, 1, 2, 0, 1,
     3].
@@ -43,27 +42,30 @@ class SharedPrefixes:
 
     @classmethod
     def of(cls, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Self | None:
-        """What the sequences have in common; None if it is hardly anything."""
-        flat, places = tokens.cpu().numpy(), np.arange(len(tokens))
-        sequences = [slice(*ends) for ends in pairwise(offsets.tolist())]
-        sequences.sort(
-            key=lambda sequence: flat[sequence].tobytes()
-        )  # each beside the one that it shares most with
-        for one, other in pairwise(sequences):
-            shorter = min(one.stop - one.start, other.stop - other.start)
-            alike = (flat[one][:shorter] == flat[other][:shorter]).cumprod().sum()
-            places[other][:alike] = places[one][:alike]
+        """Return the shared prefixes, or None if they are too short to pay off."""
+        flat = tokens.cpu().numpy()
+        places = np.arange(len(tokens))
+        sequences = [slice(start, stop) for start, stop in pairwise(offsets.tolist())]
+        # In this order, a sequence is next to the one with which it shares most.
+        sequences.sort(key=lambda sequence: flat[sequence].tobytes())
+        for previous, sequence in pairwise(sequences):
+            shorter = min(previous.stop - previous.start, sequence.stop - sequence.start)
+            shared = (flat[previous][:shorter] == flat[sequence][:shorter]).cumprod().sum()
+            places[sequence][:shared] = places[previous][:shared]
         computed, source = np.unique(places, return_inverse=True)
-        if len(computed) > (1 - WORTH) * len(places):
+        if len(computed) > (1 - SMALLEST_SAVING) * len(places):
             return None
-        return cls(*(torch.from_numpy(each).to(tokens.device) for each in (computed, source)))
+        return cls(
+            computed=torch.from_numpy(computed).to(tokens.device),
+            source=torch.from_numpy(source).to(tokens.device),
+        )
 
 
 def sharing(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
-    """An attention function of Transformers that takes rows with shared prefixes too: it then
-    attends in the whole row.
+    """Let an attention function of Transformers take rows with shared prefixes too.
 
-    It raises ValueError for a tensor that it does not know, which may decide what a token sees.
+    For such a row, the returned function attends in the whole row. It raises ValueError for an
+    unknown tensor argument, which may decide what a token sees.
     """
 
     @wraps(attend)
@@ -73,14 +75,14 @@ def sharing(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Te
         for name, value in options.items():
             if isinstance(value, Tensor) and name not in KNOWN_TENSORS:
                 raise ValueError(
-                    f"this model's attention depends on `{name}`, which {attend.__name__} would ignore"
+                    f"this model's attention depends on `{name}`, which {attend.__name__} would "
+                    "ignore"
                 )
         if shared_prefixes is None:
             return attend(module, *given, **options)
-        states, mask = (
-            given[:3],
-            given[3:],
-        )  # query, key and value (1, H, M, D); the mask may be in `options`
+        # Query, key and value are (1, H, M, D). The mask may be in `options` instead.
+        states = given[:3]
+        mask = given[3:]
         device = states[0].device  # a model may be spread over several GPUs
         whole = (each.index_select(2, shared_prefixes.source.to(device)) for each in states)
         attended, weights = attend(module, *whole, *mask, **options)  # (1, N, H, D)

@@ -1,7 +1,7 @@
-"""Configuration and generation configuration of a model, written even if Transformers refuses to.
+"""The configuration and generation configuration of a model, written even if Transformers refuses.
 
-Transformers refuses to write values that it has read: sampling values without `do_sample`, or
-generation values in config.json. A run must not lose its weights because of that, so these files
+Transformers refuses to write some values that it can read: sampling values without `do_sample`, or
+generation values in config.json. A run must not lose its weights for that reason, so these files
 are written with the values that were read.
 """
 
@@ -26,7 +26,10 @@ def writable_configuration(config: PreTrainedConfig) -> Iterator[None]:
     """
     values: dict[str, Any] = config._get_generation_parameters()
     stored = vars(config)
-    moved = {name: stored.pop(name) for name in values if name in stored}
+    moved: dict[str, Any] = {}
+    for name in values:
+        if name in stored:
+            moved[name] = stored.pop(name)
     try:
         yield
     finally:
@@ -53,16 +56,14 @@ def writable(model: PreTrainedModel) -> Iterator[None]:
 
 
 def write_generation(model: PreTrainedModel, folder: Path) -> None:
-    """Write the generation configuration of a model to `folder`, with the values that the model
-    came with.
-    """
+    """Write the generation configuration of a model, with its original values, to `folder`."""
     if model.can_generate():
         generation: Any = model.generation_config
         generation.to_json_file(folder / GENERATION, use_diff=True, keys_to_pop=["compile_config"])
 
 
 def generation_complaint(path: str, config: PreTrainedConfig) -> str | None:
-    """Return what Transformers finds wrong with the generation configuration of a model, or None.
+    """Return Transformers' complaint about the generation configuration of a model, or None.
 
     Without a generation_config.json, the values are those in config.json.
     """
@@ -73,18 +74,20 @@ def generation_complaint(path: str, config: PreTrainedConfig) -> str | None:
             generation = GenerationConfig.from_model_config(config)
         generation.validate(strict=True)
     except (ValueError, TypeError) as error:
-        found = [line.strip("- ") for line in str(error).splitlines() if line.startswith("- ")]
-        return " ".join(found) or str(error)
+        complaints: list[str] = []
+        for line in str(error).splitlines():
+            if line.startswith("- "):
+                complaints.append(line.strip("- "))
+        return " ".join(complaints) or str(error)
     return None
 
 
 def check_can_be_exported(
     path: str, tokenizer: Any, *, trust_remote_code: bool = False
 ) -> list[str]:
-    """Write a model's configuration and tokenizer to a temporary folder, as an export would. Return
-    notices.
+    """Write a model's configuration and tokenizer to a temporary folder, as an export would.
 
-    Raises UserError if one of them cannot be written.
+    Returns notices. Raises UserError if one of them cannot be written.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     with TemporaryDirectory() as folder:
@@ -92,17 +95,18 @@ def check_can_be_exported(
             with writable_configuration(config):
                 config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        except (
-            Exception
-        ) as error:  # Transformers, its validation and the model's own code raise many kinds
+        except Exception as error:
+            # Transformers, its validation and the model's own code raise many kinds of errors.
             raise UserError(
-                f"The files of {path} can be read but not written, so a trained model could not be exported: "
-                f"{type(error).__name__}: {error}. Correct its config.json or the files of its tokenizer."
+                f"The files of {path} can be read but not written, so a trained model could not be "
+                f"exported: {type(error).__name__}: {error}. Correct its config.json or the files "
+                "of its tokenizer."
             ) from error
     complaint = generation_complaint(path, config)
     if not complaint:
         return []
     return [
-        f"The generation configuration of {path} contradicts itself. It is exported as Transformers reads it: "
-        f"{complaint} To correct it, change the model's {GENERATION} (or config.json, if that has the values)."
+        f"The generation configuration of {path} contradicts itself. It is exported as "
+        f"Transformers reads it: {complaint} To correct it, change the model's {GENERATION} (or "
+        "config.json, if that has the values)."
     ]

@@ -1,5 +1,6 @@
-"""The check that a loaded model matches its files: every weight exists, has the right size, and is
-finite.
+"""The check that a loaded model matches its files.
+
+Every weight exists, has the right size and is finite.
 """
 
 import json
@@ -7,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 from zipfile import is_zipfile
@@ -26,33 +28,32 @@ from transformers.utils import (
 
 from openrlhf.config.flags import UserError
 
-SHOWN = 3  # names in a message
+SHOWN_NAMES = 3  # in a message
 EXPERT = re.compile(r"\.experts\.\d+\.")
-OUTPUT_LAYER = "lm_head."  # which a scalar model replaces
+OUTPUT_LAYER = "lm_head."  # a scalar model replaces it
+Size = tuple[int, ...]
 
 
 class ModelError(UserError, ValueError):
-    """A model cannot be loaded. The message says what to do."""
+    """A model that cannot be loaded. The message says what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredWeights:
-    """The differences between the files in `path` and the weights of the architecture, by the
-    architecture's names.
+    """The differences between the files in `path` and the weights of the architecture.
+
+    Weights have the names of the architecture.
     """
 
     path: str
     missing: tuple[str, ...]
-    sizes: Mapping[
-        str, tuple[tuple[int, ...], tuple[int, ...]]
-    ]  # of the file and of the architecture, if they differ
+    # The size in the files and the size in the architecture, if they differ.
+    sizes: Mapping[str, tuple[Size, Size]]
     unused: tuple[str, ...]  # weights of the files without a place in the architecture
-    ignored: tuple[
-        str, ...
-    ]  # unused weights of layers that the architecture has and computes without these weights
-    torn: tuple[
-        tuple[str, str], ...
-    ] = ()  # weights that config.json ties, but that differ in the files
+    # Unused weights of layers that the architecture has and computes without these weights.
+    ignored: tuple[str, ...]
+    # Pairs of weights that config.json ties, but that differ in the files.
+    broken_ties: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, path: str, model: nn.Module, report: Mapping[str, Any]) -> Self:
@@ -62,49 +63,54 @@ class StoredWeights:
         for name in unused:
             if _is_left_out(model, name):
                 ignored.append(name)
-        sizes = {
-            name: (tuple(stored), tuple(needed))
-            for name, stored, needed in report["mismatched_keys"]
-        }
-        missing = tuple(sorted(report["missing_keys"] - sizes.keys()))
-        torn = _torn(path, model)
+        sizes: dict[str, tuple[Size, Size]] = {}
+        for name, stored, required in report["mismatched_keys"]:
+            sizes[name] = (tuple(stored), tuple(required))
+        missing = sorted(report["missing_keys"] - sizes.keys())
         return cls(
             path=path,
-            missing=missing,
+            missing=tuple(missing),
             sizes=sizes,
             unused=tuple(unused),
             ignored=tuple(ignored),
-            torn=torn,
+            broken_ties=_broken_ties(path, model),
         )
 
     @property
     def lacking(self) -> set[str]:
-        """The weights of the architecture that are not in the files."""
+        """The weights of the architecture that the files lack, or have in another size."""
         return {*self.missing, *self.sizes}
 
     def require_all(self, but: Collection[str] = ()) -> None:
-        """Raise ModelError if, except for `but`, weights are missing from the files or ignored by
-        their layers.
+        """Raise ModelError if weights do not match their files, except for the weights in `but`.
+
+        The weights may be missing from the files, have another size there, be ignored by their
+        layers, or be tied although they differ.
         """
         problems: list[str] = []
-        sizes = {name: pair for name, pair in self.sizes.items() if name not in but}
-        if sizes:
-            name, (stored, needed) = min(sizes.items())
+        resized = [name for name in self.sizes if name not in but]
+        if resized:
+            first = min(resized)
+            stored, required = self.sizes[first]
             problems.append(
-                f"{len(sizes)} weights do not have the size that config.json requires: {name} is {_by(stored)} in "
-                f"{_file_of(self.path, name)}, and should be {_by(needed)}"
+                f"{len(resized)} weights do not have the size that config.json requires: {first} "
+                f"is {_describe(stored)} in {_file_of(self.path, first)}, and should be "
+                f"{_describe(required)}"
             )
-        if missing := [name for name in self.missing if name not in but]:
+        missing = [name for name in self.missing if name not in but]
+        if missing:
             problems.append(f"{len(missing)} weights are missing: {_first(missing)}")
-        if ignored := [name for name in self.ignored if name not in but]:
+        ignored = [name for name in self.ignored if name not in but]
+        if ignored:
             problems.append(
-                f"{_file_of(self.path, ignored[0])} has weights that the layers of this architecture would ignore: "
-                f"{_first(ignored)}"
+                f"{_file_of(self.path, ignored[0])} has weights that the layers of this "
+                f"architecture would ignore: {_first(ignored)}"
             )
-        for name, other in self.torn:
+        for name, other in self.broken_ties:
             problems.append(
-                f"config.json ties {name} to {other} (tie_word_embeddings), but the files have two different tensors: "
-                "Transformers uses both, vLLM only one. If the model needs both, set tie_word_embeddings to false"
+                f"config.json ties {name} to {other} (tie_word_embeddings), but the files have two "
+                "different tensors: Transformers uses both, vLLM only one. If the model needs "
+                "both, set tie_word_embeddings to false"
             )
         if not problems:
             return
@@ -117,26 +123,27 @@ class StoredWeights:
 
     @property
     def notice(self) -> str | None:
-        """A sentence about weights of the files that are not used."""
-        others = [name for name in self.unused if not name.startswith(OUTPUT_LAYER)]
-        if not others:
+        """A sentence about unused weights of the files, or None without such weights."""
+        unused = [name for name in self.unused if not name.startswith(OUTPUT_LAYER)]
+        if not unused:
             return None
-        return f"{self.path} has {len(others)} weights that its architecture does not use: {_first(others)}."
+        return (
+            f"{self.path} has {len(unused)} weights that its architecture does not use: "
+            f"{_first(unused)}."
+        )
 
 
-def _torn(path: str, model: Any) -> tuple[tuple[str, str], ...]:
-    """Return the weights that the configuration ties although the files have different values for
-    them.
-    """
+def _broken_ties(path: str, model: Any) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of weights that the configuration ties but that differ in the files."""
     held = dict(model.named_parameters(remove_duplicate=False))
     pairs: list[tuple[str, str]] = []
     for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
-        first, second = held.get(name), held.get(other)
+        first = held.get(name)
+        second = held.get(other)
         if first is None or second is None or first is second:
             continue
-        if first.device.type == "meta" or hasattr(
-            first, "ds_tensor"
-        ):  # no values here, or a part of them
+        if first.device.type == "meta" or hasattr(first, "ds_tensor"):
+            # This process has no values, or only a part of them.
             equal = _equal_in_files(path, name, other)
         else:
             equal = torch.equal(first, second.to(first))
@@ -146,29 +153,28 @@ def _torn(path: str, model: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _equal_in_files(path: str, name: str, other: str) -> bool:
-    """Return whether the files have equal tensors of both names. A name that is in no file is not
-    compared.
+    """Return whether the files have equal tensors of both names.
+
+    Returns True without comparing if one of the names is in no file, or if its file is unknown or
+    can only be read whole.
     """
-    found: list[Tensor] = []
-    for each in (name, other):
-        file = _file_of(path, each)
-        if not (
-            file.endswith(".safetensors") and Path(file).is_file()
-        ):  # unknown, or one that can only be read whole
+    tensors: list[Tensor] = []
+    for key in (name, other):
+        file = _file_of(path, key)
+        if not file.endswith(".safetensors") or not Path(file).is_file():
             return True
         with safe_open(file, framework="pt") as stored:
-            if each not in stored.keys():  # noqa: SIM118 it is no mapping
+            if key not in stored.keys():  # noqa: SIM118 not a mapping
                 return True
-            found.append(stored.get_tensor(each))
-    return torch.equal(*found)
+            tensors.append(stored.get_tensor(key))
+    return torch.equal(*tensors)
 
 
 def require_finite_files(path: str) -> None:
-    """Raise ModelError, with the first names, if weights in the files of a model are NaN or
-    infinite.
+    """Raise ModelError with the first names if weights in a model's files are NaN or infinite.
 
-    For models that another program loads. Reads one tensor at a time, from safetensors or, where
-    there are none, from pytorch_model*.bin. `path` is a folder, or the name of a model in the hub's
+    For models that another program loads. Reads one tensor at a time, from safetensors files or, if
+    none exist, from pytorch_model*.bin. `path` is a folder, or the name of a model in the hub's
     cache.
     """
     folder = Path(path)
@@ -176,64 +182,71 @@ def require_finite_files(path: str) -> None:
         try:
             folder = Path(snapshot_download(path, local_files_only=True))
         except (HfHubHTTPError, OSError, ValueError):
-            return  # the program that loads it says what is missing
-    found: list[str] = []
+            return  # the program that loads the model reports what is missing
+    broken: list[str] = []
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
         with safe_open(file, framework="pt") as stored:
-            found += [name for name in stored.keys() if not is_finite(stored.get_tensor(name))]  # noqa: SIM118 it is no mapping
-    for file in [] if files else sorted(folder.glob("pytorch_model*.bin")):
-        # Files of torch before 1.6 are no zip archives and can only be read whole.
-        weights = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
-        found += [name for name, weight in weights.items() if not is_finite(weight)]
-    _refuse_numbers(found, str(folder))
+            for name in stored.keys():  # noqa: SIM118 not a mapping
+                if not is_finite(stored.get_tensor(name)):
+                    broken.append(name)
+    if not files:
+        for file in sorted(folder.glob("pytorch_model*.bin")):
+            # Files of torch before 1.6 are not zip archives and can only be read whole.
+            weights = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+            broken += [name for name, weight in weights.items() if not is_finite(weight)]
+    _refuse_numbers(broken, str(folder))
 
 
 def odd_experts(path: str) -> str | None:
-    """Return the first expert's weight whose size differs from that of most experts of its layer,
-    in words.
+    """Describe the first weight of an expert whose size is not the usual one in its layer.
+
+    Returns None if all experts of a layer have the same sizes.
     """
-    sizes: dict[
-        str, dict[str, tuple[int, ...]]
-    ] = {}  # by the names without the number of the expert
+    layers: dict[str, dict[str, Size]] = {}  # by the names without the number of the expert
     files: dict[str, Path] = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118 it is no mapping
+            for name in stored.keys():  # noqa: SIM118 not a mapping
                 files[name] = file
-                sizes.setdefault(EXPERT.sub(".experts.", name), {})[name] = tuple(
-                    stored.get_slice(name).get_shape()
-                )
-    for experts in sizes.values():
-        [(usual, _)] = Counter(experts.values()).most_common(1)
-        for name, size in experts.items():
+                sizes = layers.setdefault(EXPERT.sub(".experts.", name), {})
+                sizes[name] = tuple(stored.get_slice(name).get_shape())
+    for sizes in layers.values():
+        [(usual, _)] = Counter(sizes.values()).most_common(1)
+        for name, size in sizes.items():
             if size != usual:
-                return f"{name} is {_by(size)} in {files[name]}, and the other experts' are {_by(usual)}"
+                return (
+                    f"{name} is {_describe(size)} in {files[name]}, and the weights of the other "
+                    f"experts are {_describe(usual)}"
+                )
     return None
 
 
 def require_finite(model: nn.Module, path: str) -> None:
-    """Raise ModelError, with the names, if weights of a loaded model are NaN or infinite.
+    """Raise ModelError with the first names if weights of a loaded model are NaN or infinite.
+
     Collective under ZeRO 3.
     """
-    found: list[str] = []
+    broken: list[str] = []
     sharded = False
     for name, weight in model.state_dict(keep_vars=True).items():
         sharded = sharded or hasattr(weight, "ds_tensor")
         if not is_finite(_held(weight)):
-            found.append(name)
+            broken.append(name)
     if sharded:
-        parts: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(parts, found)
-        found = [name for name in model.state_dict() if any(name in part for part in parts)]
-    _refuse_numbers(found, path)
+        by_rank: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(by_rank, broken)
+        broken_anywhere = set(chain.from_iterable(by_rank))
+        broken = [name for name in model.state_dict() if name in broken_anywhere]
+    _refuse_numbers(broken, path)
 
 
-def _refuse_numbers(found: list[str], path: str) -> None:
-    if found:
+def _refuse_numbers(broken: list[str], path: str) -> None:
+    if broken:
         raise ModelError(
-            f"{len(found)} weights in {path} are NaN or infinite: {_first(found)} ({_file_of(path, found[0])}). "
-            "Use an earlier checkpoint, or download the model again."
+            f"{len(broken)} weights in {path} are NaN or infinite: {_first(broken)} "
+            f"({_file_of(path, broken[0])}). Use an earlier checkpoint, or download the model "
+            "again."
         )
 
 
@@ -248,8 +261,9 @@ def is_finite(weight: Tensor) -> bool:
 
 
 def _held(weight: Any) -> Tensor:
-    """The numbers of a weight in this process: under ZeRO 3 its part, without the padding of the
-    last part.
+    """Return the numbers of a weight in this process.
+
+    Under ZeRO 3 these are this rank's part, without the padding of the last part.
     """
     if not hasattr(weight, "ds_tensor"):
         return weight.detach()
@@ -259,7 +273,7 @@ def _held(weight: Any) -> Tensor:
 
 
 def _is_left_out(model: nn.Module, name: str) -> bool:
-    """Return whether a layer that holds weights of its own has no place for the weight `name`."""
+    """Return whether the layer of the weight `name` has weights, but no place for this one."""
     owner, _, leaf = name.rpartition(".")
     try:
         held = dict(model.get_submodule(owner).named_parameters(recurse=False))
@@ -269,24 +283,29 @@ def _is_left_out(model: nn.Module, name: str) -> bool:
 
 
 def _file_of(path: str, name: str) -> str:
-    """The file with a weight, or the folder if that is not known."""
+    """Return the file with a weight, or the folder if the file is not known."""
     for index_name, single_name in (
         (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME),
         (WEIGHTS_INDEX_NAME, WEIGHTS_NAME),
     ):
-        index, single = Path(path) / index_name, Path(path) / single_name
+        index = Path(path) / index_name
+        single = Path(path) / single_name
         if index.exists():
             file = json.loads(index.read_text())["weight_map"].get(name)
-            return str(index.with_name(file)) if file else path
+            if not file:
+                return path
+            return str(index.with_name(file))
         if single.exists():
             return str(single)
     return path
 
 
-def _by(size: tuple[int, ...]) -> str:
+def _describe(size: Size) -> str:
     return " × ".join(map(str, size)) or "a number"
 
 
 def _first(names: Collection[str]) -> str:
-    shown = ", ".join(list(names)[:SHOWN])
-    return f"{shown}, …" if len(names) > SHOWN else shown
+    shown = ", ".join(list(names)[:SHOWN_NAMES])
+    if len(names) > SHOWN_NAMES:
+        shown += ", …"
+    return shown

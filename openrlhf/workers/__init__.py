@@ -1,1 +1,1 @@
-"""Roles as plain classes: each takes a `Strategy` and its settings, and is testable without Ray."""
+"""Roles as plain classes. Each takes a `Strategy` and its settings, and needs no Ray."""

@@ -1,4 +1,4 @@
-"""The base of all roles: micro-batches, forwards without gradient, and training."""
+"""The base of all roles: micro-batches, forward passes without gradient, and training."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -24,20 +24,18 @@ from openrlhf.models.proof import prove_layout
 from openrlhf.observability.metrics import Last, Max, Mean, merge_all
 
 Rows = TypeVar("Rows", bound=Ragged)
-BUCKET_BYTES = {
-    "cpu": 64 << 20,
-    "cuda": 256 << 20,
-}  # an engine leaves little memory of its GPU free
+# By device type. An inference engine leaves little memory of its GPU free.
+BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchLimits:
-    """How many rows, or how many tokens, go through a model at once. If `max_tokens` is set, `size`
-    is not used.
+    """The number of rows, or of tokens, that go through a model at once.
 
-    A padded row costs as much as the longest row of its micro-batch. So with `size`, padded rows of
-    similar lengths go together, the longest first. Packed rows keep their order, because a packed
-    micro-batch of only long rows needs more memory than a mixed one.
+    If `max_tokens` is set, `size` is not used. A padded row costs as much as the longest row of its
+    micro-batch. So with `size`, a micro-batch has padded rows of similar lengths, and the longest
+    rows come first. Packed rows keep their order, because a packed micro-batch of only long rows
+    needs more memory than a mixed one.
     """
 
     size: int
@@ -46,7 +44,7 @@ class MicroBatchLimits:
 
     @classmethod
     def of_forwards(cls, rollout: RolloutConfig, ds: LoadingConfig) -> Self:
-        """The limits of forwards without gradient."""
+        """Return the limits of forward passes without gradient."""
         return cls(
             size=rollout.micro_batch_size,
             max_tokens=rollout.max_tokens_per_gpu,
@@ -55,22 +53,23 @@ class MicroBatchLimits:
 
     @classmethod
     def of_training(cls, train: RLTrainConfig, ds: LoadingConfig) -> Self:
-        """The limits of forwards with gradient."""
-        tokens = train.max_tokens_per_gpu if train.dynamic_batch_enable else None
-        return cls(size=train.micro_batch_size, max_tokens=tokens, packed=ds.packing_samples)
+        """Return the limits of forward passes with gradient."""
+        max_tokens = None
+        if train.dynamic_batch_enable:
+            max_tokens = train.max_tokens_per_gpu
+        return cls(size=train.micro_batch_size, max_tokens=max_tokens, packed=ds.packing_samples)
 
     def cut(self, lengths: Tensor) -> list[list[int]]:
-        """Row numbers of each micro-batch, for rows of `lengths` tokens. Every row is in one
-        micro-batch.
+        """Return the row numbers of each micro-batch, for rows of `lengths` tokens.
+
+        Every row is in exactly one micro-batch.
         """
         if self.max_tokens:
             return batches_of_tokens(lengths.tolist(), self.max_tokens)
-        order = (
-            range(len(lengths))
-            if self.packed
-            else lengths.argsort(stable=True, descending=True).tolist()
-        )
-        return batches_of_rows(order, self.size)
+        if self.packed:
+            return batches_of_rows(range(len(lengths)), self.size)
+        longest_first = lengths.argsort(stable=True, descending=True).tolist()
+        return batches_of_rows(longest_first, self.size)
 
 
 @torch.no_grad()
@@ -82,32 +81,38 @@ def column_of(
     *,
     per_sample: bool = False,
 ) -> Tensor:
-    """A column (N,) from a `forward` that gives each token of a micro-batch a number; (B,) if it
-    gives each row one.
+    """Return a column (N,) of the numbers that `forward` gives to the tokens of each micro-batch.
 
-    Under ZeRO 3 a forward is collective: every rank runs as many micro-batches as the rank with the
-    most.
+    `per_sample`: `forward` gives one number to each row, and the column is (B,). Under ZeRO 3 a
+    forward pass is collective: every rank runs as many micro-batches as the rank with the most, and
+    repeats its last one for that.
     """
-    parts = limits.cut(batch.lengths)
-    sharded = strategy.config.zero_stage == 3
-    rounds = int(strategy.all_reduce([len(parts)], "max")[0]) if sharded else len(parts)
-    column = torch.zeros(batch.num_samples if per_sample else batch.num_tokens)
-    for turn in range(rounds):
-        rows = parts[min(turn, len(parts) - 1)]
-        numbers = forward(batch.select(rows).to(strategy.device)).cpu()
-        column[rows if per_sample else batch.places_of(rows)] = numbers
+    micro_batches = limits.cut(batch.lengths)
+    rounds = len(micro_batches)
+    if strategy.config.zero_stage == 3:
+        rounds = int(strategy.all_reduce([rounds], "max")[0])
+    length = batch.num_tokens
+    if per_sample:
+        length = batch.num_samples
+    column = torch.zeros(length)
+    for number in range(rounds):
+        rows = micro_batches[min(number, len(micro_batches) - 1)]
+        scored = forward(batch.select(rows).to(strategy.device)).cpu()
+        if per_sample:
+            column[rows] = scored
+        else:
+            column[batch.places_of(rows)] = scored
     return column
 
 
 def balancing_term(
     aux_loss: Tensor | None, coef: float, count: float, name: str = "train/aux_loss"
 ) -> tuple[Tensor | float, Metrics]:
-    """coef · aux · count, a micro-batch's term of the load-balancing loss, and its metric. 0 and
-    none without the loss.
+    """Return coef · aux · count, a micro-batch's term of the load-balancing loss, and its metric.
 
-    `count`: the micro-batch's part of the window's denominator. The window then gets the mean of
-    the losses of its micro-batches, weighted by their counts, and the coefficient means the same
-    however the window is cut.
+    Returns 0 and no metric if `aux_loss` is None. `count` is the micro-batch's part of the window's
+    denominator. So the window gets the mean of the losses of its micro-batches, weighted by their
+    counts, and the coefficient means the same however the window is cut.
     """
     if aux_loss is None:
         return 0.0, {}
@@ -116,19 +121,19 @@ def balancing_term(
 
 @dataclass(frozen=True, kw_only=True)
 class RoleSettings:
-    """The settings of a worker of RL: the flags, and the model to load."""
+    """The settings of an RL worker: the flags, and the model to load."""
 
     config: RLFlags
     load: LoadSpec
-    total_steps: int = (
-        0  # optimizer steps of the run: the length of the learning-rate schedule of a trained model
-    )
+    # Optimizer steps of the run: the length of the learning-rate schedule of a trained model.
+    total_steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """One rank's rows of an update. For each optimizer step, `steps` lists the rows that the step
-    trains on.
+    """One rank's rows of an update.
+
+    `steps` has one list for each optimizer step: the rows that the step trains on.
     """
 
     experience: Experience
@@ -139,8 +144,9 @@ Job = TypeVar("Job", bound=Update)
 
 
 class TrainedWorker(ABC, Generic[Job]):
-    """A model with an optimizer. Roles define counts and loss; `name` is the role's name in the
-    logs.
+    """A model with an optimizer. Subclasses are roles and define counts and loss.
+
+    `name` is the name of the role in the logs.
     """
 
     name: ClassVar[str]
@@ -152,10 +158,10 @@ class TrainedWorker(ABC, Generic[Job]):
         optimizer: OptimizerConfig,
         load_model: Callable[[], nn.Module],
     ) -> None:
-        self.strategy, self.config = strategy, settings.config
-        self.bucket_bytes = BUCKET_BYTES[
-            strategy.device.type
-        ]  # of weights that are exported or published
+        self.strategy = strategy
+        self.config = settings.config
+        # The size of a bucket of weights in exports and publications.
+        self.bucket_bytes = BUCKET_BYTES[strategy.device.type]
         self.train_limits = MicroBatchLimits.of_training(self.config.train, self.config.ds)
         self.forward_limits = MicroBatchLimits.of_forwards(self.config.rollout, self.config.ds)
         self.engine = TrainEngine(
@@ -167,15 +173,16 @@ class TrainedWorker(ABC, Generic[Job]):
 
     @abstractmethod
     def counts(self, micro: Any) -> Mapping[str, float]:
-        """The denominators of a micro-batch."""
+        """Return the denominators of a micro-batch."""
 
     @abstractmethod
     def loss(self, micro: Any, totals: Mapping[str, float], job: Job) -> tuple[Tensor, Metrics]:
-        """This micro-batch's part of the window's loss, and its metrics under their logged names."""
+        """Return a micro-batch's part of the window's loss, and its metrics by logged name."""
 
     def update(self, job: Job) -> Metrics:
-        """Take the optimizer steps of an update. Returns the metrics of this rank's tokens under
-        their logged names.
+        """Take the optimizer steps of an update.
+
+        Returns the metrics of this rank's tokens by their logged names.
         """
         results: list[StepResult] = []
         with self.engine.awake():
@@ -197,16 +204,19 @@ class TrainedWorker(ABC, Generic[Job]):
             f"train/{self.name}_grad_norm": Last(results[-1].grad_norm),
             "train/nonfinite_steps": Max(float(self.engine.nonfinite_steps)),
         }
-        shares = [result.changed for result in results if result.changed is not None]
-        if shares:
-            step_metrics[f"train/{self.name}_changed_weights"] = Last(sum(shares) / len(shares))
-        return merge_all([*(result.metrics for result in results), step_metrics])
+        changed_shares = [result.changed for result in results if result.changed is not None]
+        if changed_shares:
+            mean = sum(changed_shares) / len(changed_shares)
+            step_metrics[f"train/{self.name}_changed_weights"] = Last(mean)
+        parts = [result.metrics for result in results]
+        parts.append(step_metrics)
+        return merge_all(parts)
 
     def window(self, job: Job, number: int) -> list[Any]:
-        """This rank's micro-batches of optimizer step `number` of the update.
+        """Return this rank's micro-batches of optimizer step `number` of the update.
 
-        A rank without rows in the step runs the forwards of a row without actions, because some are
-        collective.
+        A rank without rows in the step gets one row without actions, because it has to take part in
+        collective forward passes.
         """
         rows = job.steps[number]
         batch = job.experience.select(rows or [0])
@@ -215,19 +225,21 @@ class TrainedWorker(ABC, Generic[Job]):
         return batch.split(self.train_limits.cut(batch.lengths))
 
     def has_moved_enough(self, metrics: Metrics) -> bool:
-        """Whether to skip the remaining optimizer steps of the update; the same answer on every
-        rank.
+        """Return whether to skip the remaining optimizer steps of the update.
+
+        Every rank returns the same answer.
         """
         return False
 
     def checkpoint_bytes(self) -> int:
-        """Return the size of a checkpoint of this role, estimated; with the model that
-        --ckpt.save_hf exports beside it.
+        """Return the estimated size of a checkpoint of this role.
+
+        The estimate includes the model that --ckpt.save_hf exports beside the checkpoint.
         """
-        exported = (
-            self.engine.exported_bytes if self.config.ckpt.save_hf and self.name == "actor" else 0
-        )
-        return self.engine.checkpoint_bytes + exported
+        estimate = self.engine.checkpoint_bytes
+        if self.config.ckpt.save_hf and self.name == "actor":
+            estimate += self.engine.exported_bytes
+        return estimate
 
     def save_checkpoint(self, directory: str, tag: str) -> None:
         """Write weights, their average, optimizer, schedule and random state. Collective."""
@@ -238,10 +250,10 @@ class TrainedWorker(ABC, Generic[Job]):
         self.engine.load(directory, tag)
 
     def export(self, tokenizer: PreTrainedTokenizerBase, path: str, final: bool = True) -> None:
-        """Write the model, or its adapters, or the average of what is trained if there is one.
-        Collective.
+        """Write the model, or only its adapters if it has any. Collective.
 
-        `final`: the run ends with this export.
+        If the run averages the trained weights, the average is written. `final`: the run ends with
+        this export.
         """
         with self.engine.awake(), self.engine.averaged():
             export_trained(
@@ -263,19 +275,23 @@ def export_trained(
     masters: bool,
     final: bool = True,
 ) -> None:
-    """Write the model of an engine, which is awake and has the weights to export, and compare what
-    was written with it.
+    """Write the model of an engine, and compare the files with the model. Collective.
 
-    Collective. Raises ExportError, also if the files of a `final` export do not hold the trained
-    model.
+    The engine must be awake and hold the weights to export. Raises ExportError, also if the files
+    of a `final` export do not hold the trained model.
     """
     strategy = engine.strategy
-    probed = final and not strategy.config.load_in_4bit
+    logits: Tensor | None = None
+    if final and not strategy.config.load_in_4bit:
+        logits = probe_logits(engine.hf)
+    averages: Mapping[str, Tensor] = {}
+    if engine.average:
+        averages = engine.average.whole_weights
     trained = TrainedState(
-        logits=probe_logits(engine.hf) if probed else None,
+        logits=logits,
         precision=strategy.config.param_dtype,
         max_len=getattr(engine.module, "max_len", None),
-        averages=engine.average.whole_weights if engine.average else {},
+        averages=averages,
     )
     buckets = engine.exported_parameters(bucket_bytes, masters=masters)
     export_hf(

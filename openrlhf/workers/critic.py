@@ -19,28 +19,30 @@ class CriticWorker(TrainedWorker[Update]):
     """The trained critic V."""
 
     name = "critic"
-    reads = ("values", "returns")  # columns of an update
+    reads = ("values", "returns")  # the columns that an update reads
 
     def __init__(self, strategy: Strategy, settings: RoleSettings) -> None:
-        config, critic = settings.config, settings.config.critic
+        config = settings.config
+        critic = config.critic
+        # The policy's model has no trained value head.
+        is_policy_model = critic.model_name_or_path == config.actor.model_name_or_path
 
         def load() -> ScalarModel:
             model = load_scalar(
                 settings.load,
                 head_prefix=config.ds.value_head_prefix,
-                reinit_head=critic.model_name_or_path
-                == config.actor.model_name_or_path,  # its head is no critic's
+                reinit_head=is_policy_model,
                 normalize=config.reward.normalize_enable,
                 seed=config.train.seed,
             )
-            # --actor.aux_loss_coef is for the policy; the critic may have no experts.
+            # --actor.aux_loss_coef is set for the policy; the critic may have no experts.
             model.balancing = config.actor.aux_loss_coef > 0 and has_balanced_experts(model.hf)
             return model
 
         super().__init__(strategy, settings, critic, load)
 
     def values(self, texts: Ragged) -> Tensor:
-        """V of the state before each token of this rank's rows, (N,)."""
+        """Return V of the state before each token of this rank's rows, (N,)."""
         with self.engine.evaluating():
             return column_of(texts, self._score, self.forward_limits, self.strategy)
 
@@ -48,14 +50,16 @@ class CriticWorker(TrainedWorker[Update]):
         return state_values(self.engine.module(micro.tokens, micro.offsets).values, micro.offsets)
 
     def counts(self, micro: Experience) -> Mapping[str, float]:
-        """The number of action tokens, which is the denominator."""
+        """Return the number of action tokens, which is the denominator."""
         return {"tokens": float(micro.action_mask.sum())}
 
     def loss(
         self, micro: Experience, totals: Mapping[str, float], job: Update
     ) -> tuple[Tensor, Metrics]:
-        """½ (V − Ĝ)², clipped around the values of the rollout, mean over the window's action
-        tokens; + a·balance.
+        """Compute ½ (V − Ĝ)² + a·balance: a micro-batch's part of the window's loss.
+
+        The squared error is clipped around the values of the rollout. The loss is a mean over the
+        window's action tokens.
         """
         assert micro.values is not None and micro.returns is not None
         layout = micro.layout
@@ -66,7 +70,8 @@ class CriticWorker(TrainedWorker[Update]):
         per_token = value_loss(
             values, layout.gather(micro.values), layout.gather(micro.returns), mask, clip=clip
         )
-        summed, tokens = per_token.sum(), float(mask.sum())
+        summed = per_token.sum()
+        tokens = float(mask.sum())
         balance, balance_metrics = balancing_term(
             outputs.aux_loss, self.config.actor.aux_loss_coef, tokens, "train/critic_aux_loss"
         )

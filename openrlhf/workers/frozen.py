@@ -21,17 +21,17 @@ class ReferenceWorker:
     """A frozen policy: π_ref, or the teacher."""
 
     def __init__(self, strategy: Strategy, settings: RoleSettings) -> None:
-        config, load = settings.config, settings.load
-        self.strategy, self.temperature = strategy, config.rollout.temperature
+        config = settings.config
+        self.strategy = strategy
+        self.temperature = config.rollout.temperature
         self.limits = MicroBatchLimits.of_forwards(config.rollout, config.ds)
-        self.model = FrozenModel(
-            strategy, partial(PolicyModel.load, load), offload=config.ref.offload
-        )
+        load_model = partial(PolicyModel.load, settings.load)
+        self.model = FrozenModel(strategy, load_model, offload=config.ref.offload)
         prove_layout(self.model.on_device())
         self.model.rest()
 
     def logprobs(self, rows: TokenRows) -> Tensor:
-        """Log-probability of every target of this rank's rows, (N,)."""
+        """Return the log-probability of every target of this rank's rows, (N,)."""
         column = column_of(rows, self._score, self.limits, self.strategy)
         self.model.rest()
         return column
@@ -52,49 +52,59 @@ class RewardModelSettings:
 
 
 class RewardWorker:
-    """Trained reward models. Each gives a finished episode one number, the output at the last
-    token.
+    """Trained reward models. Each gives one number to a finished episode: its last token's output.
 
-    A process reward model gives each step of an episode a number.
+    A process reward model gives one number to each step of an episode.
     """
 
     def __init__(self, strategy: Strategy, settings: RewardModelSettings) -> None:
-        self.strategy, self.settings, offload = strategy, settings, settings.reward.offload
-        self.models = [
-            FrozenModel(strategy, partial(self._load, spec), offload=offload)
-            for spec in settings.models
-        ]
-        self.steps: StepScorer | None = None
+        self.strategy = strategy
+        self.settings = settings
+        offload = settings.reward.offload
+        self.models: list[FrozenModel] = []
+        for spec in settings.models:
+            load_model = partial(self._load, spec)
+            self.models.append(FrozenModel(strategy, load_model, offload=offload))
+        models = list(self.models)
+        self.step_scorer: StepScorer | None = None
         if settings.process_model:
-            separator = settings.reward.step_separator
-            self.steps = StepScorer(
-                strategy, settings.process_model, separator=separator, offload=offload
+            self.step_scorer = StepScorer(
+                strategy,
+                settings.process_model,
+                separator=settings.reward.step_separator,
+                offload=offload,
             )
-        for model in [*self.models, *([self.steps.model] if self.steps else [])]:
+            models.append(self.step_scorer.model)
+        for model in models:
             prove_layout(model.on_device())
             model.rest()
 
     def step_rewards(self, answers: TokenRows) -> Tensor:
-        """Rewards of the steps of this rank's rows by the process reward model, (N,): see
-        `StepScorer.rewards`.
+        """Return the rewards of the steps of this rank's rows by the process reward model, (N,).
+
+        `StepScorer.rewards` defines them.
         """
-        assert self.steps
-        column = column_of(answers, self.steps.rewards, self.settings.limits, self.strategy)
-        self.steps.model.rest()
+        assert self.step_scorer
+        column = column_of(answers, self.step_scorer.rewards, self.settings.limits, self.strategy)
+        self.step_scorer.model.rest()
         return column
 
     def _load(self, spec: LoadSpec) -> ScalarModel:
-        prefix, normalize = self.settings.head_prefix, self.settings.reward.normalize_enable
-        return load_scalar(spec, head_prefix=prefix, require_head=True, normalize=normalize)
+        return load_scalar(
+            spec,
+            head_prefix=self.settings.head_prefix,
+            require_head=True,
+            normalize=self.settings.reward.normalize_enable,
+        )
 
     def rewards(self, texts: Ragged) -> Tensor:
-        """Rewards of this rank's rows by every model, (B, K)."""
-        columns = list[Tensor]()
+        """Return the rewards of this rank's rows by every model, (B, K)."""
+        limits = self.settings.limits
+        columns: list[Tensor] = []
         for model in self.models:
             score = partial(self._score, model)
-            columns.append(
-                column_of(texts, score, self.settings.limits, self.strategy, per_sample=True)
-            )
+            column = column_of(texts, score, limits, self.strategy, per_sample=True)
+            columns.append(column)
             model.rest()
         return torch.stack(columns, dim=1)
 

@@ -1,10 +1,11 @@
 """The trained policy: log-probabilities, the policy update, and the publication of its weights."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from openrlhf.algorithms.supervised_losses import token_nll
 from openrlhf.algorithms.tensors import bounded_exp, log_ratio, masked_sum
 from openrlhf.batches import Experience, TokenRows
 from openrlhf.config.learning import ActorConfig, AlgoConfig
+from openrlhf.config.shared import LoraConfig
 from openrlhf.distributed.averaging import WeightAverage
 from openrlhf.distributed.buckets import TensorSpec, WeightManifest
 from openrlhf.distributed.devices import free_port
@@ -31,26 +33,29 @@ from openrlhf.workers.base import RoleSettings, TrainedWorker, Update, balancing
 
 
 def clip_of(actor: ActorConfig) -> Clip:
-    """The clip range of the ratio."""
+    """Return the clip range of the ratio."""
     low, high = actor.eps_clip_low_high
     return Clip(low=low, high=high, dual=actor.dual_clip)
 
 
 def correction_of(algo: AlgoConfig) -> Correction:
-    """The correction of train/rollout mismatch. The weights of tokens outside its band are always
-    computed, and used only if a level is set.
+    """Return the correction of the train/rollout mismatch.
+
+    Its weights are always computed, because a metric counts the tokens outside the band. The loss
+    uses them only if a level is set.
     """
-    axes = algo.correction
-    low, high = axes.band or algo.advantage.is_correction_threshold
-    level, mode = cast(Level, axes.level or "token"), cast(Mode, axes.mode or "clip")
+    flags = algo.correction
+    low, high = flags.band or algo.advantage.is_correction_threshold
+    level = cast(Level, flags.level or "token")
+    mode = cast(Mode, flags.mode or "clip")
     return Correction(level=level, mode=mode, low=low, high=high)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyUpdate(Update):
-    """An update of the policy, with the current coefficient β of a KL in the loss."""
+    """An update of the policy."""
 
-    kl_coef: float
+    kl_coef: float  # the current β of the KL term in the loss
     version: int  # of the weights after the update
     pretraining: Sequence[TokenRows] = ()  # PPO-ptx: this rank's rows of each optimizer step
 
@@ -59,48 +64,49 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     """The trained policy π_θ."""
 
     name = "actor"
-    reads = (
-        "advantages",
-        "old_logprobs",
-        "ref_logprobs",
-        "rollout_logprobs",
-    )  # columns of an update
+    # The columns that an update reads.
+    reads = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
 
     def __init__(self, strategy: Strategy, settings: RoleSettings) -> None:
-        config, load = settings.config, settings.load
-        self.actor, self.algo, self.temperature = (
-            config.actor,
-            config.algo,
-            config.rollout.temperature,
-        )
-        self.clip, self.correction = clip_of(self.actor), correction_of(self.algo)
-        self.max_response_tokens = (
-            config.rollout.max_new_tokens or config.data.max_len
-        )  # L of constant aggregation
-        self.served = (
-            load.lora if config.ds.lora.served_rank else None
-        )  # an adapter that engines are sent
+        config = settings.config
+        load = settings.load
+        self.actor = config.actor
+        self.algo = config.algo
+        self.temperature = config.rollout.temperature
+        self.clip = clip_of(self.actor)
+        self.correction = correction_of(self.algo)
+        # L of constant aggregation.
+        self.max_response_tokens = config.rollout.max_new_tokens or config.data.max_len
+        # The adapter that publications send instead of merged weights.
+        self.served_adapter: LoraConfig | None = None
+        if config.ds.lora.served_rank:
+            self.served_adapter = load.lora
         load_model = partial(PolicyModel.load, load, balancing=self.actor.aux_loss_coef > 0)
         super().__init__(strategy, settings, self.actor, load_model)
         if config.train.enable_ema:
             self.engine.average = WeightAverage(self.engine.module, strategy, config.train.ema_beta)
-        self.sender, self.version = WeightSender(), 0
+        self.sender = WeightSender()
+        self.version = 0
 
     def update(self, job: PolicyUpdate) -> Metrics:
-        """See `TrainedWorker`."""
+        """Take the optimizer steps of an update, and set the version of the weights."""
         metrics = super().update(job)
         self.version = job.version
         return metrics
 
     def logprobs(self, rows: TokenRows) -> Tensor:
-        """log π_θ of every target of this rank's rows, (N,), with the current weights: π_old of the
-        coming update.
+        """Return log π_θ of every target of this rank's rows, (N,), with the current weights.
+
+        In the next update, these weights are π_old.
         """
         with self.engine.evaluating():
             return column_of(rows, self._score, self.forward_limits, self.strategy)
 
     def reference_logprobs(self, rows: TokenRows) -> Tensor:
-        """log π_ref of every target of this rank's rows, (N,): the policy without its adapters."""
+        """Return log π_ref of every target of this rank's rows, (N,).
+
+        The reference is the policy without its adapters.
+        """
         with adapters_off(self.engine.module):
             return self.logprobs(rows)
 
@@ -115,8 +121,9 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         )
 
     def window(self, job: PolicyUpdate, number: int) -> list[Experience | TokenRows]:
-        """Micro-batches of episodes, and of pretraining text if there is any. One optimizer step
-        learns from both.
+        """Return micro-batches of episodes, and of pretraining text if the update has any.
+
+        One optimizer step learns from both.
         """
         window: list[Experience | TokenRows] = [*super().window(job, number)]
         for text in job.pretraining[number : number + 1]:
@@ -124,8 +131,10 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return window
 
     def counts(self, micro: Experience | TokenRows) -> Mapping[str, float]:
-        """Denominators: for the aggregated policy loss, for means over action tokens and over
-        pretraining tokens.
+        """Return the denominators of a micro-batch.
+
+        `policy` divides the aggregated policy loss, `tokens` sums over action tokens, and
+        `pretraining` sums over pretraining tokens.
         """
         if isinstance(micro, TokenRows):
             return {"policy": 0.0, "tokens": 0.0, "pretraining": float(micro.loss_mask.sum())}
@@ -135,8 +144,9 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     def loss(
         self, micro: Experience | TokenRows, totals: Mapping[str, float], job: PolicyUpdate
     ) -> tuple[Tensor, Metrics]:
-        """policy + β·KL − c·entropy + a·balance: this micro-batch's part of the window's loss, and
-        its metrics.
+        """Compute policy + β·KL − c·entropy + a·balance: a micro-batch's part of the window's loss.
+
+        Returns this part and the micro-batch's metrics.
         """
         if isinstance(micro, TokenRows):
             return self._pretraining_loss(micro, totals)
@@ -149,13 +159,18 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
             entropy_coef is not None,
         )
         layout = micro.layout
-        mask, logprobs = layout.gather(micro.action_mask), layout.gather(scores.logprobs)
-        # In a strictly on-policy update, π_old is π_θ and the ratio is 1 by construction.
-        old = logprobs.detach() if micro.old_logprobs is None else layout.gather(micro.old_logprobs)
+        mask = layout.gather(micro.action_mask)
+        logprobs = layout.gather(scores.logprobs)
+        if micro.old_logprobs is None:
+            # In a strictly on-policy update, π_old is π_θ and the ratio is 1 by construction.
+            old = logprobs.detach()
+        else:
+            old = layout.gather(micro.old_logprobs)
         loss, metrics = self._policy_loss(micro, logprobs, old, mask, totals)
         tokens = float(mask.sum())
         balance, balance_metrics = balancing_term(scores.aux_loss, self.actor.aux_loss_coef, tokens)
-        loss, metrics = loss + balance / totals["tokens"], metrics | balance_metrics
+        loss = loss + balance / totals["tokens"]
+        metrics |= balance_metrics
         if self.algo.kl.use_loss and micro.ref_logprobs is not None:
             reference = layout.gather(micro.ref_logprobs)
             kl = kl_estimate(logprobs, reference, self.algo.kl.estimator)
@@ -176,8 +191,9 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         mask: Tensor,
         totals: Mapping[str, float],
     ) -> tuple[Tensor, Metrics]:
-        """The surrogate of the sampled tokens, each weighted by the correction of train/rollout
-        mismatch.
+        """Compute the surrogate of the sampled tokens and its metrics.
+
+        If a level of the correction is set, each token is weighted by the correction.
         """
         layout = micro.layout
         assert micro.advantages is not None and micro.rollout_logprobs is not None
@@ -185,59 +201,67 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
             logprobs, old, layout.gather(micro.advantages), mask, self.clip
         )
         rollout = layout.gather(micro.rollout_logprobs)
-        corrected, outside = correction_weights(old, rollout, mask, self.correction)
-        per_token = (
-            corrected * surrogate.per_token if self.algo.correction.level else surrogate.per_token
-        )
+        correction, outside = correction_weights(old, rollout, mask, self.correction)
+        per_token = surrogate.per_token
+        if self.algo.correction.level:
+            per_token = correction * per_token
         weights, count = self._weights(mask)
-        summed, tokens = (weights * per_token).sum(), float(mask.sum())
+        summed = (weights * per_token).sum()
+        tokens = float(mask.sum())
+        update_kl = float(masked_sum(kl_estimate(old, logprobs.detach(), "k3"), mask))
         metrics: Metrics = {
             "train/policy_loss": Mean(float(summed.detach()), count),
             "train/ppo_clip_ratio": Mean(float(surrogate.clipped.sum()), tokens),
             "train/ppo_kl": Mean(float(surrogate.approx_kl.sum()), tokens),
-            "train/update_kl": Mean(
-                float(masked_sum(kl_estimate(old, logprobs.detach(), "k3"), mask)), tokens
-            ),
+            "train/update_kl": Mean(update_kl, tokens),
         }
         return summed / totals["policy"], metrics | mismatch_metrics(old, rollout, mask, outside)
 
     def _pretraining_loss(
         self, text: TokenRows, totals: Mapping[str, float]
     ) -> tuple[Tensor, Metrics]:
-        """c_ptx · NLL of plain text, at temperature 1.  InstructGPT, eq. 2, arXiv:2203.02155"""
+        """Compute c_ptx · NLL of plain text, at temperature 1.
+
+        InstructGPT, Ouyang et al. 2022, eq. 2, arXiv:2203.02155
+        """
         scores = self.engine(text.tokens, text.offsets, text.loss_mask)
-        summed, tokens = (
-            token_nll(scores.logprobs, text.loss_mask).sum(),
-            float(text.loss_mask.sum()),
-        )
+        summed = token_nll(scores.logprobs, text.loss_mask).sum()
+        tokens = float(text.loss_mask.sum())
         part = self.algo.ptx.coef * summed / totals["pretraining"]
         return part, {"train/ptx_loss": Mean(float(summed.detach()), tokens)}
 
     def has_moved_enough(self, metrics: Metrics) -> bool:
-        """Whether the KL from π_old to π_θ, at the start of the last optimizer step, exceeded
-        --algo.kl.stop_update.
+        """Return whether the KL from π_old to π_θ exceeded --algo.kl.stop_update.
+
+        It is the KL at the start of the last optimizer step, over all ranks.
         """
-        limit, moved = self.algo.kl.stop_update, metrics.get("train/update_kl", Mean(0.0, 0.0))
+        limit = self.algo.kl.stop_update
         if limit is None:
             return False
-        assert isinstance(moved, Mean)
-        total, tokens = self.strategy.all_reduce([moved.sum, moved.count])
+        update_kl = metrics.get("train/update_kl", Mean(0.0, 0.0))
+        assert isinstance(update_kl, Mean)
+        total, tokens = self.strategy.all_reduce([update_kl.sum, update_kl.count])
         return total > limit * tokens
 
     def weight_manifest(self, version: int | None = None) -> WeightManifest:
-        """The tensors of a publication of the current weights or adapter, under their names in its
-        files.
+        """Return the tensors of a publication of the current weights, or of the served adapter.
 
-        Tied weights come once. Without a `version`, the weights keep theirs.
+        They have the names of the files, and tied weights come once. `version` becomes the version
+        of the weights; without it, the weights keep theirs.
         """
-        self.version = self.version if version is None else version
+        if version is not None:
+            self.version = version
+        adapter: dict[str, Any] | None = None
+        tensors = whole_tensors(self.engine.hf)
+        if self.served_adapter:
+            adapter = scale_settings(self.served_adapter)
+            tensors = trained_tensors(self.engine.hf)
         dtype = DTYPES[self.config.vllm.dtype]
-        specs = (
-            TensorSpec(name=stored, dtype=dtype, shape=tuple(tensor.shape))
-            for each in (trained_tensors if self.served else whole_tensors)(self.engine.hf)
-            for stored, tensor in self._stored(each.name, torch.empty(each.shape, device="meta"))
-        )
-        adapter = scale_settings(self.served) if self.served else None
+        specs: list[TensorSpec] = []
+        for tensor in tensors:
+            blank = torch.empty(tensor.shape, device="meta")
+            for name, stored in self._stored(tensor.name, blank):
+                specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(stored.shape)))
         return WeightManifest(
             version=self.version,
             specs=tuple(specs),
@@ -246,57 +270,64 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         )
 
     def _stored(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        return (
-            [(stored_name(name), tensor)]
-            if self.served
-            else stored_tensors(self.engine.hf, name, tensor)
-        )
+        if self.served_adapter:
+            return [(stored_name(name), tensor)]
+        return stored_tensors(self.engine.hf, name, tensor)
+
+    def _all_stored(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stream:
+            yield from self._stored(name, tensor)
 
     def weight_address(self) -> tuple[str, int]:
-        """The address and port at which rank 0 will wait for the engines."""
+        """Return the address and port at which rank 0 will wait for the engines."""
         return os.environ["MASTER_ADDR"], free_port()
 
     def join_weight_group(self, group: WeightGroup) -> None:
-        """Join the engines' weight group, if this rank is a sender. Every rank leaves the group
-        before.
-        """
+        """Leave the current weight group, and join the new one if this rank is a sender."""
         self.sender.leave()
         if self.strategy.rank in group.senders:
             self.sender.join(group, group.senders.index(self.strategy.rank))
 
     def send_weights(self, manifest: WeightManifest) -> None:
         """Send the weights to the engines. Collective: every rank helps to gather the weights."""
-        parameters = self.engine.exported_parameters if self.served else self.engine.full_parameters
-        buckets = parameters(manifest.bucket_bytes)
-        stream = (pair for bucket in buckets for pair in bucket)
+        if self.served_adapter:
+            buckets = self.engine.exported_parameters(manifest.bucket_bytes)
+        else:
+            buckets = self.engine.full_parameters(manifest.bucket_bytes)
+        stream = chain.from_iterable(buckets)
         if self.sender.channel:
-            self.sender.send(
-                manifest, (stored for pair in stream for stored in self._stored(*pair))
-            )
-        for _ in stream:
+            self.sender.send(manifest, self._all_stored(stream))
+        for _ in stream:  # the ranks that send nothing, and what the sender did not read
             pass
 
 
 @torch.no_grad()
 def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor, outside: Tensor) -> Metrics:
-    """How far engine and trainer disagree about the sampled tokens, from Δ = log π_rollout − log
-    π_old, in the logged names.
+    """Measure how far engine and trainer disagree about the sampled tokens.
 
-    `outside`: tokens whose ω = exp(−Δ) is out of the correction's bounds.
+    The measure is Δ = log π_rollout − log π_old. `outside` marks the tokens whose ω = exp(−Δ) is
+    out of the correction's bounds. Returns the metrics by their logged names.
     """
     delta = log_ratio(rollout, old, mask)[mask]
-    gap, tokens = delta.abs(), delta.numel()
+    gap = delta.abs()
+    tokens = delta.numel()
+    largest_gap = 0.0
+    if tokens:
+        largest_gap = float(gap.max())
     return {
         "train/vllm_kl": Mean(float(delta.sum()), tokens),  # an estimate of KL(π_rollout ‖ π_old)
         "train/logprob_gap_mean": Mean(float(gap.sum()), tokens),
-        "train/logprob_gap_max": Max(float(gap.max()) if tokens else 0.0),
+        "train/logprob_gap_max": Max(largest_gap),
         "train/rollout_ratio": Mean(float(bounded_exp(-delta).sum()), tokens),
         "train/rollout_ratio_outside": Mean(float(outside.sum()), tokens),
     }
 
 
 def kl_metrics(kl: Tensor, difference: Tensor, mask: Tensor) -> Metrics:
-    """The distance to the reference under the logged names; `difference` is log π − log π_ref."""
+    """Return the metrics of the distance to the reference by their logged names.
+
+    `difference` is log π − log π_ref.
+    """
     tokens = float(mask.sum())
     return {
         "train/kl": Mean(float(masked_sum(kl, mask)), tokens),

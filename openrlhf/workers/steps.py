@@ -1,7 +1,8 @@
-"""A process reward model as a reward: what it says after each step of an answer."""
+"""A process reward model as a reward: its judgement after each step of an answer."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -16,102 +17,129 @@ from openrlhf.models.loading import LoadSpec, step_tokens
 from openrlhf.models.policy import LogitModel
 
 
+class _MarkedAnswer(NamedTuple):
+    """An answer cut into steps, with a placeholder after each step."""
+
+    ends: list[int]  # the last token of each step, in the answer
+    text: list[int]
+    judged: list[bool]  # the placeholders in `text`
+
+
 class StepScorer:
-    """A frozen process reward model. Raises ModelError for a model that does not name its tokens."""
+    """A frozen process reward model.
+
+    Raises ModelError for a model that does not name its tokens.
+    """
 
     def __init__(
         self, strategy: Strategy, load: LoadSpec, *, separator: str, offload: bool
     ) -> None:
         tokenizer = get_tokenizer(load.path, trust_remote_code=load.trust_remote_code)
-        placeholder, judgements = step_tokens(load)
-        self.cutter = StepCutter(
-            tokenizer, separator, one_token(tokenizer, placeholder, "placeholder_token")
-        )
-        self.judgements = torch.tensor(
-            [one_token(tokenizer, text, "reward_tokens") for text in judgements]
-        )
+        placeholder_text, judgement_texts = step_tokens(load)
+        placeholder = one_token(tokenizer, placeholder_text, "placeholder_token")
+        self.cutter = StepCutter(tokenizer, separator, placeholder)
+        judgements = [one_token(tokenizer, text, "reward_tokens") for text in judgement_texts]
+        self.judgements = torch.tensor(judgements)
         self.model = FrozenModel(strategy, partial(LogitModel.load, load), offload=offload)
 
     def rewards(self, answers: TokenRows) -> Float[Tensor, " N"]:
-        """P(right) ÷ number of steps at the last token of each step, else 0: an answer's sum is the
-        mean of its steps.
+        """Return P(right) ÷ number of steps at the last token of each step, and 0 elsewhere.
 
-        The targets of `answers` are the sampled tokens.
+        The sum over an answer is the mean of its steps. The targets of `answers` are the sampled
+        tokens.
         """
-        lengths, device = answers.lengths.tolist(), answers.tokens.device
-        texts, sampled = (
-            [row.tolist() for row in column.split(lengths)]
-            for column in (answers.tokens, answers.loss_mask)
-        )
-        ends = [self.cutter.ends(text, mask) for text, mask in zip(texts, sampled, strict=True)]
-        marked = [
-            self.cutter.marked(text, places) for text, places in zip(texts, ends, strict=True)
-        ]
-        rows = TokenRows.from_lists(
-            [text for text, _ in marked], [judged for _, judged in marked]
-        ).to(device)
+        device = answers.tokens.device
+        marked = self._mark(answers)
+        texts = [answer.text for answer in marked]
+        judged = [answer.judged for answer in marked]
+        rows = TokenRows.from_lists(texts, judged).to(device)
         outputs = self.model(
             rows.tokens,
             rows.offsets,
             rows.loss_mask,
             lambda logits, _: logits[:, self.judgements.to(device)],
         )
-        starts, column = (
-            answers.offsets[:-1].tolist(),
-            torch.zeros(answers.num_tokens, device=device),
-        )
-        places = [start + end for start, row in zip(starts, ends, strict=True) for end in row]
-        shares = torch.tensor([1 / len(row) for row in ends for _ in row], device=device)
-        column[torch.tensor(places, dtype=torch.long, device=device)] = (
-            outputs.values.softmax(-1)[:, 0] * shares
-        )
+        places: list[int] = []
+        shares: list[float] = []
+        for start, answer in zip(answers.offsets[:-1].tolist(), marked, strict=True):
+            for end in answer.ends:
+                places.append(start + end)
+                shares.append(1 / len(answer.ends))
+        column = torch.zeros(answers.num_tokens, device=device)
+        index = torch.tensor(places, dtype=torch.long, device=device)
+        column[index] = outputs.values.softmax(-1)[:, 0] * torch.tensor(shares, device=device)
         return column
+
+    def _mark(self, answers: TokenRows) -> list[_MarkedAnswer]:
+        lengths = answers.lengths.tolist()
+        token_rows = answers.tokens.split(lengths)
+        sampled_rows = answers.loss_mask.split(lengths)
+        marked: list[_MarkedAnswer] = []
+        for token_row, sampled in zip(token_rows, sampled_rows, strict=True):
+            tokens = token_row.tolist()
+            ends = self.cutter.ends(tokens, sampled.tolist())
+            text, judged = self.cutter.marked(tokens, ends)
+            marked.append(_MarkedAnswer(ends, text, judged))
+        return marked
 
 
 class StepCutter:
-    """Cuts answers into steps. A step ends with `separator`, the last one with the answer; blank
-    steps are none.
+    """Cuts answers into steps.
+
+    A step ends with `separator`, and the last step with the answer. Blank text is not a step of its
+    own.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, separator: str, placeholder: int
     ) -> None:
-        self.separator, self.placeholder = separator, placeholder
+        self.separator = separator
+        self.placeholder = placeholder
         self.piece: Callable[[int], str] = cache(
             lambda token: str(tokenizer.decode([token], skip_special_tokens=True))
         )
 
     def ends(self, tokens: Sequence[int], sampled: Sequence[bool]) -> list[int]:
-        """The place of the last token of each step; of an answer without text, its last sampled
-        token.
+        """Return the place of the last token of each step.
+
+        An answer without text has one step, which ends with its last sampled token, or with its
+        last token if none is sampled.
         """
-        found, step, last = list[int](), "", None
+        ends: list[int] = []
+        step = ""
+        last: int | None = None  # the last token with text of the current step
         for place, token in enumerate(tokens):
             if not sampled[place]:
                 continue
             step = (step + self.piece(token)).lstrip()
-            last = place if step.strip() and self.piece(token) else last
+            if step.strip() and self.piece(token):
+                last = place
             if token == self.placeholder or (step and self.separator in step):
-                found.append(place)
-                step, last = "", None
+                ends.append(place)
+                step = ""
+                last = None
         if last is not None:
-            found.append(last)
-        return found or [
-            max((place for place, action in enumerate(sampled) if action), default=len(tokens) - 1)
-        ]
+            ends.append(last)
+        if ends:
+            return ends
+        actions = [place for place, is_action in enumerate(sampled) if is_action]
+        if actions:
+            return [actions[-1]]
+        return [len(tokens) - 1]
 
     def marked(self, tokens: Sequence[int], ends: Sequence[int]) -> tuple[list[int], list[bool]]:
-        """The text up to its last step, a placeholder after each step, and where the placeholders
-        are.
+        """Return the text up to its last step with a placeholder after each step, and its mask.
+
+        The mask is True at the placeholders. A step that ends with one does not get a second one.
         """
-        text, begin = list[int](), 0
-        judged = list[bool]()
+        text: list[int] = []
+        judged: list[bool] = []
+        begin = 0
         for end in ends:
-            step = [
-                *tokens[begin : end + 1],
-                *([] if tokens[end] == self.placeholder else [self.placeholder]),
-            ]
-            text += step
-            judged += [False] * (len(step) - 1) + [True]
+            text += tokens[begin : end + 1]
+            if tokens[end] != self.placeholder:
+                text.append(self.placeholder)
+            judged += [False] * (len(text) - len(judged) - 1)
+            judged.append(True)
             begin = end + 1
         return text, judged

@@ -387,7 +387,7 @@ def test_a_teacher_behind_a_server_teaches_what_one_beside_the_student_does(
             {"prm.reward_tokens": ["+", "*"]},
             r"row 1, column 'label': has the label '-', not one of",
         ),
-        ("kd", {"kd.teacher_model": "nowhere"}, r"the model in nowhere is no folder here"),
+        ("kd", {"kd.teacher_model": "nowhere"}, r"model nowhere is not a local folder"),
     ],
 )
 def test_a_mistake_is_one_message(

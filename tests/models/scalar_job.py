@@ -1,5 +1,6 @@
-"""One rank of the scalar model's ZeRO test: score, train a few steps, export, score again; at
-stages 2 and 3.
+"""One rank of the scalar model's ZeRO test: score, train a few steps, export, and score again.
+
+This is done at stages 2 and 3.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ OPTIMIZER = OptimizerConfig(
 
 
 def run(stage: int, path: str, out: str) -> dict[str, Any]:
-    """Raise the rewards of the batch; every rank has the same rows."""
+    """Train the model to raise the rewards of a batch. Every rank has the same rows."""
     strategy = Strategy(DeepSpeedConfig(zero_stage=stage, param_dtype="fp32"), seed=0)
     spec = load_spec(path=path, param_dtype="fp32", attention="sdpa", packing=True)
     frozen = FrozenModel(strategy, lambda: load_scalar(spec, seed=5))
@@ -54,7 +55,7 @@ def run(stage: int, path: str, out: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Arguments: file for the results, model folders."""
+    """Run every model. Arguments: file for the results, then model folders."""
     out, *paths = sys.argv[1:]
     results = {
         (path, stage): run(stage, path, f"{out}.{number}.zero{stage}")

@@ -1,5 +1,6 @@
-"""Adapters: what is trained, merged, stored and switched off, against plain Transformers, PEFT and
-loops in float64.
+"""Adapters: training, merging, storing and turning off.
+
+They are compared with plain Transformers, PEFT and float64 loops.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def spec(path: str, lora: LoraConfig = LORA, **more: Any) -> LoadSpec:
 
 
 def moved(hf: Any) -> Any:
-    """The model with random adapters, as if it had been trained."""
+    """Give the model random adapters, as if it had been trained."""
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in hf.parameters():
@@ -67,7 +68,7 @@ def export(hf: Any, folder: Path) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", [{}, {"rslora": True}, {"dora": True}], ids=str)
-def test_a_merged_weight_is_that_of_a_loop_in_float64(
+def test_merged_weight_equals_a_float64_loop(
     kind: str, variant: dict[str, bool], tmp_path: Path
 ) -> None:
     hf = moved(
@@ -107,7 +108,7 @@ def test_a_merged_weight_is_that_of_a_loop_in_float64(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", [{}, {"dora": True}], ids=str)
-def test_the_plain_model_has_the_logits_of_the_adapted_one_and_without_adapters_those_of_its_base(
+def test_merged_model_has_logits_of_adapted_model_and_adapters_off_restores_the_base(
     kind: str, variant: dict[str, bool], tmp_path: Path
 ) -> None:
     path = save_tiny_model(tmp_path, kind)
@@ -130,7 +131,9 @@ def test_the_plain_model_has_the_logits_of_the_adapted_one_and_without_adapters_
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_an_export_is_loaded_by_peft_and_merged_by_the_combiner(dora: bool, tmp_path: Path) -> None:
+def test_adapter_export_loads_in_peft_and_merges_with_lora_combiner(
+    dora: bool, tmp_path: Path
+) -> None:
     path = save_tiny_model(tmp_path / "base")
     hf = moved(load_causal_lm(spec(path, LoraConfig(rank=4, dora=dora))))
     adapter = export(hf, tmp_path / "adapter")
@@ -139,9 +142,8 @@ def test_an_export_is_loaded_by_peft_and_merged_by_the_combiner(dora: bool, tmp_
     )
     flags = f"--model_path {path} --lora_path {adapter} --output_path {tmp_path / 'merged'} --ds.param_dtype fp32"
     command = [sys.executable, "-m", "openrlhf.cli.main", "lora_combiner", *flags.split()]
-    done = subprocess.run(
-        command, check=True, cwd=ROOT, capture_output=True, text=True
-    )  # this one has imported PEFT
+    # A process of its own, because this one has imported PEFT.
+    done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == f"{tmp_path / 'merged'}: the merged model, in fp32 (--ds.param_dtype).\n"
     assert "is merged into" not in done.stderr  # a notice about another base
     assert "gemm_4bit" not in done.stdout + done.stderr  # a warning of bitsandbytes about a kernel
@@ -151,7 +153,7 @@ def test_an_export_is_loaded_by_peft_and_merged_by_the_combiner(dora: bool, tmp_
 
 
 @pytest.mark.parametrize("prefix", ["score", "value"])
-def test_the_head_of_a_reward_model_is_trained_whole_and_stored_with_the_adapter(
+def test_scalar_head_is_trained_fully_and_stored_with_the_adapter(
     prefix: str, tmp_path: Path
 ) -> None:
     path = save_tiny_model(tmp_path / "base", "llama")
@@ -163,7 +165,7 @@ def test_the_head_of_a_reward_model_is_trained_whole_and_stored_with_the_adapter
     assert trained == [f"{prefix}.weight"]
     hf = moved(model.hf)
     adapter = export(hf, tmp_path / "adapter")
-    if prefix == "score":  # what Transformers calls it
+    if prefix == "score":  # Transformers' name for the head
         again = AutoPeftModelForSequenceClassification.from_pretrained(
             adapter, num_labels=1, dtype=torch.float32
         )
@@ -179,7 +181,7 @@ def test_the_head_of_a_reward_model_is_trained_whole_and_stored_with_the_adapter
         torch.testing.assert_close(logits(plain), logits(hf), atol=2e-6, rtol=0)
 
 
-def test_a_merged_process_reward_model_names_its_tokens(tmp_path: Path) -> None:
+def test_merged_process_reward_model_keeps_its_token_names(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "base")
     hf = load_causal_lm(spec(path))
     hf.config.update({STEP_TOKENS: {"placeholder_token": "?", "reward_tokens": ["+", "-"]}})
@@ -203,10 +205,10 @@ def test_a_merged_process_reward_model_names_its_tokens(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_merge_computes_what_the_base_computes_with_the_adapter_beside_it(
+def test_merged_model_has_logits_of_base_with_adapter_for_any_target_modules(
     settings: dict[str, list[str]], kind: str, tmp_path: Path
 ) -> None:
-    """Adapters of other frameworks adapt tied embeddings too."""
+    """Adapters of other frameworks may adapt tied embeddings."""
     path = save_tiny_model(tmp_path / "base", kind)
     beside = get_peft_model(
         AutoModelForCausalLM.from_pretrained(path),
@@ -224,7 +226,7 @@ def test_a_merge_computes_what_the_base_computes_with_the_adapter_beside_it(
     load_causal_lm(load_spec(tmp_path / "m"))
 
 
-def test_an_adapter_that_is_not_finite_is_refused(
+def test_lora_combiner_refuses_adapter_with_nan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = save_tiny_model(tmp_path / "base")
@@ -238,7 +240,7 @@ def test_an_adapter_that_is_not_finite_is_refused(
     assert not (tmp_path / "m").exists()
 
 
-def test_another_base_of_the_same_shape_is_a_notice(
+def test_lora_combiner_prints_notice_for_another_base_of_the_same_shape(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = save_tiny_model(tmp_path / "base")
@@ -255,7 +257,7 @@ def test_another_base_of_the_same_shape_is_a_notice(
 
 
 @pytest.mark.parametrize("changes", [{"num_hidden_layers": 3}, {"hidden_size": 64}], ids=str)
-def test_an_adapter_of_another_model_is_refused(
+def test_lora_combiner_refuses_adapter_of_a_model_with_another_shape(
     changes: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter = export(load_causal_lm(spec(save_tiny_model(tmp_path / "base"))), tmp_path / "adapter")
@@ -266,7 +268,7 @@ def test_an_adapter_of_another_model_is_refused(
         )
     printed = capsys.readouterr().err
     assert f"--lora_path {adapter}" in printed and f"--model_path {other}" in printed
-    with pytest.raises(SystemExit):  # it has no head, and would be read as a language model's
+    with pytest.raises(SystemExit):  # the adapter has no head, so it looks like a language model's
         lora_combiner.main(
             f"--is_rm --model_path {other} --lora_path {adapter} --output_path {tmp_path / 'm'}".split()
         )
@@ -274,7 +276,7 @@ def test_an_adapter_of_another_model_is_refused(
     assert not (tmp_path / "m").exists()
 
 
-def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+def test_train_sft_refuses_an_adapter_as_model(tmp_path: Path) -> None:
     adapter = export(load_causal_lm(spec(save_tiny_model(tmp_path / "base"))), tmp_path / "adapter")
     [sentence] = violations("train_sft", f"--model.model_name_or_path {adapter}")
     assert sentence.endswith("is an adapter: merge it with its base first: openrlhf lora_combiner.")
@@ -283,20 +285,17 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "names"), [("llama", ("q_proj", "nose")), ("qwen2-tied", ("lm_head",))]
 )
-def test_a_module_that_is_not_there_or_is_tied_is_refused_with_those_that_are_there(
+def test_target_module_that_is_missing_or_tied_is_refused_with_available_names(
     kind: str, names: tuple[str, ...], tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        UserError,
-        match=f"target_modules {names[-1]}: no linear layer .* Use names among down_proj, gate",
-    ):
+    with pytest.raises(UserError, match=f"--ds.lora.target_modules {names[-1]}: .*down_proj, gate"):
         load_causal_lm(
             spec(save_tiny_model(tmp_path, kind), LoraConfig(rank=4, target_modules=names))
         )
 
 
-def test_an_adapted_output_layer_scores_as_plain_transformers(tmp_path: Path) -> None:
-    """Named explicitly: `all-linear` leaves the output layer alone."""
+def test_adapted_output_layer_scores_as_plain_transformers(tmp_path: Path) -> None:
+    """The output layer is named, because `all-linear` does not adapt it."""
     path = save_tiny_model(tmp_path, "llama")
     hf = moved(
         load_causal_lm(
@@ -314,7 +313,7 @@ def test_an_adapted_output_layer_scores_as_plain_transformers(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_gives_adapters_the_same_gradients(
+def test_gradient_checkpointing_does_not_change_adapter_gradients(
     reentrant: bool, tmp_path: Path
 ) -> None:
     path = save_tiny_model(tmp_path)
@@ -330,9 +329,10 @@ def test_gradient_checkpointing_gives_adapters_the_same_gradients(
         torch.testing.assert_close(checkpointed, plain)
 
 
-def test_weights_in_4_bits_are_published_as_they_compute(tmp_path: Path) -> None:
-    """Scoring first, as a run does: on a CPU bitsandbytes would pack the weights for kernels
-    without a gradient.
+def test_4_bit_weights_are_published_with_the_values_used_in_computation(tmp_path: Path) -> None:
+    """The model is scored first, as in a run.
+
+    On a CPU, bitsandbytes would otherwise pack the weights for kernels without a gradient.
     """
     path = save_tiny_model(tmp_path, "qwen2-untied", hidden_size=64, intermediate_size=128)
     hf: Any = load_causal_lm(spec(path, param_dtype="bf16", load_in_4bit=True)).eval()
@@ -346,4 +346,4 @@ def test_weights_in_4_bits_are_published_as_they_compute(tmp_path: Path) -> None
     torch.testing.assert_close(logits(plain), logits(hf.eval()), atol=0.02, rtol=0)
     with adapters_off(hf):
         assert torch.equal(logits(hf), before)
-    assert 0 < float((before - exact).abs().max()) < 0.5  # rounded to 4 bits, and no more than that
+    assert 0 < float((before - exact).abs().max()) < 0.5  # the error of rounding to 4 bits

@@ -1,5 +1,6 @@
-"""Mixtures of experts: the load-balancing loss against Transformers' own, packed and padded, and
-its gradient.
+"""The load-balancing loss of mixtures of experts and its gradient, packed and padded.
+
+The loss is compared with Transformers' own.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ KINDS = ["qwen3-moe", "mixtral"]
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Two of the sequences begin alike: packed rows compute their beginning once, and the loss
-    counts it twice.
+    """Return sequences of which two have a common prefix.
+
+    Packed rows compute the prefix once, and the loss counts it twice.
     """
     tokens, offsets = test_scalar_model.batch()
     tokens[6:10] = tokens[:4]
@@ -68,7 +70,7 @@ def router_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_is_transformers_own_over_the_tokens_of_unpadded_rows(
+def test_load_balancing_loss_equals_transformers_loss_over_unpadded_rows(
     kind: str, packing: bool
 ) -> None:
     hf = mixture(kind)
@@ -91,7 +93,7 @@ def test_the_loss_is_transformers_own_over_the_tokens_of_unpadded_rows(
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_gradient_reaches_every_router_also_through_checkpoints(
+def test_load_balancing_gradient_reaches_every_router_with_and_without_checkpointing(
     kind: str, packing: bool
 ) -> None:
     gradients = []
@@ -109,7 +111,7 @@ def test_its_gradient_reaches_every_router_also_through_checkpoints(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_scalar_model_has_the_loss_of_the_same_decoder(kind: str) -> None:
+def test_scalar_model_and_policy_with_same_decoder_have_same_load_balancing_loss(kind: str) -> None:
     hf = mixture(kind, AutoModelForSequenceClassification)
     model = ScalarModel(copy.deepcopy(hf), packing=False, balancing=True).train()
     causal = mixture(kind)
@@ -121,7 +123,7 @@ def test_a_scalar_model_has_the_loss_of_the_same_decoder(kind: str) -> None:
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_routers_are_not_recorded_unless_asked_for_and_training(asked: bool) -> None:
+def test_router_logits_are_recorded_only_with_balancing_in_training(asked: bool) -> None:
     model = policy(mixture("mixtral"), balancing=asked).train(not asked)
     seen: list[Any] = []
     model.hf.get_decoder().register_forward_hook(
@@ -136,9 +138,10 @@ def task(coef: float) -> SFTTask:
     return SFTTask(SFTConfig(model=SFTModelConfig(aux_loss_coef=coef)))
 
 
-def test_the_window_gets_the_mean_of_its_micro_batches_weighted_by_their_targets() -> None:
-    """Three micro-batches with 4, 1 and 2 of the window's 7 targets; the rest of the loss does not
-    change.
+def test_window_loss_is_mean_of_micro_batch_losses_weighted_by_target_counts() -> None:
+    """Three micro-batches have 4, 1 and 2 of the window's 7 targets.
+
+    The rest of the loss does not depend on the coefficient.
     """
     model = policy(mixture("mixtral"))
     rows = [[7, 8, 9, 10, 11], [20, 21], [30, 31, 32, 33]]
@@ -157,7 +160,7 @@ def test_the_window_gets_the_mean_of_its_micro_batches_weighted_by_their_targets
     assert metrics["train/aux_loss"].value == pytest.approx(losses[2])
 
 
-def test_a_model_without_experts_is_refused_by_flag_and_name(tmp_path: Path) -> None:
+def test_balancing_a_model_without_experts_is_refused_with_flags_and_model(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "dense")
     spec = load_spec(path=path, param_dtype="fp32", attention="sdpa", packing=False)
     for load in (

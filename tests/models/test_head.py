@@ -1,4 +1,4 @@
-"""The output layer as it is, wrapped by an adapter, and asked for its outputs."""
+"""The output layer, plain and with an adapter: its scores and outputs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ WIDTH, VOCABULARY = 32, 1024
 
 
 class Adapter(nn.Module):
-    """y = W x + b + 2 · B A x around a linear layer. Like adapters elsewhere, it shows the weight
-    of what it wraps.
+    """y = W x + b + 2 · B A x around a linear layer.
+
+    Like the adapters of PEFT, it exposes the weight of the wrapped layer.
     """
 
     def __init__(self, base: nn.Linear) -> None:
@@ -60,12 +61,10 @@ def inputs(rows: int = 24) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("rows", [24, 0])
-def test_an_adapter_around_the_layer_takes_part(
+def test_adapted_head_equals_merged_layer_and_holds_one_chunk_of_logits(
     adapter: Adapter, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores and gradients are those of the merged layer, and no more logits are held than a chunk
-    has.
-    """
+    """Scores and gradients are compared. No tensor has more logits than a chunk."""
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", 4 * VOCABULARY)
     found = []
     for layer in (adapter, adapter.merged()):
@@ -83,7 +82,7 @@ def test_an_adapter_around_the_layer_takes_part(
     assert adapter.up.weight.grad is not None and (rows == 0 or adapter.up.weight.grad.any())
 
 
-def test_a_policy_whose_output_layer_is_adapted_scores_with_the_adapter() -> None:
+def test_policy_scores_with_the_adapter_of_its_output_layer() -> None:
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(tiny_config("llama")).float()
     tokens, offsets = torch.arange(4, 20), offsets_of([7, 9])
@@ -100,7 +99,7 @@ def test_a_policy_whose_output_layer_is_adapted_scores_with_the_adapter() -> Non
 
 
 @pytest.mark.parametrize("make", [lambda layer: layer, Adapter], ids=["plain", "adapted"])
-def test_without_targets_the_outputs_of_the_layer_come_in_float32(
+def test_head_without_targets_returns_outputs_in_float32(
     make: Callable[[nn.Linear], nn.Module],
 ) -> None:
     layer = make(nn.Linear(WIDTH, 8)).bfloat16()

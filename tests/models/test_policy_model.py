@@ -1,4 +1,4 @@
-"""The policy model's numbers: against plain Transformers, packed against padded, and gradients."""
+"""The numbers and gradients of the policy model, compared with plain Transformers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def as_model(hf: PreTrainedModel, *, packing: bool) -> PolicyModel:
 def plain_logprobs(
     hf: PreTrainedModel, tokens: torch.Tensor, wanted: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """One sequence at a time, through the logits, in float64."""
+    """Score one sequence at a time from its logits, in float64."""
     scored, start = torch.zeros(len(tokens), dtype=torch.float64), 0
     for length in LENGTHS:
         ids = tokens[start : start + length]
@@ -57,7 +57,7 @@ def plain_logprobs(
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_scores_are_those_of_plain_transformers_one_sequence_at_a_time(
+def test_scores_equal_plain_transformers_for_each_sequence_alone(
     hf: PreTrainedModel, packing: bool, temperature: float
 ) -> None:
     tokens, offsets, wanted = batch()
@@ -83,7 +83,7 @@ def test_packed_and_padded_gradients_agree(hf: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_batch_without_wanted_tokens_has_a_zero_that_can_be_differentiated(packing: bool) -> None:
+def test_batch_without_wanted_tokens_gives_a_differentiable_zero(packing: bool) -> None:
     model = as_model(AutoModelForCausalLM.from_config(tiny_config("qwen2-tied")), packing=packing)
     tokens, offsets, wanted = batch()
     model(tokens, offsets, torch.zeros_like(wanted)).logprobs.sum().backward()
@@ -92,12 +92,10 @@ def test_a_batch_without_wanted_tokens_has_a_zero_that_can_be_differentiated(pac
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_neither_pass_makes_logits_of_more_tokens_than_a_chunk_has(
+def test_forward_and_backward_hold_the_logits_of_one_chunk_only(
     packing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """160 tokens, 1024 words, width 32, chunks of four tokens: nothing is larger than the output
-    layer.
-    """
+    """160 tokens, vocabulary 1024, width 32, chunks of 4 tokens: the output layer is the largest."""
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", 4 * 1024)
     config = tiny_config("llama", vocab_size=1024)
     model = as_model(AutoModelForCausalLM.from_config(config).float(), packing=packing)
@@ -110,12 +108,10 @@ def test_neither_pass_makes_logits_of_more_tokens_than_a_chunk_has(
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_what_sequences_begin_with_in_common_is_computed_once_and_changes_no_number(
+def test_shared_prefix_is_computed_once_and_changes_no_number(
     hf: PreTrainedModel, checkpointing: bool
 ) -> None:
-    """Two samples of a prompt, a sequence that is the beginning of one, a copy of it, and one that
-    shares nothing.
-    """
+    """The batch has two samples of a prompt, the prompt alone, and twice a sequence without prefix."""
     draw = torch.Generator().manual_seed(2)
     prompt, other, *ends = (
         torch.randint(4, 60, (length,), generator=draw) for length in (7, 6, 5, 9)
@@ -141,13 +137,13 @@ def test_what_sequences_begin_with_in_common_is_computed_once_and_changes_no_num
         torch.testing.assert_close(packed, padded, atol=2e-5, rtol=1e-4)
 
 
-def test_a_row_whose_sequences_share_little_is_computed_as_it_is() -> None:
+def test_short_shared_prefix_is_not_used() -> None:
     sequences = [[5, *range(10, 30)], [5, *range(31, 51)], [6, *range(10, 30)]]
     offsets = offsets_of([len(sequence) for sequence in sequences])
     assert SharedPrefixes.of(torch.tensor(sequences).flatten(), offsets) is None
 
 
-def test_no_document_of_a_packed_row_sees_another(hf: PreTrainedModel) -> None:
+def test_packed_documents_do_not_see_each_other(hf: PreTrainedModel) -> None:
     model = as_model(hf, packing=True)
     tokens, offsets, wanted = batch()
     changed = tokens.clone()
@@ -162,7 +158,7 @@ def test_no_document_of_a_packed_row_sees_another(hf: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_packed_attention_in_bfloat16_is_that_of_float64_rounded_once(window: int | None) -> None:
+def test_packed_attention_in_bfloat16_equals_float64_rounded_once(window: int | None) -> None:
     query, key, value = (torch.randn(1, heads, 16, 8).bfloat16() for heads in (4, 2, 2))
     options = {"document_lengths": [5, 11], "sliding_window": window}
     mixed, _ = packed_attention.packed_sdpa(torch.nn.Module(), query, key, value, None, **options)
@@ -170,12 +166,11 @@ def test_packed_attention_in_bfloat16_is_that_of_float64_rounded_once(window: in
         torch.nn.Module(), query.double(), key.double(), value.double(), None, **options
     )
     assert mixed.dtype == torch.bfloat16
-    torch.testing.assert_close(
-        mixed.double(), exact, rtol=2**-8, atol=1e-6
-    )  # half a unit in the last place
+    half_a_unit_in_the_last_place = 2**-8
+    torch.testing.assert_close(mixed.double(), exact, rtol=half_a_unit_in_the_last_place, atol=1e-6)
 
 
-def test_architectures_that_transform_their_logits_are_refused() -> None:
+def test_architecture_that_transforms_logits_is_refused() -> None:
     config = tiny_config("llama")
     config.final_logit_softcapping = 30.0
     with pytest.raises(ValueError, match=r"final_logit_softcapping = 30\.0"):

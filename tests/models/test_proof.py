@@ -1,4 +1,4 @@
-"""Models that lay out their batches wrongly are found by their numbers, whatever they are called."""
+"""The layout check, which detects wrong models by their numbers and not by their names."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LINEAR_HEADS = {
     "num_hidden_layers": 4,
 }
 MAMBA_HEADS = {"mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
-# Architectures whose packed rows would mix documents, by what carries state from token to token.
+# Architectures whose packed rows would mix documents, with the settings that cause it.
 MIXING: dict[str, dict[str, Any]] = {
     "lfm2": {
         "layer_types": ["conv", "full_attention"],
@@ -70,9 +70,8 @@ MIXING: dict[str, dict[str, Any]] = {
         "use_mamba_kernels": False,
     },
     "minimax": {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 16},
-    "falcon": {
-        "ffn_hidden_size": 64
-    },  # its attention does not know ours, and takes the row for one document
+    # The attention of falcon ignores ours, and sees the row as one document.
+    "falcon": {"ffn_hidden_size": 64},
     "bloom": {"n_head": 4, "n_layer": 2},
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2},
 }
@@ -88,9 +87,10 @@ def random_model(kind: str, *, packing: bool, **changes: Any) -> PreTrainedModel
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", MIXING)
-def test_a_model_that_mixes_packed_documents_is_refused(kind: str, dtype: torch.dtype) -> None:
-    """Padded, it is right. A random model's numbers hardly change; its gradient shows every
-    mixture, in any dtype.
+def test_model_that_mixes_packed_documents_is_refused(kind: str, dtype: torch.dtype) -> None:
+    """Padded, the same model passes.
+
+    The numbers of a random model hardly change, but its gradient reveals the mixing in any dtype.
     """
     hf = random_model(kind, packing=True, **MIXING[kind]).to(dtype)
     with pytest.raises(
@@ -101,21 +101,22 @@ def test_a_model_that_mixes_packed_documents_is_refused(kind: str, dtype: torch.
         prove_layout(PolicyModel(random_model(kind, packing=False, **MIXING[kind]), packing=False))
 
 
-def test_the_layer_types_are_named() -> None:
+def test_layout_error_names_the_layer_types() -> None:
     hf = random_model("lfm2", packing=True, **MIXING["lfm2"])
     with pytest.raises(ModelError, match=r"of type lfm2 \(layers: conv, full_attention\)"):
         prove_layout(PolicyModel(hf, packing=True))
 
 
-def test_a_mask_that_packed_attention_leaves_out_is_found() -> None:
-    """Doge lets a token see the tokens that matter most to it; with more tokens than that, the
-    packed row differs.
+def test_mask_that_packed_attention_omits_is_detected() -> None:
+    """Doge lets a token see only its most important tokens.
+
+    If the sequence is longer than their number, the packed row differs.
     """
     hf = random_model("doge", packing=True, keep_window_size=4)
     for name, parameter in hf.named_parameters():
         if name.endswith(".A"):
             parameter.data.normal_()
-    with pytest.raises(ModelError, match="computes other numbers than Transformers"):
+    with pytest.raises(ModelError, match="other numbers"):
         prove_layout(PolicyModel(hf, packing=True))
 
 
@@ -134,12 +135,12 @@ def windowed(window: int, *, packing: bool) -> PolicyModel:
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("window", [40, 700])
-def test_a_right_window_passes_however_wide_it_is(window: int, packing: bool) -> None:
+def test_correct_window_passes_at_any_width(window: int, packing: bool) -> None:
     prove_layout(windowed(window, packing=packing))
 
 
 @pytest.mark.parametrize("window", [4, 40, 700])
-def test_attention_that_forgets_its_window_is_found_however_wide_the_window_is(
+def test_missing_window_is_detected_at_any_width(
     window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_attention, "_window_mask", lambda *_: None)
@@ -164,7 +165,7 @@ SPARSE: dict[str, Any] = {
 }
 
 
-def test_attention_to_chosen_blocks_is_refused_in_packed_rows() -> None:
+def test_block_sparse_attention_is_refused_in_packed_rows() -> None:
     hf = random_model("minimax_m3_vl_text", packing=True, **SPARSE)
     with pytest.raises(ModelError, match=r"`block_indices`.*Drop --ds\.packing_samples"):
         prove_layout(PolicyModel(hf, packing=True))
@@ -184,14 +185,14 @@ def test_attention_to_chosen_blocks_is_refused_in_packed_rows() -> None:
         ("qwen3_moe", {"num_experts": 128, "num_experts_per_tok": 64}, 4096, 0),
     ],
 )
-def test_the_reach_of_attention_is_read_from_the_configuration(
+def test_attention_reach_is_read_from_the_configuration(
     kind: str, changes: dict[str, Any], max_len: int, reach: int
 ) -> None:
     assert attention_reach(AutoConfig.for_model(kind, **changes), max_len) == reach
 
 
 @pytest.mark.parametrize("kind", ["stablelm", "nemotron"])
-def test_attention_that_cannot_be_packed_is_one_sentence(kind: str) -> None:
+def test_attention_that_cannot_be_packed_is_refused_with_model_type_and_flag(kind: str) -> None:
     with pytest.raises(
         ModelError, match=rf"of type {kind}.*keyword arguments.*Drop --ds\.packing_samples"
     ):
@@ -203,7 +204,7 @@ def test_attention_that_cannot_be_packed_is_one_sentence(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "seen"), [("llama4_text", "Llama4ForCausalLM"), ("modernbert-decoder", "Linear")]
 )
-def test_an_architecture_without_a_decoder_of_its_own_is_refused_with_what_is_in_its_place(
+def test_architecture_without_separate_decoder_is_refused_with_the_type_found(
     kind: str, seen: str, packing: bool
 ) -> None:
     sizes = {
@@ -219,7 +220,7 @@ def test_an_architecture_without_a_decoder_of_its_own_is_refused_with_what_is_in
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_an_architecture_that_scales_its_embeddings_in_place_is_proven(packing: bool) -> None:
+def test_architecture_that_scales_embeddings_in_place_passes(packing: bool) -> None:
     sizes = {"n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
     prove_layout(PolicyModel(random_model("ctrl", packing=packing, **sizes), packing=packing))
 
@@ -229,7 +230,9 @@ def test_an_architecture_that_scales_its_embeddings_in_place_is_proven(packing: 
 @pytest.mark.parametrize(
     "kind", ["qwen2-tied", "llama", "mistral-windowed", "qwen3", "qwen3-moe", "mixtral"]
 )
-def test_a_right_model_passes(kind: str, packing: bool, dtype: torch.dtype) -> None:
+def test_correct_model_passes_in_every_layout_and_dtype(
+    kind: str, packing: bool, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     config = tiny_config(kind)
     hf = AutoModelForCausalLM.from_config(config).to(dtype)
@@ -242,7 +245,7 @@ def test_a_right_model_passes(kind: str, packing: bool, dtype: torch.dtype) -> N
     prove_layout(ScalarModel(scalar, packing=packing))
 
 
-def test_a_reward_model_is_found_out_too() -> None:
+def test_reward_model_that_mixes_packed_documents_is_refused() -> None:
     config = AutoConfig.for_model("jamba", **SIZES | MIXING["jamba"], num_labels=1)
     torch.manual_seed(0)
     hf = AutoModelForSequenceClassification.from_config(config)
@@ -252,10 +255,8 @@ def test_a_reward_model_is_found_out_too() -> None:
         prove_layout(ScalarModel(hf, packing=True))
 
 
-def test_nearly_equal_numbers_far_from_zero_are_right_up_to_their_rounding() -> None:
-    """A trained reward model gives random texts such numbers: −1.62 ± 0.007 was seen, in bfloat16,
-    which knows ± 0.004 there.
-    """
+def test_nearly_equal_numbers_far_from_zero_pass_up_to_rounding() -> None:
+    """A trained reward model gave random texts −1.62 ± 0.007 in bfloat16, which resolves ± 0.004."""
     torch.manual_seed(0)
     hf = AutoModelForSequenceClassification.from_config(tiny_config("qwen2-tied", num_labels=1))
     with torch.no_grad():
@@ -269,7 +270,7 @@ def test_nearly_equal_numbers_far_from_zero_are_right_up_to_their_rounding() -> 
     prove_layout(ScalarModel(hf, packing=False))
 
 
-def test_a_proof_leaves_nothing_behind() -> None:
+def test_layout_check_leaves_model_and_random_state_unchanged() -> None:
     torch.manual_seed(0)
     config = tiny_config("llama", attention_dropout=0.5)
     hf = AutoModelForCausalLM.from_config(config, attn_implementation=packed_attention.NAME)
@@ -288,7 +289,7 @@ def test_a_proof_leaves_nothing_behind() -> None:
     assert all(p.grad is None for p in model.parameters() if p is not kept)
 
 
-# What the configuration tells
+# Checks of the configuration
 
 
 def spec_of(folder: Path, config: PretrainedConfig, **changes: Any) -> LoadSpec:
@@ -301,7 +302,7 @@ def spec_of(folder: Path, config: PretrainedConfig, **changes: Any) -> LoadSpec:
     ("kind", "entry"),
     [("gemma2", "final_logit_softcapping"), ("recurrent_gemma", "logits_soft_cap")],
 )
-def test_transformed_logits_are_refused_before_anything_is_loaded(
+def test_transformed_logits_are_refused_from_the_configuration(
     kind: str, entry: str, tmp_path: Path
 ) -> None:
     with pytest.raises(
@@ -313,16 +314,16 @@ def test_transformed_logits_are_refused_before_anything_is_loaded(
         )
 
 
-def test_a_model_of_more_than_text_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_multimodal_model_is_refused_from_the_configuration(tmp_path: Path) -> None:
     config = Qwen3_5Config(architectures=["Qwen3_5ForConditionalGeneration"])
     with pytest.raises(
         ModelError,
-        match=r"not a text-only model \(Qwen3_5ForConditionalGeneration\).*Name a text model",
+        match=r"not a text-only model \(Qwen3_5ForConditionalGeneration\)",
     ):
         check_is_causal(spec_of(tmp_path, config))
 
 
-def test_attention_that_an_architecture_lacks_names_the_flags(tmp_path: Path) -> None:
+def test_missing_attention_implementation_is_refused_with_flag(tmp_path: Path) -> None:
     random_model("mamba", packing=False, state_size=8).save_pretrained(tmp_path)
     spec = load_spec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=True)
     with pytest.raises(
@@ -331,7 +332,7 @@ def test_attention_that_an_architecture_lacks_names_the_flags(tmp_path: Path) ->
         load_causal_lm(spec)
 
 
-def test_packed_attention_that_an_architecture_does_not_look_up_names_the_flag(
+def test_architecture_that_ignores_packed_attention_is_refused_with_flag(
     tmp_path: Path,
 ) -> None:
     random_model("falcon", packing=False, **MIXING["falcon"]).save_pretrained(tmp_path)
@@ -343,7 +344,7 @@ def test_packed_attention_that_an_architecture_does_not_look_up_names_the_flag(
     load_causal_lm(load_spec(tmp_path))
 
 
-def test_an_architecture_without_a_scalar_head_is_refused_in_words(tmp_path: Path) -> None:
+def test_architecture_without_scalar_head_is_refused_by_model_type(tmp_path: Path) -> None:
     random_model("lfm2", packing=False, **MIXING["lfm2"]).save_pretrained(tmp_path)
     spec = load_spec(path=str(tmp_path), param_dtype="fp32", attention="sdpa", packing=False)
     with pytest.raises(
@@ -353,7 +354,9 @@ def test_an_architecture_without_a_scalar_head_is_refused_in_words(tmp_path: Pat
 
 
 @pytest.mark.parametrize("config", [None, "{}"], ids=["empty folder", "no model type"])
-def test_a_folder_that_is_no_model_is_refused_in_words(config: str | None, tmp_path: Path) -> None:
+def test_folder_without_a_model_is_refused_with_its_path(
+    config: str | None, tmp_path: Path
+) -> None:
     if config:
         (tmp_path / "config.json").write_text(config)
     with pytest.raises(ModelError, match=str(tmp_path)):
@@ -366,8 +369,9 @@ def test_a_folder_that_is_no_model_is_refused_in_words(config: str | None, tmp_p
 
 
 def longrope_config() -> PretrainedConfig:
-    """64 positions, stretched from 16: up to 16 tokens each frequency is as it was, above them some
-    are lower.
+    """Return a configuration with 64 positions, extended from 16.
+
+    Up to 16 tokens every frequency is the original one; above, some are lower.
     """
     rope = {
         "rope_type": "longrope",
@@ -386,7 +390,7 @@ def longrope_config() -> PretrainedConfig:
 
 @pytest.mark.parametrize(("max_len", "factor"), [(16, "short"), (40, "long")])
 @pytest.mark.parametrize("packing", [False, True])
-def test_longrope_has_one_set_of_frequencies_whatever_is_in_the_batch(
+def test_longrope_frequencies_do_not_depend_on_the_batch(
     max_len: int, factor: str, packing: bool, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -414,19 +418,17 @@ def test_longrope_has_one_set_of_frequencies_whatever_is_in_the_batch(
     torch.testing.assert_close(rotary.inv_freq, base / torch.tensor(chosen))
 
 
-def test_positions_that_depend_on_the_batch_are_refused_beyond_the_models_own(
+def test_dynamic_rope_is_refused_beyond_the_positions_of_the_model(
     tmp_path: Path,
 ) -> None:
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     config = tiny_config("llama", rope_parameters=dynamic)
-    with pytest.raises(
-        ModelError, match=r"rope_type dynamic.*--data\.max_len is 513: lower it to 512"
-    ):
+    with pytest.raises(ModelError, match=r"rope_type dynamic.*--data\.max_len is 513.* 512"):
         configuration(spec_of(tmp_path, config, max_len=513))
     configuration(spec_of(tmp_path, config, max_len=512))
 
 
-def test_positions_of_a_type_of_layers_are_looked_at_too(tmp_path: Path) -> None:
+def test_dynamic_rope_of_one_layer_type_is_refused(tmp_path: Path) -> None:
     rope = {
         "full_attention": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -436,7 +438,7 @@ def test_positions_of_a_type_of_layers_are_looked_at_too(tmp_path: Path) -> None
         configuration(spec_of(tmp_path, config, max_len=513))
 
 
-def test_more_tokens_than_positions_are_refused_if_nothing_stretches_them(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"--data\.max_len is 513, but .* has 512 positions"):
+def test_max_len_above_positions_is_refused_without_rope_scaling(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"--data\.max_len is 513.* 512 positions"):
         check_positions(spec_of(tmp_path, tiny_config("llama"), max_len=513))
     check_positions(spec_of(tmp_path, longrope_config(), max_len=1000))

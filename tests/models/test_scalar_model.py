@@ -1,5 +1,6 @@
-"""Reward models and critics: against plain Transformers, packed against padded, and what their
-folders hold.
+"""Reward models and critics: numbers, exported folders, ZeRO 3 and refusals.
+
+Numbers are compared with plain Transformers, and packed rows with padded rows.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def scalar(kind: str = "llama", *, packing: bool = False, **changes: Any) -> ScalarModel:
-    """A random float64 model; without a token for padding, which Transformers reads as text ending
-    there.
+    """Return a random float64 model without a padding token.
+
+    Transformers would treat a padding token as the end of the text.
     """
     torch.manual_seed(0)
     config = tiny_config(kind, num_labels=1, pad_token_id=None, **changes)
@@ -78,9 +80,7 @@ def edit_config(path: str, **entries: Any) -> None:
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_are_those_of_plain_transformers_one_sequence_at_a_time(
-    kind: str, packing: bool
-) -> None:
+def test_scores_equal_plain_transformers_for_each_sequence_alone(kind: str, packing: bool) -> None:
     tokens, offsets = batch()
     plain = scalar(kind).hf
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_scores_are_those_of_plain_transformers_one_sequence_at_a_time(
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_scores_are_those_of_transformers_whatever_side_it_pads(side: str) -> None:
+def test_scores_equal_transformers_with_padding_on_either_side(side: str) -> None:
     tokens, offsets = batch()
     model = scalar("qwen3")
     model.hf.config.pad_token_id = 0
@@ -108,7 +108,7 @@ def test_scores_are_those_of_transformers_whatever_side_it_pads(side: str) -> No
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_the_value_of_a_state_is_the_score_of_the_text_before_the_token(packing: bool) -> None:
+def test_state_value_is_the_score_of_the_text_before_the_token(packing: bool) -> None:
     tokens, offsets = batch()
     plain = scalar().hf
     expected = []
@@ -120,7 +120,7 @@ def test_the_value_of_a_state_is_the_score_of_the_text_before_the_token(packing:
     assert values.tolist() == pytest.approx(expected, abs=1e-12)
 
 
-def test_state_values_shift_inside_sequences_only() -> None:
+def test_state_values_shift_within_sequences() -> None:
     outputs = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     assert state_values(outputs, offsets_of([3, 1, 2])).tolist() == [0, 1, 2, 0, 0, 5]
     assert last_token_scores(outputs, offsets_of([3, 1, 2])).tolist() == [3, 4, 6]
@@ -141,7 +141,7 @@ def test_packed_and_padded_gradients_agree() -> None:
         torch.testing.assert_close(gradient, gradients[1][name], atol=1e-12, rtol=1e-9)
 
 
-def test_a_reward_depends_on_its_own_sequence_only() -> None:
+def test_reward_depends_only_on_its_own_sequence() -> None:
     tokens, offsets = batch()
     model = scalar(packing=True)
     embedded: list[Tensor] = []
@@ -152,7 +152,7 @@ def test_a_reward_depends_on_its_own_sequence_only() -> None:
     assert reached.tolist() == [False] * 6 + [True] * 9 + [False] * 3
 
 
-def test_the_head_of_a_bfloat16_model_is_multiplied_in_float32() -> None:
+def test_precise_head_of_bfloat16_model_multiplies_in_float32() -> None:
     linear = torch.nn.Linear(512, 1, bias=False, dtype=torch.bfloat16)
     hidden = torch.randn(3, 512, dtype=torch.bfloat16)
     outputs = OutputHead(linear, precise=True)(hidden)[0][:, 0]
@@ -161,7 +161,7 @@ def test_the_head_of_a_bfloat16_model_is_multiplied_in_float32() -> None:
     torch.testing.assert_close(outputs.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_normalisation_subtracts_the_mean_and_divides_by_the_standard_deviation() -> None:
+def test_normalization_subtracts_mean_and_divides_by_standard_deviation() -> None:
     tokens, offsets = batch()
     model = scalar()
     model.set_scale(2.0, 4.0)
@@ -173,8 +173,8 @@ def test_normalisation_subtracts_the_mean_and_divides_by_the_standard_deviation(
 @pytest.mark.parametrize(
     ("mean", "std"), [(0.0, 0.0), (0.0, -1.0), (float("nan"), 1.0), (0.0, float("inf"))]
 )
-def test_a_scale_that_cannot_divide_is_refused(mean: float, std: float) -> None:
-    with pytest.raises(ValueError, match="cannot be normalised"):
+def test_scale_that_is_not_finite_and_positive_is_refused(mean: float, std: float) -> None:
+    with pytest.raises(ValueError, match=f"mean {mean} and standard deviation {std}"):
         scalar().set_scale(mean, std)
 
 
@@ -182,7 +182,7 @@ def test_a_scale_that_cannot_divide_is_refused(mean: float, std: float) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_export_is_a_sequence_classification_model_with_the_same_scores(
+def test_export_loads_as_sequence_classification_model_with_the_same_scores(
     kind: str, tmp_path: Path
 ) -> None:
     tokens, offsets = batch()
@@ -199,7 +199,7 @@ def test_an_export_is_a_sequence_classification_model_with_the_same_scores(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_weight_of_a_language_model_is_kept_and_the_head_survives_an_export(
+def test_load_keeps_every_language_model_weight_and_export_keeps_the_head(
     kind: str, tmp_path: Path
 ) -> None:
     first = load_scalar(spec(save_tiny_model(tmp_path / "lm", kind)), seed=3)
@@ -210,13 +210,13 @@ def test_every_weight_of_a_language_model_is_kept_and_the_head_survives_an_expor
         assert name == "score.weight" or torch.equal(parameter, stored[name]), name
 
 
-def test_a_model_that_plain_transformers_stored_keeps_its_head(tmp_path: Path) -> None:
+def test_head_stored_by_plain_transformers_is_loaded(tmp_path: Path) -> None:
     hf = scalar("qwen3").hf.float()
     hf.save_pretrained(tmp_path)
     assert torch.equal(head_of(load_scalar(spec(tmp_path), require_head=True)), hf.score.weight)
 
 
-def test_a_new_head_is_drawn_with_one_over_hidden_size_plus_one(tmp_path: Path) -> None:
+def test_new_head_has_standard_deviation_one_over_hidden_size_plus_one(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, hidden_size=1024, num_attention_heads=4)
     weight = head_of(load_scalar(spec(path), seed=1))
     assert weight.shape == (1, 1024)
@@ -224,7 +224,7 @@ def test_a_new_head_is_drawn_with_one_over_hidden_size_plus_one(tmp_path: Path) 
     assert abs(float(weight.mean())) < 1e-4
 
 
-def test_a_new_head_depends_on_the_seed_alone(tmp_path: Path) -> None:
+def test_new_head_depends_only_on_the_seed(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path)
     heads = []
     for state, seed in ((0, 7), (1, 7), (0, 8)):
@@ -234,7 +234,7 @@ def test_a_new_head_depends_on_the_seed_alone(tmp_path: Path) -> None:
     assert not torch.equal(heads[0], heads[2])
 
 
-def test_a_stored_head_is_replaced_only_on_demand_and_its_scale_goes_with_it(
+def test_reinit_head_replaces_stored_head_and_resets_its_scale(
     tmp_path: Path,
 ) -> None:
     model = load_scalar(spec(save_tiny_model(tmp_path / "lm")), seed=3)
@@ -249,7 +249,7 @@ def test_a_stored_head_is_replaced_only_on_demand_and_its_scale_goes_with_it(
     assert (again.mean, again.std) == (0.0, 1.0)
 
 
-def test_another_name_for_the_head_is_the_name_in_the_file_and_wins_over_the_flag(
+def test_stored_head_prefix_names_the_weight_and_overrides_the_flag(
     tmp_path: Path,
 ) -> None:
     tokens, offsets = batch()
@@ -265,10 +265,8 @@ def test_another_name_for_the_head_is_the_name_in_the_file_and_wins_over_the_fla
     assert scores.tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_reward_model_of_the_reference_is_read(tmp_path: Path) -> None:
-    """Its class has a name of its own, it has no number of labels, and its head may be called
-    value_head.
-    """
+def test_reward_model_in_openrlhf_format_is_loaded(tmp_path: Path) -> None:
+    """OpenRLHF's class has its own name and no number of labels, and a head named value_head."""
     path = save_tiny_model(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     head = torch.full((1, 32), 0.25)
@@ -285,7 +283,7 @@ def test_a_reward_model_of_the_reference_is_read(tmp_path: Path) -> None:
     assert (model.mean, model.std) == (1.5, 0.5)
 
 
-def test_padding_that_is_the_end_of_text_does_not_move_the_score_of_an_export(
+def test_export_scores_end_of_text_when_it_is_the_padding_token(
     tmp_path: Path,
 ) -> None:
     model = load_scalar(spec(save_tiny_model(tmp_path / "lm", pad_token_id=1)), seed=3)
@@ -296,19 +294,18 @@ def test_padding_that_is_the_end_of_text_does_not_move_the_score_of_an_export(
         assert float(plain.eval()(tokens[None]).logits) == pytest.approx(score, abs=1e-6)
 
 
-def test_packing_and_dtype_are_as_the_flags_say(tmp_path: Path) -> None:
+def test_packing_and_dtype_follow_the_flags(tmp_path: Path) -> None:
     model = load_scalar(spec(save_tiny_model(tmp_path), packing=True, param_dtype="bf16"))
     assert model.packing
     assert {p.dtype for p in model.hf.get_decoder().parameters()} == {torch.bfloat16}
-    assert (
-        head_of(model).dtype == torch.float32
-    )  # new: the engine rounds it, and keeps what was drawn
+    # The engine rounds a new head, and keeps the exact values.
+    assert head_of(model).dtype == torch.float32
     tokens, offsets = batch()
     values = model(tokens, offsets).values
     assert values.dtype == torch.float32 and values.isfinite().all()
 
 
-def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
+def test_gradient_checkpointing_does_not_change_gradients(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path)
     tokens, offsets = batch()
     gradients = []
@@ -320,7 +317,7 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_copies_are_independent() -> None:
+def test_deep_copy_has_its_own_head() -> None:
     model = scalar()
     twin = copy.deepcopy(model)
     twin.head.layer.weight.data.zero_()
@@ -331,7 +328,7 @@ def test_copies_are_independent() -> None:
 # ---- sharded
 
 
-def test_zero_3_changes_no_number_of_a_new_or_a_stored_head(tmp_path: Path) -> None:
+def test_zero_3_gives_the_same_numbers_for_new_and_stored_heads(tmp_path: Path) -> None:
     new = save_tiny_model(tmp_path / "lm")
     stored = export(load_scalar(spec(new), head_prefix="value_head", seed=3), tmp_path / "rm")
     run_ranks(2, "tests.models.scalar_job", str(tmp_path / "out"), new, stored, timeout=400)
@@ -351,7 +348,7 @@ def test_zero_3_changes_no_number_of_a_new_or_a_stored_head(tmp_path: Path) -> N
 # ---- refusals
 
 
-def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
+def test_language_model_is_refused_as_reward_model(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     with pytest.raises(
         ValueError, match=r"is not a reward model.*score\.weight, is missing.*lm_head\.weight"
@@ -359,7 +356,7 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
         load_scalar(spec(path), require_head=True)
 
 
-def test_a_stored_head_under_another_name_is_not_overlooked(tmp_path: Path) -> None:
+def test_stored_head_with_another_name_is_reported(tmp_path: Path) -> None:
     scalar("qwen3").hf.save_pretrained(tmp_path)
     with pytest.raises(
         ValueError, match=r"value_head\.weight, is missing.*score\.weight.*--ds\.value_head_prefix"
@@ -367,7 +364,9 @@ def test_a_stored_head_under_another_name_is_not_overlooked(tmp_path: Path) -> N
         load_scalar(spec(tmp_path), head_prefix="value_head")
 
 
-def test_a_classifier_with_several_classes_is_no_reward_model(tmp_path: Path) -> None:
+def test_classifier_with_several_classes_is_refused_unless_head_is_reinitialized(
+    tmp_path: Path,
+) -> None:
     config = tiny_config("llama", num_labels=3)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"score\.weight, has size \(3, 32\), not one output"):
@@ -375,7 +374,7 @@ def test_a_classifier_with_several_classes_is_no_reward_model(tmp_path: Path) ->
     assert head_of(load_scalar(spec(tmp_path), reinit_head=True)).shape == (1, 32)
 
 
-def test_incomplete_weights_are_refused(tmp_path: Path) -> None:
+def test_missing_weight_is_refused_by_name(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights.pop("model.norm.weight")
@@ -384,7 +383,7 @@ def test_incomplete_weights_are_refused(tmp_path: Path) -> None:
         load_scalar(spec(path))
 
 
-def test_architectures_without_a_plain_head_are_refused_by_name(tmp_path: Path) -> None:
+def test_architecture_without_plain_head_is_refused_by_name(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
     CohereConfig(**sizes).save_pretrained(tmp_path / "without")
     bert = BertConfig(**sizes, intermediate_size=64)
@@ -395,16 +394,14 @@ def test_architectures_without_a_plain_head_are_refused_by_name(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["model", "forward", "two words", "a.b"])
-def test_a_head_cannot_take_a_name_that_is_taken(name: str, tmp_path: Path) -> None:
+def test_head_prefix_that_is_taken_or_invalid_is_refused(name: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path)
     with pytest.raises(ValueError, match=r"cannot be called .*--ds\.value_head_prefix"):
         load_scalar(spec(path), head_prefix=name)
 
 
 @pytest.mark.parametrize("ending", ["", "/"])
-def test_an_export_replaces_the_model_in_a_folder_and_nothing_else(
-    tmp_path: Path, ending: str
-) -> None:
+def test_export_replaces_only_the_model_in_a_folder(tmp_path: Path, ending: str) -> None:
     folder = tmp_path / "ckpt"
     kept = folder / "checkpoints_rm" / "global_step20" / "state"
     kept.parent.mkdir(parents=True)
@@ -425,7 +422,7 @@ def test_an_export_replaces_the_model_in_a_folder_and_nothing_else(
     AutoModelForSequenceClassification.from_pretrained(folder)
 
 
-def test_normalising_needs_the_stored_mean_and_deviation(tmp_path: Path) -> None:
+def test_normalize_without_stored_mean_and_deviation_is_refused(tmp_path: Path) -> None:
     path = export(load_scalar(spec(save_tiny_model(tmp_path / "lm")), seed=3), tmp_path / "rm")
     with pytest.raises(
         ValueError, match=r"stores no mean and standard deviation.*--reward.normalize_enable"
@@ -433,7 +430,7 @@ def test_normalising_needs_the_stored_mean_and_deviation(tmp_path: Path) -> None
         check_is_scalar(spec(path), normalize=True)
 
 
-def test_a_language_model_is_told_from_a_reward_model_by_its_configuration(tmp_path: Path) -> None:
+def test_configuration_distinguishes_language_model_from_reward_model(tmp_path: Path) -> None:
     language_model = spec(save_tiny_model(tmp_path / "lm"))
     with pytest.raises(ModelError, match=r"is a language model \(Qwen2ForCausalLM\)"):
         check_is_scalar(language_model)

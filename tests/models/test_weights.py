@@ -1,5 +1,6 @@
-"""What is loaded is what was stored: every weight, of its size, finite, and used; in every command
-that reads a model.
+"""Loaded weights match the stored ones: all exist, have the right size, are finite and are used.
+
+Every command that reads a model checks this.
 """
 
 from __future__ import annotations
@@ -62,9 +63,8 @@ def with_nan(weights: Weights) -> Weights:
 
 
 def with_infinity(weights: Weights) -> Weights:
-    weights["model.embed_tokens.weight"][63, 0] = (
-        torch.inf
-    )  # of a token that no proof at the start uses
+    # The layout check at the start of a run does not use this token.
+    weights["model.embed_tokens.weight"][63, 0] = torch.inf
     return weights
 
 
@@ -92,7 +92,7 @@ def set_configuration(folder: Path, **entries: object) -> None:
 
 @pytest.mark.parametrize("change", NAMES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("kind", ["qwen2-tied", "llama"])
-def test_weights_that_do_not_fit_the_architecture_are_refused_by_name(
+def test_weights_that_do_not_match_the_architecture_are_refused_by_name(
     kind: str, change: Callable[[Weights], Weights], tmp_path: Path
 ) -> None:
     folder = rewrite(save_tiny_model(tmp_path / "lm", kind), change)
@@ -113,7 +113,7 @@ def test_weights_that_do_not_fit_the_architecture_are_refused_by_name(
 
 @pytest.mark.parametrize("change", NUMBERS, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
-def test_weights_that_are_not_finite_are_refused_by_name(
+def test_loading_nonfinite_weights_is_refused_by_name(
     param_dtype: str, change: Callable[[Weights], Weights], tmp_path: Path
 ) -> None:
     folder = rewrite(save_tiny_model(tmp_path / "lm"), change)
@@ -124,9 +124,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(
 
 
 @pytest.mark.parametrize("file", ["model-q4.gguf", "consolidated.safetensors"])
-def test_a_model_of_another_format_is_refused_with_the_names_of_its_files(
-    file: str, tmp_path: Path
-) -> None:
+def test_model_in_another_format_is_refused_with_its_file_names(file: str, tmp_path: Path) -> None:
     (tmp_path / file).touch()
     with pytest.raises(ModelError, match=file):
         check_causal_lm(load_spec(tmp_path))
@@ -134,7 +132,7 @@ def test_a_model_of_another_format_is_refused_with_the_names_of_its_files(
 
 @pytest.mark.parametrize("change", NUMBERS, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
-def test_files_with_numbers_that_are_not_finite_are_refused_before_an_engine_reads_them(
+def test_nonfinite_safetensors_files_are_refused_by_weight_name(
     dtype: torch.dtype, change: Callable[[Weights], Weights], tmp_path: Path
 ) -> None:
     folder = Path(save_tiny_model(tmp_path / "lm"))
@@ -156,7 +154,7 @@ def test_files_with_numbers_that_are_not_finite_are_refused_before_an_engine_rea
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("change", NUMBERS)
-def test_numbers_that_are_not_finite_in_files_of_torch_are_named_with_their_file(
+def test_nonfinite_torch_files_are_refused_by_weight_name(
     change: Callable[[Weights], Weights], zipped: bool, tmp_path: Path
 ) -> None:
     folder = Path(save_tiny_model(tmp_path / "lm"))
@@ -174,7 +172,7 @@ def test_numbers_that_are_not_finite_in_files_of_torch_are_named_with_their_file
     assert NUMBERS[change] in str(refused.value) and "pytorch_model.bin" in str(refused.value)
 
 
-def test_engines_of_a_model_that_is_not_finite_are_not_started(tmp_path: Path) -> None:
+def test_engine_is_not_started_for_nonfinite_model(tmp_path: Path) -> None:
     folder = rewrite(save_tiny_model(tmp_path / "lm"), with_nan)
     config = parse_config(EvaluationConfig, [*SMALLEST["eval"].split()], command="eval")
     tokenizer, refused = character_tokenizer(), pytest.raises(ModelError, match=re.escape(DOWN))
@@ -183,7 +181,7 @@ def test_engines_of_a_model_that_is_not_finite_are_not_started(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
-def test_an_expert_of_another_size_is_named_with_its_file_and_both_sizes(
+def test_expert_of_unusual_size_is_refused_with_file_and_both_sizes(
     kind: str, tmp_path: Path
 ) -> None:
     folder = Path(save_tiny_model(tmp_path, kind))
@@ -207,7 +205,7 @@ def test_an_expert_of_another_size_is_named_with_its_file_and_both_sizes(
 @pytest.mark.parametrize(
     ("kind", "has_experts"), [("mixtral", True), ("qwen3-moe", True), ("qwen2-tied", False)]
 )
-def test_adapters_beside_a_mixture_of_experts_are_pointed_out(
+def test_adapters_on_mixture_of_experts_print_a_notice(
     kind: str, has_experts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = save_tiny_model(tmp_path, kind)
@@ -218,13 +216,13 @@ def test_adapters_beside_a_mixture_of_experts_are_pointed_out(
         assert ("--ds.lora.rank" in capsys.readouterr().err) == has_experts
 
 
-def test_an_untied_model_without_an_output_layer_is_refused(tmp_path: Path) -> None:
+def test_untied_model_without_output_layer_is_refused(tmp_path: Path) -> None:
     folder = Path(save_tiny_model(tmp_path, "qwen2-tied"))
     set_configuration(folder, tie_word_embeddings=False)
     for read in (check_causal_lm, load_causal_lm):
         with pytest.raises(ModelError, match=r"lm_head\.weight"):
             read(load_spec(folder))
-    load_scalar(load_spec(folder))  # has another head
+    load_scalar(load_spec(folder))  # has a scalar head instead
 
 
 def with_output_layer(weights: Weights) -> Weights:
@@ -235,7 +233,7 @@ def with_equal_output_layer(weights: Weights) -> Weights:
     return weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
 
 
-def test_a_tied_model_whose_files_have_two_different_tensors_is_refused(tmp_path: Path) -> None:
+def test_tied_model_with_two_different_stored_tensors_is_refused(tmp_path: Path) -> None:
     folder = rewrite(save_tiny_model(tmp_path, "qwen2-tied"), with_output_layer)
     for load in (load_causal_lm, check_causal_lm):
         with pytest.raises(ModelError, match=r"lm_head\.weight.*tie_word_embeddings"):
@@ -246,7 +244,7 @@ def test_a_tied_model_whose_files_have_two_different_tensors_is_refused(tmp_path
     check_causal_lm(load_spec(path=str(folder)))
 
 
-def test_a_tied_model_whose_files_have_the_same_tensor_twice_is_loaded(tmp_path: Path) -> None:
+def test_tied_model_with_two_equal_stored_tensors_is_loaded(tmp_path: Path) -> None:
     folder = rewrite(save_tiny_model(tmp_path, "qwen2-tied"), with_equal_output_layer)
     for load in (load_causal_lm, check_causal_lm):
         load(load_spec(path=str(folder)))
@@ -254,7 +252,7 @@ def test_a_tied_model_whose_files_have_the_same_tensor_twice_is_loaded(tmp_path:
 
 @pytest.mark.parametrize("partitioned", [False, True])
 @pytest.mark.parametrize("equal", [False, True])
-def test_loaded_weights_that_are_not_one_object_are_refused_only_if_their_values_differ(
+def test_tied_weights_held_separately_are_reported_only_if_values_differ(
     equal: bool, partitioned: bool, tmp_path: Path
 ) -> None:
     change = with_equal_output_layer if equal else with_output_layer
@@ -263,17 +261,17 @@ def test_loaded_weights_that_are_not_one_object_are_refused_only_if_their_values
     weights = load_file(folder / "model.safetensors")
     hf.lm_head.weight = torch.nn.Parameter(weights["lm_head.weight"])
     hf.model.embed_tokens.weight = torch.nn.Parameter(weights["model.embed_tokens.weight"])
-    if partitioned:  # an empty placeholder in each process
+    if partitioned:  # each process holds an empty placeholder
         for weight in (hf.lm_head.weight, hf.model.embed_tokens.weight):
             weight.ds_tensor = weight.detach()
             weight.data = torch.empty(0)
     nothing = {key: set[str]() for key in ("unexpected_keys", "mismatched_keys", "missing_keys")}
     found = StoredWeights.of(str(folder), hf, nothing)
-    assert bool(found.torn) == (not equal)
+    assert bool(found.broken_ties) == (not equal)
 
 
 @pytest.mark.parametrize("kind", ["qwen2-tied", "qwen2-untied", "qwen3-moe"])
-def test_the_loss_of_any_one_weight_is_noticed(kind: str, tmp_path: Path) -> None:
+def test_loss_of_any_single_weight_is_refused(kind: str, tmp_path: Path) -> None:
     folder = Path(save_tiny_model(tmp_path / "whole", kind, num_hidden_layers=1))
     check_causal_lm(load_spec(folder))
     names = sorted(load_file(folder / "model.safetensors"))
@@ -288,7 +286,7 @@ def test_the_loss_of_any_one_weight_is_noticed(kind: str, tmp_path: Path) -> Non
             check_causal_lm(load_spec(broken))
 
 
-def test_a_missing_weight_of_several_files_is_named_with_its_file(tmp_path: Path) -> None:
+def test_weight_of_wrong_size_in_sharded_model_is_refused_with_its_file(tmp_path: Path) -> None:
     folder = Path(save_tiny_model(tmp_path / "whole"))
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.save_pretrained(tmp_path / "cut", max_shard_size="20KB")
@@ -299,7 +297,7 @@ def test_a_missing_weight_of_several_files_is_named_with_its_file(tmp_path: Path
         load_causal_lm(load_spec(tmp_path / "cut"))
 
 
-def test_a_head_with_a_bias_is_refused_unless_a_new_head_is_made(tmp_path: Path) -> None:
+def test_head_with_bias_is_refused_unless_head_is_reinitialized(tmp_path: Path) -> None:
     base = Path(save_tiny_model(tmp_path / "base"))
     spec = load_spec(
         rewrite(
@@ -313,7 +311,7 @@ def test_a_head_with_a_bias_is_refused_unless_a_new_head_is_made(tmp_path: Path)
     load_scalar(spec, reinit_head=True)
 
 
-def test_unused_weights_are_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unused_weights_print_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = rewrite(
         save_tiny_model(tmp_path), lambda w: w | {"model.mtp.proj.weight": torch.ones(2, 2)}
     )
@@ -332,7 +330,7 @@ def test_unused_weights_are_a_notice(tmp_path: Path, capsys: pytest.CaptureFixtu
     ],
     ids=str,
 )
-def test_a_configuration_that_contradicts_itself_or_the_weights_is_one_sentence(
+def test_configuration_that_contradicts_itself_or_the_weights_is_refused(
     entries: dict[str, object], tmp_path: Path
 ) -> None:
     folder = Path(save_tiny_model(tmp_path))
@@ -341,7 +339,7 @@ def test_a_configuration_that_contradicts_itself_or_the_weights_is_one_sentence(
         check_causal_lm(load_spec(folder))
 
 
-# Imported above, because a command would import them without PEFT, which other tests have imported.
+# Imported above: a command imports them without PEFT, but other tests have already imported PEFT.
 RUNNERS = (
     batch_inference.run_batch_inference,
     chat.run_chat,
@@ -366,7 +364,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_refuses_an_incomplete_model_before_it_starts_a_process(
+def test_every_command_refuses_incomplete_model_before_starting_a_process(
     command: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -391,7 +389,7 @@ def test_every_command_refuses_an_incomplete_model_before_it_starts_a_process(
     assert DOWN in capsys.readouterr().err
 
 
-def test_a_tiny_architecture_without_differences_has_no_notice(
+def test_matching_model_prints_no_notice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = save_tiny_model(tmp_path, "qwen2-untied")

@@ -1,5 +1,6 @@
-"""One rank of the averaging test: three optimizer steps, the last one also in a worker that resumed
-from a checkpoint.
+"""One rank of the averaging test: three optimizer steps.
+
+A worker that resumed from a checkpoint takes the last step too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ BETA = 0.75
 
 
 def weights(policy: PolicyWorker) -> dict[str, torch.Tensor]:
-    """The weights that are averaged: of bfloat16 training the masters."""
+    """Return the weights that are averaged, which are the masters in bfloat16 training."""
     if policy.engine.changed_share and not policy.engine.partial:
         buckets = policy.engine.exported_parameters(1 << 14, masters=True)
         return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
@@ -37,8 +38,9 @@ def weights(policy: PolicyWorker) -> dict[str, torch.Tensor]:
 
 
 def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[dict[str, Any]]:
-    """The weights at the start and after each step; exports in `out`: of the whole run, and of the
-    resumed one.
+    """Return the weights at the start and after each step.
+
+    Exports of the whole run and of the resumed run are written to `out`.
     """
     strategy = Strategy(DeepSpeedConfig(zero_stage=stage, param_dtype=dtype), seed=0)
     load = load_spec(path=model, param_dtype=dtype, attention="sdpa", packing=True, lora=lora)
@@ -56,17 +58,15 @@ def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[
     path = [weights(policy)]
     for number, step in enumerate(plan.steps):
         if number == 2:
-            policy.update(
-                PolicyUpdate(experience=poisoned, steps=[step], kl_coef=0.0, version=1)
-            )  # not applied
+            # This step is not applied.
+            policy.update(PolicyUpdate(experience=poisoned, steps=[step], kl_coef=0.0, version=1))
             policy.save_checkpoint(f"{out}/checkpoint", "global_step2")
         policy.update(PolicyUpdate(experience=rows, steps=[step], kl_coef=0.0, version=1))
         path.append(weights(policy))
     policy.export(get_tokenizer(model), f"{out}/whole")
     after = weights(policy)
-    assert all(
-        torch.equal(after[name], weight) for name, weight in path[-1].items()
-    )  # the policy itself goes on
+    # The export does not change the policy.
+    assert all(torch.equal(after[name], weight) for name, weight in path[-1].items())
 
     resumed = Policy(strategy, settings)
     resumed.load_checkpoint(f"{out}/checkpoint", "global_step2")
@@ -76,7 +76,7 @@ def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[
 
 
 def main() -> None:
-    """Arguments: model folder, output folder, then cases like `zero3-fp32` or `zero3-fp32-lora`."""
+    """Run every case. Arguments: model folder, output folder, cases such as `zero3-fp32-lora`."""
     model, out, *cases = sys.argv[1:]
     for case in cases:
         stage, dtype, *adapter = case.removeprefix("zero").split("-")

@@ -1,4 +1,4 @@
-"""One rank of the fault tests: losses and gradients that are not finite, on the last rank only."""
+"""One rank of the fault tests: nonfinite losses and gradients, on the last rank only."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.workers.policy_job import KL_COEF, Policy, batch, role_settings, stra
 
 BROKEN = "hf.model.layers.1.mlp.up_proj.weight"
 LIMITS = MicroBatchLimits(size=2, packed=True)  # rows stay in their order
-POISONED_ROW = 7  # the last of the last rank, whose second micro-batch it is in
+POISONED_ROW = 7  # the last row of the last rank, in its second micro-batch
 NAN = float("nan")
 
 
 def poison(column: Tensor | None, value: float) -> Tensor:
-    """A per-token column with `value` in one row."""
+    """Return a per-token column with `value` in one row."""
     assert column is not None
     column, offsets = column.clone(), batch().offsets
     column[offsets[POISONED_ROW] : offsets[POISONED_ROW + 1]] = value
@@ -41,7 +41,7 @@ def rows_of(strategy: Strategy) -> list[int]:
 
 
 def step(policy: PolicyWorker, experience: Experience) -> dict[str, float]:
-    """One optimizer step over all rows; its metrics on this rank."""
+    """Take one optimizer step over all rows, and return its metrics on this rank."""
     rows = rows_of(policy.strategy)
     job = PolicyUpdate(
         experience=experience.select(rows),
@@ -53,7 +53,7 @@ def step(policy: PolicyWorker, experience: Experience) -> dict[str, float]:
 
 
 def error_of(call: Callable[[], object], strategy: Strategy) -> list[str]:
-    """What each rank raised."""
+    """Return the error message of each rank."""
     try:
         call()
     except NonFiniteError as error:
@@ -62,8 +62,9 @@ def error_of(call: Callable[[], object], strategy: Strategy) -> list[str]:
 
 
 def settings_with(max_nonfinite: int, load: LoadSpec) -> RoleSettings:
-    """Settings under which so many skipped steps in a row end the run; the critic begins as the
-    policy.
+    """Return settings with which `max_nonfinite` consecutive skipped steps end the run.
+
+    The critic starts from the policy's model.
     """
     settings = role_settings(load, LIMITS)
     same = {"actor.model_name_or_path": load.path, "critic.model_name_or_path": load.path}
@@ -73,9 +74,7 @@ def settings_with(max_nonfinite: int, load: LoadSpec) -> RoleSettings:
 
 
 def policy_faults(strategy: Strategy, load: LoadSpec) -> dict[str, Any]:
-    """A step that is skipped, a healthy one, and then broken losses in one policy, broken gradients
-    in another.
-    """
+    """Skip a step, take one, then break the losses of one policy and the gradients of another."""
     policy, healthy = (Policy(strategy, settings_with(most, load)) for most in (2, 1))
     clean, broken = batch(), replace(batch(), advantages=poison(batch().advantages, NAN))
     step(healthy, clean)
@@ -107,7 +106,7 @@ def policy_faults(strategy: Strategy, load: LoadSpec) -> dict[str, Any]:
 
 
 def critic_fault(strategy: Strategy, load: LoadSpec) -> list[str]:
-    """Returns that are infinite in one row; the first skipped step ends the run."""
+    """Update the critic with infinite returns in one row. The first skipped step ends the run."""
     zeros = torch.zeros(batch().num_tokens)
     rows = rows_of(strategy)
     job = Update(
@@ -119,7 +118,7 @@ def critic_fault(strategy: Strategy, load: LoadSpec) -> list[str]:
 
 
 def main() -> None:
-    """Arguments: model folder, output file, then ZeRO stages like `zero2`."""
+    """Run every stage. Arguments: model folder, output file, then ZeRO stages such as `zero2`."""
     model, out, *stages = sys.argv[1:]
     results = {}
     for stage in stages:

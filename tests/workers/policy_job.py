@@ -1,5 +1,6 @@
-"""One rank of the worker tests: a policy and its reference score and update the same batch in every
-layout asked for.
+"""One rank of the worker tests: policy and reference score a batch, and the policy is updated.
+
+This is repeated for every layout among the arguments.
 """
 
 from __future__ import annotations
@@ -36,16 +37,13 @@ from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 from tests.loading import load_spec
 
 LENGTHS = [5, 9, 4, 12, 7, 3, 10, 6, 8]
-BATCH_SIZE = 4  # optimizer steps of 4, 4 and 1 rows: of two ranks, one has none in the last
+BATCH_SIZE = 4  # optimizer steps of 4, 4 and 1 rows: one of two ranks has no row in the last step
 TEMPERATURE = 0.8
 KL_COEF, ENTROPY_COEF, PTX_COEF, CLIP = 0.1, 0.05, 0.3, 0.2
 BAND = (0.7, 0.95)  # of π_old ÷ π_rollout, whose logarithm is −0.2 ± 0.3 here
 MAX_RESPONSE = 16  # L of constant aggregation
-TEXTS = [
-    [5, 9, 7, 30, 11],
-    [12, 8],
-    [40, 41, 42, 43, 44, 45, 46],
-]  # plain text, of two ranks one has a single row
+# Plain text. One of two ranks has a single row.
+TEXTS = [[5, 9, 7, 30, 11], [12, 8], [40, 41, 42, 43, 44, 45, 46]]
 # A large epsilon makes AdamW nearly linear in the gradient, so that weights compare as tightly as
 # gradients do.
 ACTOR = ActorConfig(
@@ -64,8 +62,9 @@ ALGO = AlgoConfig(
 
 
 def batch() -> Experience:
-    """Nine rows of different lengths with gaps in their action masks, the same in every process.
-    Three begin alike each.
+    """Return nine rows of different lengths with gaps in their action masks.
+
+    They are the same in every process. The three rows of a group have a common prefix.
     """
     draw = torch.Generator().manual_seed(0)
     tokens, rows = sum(LENGTHS), len(LENGTHS)
@@ -91,7 +90,7 @@ def batch() -> Experience:
 
 
 def text(rows: list[int]) -> TokenRows:
-    """Some of `TEXTS`: every token but the first is a target."""
+    """Return some of `TEXTS`. Every token except the first is a target."""
     tokens = [TEXTS[row] for row in rows]
     return TokenRows.from_lists(
         tokens, [[place > 0 for place in range(len(row))] for row in tokens]
@@ -99,7 +98,7 @@ def text(rows: list[int]) -> TokenRows:
 
 
 def score(worker: Any, strategy: Strategy, experience: Experience) -> torch.Tensor:
-    """A column as the experience maker gathers it: each rank scores its share."""
+    """Score a column as the experience maker does: each rank scores its share."""
     parts = share(LENGTHS, range(len(LENGTHS)), strategy.dp_size)
     column = torch.zeros(experience.num_tokens)
     mine = worker.logprobs(experience.targets().select(parts[strategy.rank]))
@@ -112,7 +111,7 @@ def score(worker: Any, strategy: Strategy, experience: Experience) -> torch.Tens
 def role_settings(
     load: LoadSpec, limits: MicroBatchLimits, actor: ActorConfig = ACTOR, algo: AlgoConfig = ALGO
 ) -> RoleSettings:
-    """Both kinds of forwards have the same limits."""
+    """Return settings with the same limits for forward passes with and without gradient."""
     tokens = limits.max_tokens
     config = RLFlags(
         actor=actor,
@@ -141,21 +140,21 @@ class Policy(PolicyWorker):
 
 
 def limits_of(name: str) -> MicroBatchLimits:
-    """`rows3`: three rows in a micro-batch; `tokens20`: as many as have 20 tokens."""
+    """Parse `rows3`, three rows in a micro-batch, or `tokens20`, at most 20 tokens in it."""
     if name.startswith("tokens"):
         return MicroBatchLimits(size=1, max_tokens=int(name.removeprefix("tokens")))
     return MicroBatchLimits(size=int(name.removeprefix("rows")))
 
 
 def strategy_of(name: str) -> Strategy:
-    """`zero2`: float32 under ZeRO stage 2."""
+    """Parse `zero2`, float32 under ZeRO stage 2."""
     return Strategy(
         DeepSpeedConfig(zero_stage=int(name.removeprefix("zero")), param_dtype="fp32"), seed=0
     )
 
 
 def update(policy: PolicyWorker, experience: Experience) -> Metrics:
-    """An update over all rows, each rank with its share; metrics of all ranks."""
+    """Update the policy with all rows, each rank with its share; return the metrics of all ranks."""
     strategy = policy.strategy
     plans = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)
     plan = plans[strategy.rank]
@@ -173,7 +172,7 @@ def update(policy: PolicyWorker, experience: Experience) -> Metrics:
 
 
 def weights_of(policy: PolicyWorker) -> dict[str, torch.Tensor]:
-    """What a publication would send."""
+    """Return the weights that a publication would send."""
     return {
         name: tensor.clone()
         for bucket in policy.engine.full_parameters(1 << 14)
@@ -182,7 +181,7 @@ def weights_of(policy: PolicyWorker) -> dict[str, torch.Tensor]:
 
 
 def run(strategy: Strategy, model: str, limits: MicroBatchLimits, packing: bool) -> dict[str, Any]:
-    """Score, update, and look at the weights."""
+    """Score the batch, update the policy, score again, and return the weights and metrics."""
     load = load_spec(path=model, param_dtype="fp32", attention="sdpa", packing=packing)
     settings = role_settings(load, limits)
     policy, reference = Policy(strategy, settings), ReferenceWorker(strategy, settings)
@@ -202,9 +201,7 @@ def run(strategy: Strategy, model: str, limits: MicroBatchLimits, packing: bool)
 
 
 def main() -> None:
-    """Arguments: model folder, output folder, then layouts like `zero2-rows3-packed` or
-    `zero3-tokens20-padded`.
-    """
+    """Run every layout. Arguments: model, output folder, layouts such as `zero2-rows3-packed`."""
     model, out, *layouts = sys.argv[1:]
     results = {}
     for layout in layouts:

@@ -1,6 +1,4 @@
-"""One rank of the split tests: the policy takes an update in every layout and with every objective
-asked for.
-"""
+"""One rank of the split tests: one policy update for every layout and objective."""
 
 from __future__ import annotations
 
@@ -27,7 +25,8 @@ from tests.workers.policy_job import (
 )
 
 OBJECTIVES = list(product(("ppo", "gspo", "cispo"), ("token", "sequence", "constant")))
-# Means over a row are closer to 1 than its tokens' ratios: a narrower range clips as many.
+# The mean ratio of a row is closer to 1 than the ratios of its tokens, so a narrower range clips
+# as many.
 CLIPS = {"ppo": 0.2, "gspo": 0.05, "cispo": 0.2}
 # Of π_old ÷ π_rollout, whose logarithm is −0.2 ± 0.3 for each of about five tokens.
 CORRECTIONS = {
@@ -47,13 +46,16 @@ def objective_of(loss: str, aggregation: str) -> tuple[ActorConfig, AlgoConfig]:
 
 
 def experience() -> Experience:
-    """The batch of the worker tests, with the engine's log-probabilities for the reference's."""
+    """Return the batch of the worker tests, with rollout log-probabilities as the reference's."""
     rows = batch()
     return replace(rows, ref_logprobs=rows.rollout_logprobs)
 
 
 def main() -> None:
-    """Arguments: model folder, output file, then layouts like `zero2-rows3-packed-gspo-sequence`."""
+    """Run every layout.
+
+    Arguments: model folder, output file, then layouts such as `zero2-rows3-packed-gspo-sequence`.
+    """
     model, out, *layouts = sys.argv[1:]
     results = {}
     for layout in layouts:

@@ -1,4 +1,4 @@
-"""The average of the policy's weights: what is exported, and what a checkpoint keeps."""
+"""The average of the policy's weights in exports and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,12 +25,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_export_is_the_average_over_the_steps_that_were_applied(
-    folder: Path, case: str
-) -> None:
-    """p̄ ← β p̄ + (1 − β) p, from the first weights on; a step with a gradient that is NaN does not
-    count.
-    """
+def test_export_is_the_average_over_applied_steps(folder: Path, case: str) -> None:
+    """p̄ ← β p̄ + (1 − β) p from the initial weights. A step with a NaN gradient does not count."""
     start, *path = torch.load(folder / case / "path.pt")
     exported = load_file(folder / case / "whole/model.safetensors")
     assert exported.keys() == start.keys()
@@ -48,14 +44,16 @@ def test_the_export_is_the_average_over_the_steps_that_were_applied(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_resumed_run_exports_the_bytes_of_an_unbroken_one(folder: Path, case: str) -> None:
+def test_resumed_run_exports_the_same_bytes_as_an_uninterrupted_run(
+    folder: Path, case: str
+) -> None:
     whole, resumed = (folder / case / run / "model.safetensors" for run in ("whole", "resumed"))
     assert whole.read_bytes() == resumed.read_bytes()
 
 
 @pytest.mark.parametrize("case", ADAPTED)
-def test_adapters_are_averaged_exported_and_resumed_alike(folder: Path, case: str) -> None:
-    """The checkpoint has the adapters and their optimizer's state, and no frozen weight."""
+def test_resumed_run_exports_the_same_adapter_average(folder: Path, case: str) -> None:
+    """The checkpoint has the adapters and their optimizer state, and no frozen weight."""
     whole, resumed = (
         folder / case / run / "adapter_model.safetensors" for run in ("whole", "resumed")
     )

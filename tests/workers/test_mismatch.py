@@ -1,4 +1,4 @@
-"""How far engine and trainer disagree, as it is logged."""
+"""Metrics of the disagreement between engine and trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def measured(*columns: torch.Tensor) -> dict[str, float]:
     return {name: metric.value for name, metric in mismatch_metrics(*columns).items()}
 
 
-def test_the_mismatch_by_hand() -> None:
+def test_mismatch_metrics_equal_values_computed_by_hand() -> None:
     """Δ = log π_rollout − log π_old = 0.2, −0.4; the third token is not an action."""
     rollout, old = torch.tensor([[-1.0, -2.0, 9.0]]), torch.tensor([[-1.2, -1.6, -9.0]])
     mask = torch.tensor([[True, True, False]])
@@ -38,7 +38,7 @@ def test_the_mismatch_by_hand() -> None:
         st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.booleans()), min_size=1, max_size=12
     )
 )
-def test_the_mismatch_agrees_with_the_reference(block: list[tuple[float, float, bool]]) -> None:
+def test_mismatch_metrics_equal_the_reference_loop(block: list[tuple[float, float, bool]]) -> None:
     old, rollout, mask = ([list(column)] for column in zip(*block, strict=True))
     exact = (torch.tensor([column], dtype=torch.float64) for column in (*old, *rollout))
     seen = mismatch_metrics(
@@ -52,7 +52,7 @@ def test_the_mismatch_agrees_with_the_reference(block: list[tuple[float, float, 
         assert (mean.sum, mean.count) == (pytest.approx(total), tokens)
 
 
-def test_the_mismatch_of_nothing_is_nothing() -> None:
+def test_mismatch_metrics_without_action_tokens_are_zero() -> None:
     empty = torch.zeros(2, 3)
     none = torch.zeros(2, 3, dtype=torch.bool)
     means = [

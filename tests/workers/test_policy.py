@@ -1,4 +1,4 @@
-"""Policy and reference workers in every layout, against one plain float64 loop over whole logits."""
+"""Policy and reference workers in every layout, compared with a plain float64 loop over logits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def results(
     request: pytest.FixtureRequest, model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """What every layout came to, with one and with two ranks."""
+    """The results of `policy_job` in every layout, with one and with two ranks."""
     out = tmp_path_factory.mktemp("out")
     run_ranks(request.param, "tests.workers.policy_job", model, str(out), *LAYOUTS)
     loaded = torch.load(out / "results.pt")
@@ -66,8 +66,9 @@ def scores(hf: PreTrainedModel, row: int) -> Row:
 
 @pytest.fixture(scope="module")
 def plain(model: str) -> dict[str, Any]:
-    """Scores before, three optimizer steps and their metrics: one row at a time, nothing of ours
-    but the plan.
+    """Scores, then three optimizer steps and their metrics, one row at a time.
+
+    Only the plan of the update comes from our code.
     """
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     optimizer = torch.optim.AdamW(
@@ -104,7 +105,7 @@ def plain(model: str) -> dict[str, Any]:
 
 
 def step_terms(hf: PreTrainedModel, row: int, ref: Tensor) -> tuple[Any, ...]:
-    """Sums over the sampled tokens of a row: surrogate, KL, entropy, tokens, clipped tokens."""
+    """Return sums over a row's sampled tokens: surrogate, KL, entropy, tokens, clipped tokens."""
     logprobs, entropies, mask = scores(hf, row)
     one = batch().select([row])
     assert one.advantages is not None and one.old_logprobs is not None
@@ -132,7 +133,7 @@ def text_nll(hf: PreTrainedModel) -> Tensor:
     return -torch.cat(chosen).mean()
 
 
-def test_the_reference_of_these_tests_agrees_with_the_papers_loop(model: str) -> None:
+def test_plain_policy_terms_equal_the_reference_loop_of_the_paper(model: str) -> None:
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     with torch.no_grad():
         logprobs, _, mask = scores(hf, 3)
@@ -149,7 +150,7 @@ def test_the_reference_of_these_tests_agrees_with_the_papers_loop(model: str) ->
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_scores_are_those_of_plain_transformers(
+def test_scores_equal_plain_transformers_in_every_layout(
     results: dict[str, Any], plain: dict[str, Any], layout: str
 ) -> None:
     sampled = batch().action_mask
@@ -160,7 +161,7 @@ def test_scores_are_those_of_plain_transformers(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_update_does_not_depend_on_ranks_stage_micro_batches_or_packing(
+def test_update_does_not_depend_on_ranks_stage_micro_batches_or_packing(
     results: dict[str, Any], plain: dict[str, Any], layout: str
 ) -> None:
     metrics, means = results[layout]["metrics"], plain["means"]
@@ -180,7 +181,7 @@ def test_an_update_does_not_depend_on_ranks_stage_micro_batches_or_packing(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_update_moves_the_policy_and_leaves_the_reference(
+def test_update_changes_the_policy_and_not_the_reference(
     results: dict[str, Any], layout: str
 ) -> None:
     result = results[layout]
@@ -189,7 +190,7 @@ def test_an_update_moves_the_policy_and_leaves_the_reference(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_mismatch_with_the_engine_is_measured_against_the_old_policy(
+def test_mismatch_metrics_compare_the_engine_with_the_old_policy(
     results: dict[str, Any], layout: str
 ) -> None:
     experience = batch()
@@ -206,7 +207,7 @@ def test_the_mismatch_with_the_engine_is_measured_against_the_old_policy(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_export_loads_in_plain_transformers_with_the_trained_weights(
+def test_export_loads_in_plain_transformers_with_the_trained_weights(
     results: dict[str, Any], layout: str
 ) -> None:
     folder: Path = results[layout]["folder"]

@@ -1,9 +1,8 @@
-"""An optimizer step through the real worker and the real window does not depend on how it was
-split.
+"""An optimizer step of the real worker does not depend on how its window is split.
 
-Ranks × ZeRO stages × micro-batches × packing × objectives, against one plain float64 loop over rows
-and whole logits. The one part of a loss that may depend on the split is a mixture-of-experts
-model's own auxiliary loss; it is not here.
+Ranks × ZeRO stages × micro-batches × packing × objectives, compared with a plain float64 loop over
+rows and all logits. The only part of a loss that may depend on the split is the auxiliary loss of a
+mixture of experts, which these tests do not have.
 """
 
 from __future__ import annotations
@@ -36,12 +35,8 @@ from tests.workers.split_job import CLIPS, CORRECTIONS, OBJECTIVES, experience
 from tests.workers.test_policy import scores, text_nll
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
-LIMITS = (
-    "rows1",
-    "rows3",
-    "rows9",
-    "tokens20",
-)  # tokens20: rows in another order, micro-batches of uneven row counts
+# tokens20 changes the order of the rows, and its micro-batches have different numbers of rows.
+LIMITS = ("rows1", "rows3", "rows9", "tokens20")
 SHAPES = ("packed", "padded")
 MATRIX = [
     "-".join((*layout, *objective))
@@ -71,8 +66,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def plain(model: str) -> dict[tuple[str, str], Outcome]:
-    """What the update comes to under each objective: row by row, nothing of ours but the rows of
-    each step.
+    """The outcome of the update under each objective, computed row by row.
+
+    Only the rows of each step come from our code.
     """
     return {objective: plain_update(model, *objective) for objective in OBJECTIVES}
 
@@ -105,8 +101,9 @@ def plain_update(model: str, loss: str, aggregation: str) -> Outcome:
 
 
 def row_terms(hf: PreTrainedModel, row: int, loss: str) -> tuple[Tensor, Tensor]:
-    """The corrected policy loss of each sampled token of a row, from the papers; and the row's sum
-    of β·k3 − c·H.
+    """Return the corrected policy loss of each sampled token of a row, and its sum of β·k3 − c·H.
+
+    The formulas are those of the papers.
     """
     one = experience().select([row])
     assert (
@@ -133,13 +130,13 @@ def row_terms(hf: PreTrainedModel, row: int, loss: str) -> tuple[Tensor, Tensor]
 
 
 def axes_of(correction: CorrectionConfig) -> tuple[str, str, float, float]:
-    """Level, mode and bounds."""
+    """Return level, mode and bounds."""
     assert correction.level and correction.mode and correction.band
     return correction.level, correction.mode, *correction.band
 
 
 @pytest.mark.parametrize("loss", CLIPS)
-def test_the_plain_loop_of_these_tests_agrees_with_the_reference(model: str, loss: str) -> None:
+def test_plain_row_terms_equal_the_reference_loop(model: str, loss: str) -> None:
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     one = experience().select([3])
     assert one.advantages is not None and one.old_logprobs is not None
@@ -158,7 +155,7 @@ def test_the_plain_loop_of_these_tests_agrees_with_the_reference(model: str, los
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_slice_of_the_layouts_comes_to_the_same_loss_and_weights(
+def test_loss_and_weights_are_the_same_in_a_slice_of_the_layouts(
     model: str, plain: dict[tuple[str, str], Outcome], ranks: int, tmp_path: Path
 ) -> None:
     compare(model, plain, ranks, SLICE, tmp_path)
@@ -194,10 +191,10 @@ def compare(
             assert difference < WEIGHT, f"{layout}: {name} differs by {difference:.1e}"
 
 
-def test_objectives_and_steps_differ_enough_to_be_told_apart(
+def test_objectives_give_weights_that_differ_by_far_more_than_the_tolerance(
     plain: dict[tuple[str, str], Outcome],
 ) -> None:
-    """Otherwise the comparisons above would say nothing."""
+    """Otherwise the comparisons above could not fail."""
     weights = [outcome["weights"]["model.embed_tokens.weight"] for outcome in plain.values()]
     for i, first in enumerate(weights):
         for second in weights[i + 1 :]:

@@ -1,4 +1,4 @@
-"""Where the steps of an answer end, and what a process reward model is shown of them."""
+"""The ends of an answer's steps, and the text that a process reward model scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARK = TOKENIZER.convert_tokens_to_ids("?")
     ("answer", "steps"),
     [
         ("a+b\nc\n", ["a+b\n", "c\n"]),
-        ("a\n\n\nb", ["a\n", "\n\nb"]),  # blank steps are none
+        ("a\n\n\nb", ["a\n", "\n\nb"]),  # blank text is not a step
         ("\na", ["\na"]),
         ("a\nb<eos>", ["a\n", "b"]),
         ("a?b", ["a?", "b"]),  # the policy writes the placeholder itself
@@ -25,7 +25,7 @@ MARK = TOKENIZER.convert_tokens_to_ids("?")
         ("\n", ["\n"]),
     ],
 )
-def test_the_last_tokens_of_steps(answer: str, steps: list[str]) -> None:
+def test_step_cutter_returns_the_last_token_of_each_step(answer: str, steps: list[str]) -> None:
     prompt, tokens = TOKENIZER("x\ny").input_ids, TOKENIZER(answer).input_ids
     cutter = StepCutter(TOKENIZER, "\n", MARK)
     ends = cutter.ends(prompt + tokens, [False] * len(prompt) + [True] * len(tokens))
@@ -36,11 +36,11 @@ def test_the_last_tokens_of_steps(answer: str, steps: list[str]) -> None:
     assert ends == expected
 
 
-def test_an_episode_without_sampled_tokens_ends_with_its_last_token() -> None:
+def test_answer_without_sampled_tokens_is_one_step_that_ends_with_its_last_token() -> None:
     assert StepCutter(TOKENIZER, "\n", MARK).ends(TOKENIZER("xa").input_ids, [False, False]) == [1]
 
 
-def test_a_placeholder_follows_each_step() -> None:
+def test_marked_text_has_one_placeholder_after_each_step() -> None:
     cutter = StepCutter(TOKENIZER, "\n", MARK)
     tokens = TOKENIZER("xa\nb?c").input_ids
     text, judged = cutter.marked(tokens, [2, 4, 5])
@@ -48,11 +48,11 @@ def test_a_placeholder_follows_each_step() -> None:
     assert [place for place, is_judged in enumerate(judged) if is_judged] == [3, 5, 7]
 
 
-def test_the_rewards_of_steps_are_parts_of_the_reward() -> None:
-    """Beside a reward model and a rule, each with its weight."""
-    came = combined(
+def test_step_rewards_are_weighted_parts_of_the_reward() -> None:
+    """A reward model and a rule are the other parts, each with its weight."""
+    reward = combined(
         episode(reward=3.0, score=3.0, actions=4), [10.0], [1.0, 2.0, 0.5], [0, 0.25, 0, 0.5]
     )
-    assert came.reward == pytest.approx(10 + 2 * 0.75 + 1.5)
-    assert came.turn_rewards == ((1, 0.5), (3, 1.0))
-    assert came.extra_logs["reward_model_2"] == 0.75
+    assert reward.reward == pytest.approx(10 + 2 * 0.75 + 1.5)
+    assert reward.turn_rewards == ((1, 0.5), (3, 1.0))
+    assert reward.extra_logs["reward_model_2"] == 0.75
