@@ -31,7 +31,7 @@ class Module:
 
     @property
     def room(self) -> str:
-        """`trainers` of openrlhf.trainers.ppo, `batches` of openrlhf.batches; the package itself
+        """`trainers` of openrlhf.trainers.ppo, `batches` of openrlhf.core.batches; the package itself
         has none.
         """
         return self.name.split(".")[1] if "." in self.name else ""

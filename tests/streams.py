@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from contextlib import closing
 from typing import Any
 
+from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.generator import Generator, Request, SamplingSpec, in_prompt_order
-from openrlhf.trajectory import Prompt, Trajectory
 
 
 def rollout(

@@ -17,10 +17,11 @@ LEVELS = {
     room: level
     for level, rooms in enumerate(
         (
-            ("config", "files", "locks", "termination", "trajectory"),
-            ("batches", "algorithms", "observability"),
-            ("models", "data", "distributed"),
-            ("isolation", "checkpoints"),
+            ("config", "core", "files", "locks", "termination"),
+            ("algorithms", "observability", "rendezvous"),
+            ("weights",),
+            ("models", "data", "training"),
+            ("cluster", "isolation", "checkpoints"),
             ("rewards", "workers", "serving"),
             ("rollout",),
             ("agents",),
@@ -36,11 +37,11 @@ LEVELS = {
 HOMES = {
     "vllm": ["rollout.engine*"],
     "cloudpickle": ["rollout.engine*"],
-    "deepspeed": ["distributed.*"],
+    "deepspeed": ["training.*"],
     "ray": [
-        "distributed.cluster",
-        "distributed.placement",
-        "distributed.worker_group",
+        "cluster.ray_cluster",
+        "cluster.placement",
+        "cluster.worker_group",
         "rollout.fleet",
     ],
     "datasets": ["data.*"],
@@ -48,12 +49,19 @@ HOMES = {
     "wandb": ["observability.trackers"],
     "rich": ["observability.*"],
     "peft": ["models.adapters", "checkpoints.combine"],
-    "bitsandbytes": ["distributed.whole"],
+    "bitsandbytes": ["training.whole"],
     "fastapi": ["serving.server", "agents.openai_endpoint"],
     "uvicorn": ["serving.server", "serving.connections", "agents.openai_endpoint"],
 }
 # What a module may load at import besides the standard library and our own modules.
-STANDARD_LIBRARY_ONLY = ["config*", "locks", "termination", "trajectory", "utils", "cli*"]
+STANDARD_LIBRARY_ONLY = [
+    "config*",
+    "core.trajectory",
+    "locks",
+    "termination",
+    "utils",
+    "cli*",
+]
 WITHOUT_TORCH = ["isolation*", "agents.contract", "agents.program", "rewards*"]
 # Packages whose density is within its bounds, and stays there.
 WITHIN_BOUNDS = [

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from openrlhf.core.trajectory import Failure, TrajectoryBuilder
 from openrlhf.isolation.call import Asked, UserCodeError
 from openrlhf.rewards.protocol import RewardResult, numbers, read_rewards, shown
 from openrlhf.rollout.sampling import Generation
-from openrlhf.trajectory import Failure, TrajectoryBuilder
 
 FINISHED = {"stop", "length", "abort"}  # ends of samples that an agent may go on from
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from openrlhf.agents.continuation import encode, encode_after
 from openrlhf.config.rollout import RuleConfig
+from openrlhf.core.trajectory import Failure, TrajectoryBuilder
 from openrlhf.isolation.loading import awaited, load_function, parameters_of, plain
 from openrlhf.rewards.function import Arguments
 from openrlhf.rewards.protocol import RewardRequest, RewardResult, numbers, read_rewards
 from openrlhf.rewards.rule import HTTPReward
 from openrlhf.rollout.sampling import SamplingParams
-from openrlhf.trajectory import Failure, TrajectoryBuilder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

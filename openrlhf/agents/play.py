@@ -16,12 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.agents.assembly import Assembled, EpisodeMistake, assemble, samples_in
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RolloutConfig, RuleConfig
+from openrlhf.core.trajectory import Prompt, StopReason, Trajectory, TrajectoryBuilder
 from openrlhf.isolation.pool import Asked, ProcessPool, UserCall, UserCodeError, loading
 from openrlhf.observability.once import warn_once
 from openrlhf.rollout.engine import RequestRefused
 from openrlhf.rollout.generator import Generate, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
-from openrlhf.trajectory import Prompt, StopReason, Trajectory, TrajectoryBuilder
 
 logger = logging.getLogger(__name__)
 EPISODES = 128  # of a process at a time; more wait outside, where no deadline runs

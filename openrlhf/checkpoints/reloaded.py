@@ -24,8 +24,6 @@ from transformers import PreTrainedModel
 from openrlhf.config.flags import UserError, notice
 from openrlhf.config.machine import free_memory
 from openrlhf.config.shared import LoadingConfig
-from openrlhf.distributed.buckets import bucket_hash
-from openrlhf.distributed.whole import full_shape
 from openrlhf.models.adapters import (
     adapter_base,
     name_in_files,
@@ -34,6 +32,8 @@ from openrlhf.models.adapters import (
 )
 from openrlhf.models.loading import LoadSpec, pin_longrope, read_model
 from openrlhf.models.probe import are_of_another_model, explain_gap, probe_logits
+from openrlhf.training.whole import full_shape
+from openrlhf.weights.buckets import bucket_hash
 
 GIB = 2**30
 ROOM = 1.2  # memory needed to load a model, as a multiple of the size of its files

@@ -59,7 +59,7 @@ def words_of(argv: Sequence[str] | None) -> list[str]:
 def _use_devices_of_ray() -> None:
     """Join the running Ray, if any, and count its GPUs. Raises UserError if it hides all GPUs."""
     with machine.quick_imports():
-        from openrlhf.distributed.cluster import join_ray
+        from openrlhf.cluster.ray_cluster import join_ray
 
     gpus = machine.count_gpus()
     machine.cluster_gpus = join_ray()

@@ -11,6 +11,7 @@ from openrlhf.config.evaluation import EvaluatedDataConfig
 from openrlhf.config.flags import notice
 from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.learning import RLDataConfig
+from openrlhf.core.trajectory import Prompt
 from openrlhf.data.errors import ROW, SOURCE, row_error, text_of
 from openrlhf.data.layouts import DATASOURCE
 from openrlhf.data.lost_tools import lost_tool
@@ -19,7 +20,6 @@ from openrlhf.data.rows import Result, TokenizedRows, contents_of, number_rows
 from openrlhf.data.sft import SFTDataset
 from openrlhf.data.templates import Encoded, Passage, cut, fill_template, render
 from openrlhf.data.text_files import without_added_nulls
-from openrlhf.trajectory import Prompt
 
 # Sections with the columns and the templates of prompts.
 PromptSection = RLDataConfig | EvaluatedDataConfig | InferenceDataConfig

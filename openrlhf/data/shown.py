@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.batches import PER_SAMPLE, Ragged, Steps, TokenRows
+from openrlhf.core.batches import PER_SAMPLE, Ragged, Steps, TokenRows
 from openrlhf.data.first_look import recorded
 
 SHOWN = 2  # rows

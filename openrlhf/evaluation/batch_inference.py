@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.flags import UserError, notice
 from openrlhf.config.inference import BatchInferenceConfig
+from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.data.clock import set_clock
 from openrlhf.data.errors import DataError
 from openrlhf.data.first_look import TextFormat, record
@@ -55,7 +56,6 @@ from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import engine_device
 from openrlhf.rollout.generator import Request, RolloutGenerator
-from openrlhf.trajectory import Prompt, Trajectory
 
 MODEL = "--model.model_name_or_path"
 

@@ -10,11 +10,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.secrets import hide
+from openrlhf.core.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 from openrlhf.observability.run_folder import sample_row
 from openrlhf.rewards.judge import Judge, NoVerdict
 from openrlhf.rewards.servers import ServerError
 from openrlhf.rollout.episode_metrics import of_sources
-from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 
 # The numbers of a table's row by their logged names; counts are integers.
 Columns = Callable[[Sequence["Comparison"]], Mapping[str, float]]

@@ -14,8 +14,12 @@ from typing import Literal, TypeVar, cast
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.play import AgentEpisodes
+from openrlhf.cluster.placement import HostGroup, Placement, engine_group
+from openrlhf.cluster.ray_cluster import places_now, ray_cluster
+from openrlhf.cluster.worker_group import WorkerGroup, gather
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.inference import BatchInferenceConfig
+from openrlhf.core.trajectory import Trajectory
 from openrlhf.data.errors import check_columns, text_of
 from openrlhf.data.feedback import PreferenceDataset
 from openrlhf.data.first_look import TextFormat, texts_of
@@ -24,9 +28,6 @@ from openrlhf.data.loading import Table, key_columns, load_datasets
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.shown import show_text
 from openrlhf.data.trained_format import with_trained_format
-from openrlhf.distributed.cluster import places_now, ray_cluster
-from openrlhf.distributed.placement import HostGroup, Placement, engine_group
-from openrlhf.distributed.worker_group import WorkerGroup, gather
 from openrlhf.evaluation import comparing
 from openrlhf.evaluation.comparing import Columns, Comparison
 from openrlhf.launch import prompt_data, settings
@@ -60,7 +61,6 @@ from openrlhf.rollout.generator import Engines, RolloutGenerator, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trainers.sources import evaluate
 from openrlhf.trainers.stages import EarlyStages, RewardModels
-from openrlhf.trajectory import Trajectory
 from openrlhf.workers.frozen import RewardWorker
 
 NOTE_EVERY_S = 30.0  # of progress, where there is no bar

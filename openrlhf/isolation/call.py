@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from openrlhf.trajectory import Failure
+from openrlhf.core.trajectory import Failure
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from openrlhf.core.trajectory import Failure
 from openrlhf.isolation.call import Asked, Limits, ProcessLost, UserCall, UserCodeError
 from openrlhf.isolation.confinement import UIDS
 from openrlhf.isolation.program import DUMP_SIGNAL, LENGTH, MAX_MESSAGE_BYTES
-from openrlhf.trajectory import Failure
 
 logger = logging.getLogger(__name__)
 END_S = 5.0  # for a process to end with all that it started, before it is killed

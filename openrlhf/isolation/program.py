@@ -40,9 +40,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from openrlhf.core.trajectory import Failure
 from openrlhf.isolation import confinement
 from openrlhf.isolation.loading import load_function, plain
-from openrlhf.trajectory import Failure
 
 PROCESSES = 512  # and threads, of a user process and what it starts: a fork bomb ends here
 # For calls that wait in `asyncio.to_thread`, and for late calls that still hang there.

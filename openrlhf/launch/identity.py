@@ -17,12 +17,12 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from openrlhf.config.flags import toml_beside, value_at
 from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.core.trajectory import Prompt
 from openrlhf.data.loading import Table
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.rows import contents_of, without_origin
 from openrlhf.files import fingerprint
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows
-from openrlhf.trajectory import Prompt
 
 FLAGS: dict[str, list[str]] = toml_beside(__file__)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.batches import TokenRows
 from openrlhf.checkpoints.export import check_disk_room
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
@@ -18,6 +17,7 @@ from openrlhf.config.flags import flags_of, notice
 from openrlhf.config.machine import is_first
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.config.supervised import PreferenceDataConfig, SFTDataConfig, SupervisedConfig
+from openrlhf.core.batches import TokenRows
 from openrlhf.data import clock, first_look
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.errors import DataError
@@ -29,9 +29,6 @@ from openrlhf.data.shown import SHOWN, show_batch, show_template
 from openrlhf.data.templates import fill_template
 from openrlhf.data.tokenizer import get_tokenizer, require_vocabulary
 from openrlhf.data.trained_format import kept_format, prompts_in, with_trained_format
-from openrlhf.distributed.averaging import WeightAverage
-from openrlhf.distributed.engine import TrainEngine
-from openrlhf.distributed.strategy import FrozenModel, Strategy
 from openrlhf.launch.identity import offline_identity
 from openrlhf.launch.precompute import with_reference
 from openrlhf.launch.run_length import check_steps
@@ -41,6 +38,9 @@ from openrlhf.models.stored_files import check_can_be_exported
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.supervised import SupervisedTrainer, layout_of
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows, load_spec
+from openrlhf.training.averaging import WeightAverage
+from openrlhf.training.engine import TrainEngine
+from openrlhf.training.strategy import FrozenModel, Strategy
 
 MORE_STEPS = "For more steps lower --train.batch_size, raise --train.max_epochs or use more rows."
 

@@ -12,10 +12,10 @@ import torch.utils.data
 from torch import Tensor
 
 from openrlhf.config.flags import notice
-from openrlhf.distributed.engine import TrainEngine
 from openrlhf.files import write_atomically
 from openrlhf.launch.identity import FLAGS, texts_identity
 from openrlhf.trainers.tasks import Rows
+from openrlhf.training.engine import TrainEngine
 
 
 class Scored(torch.utils.data.Dataset[Any]):

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from os.path import abspath
 from typing import TYPE_CHECKING
 
+from openrlhf.cluster.placement import HostGroup, Machine, Placement
+from openrlhf.cluster.ray_cluster import places_now
+from openrlhf.cluster.worker_group import HostHandles
 from openrlhf.config.machine import openmp_threads
-from openrlhf.distributed.cluster import places_now
-from openrlhf.distributed.placement import HostGroup, Machine, Placement
-from openrlhf.distributed.worker_group import HostHandles
 from openrlhf.rollout.fleet import Fleet
 
 if TYPE_CHECKING:  # it loads trainers and workers, which take seconds

@@ -1,6 +1,6 @@
 """The end of a command whose Ray has died.
 
-Ray may end this process at any of its calls from then on (`distributed/ray_watch.py`). So the main
+Ray may end this process at any of its calls from then on (`cluster/ray_watch.py`). So the main
 thread is held, and the thread that detected the death ends the process, or replaces it with the
 same command, which starts a new Ray.
 """
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from openrlhf import termination
-from openrlhf.distributed.cluster import kill_started_ray
-from openrlhf.distributed.ray_watch import LostRay
+from openrlhf.cluster.ray_cluster import kill_started_ray
+from openrlhf.cluster.ray_watch import LostRay
 from openrlhf.isolation.confinement import killed_some
 
 CLOSE_TIMEOUT_S = 10.0  # for reports and trackers

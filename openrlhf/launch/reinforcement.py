@@ -6,14 +6,14 @@ from itertools import islice
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import RunState
+from openrlhf.cluster.placement import Placement
+from openrlhf.cluster.ray_cluster import expected_machines
 from openrlhf.config.flags import notice
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.findings import report
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.shown import SHOWN, show_template, show_text
-from openrlhf.distributed.cluster import expected_machines
-from openrlhf.distributed.placement import Placement
 from openrlhf.launch import settings
 from openrlhf.launch.agents import check_agents
 from openrlhf.launch.identity import rl_identity

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from openrlhf.batches import Experience
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
+from openrlhf.cluster.worker_group import WorkerGroup, gather
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.distributed.worker_group import WorkerGroup, gather
+from openrlhf.core.batches import Experience
+from openrlhf.core.trajectory import Trajectory
 from openrlhf.launch import settings
 from openrlhf.launch.agents import make_agents
 from openrlhf.launch.identity import episode_identity
@@ -31,7 +32,6 @@ from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.rollout_only import RolloutOnly
 from openrlhf.trainers.sources import SyncSource, evaluate
 from openrlhf.trainers.stages import EarlyStages, RewardModels, Stage
-from openrlhf.trajectory import Trajectory
 from openrlhf.workers.base import RoleSettings, TrainedWorker
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.frozen import ReferenceWorker, RewardWorker

@@ -12,12 +12,12 @@ from openrlhf.config.commands import ModelCommand
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.inference import BatchInferenceConfig, EngineCommand
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.distributed.weight_sync import Transport
 from openrlhf.models.loading import LoadSpec, configuration
 from openrlhf.rollout.engine_settings import Device, EngineSettings
 from openrlhf.rollout.generator import SamplingSpec
 from openrlhf.rollout.sampling import SamplingParams
 from openrlhf.trainers.publisher import Probe
+from openrlhf.weights.transport import Transport
 from openrlhf.workers.base import MicroBatchLimits, RoleSettings
 from openrlhf.workers.frozen import RewardModelSettings
 

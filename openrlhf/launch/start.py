@@ -12,15 +12,15 @@ from typing import Any
 from openrlhf import termination
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint
+from openrlhf.cluster.placement import HostGroup, Placement, engine_group
+from openrlhf.cluster.ray_cluster import expected_machines, ray_cluster
+from openrlhf.cluster.ray_watch import LostRay
+from openrlhf.cluster.worker_group import WorkerError
 from openrlhf.config.flags import amend
 from openrlhf.config.machine import quick_imports
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.rollout import RewardConfig
 from openrlhf.config.shared import GroupConfig
-from openrlhf.distributed.cluster import expected_machines, ray_cluster
-from openrlhf.distributed.placement import HostGroup, Placement, engine_group
-from openrlhf.distributed.ray_watch import LostRay
-from openrlhf.distributed.worker_group import WorkerError
 from openrlhf.launch.ray_loss import (
     CONTINUES_ITSELF,
     RESTARTS,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from openrlhf.algorithms.experts import load_balancing_loss
-from openrlhf.batches import Layout
+from openrlhf.core.batches import Layout
 from openrlhf.models import packed_attention
 from openrlhf.models.head import OutputHead
 from openrlhf.models.loading import ModelError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from openrlhf.batches import Layout, offsets_of
+from openrlhf.core.batches import Layout, offsets_of
 from openrlhf.models import packed_attention
 from openrlhf.models.loading import ModelError, end_tokens
 from openrlhf.models.policy import PolicyModel

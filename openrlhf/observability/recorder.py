@@ -9,6 +9,7 @@ from openrlhf.config.commands import RecordedCommand
 from openrlhf.config.flags import notice
 from openrlhf.config.options import changed_flags, dump_yaml
 from openrlhf.config.secrets import without_secrets
+from openrlhf.core.trajectory import Failure, Trajectory
 from openrlhf.observability.display import Display
 from openrlhf.observability.health import Health
 from openrlhf.observability.log_file import report_failed_write
@@ -22,7 +23,6 @@ from openrlhf.observability.run_folder import (
     sample_row,
 )
 from openrlhf.observability.trackers import make_trackers
-from openrlhf.trajectory import Failure, Trajectory
 
 # For each step, samples.jsonl gets at most this many episodes, this many filtered and this many
 # failed ones.

@@ -25,10 +25,10 @@ from typing import Any, cast
 
 from openrlhf.config.places import OWNED
 from openrlhf.config.secrets import hide
+from openrlhf.core.trajectory import Trajectory
 from openrlhf.files import write_atomically
 from openrlhf.locks import locked
 from openrlhf.observability.log_file import LogFile, report_failed_write
-from openrlhf.trajectory import Trajectory
 
 CONFIG = "config.yaml"
 RESOLVED = "config_resolved.yaml"

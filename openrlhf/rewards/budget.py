@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from openrlhf.config.flags import UserError
 from openrlhf.config.rollout import RewardConfig
-from openrlhf.trajectory import Trajectory
+from openrlhf.core.trajectory import Trajectory
 
 
 class RewardErrors(UserError, RuntimeError):

@@ -8,8 +8,8 @@ from jinja2 import Template
 
 from openrlhf.config.evaluation import JudgeConfig
 from openrlhf.config.rollout import RuleConfig
+from openrlhf.core.trajectory import Failure
 from openrlhf.rewards.remote_engines import RemoteEngine
-from openrlhf.trajectory import Failure
 
 QUESTION = Template(Path(__file__).with_suffix(".jinja").read_text(encoding="utf-8"))
 

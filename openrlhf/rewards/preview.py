@@ -17,7 +17,7 @@ from openrlhf.rewards.rule import reward_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from openrlhf.trajectory import Prompt
+    from openrlhf.core.trajectory import Prompt
 
 
 def answered(

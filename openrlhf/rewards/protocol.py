@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from openrlhf.trajectory import Failure, Trajectory
+from openrlhf.core.trajectory import Failure, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,7 +12,7 @@ import httpx
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RuleConfig
 from openrlhf.config.secrets import without_secrets
-from openrlhf.trajectory import Failure
+from openrlhf.core.trajectory import Failure
 
 logger = logging.getLogger(__name__)
 

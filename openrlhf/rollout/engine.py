@@ -23,17 +23,17 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from openrlhf.config.machine import quick_imports
-from openrlhf.distributed.buckets import (
+from openrlhf.rollout.engine_settings import ADAPTER_ID, Device, EngineSettings, engine_arguments
+from openrlhf.rollout.engine_versions import SampledVersions, check_reload, refusals
+from openrlhf.rollout.sampling import Generation, SamplingParams
+from openrlhf.training.devices import note, redirect_output
+from openrlhf.weights.buckets import (
     PublicationError,
     WeightManifest,
     WorkerReceipt,
     verify_receipts,
 )
-from openrlhf.distributed.devices import note, redirect_output
-from openrlhf.distributed.weight_sync import WeightGroup
-from openrlhf.rollout.engine_settings import ADAPTER_ID, Device, EngineSettings, engine_arguments
-from openrlhf.rollout.engine_versions import SampledVersions, check_reload, refusals
-from openrlhf.rollout.sampling import Generation, SamplingParams
+from openrlhf.weights.transport import WeightGroup
 
 T = TypeVar("T")
 

@@ -27,16 +27,16 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from openrlhf.distributed.buckets import (
+from openrlhf.rollout.engine_settings import ADAPTER_ID
+from openrlhf.rollout.engine_versions import adapter_renames, expert_kernel, heed_seeds_on_cpu
+from openrlhf.weights.buckets import (
     WeightManifest,
     WorkerReceipt,
     bucket_hash,
     bucket_nbytes,
     unpack,
 )
-from openrlhf.distributed.weight_sync import Channel, Membership
-from openrlhf.rollout.engine_settings import ADAPTER_ID
-from openrlhf.rollout.engine_versions import adapter_renames, expert_kernel, heed_seeds_on_cpu
+from openrlhf.weights.transport import Channel, Membership
 
 # vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX). Linux refuses them to a
 # process that has not asked for them, and vLLM does not ask. Unless oneDNN happened to ask before,

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import stdev
 from typing import TypeVar
 
+from openrlhf.core.trajectory import Trajectory
 from openrlhf.observability.glossary import find_spec
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all
-from openrlhf.trajectory import Trajectory
 
 T = TypeVar("T")
 

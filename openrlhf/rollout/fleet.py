@@ -15,9 +15,9 @@ from typing import Any
 
 import ray
 
-from openrlhf.distributed.cluster import machines
-from openrlhf.distributed.placement import HostGroup, Machine, Placement, Slots
-from openrlhf.distributed.worker_group import (
+from openrlhf.cluster.placement import HostGroup, Machine, Placement, Slots
+from openrlhf.cluster.ray_cluster import machines
+from openrlhf.cluster.worker_group import (
     DEATHS,
     Call,
     HostHandles,

@@ -13,12 +13,12 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.rollout import RolloutConfig
+from openrlhf.core.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 from openrlhf.observability.metrics import Metric
 from openrlhf.observability.once import warn_once
 from openrlhf.rewards.protocol import Reward, RewardResult, request_of
 from openrlhf.rollout.measures import SampleCost, generation_metrics
 from openrlhf.rollout.sampling import Generation, SamplingParams
-from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 
 Group = list[Trajectory]  # all samples of one prompt, failed ones among them
 

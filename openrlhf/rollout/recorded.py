@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.data.errors import DataError
 from openrlhf.observability.metrics import Metric
 from openrlhf.rollout.episode_files import EpisodeFolder, Kind
 from openrlhf.rollout.generator import Generator, Group, Request, in_prompt_order
-from openrlhf.trajectory import Prompt, Trajectory
 
 
 class DumpingGenerator:

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.batches import Ragged
 from openrlhf.config.serving import ServeConfig
+from openrlhf.core.batches import Ragged
 from openrlhf.data.tokenizer import get_tokenizer, most_characters
 from openrlhf.models.loading import LoadSpec, ModelError
 from openrlhf.models.proof import prove_layout

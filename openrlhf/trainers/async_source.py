@@ -9,13 +9,13 @@ from itertools import chain, islice
 from pathlib import Path
 
 from openrlhf import termination
+from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.observability.metrics import Last, Max, Mean, Metric
 from openrlhf.rollout.background import CLOSE_S
 from openrlhf.rollout.episode_files import EpisodeFolder
 from openrlhf.rollout.generator import Group, Request
 from openrlhf.trainers.capacity import Capacity, Held
 from openrlhf.trainers.sources import Source
-from openrlhf.trajectory import Prompt, Trajectory
 
 TERMINATION_CHECK_S = 0.2  # while a publication waits for samples
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.supervised_losses import soft_cross_entropy
-from openrlhf.batches import TokenRows
 from openrlhf.config.rollout import RuleConfig
 from openrlhf.config.supervised import KDConfig, KDLossConfig
+from openrlhf.core.batches import TokenRows
 from openrlhf.data.loading import Table
 from openrlhf.data.sft import SFTDataset
 from openrlhf.models.loading import configuration

@@ -24,13 +24,13 @@ from openrlhf.algorithms.rewards import (
     stop_properly_penalty,
     token_rewards,
 )
-from openrlhf.batches import Experience, turn_reward_column
 from openrlhf.config.flags import UserError
 from openrlhf.config.learning import RLFlags
+from openrlhf.core.batches import Experience, turn_reward_column
+from openrlhf.core.trajectory import Trajectory
 from openrlhf.observability.metrics import Last, Mean, Metric
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 from openrlhf.trainers.stages import RewardModels, Stage
-from openrlhf.trajectory import Trajectory
 from openrlhf.workers.policy import kl_metrics
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from openrlhf.core.trajectory import Trajectory
 from openrlhf.observability.metrics import Mean
 from openrlhf.rollout.generator import Group
-from openrlhf.trajectory import Trajectory
 
 
 @dataclass(frozen=True)

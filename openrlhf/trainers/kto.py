@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.preference_losses import kto
-from openrlhf.batches import Answers
 from openrlhf.config.supervised import KTOConfig
+from openrlhf.core.batches import Answers
 from openrlhf.data.errors import DataError, source_of
 from openrlhf.data.feedback import (
     BothAnswers,
@@ -23,10 +23,10 @@ from openrlhf.data.findings import Finding
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.layouts import JUDGED
 from openrlhf.data.loading import Table
-from openrlhf.distributed.strategy import Strategy
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.preference import ReferencedTask
 from openrlhf.trainers.tasks import Rows, offline_task
+from openrlhf.training.strategy import Strategy
 
 
 @offline_task("kto")

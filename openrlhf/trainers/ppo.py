@@ -13,11 +13,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf import termination
-from openrlhf.batches import Experience, TokenRows
 from openrlhf.checkpoints.manager import SAVE_FAILED, CheckpointManager, note_of_end
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StagedCheckpoint
+from openrlhf.cluster.worker_group import Call, HostHandles, WorkerGroup, gather
 from openrlhf.config.learning import RLFlags
-from openrlhf.distributed.worker_group import Call, HostHandles, WorkerGroup, gather
+from openrlhf.core.batches import Experience, TokenRows
+from openrlhf.core.trajectory import Trajectory
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
 from openrlhf.observability.recorder import Recorder
 from openrlhf.rewards.budget import RewardErrors
@@ -32,7 +33,6 @@ from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.sources import Source
 from openrlhf.trainers.update_plan import RankUpdate, plan_update
 from openrlhf.trainers.utilisation import utilisation
-from openrlhf.trajectory import Trajectory
 from openrlhf.workers.base import TrainedWorker, Update
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker

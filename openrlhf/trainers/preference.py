@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.preference_losses import PREFERENCE_LOSSES, Judged, Strength
-from openrlhf.batches import Answers
 from openrlhf.config.supervised import DPOConfig, KTOConfig, RMConfig
+from openrlhf.core.batches import Answers
 from openrlhf.data.feedback import PairRow, PreferenceDataset
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import islice
 
-from openrlhf.batches import TokenRows
+from openrlhf.core.batches import TokenRows
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.sft import SFTDataset
 from openrlhf.trainers.update_plan import share

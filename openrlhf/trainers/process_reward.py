@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.batches import Steps, offsets_of
 from openrlhf.config.supervised import PRMConfig
+from openrlhf.core.batches import Steps, offsets_of
 from openrlhf.data.errors import DataError
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table

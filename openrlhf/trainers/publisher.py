@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf.batches import TokenRows
-from openrlhf.distributed.buckets import PublicationError
-from openrlhf.distributed.weight_sync import Transport, WeightGroup
-from openrlhf.distributed.worker_group import Call, WorkerError, WorkerGroup, gather
+from openrlhf.cluster.worker_group import Call, WorkerError, WorkerGroup, gather
+from openrlhf.core.batches import TokenRows
 from openrlhf.rollout.engine import EngineError, RolloutEngine
 from openrlhf.rollout.fleet import Fleet, Member
 from openrlhf.rollout.sampling import Generation, SamplingParams
+from openrlhf.weights.buckets import PublicationError
+from openrlhf.weights.transport import Transport, WeightGroup
 from openrlhf.workers.policy import PolicyWorker
 
 ANSWER_S = 10.0  # for an engine to answer when another has failed

@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.flags import UserError
 from openrlhf.config.options import ConfigError
+from openrlhf.core.trajectory import Trajectory
 from openrlhf.data.errors import DataError
 from openrlhf.rewards.remote_engines import RemoteEngine, in_background, remote_engine
 from openrlhf.rewards.servers import ServerError
 from openrlhf.trainers.stages import with_column
-from openrlhf.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from torch.utils.data import Subset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.supervised_losses import log_sigmoid
-from openrlhf.batches import Pairs
 from openrlhf.config.supervised import RMConfig
+from openrlhf.core.batches import Pairs
 from openrlhf.data.feedback import PairRow, PreferenceDataset
 from openrlhf.data.loading import Table
 from openrlhf.models.scalar import ScalarModel, check_scalar_weights, last_token_scores, load_scalar

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.supervised_losses import token_nll
-from openrlhf.batches import TokenRows
 from openrlhf.config.supervised import SFTConfig
+from openrlhf.core.batches import TokenRows
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.data.sft import SFTDataset, SFTRow

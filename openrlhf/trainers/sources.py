@@ -11,6 +11,7 @@ from pathlib import Path
 from torch.utils.data import DataLoader
 
 from openrlhf.config.learning import RLFlags
+from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.observability.metrics import Metric
@@ -26,7 +27,6 @@ from openrlhf.rollout.generator import (
     in_prompt_order,
 )
 from openrlhf.trainers.filtering import DynamicFilter
-from openrlhf.trajectory import Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
 READ_TOGETHER = 64  # prompts

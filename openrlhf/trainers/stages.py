@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from openrlhf.batches import Experience, Ragged
+from openrlhf.cluster.worker_group import WorkerGroup, gather
 from openrlhf.config.rollout import RewardConfig
-from openrlhf.distributed.worker_group import WorkerGroup, gather
+from openrlhf.core.batches import Experience, Ragged
+from openrlhf.core.trajectory import Trajectory
 from openrlhf.rewards.protocol import combined
 from openrlhf.trainers.update_plan import share
-from openrlhf.trajectory import Trajectory
 from openrlhf.workers.frozen import RewardWorker
 
 

@@ -16,12 +16,12 @@ from openrlhf import termination
 from openrlhf.checkpoints.manager import SAVE_FAILED, CheckpointManager, note_of_end
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
 from openrlhf.data.batching import ResumableSampler
-from openrlhf.distributed.engine import TrainEngine
-from openrlhf.distributed.strategy import Strategy
 from openrlhf.observability.metrics import Last, Max, Metric, merge_all, values
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.tasks import Micro, OfflineTask, Row, Rows
+from openrlhf.training.engine import TrainEngine
+from openrlhf.training.strategy import Strategy
 from openrlhf.workers.base import MicroBatchLimits, export_trained
 
 T = TypeVar("T")

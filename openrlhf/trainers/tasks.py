@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.registry import Registry
-from openrlhf.batches import Ragged
 from openrlhf.config.supervised import SFTConfig, SupervisedConfig
+from openrlhf.core.batches import Ragged
 from openrlhf.data.findings import Finding
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
-from openrlhf.distributed.strategy import FrozenModel, Strategy
 from openrlhf.models.loading import LoadSpec, check_causal_lm, configuration
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Mean, Metric
+from openrlhf.training.strategy import FrozenModel, Strategy
 from openrlhf.workers.base import MicroBatchLimits, balancing_term
 
 Config = TypeVar("Config", bound=SupervisedConfig)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import chain
 
-from openrlhf.distributed.worker_group import Span
+from openrlhf.cluster.worker_group import Span
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.rollout.measures import at_once
 

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.batches import Experience, Ragged
 from openrlhf.checkpoints.export import check_disk_room, export_hf
 from openrlhf.checkpoints.reloaded import TrainedState
 from openrlhf.config.learning import RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RolloutConfig
 from openrlhf.config.shared import LoadingConfig, OptimizerConfig
+from openrlhf.core.batches import Experience, Ragged
 from openrlhf.data.batching import batches_of_rows, batches_of_tokens
-from openrlhf.distributed.engine import Metrics, StepResult, TrainEngine
-from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.loading import LoadSpec
 from openrlhf.models.probe import probe_logits
 from openrlhf.models.proof import prove_layout
 from openrlhf.observability.metrics import Last, Max, Mean, merge_all
+from openrlhf.training.engine import Metrics, StepResult, TrainEngine
+from openrlhf.training.strategy import Strategy
 
 Rows = TypeVar("Rows", bound=Ragged)
 # By device type. An inference engine leaves little memory of its GPU free.

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from openrlhf.algorithms.policy_losses import value_loss
 from openrlhf.algorithms.tensors import masked_sum
-from openrlhf.batches import Experience, Ragged
-from openrlhf.distributed.engine import Metrics
-from openrlhf.distributed.strategy import Strategy
+from openrlhf.core.batches import Experience, Ragged
 from openrlhf.models.backbone import has_balanced_experts
 from openrlhf.models.scalar import ScalarModel, load_scalar, state_values
 from openrlhf.observability.metrics import Mean
+from openrlhf.training.engine import Metrics
+from openrlhf.training.strategy import Strategy
 from openrlhf.workers.base import RoleSettings, TrainedWorker, Update, balancing_term, column_of
 
 

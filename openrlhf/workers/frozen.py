@@ -6,13 +6,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from openrlhf.batches import Ragged, TokenRows
 from openrlhf.config.rollout import RewardConfig
-from openrlhf.distributed.strategy import FrozenModel, Strategy
+from openrlhf.core.batches import Ragged, TokenRows
 from openrlhf.models.loading import LoadSpec
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.proof import prove_layout
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
+from openrlhf.training.strategy import FrozenModel, Strategy
 from openrlhf.workers.base import MicroBatchLimits, RoleSettings, column_of
 from openrlhf.workers.steps import StepScorer
 

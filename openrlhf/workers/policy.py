@@ -15,20 +15,20 @@ from openrlhf.algorithms.kl import kl_clamped, kl_estimate
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES, Clip, aggregation_weights
 from openrlhf.algorithms.supervised_losses import token_nll
 from openrlhf.algorithms.tensors import bounded_exp, log_ratio, masked_sum
-from openrlhf.batches import Experience, TokenRows
 from openrlhf.config.learning import ActorConfig, AlgoConfig
 from openrlhf.config.shared import LoraConfig
-from openrlhf.distributed.averaging import WeightAverage
-from openrlhf.distributed.buckets import TensorSpec, WeightManifest
-from openrlhf.distributed.devices import free_port
-from openrlhf.distributed.engine import Metrics
-from openrlhf.distributed.strategy import Strategy
-from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
-from openrlhf.distributed.whole import trained_tensors, whole_tensors
+from openrlhf.core.batches import Experience, TokenRows
 from openrlhf.models.adapters import adapters_off, scale_settings, stored_name
 from openrlhf.models.loading import DTYPES, stored_tensors
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Max, Mean
+from openrlhf.training.averaging import WeightAverage
+from openrlhf.training.devices import free_port
+from openrlhf.training.engine import Metrics
+from openrlhf.training.strategy import Strategy
+from openrlhf.training.whole import trained_tensors, whole_tensors
+from openrlhf.weights.buckets import TensorSpec, WeightManifest
+from openrlhf.weights.transport import WeightGroup, WeightSender
 from openrlhf.workers.base import RoleSettings, TrainedWorker, Update, balancing_term, column_of
 
 

@@ -9,12 +9,12 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.batches import TokenRows
+from openrlhf.core.batches import TokenRows
 from openrlhf.data.steps import one_token
 from openrlhf.data.tokenizer import get_tokenizer
-from openrlhf.distributed.strategy import FrozenModel, Strategy
 from openrlhf.models.loading import LoadSpec, step_tokens
 from openrlhf.models.policy import LogitModel
+from openrlhf.training.strategy import FrozenModel, Strategy
 
 
 class _MarkedAnswer(NamedTuple):

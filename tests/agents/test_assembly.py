@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf.agents.assembly import EpisodeMistake, assemble
+from openrlhf.core.trajectory import Failure
 from openrlhf.isolation.call import Asked, UserCodeError
 from openrlhf.rollout.sampling import Generation
-from openrlhf.trajectory import Failure
 
 TOKEN = st.integers(0, 3)  # few, so that one turn looks like another
 TURN = st.tuples(

@@ -21,13 +21,13 @@ from openrlhf.agents import play
 from openrlhf.agents.play import AgentEpisodes
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RemoteEnginesConfig, RolloutConfig, RuleConfig
+from openrlhf.core.trajectory import Failure, Prompt, StopReason, Trajectory
 from openrlhf.observability.metrics import Metric
 from openrlhf.rewards import remote_engines
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine import EngineError, RequestRefused
 from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
-from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory
 from tests.openai_server import openai_server
 from tests.streams import rollout
 from tests.tiny import character_tokenizer

@@ -16,9 +16,9 @@ import pytest
 from openrlhf.agents import play as play_module
 from openrlhf.agents.play import AgentEpisodes
 from openrlhf.config.rollout import RolloutConfig, RuleConfig
+from openrlhf.core.trajectory import Failure, Prompt
 from openrlhf.rollout.generator import Generate, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
-from openrlhf.trajectory import Failure, Prompt
 from tests.tiny import character_tokenizer
 
 FILE = Path(__file__).parent / "agent_files/stubborn.py"

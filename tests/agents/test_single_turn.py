@@ -10,8 +10,8 @@ import pytest
 
 from openrlhf.agents.answers import CompletionOutput, RequestOutput
 from openrlhf.agents.contract import ContractMistake, SingleTurnAgentExecutor
+from openrlhf.core.trajectory import Failure
 from openrlhf.rollout.sampling import SamplingParams
-from openrlhf.trajectory import Failure
 from tests.reward_server import reward_server
 from tests.tiny import character_tokenizer
 

@@ -16,10 +16,10 @@ from openrlhf.checkpoints import export as exporting
 from openrlhf.checkpoints.export import ASIDE, ExportError, export_hf
 from openrlhf.checkpoints.reloaded import TrainedState, compare_files, compare_reloaded
 from openrlhf.config.shared import LoraConfig
-from openrlhf.distributed.whole import trained_tensors, whole_tensors
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.probe import are_of_another_model, explain_gap, probe_logits
 from openrlhf.models.scalar import load_scalar
+from openrlhf.training.whole import trained_tensors, whole_tensors
 from tests.loading import load_spec
 from tests.tiny import character_tokenizer, save_tiny_model
 

@@ -15,12 +15,12 @@ import pytest
 
 from openrlhf import __version__
 from openrlhf.cli import common, main
+from openrlhf.cluster import ray_cluster as cluster
 from openrlhf.config.flags import ConfigError, amend, flags_of
 from openrlhf.config.machine import installed
 from openrlhf.config.methods import COMMANDS as METHODS
 from openrlhf.config.places import outputs
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.distributed import cluster
 from openrlhf.locks import InUseError
 from tests.config.commands import COMMANDS, violations
 from tests.ranks import ROOT

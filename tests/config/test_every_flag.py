@@ -28,8 +28,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.shared import OptimizerConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.config.unsupported import is_refused, refusals
-from openrlhf.distributed.ds_config import inference_config, training_config
-from openrlhf.distributed.optimizers import make_optimizer, make_schedule
+from openrlhf.core.trajectory import Prompt
 from openrlhf.launch import settings
 from openrlhf.launch.start import plan_placement
 from openrlhf.models.loading import pretrained_options
@@ -37,7 +36,8 @@ from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.engine_settings import engine_arguments
 from openrlhf.trainers import tasks
 from openrlhf.trainers.experience_maker import ExperienceMaker
-from openrlhf.trajectory import Prompt
+from openrlhf.training.ds_config import inference_config, training_config
+from openrlhf.training.optimizers import make_optimizer, make_schedule
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.policy import clip_of, correction_of
 from tests.config.commands import COMMANDS, SMALLEST, read_flags
@@ -90,13 +90,13 @@ READERS = {
     "train_kd": f"{TRAINING} trainers.distill trainers.sft data.rows data.sft data.first_look",
     "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.prompt_data launch.processes launch.agents agents.play "
     "trainers.ppo trainers.experience_maker rewards.rule rewards.function observability.recorder observability.trackers data.rows data.prompts data.first_look "
-    "trainers.sources trainers.async_source trainers.stages models.adapters workers.base workers.policy workers.critic workers.frozen checkpoints.manager rollout.fleet distributed.placement",
+    "trainers.sources trainers.async_source trainers.stages models.adapters workers.base workers.policy workers.critic workers.frozen checkpoints.manager rollout.fleet cluster.placement",
     "serve_rm": "serving.server serving.scorer models.loading",
     "eval": "evaluation.runs trainers.reward trainers.sources trainers.stages workers.frozen launch.prompt_data launch.processes launch.agents agents.play rewards.rule rewards.function rewards.judge "
-    "observability.recorder observability.trackers data.rows data.prompts data.feedback rollout.fleet distributed.placement",
+    "observability.recorder observability.trackers data.rows data.prompts data.feedback rollout.fleet cluster.placement",
     "reward_test": "evaluation.reward_test rewards.rule rewards.function",
     "batch_inference": "evaluation.batch_inference launch.identity evaluation.runs evaluation.post_processing launch.prompt_data launch.processes "
-    "observability.recorder observability.trackers data.prompts data.sft data.rows data.first_look rollout.fleet distributed.placement trainers.stages workers.frozen",
+    "observability.recorder observability.trackers data.prompts data.sft data.rows data.first_look rollout.fleet cluster.placement trainers.stages workers.frozen",
     "interactive_chat": "evaluation.chat launch.prompt_data launch.settings models.loading",
     "pipeline": "launch.pipeline",
 }

@@ -20,7 +20,7 @@ from openrlhf.data.errors import ROW, DataError, row_error
 from openrlhf.data.rows import Result, TokenizedRows
 from openrlhf.data.sft import SFTRow
 from openrlhf.data.templates import Encoded, Passage
-from openrlhf.distributed.strategy import Strategy
+from openrlhf.training.strategy import Strategy
 from tests.data.small import build_tokenizer
 
 SIZES = {"training": 200, "evaluation": 7, "broken": 200, "killed": 200}

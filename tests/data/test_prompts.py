@@ -10,10 +10,10 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.learning import RLDataConfig
+from openrlhf.core.trajectory import Prompt
 from openrlhf.data.errors import DataError
 from openrlhf.data.loading import load_datasets
 from openrlhf.data.prompts import PromptDataset
-from openrlhf.trajectory import Prompt
 from tests.data.small import PLAIN_CHAT, build_tokenizer, gsm8k, json_lines
 
 

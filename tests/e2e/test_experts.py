@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from openrlhf.distributed.devices import free_port
+from openrlhf.training.devices import free_port
 from tests.e2e.commands import column, run, write_rows
 from tests.e2e.test_sft import sft_flags, task_rows
 from tests.tiny import save_tiny_model

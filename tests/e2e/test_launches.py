@@ -24,10 +24,10 @@ import ray
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from openrlhf.distributed.cluster import ray_cluster
-from openrlhf.distributed.devices import free_port
-from openrlhf.distributed.placement import Placement, PlacementError
+from openrlhf.cluster.placement import Placement, PlacementError
+from openrlhf.cluster.ray_cluster import ray_cluster
 from openrlhf.termination import SAID
+from openrlhf.training.devices import free_port
 from tests.config.printed import PRINTED
 from tests.e2e.commands import Finished, column, finish, numbers, places, run, write_rows
 from tests.e2e.nodes import end, environment, start_node, type_in
@@ -395,8 +395,8 @@ def start_program(code: str) -> subprocess.Popen[str]:
 
 
 STARTS_RAY = """
-from openrlhf.distributed.cluster import ray_cluster
-from openrlhf.distributed.placement import Placement
+from openrlhf.cluster.ray_cluster import ray_cluster
+from openrlhf.cluster.placement import Placement
 
 with ray_cluster(Placement(groups=(), on_gpus=False)):
     print("up", flush=True)
@@ -437,8 +437,8 @@ def test_a_termination_ends_a_run_in_order(send: Callable[[int, int], None]) -> 
     """
     program = (
         "import ray, time\n"
-        "from openrlhf.distributed.cluster import ray_cluster\n"
-        "from openrlhf.distributed.placement import Placement\n"
+        "from openrlhf.cluster.ray_cluster import ray_cluster\n"
+        "from openrlhf.cluster.placement import Placement\n"
         "try:\n"
         "    with ray_cluster(Placement(groups=(), on_gpus=False)):\n"
         "        try:\n"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.distributed.devices import free_port
+from openrlhf.training.devices import free_port
 from tests.e2e.commands import as_arguments, column, finish, samples
 from tests.e2e.nodes import end, environment, start_node, type_in
 from tests.e2e.processes import descendants

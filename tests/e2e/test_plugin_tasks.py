@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from openrlhf.distributed.devices import free_port
+from openrlhf.training.devices import free_port
 from tests.e2e.commands import column, places, run, write_rows
 from tests.sources import ROOT
 from tests.tiny import save_tiny_model

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.cli.common import LAUNCHER
 from openrlhf.cli.train_sft import main
-from openrlhf.distributed.devices import free_port
+from openrlhf.training.devices import free_port
 from tests.e2e.commands import (
     as_arguments,
     column,

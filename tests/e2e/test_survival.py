@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from openrlhf.checkpoints.manager import RESUME_HINT
-from openrlhf.distributed.devices import free_port
+from openrlhf.training.devices import free_port
 from tests.e2e.commands import (
     PLAIN,
     column,

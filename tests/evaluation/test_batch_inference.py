@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.options import parse_config
+from openrlhf.core.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 from openrlhf.data.errors import DataError
 from openrlhf.data.first_start import FirstStart
 from openrlhf.data.prompts import AnsweredDataset
@@ -27,7 +28,6 @@ from openrlhf.evaluation.journal import Journal
 from openrlhf.evaluation.post_processing import POST_PROCESSORS
 from openrlhf.launch.identity import request_identity
 from openrlhf.observability.display import Display
-from openrlhf.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 from tests.config.commands import ROOTS, parse
 from tests.tiny import HEADS, character_tokenizer, save_reward_model, save_tiny_model
 

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 from openrlhf.config.flags import flags_in
 from openrlhf.config.machine import installed
 from openrlhf.config.options import parse_config
-from openrlhf.distributed.buckets import bucket_hash
+from openrlhf.weights.buckets import bucket_hash
 from tests.config.commands import COMMANDS, WITH_OLD
 from tests.e2e.commands import (
     kill_when,

@@ -16,10 +16,10 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from openrlhf.distributed.buckets import TensorSpec, WeightManifest, bucket_hash, bucket_nbytes
-from openrlhf.distributed.devices import free_port
-from openrlhf.distributed.weight_sync import Transport, WeightGroup, WeightSender, join_group
 from openrlhf.rollout.sampling import SamplingParams
+from openrlhf.training.devices import free_port
+from openrlhf.weights.buckets import TensorSpec, WeightManifest, bucket_hash, bucket_nbytes
+from openrlhf.weights.transport import Transport, WeightGroup, WeightSender, join_group
 from tests.gpu.place import DEVICE, TRANSPORT, save_model, started_engine
 from tests.gpu.rehearsal import REHEARSAL
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf.core.trajectory import Failure
 from openrlhf.isolation import pool as pool_module
 from openrlhf.isolation import process as process_module
 from openrlhf.isolation.pool import ProcessPool, UserCodeError
 from openrlhf.isolation.program import PROCESSES
-from openrlhf.trajectory import Failure
 
 FILES = Path(__file__).parents[1] / "rewards/reward_files"
 TROUBLE = f"{FILES / 'trouble.py'}:"

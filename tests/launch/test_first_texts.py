@@ -16,12 +16,12 @@ import torch
 from tokenizers.decoders import Fuse
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from openrlhf.batches import TokenRows
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
 from openrlhf.cli.main import VERBS
 from openrlhf.config.flags import UserError
 from openrlhf.config.shared import DeepSpeedConfig
+from openrlhf.core.batches import TokenRows
 from openrlhf.data.shown import LONGEST, show_batch, show_text
 from openrlhf.launch import offline
 from tests.data.small import PLAIN_CHAT, build_tokenizer

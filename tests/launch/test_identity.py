@@ -16,6 +16,7 @@ from openrlhf.config.learning import RLDataConfig
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import KDConfig, KTOConfig, RMConfig, SFTConfig
+from openrlhf.core.trajectory import Prompt
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.rows import contents_of
 from openrlhf.data.sft import SFTRow
@@ -30,7 +31,6 @@ from openrlhf.trainers.distill import DistillationTask
 from openrlhf.trainers.kto import KTOTask
 from openrlhf.trainers.reward import RewardTask
 from openrlhf.trainers.sft import SFTTask
-from openrlhf.trajectory import Prompt
 from tests.tiny import character_tokenizer, save_tiny_model
 
 LINE = "--model.model_name_or_path {0} --data.dataset {0} --output_path out.jsonl"

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import pytest
 
+from openrlhf.cluster.placement import PlacementError
+from openrlhf.cluster.ray_cluster import expected_machines
 from openrlhf.config import machine
 from openrlhf.config.flags import ConfigError
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.distributed.cluster import expected_machines
-from openrlhf.distributed.placement import PlacementError
 from openrlhf.launch.start import plan_placement
 
 LEARNING = (

@@ -13,7 +13,7 @@ from openrlhf.launch.ray_loss import RayLoss
 ENDS = """
 import os, signal, sys, threading, time
 from openrlhf import termination
-from openrlhf.distributed.ray_watch import LostRay
+from openrlhf.cluster.ray_watch import LostRay
 from openrlhf.launch.ray_loss import RayLoss
 
 if "again" in sys.argv:

@@ -9,8 +9,8 @@ import pytest
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import RunState
+from openrlhf.cluster.ray_watch import LostRay
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.distributed.ray_watch import LostRay
 from openrlhf.launch.start import Restarts, newest_checkpoint
 from tests.config.commands import ppo
 from tests.ranks import ROOT

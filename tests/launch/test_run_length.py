@@ -9,8 +9,8 @@ import torch
 
 from openrlhf.config.shared import OptimizerConfig
 from openrlhf.data.findings import Level
-from openrlhf.distributed.optimizers import make_schedule
 from openrlhf.launch.run_length import FEWEST_STEPS, IDLE_SHARE, check_steps
+from openrlhf.training.optimizers import make_schedule
 
 
 def idle_steps(schedule: OptimizerConfig, steps: int) -> int:

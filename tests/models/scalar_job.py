@@ -13,9 +13,9 @@ from torch import Tensor
 
 from openrlhf.checkpoints.export import export_hf
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
-from openrlhf.distributed.engine import TrainEngine
-from openrlhf.distributed.strategy import FrozenModel, Strategy
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
+from openrlhf.training.engine import TrainEngine
+from openrlhf.training.strategy import FrozenModel, Strategy
 from tests.loading import load_spec
 from tests.models.test_scalar_model import batch
 from tests.tiny import character_tokenizer

@@ -18,16 +18,16 @@ from peft import LoraConfig as PeftConfig
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from openrlhf.batches import offsets_of
 from openrlhf.checkpoints.export import export_hf
 from openrlhf.cli import lora_combiner
 from openrlhf.config.flags import UserError
 from openrlhf.config.shared import LoraConfig
-from openrlhf.distributed.whole import trained_tensors, whole_tensors
+from openrlhf.core.batches import offsets_of
 from openrlhf.models.adapters import adapters_off
 from openrlhf.models.loading import STEP_TOKENS, LoadSpec, load_causal_lm, step_tokens
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scalar import load_scalar
+from openrlhf.training.whole import trained_tensors, whole_tensors
 from tests.config.commands import violations
 from tests.loading import load_spec
 from tests.ranks import ROOT

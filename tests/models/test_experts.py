@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from openrlhf.batches import TokenRows
 from openrlhf.config.supervised import SFTConfig, SFTModelConfig
+from openrlhf.core.batches import TokenRows
 from openrlhf.models import packed_attention
 from openrlhf.models.loading import ModelError, load_causal_lm
 from openrlhf.models.policy import PolicyModel

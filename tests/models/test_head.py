@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from openrlhf.algorithms import tensors
-from openrlhf.batches import offsets_of
+from openrlhf.core.batches import offsets_of
 from openrlhf.models.head import OutputHead
 from openrlhf.models.policy import PolicyModel
 from tests.allocations import LargestTensor

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from openrlhf.algorithms import tensors
-from openrlhf.batches import offsets_of
+from openrlhf.core.batches import offsets_of
 from openrlhf.models import packed_attention
 from openrlhf.models.loading import reject_transformed_logits
 from openrlhf.models.policy import PolicyModel

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, CohereConfig
 
-from openrlhf.batches import Layout, offsets_of
 from openrlhf.checkpoints.export import export_hf
+from openrlhf.core.batches import Layout, offsets_of
 from openrlhf.models import packed_attention
 from openrlhf.models.head import OutputHead
 from openrlhf.models.loading import LoadSpec, ModelError, load_causal_lm

@@ -11,10 +11,10 @@ import pytest
 from openrlhf.config.options import parse_config
 from openrlhf.config.shared import LoggerConfig, RunConfig
 from openrlhf.config.supervised import SFTConfig
+from openrlhf.core.trajectory import Failure
 from openrlhf.observability.recorder import SAMPLES_PER_EVALUATION, SAMPLES_PER_STEP, Recorder
 from openrlhf.observability.run_folder import read_lines
 from openrlhf.trainers.filtering import thrown_away
-from openrlhf.trajectory import Failure
 from tests.trainers.episodes import episode, failed
 
 

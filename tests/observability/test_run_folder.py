@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf.core.trajectory import Prompt, StopReason, Trajectory
 from openrlhf.observability.run_folder import RunFolder, read_lines, sample_row
-from openrlhf.trajectory import Prompt, StopReason, Trajectory
 
 ROW = {
     "step": 1,

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from openrlhf.config.rollout import RuleConfig
+from openrlhf.core.trajectory import Failure
 from openrlhf.isolation.pool import ProcessPool
 from openrlhf.rewards.checks import grade_code, grade_format, grade_length, program_in, same_output
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
 from openrlhf.rewards.rule import VerifierReward
-from openrlhf.trajectory import Failure
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import pytest
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RuleConfig
-from openrlhf.distributed.devices import free_port
 from openrlhf.rewards import servers as http_servers
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
 from openrlhf.rewards.rule import HTTPReward
+from openrlhf.training.devices import free_port
 from tests.reward_server import RewardServer, reward_server
 
 

@@ -12,11 +12,11 @@ import pytest
 from openrlhf.config.evaluation import JudgeConfig
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RuleConfig
-from openrlhf.distributed.devices import free_port
+from openrlhf.core.trajectory import Failure
 from openrlhf.rewards import servers as http_servers
 from openrlhf.rewards.judge import Judge, NoVerdict, read_verdict
 from openrlhf.rewards.servers import ServerError
-from openrlhf.trajectory import Failure
+from openrlhf.training.devices import free_port
 from tests.judge_server import JudgeServer, answers_in, judge_server
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config.rollout import RuleConfig
+from openrlhf.core.trajectory import Prompt
 from openrlhf.isolation.pool import ProcessPool
 from openrlhf.rewards.function import FunctionReward
 from openrlhf.rewards.preview import answered, reward_preview, wrong_requests
-from openrlhf.trajectory import Prompt
 from tests.tiny import character_tokenizer
 
 TOKENIZER = character_tokenizer()

@@ -13,7 +13,7 @@ import pytest
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
-from openrlhf.distributed.devices import free_port
+from openrlhf.core.trajectory import Failure
 from openrlhf.isolation.pool import ProcessPool
 from openrlhf.rewards import remote_engines as engines
 from openrlhf.rewards import servers as http_servers
@@ -21,7 +21,7 @@ from openrlhf.rewards.function import FunctionReward
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
 from openrlhf.rewards.remote_engines import VARIABLE, offer_engines, remote_engine
 from openrlhf.rewards.servers import ServerError
-from openrlhf.trajectory import Failure
+from openrlhf.training.devices import free_port
 from tests.openai_server import OpenAIServer, openai_server
 
 FUNCTIONS = Path(__file__).parents[1] / "rewards/reward_files/asks.py"

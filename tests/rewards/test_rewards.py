@@ -12,13 +12,13 @@ import pytest
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RewardConfig, RuleConfig
+from openrlhf.core.trajectory import Prompt, StopReason, Trajectory
 from openrlhf.isolation.pool import ProcessPool
 from openrlhf.observability.once import warn_once
 from openrlhf.rewards.budget import ErrorBudget, RewardErrors
 from openrlhf.rewards.function import FunctionReward
 from openrlhf.rewards.protocol import RewardRequest, RewardResult, read_rewards, request_of
 from openrlhf.rewards.rule import VerifierReward
-from openrlhf.trajectory import Prompt, StopReason, Trajectory
 from tests.tiny import character_tokenizer
 
 FILES = Path(__file__).parent / "reward_files"

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import torch
 from vllm.config import VllmConfig
-from openrlhf.distributed.buckets import (
+from openrlhf.weights.buckets import (
     PublicationError,
     TensorSpec,
     WeightManifest,

@@ -37,13 +37,13 @@ from transformers import (
 
 from openrlhf.config.machine import installed
 from openrlhf.config.rollout import VLLMConfig
-from openrlhf.distributed.buckets import PublicationError, TensorSpec, WeightManifest, WorkerReceipt
-from openrlhf.distributed.devices import free_port
-from openrlhf.distributed.weight_sync import WeightGroup, WeightSender
 from openrlhf.models.loading import pin_longrope
 from openrlhf.rollout.engine import EngineError, RolloutEngine
 from openrlhf.rollout.engine_settings import EngineSettings, engine_environment
 from openrlhf.rollout.sampling import Generation, SamplingParams
+from openrlhf.training.devices import free_port
+from openrlhf.weights.buckets import PublicationError, TensorSpec, WeightManifest, WorkerReceipt
+from openrlhf.weights.transport import WeightGroup, WeightSender
 
 VLLM = Version(installed("vllm").version)
 VOCABULARY = 100
@@ -74,8 +74,8 @@ class FaultyEngine(RolloutEngine):
 
     async def sabotage(self, fault: str) -> None:
         """Let every update go wrong in one way, until `repair`."""
-        from openrlhf.distributed import weight_sync
         from openrlhf.rollout import engine_worker
+        from openrlhf.weights import transport as weight_sync
 
         channel = weight_sync._BroadcastChannel
         self.originals = channel.receive, engine_worker.unpack, engine_worker.repack_linears
@@ -105,8 +105,8 @@ class FaultyEngine(RolloutEngine):
             engine_worker.repack_linears = lambda model: None
 
     async def repair(self) -> None:
-        from openrlhf.distributed import weight_sync
         from openrlhf.rollout import engine_worker
+        from openrlhf.weights import transport as weight_sync
 
         channel = weight_sync._BroadcastChannel
         channel.receive, engine_worker.unpack, engine_worker.repack_linears = self.originals

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from openrlhf.core.trajectory import Failure, Prompt, Trajectory
 from openrlhf.data.errors import DataError
 from openrlhf.rollout.episode_files import EpisodeFolder
-from openrlhf.trajectory import Failure, Prompt, Trajectory
 from tests.trainers.episodes import episode, failed
 
 RUN = {"--rollout.batch_size": 2, "prompts": 24}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from openrlhf.distributed.placement import HostGroup, Machine
+from openrlhf.cluster.placement import HostGroup, Machine
 from openrlhf.rollout import fleet as module
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.engine import EngineDied

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from openrlhf.config.machine import installed
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
+from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.observability.metrics import values
 from openrlhf.rollout.background import BackgroundLoop, RolloutError
 from openrlhf.rollout.engine import RequestRefused, RolloutEngine
@@ -29,7 +30,6 @@ from openrlhf.rollout.fleet import Fleet, Member
 from openrlhf.rollout.generator import Request, RolloutGenerator, SamplingSpec
 from openrlhf.rollout.routing import Router
 from openrlhf.rollout.sampling import SamplingParams
-from openrlhf.trajectory import Prompt, Trajectory
 from tests import streams
 from tests.tiny import character_tokenizer, save_tiny_model
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from openrlhf.config.rollout import RolloutConfig
+from openrlhf.core.trajectory import Failure, Prompt
 from openrlhf.observability.metrics import Mean, Metric, values
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop, RolloutError
@@ -20,7 +21,6 @@ from openrlhf.rollout.fleet import checked
 from openrlhf.rollout.generator import Annotate, Group, Request, RolloutGenerator, SamplingSpec
 from openrlhf.rollout.measures import SampleCost, generation_metrics
 from openrlhf.rollout.sampling import Generation, SamplingParams
-from openrlhf.trajectory import Failure, Prompt
 from tests.streams import rollout
 
 SPEC = SamplingSpec(

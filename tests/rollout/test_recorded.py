@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from openrlhf.config.learning import AlgoConfig, RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RewardConfig, RolloutConfig
+from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.data.errors import DataError
 from openrlhf.observability.metrics import Metric
 from openrlhf.rollout.background import BackgroundLoop
@@ -23,7 +24,6 @@ from openrlhf.rollout.episode_files import EpisodeFolder
 from openrlhf.rollout.generator import Generator, Group, Request, SamplingSpec
 from openrlhf.rollout.recorded import DumpingGenerator, ReplayGenerator
 from openrlhf.trainers.sources import SyncSource, evaluate
-from openrlhf.trajectory import Prompt, Trajectory
 from tests.rollout.test_episode_files import IN_ONE_FOLDER
 from tests.streams import rollout
 from tests.trainers.episodes import episode

@@ -16,10 +16,10 @@ from openrlhf.checkpoints.manifest import RunState
 from openrlhf.config.flags import amend
 from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.data.tokenizer import get_tokenizer
-from openrlhf.distributed.strategy import Strategy
 from openrlhf.launch.offline import load_models
 from openrlhf.observability.metrics import Metric
 from openrlhf.trainers.supervised import SupervisedTrainer
+from openrlhf.training.strategy import Strategy
 from tests.checkpoints.kept import checkpoints_in
 from tests.trainers.offline_job import ADAPTERS, ROWS, rows_of, task_of
 

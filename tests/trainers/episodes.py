@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from openrlhf.trajectory import Prompt, StopReason, Trajectory
+from openrlhf.core.trajectory import Prompt, StopReason, Trajectory
 
 
 def episode(

@@ -25,8 +25,6 @@ from openrlhf.config.supervised import (
 from openrlhf.data.feedback import LabelledRow, PairRow
 from openrlhf.data.sft import SFTRow
 from openrlhf.data.steps import StepRow
-from openrlhf.distributed.engine import TrainEngine
-from openrlhf.distributed.strategy import Strategy
 from openrlhf.launch.offline import load_models
 from openrlhf.observability.metrics import merge_all, values
 from openrlhf.trainers.distill import DistillationTask
@@ -36,6 +34,8 @@ from openrlhf.trainers.process_reward import ProcessRewardTask
 from openrlhf.trainers.reward import RewardTask
 from openrlhf.trainers.sft import SFTTask
 from openrlhf.trainers.tasks import OfflineTask
+from openrlhf.training.engine import TrainEngine
+from openrlhf.training.strategy import Strategy
 from openrlhf.workers.base import MicroBatchLimits
 
 STEPS, ROWS = 2, 8

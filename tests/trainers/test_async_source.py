@@ -28,6 +28,7 @@ import torch
 from openrlhf import termination
 from openrlhf.config.learning import AlgoConfig, RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RewardConfig, RolloutConfig
+from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.data.batching import permutation
 from openrlhf.observability.metrics import values
 from openrlhf.rewards.budget import RewardErrors
@@ -43,7 +44,6 @@ from openrlhf.rollout.generator import (
 )
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trainers.async_source import AsyncSource
-from openrlhf.trajectory import Prompt, Trajectory
 from tests.rollout.test_generator import Decoder, Engines
 from tests.trainers.episodes import episode, failed
 from tests.trainers.test_sources import SPEC, EchoGenerator, Prompts

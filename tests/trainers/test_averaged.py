@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from openrlhf.batches import Ragged
+from openrlhf.core.batches import Ragged
 from openrlhf.models.adapters import stored_name
 from openrlhf.models.scalar import last_token_scores, load_scalar
 from tests.loading import load_spec

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from openrlhf.batches import Experience, TokenRows, offsets_of
 from openrlhf.config.flags import amend
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.rollout import RewardConfig
+from openrlhf.core.batches import Experience, TokenRows, offsets_of
 from openrlhf.observability.metrics import values
 from openrlhf.rewards.protocol import combined
 from openrlhf.trainers.experience_maker import Annotated, ExperienceMaker, group_metrics, trainable

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from openrlhf.config.learning import AlgoConfig, RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RewardConfig, RolloutConfig
+from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.observability.metrics import Metric, values
 from openrlhf.observability.run_folder import sample_row
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
@@ -26,7 +27,6 @@ from openrlhf.rollout.generator import Group, RolloutGenerator, SamplingSpec, as
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.trainers.filtering import DynamicFilter, pass_rate, thrown_away
 from openrlhf.trainers.sources import SyncSource
-from openrlhf.trajectory import Prompt, Trajectory
 from tests.trainers.episodes import episode, failed
 
 SPEC = SamplingSpec(

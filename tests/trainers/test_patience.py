@@ -16,18 +16,18 @@ import pytest
 from torch import nn
 
 from openrlhf import termination
-from openrlhf.batches import Experience
 from openrlhf.checkpoints.manifest import RunState
 from openrlhf.config.learning import RLEvalConfig, RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RewardConfig
 from openrlhf.config.shared import CheckpointConfig, EvalConfig, TrainConfig
 from openrlhf.config.supervised import RMConfig
-from openrlhf.distributed.engine import StepResult
+from openrlhf.core.batches import Experience
 from openrlhf.observability.metrics import Last, Metric
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.trainers.experience_maker import Annotated
 from openrlhf.trainers.ppo import PPOTrainer
 from openrlhf.trainers.supervised import SupervisedTrainer
+from openrlhf.training.engine import StepResult
 from openrlhf.workers.base import TrainedWorker
 from tests.checkpoints.kept import checkpoints_in
 from tests.tiny import character_tokenizer

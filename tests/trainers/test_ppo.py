@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from openrlhf.batches import Experience
 from openrlhf.checkpoints.manager import HOW_TO_SAVE, NOTHING_SAVED, RESUME_HINT
 from openrlhf.checkpoints.manifest import CheckpointError, RunState
 from openrlhf.config.learning import CriticConfig, RLEvalConfig, RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RewardConfig, RolloutConfig
 from openrlhf.config.shared import CheckpointConfig
+from openrlhf.core.batches import Experience
+from openrlhf.core.trajectory import Failure, StopReason, Trajectory
 from openrlhf.observability.metrics import Metric, values
 from openrlhf.rewards.budget import ErrorBudget, RewardErrors
 from openrlhf.rollout.background import RolloutError
@@ -25,7 +26,6 @@ from openrlhf.trainers.experience_maker import Annotated, trainable
 from openrlhf.trainers.filtering import DynamicFilter, thrown_away
 from openrlhf.trainers.outcome import NothingLearned
 from openrlhf.trainers.ppo import PPOTrainer
-from openrlhf.trajectory import Failure, StopReason, Trajectory
 from tests.trainers.episodes import episode, failed
 
 # ---- metrics of the rollout

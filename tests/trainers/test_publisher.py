@@ -16,18 +16,18 @@ from typing import Any
 import pytest
 import ray
 
+from openrlhf.cluster.placement import HostGroup
+from openrlhf.cluster.ray_cluster import machines
+from openrlhf.cluster.worker_group import Call, HostHandles, WorkerError, WorkerGroup, gather
 from openrlhf.config.rollout import VLLMConfig
 from openrlhf.config.shared import DeepSpeedConfig
-from openrlhf.distributed.buckets import PublicationError
-from openrlhf.distributed.cluster import machines
-from openrlhf.distributed.placement import HostGroup
-from openrlhf.distributed.worker_group import Call, HostHandles, WorkerError, WorkerGroup, gather
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.engine import RolloutEngine
 from openrlhf.rollout.engine_settings import EngineSettings
 from openrlhf.rollout.fleet import Fleet
 from openrlhf.rollout.sampling import SamplingParams
 from openrlhf.trainers.publisher import Probe, WeightPublisher, told_by_all
+from openrlhf.weights.buckets import PublicationError
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.policy import PolicyWorker
 from tests.loading import load_spec

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from openrlhf.batches import Experience
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
+from openrlhf.core.batches import Experience
+from openrlhf.core.trajectory import Failure
 from openrlhf.data.errors import DataError
 from openrlhf.rewards.remote_engines import VARIABLE, offer_engines
 from openrlhf.trainers.remote_teacher import RemoteTeacher
-from openrlhf.trajectory import Failure
 from tests.openai_server import OpenAIServer, openai_server
 from tests.tiny import character_tokenizer
 from tests.trainers.episodes import episode, failed

@@ -17,12 +17,12 @@ from torch.utils.data import Dataset
 
 from openrlhf.config.learning import RLDataConfig, RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RewardConfig, RolloutConfig
+from openrlhf.core.trajectory import Prompt, StopReason, Trajectory
 from openrlhf.observability.metrics import Metric
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.episode_metrics import evaluation_metrics
 from openrlhf.rollout.generator import Group, Request, SamplingSpec
 from openrlhf.trainers.sources import SyncSource, evaluate
-from openrlhf.trajectory import Prompt, StopReason, Trajectory
 from tests.trainers.episodes import episode, failed
 
 Make = Callable[..., SyncSource]

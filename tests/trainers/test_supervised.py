@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf import termination
-from openrlhf.batches import TokenRows
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLayout, RunState
 from openrlhf.config.shared import CheckpointConfig, DeepSpeedConfig, TrainConfig
 from openrlhf.config.supervised import RMConfig
+from openrlhf.core.batches import TokenRows
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.supervised import SupervisedTrainer, layout_of
 from openrlhf.trainers.tasks import OfflineTask

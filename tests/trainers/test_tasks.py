@@ -11,9 +11,9 @@ import torch
 from datasets import Dataset
 
 from openrlhf.algorithms.preference_losses import PREFERENCE_LOSSES
-from openrlhf.batches import Answers
 from openrlhf.config.options import parse_config
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig
+from openrlhf.core.batches import Answers
 from openrlhf.data.errors import DataError
 from openrlhf.data.feedback import LabelledRow
 from openrlhf.trainers.distill import TEACHER, DistillationTask

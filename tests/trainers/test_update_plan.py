@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.batches import Experience, offsets_of
+from openrlhf.core.batches import Experience, offsets_of
 from openrlhf.trainers.update_plan import RankUpdate, plan_update, share
 from openrlhf.workers.base import MicroBatchLimits, Update
 from openrlhf.workers.critic import CriticWorker

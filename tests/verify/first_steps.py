@@ -18,17 +18,17 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from examples.demo.run import HERE
-from openrlhf.batches import Experience
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.shared import DeepSpeedConfig
-from openrlhf.distributed.devices import free_port
-from openrlhf.distributed.strategy import Strategy
+from openrlhf.core.batches import Experience
+from openrlhf.core.trajectory import Prompt, StopReason, Trajectory
 from openrlhf.launch import settings
 from openrlhf.observability.metrics import values
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.update_plan import plan_update
-from openrlhf.trajectory import Prompt, StopReason, Trajectory
+from openrlhf.training.devices import free_port
+from openrlhf.training.strategy import Strategy
 from openrlhf.workers.base import RoleSettings
 from openrlhf.workers.frozen import ReferenceWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
-from openrlhf.distributed.devices import free_port
 from openrlhf.rewards.remote_engines import VARIABLE, offer_engines, remote_engine
 from openrlhf.trainers.remote_teacher import RemoteTeacher
+from openrlhf.training.devices import free_port
 from tests.e2e.commands import numbers, places, run, write_rows
 from tests.tiny import HEADS, save_tiny_model
 from tests.trainers.episodes import episode

@@ -15,8 +15,8 @@ import torch
 from openrlhf.config.flags import amend
 from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
 from openrlhf.data.tokenizer import get_tokenizer
-from openrlhf.distributed.strategy import Strategy
 from openrlhf.trainers.update_plan import plan_update
+from openrlhf.training.strategy import Strategy
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 from tests.loading import load_spec

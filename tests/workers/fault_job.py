@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf.batches import Experience
 from openrlhf.config.flags import amend
-from openrlhf.distributed.engine import NonFiniteError
-from openrlhf.distributed.strategy import Strategy
+from openrlhf.core.batches import Experience
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import values
+from openrlhf.training.engine import NonFiniteError
+from openrlhf.training.strategy import Strategy
 from openrlhf.workers.base import MicroBatchLimits, RoleSettings, Update
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from openrlhf.batches import Experience, Layout, TokenRows, offsets_of
 from openrlhf.config.learning import (
     ActorConfig,
     AlgoConfig,
@@ -25,12 +24,13 @@ from openrlhf.config.learning import (
 )
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig
+from openrlhf.core.batches import Experience, Layout, TokenRows, offsets_of
 from openrlhf.data.tokenizer import get_tokenizer
-from openrlhf.distributed.engine import Metrics
-from openrlhf.distributed.strategy import Strategy
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import merge_all, values
 from openrlhf.trainers.update_plan import plan_update, share
+from openrlhf.training.engine import Metrics
+from openrlhf.training.strategy import Strategy
 from openrlhf.workers.base import MicroBatchLimits, RoleSettings
 from openrlhf.workers.frozen import ReferenceWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker

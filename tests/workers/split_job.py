@@ -8,8 +8,8 @@ from itertools import product
 
 import torch
 
-from openrlhf.batches import Experience
 from openrlhf.config.learning import ActorConfig, AlgoConfig, CorrectionConfig, LossConfig
+from openrlhf.core.batches import Experience
 from openrlhf.observability.metrics import values
 from tests.loading import load_spec
 from tests.workers.policy_job import (

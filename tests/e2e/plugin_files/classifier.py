@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from openrlhf.batches import Ragged, offsets_of, per_sample
+from openrlhf.core.batches import Ragged, offsets_of, per_sample
 from openrlhf.models.scalar import last_token_scores, load_scalar
 from openrlhf.observability.metrics import Mean
 from openrlhf.trainers.tasks import OfflineTask, offline_task, trained_spec

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from openrlhf.batches import TokenRows, per_token
+from openrlhf.core.batches import TokenRows, per_token
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.metrics import Mean

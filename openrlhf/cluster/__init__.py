@@ -1,0 +1,1 @@
+"""Ray: which process runs on which device of which machine."""

@@ -1,0 +1,1 @@
+"""What the stages of a run hand to each other."""

@@ -1,1 +1,0 @@
-"""Processes, devices, and the data that moves between them."""

@@ -1,0 +1,1 @@
+"""One process among its peers: ranks, the optimizer step, DeepSpeed's engine, optimizers."""

@@ -1,0 +1,1 @@
+"""What weights pass on their way from the trainer to the engines."""

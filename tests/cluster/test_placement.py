@@ -1,0 +1,150 @@
+"""The plan of who gets which devices, against a search of all plans, and what is said where there
+are too few.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf.cluster.placement import HostGroup, Machine, Placement, PlacementError, Places
+
+machines = st.lists(
+    st.builds(
+        Machine,
+        name=st.just(""),
+        slots=st.integers(0, 5),
+        resources=st.sampled_from([{}, {"fast": 1.0}, {"fast": 2.5}]),
+        labels=st.sampled_from([{}, {"zone": "a"}]),
+    ),
+    max_size=3,
+).map(lambda found: [replace(machine, name=f"m{place}") for place, machine in enumerate(found)])
+wants = st.sampled_from([{}, {}, {"fast": 0.5}, {"zone": "a"}, {"fast": 1.0, "zone": "a"}])
+
+
+def group(name: str, nodes: int | None, per_node: int, **more: object) -> HostGroup:
+    return HostGroup(name=name, roles=(name,), nodes=nodes, per_node=per_node, **more)  # pyright: ignore[reportArgumentType]
+
+
+plans = st.tuples(
+    st.builds(group, st.just("actor"), st.integers(1, 2), st.integers(1, 3), wants=wants),
+    st.builds(group, st.just("critic"), st.integers(1, 2), st.integers(1, 2), wants=wants),
+    st.builds(
+        group, st.just("vllm"), st.none(), st.integers(1, 3), devices=st.integers(1, 2), wants=wants
+    ),
+).map(lambda groups: Placement(groups=groups, on_gpus=True))
+
+
+def allowed(plan: Placement, there: list[Machine], places: Places) -> bool:
+    """Whether an assignment keeps to every rule, said once more in other words."""
+    used: Counter[str] = Counter()
+    fast: Counter[str] = Counter()
+    for each in plan.groups:
+        on = Counter(machine.name for machine in places[each.name])
+        if each.nodes is not None and not (
+            len(on) == each.nodes and set(on.values()) == {each.per_node}
+        ):
+            return False
+        if on.total() != (each.nodes or 1) * each.per_node:
+            return False
+        for machine in places[each.name]:
+            used[machine.name] += each.devices
+            fast[machine.name] += each.wants.get("fast", 0)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            if "zone" in each.wants and machine.labels.get("zone") != each.wants["zone"]:
+                return False
+    return all(
+        used[machine.name] <= machine.slots
+        and fast[machine.name] <= machine.resources.get("fast", 0)
+        for machine in there
+    )
+
+
+def any_plan_fits(plan: Placement, there: list[Machine]) -> bool:
+    """By trying every machine for every process."""
+    ways = [itertools.combinations_with_replacement(there, each.processes) for each in plan.groups]
+    names = [each.name for each in plan.groups]
+    return any(
+        allowed(plan, there, dict(zip(names, way, strict=True)))
+        for way in itertools.product(*map(list, ways))
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(plans, machines)
+def test_a_plan_is_found_if_and_only_if_there_is_one(plan: Placement, there: list[Machine]) -> None:
+    places = plan.places(there)
+    assert (places is not None) == any_plan_fits(plan, there)
+    if places is not None:
+        assert allowed(plan, there, places)
+
+
+EIGHT = [Machine(name="a", slots=8), Machine(name="b", slots=8)]
+
+
+def test_groups_take_whole_machines_and_leave_the_others_whole() -> None:
+    plan = Placement(
+        groups=(group("critic", 1, 4), group("actor", 1, 8), group("ref", 1, 4)), on_gpus=True
+    )
+    places = plan.check(EIGHT)
+    assert {each.name for each in places["actor"]}.isdisjoint(
+        each.name for each in [*places["critic"], *places["ref"]]
+    )
+    assert plan.check(EIGHT) == places  # the same every time
+
+
+def test_engines_share_the_devices_of_the_models_in_their_order() -> None:
+    models = HostGroup(name="actor+ref", roles=("actor", "ref"), nodes=2, per_node=4)
+    engines = HostGroup(name="vllm", roles=("vllm",), per_node=4, devices=2, shares="actor+ref")
+    plan = Placement(groups=(models, engines), on_gpus=True)
+    places = plan.check([Machine(name="a", slots=4), Machine(name="b", slots=4)])
+    assert plan.slots == 8
+    assert [machine.name for machine in places["vllm"]] == ["a", "a", "b", "b"]
+    assert plan.describe(places) == (
+        "actor, ref: 8 process(es): 4 on a, 4 on b\n"
+        "vllm: 4 process(es), 2 GPUs each: 2 on a, 2 on b, on devices of actor, ref"
+    )
+    for wrong in (replace(engines, per_node=5), replace(engines, devices=3, per_node=1)):
+        assert Placement(groups=(models, wrong), on_gpus=True).places(EIGHT) is None
+
+
+def test_what_does_not_fit_is_said_with_the_sum() -> None:
+    plan = Placement(groups=(group("actor", 2, 8), group("vllm", None, 3, devices=2)), on_gpus=True)
+    with pytest.raises(PlacementError) as error:
+        plan.check(EIGHT)
+    assert str(error.value).startswith(
+        "the run needs 22 GPUs (2 x 8 for actor + 3 x 2 for vllm; machines x GPUs), and the cluster has 16 (2 x 8). "
+        "Roles can share devices: "
+    )
+
+
+def test_two_nodes_are_two_machines() -> None:
+    plan = Placement(groups=(group("actor", 2, 4),), on_gpus=True)
+    with pytest.raises(
+        PlacementError, match=r"needs 8 GPUs \(2 x 4 for actor; .* the cluster has 8 \(1 x 8\)"
+    ):
+        plan.check(EIGHT[:1])
+
+
+def test_what_nobody_has_is_named() -> None:
+    plan = Placement(groups=(group("actor", 1, 1, wants={"accelerator": "H100"}),), on_gpus=True)
+    with pytest.raises(
+        PlacementError, match=r"asks for actor: \{'accelerator': 'H100'\} \(--placement"
+    ):
+        plan.check(EIGHT)
+
+
+def test_a_large_cluster_is_planned_at_once() -> None:
+    """Machines that are alike count as one, or this would never end."""
+    groups = [group(name, 20, 7) for name in ("actor", "critic", "ref", "reward")]
+    plan = Placement(groups=(*groups, group("vllm", None, 300, devices=2)), on_gpus=True)
+    cluster = [Machine(name=f"m{place}", slots=8) for place in range(100)]
+    assert plan.places(cluster) is None
+    assert (
+        replace(plan, groups=(*groups, group("vllm", None, 80, devices=1))).places(cluster)
+        is not None
+    )

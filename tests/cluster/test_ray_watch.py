@@ -1,0 +1,129 @@
+"""A process of Ray that dies is reported once, and not one that starts again in time or dies after
+the end.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import Queue
+
+import pytest
+
+from openrlhf.cluster.ray_watch import LostRay, RayProcess, RayWatch
+from openrlhf.training.devices import free_port
+
+SERVER = """
+import socket, sys
+with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
+    print("up", flush=True)
+    connections = []
+    while True:
+        connections.append(server.accept())
+        print("connected", flush=True)
+"""
+Server = Callable[[int], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(port: int) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVER, str(port)], stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        assert process.stdout and process.stdout.readline() == "up\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def connected(process: subprocess.Popen[str]) -> None:
+    """Return when the watch has connected to a server."""
+    assert process.stdout and process.stdout.readline() == "connected\n"
+
+
+def test_watch_reports_the_first_death_of_two_processes_once(server: Server) -> None:
+    ports = [free_port(), free_port()]
+    processes = [server(port) for port in ports]
+    losses = Queue[LostRay]()
+    names = ["store", "daemon"]
+    RayWatch(
+        [
+            RayProcess(name=name, address=("127.0.0.1", port), own=True)
+            for name, port in zip(names, ports, strict=True)
+        ],
+        losses.put,
+    )
+    for process in processes:
+        connected(process)
+    processes[1].kill()
+    assert losses.get(timeout=60) == LostRay("daemon", own=True)
+    processes[0].kill()
+    processes[0].wait()
+    time.sleep(0.5)
+    assert losses.empty()
+
+
+def test_watch_waits_for_a_process_that_starts_again_within_its_patience(server: Server) -> None:
+    port, losses = free_port(), Queue[LostRay]()
+    first = server(port)
+    watch = RayWatch(
+        [RayProcess(name="store", address=("127.0.0.1", port), own=False, patience_s=300)],
+        losses.put,
+    )
+    connected(first)
+    first.kill()
+    first.wait()
+    connected(server(port))
+    assert losses.empty()
+    watch.close()
+
+
+def test_connection_that_is_reset_is_no_death_while_the_process_answers() -> None:
+    losses = Queue[LostRay]()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        RayWatch([RayProcess(name="daemon", address=server.getsockname(), own=True)], losses.put)
+        for _ in range(2):
+            connection, _ = server.accept()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()  # with a reset
+        last, _ = server.accept()
+        assert losses.empty()
+    last.close()
+    assert losses.get(timeout=60) == LostRay("daemon", own=True)
+
+
+def test_closed_watch_reports_nothing(server: Server) -> None:
+    port, losses = free_port(), Queue[LostRay]()
+    process = server(port)
+    watch = RayWatch([RayProcess(name="store", address=("127.0.0.1", port), own=True)], losses.put)
+    connected(process)
+    watch.close()
+    process.kill()
+    process.wait()
+    time.sleep(0.5)
+    assert losses.empty()
+
+
+def test_close_after_a_loss_waits_for_the_end_of_the_process() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    losses = Queue[LostRay]()
+    watch = RayWatch([RayProcess(name="store", address=("127.0.0.1", port), own=True)], losses.put)
+    assert losses.get(timeout=60).name == "store"
+    closing = threading.Thread(target=watch.close, daemon=True)
+    closing.start()
+    closing.join(0.5)
+    assert closing.is_alive()

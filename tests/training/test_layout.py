@@ -1,0 +1,38 @@
+"""Which rank does what: laws that hold for every layout of ranks."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf.training.layout import Place, RankLayout
+
+sizes = st.integers(1, 5)
+layouts = st.builds(RankLayout, dp=sizes, sp=sizes, tp=sizes)
+
+
+@given(layouts)
+def test_every_place_belongs_to_one_rank(layout: RankLayout) -> None:
+    places = [layout.place(rank) for rank in range(layout.world_size)]
+    assert places == sorted(places) and len(set(places)) == layout.dp * layout.sp * layout.tp
+    assert max(places) == Place(layout.dp - 1, layout.sp - 1, layout.tp - 1)
+
+
+@given(layouts)
+def test_each_slice_has_its_ranks_side_by_side(layout: RankLayout) -> None:
+    slices = layout.slice_ranks()
+    assert [rank for ranks in slices for rank in ranks] == list(range(layout.world_size))
+    assert [[layout.place(rank).dp for rank in ranks] for ranks in slices] == [
+        [number] * layout.sp * layout.tp for number in range(layout.dp)
+    ]
+
+
+@given(layouts)
+def test_ranks_draw_the_same_noise_if_and_only_if_they_share_a_weight(layout: RankLayout) -> None:
+    seeds = [layout.noise_seed(42, rank) for rank in range(layout.world_size)]
+    for rank, seed in enumerate(seeds):
+        sharing = [
+            layout.place(peer)[:2] == layout.place(rank)[:2] for peer in range(layout.world_size)
+        ]
+        assert [other == seed for other in seeds] == sharing
+    assert seeds[0] == 42  # one process draws what it would draw without a layout

@@ -1,0 +1,73 @@
+"""Optimizers by name, what they decay, and the schedule against Transformers' own."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+from transformers import get_scheduler
+
+from openrlhf.config.shared import SCHEDULERS, AdamConfig, OptimizerConfig
+from openrlhf.training.optimizers import OPTIMIZERS, make_optimizer, make_schedule
+
+ADAM = AdamConfig(lr=0.5, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1)
+
+
+def model() -> nn.Module:
+    layers = nn.ModuleDict(
+        {"dense": nn.Linear(2, 3), "norm": nn.LayerNorm(3), "frozen": nn.Linear(1, 1)}
+    )
+    layers["frozen"].requires_grad_(False)
+    return layers
+
+
+def test_matrices_are_decayed_and_biases_norms_and_frozen_weights_are_not() -> None:
+    optimizer = make_optimizer(model().named_parameters(), OptimizerConfig(adam=ADAM))
+    groups = [
+        (group["weight_decay"], [tuple(p.shape) for p in group["params"]])
+        for group in optimizer.param_groups
+    ]
+    assert groups == [(0.1, [(3, 2)]), (0.0, [(3,), (3,), (3,)])]
+    assert all(
+        (g["lr"], g["betas"], g["eps"]) == (0.5, (0.8, 0.9), 1e-3) for g in optimizer.param_groups
+    )
+
+
+def test_an_optimizer_that_is_not_there_is_an_error_and_never_another_one() -> None:
+    with pytest.raises(ValueError, match=r"optimizer 'muon'.* adam"):
+        make_optimizer(model().named_parameters(), OptimizerConfig(optim="muon"))
+    assert list(OPTIMIZERS) == ["adam"]
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("steps", [2, 7, 40])
+def test_every_schedule_is_transformers_own_over_the_steps_of_the_run(
+    name: str, steps: int
+) -> None:
+    settings = OptimizerConfig(lr_scheduler=name, lr_warmup_ratio=0.11, min_lr_ratio=0.2)
+    ours, theirs = (make_optimizer(model().named_parameters(), settings) for _ in range(2))
+    least = {"min_lr_rate": 0.2} if "min_lr" in name else {}
+    if name == "warmup_stable_decay":
+        least = {"min_lr_ratio": 0.2, "num_decay_steps": -(-steps // 10)}
+    expected = get_scheduler(
+        name, theirs, -(-11 * steps // 100), steps, scheduler_specific_kwargs=least
+    )
+    schedule = make_schedule(ours, settings, steps)
+    for _ in range(steps):
+        assert schedule.get_last_lr() == expected.get_last_lr()
+        for optimizer, scheduler in ((ours, schedule), (theirs, expected)):
+            optimizer.step()
+            scheduler.step()
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_run_of_a_single_step_trains(name: str) -> None:
+    """The first step of a warm-up has a learning rate of 0, and would be all of it."""
+    optimizer = make_optimizer(
+        model().named_parameters(), OptimizerConfig(lr_scheduler=name, adam=ADAM)
+    )
+    assert (
+        min(
+            make_schedule(optimizer, OptimizerConfig(lr_scheduler=name, adam=ADAM), 1).get_last_lr()
+        )
+        > 0
+    )

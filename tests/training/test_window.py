@@ -1,0 +1,96 @@
+"""The optimizer-step window: its result does not depend on how it was split, and a non-finite step
+touches nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.ranks import run_ranks
+from tests.tiny import save_tiny_model
+from tests.training.window_worker import OPTIMIZER, STEPS, batch
+
+LAYOUTS = [
+    "zero0-micro8-padded",
+    "zero0-micro3-packed",
+    "zero1-micro3-padded",
+    "zero2-micro8-packed",
+    "zero2-micro1-padded",
+    "zero3-micro3-packed",
+]
+POISONED = [
+    f"zero{stage}-micro3-packed-{dtype}-poisoned"
+    for stage in range(4)
+    for dtype in ("fp32", "bf16")
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def plain(model: str) -> dict[str, Any]:
+    """The same two steps as a plain torch loop through whole logits, one row at a time, in float64."""
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(
+        hf.parameters(),
+        lr=OPTIMIZER.adam.lr,
+        betas=OPTIMIZER.adam.betas,
+        eps=OPTIMIZER.adam.eps,
+        weight_decay=0,
+    )
+    norms = []
+    for step in range(STEPS):
+        rows = batch(step)
+        total, loss = int(rows.loss_mask.sum()), torch.zeros((), dtype=torch.float64)
+        for row in range(rows.num_samples):
+            one = rows.select([row])
+            logprobs = torch.log_softmax(hf(one.tokens[None]).logits[0], -1)
+            for t in one.loss_mask.nonzero()[:, 0].tolist():
+                loss = loss - logprobs[t - 1, one.tokens[t]]
+        optimizer.zero_grad()
+        (loss / total).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(hf.parameters(), OPTIMIZER.max_norm)))
+        optimizer.step()
+    return {"norms": norms, "weights": dict(hf.named_parameters())}
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.verify), 2])
+def test_loss_and_gradient_do_not_depend_on_the_split(
+    model: str, plain: dict[str, Any], ranks: int, tmp_path: Path
+) -> None:
+    out = tmp_path / "results.pt"
+    run_ranks(ranks, "tests.training.window_worker", model, str(out), *LAYOUTS, *POISONED)
+    results = torch.load(out)
+    for layout in LAYOUTS:
+        assert results[layout]["norms"] == pytest.approx(plain["norms"], rel=1e-5), layout
+        for name, weight in results[layout]["weights"].items():
+            torch.testing.assert_close(
+                weight.double(), plain["weights"][name], atol=1e-6, rtol=0, msg=f"{layout} {name}"
+            )
+        assert len(results[layout]["weights"]) == len(plain["weights"])
+        assert results[layout]["skipped"] == 0
+        assert results[layout][
+            "training"
+        ]  # with dropout and gradient checkpointing, from the first step on
+    check_poisoned(results)
+
+
+def check_poisoned(results: dict[str, Any]) -> None:
+    """Step 0 was NaN on one rank: it is skipped everywhere and counted, and step 1 starts from
+    untouched weights.
+    """
+    for layout in POISONED:
+        result = results[layout]
+        assert result["applied"] == [False, True], layout
+        assert result["skipped"] == 1, layout
+        assert not math.isfinite(result["norms"][0]) and math.isfinite(result["norms"][1]), layout
+        assert all(weight.isfinite().all() for weight in result["weights"].values()), layout
