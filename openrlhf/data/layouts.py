@@ -1,5 +1,6 @@
 """Layouts of public datasets: recognized by columns, and read by flags of --data.*."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,15 +31,15 @@ EXTRA = (TOOLS, MARGIN, DATASOURCE)  # columns that are read if a dataset has th
 def _read_arena(row: Row) -> Row:
     """Read Chatbot Arena: two conversations with the same questions, and the winner."""
     winner = row["winner"]
-    if not isinstance(winner, str) or not winner.startswith(("model_a", "model_b", "tie")):
-        raise row_error(row, "winner", f"is {winner!r}, not model_a, model_b or tie.")
-    if winner.startswith("tie"):
-        return {**row, DROPPED: TIE}
     a = row["conversation_a"]
     b = row["conversation_b"]
     if winner == "model_a":
         return {**row, "chosen": a, "rejected": b}
-    return {**row, "chosen": b, "rejected": a}
+    if winner == "model_b":
+        return {**row, "chosen": b, "rejected": a}
+    if isinstance(winner, str) and winner.startswith("tie"):  # "tie (bothbad)" too
+        return {**row, DROPPED: TIE}
+    raise row_error(row, "winner", f"is {winner!r}, not model_a, model_b or tie.")
 
 
 def _read_webgpt(row: Row) -> Row:
@@ -49,6 +50,8 @@ def _read_webgpt(row: Row) -> Row:
     for column in ("score_0", "score_1"):
         if not isinstance(row[column], int | float):
             raise row_error(row, column, f"is {kind(row[column])}, not a number.")
+        if not math.isfinite(row[column]):
+            raise row_error(row, column, f"is {row[column]}, so no answer is the better one.")
     if row["score_0"] == row["score_1"]:
         return {**row, DROPPED: TIE}
     answers = {"chosen": row["answer_0"], "rejected": row["answer_1"]}

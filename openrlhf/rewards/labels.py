@@ -8,8 +8,7 @@ from typing import Any
 
 from openrlhf.data.findings import Finding, Level
 from openrlhf.rewards.checks import CodeTests, word_bounds
-
-LONGEST_SHOWN = 100  # characters of a label
+from openrlhf.rewards.protocol import shown
 
 
 def math_answers(label: Any) -> list[str]:
@@ -29,7 +28,7 @@ def math_answers(label: Any) -> list[str]:
         else:
             raise ValueError(
                 "--reward.verifier math takes a text, a number, or a list of them, "
-                f"not {_shown(label)}"
+                f"not {shown(label)}"
             )
     if not answers:
         raise ValueError(
@@ -56,7 +55,7 @@ def _read_pattern(label: str) -> None:
         re.compile(label)
     except re.error as error:
         raise ValueError(
-            f"--reward.verifier format takes a regular expression, not {_shown(label)}: {error}"
+            f"--reward.verifier format takes a regular expression, not {shown(label)}: {error}"
         ) from error
 
 
@@ -97,10 +96,3 @@ def check_labels(
         f"rewarded. The first: {first}.",
         fix="Remove or correct these rows, or name another column with --data.label_key.",
     )
-
-
-def _shown(label: Any) -> str:
-    text = repr(label)
-    if len(text) <= LONGEST_SHOWN:
-        return text
-    return f"{text[:LONGEST_SHOWN]}…"

@@ -4,6 +4,7 @@ by its flags.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -363,12 +364,32 @@ def test_ties_of_comparisons_are_left_out_and_counted(capsys: pytest.CaptureFixt
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     pairs = PreferenceDataset(Dataset.from_list(rows), tokenizer, data)
     assert pairs.summary == "1 of 3 pairs kept, dropped 2 that are ties."
-    with pytest.raises(DataError, match="row 1, column 'winner': is 'A', not model_a"):
-        PreferenceDataset(Dataset.from_list([{**rows[0], "winner": "A"}]), tokenizer, data)
     row = next(row for row, _ in PAIRS if "score_0" in row)
     data, _ = recognised(row, "rm", capsys)
     with pytest.raises(DataError, match="row 2, column 'score_1': is null, not a number"):
         PreferenceDataset(Dataset.from_list([row, {**row, "score_1": None}]), tokenizer, data)
+
+
+@pytest.mark.parametrize("winner", ["A", "model_a_v2", "model_c", "", 1, None])
+def test_a_winner_that_is_no_side_is_refused(
+    winner: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sides = {"conversation_a": [Q, B], "conversation_b": [Q, A]}
+    data, _ = recognised({"winner": "model_a", **sides}, "rm", capsys)
+    rows = Dataset.from_list([{"winner": winner, **sides}])
+    with pytest.raises(DataError, match=f"row 1, column 'winner': is {winner!r}"):
+        PreferenceDataset(rows, build_tokenizer(PLAIN_CHAT, eos="<|end|>"), data)
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf])
+def test_a_score_that_is_not_finite_is_refused(
+    score: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = next(row for row, _ in PAIRS if "score_0" in row)
+    data, _ = recognised(row, "rm", capsys)
+    rows = Dataset.from_list([{**row, "score_1": score}])
+    with pytest.raises(DataError, match=f"row 1, column 'score_1': is {score}"):
+        PreferenceDataset(rows, build_tokenizer(PLAIN_CHAT, eos="<|end|>"), data)
 
 
 # ---- what the user says wins
