@@ -14,7 +14,7 @@ from openrlhf.core.trajectory import Failure, Prompt, StopReason, Trajectory, Tr
 from openrlhf.observability.run_folder import sample_row
 from openrlhf.rewards.judge import Judge, NoVerdict
 from openrlhf.rewards.servers import ServerError
-from openrlhf.rollout.episode_metrics import of_sources
+from openrlhf.rollout.episode_metrics import group_by_source
 
 # The numbers of a table's row by their logged names; counts are integers.
 Columns = Callable[[Sequence["Comparison"]], Mapping[str, float]]
@@ -160,7 +160,7 @@ def metrics_of(pairs: Sequence[Comparison], columns: Columns) -> dict[str, float
     A number that is NaN, such as a rate of no pairs, is left out.
     """
     metrics = {f"eval/{column}": float(value) for column, value in columns(pairs).items()}
-    for source, members in of_sources(pairs, lambda pair: pair.ours).items():
+    for source, members in group_by_source(pairs, lambda pair: pair.ours).items():
         rates = {
             column: value for column, value in columns(members).items() if isinstance(value, float)
         }

@@ -55,7 +55,7 @@ from openrlhf.rewards.rule import reward_of
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import engine_device
-from openrlhf.rollout.episode_metrics import evaluation_metrics, of_sources, source_columns
+from openrlhf.rollout.episode_metrics import evaluation_metrics, group_by_source, source_columns
 from openrlhf.rollout.fleet import Fleet
 from openrlhf.rollout.generator import Engines, RolloutGenerator, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
@@ -405,7 +405,7 @@ def rows_of(
     columns: Callable[[Sequence[T]], Mapping[str, float]],
 ) -> dict[str, Mapping[str, float]]:
     """A row of `columns` per data source, and if there are several sources, a row of everything."""
-    rows = {source: columns(members) for source, members in of_sources(items, episode).items()}
+    rows = {source: columns(members) for source, members in group_by_source(items, episode).items()}
     return rows if len(rows) == 1 else rows | {"all": columns(items)}
 
 

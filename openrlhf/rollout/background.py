@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from openrlhf.config.flags import UserError
 
 T = TypeVar("T")
-CLOSE_S = 60.0  # for cancelled samples to end
+CLOSE_TIMEOUT_S = 60.0  # for cancelled samples to end
 END = object()
 
 
@@ -56,7 +56,7 @@ class BackgroundLoop:
                 yield item
         finally:
             with suppress(RuntimeError):  # still running after Ctrl-C: it was cancelled above
-                self.run(stream.aclose(), CLOSE_S)
+                self.run(stream.aclose(), CLOSE_TIMEOUT_S)
 
     def close(self) -> None:
         """Stop the loop and its thread."""

@@ -73,7 +73,7 @@ def evaluation_metrics(trajectories: Sequence[Trajectory], *, k: int) -> dict[st
         "eval/eval_num_samples": float(len(trajectories)),
         "eval/eval_failed_episodes": float(len(trajectories) - len(finished)),
     }
-    for source, members in of_sources(finished, lambda t: t).items():
+    for source, members in group_by_source(finished, lambda t: t).items():
         metrics |= _source_metrics(f"eval/eval_{source}", members, k=k)
     if finished:
         metrics["eval/eval_response_length_mean"] = _mean([t.num_actions for t in finished])
@@ -81,7 +81,7 @@ def evaluation_metrics(trajectories: Sequence[Trajectory], *, k: int) -> dict[st
     return metrics
 
 
-def of_sources(items: Iterable[T], episode: Callable[[T], Trajectory]) -> dict[str, list[T]]:
+def group_by_source(items: Iterable[T], episode: Callable[[T], Trajectory]) -> dict[str, list[T]]:
     """The items of each data source; the source of an item is the source of its episode."""
     sources: dict[str, list[T]] = {}
     for item in items:

@@ -26,7 +26,7 @@ from openrlhf.cluster.worker_group import (
     reason_of_death,
 )
 from openrlhf.observability.metrics import Metric
-from openrlhf.rollout.background import CLOSE_S, RolloutError
+from openrlhf.rollout.background import CLOSE_TIMEOUT_S, RolloutError
 from openrlhf.rollout.engine import EngineDied, EngineError, RequestRefused, RolloutEngine
 from openrlhf.rollout.engine_settings import Device, EngineSettings, engine_environment
 from openrlhf.rollout.routing import Router
@@ -327,7 +327,7 @@ class Fleet:
             if not self.hosts:
                 member.slots.release()
         if self._watcher.is_alive():
-            self._watcher.join(timeout=CLOSE_S)
+            self._watcher.join(timeout=CLOSE_TIMEOUT_S)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 

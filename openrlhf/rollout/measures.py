@@ -21,7 +21,7 @@ class SampleCost:
 
 def generation_metrics(costs: Sequence[SampleCost]) -> dict[str, Metric]:
     """The metrics of the samples of a step."""
-    running = at_once((cost.asked, cost.asked + cost.seconds) for cost in costs)
+    running = concurrency((cost.asked, cost.asked + cost.seconds) for cost in costs)
     peak = max((samples for samples, _ in running), default=0)
     tail = sum(seconds for samples, seconds in running if 10 * samples < peak)
     return {
@@ -32,7 +32,7 @@ def generation_metrics(costs: Sequence[SampleCost]) -> dict[str, Metric]:
     }
 
 
-def at_once(spans: Iterable[tuple[float, float]]) -> list[tuple[int, float]]:
+def concurrency(spans: Iterable[tuple[float, float]]) -> list[tuple[int, float]]:
     """How many of these spans of time lie side by side, and for how many seconds; times without any
     are left out.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from openrlhf import termination
 from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.observability.metrics import Last, Max, Mean, Metric
-from openrlhf.rollout.background import CLOSE_S
+from openrlhf.rollout.background import CLOSE_TIMEOUT_S
 from openrlhf.rollout.episode_files import EpisodeFolder
 from openrlhf.rollout.generator import Group, Request
 from openrlhf.trainers.capacity import Capacity, Held
@@ -232,7 +232,7 @@ class AsyncSource(Source):
 
     def close(self) -> None:
         """End the samples under way."""
-        self.loop.run(self._cancel(), CLOSE_S)
+        self.loop.run(self._cancel(), CLOSE_TIMEOUT_S)
 
     async def _cancel(self) -> None:
         for task in self._tasks:
