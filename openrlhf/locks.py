@@ -1,8 +1,8 @@
-"""Locks on folders and files: only one live process writes to each. Standard library only.
+"""Locks that let only one live process write to a folder or file. Standard library only.
 
-A lock is the kernel's lock (flock) of a small file, `.lock` in the folder or `.<name>.lock` beside
-the file. The kernel releases the lock when the process ends, however it ends. The file says which
-process holds the lock. It is removed when the lock is released normally; a file left behind by a
+A lock is a kernel lock (flock) on a small file: `.lock` in the folder, or `.<name>.lock` beside the
+file. The kernel releases it when the process ends, however it ends. The lock file names the process
+that holds the lock. It is removed when the lock is released normally; a lock file left behind by a
 killed process locks nothing.
 """
 
@@ -19,35 +19,36 @@ from pathlib import Path
 from typing import Any
 
 LOCK = ".lock"
+LONGEST_RECORD_BYTES = 4096
 
 
 class InUseError(BlockingIOError):
-    """Another live process writes to a folder or file. The message names both."""
+    """A folder or file that another live process writes to. The message names both."""
 
 
 @dataclass(kw_only=True)
 class _Held:
-    """A lock that this process holds, and how many blocks want it."""
+    """A lock that this process holds."""
 
     descriptor: int
-    blocks: int
+    blocks: int  # number of open `locked` blocks that use the lock
 
 
-_held: dict[Path, _Held] = {}  # by the path of the lock file
+_held: dict[Path, _Held] = {}  # lock file → lock
 
 
-def _forget() -> None:
-    """Close the copies of the locks that a fork has made: only the parent holds them."""
+def _close_inherited_locks() -> None:
+    """Close the descriptors that a fork copied, so that only the parent holds the locks."""
     for held in _held.values():
         os.close(held.descriptor)
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
 def lock_of(place: Path, *, is_file: bool = False) -> Path:
-    """Return the path of the lock file of a folder, or of a file."""
+    """Return the lock file of a folder, or of a file."""
     real = Path(os.path.realpath(place))
     if is_file:
         return real.with_name(f".{real.name}{LOCK}")
@@ -56,13 +57,12 @@ def lock_of(place: Path, *, is_file: bool = False) -> Path:
 
 @contextmanager
 def locked(place: Path, named: str, *, is_file: bool = False) -> Iterator[int | None]:
-    """Hold the lock of a folder, or of a file, until the block exits. The folder is made if it does
-    not exist.
+    """Hold the lock of a folder, or of a file, until the block exits.
 
-    A process may lock the same path more than once. Yields the descriptor of the lock, for a child
-    that is to hold it too; None if the file system has no locks, which is reported on stderr.
-    Raises InUseError if another process holds the lock; `named` names the path in the message, for
-    example "--run.dir runs/a".
+    Create the folder if it does not exist. A process may lock the same path more than once. Yields
+    the lock's descriptor, which a child process can inherit to hold the lock too. If the file
+    system does not support locks, prints a notice on stderr and yields None. Raises InUseError if
+    another process holds the lock; its message calls the path `named`, e.g. "--run.dir runs/a".
     """
     path = lock_of(place, is_file=is_file)
     held = _held.get(path)
@@ -81,33 +81,35 @@ def locked(place: Path, named: str, *, is_file: bool = False) -> Iterator[int | 
 
 
 def _acquire(path: Path, named: str) -> _Held | None:
-    made = _make_folder(path.parent)
+    created_folder = _create_folder(path.parent)
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
-            return _without_lock(path, error)
+            _report_no_lock(path, error)
+            return None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(descriptor, 4096)
+            record = os.read(descriptor, LONGEST_RECORD_BYTES)
             os.close(descriptor)
-            raise InUseError(f"{named} is in use by {_in_words(holder)}") from None
+            raise InUseError(f"{named} is in use by {_describe_holder(record)}") from None
         except OSError as error:
             os.close(descriptor)
-            return _without_lock(path, error)
-        if _is_at(descriptor, path):
+            _report_no_lock(path, error)
+            return None
+        if _is_open_file(descriptor, path):
             break
-        os.close(descriptor)  # its last holder has removed the file in the meantime
+        os.close(descriptor)  # its last holder removed the file before we locked it
     os.ftruncate(descriptor, 0)
-    os.write(descriptor, json.dumps(_this_process(made)).encode())
+    os.write(descriptor, json.dumps(_record_this_process(created_folder)).encode())
     held = _Held(descriptor=descriptor, blocks=0)
     _held[path] = held
     return held
 
 
-def _make_folder(folder: Path) -> bool:
-    """Make a folder, and return whether it did not exist."""
+def _create_folder(folder: Path) -> bool:
+    """Create a folder. Return False if it existed."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
@@ -115,60 +117,63 @@ def _make_folder(folder: Path) -> bool:
     return True
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def _is_open_file(descriptor: int, path: Path) -> bool:
+    """Return True if the file at `path` is the one that `descriptor` refers to."""
     try:
-        there = os.stat(path)
+        at_path = os.stat(path)
     except FileNotFoundError:
         return False
-    return os.path.samestat(os.fstat(descriptor), there)
+    return os.path.samestat(os.fstat(descriptor), at_path)
 
 
-def _without_lock(path: Path, error: OSError) -> None:
+def _report_no_lock(path: Path, error: OSError) -> None:
     print(
-        f"[notice] {path} cannot be locked ({error.strerror}): a second run in this folder would "
-        "not be detected.",
+        f"[notice] Cannot lock {path} ({error.strerror}). A second run in this folder will not be "
+        "detected.",
         file=sys.stderr,
     )
 
 
 def _release(path: Path, held: _Held) -> None:
-    """Remove the lock file, and the folder if the lock made it and nothing was written; then
-    release the lock.
-    """
+    """Remove the lock file, and the folder if it was created for the lock and is empty. Unlock."""
     del _held[path]
     try:
         os.lseek(held.descriptor, 0, os.SEEK_SET)
-        made = json.loads(os.read(held.descriptor, 4096))["made"]
+        record = os.read(held.descriptor, LONGEST_RECORD_BYTES)
+        created_folder = json.loads(record)["made"]
         path.unlink()
-        if made:
+        if created_folder:
             path.parent.rmdir()
     except (OSError, ValueError):
-        pass  # somebody has removed the folder, or has written to it
+        pass  # the folder has files, or has been removed
     os.close(held.descriptor)
 
 
-def _this_process(made: bool) -> dict[str, Any]:
-    words = [Path(sys.argv[0]).name, *sys.argv[1:2]]
-    command = words[:1] if words[-1].startswith("-") else words
+def _record_this_process(created_folder: bool) -> dict[str, Any]:
+    """Return the contents of a lock file that this process holds."""
+    command = Path(sys.argv[0]).name
+    if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
+        command += f" {sys.argv[1]}"  # the subcommand
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "command": " ".join(command),
+        "command": command,
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "made": made,
+        "made": created_folder,
     }
 
 
-def _in_words(holder: bytes) -> str:
+def _describe_holder(record: bytes) -> str:
+    """Name the process that wrote a lock file, and say what to do about it."""
     try:
-        told = json.loads(holder)
-        host, pid = told["host"], told["pid"]
-        process = f"process {pid} on {host} ({told['command']}), since {told['since']}"
+        holder = json.loads(record)
+        host, pid = holder["host"], holder["pid"]
+        process = f"process {pid} on {host} ({holder['command']}), since {holder['since']}"
     except (ValueError, KeyError, TypeError):
-        return "another process. Choose another path, or wait until it ends."
+        return "another process. Choose another path, or wait until that process ends."
     if host == socket.gethostname() and not os.path.exists(f"/proc/{pid}"):
-        process = f"a process that was started by {process} and is still running"
+        process = f"a running process that was started by {process}"
     return (
-        f"{process}. Choose another path, wait until it ends, or end it. If its launcher was "
-        "killed, its ranks keep running until you end them."
+        f"{process}. Choose another path, wait until the process ends, or stop it. If its launcher "
+        "was killed, its ranks keep running until you stop them."
     )

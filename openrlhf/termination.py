@@ -1,5 +1,6 @@
-"""SIGTERM and Ctrl-C: the process ends in order, with status 143 or 130, at a moment at which its
-state can be saved.
+"""Orderly exit on SIGTERM (status 143) and Ctrl-C (status 130).
+
+The process stops at a point where its state can be saved: after the running `whole` blocks.
 """
 
 import os
@@ -8,25 +9,30 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
-SAID = b"\nEnding when what has begun is done; Ctrl-C ends at once.\n"
-ENDINGS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
-HOLD = signal.SIGURG  # sent by `hold_main_thread`; ignored unless handled
+STOPPING = b"\nStopping after the current step. Press Ctrl-C again to stop immediately.\n"
+ENDINGS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}  # signal → last word
+HOLD_SIGNAL = signal.SIGURG  # sent by `hold_main_thread`; ignored by default
 
 
-def hold(*_: object) -> None:
-    """Wait forever if the main thread is held. Signals are still handled."""
-    if _Asked.held:
-        threading.Event().wait()
+class _State:
+    status = 0  # the exit status of a requested exit; 0: no exit was requested
+    wholes = 0  # number of open `whole` blocks
+    held = False  # True once `hold_main_thread` has been called
 
 
 def end_quietly(number: int, _: object) -> NoReturn:
-    """Handle Ctrl-C before the command has begun its work: end at once, without a traceback."""
+    """Exit at once without a traceback: the handler of Ctrl-C before a command starts its work."""
+    _write_on_rank_0(b"\ninterrupted\n")
+    os._exit(128 + number)
+
+
+def _write_on_rank_0(message: bytes) -> None:
+    """Write to stderr. Unlike `print`, a signal handler may call this function."""
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):
-            os.write(2, b"\ninterrupted\n")
-    os._exit(128 + number)
+            os.write(2, message)
 
 
 @contextmanager
@@ -43,103 +49,101 @@ def ctrl_c_raises() -> Iterator[None]:
             signal.signal(signal.SIGINT, end_quietly)
 
 
-class _Asked:
-    status = 0  # to end with; 0: nobody has asked
-    wholes = 0  # `whole` blocks that are being run
-    held = False  # the main thread, by `hold_main_thread`
-
-
 @contextmanager
 def in_order() -> Iterator[None]:
-    """Make SIGTERM and Ctrl-C raise SystemExit in the block, at the end of any `whole`; a second
-    Ctrl-C does not wait.
+    """Raise SystemExit on SIGTERM and Ctrl-C until the block exits, deferred while a `whole` runs.
 
-    A main thread that is held only records the request (`asked`): another thread ends the process.
+    A Ctrl-C after the first signal raises KeyboardInterrupt at once. Further SIGTERMs are ignored,
+    even after the block. Signals that the shell made this process ignore stay ignored. A held main
+    thread only records the request (`asked`): another thread ends the process. The block does
+    nothing if it runs in another thread than the main thread.
 
-    Ray's own handler of SIGTERM dumps a stack first. Signals that the shell made this process
-    ignore stay ignored. Once asked to end, a process ignores further SIGTERMs, even after the
-    block.
+    Ray's own handler of SIGTERM would dump a stack first.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    own = os.getpid()
+    own_pid = os.getpid()
+    handlers_before: dict[signal.Signals, Any] = {}
 
     def end(number: int, _: object) -> None:
-        if (
-            os.getpid() != own
-        ):  # in a process that a library has forked, and which Ctrl-C reaches too
-            return None if number == signal.SIGINT else os._exit(128 + number)
-        _Asked.status = 128 + number
-        hold()
-        signal.signal(signal.SIGTERM, lambda *_: None)  # once is enough
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler if signal.SIGINT in before else signal.SIG_IGN
-        )
-        with suppress(OSError):  # not `print`, which may not be interrupted by itself
-            os.write(2, SAID * (os.environ.get("RANK", "0") == "0"))
-        if not _Asked.wholes:
-            raise SystemExit(_Asked.status)
+        if os.getpid() != own_pid:  # forked by a library
+            if number == signal.SIGINT:
+                return  # Ctrl-C reaches the parent too, which decides
+            os._exit(128 + number)
+        _State.status = 128 + number
+        _wait_if_held()
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        if signal.SIGINT in handlers_before:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        else:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _write_on_rank_0(STOPPING)
+        if not _State.wholes:
+            raise SystemExit(_State.status)
 
-    before = {
-        each: signal.signal(each, end)
-        for each in ENDINGS
-        if signal.getsignal(each) is not signal.SIG_IGN
-    }
-    before[HOLD] = signal.signal(HOLD, hold)
-    _Asked.status = 0
+    for number in ENDINGS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            handlers_before[number] = signal.signal(number, end)
+    handlers_before[HOLD_SIGNAL] = signal.signal(HOLD_SIGNAL, _wait_if_held)
+    _State.status = 0
     try:
         yield
     except SystemExit:
-        if not _Asked.status:
+        if not _State.status:
             raise
         _report_end()
-        raise SystemExit(
-            _Asked.status
-        ) from None  # a call of Ray turns the status that `end` raised into 1
+        # Not the exception of `end`: a call of Ray may have turned its status into 1.
+        raise SystemExit(_State.status) from None
     finally:
-        if not _Asked.status:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+        if not _State.status:
+            for number, handler in handlers_before.items():
+                signal.signal(number, handler)
+
+
+def _wait_if_held(*_: object) -> None:
+    """Wait forever if the main thread is held. Signals are still handled."""
+    if _State.held:
+        threading.Event().wait()
 
 
 @contextmanager
 def whole() -> Iterator[None]:
-    """Finish the block before the process ends."""
-    _Asked.wholes += 1
+    """Delay termination until the block has finished."""
+    _State.wholes += 1
     try:
         yield
     finally:
-        _Asked.wholes -= 1
-    if _Asked.status and not _Asked.wholes:
-        raise SystemExit(_Asked.status)
+        _State.wholes -= 1
+    if _State.status and not _State.wholes:
+        raise SystemExit(_State.status)
 
 
 def asked() -> int:
-    """The status with which the process has been asked to end, or 0."""
-    return _Asked.status
+    """Return the exit status if the process has been asked to end, otherwise 0."""
+    return _State.status
 
 
 def end_at_once() -> NoReturn:
-    """End the process that has been asked to end, without waiting for its threads."""
+    """End a process that has been asked to end, without waiting for its threads."""
     _report_end()
     with suppress(OSError):
         sys.stdout.flush()
-    os._exit(_Asked.status)
+    os._exit(_State.status)
 
 
 def _report_end() -> None:
+    ending = ENDINGS[signal.Signals(_State.status - 128)]
     with suppress(OSError):  # the reader of a pipe may have been terminated too
-        print(f"\n{ENDINGS[signal.Signals(_Asked.status - 128)]}", file=sys.stderr, flush=True)
+        print(f"\n{ending}", file=sys.stderr, flush=True)
 
 
 def hold_main_thread() -> None:
-    """Stop the main thread forever at its next Python instruction, so that another thread can end
-    the process.
+    """Stop the main thread at its next Python instruction, forever.
 
-    Do nothing if the process has been asked to end.
+    Another thread can then end the process. Does nothing if the process has been asked to end.
     """
     main = threading.main_thread().ident
-    if not _Asked.status and main:
-        _Asked.held = True
-        signal.pthread_kill(main, HOLD)
+    if not _State.status and main:
+        _State.held = True
+        signal.pthread_kill(main, HOLD_SIGNAL)

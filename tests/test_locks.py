@@ -1,4 +1,4 @@
-"""One living process writes to a place; the kernel knows whether it lives."""
+"""Locks on folders and files, which the kernel releases when their process ends."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ Hold = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def hold() -> Iterator[Hold]:
-    """Start a process that locks a place, and return it when it has the lock."""
+    """Return a function that starts a process which locks a path."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(place: Path, *, is_file: bool = False, then: str = WAIT) -> subprocess.Popen[str]:
+    def start(path: Path, *, is_file: bool = False, then: str = WAIT) -> subprocess.Popen[str]:
         words = [
             sys.executable,
             "-c",
             HOLDER.format(then=then),
-            str(place),
+            str(path),
             "file" if is_file else "folder",
         ]
         process = subprocess.Popen(
@@ -58,28 +58,30 @@ def hold() -> Iterator[Hold]:
 
 
 @pytest.mark.parametrize("is_file", [False, True], ids=["folder", "file"])
-def test_a_second_process_is_refused_and_told_who_holds_the_place_until_the_first_is_killed(
+def test_lock_raises_error_naming_holder_until_holder_is_killed(
     hold: Hold, tmp_path: Path, is_file: bool
 ) -> None:
-    place = tmp_path / "a" / "place"
-    holder = hold(place, is_file=is_file)
+    path = tmp_path / "a" / "locked"
+    holder = hold(path, is_file=is_file)
     assert holder.stdout and holder.stdout.readline() == "held\n"
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "a")
-    for same in (place, link / "place", tmp_path / "a" / ".." / "a" / "place"):
-        told = f"--flag x is in use by process {holder.pid} on {os.uname().nodename}"
-        with pytest.raises(InUseError, match=told), locked(same, "--flag x", is_file=is_file):
+    for same in (path, link / "locked", tmp_path / "a" / ".." / "a" / "locked"):
+        named = rf"--flag x .*process {holder.pid} on {os.uname().nodename}"
+        with pytest.raises(InUseError, match=named), locked(same, "--flag x", is_file=is_file):
             pass
     with locked(tmp_path / "a" / "other", "--flag y", is_file=is_file):
         pass
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    assert lock_of(place, is_file=is_file).exists(), "what a killed process leaves locks nothing"
-    with locked(place, "--flag x", is_file=is_file):
+    assert lock_of(path, is_file=is_file).exists(), (
+        "the file of a killed process must not lock the path"
+    )
+    with locked(path, "--flag x", is_file=is_file):
         pass
 
 
-def test_a_lock_lasts_as_long_as_a_child_that_has_inherited_it(hold: Hold, tmp_path: Path) -> None:
+def test_lock_lasts_while_child_that_inherited_it_runs(hold: Hold, tmp_path: Path) -> None:
     holder = hold(tmp_path, then=LEAVE_A_CHILD)
     assert holder.stdout
     child = int(holder.stdout.readline())
@@ -94,7 +96,7 @@ def test_a_lock_lasts_as_long_as_a_child_that_has_inherited_it(hold: Hold, tmp_p
         os.kill(child, signal.SIGKILL)
 
 
-def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+def test_forked_child_does_not_hold_lock(tmp_path: Path) -> None:
     ready, done = os.pipe()
     with locked(tmp_path, "it"):
         child = os.fork()
@@ -108,7 +110,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     assert status == 0
 
 
-def test_a_process_may_lock_a_place_twice_and_releases_it_with_the_outer_block(
+def test_process_that_locks_path_twice_releases_it_with_outer_block(
     hold: Hold, tmp_path: Path
 ) -> None:
     with locked(tmp_path, "it") as outer:
@@ -118,7 +120,7 @@ def test_a_process_may_lock_a_place_twice_and_releases_it_with_the_outer_block(
     assert hold(tmp_path, then="pass").wait() == 0
 
 
-def test_a_released_lock_leaves_nothing_behind_but_what_was_written(tmp_path: Path) -> None:
+def test_released_lock_removes_its_file_and_the_empty_folder_it_created(tmp_path: Path) -> None:
     with locked(tmp_path / "unused", "it"):
         assert (tmp_path / "unused").is_dir()
     assert not (tmp_path / "unused").exists()
@@ -131,7 +133,7 @@ def test_a_released_lock_leaves_nothing_behind_but_what_was_written(tmp_path: Pa
     assert (tmp_path / "empty").is_dir()
 
 
-def test_a_place_that_cannot_be_locked_is_reported_and_used(
+def test_path_that_cannot_be_locked_is_reported_and_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: what has begun is finished, and what is ignored stays ignored."""
+"""Orderly exit on SIGTERM and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+
+from openrlhf.termination import STOPPING
 
 PROGRAM = """
 import signal, sys
@@ -19,26 +21,26 @@ try:
             print("up", flush=True)
             if sys.stdin.readline() == "done\\n":
                 print("finished", flush=True)
-        print("asked for nothing", flush=True)
+        print("not stopped", flush=True)
 except KeyboardInterrupt:
     print("at once", flush=True)
 """
-WAITS = "Ending when what has begun is done; Ctrl-C ends at once."
+NOTICE = STOPPING.decode().strip()
 
 
 @pytest.mark.parametrize(
-    ("case", "numbers", "status", "printed", "said"),
+    ("case", "numbers", "status", "printed", "errors"),
     [
-        ("", [signal.SIGINT], 130, ["finished"], [WAITS, "interrupted"]),
-        ("", [signal.SIGTERM, signal.SIGTERM], 143, ["finished"], [WAITS, "terminated"]),
-        ("", [signal.SIGINT, signal.SIGINT], 0, ["at once"], [WAITS]),
-        ("", [signal.SIGTERM, signal.SIGINT], 0, ["at once"], [WAITS]),
-        ("ignored", [signal.SIGINT], 0, ["finished", "asked for nothing"], []),
-        ("ignored", [signal.SIGTERM, signal.SIGINT], 143, ["finished"], [WAITS, "terminated"]),
+        ("", [signal.SIGINT], 130, ["finished"], [NOTICE, "interrupted"]),
+        ("", [signal.SIGTERM, signal.SIGTERM], 143, ["finished"], [NOTICE, "terminated"]),
+        ("", [signal.SIGINT, signal.SIGINT], 0, ["at once"], [NOTICE]),
+        ("", [signal.SIGTERM, signal.SIGINT], 0, ["at once"], [NOTICE]),
+        ("ignored", [signal.SIGINT], 0, ["finished", "not stopped"], []),
+        ("ignored", [signal.SIGTERM, signal.SIGINT], 143, ["finished"], [NOTICE, "terminated"]),
     ],
 )
-def test_what_has_begun_is_finished_unless_ctrl_c_comes_again(
-    case: str, numbers: list[signal.Signals], status: int, printed: list[str], said: list[str]
+def test_whole_block_finishes_before_exit_unless_ctrl_c_follows_first_signal(
+    case: str, numbers: list[signal.Signals], status: int, printed: list[str], errors: list[str]
 ) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, case],
@@ -50,17 +52,15 @@ def test_what_has_begun_is_finished_unless_ctrl_c_comes_again(
     assert process.stdin and process.stdout and process.stderr
     assert process.stdout.readline() == "up\n"
     process.send_signal(numbers[0])
-    if said:
-        assert (
-            process.stderr.readline() + process.stderr.readline() == f"\n{WAITS}\n"
-        )  # the first has been seen
+    if errors:  # wait until the process has handled the first signal
+        assert process.stderr.readline() + process.stderr.readline() == f"\n{NOTICE}\n"
     for number in numbers[1:]:
         process.send_signal(number)
     if "at once" in printed:
         assert process.stdout.readline() == "at once\n"
         printed = []
     out, err = process.communicate("done\n", timeout=60)
-    assert (process.returncode, out.splitlines(), err.split()) == (status, printed, said[1:])
+    assert (process.returncode, out.splitlines(), err.split()) == (status, printed, errors[1:])
 
 
 HELD = """
@@ -81,7 +81,7 @@ with termination.in_order():
 """
 
 
-def test_held_main_thread_does_nothing_more_until_another_thread_ends_the_process() -> None:
+def test_held_main_thread_stops_working_until_another_thread_ends_process() -> None:
     done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (7, "")
     assert done.stdout.splitlines()[-1] == "ended"
@@ -109,7 +109,7 @@ with termination.in_order():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_held_main_thread_records_that_the_process_is_asked_to_end(number: int) -> None:
+def test_held_main_thread_records_exit_request(number: int) -> None:
     command = [sys.executable, "-c", ASKED_WHILE_HELD, str(int(number))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.split(), done.stderr) == (7, ["0", str(128 + number)], "")

@@ -38,7 +38,7 @@ from openrlhf.config.options import leaves, parse_config
 from openrlhf.config.pipeline import PipelineConfig
 from openrlhf.config.secrets import hide, without_secrets
 from openrlhf.config.stages import STAGE_COMMANDS
-from openrlhf.files import BLOCK, SAMPLES, fingerprint, write_atomically
+from openrlhf.files import HASH_BLOCK_BYTES, HASHED_BLOCKS, fingerprint, write_atomically
 from openrlhf.launch.pipeline_report import Result, write_pipeline_report
 from openrlhf.locks import locked
 from openrlhf.observability.run_folder import set_aside
@@ -459,6 +459,10 @@ def content_of(place: Path) -> str:
     for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
         if file.is_file():
             stat = file.stat()
-            long = (stat.st_size, stat.st_mtime_ns) if stat.st_size > BLOCK * SAMPLES else ()
+            long = (
+                (stat.st_size, stat.st_mtime_ns)
+                if stat.st_size > HASH_BLOCK_BYTES * HASHED_BLOCKS
+                else ()
+            )
             digest.update(f"{file.relative_to(place)} {fingerprint(file)} {long}\n".encode())
     return digest.hexdigest()[:16]

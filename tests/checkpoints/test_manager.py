@@ -571,7 +571,12 @@ def test_save_succeeds_if_older_checkpoints_cannot_be_deleted(
 
 def test_fingerprint_covers_all_bytes_of_short_files(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    for size in (1, checkpoint_files.BLOCK - 1, checkpoint_files.BLOCK + 1, 300_000):
+    for size in (
+        1,
+        checkpoint_files.HASH_BLOCK_BYTES - 1,
+        checkpoint_files.HASH_BLOCK_BYTES + 1,
+        300_000,
+    ):
         path.write_bytes(os.urandom(size))
         before = checkpoint_files.fingerprint(path)
         for offset in {0, size // 2, size - 1}:
@@ -589,13 +594,13 @@ def test_fingerprint_covers_all_bytes_of_short_files(tmp_path: Path) -> None:
 def test_fingerprint_of_long_files_detects_every_long_gap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_files, "BLOCK", 16)
-    size = checkpoint_files.SAMPLES * 16 * 10
+    monkeypatch.setattr(checkpoint_files, "HASH_BLOCK_BYTES", 16)
+    size = checkpoint_files.HASHED_BLOCKS * 16 * 10
     content = os.urandom(size)
     path = tmp_path / "file"
     path.write_bytes(content)
     before = checkpoint_files.fingerprint(path)
-    gap = size // (checkpoint_files.SAMPLES - 1) + 1
+    gap = size // (checkpoint_files.HASHED_BLOCKS - 1) + 1
     for start in [0, 1, size // 3, size - gap]:  # e.g. pages that never reached the disk
         path.write_bytes(content[:start] + bytes(gap) + content[start + gap :])
         assert checkpoint_files.fingerprint(path) != before
@@ -608,7 +613,7 @@ def test_fingerprint_reads_at_most_16_mib_of_a_terabyte(tmp_path: Path) -> None:
     path = tmp_path / "sparse"
     with open(path, "wb") as file:
         file.truncate(2**40)
-    assert checkpoint_files.SAMPLES * checkpoint_files.BLOCK == 16 * 2**20
+    assert checkpoint_files.HASHED_BLOCKS * checkpoint_files.HASH_BLOCK_BYTES == 16 * 2**20
     assert checkpoint_files.fingerprint(path)
 
 

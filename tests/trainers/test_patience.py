@@ -315,8 +315,8 @@ def test_a_supervised_run_that_is_terminated_in_its_export_finishes_it(
 ) -> None:
     class Exporting(Supervised):
         def export(self, path: str, *, final: bool = True) -> None:
-            assert termination._Asked.wholes  # SIGTERM does not interrupt it
-            monkeypatch.setattr(termination._Asked, "status", 143)
+            assert termination._State.wholes  # SIGTERM does not interrupt it
+            monkeypatch.setattr(termination._State, "status", 143)
             super().export(path, final=final)
 
     trainer = Exporting(tmp_path, LOSSES, patience=None)
