@@ -27,12 +27,8 @@ from openrlhf.rollout.engine_settings import ADAPTER_ID, Device, EngineSettings,
 from openrlhf.rollout.engine_versions import SampledVersions, check_reload, refusals
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.training.devices import note, redirect_output
-from openrlhf.weights.buckets import (
-    PublicationError,
-    WeightManifest,
-    WorkerReceipt,
-    verify_receipts,
-)
+from openrlhf.weights.manifest import PublicationError, WeightManifest
+from openrlhf.weights.receipts import WorkerReceipt, verify_receipts
 from openrlhf.weights.transport import WeightGroup
 
 T = TypeVar("T")

@@ -6,8 +6,6 @@ verify.
 """
 
 import pickle
-from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,14 +27,10 @@ from vllm.platforms import current_platform
 
 from openrlhf.rollout.engine_settings import ADAPTER_ID
 from openrlhf.rollout.engine_versions import adapter_renames, expert_kernel, heed_seeds_on_cpu
-from openrlhf.weights.buckets import (
-    WeightManifest,
-    WorkerReceipt,
-    bucket_hash,
-    bucket_nbytes,
-    unpack,
-)
-from openrlhf.weights.transport import Channel, Membership
+from openrlhf.weights.manifest import WeightManifest
+from openrlhf.weights.receipts import WorkerReceipt
+from openrlhf.weights.receiver import Intake
+from openrlhf.weights.transport import Membership
 
 # vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX). Linux refuses them to a
 # process that has not asked for them, and vLLM does not ask. Unless oneDNN happened to ask before,
@@ -104,46 +98,6 @@ class WorkerExtension:
             stale=tuple(name for name, handle in renewed.items() if handles.get(name) is handle),
         )
         return pickle.dumps(receipt)
-
-
-class Intake:
-    """Receives a publication while the model's loader consumes the tensors, and counts the consumed
-    tensors.
-    """
-
-    def __init__(self, manifest: WeightManifest, channel: Channel, device: torch.device) -> None:
-        self.manifest = manifest
-        self.channel = channel
-        self.device = device
-        self.hashes: list[int] = []
-        self.sent_hashes: tuple[int, ...] = ()
-        self.loads: Counter[str] = Counter()
-        self._stream = self._receive()
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of every announced weight, counted when the loader asks for it."""
-        for name, tensor in self._stream:
-            self.loads[name] += 1
-            yield name, tensor
-
-    def finish(self) -> None:
-        """Receive the tensors that the loader did not read, and then the sender's hashes."""
-        for _ in self._stream:
-            pass
-        theirs = torch.empty(8 * len(self.hashes), dtype=torch.uint8, device=self.channel.device)
-        self.channel.receive(theirs)
-        self.sent_hashes = tuple(theirs.view(torch.int64).tolist())
-
-    def _receive(self) -> Iterator[tuple[str, Tensor]]:
-        for bucket in self.manifest.buckets():
-            # a new buffer for each bucket: vLLM keeps views of it until the last tensor of a layer
-            # has come
-            buffer = torch.empty(
-                bucket_nbytes(bucket), dtype=torch.uint8, device=self.channel.device
-            )
-            self.channel.receive(buffer)
-            self.hashes.append(bucket_hash(buffer))
-            yield from unpack(bucket, buffer.to(self.device))
 
 
 def take_weights(model: nn.Module, config: VllmConfig, intake: Intake) -> list[str]:

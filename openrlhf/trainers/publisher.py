@@ -13,7 +13,7 @@ from openrlhf.core.batches import TokenRows
 from openrlhf.rollout.engine import EngineError, RolloutEngine
 from openrlhf.rollout.fleet import Fleet, Member
 from openrlhf.rollout.sampling import Generation, SamplingParams
-from openrlhf.weights.buckets import PublicationError
+from openrlhf.weights.manifest import PublicationError
 from openrlhf.weights.transport import Transport, WeightGroup
 from openrlhf.workers.policy import PolicyWorker
 

@@ -5,15 +5,13 @@ Torch only: the trainer's half (`weights.transport`) and the engine's half
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-
-from openrlhf.config.flags import UserError
 
 T = TypeVar("T")
 ALIGNMENT = 16  # bytes; every tensor starts on this boundary, so any dtype can be viewed in place
@@ -21,10 +19,6 @@ HASH_BLOCK = 2**16  # words of 8 bytes: half a megabyte stays in the cache of a 
 # How many blocks are computed at once. A GPU would wait for thousands of small kernels per GiB if
 # it took them one by one.
 BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 64}
-
-
-class PublicationError(UserError, RuntimeError):
-    """A weight version did not reach an engine completely, and is not served. The message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,68 +125,6 @@ def _hash_weights(device: torch.device) -> Tensor:
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
         x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * factor
     return x | 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightManifest:
-    """The tensors of a publication, each under its own name. Made by the trainer, used by trainer
-    and engines.
-    """
-
-    version: int
-    specs: tuple[TensorSpec, ...]
-    bucket_bytes: int
-    adapter: dict[str, Any] | None = (
-        None  # PEFT's names of an adapter's settings, if the tensors are an adapter's
-    )
-
-    def buckets(self) -> list[Bucket]:
-        """The tensors in buckets, as trainer and engines cut them."""
-        return cut_into_buckets(self.specs, lambda spec: _aligned(spec.nbytes), self.bucket_bytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerReceipt:
-    """The state of an engine worker after an update."""
-
-    rank: int  # in the weight group
-    bucket_hashes: tuple[int, ...]  # of the bytes that arrived
-    sent_hashes: tuple[int, ...]  # from the sender's message after the last bucket
-    loads: dict[str, int]  # tensor name → number of times the model's loader got the tensor
-    unwritten: tuple[str, ...]  # layers of the engine without all new values, with counts
-    stale: tuple[
-        str, ...
-    ]  # layers that compute with a packed copy of their weights (on a CPU), which is old
-
-
-def verify_receipts(
-    manifest: WeightManifest, engine: int, workers: Sequence[WorkerReceipt]
-) -> None:
-    """Raise PublicationError, naming the differences, unless each worker uses exactly the weights
-    that were sent.
-
-    Checked for each worker: the hash of every bucket, that each tensor was loaded exactly once,
-    that no layer of the engine has old values, and that no packed copy of a weight is old.
-    """
-    if faults := [fault for worker in workers for fault in _faults(manifest, worker)]:
-        raise PublicationError(
-            f"engine {engine} does not hold version {manifest.version}: "
-            + "; ".join(faults[:8])
-            + (f"; and {len(faults) - 8} more differences" if len(faults) > 8 else "")
-        )
-
-
-def _faults(manifest: WeightManifest, worker: WorkerReceipt) -> Iterator[str]:
-    where = f"worker {worker.rank}"
-    for i, (ours, theirs) in enumerate(zip(worker.sent_hashes, worker.bucket_hashes, strict=True)):
-        if ours != theirs:
-            yield f"{where} has hash {theirs:#x} for bucket {i}, sent was {ours:#x}"
-    expected = {spec.name: 1 for spec in manifest.specs}
-    for name in expected | worker.loads:
-        if (times := worker.loads.get(name, 0)) != expected.get(name, 0):
-            yield f"{where} loaded {name} {times} times"
-    yield from (f"{where} has old values in {layer}" for layer in worker.unwritten)
-    yield from (f"{where} did not re-pack {layer}" for layer in worker.stale)
 
 
 def _aligned(nbytes: int) -> int:

@@ -27,8 +27,10 @@ from openrlhf.training.devices import free_port
 from openrlhf.training.engine import Metrics
 from openrlhf.training.strategy import Strategy
 from openrlhf.training.whole import trained_tensors, whole_tensors
-from openrlhf.weights.buckets import TensorSpec, WeightManifest
-from openrlhf.weights.transport import WeightGroup, WeightSender
+from openrlhf.weights.buckets import TensorSpec
+from openrlhf.weights.manifest import WeightManifest
+from openrlhf.weights.sender import WeightSender
+from openrlhf.weights.transport import WeightGroup
 from openrlhf.workers.base import RoleSettings, TrainedWorker, Update, balancing_term, column_of
 
 

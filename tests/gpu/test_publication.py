@@ -18,8 +18,10 @@ from transformers import Qwen2ForCausalLM
 
 from openrlhf.rollout.sampling import SamplingParams
 from openrlhf.training.devices import free_port
-from openrlhf.weights.buckets import TensorSpec, WeightManifest, bucket_hash, bucket_nbytes
-from openrlhf.weights.transport import Transport, WeightGroup, WeightSender, join_group
+from openrlhf.weights.buckets import TensorSpec, bucket_hash, bucket_nbytes
+from openrlhf.weights.manifest import WeightManifest
+from openrlhf.weights.sender import WeightSender
+from openrlhf.weights.transport import Transport, WeightGroup, join_group
 from tests.gpu.place import DEVICE, TRANSPORT, save_model, started_engine
 from tests.gpu.rehearsal import REHEARSAL
 

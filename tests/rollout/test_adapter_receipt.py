@@ -17,16 +17,11 @@ from types import SimpleNamespace
 
 import torch
 from vllm.config import VllmConfig
-from openrlhf.weights.buckets import (
-    PublicationError,
-    TensorSpec,
-    WeightManifest,
-    bucket_hash,
-    bucket_nbytes,
-    pack,
-    verify_receipts,
-)
+from openrlhf.weights.buckets import TensorSpec, bucket_hash, bucket_nbytes, pack
+from openrlhf.weights.manifest import PublicationError, WeightManifest
+from openrlhf.weights.receipts import verify_receipts
 from openrlhf.rollout import engine_worker
+from openrlhf.weights import receiver
 
 
 def published(fault):
@@ -60,11 +55,11 @@ def published(fault):
     worker.publication = SimpleNamespace(
         channel=SimpleNamespace(device="cpu", receive=receive), rank=1, leave=lambda: None
     )
-    unpack = engine_worker.unpack
+    unpack = receiver.unpack
     if fault == "tensor":
-        engine_worker.unpack = lambda *of: (item for item in unpack(*of) if "layers.1" not in item[0])
+        receiver.unpack = lambda *of: (item for item in unpack(*of) if "layers.1" not in item[0])
     receipt = pickle.loads(worker.publication_receive(pickle.dumps(manifest)))
-    engine_worker.unpack = unpack
+    receiver.unpack = unpack
     assert len(taken) == 3
     return manifest, receipt
 

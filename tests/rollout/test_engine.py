@@ -42,8 +42,11 @@ from openrlhf.rollout.engine import EngineError, RolloutEngine
 from openrlhf.rollout.engine_settings import EngineSettings, engine_environment
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from openrlhf.training.devices import free_port
-from openrlhf.weights.buckets import PublicationError, TensorSpec, WeightManifest, WorkerReceipt
-from openrlhf.weights.transport import WeightGroup, WeightSender
+from openrlhf.weights.buckets import TensorSpec
+from openrlhf.weights.manifest import PublicationError, WeightManifest
+from openrlhf.weights.receipts import WorkerReceipt
+from openrlhf.weights.sender import WeightSender
+from openrlhf.weights.transport import WeightGroup
 
 VLLM = Version(installed("vllm").version)
 VOCABULARY = 100
@@ -75,10 +78,11 @@ class FaultyEngine(RolloutEngine):
     async def sabotage(self, fault: str) -> None:
         """Let every update go wrong in one way, until `repair`."""
         from openrlhf.rollout import engine_worker
+        from openrlhf.weights import receiver
         from openrlhf.weights import transport as weight_sync
 
         channel = weight_sync._BroadcastChannel
-        self.originals = channel.receive, engine_worker.unpack, engine_worker.repack_linears
+        self.originals = channel.receive, receiver.unpack, engine_worker.repack_linears
         receive, unpack, _ = self.originals
 
         def receive_flipped(self, buffer):
@@ -98,18 +102,19 @@ class FaultyEngine(RolloutEngine):
         if fault == "flip":
             channel.receive = receive_flipped
         elif fault == "drop":
-            engine_worker.unpack = unpack_all_but_one
+            receiver.unpack = unpack_all_but_one
         elif fault == "double":
-            engine_worker.unpack = unpack_one_twice
+            receiver.unpack = unpack_one_twice
         elif fault == "no re-packing":
             engine_worker.repack_linears = lambda model: None
 
     async def repair(self) -> None:
         from openrlhf.rollout import engine_worker
+        from openrlhf.weights import receiver
         from openrlhf.weights import transport as weight_sync
 
         channel = weight_sync._BroadcastChannel
-        channel.receive, engine_worker.unpack, engine_worker.repack_linears = self.originals
+        channel.receive, receiver.unpack, engine_worker.repack_linears = self.originals
 
     async def poison(self) -> None:
         """Let the next step of the engine's core fail."""

@@ -27,7 +27,7 @@ from openrlhf.rollout.engine_settings import EngineSettings
 from openrlhf.rollout.fleet import Fleet
 from openrlhf.rollout.sampling import SamplingParams
 from openrlhf.trainers.publisher import Probe, WeightPublisher, told_by_all
-from openrlhf.weights.buckets import PublicationError
+from openrlhf.weights.manifest import PublicationError
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.policy import PolicyWorker
 from tests.loading import load_spec

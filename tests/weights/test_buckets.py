@@ -12,17 +12,15 @@ from hypothesis import strategies as st
 from openrlhf.weights.buckets import (
     BLOCKS_AT_ONCE,
     HASH_BLOCK,
-    PublicationError,
     TensorSpec,
-    WeightManifest,
-    WorkerReceipt,
     bucket_hash,
     bucket_nbytes,
     cut_into_buckets,
     pack,
     unpack,
-    verify_receipts,
 )
+from openrlhf.weights.manifest import PublicationError, WeightManifest
+from openrlhf.weights.receipts import WorkerReceipt, verify_receipts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8)
 SPECS = st.lists(

@@ -16,15 +16,10 @@ import torch.distributed
 
 from openrlhf.training.devices import free_port
 from openrlhf.weights import transport as weight_sync
-from openrlhf.weights.buckets import (
-    PublicationError,
-    TensorSpec,
-    WeightManifest,
-    bucket_hash,
-    bucket_nbytes,
-    unpack,
-)
-from openrlhf.weights.transport import WeightGroup, WeightSender, join_group
+from openrlhf.weights.buckets import TensorSpec, bucket_hash, bucket_nbytes, unpack
+from openrlhf.weights.manifest import PublicationError, WeightManifest
+from openrlhf.weights.sender import WeightSender
+from openrlhf.weights.transport import WeightGroup, join_group
 
 TENSORS = {name: torch.randn(50, 3) for name in "abcde"}
 MANIFEST = WeightManifest(

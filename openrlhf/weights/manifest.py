@@ -1,0 +1,29 @@
+"""The manifest of a publication: the tensors that trainer and engines agree on."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from openrlhf.config.flags import UserError
+from openrlhf.weights.buckets import Bucket, TensorSpec, bucket_nbytes, cut_into_buckets
+
+
+class PublicationError(UserError, RuntimeError):
+    """A weight version did not reach an engine completely, and is not served. The message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightManifest:
+    """The tensors of a publication, each under its own name. Made by the trainer, used by trainer
+    and engines.
+    """
+
+    version: int
+    specs: tuple[TensorSpec, ...]
+    bucket_bytes: int
+    adapter: dict[str, Any] | None = (
+        None  # PEFT's names of an adapter's settings, if the tensors are an adapter's
+    )
+
+    def buckets(self) -> list[Bucket]:
+        """The tensors in buckets, as trainer and engines cut them."""
+        return cut_into_buckets(self.specs, lambda spec: bucket_nbytes([spec]), self.bucket_bytes)
