@@ -73,6 +73,7 @@ WITHIN_BOUNDS = [
     "models",
     "observability",
     "rewards",
+    "serving",
     "workers",
 ]
 MODULES = sorted(package().values(), key=str)

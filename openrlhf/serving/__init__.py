@@ -1,1 +1,1 @@
-"""A reward model behind HTTP: concurrent requests are scored in batches."""
+"""HTTP server of a reward model. It scores concurrent requests in batches."""

@@ -1,6 +1,4 @@
-"""Connections of the reward server: how many there may be, and how long a client may take to send a
-request.
-"""
+"""Connections of the reward server, with limits on their number and on the time for a request."""
 
 import asyncio
 import resource
@@ -8,30 +6,33 @@ from typing import Any, ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-CONNECTIONS = 4096  # at a time
-OTHER_FILES = 128  # that the process has open beside its connections
+MAX_CONNECTIONS = 4096  # at the same time
+OTHER_OPEN_FILES = 128  # open files of the process that are not connections
 
 
 def raise_connection_limit() -> int:
-    """Raise this process's limit of open files for CONNECTIONS connections. Return how many the
-    system allows.
+    """Raise this process's limit on open files, for MAX_CONNECTIONS connections.
+
+    Returns the number of connections that the system allows.
     """
-    wanted = CONNECTIONS + OTHER_FILES
+    wanted = MAX_CONNECTIONS + OTHER_OPEN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return CONNECTIONS
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        return MAX_CONNECTIONS
+    allowed = wanted
+    if hard != resource.RLIM_INFINITY:
+        allowed = min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    return max(1, allowed - OTHER_FILES)
+    return max(1, allowed - OTHER_OPEN_FILES)
 
 
 class Connection(H11Protocol):
-    """A connection whose client must send a whole request, headers and body, within
-    `request_timeout_s`.
+    """A connection that is closed if its client takes too long to send a request.
 
-    At the connection limit, a new connection replaces the one that has waited longest for its
-    client. Connections that wait for an answer are kept; if all of them do, a further request gets
-    status 503.
+    A whole request, headers and body, must arrive within `request_timeout_s`. At the connection
+    limit, a new connection replaces the connection that has waited longest for its client.
+    Connections that wait for a response are kept. If all connections wait for a response, a further
+    request gets status 503.
     """
 
     request_timeout_s: ClassVar[float] = 60.0
@@ -39,7 +40,7 @@ class Connection(H11Protocol):
 
     @property
     def waits_for_client(self) -> bool:
-        """True unless a whole request has arrived and is not yet answered."""
+        """False if a whole request has arrived and has no response yet."""
         request = self.cycle
         return request is None or request.more_body or request.response_complete
 
@@ -62,9 +63,7 @@ class Connection(H11Protocol):
         self._set_deadline()
 
     def on_response_complete(self) -> None:
-        """Start the timer for the next request, or for the rest of a request that was answered
-        early.
-        """
+        """Start the timer for the next request, or for the rest of a request answered early."""
         super().on_response_complete()
         self._set_deadline()
 
@@ -80,13 +79,13 @@ class Connection(H11Protocol):
             self._deadline = None
 
     def _make_room(self) -> None:
-        waiting: list[tuple[float, Connection]] = []
+        deadlines: dict[Connection, float] = {}
         for other in self.connections:
             if isinstance(other, Connection) and other._deadline is not None:
-                waiting.append((other._deadline.when(), other))
-        if waiting:
-            _, longest = min(waiting, key=lambda each: each[0])
-            longest._drop()
+                deadlines[other] = other._deadline.when()
+        if deadlines:
+            waits_longest = min(deadlines, key=deadlines.__getitem__)
+            waits_longest._drop()
 
     def _drop(self) -> None:
         self._clear_deadline()

@@ -18,28 +18,31 @@ from openrlhf.models.scalar import ScalarModel, check_is_scalar, last_token_scor
 def tokenize_texts(
     texts: list[str], tokenizer: PreTrainedTokenizerBase, *, max_len: int, keep_start: bool
 ) -> list[list[int]]:
-    """Token ids of texts, without special tokens added. A long text keeps its last `max_len`
-    tokens, or with `keep_start` the first.
+    """Return the token ids of texts, without adding special tokens.
 
-    An end-of-text token at the end of a text is always kept: the model was trained to give its
-    score there. Characters too far from the kept tokens are not tokenized, because tokenization is
-    slow in texts without spaces.
+    A long text keeps its last `max_len` tokens, or with `keep_start` its first. An end-of-text
+    token at the end of a text is always kept, because the model was trained to give its score at
+    that token. Characters too far from the kept tokens are not tokenized, because tokenizing long
+    texts without spaces is slow.
     """
-    limit, end = most_characters(max_len), str(tokenizer.eos_token)
+    limit = most_characters(max_len)
+    end = str(tokenizer.eos_token)
 
     def shorten(text: str) -> str:
         if len(text) <= limit or not keep_start:
             return text[-limit:]
         beginning = text[:limit].removesuffix(end)
-        return beginning + end if text.endswith(end) else beginning
+        if text.endswith(end):
+            return beginning + end
+        return beginning
 
     def cut(tokens: list[int]) -> list[int]:
         if len(tokens) <= max_len or not keep_start:
             return tokens[-max_len:]
-        return [
-            *tokens[: max_len - 1],
-            tokens[-1] if tokens[-1] == tokenizer.eos_token_id else tokens[max_len - 1],
-        ]
+        kept = tokens[:max_len]
+        if tokens[-1] == tokenizer.eos_token_id:
+            kept[-1] = tokens[-1]
+        return kept
 
     shortened = [shorten(text) for text in texts]
     encoded = tokenizer(
@@ -51,26 +54,27 @@ def tokenize_texts(
 def score_texts(
     texts: list[list[int]], model: ScalarModel, *, max_texts: int | None, max_tokens: int
 ) -> list[float]:
-    """The model's output at the last token of each text, as a reward worker reads it.
+    """Return the model's output at the last token of each text, as in RL training.
 
     A forward pass has texts of similar lengths: at most `max_texts` (None: any number) and
     `max_tokens`, padding included.
     """
-    batch, scores = Ragged.of(texts), torch.zeros(len(texts))
+    batch = Ragged.of(texts)
+    scores = torch.zeros(len(texts))
     for rows in batch.similar_rows(max_tokens, max_rows=max_texts, padded=not model.packing):
         micro = batch.select(rows).to(model.hf.device)
         with torch.inference_mode():
-            scores[rows] = last_token_scores(
-                model(micro.tokens, micro.offsets).values, micro.offsets
-            ).cpu()
+            output = model(micro.tokens, micro.offsets)
+            scores[rows] = last_token_scores(output.values, micro.offsets).cpu()
     return scores.tolist()
 
 
 def load_scorer(
     config: ServeConfig,
 ) -> tuple[Callable[[list[str]], list[list[int]]], Callable[[list[list[int]]], list[float]]]:
-    """Functions from texts to token ids and from these to scores, as the flags say; tried once.
-    Raises DataError or ModelError.
+    """Load the model of the flags. Return a function that tokenizes and one that scores.
+
+    Both are called once, with a short text. Raises DataError or ModelError.
     """
     path = config.reward.model_name_or_path
     tokenizer = get_tokenizer(
@@ -80,16 +84,17 @@ def load_scorer(
     tokenize = partial(
         tokenize_texts, tokenizer=tokenizer, max_len=config.data.max_len, keep_start=keep_start
     )
-    spec, head = replace(LoadSpec.of(config, path), spread=True), config.ds.value_head_prefix
-    check_is_scalar(spec, head_prefix=head, normalize=config.reward.normalize_enable)
-    model = load_scalar(
-        spec, head_prefix=head, require_head=True, normalize=config.reward.normalize_enable
-    )
+    spec = replace(LoadSpec.of(config, path), spread=True)
+    head = config.ds.value_head_prefix
+    normalize = config.reward.normalize_enable
+    check_is_scalar(spec, head_prefix=head, normalize=normalize)
+    model = load_scalar(spec, head_prefix=head, require_head=True, normalize=normalize)
     prove_layout(model)
     embeddings = model.hf.get_input_embeddings().get_parameter("weight").shape[0]
     if len(tokenizer) > embeddings:
         raise ModelError(
-            f"{path} has embeddings for {embeddings} tokens, but its tokenizer knows {len(tokenizer)}."
+            f"The model {path} has embeddings for {embeddings} tokens, but its tokenizer has "
+            f"{len(tokenizer)} tokens. Use the tokenizer that the model was trained with."
         )
     score = partial(
         score_texts,

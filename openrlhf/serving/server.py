@@ -18,18 +18,21 @@ from starlette.requests import ClientDisconnect
 from openrlhf.config.options import ConfigError
 from openrlhf.config.serving import ServeConfig
 from openrlhf.serving.batcher import Batcher, Texts
-from openrlhf.serving.connections import CONNECTIONS, Connection, raise_connection_limit
+from openrlhf.serving.connections import MAX_CONNECTIONS, Connection, raise_connection_limit
 from openrlhf.serving.scorer import load_scorer
 
 logger = logging.getLogger(__name__)
 
-BITE = 1 << 18  # characters that are tokenized at once, before another request gets its turn
-SHUTDOWN_TIMEOUT_S = 10  # for the requests in progress when the server is stopped
+PIECE_CHARACTERS = 1 << 18  # tokenized at once, before another request gets its turn
+SHUTDOWN_TIMEOUT_S = 10  # for the requests in progress when the server stops
 EXAMPLE = '{"query": ["prompt and response"]}'
 
 
 def run_server(config: ServeConfig) -> None:
-    """Load the model and serve it until stopped. Raises UserError before the first request."""
+    """Load the model and serve it until stopped.
+
+    Raises UserError before the first request if the address or the model cannot be used.
+    """
     listener = listen(config.host, config.port)
     tokenize, score = load_scorer(config)
     batcher = Batcher(score, max_tokens=config.max_batch_tokens, max_wait=config.max_batch_wait)
@@ -47,24 +50,28 @@ def run_server(config: ServeConfig) -> None:
         limit_concurrency=raise_connection_limit(),
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
     )
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    port = listener.getsockname()[1]
-    print(
-        f"serving {config.reward.model_name_or_path} at http://{host}:{port}/get_reward", flush=True
-    )
+    host = config.host
+    if ":" in host:
+        host = f"[{host}]"
+    url = f"http://{host}:{listener.getsockname()[1]}/get_reward"
+    print(f"serving {config.reward.model_name_or_path} at {url}", flush=True)
     uvicorn.Server(settings).run(sockets=[listener])
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, opened before the model is loaded: clients that connect meanwhile wait.
-    Raises ConfigError.
+    """Return a listening socket. Raises ConfigError if the address cannot be used.
+
+    The socket is opened before the model is loaded: clients that connect meanwhile wait.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET
+    if ":" in host:
+        family = socket.AF_INET6
     try:
-        return socket.create_server((host, port), family=family, backlog=CONNECTIONS)
+        return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
     except OSError as error:
         raise ConfigError(
-            f"--host {host} --port {port}: the server cannot listen there: {error.strerror}."
+            f"The server cannot listen on --host {host} --port {port}: {error.strerror}. Choose "
+            "another address or port."
         ) from error
 
 
@@ -75,9 +82,8 @@ def reward_app(
 
     Requests are parsed, tokenized and scored in threads, so the event loop stays free.
     """
-    reader = ThreadPoolExecutor(
-        1, "read"
-    )  # one thread, because a tokenizer must not be used by several
+    # One thread, because a tokenizer must not be used by several.
+    reader = ThreadPoolExecutor(1, "read")
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -88,8 +94,8 @@ def reward_app(
     app = FastAPI(lifespan=lifespan, openapi_url=None)
 
     @app.exception_handler(ClientDisconnect)
-    async def left(_: Request, error: Exception) -> Response:
-        return Response(status_code=400)  # the client is gone
+    async def client_disconnected(_: Request, error: Exception) -> Response:
+        return Response(status_code=400)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -101,18 +107,15 @@ def reward_app(
         in_thread = partial(asyncio.get_running_loop().run_in_executor, reader)
         query = await in_thread(partial(read_query, body, max_texts=max_texts))
         texts: Texts = []
-        for bite in bites(
-            query
-        ):  # each waits for its turn in the thread, so that requests alternate
-            texts += await in_thread(tokenize, bite)
+        # Each piece waits for its turn in the thread, so that requests alternate.
+        for piece in pieces_of(query):
+            texts += await in_thread(tokenize, piece)
         if [] in texts:
-            raise _wrong(
-                f"query.{texts.index([])}: The text has no tokens, so there is nothing to score"
-            )
+            raise _unprocessable(f"query.{texts.index([])}: The text has no tokens to score")
         try:
             scores = await batcher.scores(texts)
         except Exception as error:
-            logger.exception("a request with %d texts could not be scored", len(texts))
+            logger.exception("A request with %d texts could not be scored.", len(texts))
             raise HTTPException(
                 500, f"The texts could not be scored: {type(error).__name__}: {error}"
             ) from error
@@ -127,8 +130,9 @@ def reward_app(
 
 
 async def read_body(request: Request, *, max_mib: float) -> bytes:
-    """The body of a request. Status 413 as soon as it is larger than `max_mib`: no more than that
-    is held in memory.
+    """Return the body of a request. Raises HTTPException with status 413 above `max_mib` MiB.
+
+    The rest of a larger body is not read, so that it is not held in memory.
     """
     body = bytearray()
     async for chunk in request.stream():
@@ -141,7 +145,7 @@ async def read_body(request: Request, *, max_mib: float) -> bytes:
 
 
 class RewardQuery(BaseModel):
-    """The part of a request that is read; other entries, such as `labels`, are ignored."""
+    """The entry of a request that is read. Other entries, such as `labels`, are ignored."""
 
     query: list[str] = Field(min_length=1)
 
@@ -153,27 +157,28 @@ def read_query(body: bytes, *, max_texts: int) -> list[str]:
     except ValidationError as error:
         [first, *_] = error.errors()
         place = ".".join(map(str, first["loc"])) or "The request"
-        raise _wrong(f"{place}: {first['msg']}") from error
+        raise _unprocessable(f"{place}: {first['msg']}") from error
     if len(query) > max_texts:
         raise HTTPException(
-            413, f"query has {len(query)} texts, and {max_texts} are allowed (--max_request_texts)."
+            413,
+            f"query has {len(query)} texts; at most {max_texts} are allowed (--max_request_texts).",
         )
     return query
 
 
-def bites(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the texts in order, in lists of at most BITE characters or of one text."""
-    bite: list[str] = []
+def pieces_of(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the texts in order, in lists of at most PIECE_CHARACTERS characters or of one text."""
+    piece: list[str] = []
     characters = 0
     for text in texts:
-        if bite and characters + len(text) > BITE:
-            yield bite
-            bite = []
+        if piece and characters + len(text) > PIECE_CHARACTERS:
+            yield piece
+            piece = []
             characters = 0
-        bite.append(text)
+        piece.append(text)
         characters += len(text)
-    yield bite
+    yield piece
 
 
-def _wrong(what: str) -> HTTPException:
-    return HTTPException(422, f"{what}. Send texts as in {EXAMPLE}.")
+def _unprocessable(problem: str) -> HTTPException:
+    return HTTPException(422, f"{problem}. Send texts as in {EXAMPLE}.")

@@ -1,6 +1,4 @@
-"""Concurrent requests: which of them share a batch, who gets which scores, and whom a failure
-reaches.
-"""
+"""Batching of concurrent requests: requests of a batch, their scores, and their errors."""
 
 from __future__ import annotations
 
@@ -13,12 +11,13 @@ import pytest
 
 from openrlhf.serving.batcher import Batcher, Texts
 
-HOURS = 3600.0  # nobody who waits so long gets to the end of a test
+HOUR_S = 3600.0  # a test that waits this long times out
 
 
 class Model:
-    """The score of a text is its first token, 13 fails. Each batch waits for `turns`; `batches`
-    keeps what came.
+    """A model that scores a text with its first token, and raises an error for 13.
+
+    Each batch waits for one of `turns`. `batches` holds the batches so far.
     """
 
     def __init__(self, *, turns: int = 1000) -> None:
@@ -29,7 +28,7 @@ class Model:
         self.batches.append(texts)
         assert self.turns.acquire(timeout=60)
         if any(text[0] == 13 for text in texts):
-            raise RuntimeError("13 is not liked")
+            raise RuntimeError("cannot score 13")
         return [float(text[0]) for text in texts]
 
 
@@ -45,10 +44,10 @@ async def batching(
         await running
 
 
-async def under_way(
+async def send_while_busy(
     batcher: Batcher, model: Model, *requests: Texts
 ) -> list[asyncio.Task[list[float]]]:
-    """Requests that are asked while the first is with the model, which has no turn yet."""
+    """Send the first request, and the others while the model, which has no turn yet, scores it."""
     tasks = [asyncio.create_task(batcher.scores(requests[0]))]
     while not model.batches:
         await asyncio.sleep(0.001)
@@ -58,21 +57,22 @@ async def under_way(
 
 
 def batches_of(*requests: Texts, tokens: int = 100) -> tuple[list[Texts], list[list[float]]]:
-    """The batches that requests come to, all but the first asked while the model is busy with that;
-    and their answers.
+    """Return the batches of requests, and the scores of each request.
+
+    All requests but the first are sent while the model scores the first.
     """
 
     async def ask() -> tuple[list[Texts], list[list[float]]]:
         model = Model(turns=0)
         async with batching(model, tokens=tokens) as batcher:
-            tasks = await under_way(batcher, model, *requests)
+            tasks = await send_while_busy(batcher, model, *requests)
             model.turns.release(100)
             return model.batches, await asyncio.gather(*tasks)
 
     return asyncio.run(ask())
 
 
-def test_what_waits_while_the_model_is_busy_goes_through_it_together_and_each_gets_its_own_scores() -> (
+def test_requests_that_arrive_while_the_model_is_busy_share_a_batch_and_get_their_own_scores() -> (
     None
 ):
     batches, answers = batches_of([[1]], [[2], [3]], [[4]], [[5], [6], [7]])
@@ -80,23 +80,23 @@ def test_what_waits_while_the_model_is_busy_goes_through_it_together_and_each_ge
     assert answers == [[1], [2, 3], [4], [5, 6, 7]]
 
 
-def test_a_batch_is_filled_to_the_number_of_tokens_in_the_order_of_arrival() -> None:
+def test_batch_takes_requests_in_order_of_arrival_up_to_max_tokens() -> None:
     batches, answers = batches_of([[1]], [[2] * 6], [[3] * 4], [[4] * 1], [[5] * 9], tokens=10)
     assert [len(batch) for batch in batches] == [1, 2, 2]
     assert answers == [[1], [2], [3], [4], [5]]
 
 
-def test_a_request_over_the_limit_is_a_batch_by_itself() -> None:
+def test_request_above_max_tokens_is_a_batch_of_its_own() -> None:
     batches, answers = batches_of([[1]], [[2]], [[3] * 8, [4] * 8, [5] * 8], [[6]], tokens=10)
     assert [len(batch) for batch in batches] == [1, 1, 3, 1]
     assert answers[2] == [3, 4, 5]
 
 
-def test_a_request_that_fails_does_so_alone() -> None:
+def test_request_that_cannot_be_scored_fails_without_the_others_of_its_batch() -> None:
     async def ask() -> tuple[Model, list[object]]:
         model = Model(turns=0)
         async with batching(model) as batcher:
-            tasks = await under_way(batcher, model, [[1]], [[2]], [[13]], [[3], [4]])
+            tasks = await send_while_busy(batcher, model, [[1]], [[2]], [[13]], [[3], [4]])
             model.turns.release(100)
             answers = await asyncio.gather(*tasks, return_exceptions=True)
             assert await batcher.scores([[5]]) == [5.0]
@@ -104,23 +104,23 @@ def test_a_request_that_fails_does_so_alone() -> None:
 
     model, answers = asyncio.run(ask())
     assert [answers[0], answers[1], answers[3]] == [[1.0], [2.0], [3.0, 4.0]]
-    assert str(answers[2]) == "13 is not liked"
+    assert str(answers[2]) == "cannot score 13"
     assert [len(batch) for batch in model.batches] == [1, 4, 1, 1, 2, 1]
 
 
-def test_one_that_asks_alone_never_waits_for_others() -> None:
+def test_single_client_never_waits_for_other_requests() -> None:
     async def ask() -> list[list[float]]:
-        async with batching(Model(), wait=HOURS) as batcher:
+        async with batching(Model(), wait=HOUR_S) as batcher:
             return [await batcher.scores([[number]]) for number in range(5)]
 
     assert asyncio.run(ask()) == [[0], [1], [2], [3], [4]]
 
 
-def test_as_many_as_the_last_batch_had_are_waited_for() -> None:
+def test_batch_waits_for_as_many_requests_as_the_last_batch_had() -> None:
     async def ask() -> Model:
         model = Model(turns=0)
-        async with batching(model, wait=HOURS) as batcher:
-            tasks = await under_way(batcher, model, [[1]], [[2]], [[3]])
+        async with batching(model, wait=HOUR_S) as batcher:
+            tasks = await send_while_busy(batcher, model, [[1]], [[2]], [[3]])
             model.turns.release(100)
             await asyncio.gather(*tasks)
             early = asyncio.create_task(batcher.scores([[4]]))
@@ -132,37 +132,37 @@ def test_as_many_as_the_last_batch_had_are_waited_for() -> None:
     assert asyncio.run(ask()).batches == [[[1]], [[2], [3]], [[4], [5]]]
 
 
-def test_those_who_do_not_come_are_not_waited_for_twice() -> None:
+def test_batch_stops_waiting_for_clients_that_were_absent_from_the_last_batch() -> None:
     async def ask() -> list[list[float]]:
         model = Model(turns=0)
         async with batching(model, wait=0.05) as batcher:
-            tasks = await under_way(batcher, model, [[1]], [[2]], [[3]])
+            tasks = await send_while_busy(batcher, model, [[1]], [[2]], [[3]])
             model.turns.release(100)
             await asyncio.gather(*tasks)
             await batcher.scores([[4]])
-            batcher._max_wait = HOURS
+            batcher._max_wait = HOUR_S
             return [await batcher.scores([[5]])]
 
     assert asyncio.run(ask()) == [[5]]
 
 
-def test_the_event_loop_goes_on_while_texts_are_scored() -> None:
+def test_event_loop_keeps_running_while_texts_are_scored() -> None:
     async def ask() -> list[float]:
         model = Model(turns=0)
         async with batching(model) as batcher:
-            (task,) = await under_way(batcher, model, [[1]])
-            await asyncio.sleep(0.01)  # comes back although the model is stuck
+            (task,) = await send_while_busy(batcher, model, [[1]])
+            await asyncio.sleep(0.01)  # returns although the model is busy
             model.turns.release()
             return await task
 
     assert asyncio.run(ask()) == [1]
 
 
-def test_a_request_that_nobody_waits_for_any_more_disturbs_no_other() -> None:
+def test_cancelled_requests_do_not_affect_the_other_requests() -> None:
     async def ask() -> list[float]:
         model = Model(turns=0)
         async with batching(model) as batcher:
-            tasks = await under_way(batcher, model, [[1]], [[2]], [[13]], [[3]])
+            tasks = await send_while_busy(batcher, model, [[1]], [[2]], [[13]], [[3]])
             for task in tasks[:3]:
                 task.cancel()
             model.turns.release(100)

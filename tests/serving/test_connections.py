@@ -1,5 +1,6 @@
-"""Clients that connect and do not ask: others are answered meanwhile, and nobody keeps a connection
-for ever.
+"""Clients that connect and never complete a request.
+
+Other clients get responses meanwhile, and idle connections are closed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 import uvicorn
 
 from openrlhf.serving.batcher import Batcher, Texts
-from openrlhf.serving.connections import CONNECTIONS, Connection, raise_connection_limit
+from openrlhf.serving.connections import MAX_CONNECTIONS, Connection, raise_connection_limit
 from openrlhf.serving.server import listen, reward_app
 
 HALF_REQUESTS = [
@@ -27,19 +28,19 @@ HALF_REQUESTS = [
     b"POST /get_reward HTTP/1.1\r\nhost: a\r\nx: ",
     b"POST /get_reward HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n{",
 ]
-MORE_THAN_ALLOWED = (
+TOO_LARGE = (
     b"POST /get_reward HTTP/1.1\r\nhost: a\r\ncontent-length: 9000000\r\n\r\n" + b" " * 70_000
 )
 
 
-class Hasty(Connection):
-    """A connection whose client has little time."""
+class ShortTimeout(Connection):
+    """A connection whose client has little time for a request."""
 
     request_timeout_s = 0.3
 
 
 class _Server(uvicorn.Server):
-    """Runs in a thread, where signals cannot be caught."""
+    """A server that can run in a thread, where signals cannot be caught."""
 
     ready: threading.Event
 
@@ -50,7 +51,7 @@ class _Server(uvicorn.Server):
 
 @contextmanager
 def serving(*, kind: type[Connection] = Connection, limit: int = 9) -> Iterator[int]:
-    """The port of a server with at most `limit` connections."""
+    """Run a server with at most `limit` connections, and yield its port."""
 
     def lengths(texts: Texts) -> list[float]:
         return [float(len(text)) for text in texts]
@@ -79,7 +80,7 @@ def serving(*, kind: type[Connection] = Connection, limit: int = 9) -> Iterator[
 
 
 def ask(port: int) -> int:
-    """The status of a request with a connection of its own."""
+    """Return the status of a request on a connection of its own."""
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     client.request("POST", "/get_reward", body=json.dumps({"query": ["text"]}))
     try:
@@ -95,7 +96,7 @@ def half_request(port: int, start: bytes) -> socket.socket:
 
 
 def is_closed(client: socket.socket) -> bool:
-    """Return whether the server closes the connection; an answer may come before."""
+    """Return whether the server closes the connection, possibly after a response."""
     try:
         while client.recv(1 << 16):
             pass
@@ -107,9 +108,9 @@ def is_closed(client: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize(
-    "start", HALF_REQUESTS, ids=["silent", "half a line", "half of its headers", "half a body"]
+    "start", HALF_REQUESTS, ids=["nothing", "half a line", "half of the headers", "half a body"]
 )
-def test_requests_are_answered_however_many_clients_do_not_end_theirs(start: bytes) -> None:
+def test_requests_get_responses_while_many_clients_never_complete_theirs(start: bytes) -> None:
     with serving() as port, ExitStack() as clients:
         for _ in range(40):
             clients.enter_context(half_request(port, start))
@@ -118,30 +119,30 @@ def test_requests_are_answered_however_many_clients_do_not_end_theirs(start: byt
 
 @pytest.mark.parametrize(
     "start",
-    [*HALF_REQUESTS, MORE_THAN_ALLOWED],
-    ids=["silent", "half a line", "half its headers", "half a body", "refused"],
+    [*HALF_REQUESTS, TOO_LARGE],
+    ids=["nothing", "half a line", "half of the headers", "half a body", "too large"],
 )
-def test_a_client_that_does_not_end_its_request_in_time_loses_its_connection(
+def test_connection_is_closed_if_its_request_is_incomplete_at_the_timeout(
     start: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
         caplog.at_level(logging.ERROR),
-        serving(kind=Hasty) as port,
+        serving(kind=ShortTimeout) as port,
         half_request(port, start) as client,
     ):
         assert is_closed(client)
     assert not caplog.records
 
 
-def test_one_byte_at_a_time_does_not_keep_a_connection_open() -> None:
-    with serving(kind=Hasty) as port, half_request(port, HALF_REQUESTS[3]) as client:
+def test_sending_one_byte_at_a_time_does_not_extend_the_timeout() -> None:
+    with serving(kind=ShortTimeout) as port, half_request(port, HALF_REQUESTS[3]) as client:
         client.settimeout(0.02)
         with suppress(ConnectionError):
             while not is_closed(client):
                 client.sendall(b" ")
 
 
-def test_a_connection_is_kept_for_further_requests() -> None:
+def test_connection_is_kept_for_further_requests() -> None:
     body = json.dumps({"query": ["text"]})
     with serving() as port, httpx.Client() as client:
         sources: set[object] = set()
@@ -152,13 +153,13 @@ def test_a_connection_is_kept_for_further_requests() -> None:
     assert len(sources) == 1
 
 
-def test_the_limit_of_open_files_is_raised_for_the_connections() -> None:
+def test_limit_on_open_files_is_raised_for_the_connections() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
         allowed = raise_connection_limit()
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         assert allowed < files <= hard
-        assert allowed == CONNECTIONS or files == hard
+        assert allowed == MAX_CONNECTIONS or files == hard
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,6 +1,4 @@
-"""Texts to scores: against plain Transformers, packed and padded; what is cut; which models are
-refused.
-"""
+"""Scores of texts compared with Transformers, cutting of long texts, and models that are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def save_reward_model(path: Path, kind: str = "llama", **config: Any) -> Path:
 
 
 def scores(path: Path, texts: list[str] = TEXTS, **flags: Any) -> list[float]:
-    """What a server with these flags (dots are written __) answers."""
+    """Return the scores of a server with these flags, whose dots are written __."""
     values = {name.replace("__", "."): value for name, value in flags.items()}
     start = {
         "reward.model_name_or_path": str(path),
@@ -47,7 +45,7 @@ def scores(path: Path, texts: list[str] = TEXTS, **flags: Any) -> list[float]:
 def plain(
     path: Path, texts: list[str] = TEXTS, *, dtype: torch.dtype = torch.float32
 ) -> list[float]:
-    """The scores of Transformers, one text at a time."""
+    """Return the scores of Transformers, computed one text at a time."""
     hf = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype).eval()
     ids = [character_tokenizer()(text, add_special_tokens=False)["input_ids"] for text in texts]
     with torch.no_grad():
@@ -59,7 +57,7 @@ def plain(
 )
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral-windowed"])
-def test_scores_are_those_of_plain_transformers_however_texts_go_together(
+def test_scores_equal_those_of_transformers_for_any_split_into_batches(
     tmp_path: Path, kind: str, packing: bool, limits: dict[str, int]
 ) -> None:
     path = save_reward_model(tmp_path, kind)
@@ -68,7 +66,7 @@ def test_scores_are_those_of_plain_transformers_however_texts_go_together(
     assert len({round(score, 5) for score in found}) == len(TEXTS)
 
 
-def test_stored_mean_and_deviation_are_used_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_normalize_enable_applies_the_stored_mean_and_deviation(tmp_path: Path) -> None:
     path = save_reward_model(tmp_path, mean=0.5, std=2.0)
     expected = [(score - 0.5) / 2 for score in plain(path)]
     assert scores(path, reward__normalize_enable=True) == pytest.approx(expected, abs=1e-6)
@@ -77,13 +75,15 @@ def test_stored_mean_and_deviation_are_used_where_that_is_asked_for(tmp_path: Pa
 @pytest.mark.parametrize(
     ("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
-def test_half_precision_comes_near(tmp_path: Path, dtype: str, torch_dtype: torch.dtype) -> None:
+def test_half_precision_scores_are_close_to_those_of_transformers(
+    tmp_path: Path, dtype: str, torch_dtype: torch.dtype
+) -> None:
     path = save_reward_model(tmp_path)
     expected = plain(path, dtype=torch_dtype)
     assert scores(path, ds__param_dtype=dtype) == pytest.approx(expected, abs=5e-3)
 
 
-def test_a_dry_run_loads_the_model_and_stops(
+def test_dry_run_loads_the_model_and_returns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(save_reward_model(tmp_path))
@@ -98,7 +98,7 @@ def test_a_dry_run_loads_the_model_and_stops(
             },
         )
     )
-    assert capsys.readouterr().out == f"{path} can be served.\n"
+    assert path in capsys.readouterr().out
 
 
 # ---- cutting
@@ -123,13 +123,13 @@ def cut(text: str, max_len: int, side: str) -> str:
         ("abc<eos>", 1, "right", "<eos>"),
     ],
 )
-def test_long_texts_lose_one_side_and_keep_their_end_of_text(
+def test_long_text_loses_one_side_and_keeps_its_end_of_text(
     text: str, max_len: int, side: str, left_over: str
 ) -> None:
     assert cut(text, max_len, side) == left_over
 
 
-def test_the_score_of_a_long_text_is_that_of_what_is_left_of_it(tmp_path: Path) -> None:
+def test_score_of_a_long_text_is_the_score_of_its_kept_part(tmp_path: Path) -> None:
     path = save_reward_model(tmp_path)
     texts = ["abcdef<eos>", "abcdef"]
     assert scores(path, texts, data__max_len=4) == pytest.approx(
@@ -139,7 +139,7 @@ def test_the_score_of_a_long_text_is_that_of_what_is_left_of_it(tmp_path: Path) 
     assert right == pytest.approx(plain(path, ["abc<eos>", "abcd"]), abs=1e-6)
 
 
-def test_nothing_is_added_to_a_text() -> None:
+def test_no_special_tokens_are_added_to_a_text() -> None:
     tokenizer = character_tokenizer()
     ids = tokenizer.convert_tokens_to_ids(["a", "b"])
     assert tokenize_texts(["ab"], tokenizer, max_len=9, keep_start=False) == [ids]
@@ -148,25 +148,23 @@ def test_nothing_is_added_to_a_text() -> None:
 # ---- models that are refused
 
 
-def test_a_model_without_a_trained_head_is_refused(tmp_path: Path) -> None:
+def test_model_without_a_trained_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is a language model"):
         scores(Path(save_tiny_model(tmp_path)))
 
 
-def test_a_model_without_stored_statistics_cannot_be_normalised(tmp_path: Path) -> None:
+def test_normalize_enable_is_refused_for_a_model_without_stored_statistics(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="stores no mean and standard deviation"):
         scores(save_reward_model(tmp_path), reward__normalize_enable=True)
 
 
-def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_with_more_tokens_than_the_embeddings_is_refused(tmp_path: Path) -> None:
     path = save_reward_model(tmp_path, vocab_size=40)
-    with pytest.raises(
-        ModelError, match="has embeddings for 40 tokens, but its tokenizer knows 51"
-    ):
+    with pytest.raises(ModelError, match=r"40 tokens.* 51 tokens"):
         scores(path)
 
 
-def test_attention_that_cannot_be_packed_is_refused_before_the_first_request(
+def test_attention_that_cannot_be_packed_is_refused_while_loading(
     tmp_path: Path,
 ) -> None:
     hf = AutoModelForSequenceClassification.from_config(
@@ -180,10 +178,8 @@ def test_attention_that_cannot_be_packed_is_refused_before_the_first_request(
 
 @pytest.mark.parametrize("end", ["", "<eos>", "<eos>x", "x<eos><eos>"])
 @pytest.mark.parametrize("keep_start", [False, True])
-def test_a_text_is_cut_before_it_is_tokenized_where_no_kept_token_is_lost(
-    end: str, keep_start: bool
-) -> None:
-    """The text is far longer than what is tokenized, and than what is kept."""
+def test_cutting_a_text_before_tokenization_loses_no_kept_token(end: str, keep_start: bool) -> None:
+    """The text is much longer than the part that is tokenized, and than the part that is kept."""
     tokenizer = character_tokenizer()
     limit = most_characters(9)
     for length in (limit - 5, limit - len(end), limit, limit + 1, 3 * limit):
@@ -198,7 +194,7 @@ def test_a_text_is_cut_before_it_is_tokenized_where_no_kept_token_is_lost(
         assert tokenize_texts([text], tokenizer, max_len=9, keep_start=keep_start) == [kept]
 
 
-def test_a_beginning_that_is_cut_after_an_end_of_text_token_does_not_end_there() -> None:
+def test_kept_beginning_does_not_end_with_an_end_of_text_token_from_the_middle_of_a_text() -> None:
     tokenizer = character_tokenizer()
     limit = most_characters(9)
     text = "1" * (limit - 5) + "<eos>" + "2" * 100
