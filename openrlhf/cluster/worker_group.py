@@ -117,9 +117,15 @@ class HostHandles:
     """
 
     def __init__(
-        self, group: HostGroup, machines: Sequence[Machine], *, on_gpus: bool, threads: int
+        self,
+        group: HostGroup,
+        machines: Sequence[Machine],
+        layout: RankLayout,
+        *,
+        on_gpus: bool,
+        threads: int,
     ) -> None:
-        self.group, self.layout = group, RankLayout(dp=group.processes)
+        self.group, self.layout = group, layout
         self.ordering = (
             threading.Lock()
         )  # every rank must get calls in the same order: some are collective
@@ -157,7 +163,7 @@ class HostHandles:
         timeout_s: float,
         plugins: Sequence[str] = (),
     ) -> None:
-        """Make the processes one process group. `settings` are the keyword arguments of `Strategy`.
+        """Make the processes one process group. `settings` are arguments of `Strategy` besides the layout.
 
         Raises PlacementError or WorkerError if they do not start in time.
         """
@@ -181,7 +187,8 @@ class HostHandles:
                 0 if self.slots.on_gpus else rank % self.group.per_node
             )  # an actor's own GPU is its number 0
             environment = common | {"RANK": str(rank), "LOCAL_RANK": str(local)}
-            joined.append(self.call([rank], "connect", environment, settings, plugins))
+            arguments = settings | {"layout": self.layout}
+            joined.append(self.call([rank], "connect", environment, arguments, plugins))
         gather(joined, timeout_s=timeout_s, doing=doing)
 
     def call(self, ranks: Sequence[int], method: str, *args: Any) -> Call:

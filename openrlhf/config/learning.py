@@ -252,6 +252,11 @@ class RLFlags(Root):
         return self.actor.num_nodes * self.actor.num_gpus_per_node
 
     @property
+    def data_slices(self) -> int:
+        """Parts into which the policy's processes divide a batch."""
+        return self.ds.data_slices(self.actor_ranks)
+
+    @property
     def estimator(self) -> choices.EstimatorTraits:
         """What the advantage estimator asks for."""
         return choices.ESTIMATORS[self.algo.advantage.estimator]

@@ -117,7 +117,7 @@ class PPOConfig(RLFlags):
              + ("." if corrected else ". Without --algo.advantage.is_correction_enable the loss is not corrected for that.")),
             (trains, f"Each iteration: {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
              f"{self.samples} samples, {steps} optimizer step(s) of {train.batch_size} on "
-             f"{self.actor_ranks} rank(s), micro-batches of {micro}."),
+             f"{self.data_slices} rank(s), micro-batches of {micro}."),
         ]
 
     def _algorithm_notices(self) -> Sentences:

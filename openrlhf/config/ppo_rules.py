@@ -65,7 +65,7 @@ def batch_mistakes(config: RLFlags) -> Sentences:
     """Batch sizes divide each other, and probabilities fit their datasets."""
     train, rollout, dynamic = config.train, config.rollout, config.train.dynamic_batch_enable
     product = f"<rollout.batch_size> x <rollout.n_samples_per_prompt> = {config.samples} samples"
-    ranks = max(1, config.actor_ranks)
+    ranks = config.data_slices
     prompts = rules.probabilities_fit(config, "data.prompt_dataset", "data.prompt_probs")
     return prompts if rollout.only else [
         *prompts,

@@ -140,6 +140,14 @@ class DeepSpeedConfig(LoadingConfig):
         """Whether the training state waits in CPU memory between updates."""
         return False
 
+    def data_slices(self, ranks: int) -> int:
+        """Return into how many parts these ranks divide a batch, at least 1.
+
+        Ranks that share sequences or layers have the same part.
+        """
+        ranks_per_slice = self.ring_attn_size * self.tensor_parallel_size
+        return max(1, ranks // max(1, ranks_per_slice))
+
 class LMDeepSpeedConfig(DeepSpeedConfig):  # of commands that train a language model
     use_liger_kernel: bool = option(False, "Load the model with Liger's fused kernels.")
 

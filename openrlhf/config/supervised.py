@@ -21,7 +21,7 @@ class SupervisedConfig(shared.OptimizerConfig, Root):
         """The default micro-batch of a small batch is the batch; a chat template in a file is the
         text of that file.
         """
-        of_rank = max(1, self.train.batch_size // machine.world_size())
+        of_rank = max(1, self.train.batch_size // self.ds.data_slices(machine.world_size()))
         micro, template = self.train.micro_batch_size, self.data.tokenizer_chat_template
         fits = "train.micro_batch_size" in self.given or micro <= of_rank
         return {
@@ -42,7 +42,7 @@ class SupervisedConfig(shared.OptimizerConfig, Root):
 
     def mistakes(self) -> Sentences:
         """What may be wrong with this resolved configuration."""
-        ranks, template = machine.world_size(), self.data.tokenizer_chat_template
+        ranks, template = self.ds.data_slices(machine.world_size()), self.data.tokenizer_chat_template
         return [
             *super().mistakes(),
             (template and "{" not in template,

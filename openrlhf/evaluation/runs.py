@@ -371,7 +371,8 @@ def reward_models(config: settings.Sampling, *, logs: Path) -> Iterator[EarlySta
     """The reward models, which run within it."""
     plan = alone(reward_hosts(config))
     [group] = plan.groups
-    with closing(make_hosts(group, places_now(plan)[group.name], on_gpus=plan.on_gpus)) as hosts:
+    machines = places_now(plan)[group.name]
+    with closing(make_hosts(group, machines, config.ds, on_gpus=plan.on_gpus)) as hosts:
         connect_hosts(config, hosts, log_dir=str(logs))
         workers = WorkerGroup(hosts, "reward")
         created = workers.create(RewardWorker, settings.reward_settings(config))

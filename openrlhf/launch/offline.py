@@ -14,7 +14,7 @@ from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
 from openrlhf.config.effects import unmet
 from openrlhf.config.flags import flags_of, notice
-from openrlhf.config.machine import is_first
+from openrlhf.config.machine import is_first, world_size
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.config.supervised import PreferenceDataConfig, SFTDataConfig, SupervisedConfig
 from openrlhf.core.batches import TokenRows
@@ -40,6 +40,7 @@ from openrlhf.trainers.supervised import SupervisedTrainer, layout_of
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows, load_spec
 from openrlhf.training.averaging import WeightAverage
 from openrlhf.training.engine import TrainEngine
+from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import FrozenModel, Strategy
 
 MORE_STEPS = "For more steps lower --train.batch_size, raise --train.max_epochs or use more rows."
@@ -57,11 +58,12 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     tokenizer = exportable_tokenizer(task)
     ds, train = config.ds, config.train
     # Before the rows, which the processes of a machine share.
-    strategy = (
-        None
-        if config.dry_run
-        else Strategy(ds, seed=train.seed, full_determinism=train.full_determinism_enable)
-    )
+    strategy: Strategy | None = None
+    if not config.dry_run:
+        layout = RankLayout.from_flags(ds, processes=world_size())
+        strategy = Strategy(
+            ds, layout, seed=train.seed, full_determinism=train.full_determinism_enable
+        )
     checkpoints = CheckpointManager(config.ckpt, [""])
     checkpoint = newest(checkpoints, strategy) if strategy and config.ckpt.load_enable else None
     begun = first_start(checkpoint, strategy, tokenizer)
@@ -96,7 +98,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
         checkpoints=checkpoints,
         checkpoint=checkpoint,
         start=start,
-        plan=f"{plan} Processes: {strategy.dp_size}.",
+        plan=f"{plan} Processes: {strategy.layout.world_size}.",
     )
 
 

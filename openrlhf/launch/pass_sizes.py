@@ -46,7 +46,7 @@ def advised_sizes(config: PPOConfig, most: int) -> dict[str, int]:
     """
     if config.train.dynamic_batch_enable:
         return {}
-    ranks = max(1, config.actor_ranks)
+    ranks = config.data_slices
     sizes: dict[str, int] = {}
     of_rank = config.train.batch_size // ranks
     if TRAINED not in config.given and config.train.micro_batch_size == 1:

@@ -11,7 +11,9 @@ from openrlhf.cluster.placement import HostGroup, Machine, Placement
 from openrlhf.cluster.ray_cluster import places_now
 from openrlhf.cluster.worker_group import HostHandles
 from openrlhf.config.machine import openmp_threads
+from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.rollout.fleet import Fleet
+from openrlhf.training.layout import RankLayout
 
 if TYPE_CHECKING:  # it loads trainers and workers, which take seconds
     from openrlhf.launch.settings import Sampling
@@ -22,8 +24,9 @@ class Processes:
     start.
     """
 
-    def __init__(self, plan: Placement) -> None:
+    def __init__(self, plan: Placement, ds: DeepSpeedConfig) -> None:
         self.plan = plan
+        self.ds = ds
         self.fleet: Fleet | None = None
         self.hosts: list[HostHandles] = []
         self._ends = ExitStack()
@@ -41,7 +44,7 @@ class Processes:
                 self.fleet = Fleet(group, places[group.name], on_gpus=on_gpus, hosts=shared)
                 self._ends.callback(self.fleet.close)
             else:
-                self.hosts.append(make_hosts(group, places[group.name], on_gpus=on_gpus))
+                self.hosts.append(make_hosts(group, places[group.name], self.ds, on_gpus=on_gpus))
                 self._ends.callback(self.hosts[-1].close)
 
     def close(self) -> None:
@@ -49,9 +52,13 @@ class Processes:
         self._ends.close()
 
 
-def make_hosts(group: HostGroup, machines: Sequence[Machine], *, on_gpus: bool) -> HostHandles:
-    """The processes of `group` on these machines, not connected yet."""
-    return HostHandles(group, machines, on_gpus=on_gpus, threads=openmp_threads(group.per_node))
+def make_hosts(
+    group: HostGroup, machines: Sequence[Machine], ds: DeepSpeedConfig, *, on_gpus: bool
+) -> HostHandles:
+    """Return the processes of `group` on these machines, not connected yet."""
+    layout = RankLayout.from_flags(ds, processes=group.processes)
+    threads = openmp_threads(group.per_node)
+    return HostHandles(group, machines, layout, on_gpus=on_gpus, threads=threads)
 
 
 def connect_hosts(config: Sampling, hosts: HostHandles, *, log_dir: str) -> None:

@@ -49,7 +49,7 @@ def run_ppo(config: PPOConfig) -> None:
         with nullcontext() if config.dry_run else ray_cluster(plan, loss):
             while True:
                 try:
-                    with closing(first.result().Processes(plan)) as processes:
+                    with closing(first.result().Processes(plan, config.ds)) as processes:
                         # GPUs that others may wait for are not held while data are read.
                         if not config.dry_run and not plan.on_gpus:
                             processes.start()

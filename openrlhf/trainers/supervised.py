@@ -274,7 +274,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
                 if self.ckpt.save_hf:
                     self.export(staged.hf_dir, final=False)
         except CheckpointError as error:
-            if self.strategy.dp_size > 1:
+            if self.strategy.layout.world_size > 1:
                 raise
             self._note_failed_save(error)
             return
@@ -350,5 +350,7 @@ def layout_of(strategy: Strategy) -> EngineLayout:
     """The layout of the files in which this run's engine stores its state."""
     config = strategy.config
     return EngineLayout(
-        world_size=strategy.dp_size, zero_stage=config.zero_stage, param_dtype=config.param_dtype
+        world_size=strategy.layout.world_size,
+        zero_stage=config.zero_stage,
+        param_dtype=config.param_dtype,
     )

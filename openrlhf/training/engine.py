@@ -312,7 +312,7 @@ class TrainEngine:
             for place, (share, metrics) in enumerate(shares, 1)
             if not share.isfinite()
         ]
-        ranks = self.strategy.gather((losses, broken))
+        ranks = self.strategy.gather_ranks((losses, broken))
         if every := [loss for losses, _ in ranks for loss in losses]:
             return every[0]
         names = list(dict.fromkeys(name for _, broken in ranks for name in broken))

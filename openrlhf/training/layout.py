@@ -5,6 +5,9 @@ device.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from openrlhf.config.flags import UserError
+from openrlhf.config.shared import DeepSpeedConfig
+
 
 class Place(NamedTuple):
     """A rank's position on each axis."""
@@ -28,6 +31,21 @@ class RankLayout:
     dp: int
     sp: int = 1
     tp: int = 1
+
+    @classmethod
+    def from_flags(cls, ds: DeepSpeedConfig, *, processes: int) -> "RankLayout":
+        """Return the layout of a number of processes: --ds.ring_attn_size of them share a sequence,
+        --ds.tensor_parallel_size a weight.
+
+        Raises UserError if the processes cannot be divided so.
+        """
+        layout = cls(dp=ds.data_slices(processes), sp=ds.ring_attn_size, tp=ds.tensor_parallel_size)
+        if layout.world_size != processes:
+            raise UserError(
+                f"{processes} process(es) cannot be divided by --ds.ring_attn_size {layout.sp} x "
+                f"--ds.tensor_parallel_size {layout.tp}: start a multiple of {layout.sp * layout.tp}."
+            )
+        return layout
 
     @property
     def world_size(self) -> int:

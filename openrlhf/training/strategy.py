@@ -28,7 +28,12 @@ class Strategy:
     """This process among its peers."""
 
     def __init__(
-        self, engine: DeepSpeedConfig, *, seed: int, full_determinism: bool = False
+        self,
+        engine: DeepSpeedConfig,
+        layout: RankLayout,
+        *,
+        seed: int,
+        full_determinism: bool = False,
     ) -> None:
         self.config = engine
         self.kind = devices.device_kind()
@@ -49,7 +54,8 @@ class Strategy:
             )
             if backend == "gloo":  # whose threads may abort a process that unloads its libraries
                 atexit.register(dist.destroy_process_group)
-        self.rank, self.layout = dist.get_rank(), RankLayout(dp=dist.get_world_size())
+        assert dist.get_world_size() == layout.world_size, (dist.get_world_size(), layout)
+        self.rank, self.layout = dist.get_rank(), layout
         self.is_main = self.rank == 0  # this process writes, prints and decides
         self.dp_rank, self.dp_size = self.layout.place(self.rank).dp, self.layout.dp
         seed = self.layout.noise_seed(seed, self.rank)
@@ -65,10 +71,18 @@ class Strategy:
         return (block / (self.layout.sp * self.layout.tp) if op == "sum" else block).tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on every rank. Values are pickled: for small objects."""
-        gathered: list[Any] = [None] * self.layout.world_size
-        dist.all_gather_object(gathered, value)
-        return gathered
+        """Return the value of each data slice, on every rank: that of the slice's first rank.
+
+        Values are pickled: for small objects.
+        """
+        values = self.gather_ranks(value)
+        return [values[ranks[0]] for ranks in self.layout.slice_ranks()]
+
+    def gather_ranks(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, on every rank. Values are pickled: for small objects."""
+        values: list[Any] = [None] * self.layout.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""

@@ -14,12 +14,14 @@ from typing import Any
 
 from datasets import Dataset
 
+from openrlhf.config.machine import world_size
 from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.config.supervised import SFTDataConfig
 from openrlhf.data.errors import ROW, DataError, row_error
 from openrlhf.data.rows import Result, TokenizedRows
 from openrlhf.data.sft import SFTRow
 from openrlhf.data.templates import Encoded, Passage
+from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
 from tests.data.small import build_tokenizer
 
@@ -66,7 +68,8 @@ def seen(folder: Path, case: str) -> Any:
 
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    Strategy(DeepSpeedConfig(param_dtype="fp32"), seed=0)
+    ds = DeepSpeedConfig(param_dtype="fp32")
+    Strategy(ds, RankLayout.from_flags(ds, processes=world_size()), seed=0)
     report: dict[str, Any] = {case: seen(folder, case) for case in sys.argv[2:]}
     kept = Letters(folder, "training") if "training" in report else None
     report["mapped"] = kept is not None and "/openrlhf-rows-" in Path("/proc/self/maps").read_text()

@@ -24,6 +24,7 @@ from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.core.batches import TokenRows
 from openrlhf.data.shown import LONGEST, show_batch, show_text
 from openrlhf.launch import offline
+from openrlhf.training.layout import RankLayout
 from tests.data.small import PLAIN_CHAT, build_tokenizer
 from tests.tiny import save_tiny_model, tiny_config
 
@@ -88,7 +89,11 @@ def test_a_tracker_that_is_not_installed_is_named_before_the_reference_scores_al
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     strategy = SimpleNamespace(
-        is_main=True, dp_size=1, config=DeepSpeedConfig(), broadcast=lambda value: value
+        is_main=True,
+        dp_size=1,
+        layout=RankLayout(dp=1),
+        config=DeepSpeedConfig(),
+        broadcast=lambda value: value,
     )
     monkeypatch.setattr(offline, "Strategy", lambda *_, **__: strategy)
     monkeypatch.setattr(offline, "load_models", lambda *_: SimpleNamespace(strategy=strategy))
@@ -229,7 +234,11 @@ def test_rows_are_rendered_with_the_day_on_which_the_run_was_first_started(
         state=RunState(step=1, started="2027-01-15T12:00:00"),
     )
     strategy = SimpleNamespace(
-        is_main=True, dp_size=1, config=DeepSpeedConfig(), broadcast=lambda value: value
+        is_main=True,
+        dp_size=1,
+        layout=RankLayout(dp=1),
+        config=DeepSpeedConfig(),
+        broadcast=lambda value: value,
     )
     rendered: list[str] = []
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from openrlhf.checkpoints.export import export_hf
+from openrlhf.config.machine import world_size
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 from openrlhf.training.engine import TrainEngine
+from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import FrozenModel, Strategy
 from tests.loading import load_spec
 from tests.models.test_scalar_model import batch
@@ -29,7 +31,8 @@ OPTIMIZER = OptimizerConfig(
 
 def run(stage: int, path: str, out: str) -> dict[str, Any]:
     """Train the model to raise the rewards of a batch. Every rank has the same rows."""
-    strategy = Strategy(DeepSpeedConfig(zero_stage=stage, param_dtype="fp32"), seed=0)
+    ds = DeepSpeedConfig(zero_stage=stage, param_dtype="fp32")
+    strategy = Strategy(ds, RankLayout.from_flags(ds, processes=world_size()), seed=0)
     spec = load_spec(path=path, param_dtype="fp32", attention="sdpa", packing=True)
     frozen = FrozenModel(strategy, lambda: load_scalar(spec, seed=5))
     engine = TrainEngine(strategy, lambda: load_scalar(spec, seed=5), OPTIMIZER, total_steps=3)

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from openrlhf.checkpoints.manifest import RunState
 from openrlhf.config.flags import amend
+from openrlhf.config.machine import world_size
 from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.launch.offline import load_models
 from openrlhf.observability.metrics import Metric
 from openrlhf.trainers.supervised import SupervisedTrainer
+from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
 from tests.checkpoints.kept import checkpoints_in
 from tests.trainers.offline_job import ADAPTERS, ROWS, rows_of, task_of
@@ -89,7 +91,7 @@ def trainer(case: str, model: str, folder: str, export: str) -> Watched:
     }
     task = task_of(name, model, model, ds)
     task.config = amend(task.config, flags)
-    strategy = Strategy(ds, seed=0)
+    strategy = Strategy(ds, RankLayout.from_flags(ds, processes=world_size()), seed=0)
     return Watched(
         task,
         load_models(task, strategy, STEPS, checkpoints_in(folder)),

@@ -12,6 +12,7 @@ import torch
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config.flags import amend
+from openrlhf.config.machine import world_size
 from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
 from openrlhf.config.supervised import (
     DPOConfig,
@@ -35,6 +36,7 @@ from openrlhf.trainers.reward import RewardTask
 from openrlhf.trainers.sft import SFTTask
 from openrlhf.trainers.tasks import OfflineTask
 from openrlhf.training.engine import TrainEngine
+from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
 from openrlhf.workers.base import MicroBatchLimits
 
@@ -192,7 +194,7 @@ def main() -> None:
             attn_implementation="sdpa",
             lora=ADAPTERS["".join(adapter)],
         )
-        strategy = Strategy(ds, seed=0)
+        strategy = Strategy(ds, RankLayout.from_flags(ds, processes=world_size()), seed=0)
         limits = MicroBatchLimits(size=int(micro[-1]), packed=packing)
         results[layout] = train(strategy, name, task_of(name, model, other, ds), limits)
     if strategy.is_main:

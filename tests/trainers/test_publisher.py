@@ -27,6 +27,7 @@ from openrlhf.rollout.engine_settings import EngineSettings
 from openrlhf.rollout.fleet import Fleet
 from openrlhf.rollout.sampling import SamplingParams
 from openrlhf.trainers.publisher import Probe, WeightPublisher, told_by_all
+from openrlhf.training.layout import RankLayout
 from openrlhf.weights.manifest import PublicationError
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.policy import PolicyWorker
@@ -55,7 +56,7 @@ def publisher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightPublis
         logging_level=logging.ERROR,
     )
     group = HostGroup(name="actor", roles=("actor",), nodes=1, per_node=1)
-    hosts = HostHandles(group, machines(on_gpus=False), on_gpus=False, threads=1)
+    hosts = HostHandles(group, machines(on_gpus=False), RankLayout(dp=1), on_gpus=False, threads=1)
     hosts.connect(
         {"engine": DeepSpeedConfig(param_dtype="fp32"), "seed": 0},
         log_dir=str(folder),

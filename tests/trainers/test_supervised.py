@@ -22,6 +22,7 @@ from openrlhf.core.batches import TokenRows
 from openrlhf.observability.metrics import Mean, Metric
 from openrlhf.trainers.supervised import SupervisedTrainer, layout_of
 from openrlhf.trainers.tasks import OfflineTask
+from openrlhf.training.layout import RankLayout
 from tests.checkpoints.kept import checkpoints_in
 from tests.tiny import character_tokenizer
 
@@ -80,6 +81,7 @@ class OneOfMany:
 
     def __init__(self, rank: int, ranks: int, stage: int) -> None:
         self.dp_rank, self.dp_size, self.config = rank, ranks, DeepSpeedConfig(zero_stage=stage)
+        self.layout = RankLayout(dp=ranks)
         self.reductions = 0
 
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:

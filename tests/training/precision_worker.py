@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from openrlhf.config.machine import world_size
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, LoraConfig, OptimizerConfig
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scalar import load_scalar
 from openrlhf.training.averaging import WeightAverage
 from openrlhf.training.engine import TrainEngine
+from openrlhf.training.layout import RankLayout
 from openrlhf.training.masters import whole_master
 from openrlhf.training.strategy import Strategy
 from tests.loading import load_spec
@@ -156,14 +158,15 @@ def main() -> None:
     weights: dict[int, Tensor] = {}
     masters: dict[str, Any] = {}
     for stage in range(4):
-        strategy = Strategy(DeepSpeedConfig(zero_stage=stage, param_dtype="bf16"), seed=0)
+        ds = DeepSpeedConfig(zero_stage=stage, param_dtype="bf16")
+        strategy = Strategy(ds, RankLayout.from_flags(ds, processes=world_size()), seed=0)
         weights[stage] = train(strategy)
     for case in cases:
         stage, offload, kind, path = case.split(",")
         ds = DeepSpeedConfig(
             zero_stage=int(stage), param_dtype="bf16", adam_offload=offload == "offload"
         )
-        strategy = Strategy(ds, seed=0)
+        strategy = Strategy(ds, RankLayout.from_flags(ds, processes=world_size()), seed=0)
         if kind == "averaged":
             masters[case] = averaged(strategy, path)
         elif kind == "preferred":

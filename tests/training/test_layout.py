@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrlhf.config.flags import UserError
+from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.training.layout import Place, RankLayout
 
 sizes = st.integers(1, 5)
@@ -36,3 +39,19 @@ def test_ranks_draw_the_same_noise_if_and_only_if_they_share_a_weight(layout: Ra
         ]
         assert [other == seed for other in seeds] == sharing
     assert seeds[0] == 42  # one process draws what it would draw without a layout
+
+
+@given(layout=layouts)
+def test_layout_from_flags_divides_processes_by_sequence_and_weight_ranks(
+    layout: RankLayout,
+) -> None:
+    ds = DeepSpeedConfig(ring_attn_size=layout.sp, tensor_parallel_size=layout.tp)
+    assert RankLayout.from_flags(ds, processes=layout.world_size) == layout
+
+
+def test_layout_from_flags_refuses_processes_that_cannot_be_divided() -> None:
+    ds = DeepSpeedConfig(ring_attn_size=2, tensor_parallel_size=2)
+    with pytest.raises(
+        UserError, match=r"6 .*--ds\.ring_attn_size 2 .*--ds\.tensor_parallel_size 2"
+    ):
+        RankLayout.from_flags(ds, processes=6)

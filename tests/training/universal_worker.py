@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from openrlhf.config.machine import world_size
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.core.batches import TokenRows
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.training.engine import TrainEngine
+from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
 from tests.loading import load_spec
 from tests.training.window_worker import batch
@@ -81,7 +83,7 @@ def main() -> None:
     model, runs = sys.argv[1], json.loads(sys.argv[2])
     for stage, dtype, first, last, source, target in runs:
         config = DeepSpeedConfig(zero_stage=stage, param_dtype=dtype, use_universal_ckpt=True)
-        strategy = Strategy(config, seed=0)
+        strategy = Strategy(config, RankLayout.from_flags(config, processes=world_size()), seed=0)
         found = train(
             strategy, model, range(first, last), Path(source) if source else None, Path(target)
         )

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from openrlhf.config.machine import world_size
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.core.batches import TokenRows
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.training.engine import TrainEngine
+from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
 from tests.listening import listening_addresses
 from tests.loading import load_spec
@@ -107,7 +109,7 @@ def main() -> None:
             zero_stage=int(parts[0].removeprefix("zero")),
             param_dtype="bf16" if "bf16" in parts else "fp32",
         )
-        strategy = Strategy(engine, seed=0)
+        strategy = Strategy(engine, RankLayout.from_flags(engine, processes=world_size()), seed=0)
         assert listening_addresses(int(os.environ["MASTER_PORT"])) == {"127.0.0.1"}
         results[layout] = train(
             strategy,

@@ -28,6 +28,7 @@ from openrlhf.observability.metrics import values
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.update_plan import plan_update
 from openrlhf.training.devices import free_port
+from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
 from openrlhf.workers.base import RoleSettings
 from openrlhf.workers.frozen import ReferenceWorker
@@ -74,7 +75,7 @@ def strategy(dtype: str, seed: int) -> Strategy:
         "MASTER_ADDR": "127.0.0.1",
     }
     os.environ.update(world | {"MASTER_PORT": os.environ.get("MASTER_PORT", str(free_port()))})
-    return Strategy(DeepSpeedConfig(param_dtype=dtype), seed=seed)
+    return Strategy(DeepSpeedConfig(param_dtype=dtype), RankLayout(dp=1), seed=seed)
 
 
 def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from openrlhf.config.flags import amend
+from openrlhf.config.machine import world_size
 from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.trainers.update_plan import plan_update
+from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
@@ -42,7 +44,8 @@ def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[
 
     Exports of the whole run and of the resumed run are written to `out`.
     """
-    strategy = Strategy(DeepSpeedConfig(zero_stage=stage, param_dtype=dtype), seed=0)
+    ds = DeepSpeedConfig(zero_stage=stage, param_dtype=dtype)
+    strategy = Strategy(ds, RankLayout.from_flags(ds, processes=world_size()), seed=0)
     load = load_spec(path=model, param_dtype=dtype, attention="sdpa", packing=True, lora=lora)
     settings = role_settings(load, MicroBatchLimits(size=2))
     averaged = amend(settings.config, {"train.enable_ema": True, "train.ema_beta": BETA})

@@ -22,6 +22,7 @@ from openrlhf.config.learning import (
     RLFlags,
     RLTrainConfig,
 )
+from openrlhf.config.machine import world_size
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig
 from openrlhf.core.batches import Experience, Layout, TokenRows, offsets_of
@@ -30,6 +31,7 @@ from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import merge_all, values
 from openrlhf.trainers.update_plan import plan_update, share
 from openrlhf.training.engine import Metrics
+from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
 from openrlhf.workers.base import MicroBatchLimits, RoleSettings
 from openrlhf.workers.frozen import ReferenceWorker
@@ -148,9 +150,8 @@ def limits_of(name: str) -> MicroBatchLimits:
 
 def strategy_of(name: str) -> Strategy:
     """Parse `zero2`, float32 under ZeRO stage 2."""
-    return Strategy(
-        DeepSpeedConfig(zero_stage=int(name.removeprefix("zero")), param_dtype="fp32"), seed=0
-    )
+    ds = DeepSpeedConfig(zero_stage=int(name.removeprefix("zero")), param_dtype="fp32")
+    return Strategy(ds, RankLayout.from_flags(ds, processes=world_size()), seed=0)
 
 
 def update(policy: PolicyWorker, experience: Experience) -> Metrics:
