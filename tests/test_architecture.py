@@ -68,6 +68,7 @@ WITHIN_BOUNDS = [
     "algorithms",
     "checkpoints",
     "cli",
+    "core",
     "data",
     "isolation",
     "models",

@@ -1,1 +1,1 @@
-"""What the stages of a run hand to each other."""
+"""Data that the stages of a run pass to each other: prompts, episodes and batches."""

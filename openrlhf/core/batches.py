@@ -1,15 +1,23 @@
-"""Batches of token sequences, flat: per-token columns (N,), per-sample columns (B,), offsets
-(B+1,).
+"""Batches of token sequences, stored flat.
 
-Nothing is padded until a model or a formula needs a block, so a batch costs what its tokens cost.
-The role of a field is in its metadata: select, split and move read it. `Layout` turns columns into
-(R, T) blocks and back.
+A batch of B rows (sequences) with N tokens in all has per-token columns of shape (N,), per-sample
+columns of shape (B,), and offsets of shape (B+1,). Two rows, of 2 and 3 tokens:
+
+    tokens    [11 12 13 14 15]     row i is tokens[offsets[i] : offsets[i + 1]]
+    offsets   [0 2 5]
+    rewards   [0.5 1.0]
+
+Nothing is padded until a model or a formula needs a block (R, T) of R rows, so that a batch costs
+what its tokens cost. `Layout` turns columns into blocks and back. The role of a field, per token or
+per sample, is in its metadata: checks, `select` and `to` read the role, so that a subclass only
+declares its columns.
 """
 
-# ruff: noqa: RUF009 — `per_token` and `per_sample` are `dataclasses.field` under names that say the role.
+# ruff: noqa: RUF009 — `per_token` and `per_sample` are `dataclasses.field` with a role.
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
-from typing import Any, Self, cast
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -18,170 +26,197 @@ from torch import Tensor
 
 from openrlhf.core.trajectory import Trajectory
 
-PER_TOKEN, PER_SAMPLE, OFFSETS = "token", "sample", "offsets"
+PER_TOKEN = "token"
+PER_SAMPLE = "sample"
 
 
 def per_token(**kwargs: Any) -> Any:
-    """A dataclass field of shape (N,), on the axis of `tokens`."""
+    """Return a dataclass field for a column of shape (N,)."""
     return field(metadata={"role": PER_TOKEN}, **kwargs)
 
 
 def per_sample(**kwargs: Any) -> Any:
-    """A dataclass field of shape (B,)."""
+    """Return a dataclass field for a column of shape (B,)."""
     return field(metadata={"role": PER_SAMPLE}, **kwargs)
 
 
 def offsets_of(lengths: Sequence[int] | Tensor) -> Int[Tensor, " B+1"]:
-    """The start of each sequence, and the end of the last one: lengths [2, 3] -> [0, 2, 5]."""
+    """Return the start of each row, followed by the end of the last row: [2, 3] → [0, 2, 5]."""
     ends = torch.as_tensor(lengths, dtype=torch.long).cumsum(0)
     return torch.cat([ends.new_zeros(1), ends])
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of the tokens of some rows: gathers flat columns into (R, T) blocks and scatters
-    blocks back.
+    """The positions of some rows' tokens in the flat columns, as a right-padded block (R, T).
+
+    Offsets [0, 2, 5]:
+
+        positions [[0 1 0]    real [[T T F]
+                   [2 3 4]]         [T T T]]
     """
 
-    positions: Int[Tensor, "R T"]  # index into the flat column, 0 at padding
+    positions: Int[Tensor, "R T"]  # index into a flat column; 0 at padding
     real: Bool[Tensor, "R T"]  # False at padding
 
     @classmethod
     def of(cls, offsets: Int[Tensor, " B+1"], rows: Tensor | None = None) -> Self:
-        """The layout of `rows` (all by default), right-padded to the longest of them."""
-        starts, lengths = offsets[:-1], offsets.diff()
+        """Return the layout of `rows` (R,), by default of all rows. T is the longest length."""
+        starts = offsets[:-1]
+        lengths = offsets.diff()
         if rows is not None:
-            starts, lengths = starts[rows], lengths[rows]
-        width = int(lengths.max()) if len(lengths) else 0
+            starts = starts[rows]
+            lengths = lengths[rows]
+        width = 0
+        if len(lengths):
+            width = int(lengths.max())
         steps = torch.arange(width, device=offsets.device)
         real = steps < lengths[:, None]
-        return cls(positions=torch.where(real, starts[:, None] + steps, 0), real=real)
+        positions = torch.where(real, starts[:, None] + steps, 0)
+        return cls(positions=positions, real=real)
 
     def gather(self, column: Tensor) -> Tensor:
-        """Flat (N,) -> block (R, T), zero (False) at padding. Differentiable."""
-        block = column[self.positions]
-        return block & self.real if block.dtype == torch.bool else block.masked_fill(~self.real, 0)
+        """Return a flat column (N,) as a block (R, T), zero (False) at padding. Differentiable."""
+        return column[self.positions].masked_fill(~self.real, 0)
 
     def scatter(self, block: Tensor, column: Tensor) -> None:
-        """Write the real entries of a block (R, T) to their places in the flat column (N,)."""
+        """Write the real entries of a block (R, T) to their positions in a flat column (N,)."""
         column[self.positions[self.real]] = block[self.real].to(column.dtype)
+
+
+class _Column(NamedTuple):
+    name: str
+    role: str  # PER_TOKEN or PER_SAMPLE
+    values: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ragged:
-    """Token sequences of different lengths, flat: the base of every batch.
+    """Rows of tokens of different lengths, stored flat: the base of every batch.
 
-    Raises ValueError for a column of the wrong length.
+    Raises ValueError if the length of a column does not match the offsets.
     """
 
     tokens: Int[Tensor, " N"] = per_token()
-    offsets: Int[Tensor, " B+1"] = field(metadata={"role": OFFSETS})
+    offsets: Int[Tensor, " B+1"]
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], **columns: Tensor | None) -> Self:
-        """The token sequences of a list, with their other columns."""
-        return cls(
-            tokens=_flat(rows, torch.long),
-            offsets=offsets_of([len(row) for row in rows]),
-            **columns,
-        )
+        """Return a batch of the given rows of tokens, with other columns that are flat already."""
+        lengths = [len(row) for row in rows]
+        return cls(tokens=_flat(rows, torch.long), offsets=offsets_of(lengths), **columns)
 
     def __post_init__(self) -> None:
-        expected = {PER_TOKEN: int(self.offsets[-1]), PER_SAMPLE: len(self.offsets) - 1}
-        for f, column in self._columns():
-            if len(column) != expected[f.metadata["role"]]:
+        expected = {PER_TOKEN: self.num_tokens, PER_SAMPLE: self.num_samples}
+        for column in self._columns():
+            if len(column.values) != expected[column.role]:
                 raise ValueError(
-                    f"{type(self).__name__}.{f.name} has {len(column)} entries, but the offsets "
-                    f"describe {expected[PER_SAMPLE]} sequences with {expected[PER_TOKEN]} tokens"
+                    f"{type(self).__name__}.{column.name} has {len(column.values)} entries, but "
+                    f"the offsets describe {self.num_samples} sequences with {self.num_tokens} "
+                    "tokens"
                 )
 
-    def _columns(self) -> Iterator[tuple[Field[Any], Tensor]]:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.metadata.get("role") in (PER_TOKEN, PER_SAMPLE) and value is not None:
-                yield f, value
+    def _columns(self) -> Iterator[_Column]:
+        """Yield the columns that are not None; offsets are not a column."""
+        for declared in fields(self):
+            role = declared.metadata.get("role")
+            values = getattr(self, declared.name)
+            if role is not None and values is not None:
+                yield _Column(declared.name, role, values)
 
     @property
     def num_samples(self) -> int:
-        """B."""
+        """The number of rows, B."""
         return len(self.offsets) - 1
 
     @property
     def num_tokens(self) -> int:
-        """N."""
+        """The number of tokens, N."""
         return int(self.offsets[-1])
 
     @property
     def lengths(self) -> Int[Tensor, " B"]:
-        """Number of tokens of each sequence."""
+        """The number of tokens of each row."""
         return self.offsets.diff()
 
     @property
     def layout(self) -> Layout:
-        """The padded layout of all rows."""
+        """The layout of all rows as one block (B, T)."""
         return Layout.of(self.offsets)
 
     def sample_of_token(self) -> Int[Tensor, " N"]:
-        """The row that each token belongs to."""
+        """Return the row of each token: offsets [0, 2, 5] → [0, 0, 1, 1, 1]."""
         rows = torch.arange(self.num_samples, device=self.offsets.device)
         return rows.repeat_interleave(self.lengths)
+
+    def row_sums(self, column: Tensor) -> Tensor:
+        """Sum a per-token column (N,) over each row: (B,)."""
+        return column.new_zeros(self.num_samples).index_add(0, self.sample_of_token(), column)
 
     def similar_rows(
         self, max_tokens: int, *, max_rows: int | None = None, padded: bool = True
     ) -> Iterator[Int[Tensor, " M"]]:
-        """The numbers of all rows, in parts of similar lengths: at most `max_tokens` and
-        `max_rows`, or a single row.
+        """Yield the indices of all rows in parts of similar length, from the longest rows on.
 
-        `padded`: a row counts as many tokens as the longest row of its part.
+        A part has at most `max_tokens` tokens and `max_rows` rows; a row that is too long is a part
+        of its own. `padded`: every row counts as many tokens as the longest row of its part.
         """
-        order = self.lengths.argsort()
-        while len(order):
-            longest_first = self.lengths[order].flip(0)
-            costs = longest_first[:1].expand(len(order)) if padded else longest_first
+        shortest_first = self.lengths.argsort()
+        while len(shortest_first):
+            costs = self.lengths[shortest_first].flip(0)
+            if padded:
+                costs = costs[:1].expand(len(costs))
             fitting = int((costs.cumsum(0) <= max_tokens).sum())
-            take = min(max(1, fitting), max_rows or len(order))
-            yield order[-take:]
-            order = order[:-take]
+            size = max(1, fitting)
+            if max_rows is not None:
+                size = min(size, max_rows)
+            yield shortest_first[-size:]
+            shortest_first = shortest_first[:-size]
 
     def blocks(self, max_tokens: int = 1 << 20) -> Iterator[Layout]:
-        """Layouts that together have every row once: rows of similar lengths, at most `max_tokens`
-        places each.
+        """Yield layouts that together have each row once.
+
+        The rows of a block have similar lengths. A block has at most `max_tokens` entries, padding
+        included, or a single row.
         """
-        return (Layout.of(self.offsets, rows) for rows in self.similar_rows(max_tokens))
+        for rows in self.similar_rows(max_tokens):
+            yield Layout.of(self.offsets, rows)
 
     def places_of(self, rows: Sequence[int] | Tensor) -> Int[Tensor, " M"]:
-        """The places of the tokens of some rows in the flat columns, row after row."""
+        """Return the positions of the tokens of `rows` in the flat columns, row after row."""
         index = torch.as_tensor(rows, dtype=torch.long, device=self.offsets.device)
         lengths = self.lengths[index]
-        shift = self.offsets[:-1][index] - offsets_of(lengths)[:-1]
-        return torch.arange(int(lengths.sum()), device=index.device) + shift.repeat_interleave(
-            lengths
-        )
+        starts = self.offsets[:-1][index]
+        shifts = starts - offsets_of(lengths)[:-1]
+        steps = torch.arange(int(lengths.sum()), device=index.device)
+        return steps + shifts.repeat_interleave(lengths)
 
     def select(self, rows: Sequence[int] | Tensor) -> Self:
-        """The given rows, in the given order."""
-        index, places = torch.as_tensor(rows, dtype=torch.long), self.places_of(rows)
-        taken = {
-            f.name: column[places if f.metadata["role"] == PER_TOKEN else index]
-            for f, column in self._columns()
-        }
-        return replace(self, offsets=offsets_of(self.lengths[index]), **taken)
+        """Return a batch with copies of the given rows, in the given order."""
+        index = torch.as_tensor(rows, dtype=torch.long)
+        places = {PER_SAMPLE: index, PER_TOKEN: self.places_of(rows)}
+        selected: dict[str, Tensor] = {}
+        for column in self._columns():
+            selected[column.name] = column.values[places[column.role]]
+        return replace(self, offsets=offsets_of(self.lengths[index]), **selected)
 
     def split(self, partition: Sequence[Sequence[int]]) -> list[Self]:
-        """One batch per list of rows."""
+        """Return one batch per list of rows."""
         return [self.select(rows) for rows in partition]
 
     def to(self, device: torch.device | str) -> Self:
-        """The same batch with every column on `device`."""
-        moved = {f.name: column.to(device, non_blocking=True) for f, column in self._columns()}
-        return replace(self, offsets=self.offsets.to(device, non_blocking=True), **moved)
+        """Return the same batch with every column on `device`."""
+        moved = {"offsets": self.offsets.to(device, non_blocking=True)}
+        for column in self._columns():
+            moved[column.name] = column.values.to(device, non_blocking=True)
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows(Ragged):
-    """Rows of supervised training: `loss_mask[t]` is True if token t is a target."""
+    """Rows of supervised training."""
 
-    loss_mask: Bool[Tensor, " N"] = per_token()
+    loss_mask: Bool[Tensor, " N"] = per_token()  # True at the targets of the loss
 
     @classmethod
     def from_lists(
@@ -190,110 +225,117 @@ class TokenRows(Ragged):
         loss_mask: Sequence[Sequence[bool]],
         **columns: Tensor | None,
     ) -> Self:
-        """One sequence per pair of lists. Raises ValueError if the two have different lengths."""
-        if [len(row) for row in tokens] != [len(row) for row in loss_mask]:
-            raise ValueError("a row has more tokens than mask entries, or fewer")
+        """Return a batch with one row per pair of lists.
+
+        Raises ValueError if the lists of a pair have different lengths.
+        """
+        for row, (row_tokens, row_mask) in enumerate(zip(tokens, loss_mask, strict=True)):
+            if len(row_tokens) != len(row_mask):
+                raise ValueError(
+                    f"row {row} has {len(row_tokens)} tokens, but {len(row_mask)} loss mask entries"
+                )
         return cls.of(tokens, loss_mask=_flat(loss_mask, torch.bool), **columns)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answers(TokenRows):
-    """Prompts with answers, whose tokens are the targets. `reference`: Σ log π_ref of each answer,
-    once it is known.
-    """
+    """Prompts with answers. The tokens of the answers are the targets."""
 
-    reference: Float[Tensor, " B"] | None = per_sample(default=None)
-    desirable: Bool[Tensor, " B"] | None = per_sample(
-        default=None
-    )  # the label of the answer, if it has one
+    reference: Float[Tensor, " B"] | None = per_sample(default=None)  # Σ log π_ref of each answer
+    desirable: Bool[Tensor, " B"] | None = per_sample(default=None)  # label of each answer
 
     def answer_sums(self, logprobs: Float[Tensor, " N"]) -> Float[Tensor, " B"]:
-        """Σ of a per-token column over the targets of each row."""
-        sums = torch.zeros(self.num_samples, dtype=logprobs.dtype, device=logprobs.device)
-        return sums.index_add(0, self.sample_of_token(), logprobs.masked_fill(~self.loss_mask, 0))
+        """Sum a per-token column over the targets of each row."""
+        return self.row_sums(logprobs.masked_fill(~self.loss_mask, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps(Ragged):
-    """Texts with labelled steps: at the place of a step its label, elsewhere NaN."""
+    """Texts with labelled steps."""
 
-    labels: Float[Tensor, " N"] = per_token()
+    labels: Float[Tensor, " N"] = per_token()  # the label at the token that ends a step; else NaN
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs(Ragged):
-    """Pairs of sequences: 2i is the chosen and 2i + 1 the rejected one of pair i. Both have the
-    margin of the pair.
-    """
+    """Pairs of texts: row 2i is the chosen text of pair i, row 2i + 1 the rejected one."""
 
-    margins: Float[Tensor, " B"] = per_sample()
+    margins: Float[Tensor, " B"] = per_sample()  # of the pair, at both of its rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experience(Ragged):
     """A batch of episodes on its way through annotation, credit assignment and the update.
 
-    A column is None if it has not been computed yet, or if the holder of the batch does not read
-    it.
+    An episode has one row, or one row per conversation. A column is None until it is computed, and
+    in copies of the batch for workers that do not read it (`only`).
     """
 
-    action_mask: Bool[Tensor, " N"] = per_token()
-    group_ids: Int[Tensor, " B"] = per_sample()  # same prompt
-    rewards: Float[Tensor, " B"] = per_sample()  # NaN until a reward worker has scored the sample
-    truncated: Bool[Tensor, " B"] = per_sample()
-    trajectory_ids: Int[Tensor, " B"] | None = per_sample(
-        default=None
-    )  # same episode; None: every row is an episode
+    # Known after sampling.
+    action_mask: Bool[Tensor, " N"] = per_token()  # True at tokens that the policy sampled
+    rollout_logprobs: Float[Tensor, " N"] | None = per_token(default=None)  # log π, as sampled
+    group_ids: Int[Tensor, " B"] = per_sample()  # equal for samples of the same prompt
+    truncated: Bool[Tensor, " B"] = per_sample()  # True if the token budget ended the episode
+    # Equal for rows of the same episode; None if each row is an episode.
+    trajectory_ids: Int[Tensor, " B"] | None = per_sample(default=None)
 
-    rollout_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
-    turn_rewards: Float[Tensor, " N"] | None = per_token(
-        default=None
-    )  # parts of the reward, at the ends of turns
-    old_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
-    ref_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
+    # Known after scoring.
+    rewards: Float[Tensor, " B"] = per_sample()  # NaN until a reward worker has scored the sample
+    # The parts of the reward that belong to a turn, at the last token of the turn.
+    turn_rewards: Float[Tensor, " N"] | None = per_token(default=None)
+
+    # Computed by workers.
+    old_logprobs: Float[Tensor, " N"] | None = per_token(default=None)  # log π_old
+    ref_logprobs: Float[Tensor, " N"] | None = per_token(default=None)  # log π_ref
     teacher_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
-    values: Float[Tensor, " N"] | None = per_token(default=None)
-    token_rewards: Float[Tensor, " N"] | None = per_token(default=None)
-    advantages: Float[Tensor, " N"] | None = per_token(default=None)
-    returns: Float[Tensor, " N"] | None = per_token(default=None)
+    values: Float[Tensor, " N"] | None = per_token(default=None)  # V before token t is chosen
+
+    # Computed by credit assignment.
+    token_rewards: Float[Tensor, " N"] | None = per_token(default=None)  # r_t
+    advantages: Float[Tensor, " N"] | None = per_token(default=None)  # Â_t
+    returns: Float[Tensor, " N"] | None = per_token(default=None)  # Ĝ_t
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> Self:
-        """Flatten finished episodes, with the columns that all of them have.
+        """Return the batch of finished episodes, with the columns that all of them have.
 
         The group of a sample is the running number of its prompt. An episode of several
-        conversations has a row for each, with the episode's reward.
+        conversations has a row for each, with the reward of the episode.
         """
         rows: list[Trajectory] = []
-        episodes: list[int] = []  # of each row
+        trajectory_ids: list[int] = []
+        group_ids: list[int] = []
+        rewards: list[float] = []
+        truncated: list[bool] = []
         for number, trajectory in enumerate(trajectories):
-            rows += trajectory.conversations
-            episodes += [number] * len(trajectory.conversations)
-        known = [
-            name
-            for name in (rows[0].columns if rows else ())
-            if all(name in row.columns for row in rows)
-        ]
-        rewards = [float("nan") if t.reward is None else t.reward for t in trajectories]
-        by_episode: dict[str, Tensor] = {
-            "group_ids": torch.tensor([t.prompt.index for t in trajectories], dtype=torch.long),
-            "rewards": torch.tensor(rewards, dtype=torch.float32),
-            "truncated": torch.tensor([t.truncated for t in trajectories], dtype=torch.bool),
-        }
-        index = torch.tensor(episodes, dtype=torch.long)
+            reward = trajectory.reward
+            if reward is None:
+                reward = math.nan
+            for conversation in trajectory.conversations:
+                rows.append(conversation)
+                trajectory_ids.append(number)
+                group_ids.append(trajectory.prompt.index)
+                rewards.append(reward)
+                truncated.append(trajectory.truncated)
+        columns: dict[str, Tensor] = {}
+        if len(rows) > len(trajectories):
+            columns["trajectory_ids"] = torch.tensor(trajectory_ids)
+        for name in _shared_columns(rows):
+            columns[name] = _flat([row.columns[name] for row in rows], torch.float32)
         return cls.of(
             [row.tokens for row in rows],
             action_mask=_flat([row.action_mask for row in rows], torch.bool),
             rollout_logprobs=_flat([row.rollout_logprobs for row in rows], torch.float32),
+            group_ids=torch.tensor(group_ids, dtype=torch.long),
+            truncated=torch.tensor(truncated, dtype=torch.bool),
+            rewards=torch.tensor(rewards, dtype=torch.float32),
             turn_rewards=turn_reward_column(trajectories),
-            trajectory_ids=index if len(rows) > len(trajectories) else None,
-            **{name: column[index] for name, column in by_episode.items()},
-            **{name: _flat([row.columns[name] for row in rows], torch.float32) for name in known},
+            **columns,
         )
 
     @property
     def episode_of_row(self) -> Int[Tensor, " B"]:
-        """The place of each row's episode among the episodes of the batch."""
+        """The episode of each row, numbered from 0 among the episodes of this batch."""
         if self.trajectory_ids is None:
             return torch.arange(self.num_samples, device=self.offsets.device)
         untyped = cast(Any, torch)
@@ -301,62 +343,75 @@ class Experience(Ragged):
 
     @property
     def last_rows(self) -> Int[Tensor, " E"]:
-        """The last row of each episode. Most episodes have only one row."""
-        places = self.episode_of_row
-        number = int(places.max()) + 1 if len(places) else 0
-        rows = torch.arange(self.num_samples, device=places.device)
-        return rows.new_zeros(number).scatter_reduce(0, places, rows, "amax", include_self=False)
+        """The last row of each of the batch's E episodes. Most episodes have a single row."""
+        episodes = self.episode_of_row
+        rows = torch.arange(self.num_samples, device=episodes.device)
+        rows_per_episode = episodes.bincount()
+        last = torch.zeros_like(rows_per_episode)
+        return last.scatter_reduce(0, episodes, rows, "amax", include_self=False)
 
     def rows_of(self, episodes: Sequence[int]) -> Int[Tensor, " M"]:
-        """The rows of some of the batch's episodes, in order."""
+        """Return the rows of some episodes, numbered as in `episode_of_row`, in order."""
         wanted = torch.as_tensor(episodes, dtype=torch.long, device=self.offsets.device)
         return torch.isin(self.episode_of_row, wanted).nonzero().flatten()
 
     def targets(self) -> TokenRows:
-        """The columns from which workers compute log-probabilities of the sampled tokens; nothing
-        else is sent.
-        """
+        """Return the columns that workers need for log-probabilities of the sampled tokens."""
         return TokenRows(tokens=self.tokens, offsets=self.offsets, loss_mask=self.action_mask)
 
     def texts(self) -> Ragged:
-        """The columns that reward models and critics read."""
+        """Return the columns that reward models and critics need."""
         return Ragged(tokens=self.tokens, offsets=self.offsets)
 
     def only(self, *columns: str) -> Self:
-        """The same batch with only these of the columns that may be None."""
-        optional = (f.name for f in fields(self) if f.default is None)
-        return replace(self, **dict.fromkeys(name for name in optional if name not in columns))
+        """Return the same batch without its optional columns, except for those named."""
+        dropped: dict[str, None] = {}
+        for column in fields(self):
+            if column.default is None and column.name not in columns:
+                dropped[column.name] = None
+        return replace(self, **dropped)
 
     @property
     def num_actions(self) -> Int[Tensor, " B"]:
-        """Number of sampled tokens of each episode."""
-        counts = torch.zeros(self.num_samples, dtype=torch.long, device=self.offsets.device)
-        return counts.index_add_(0, self.sample_of_token(), self.action_mask.long())
+        """The number of sampled tokens of each row."""
+        return self.row_sums(self.action_mask.long())
 
 
 def _flat(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
-    """Rows one behind the other. Row by row, because a Python loop over the tokens of a large batch
-    takes minutes.
+    """Join rows into one column (N,).
+
+    NumPy converts each row as a whole. A Python loop over the tokens of a large batch would take
+    minutes.
     """
-    return torch.cat(
-        [torch.as_tensor(np.asarray(row), dtype=dtype) for row in rows]
-        or [torch.empty(0, dtype=dtype)]
-    )
+    parts = [torch.empty(0, dtype=dtype)]
+    for row in rows:
+        parts.append(torch.as_tensor(np.asarray(row), dtype=dtype))
+    return torch.cat(parts)
+
+
+def _shared_columns(rows: Sequence[Trajectory]) -> set[str]:
+    """Return the names of the computed columns that all rows have."""
+    if not rows:
+        return set()
+    return set(rows[0].columns).intersection(*(row.columns for row in rows))
 
 
 def turn_reward_column(trajectories: Sequence[Trajectory]) -> Float[Tensor, " N"] | None:
-    """Each turn's reward at the last token of the turn, zero elsewhere; None if no episode has
-    rewards of turns.
+    """Return the reward of each turn at the turn's last token, zero elsewhere.
+
+    Returns None if no episode has turn rewards.
     """
-    if not any(t.turn_rewards for t in trajectories):
-        return None
-    rows: list[Trajectory] = []
+    places: list[int] = []
+    amounts: list[float] = []
+    start = 0  # of the row in the column
     for trajectory in trajectories:
-        rows += trajectory.conversations
-    column = [0.0] * sum(len(row.tokens) for row in rows)
-    start = 0
-    for row in rows:
-        for position, reward in row.turn_rewards:
-            column[start + position] += reward
-        start += len(row.tokens)
-    return torch.tensor(column)
+        for row in trajectory.conversations:
+            for position, amount in row.turn_rewards:
+                places.append(start + position)
+                amounts.append(amount)
+            start += len(row.tokens)
+    if not places:
+        return None
+    column = np.zeros(start)
+    np.add.at(column, places, amounts)  # adds up the parts of the same token
+    return torch.tensor(column, dtype=torch.float32)

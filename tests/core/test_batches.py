@@ -1,4 +1,4 @@
-"""Flat batches: rows can be taken apart, reordered and joined, and nothing changes but their place."""
+"""Flat batches: selecting rows, padding them to blocks, and building batches from episodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLE_COLUMNS = ("group_ids", "rewards", "truncated")
 
 
 def batch_of(lengths: list[int]) -> Experience:
-    """A batch in which every entry of every column is different, where its type allows."""
+    """Return a batch whose columns have distinct entries, where their types allow it."""
     tokens, samples = sum(lengths), len(lengths)
     number = torch.arange(tokens)
     return Experience(
@@ -37,7 +37,7 @@ def batch_of(lengths: list[int]) -> Experience:
 
 
 def rows_of(batch: Experience) -> list[tuple[Any, ...]]:
-    """Each row as plain lists and numbers."""
+    """Return each row as plain lists and numbers."""
     edges = batch.offsets.tolist()
     return [
         (
@@ -51,13 +51,13 @@ def rows_of(batch: Experience) -> list[tuple[Any, ...]]:
 # ---- rows
 
 
-def test_offsets_are_where_rows_start_and_the_last_one_ends() -> None:
+def test_offsets_are_row_starts_and_last_end() -> None:
     assert offsets_of([2, 3]).tolist() == [0, 2, 5]
     assert offsets_of([]).tolist() == [0]
 
 
 @given(LENGTHS, st.data())
-def test_selected_rows_are_the_rows_in_the_order_asked_for(lengths: list[int], data: Any) -> None:
+def test_select_returns_rows_in_given_order(lengths: list[int], data: Any) -> None:
     batch = batch_of(lengths)
     wanted = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=15))
     rows = rows_of(batch)
@@ -65,7 +65,7 @@ def test_selected_rows_are_the_rows_in_the_order_asked_for(lengths: list[int], d
 
 
 @given(LENGTHS, st.data())
-def test_splitting_is_selecting_each_part(lengths: list[int], data: Any) -> None:
+def test_split_equals_selecting_each_part(lengths: list[int], data: Any) -> None:
     batch = batch_of(lengths)
     order = data.draw(st.permutations(range(len(lengths))))
     cut = data.draw(st.integers(0, len(lengths)))
@@ -75,27 +75,27 @@ def test_splitting_is_selecting_each_part(lengths: list[int], data: Any) -> None
     assert [row for part in parts for row in rows_of(part)] == [rows[i] for i in order]
 
 
-def test_columns_that_were_not_computed_stay_absent() -> None:
+def test_columns_not_computed_stay_none() -> None:
     batch = batch_of([2, 3])
     assert batch.values is None
     assert batch.select([0]).to("cpu").values is None
 
 
-def test_a_batch_without_rows_is_a_batch() -> None:
+def test_batch_may_have_no_rows() -> None:
     empty = batch_of([2, 3]).select([])
     assert (empty.num_samples, empty.num_tokens) == (0, 0)
     assert Experience.from_trajectories([]).num_samples == 0
     assert list(empty.blocks()) == []
 
 
-def test_selecting_leaves_the_original_alone() -> None:
+def test_select_copies_columns() -> None:
     batch = batch_of([2, 3])
     part = batch.select([1])
     part.tokens.zero_()
     assert batch.tokens.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_replaced_columns_leave_the_others_as_they_are() -> None:
+def test_replace_keeps_other_columns() -> None:
     batch = batch_of([2, 1])
     changed = replace(batch, rewards=torch.tensor([7.0, 8.0]), values=torch.zeros(3))
     assert changed.rewards.tolist() == [7.0, 8.0]
@@ -103,11 +103,11 @@ def test_replaced_columns_leave_the_others_as_they_are() -> None:
     assert torch.equal(changed.tokens, batch.tokens)
 
 
-def test_each_token_knows_its_row() -> None:
+def test_sample_of_token_is_row_of_each_token() -> None:
     assert batch_of([2, 0, 3]).sample_of_token().tolist() == [0, 0, 2, 2, 2]
 
 
-def test_actions_are_counted_per_row() -> None:
+def test_num_actions_counts_actions_per_row() -> None:
     batch = batch_of([2, 0, 3])  # tokens 0 and 3 are actions
     assert batch.num_actions.tolist() == [1, 0, 1]
 
@@ -118,42 +118,47 @@ def test_actions_are_counted_per_row() -> None:
 @pytest.mark.parametrize(
     ("column", "entries"), [("tokens", 4), ("advantages", 6), ("rewards", 3), ("group_ids", 1)]
 )
-def test_a_column_of_another_length_is_refused_by_name(column: str, entries: int) -> None:
+def test_column_of_wrong_length_raises_error_with_its_name(column: str, entries: int) -> None:
     with pytest.raises(
-        ValueError, match=rf"Experience\.{column} has {entries} entries.* 2 sequences with 5 tokens"
+        ValueError, match=rf"Experience\.{column} has {entries} .* 2 sequences with 5 tokens"
     ):
         replace(batch_of([2, 3]), **{column: torch.zeros(entries)})
 
 
-def test_supervised_rows_are_checked_too() -> None:
-    with pytest.raises(ValueError, match="more tokens than mask entries, or fewer"):
+def test_row_with_loss_mask_of_wrong_length_raises_error() -> None:
+    with pytest.raises(ValueError, match="row 0 has 3 tokens, but 2 "):
         TokenRows.from_lists([[1, 2, 3]], [[True, False]])
+    with pytest.raises(ValueError):
+        TokenRows.from_lists([[1, 2, 3]], [])
+
+
+def test_row_with_loss_mask_of_wrong_length_raises_error_if_totals_agree() -> None:
+    with pytest.raises(ValueError, match="row 0 has 3 tokens, but 2 "):
+        TokenRows.from_lists([[1, 2, 3], [4, 5]], [[False, True], [False, True, True]])
 
 
 # ---- padded blocks
 
 
-def test_a_layout_pads_on_the_right() -> None:
+def test_layout_pads_on_the_right() -> None:
     layout = Layout.of(offsets_of([2, 3, 1]))
     block = layout.gather(torch.tensor([1, 2, 3, 4, 5, 6]))
     assert block.tolist() == [[1, 2, 0], [3, 4, 5], [6, 0, 0]]
     assert layout.real.tolist() == [[True, True, False], [True] * 3, [True, False, False]]
 
 
-def test_padding_of_a_mask_is_false_though_the_first_token_is_true() -> None:
+def test_gathered_mask_is_false_at_padding_if_first_token_is_true() -> None:
     block = Layout.of(offsets_of([1, 2])).gather(torch.tensor([True, True, True]))
     assert block.tolist() == [[True, False], [True, True]]
 
 
-def test_padding_of_numbers_is_zero_though_the_first_token_is_not_finite() -> None:
+def test_gathered_numbers_are_zero_at_padding_if_first_token_is_nan() -> None:
     block = Layout.of(offsets_of([1, 2])).gather(torch.tensor([float("nan"), 1.0, 2.0]))
     assert block[0, 1] == 0
 
 
 @given(LENGTHS, st.data())
-def test_scattering_what_was_gathered_restores_those_rows_and_no_others(
-    lengths: list[int], data: Any
-) -> None:
+def test_scatter_after_gather_restores_only_gathered_rows(lengths: list[int], data: Any) -> None:
     batch = batch_of(lengths)
     rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), unique=True, min_size=1))
     layout = Layout.of(batch.offsets, torch.tensor(rows))
@@ -164,7 +169,7 @@ def test_scattering_what_was_gathered_restores_those_rows_and_no_others(
     assert (column[~chosen] == -1).all()
 
 
-def test_gradients_flow_through_a_block_to_the_real_tokens_only() -> None:
+def test_gather_passes_gradients_to_real_tokens_only() -> None:
     column = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     block = Layout.of(offsets_of([1, 2])).gather(column)
     (block * torch.tensor([[10.0, 100.0], [20.0, 30.0]])).sum().backward()
@@ -173,7 +178,7 @@ def test_gradients_flow_through_a_block_to_the_real_tokens_only() -> None:
 
 
 @given(LENGTHS, st.integers(1, 40))
-def test_blocks_hold_every_token_once_within_the_budget(lengths: list[int], budget: int) -> None:
+def test_blocks_have_each_token_once_within_token_budget(lengths: list[int], budget: int) -> None:
     batch = batch_of(lengths)
     blocks = list(batch.blocks(budget))
     seen = torch.cat([block.positions[block.real] for block in blocks])
@@ -184,30 +189,29 @@ def test_blocks_hold_every_token_once_within_the_budget(lengths: list[int], budg
 
 
 @given(LENGTHS, st.integers(1, 40))
-def test_no_block_is_longer_than_the_shortest_row_of_an_earlier_one(
-    lengths: list[int], budget: int
-) -> None:
+def test_block_has_no_longer_row_than_earlier_blocks(lengths: list[int], budget: int) -> None:
     widths = [block.real.sum(1) for block in batch_of(lengths).blocks(budget)]
     for longer, shorter in itertools.pairwise(widths):
         assert int(longer.min()) >= int(shorter.max())
 
 
 @given(LENGTHS, st.integers(1, 60), st.none() | st.integers(1, 10), st.booleans())
-def test_parts_of_similar_rows_have_every_row_and_none_of_several_is_over_a_limit(
-    lengths: list[int], budget: int, most: int | None, padded: bool
+def test_similar_rows_have_each_row_once_within_both_limits(
+    lengths: list[int], budget: int, max_rows: int | None, padded: bool
 ) -> None:
     parts = [
         rows.tolist()
-        for rows in batch_of(lengths).similar_rows(budget, max_rows=most, padded=padded)
+        for rows in batch_of(lengths).similar_rows(budget, max_rows=max_rows, padded=padded)
     ]
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     for part in parts:
-        assert len(part) <= (most or len(part))
-        inside = [lengths[row] for row in part]
-        assert len(part) == 1 or (max(inside) * len(part) if padded else sum(inside)) <= budget
+        assert max_rows is None or len(part) <= max_rows
+        part_lengths = [lengths[row] for row in part]
+        tokens = max(part_lengths) * len(part) if padded else sum(part_lengths)
+        assert len(part) == 1 or tokens <= budget
 
 
-def test_padding_counts_and_short_rows_go_with_short_ones() -> None:
+def test_similar_rows_groups_by_length_and_counts_padding() -> None:
     batch = batch_of([2, 10, 2, 9, 2, 2])
     assert [sorted(rows.tolist()) for rows in batch.similar_rows(20)] == [[1, 3], [0, 2, 4, 5]]
     assert [sorted(rows.tolist()) for rows in batch.similar_rows(27, padded=False)] == [
@@ -233,7 +237,7 @@ def episode(index: int, sample: int, reward: float | None, stop: StopReason) -> 
     )
 
 
-def test_episodes_become_rows_in_their_order() -> None:
+def test_from_trajectories_keeps_order_of_episodes() -> None:
     batch = Experience.from_trajectories(
         [
             episode(4, 0, 1.0, StopReason.STOP),
@@ -249,7 +253,7 @@ def test_episodes_become_rows_in_their_order() -> None:
     assert batch.rollout_logprobs.dtype == torch.float32
 
 
-def test_conversations_of_an_episode_are_rows_with_its_reward() -> None:
+def test_conversations_of_episode_are_rows_with_its_reward() -> None:
     plain = episode(4, 1, 0.0, StopReason.STOP)
     several = replace(
         episode(4, 0, 1.0, StopReason.LENGTH), earlier=(episode(2, 0, None, StopReason.STOP), plain)
@@ -264,29 +268,40 @@ def test_conversations_of_an_episode_are_rows_with_its_reward() -> None:
     assert batch.rows_of([1]).tolist() == [3]
     assert batch.select(batch.rows_of([0])).last_rows.tolist() == [2]
     assert several.num_actions == int(batch.num_actions[:3].sum())
-    assert (
-        Experience.from_trajectories([several.packed(), plain.packed()]).tokens.tolist()
-        == batch.tokens.tolist()
+    packed = Experience.from_trajectories([several.packed(), plain.packed()])
+    assert torch.equal(packed.tokens, batch.tokens)
+
+
+def test_turn_rewards_add_up_at_last_token_of_turn_after_rows_before() -> None:
+    plain = episode(0, 0, 1.0, StopReason.STOP)  # 2 tokens
+    rewarded = replace(episode(1, 0, 1.0, StopReason.STOP), turn_rewards=((1, 0.5), (1, 0.25)))
+    batch = Experience.from_trajectories([replace(plain, earlier=(plain,)), rewarded])
+    assert batch.turn_rewards is not None
+    assert batch.turn_rewards.tolist() == [0, 0, 0, 0, 0, 0.75, 0]
+    assert Experience.from_trajectories([plain]).turn_rewards is None
+
+
+def test_columns_that_some_episodes_lack_are_none() -> None:
+    first, second = (episode(0, sample, 1.0, StopReason.STOP) for sample in (0, 1))
+    both = {"values": [0.5] * 2, "ref_logprobs": [0.0] * 2}
+    batch = Experience.from_trajectories(
+        [replace(first, columns=both), replace(second, columns={"values": [0.25] * 3})]
     )
+    assert batch.values is not None and batch.values.tolist() == [0.5] * 2 + [0.25] * 3
+    assert batch.ref_logprobs is None
 
 
-def test_a_reward_that_is_still_to_come_is_not_a_number() -> None:
+def test_missing_reward_is_nan() -> None:
     batch = Experience.from_trajectories([episode(0, 0, None, StopReason.STOP)])
     assert batch.rewards.isnan().tolist() == [True]
 
 
-def test_a_row_whose_mask_has_another_length_is_refused_even_if_the_totals_agree() -> None:
-    with pytest.raises(ValueError, match="more tokens than mask entries, or fewer"):
-        TokenRows.from_lists([[1, 2, 3], [4, 5]], [[False, True], [False, True, True]])
-
-
 def test_packed_episodes_make_the_same_batch() -> None:
-    """What waits for a step waits in arrays: no number changes, although 32 bits hold it."""
+    """Episodes that wait for a step are packed in 32-bit arrays. No number may change."""
     episodes = [episode(index, 0, 1.0, StopReason.STOP) for index in (0, 1)]
     lists = [replace(t, columns={"values": [0.125] * len(t.tokens)}) for t in episodes]
-    expected, batch = (
-        Experience.from_trajectories(each) for each in (lists, [t.packed() for t in lists])
-    )
+    expected = Experience.from_trajectories(lists)
+    batch = Experience.from_trajectories([t.packed() for t in lists])
     for column in fields(Experience):
         a, b = getattr(expected, column.name), getattr(batch, column.name)
         assert (a is b is None) or (a.dtype == b.dtype and torch.equal(a, b)), column.name

@@ -1,4 +1,4 @@
-"""An episode's three lists speak of the same positions, whatever grew them."""
+"""Episodes and their builder, whose per-token lists stay aligned."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def finish(builder: TrajectoryBuilder, **fields: Any) -> Trajectory:
     return builder.finish(**values)
 
 
-def test_the_docstrings_example() -> None:
+def test_docstring_example() -> None:
     builder = TrajectoryBuilder(PROMPT.tokens)
     builder.append_action([5, 1], [-0.1, -0.2])
     trajectory = finish(builder)
@@ -39,7 +39,7 @@ def test_the_docstrings_example() -> None:
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=5), TURNS)
-def test_every_sampled_token_keeps_its_logprob_and_nothing_else_is_an_action(
+def test_builder_keeps_tokens_logprobs_and_action_mask_aligned(
     prompt: list[int], turns: list[tuple[str, list[Any]]]
 ) -> None:
     builder = TrajectoryBuilder(prompt)
@@ -57,26 +57,26 @@ def test_every_sampled_token_keeps_its_logprob_and_nothing_else_is_an_action(
     assert trajectory.num_actions == sum(acting for _, acting, _ in expected)
 
 
-def test_a_builder_leaves_the_prompts_own_list_alone() -> None:
+def test_builder_does_not_change_prompt_tokens() -> None:
     builder = TrajectoryBuilder(PROMPT.tokens)
     builder.append_action([5], [-0.1])
     builder.append_feedback([6])
     assert PROMPT.tokens == [7, 9, 7, 3]
 
 
-def test_weight_versions_are_listed_once_and_oldest_first() -> None:
+def test_weight_versions_are_distinct_and_oldest_first() -> None:
     builder = TrajectoryBuilder([7])
     builder.append_action([5, 6], [-0.1, -0.2], versions=[4])
     builder.append_action([8], [-0.3], versions=[4, 5])
     assert finish(builder).weight_versions == (4, 5)
 
 
-def test_tokens_without_their_logprobs_are_refused() -> None:
+def test_append_action_without_all_logprobs_raises_error() -> None:
     with pytest.raises(AssertionError):
         TrajectoryBuilder([7]).append_action([5, 6], [-0.1])
 
 
-def test_lists_of_different_lengths_are_refused() -> None:
+def test_lists_of_different_lengths_raise_error() -> None:
     with pytest.raises(AssertionError):
         Trajectory(
             tokens=[1, 2],
@@ -88,12 +88,10 @@ def test_lists_of_different_lengths_are_refused() -> None:
         )
 
 
-def test_a_sampled_first_token_is_refused() -> None:
+def test_sampled_first_token_raises_error() -> None:
     builder = TrajectoryBuilder([])
     builder.append_action([5], [-0.1])
-    with pytest.raises(
-        ValueError, match="the first token of a trajectory was sampled from nothing"
-    ):
+    with pytest.raises(ValueError, match="first token"):
         finish(builder)
 
 
@@ -105,14 +103,14 @@ def test_a_sampled_first_token_is_refused() -> None:
         (StopReason.FAILED, False, True),
     ],
 )
-def test_truncated_and_failed_follow_from_the_stop_reason(
+def test_truncated_and_failed_follow_from_stop_reason(
     reason: StopReason, truncated: bool, failed: bool
 ) -> None:
     trajectory = finish(TrajectoryBuilder([7]), stop_reason=reason)
     assert (trajectory.truncated, trajectory.failed) == (truncated, failed)
 
 
-def test_an_episode_survives_pickling() -> None:
+def test_episode_survives_pickling() -> None:
     builder = TrajectoryBuilder(PROMPT.tokens)
     builder.append_action([5, 1], [-0.1, -0.2], versions=[2])
     trajectory = finish(builder, reward=1.0, extra_logs={"format": 0.5})
