@@ -1,13 +1,10 @@
-"""Stages of one file, each a process of its own, in the order of the file. A stage that is done and
-unchanged is skipped.
+"""Pipelines: stages of one file, run in the order of the file, each in a process of its own.
 
-The file has two YAML documents. The first has `settings`: by name, values that differ between
-machines. The second has `stages`, and is rendered by Jinja2 with the chosen values as variables.
-`${sft}` is the result of the stage sft.
+A stage that is done and unchanged is skipped.
 
-The folder of a pipeline has, for each stage, its folder, its flags (<stage>.yaml, which --config
-reads) and its record (<stage>.json: what the result was made from). What is run anew is moved to
-earlier/<n>/ first.
+For each stage, the folder of a pipeline has the stage's own folder, its flags (<stage>.yaml, which
+--config reads) and its record (<stage>.json: what the result was made from). Before a stage runs
+again from the start, its old folder and record are moved to earlier/<n>/.
 """
 
 import json
@@ -18,225 +15,169 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from io import StringIO
-from os.path import exists, expanduser, isfile
 from pathlib import Path
 from shutil import which
-from typing import Any
+from typing import Any, TypedDict
 
 import yaml
-from jinja2 import Environment, StrictUndefined, TemplateError
 
 from openrlhf.config import machine
-from openrlhf.config.flags import ConfigError, did_you_mean, flags_of, items, nearest, text_of
-from openrlhf.config.options import leaves, parse_config
+from openrlhf.config.flags import ConfigError, did_you_mean, flags_of, nearest
+from openrlhf.config.options import parse_config
 from openrlhf.config.pipeline import PipelineConfig
 from openrlhf.config.secrets import hide, without_secrets
 from openrlhf.config.stages import STAGE_COMMANDS
 from openrlhf.files import HASH_BLOCK_BYTES, HASHED_BLOCKS, fingerprint, write_atomically
+from openrlhf.launch.pipeline_file import STAGE_REFERENCE, Stage, read_stages
 from openrlhf.launch.pipeline_report import Result, write_pipeline_report
 from openrlhf.locks import locked
 from openrlhf.observability.run_folder import set_aside
 from openrlhf.termination import asked, in_order
 
-USED = re.compile(r"\$\{([\w-]+)\}")
-PLACES = {
-    "run.dir": ".",
-    "ckpt.output_dir": "",
-    "output_path": "",
-    "ckpt.path": "checkpoints",
-}  # "": the result
-TRAINED = {
-    "model.model_name_or_path",
-    "actor.model_name_or_path",
-    "critic.model_name_or_path",
-}  # flags of trained models
-MERGED = {"lora_path", "model_path"}  # flags of what `lora_combiner` merges
-PRECISION = {"lora_combiner": {"ds.param_dtype": "fp32"}}  # other commands: --ckpt.export_fp32
-DONE, GOES_ON = "done", "goes on"
-GRACE_S = 60.0  # for a stage to end that is asked to, and then is killed
+# Flags that the pipeline sets: places in the folder of the stage. "" is the place of the result.
+PLACES = {"run.dir": ".", "ckpt.output_dir": "", "output_path": "", "ckpt.path": "checkpoints"}
+# Flags of models that are trained.
+TRAINED = {"model.model_name_or_path", "actor.model_name_or_path", "critic.model_name_or_path"}
+MERGED = {"lora_path", "model_path"}  # flags of the models that `lora_combiner` merges
+# Flags that keep float32 weights in a result. Other commands have --ckpt.export_fp32.
+PRECISION = {"lora_combiner": {"ds.param_dtype": "fp32"}}
+NOT_INPUTS = ("logger.", "ds.use_universal_ckpt")  # flags that do not change a result
+DONE = "done"
+RESUMES = "resumes"
+STAGE_END_TIMEOUT_S = 60.0  # after SIGTERM; then the stage is killed
 
 
 def run_pipeline(config: PipelineConfig) -> None:
-    """Check all stages, and run those that are not done. Raises ConfigError, or SystemExit with the
-    status of a stage.
+    """Check all stages, then run the stages that are not done.
+
+    Raises ConfigError, or SystemExit with the status of a stage that fails.
     """
     with in_order():
-        file, folder = Path(config.file), Path(config.run.dir).absolute()
-        Pipeline(file=file, folder=folder, stages=read_stages(file, config.settings)).run(
-            dry=config.dry_run
+        file = Path(config.file)
+        pipeline = Pipeline(
+            file=file,
+            folder=Path(config.run.dir).absolute(),
+            stages=read_stages(file, config.settings),
         )
+        pipeline.run(dry=config.dry_run)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """A stage as the file has it: a command of ours with flags, or the words of another program to
-    `run`.
-    """
+class Record(TypedDict):
+    """The content of <stage>.json: how the result of a stage was made."""
 
-    name: str
-    command: str = ""
-    flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    launcher: str = (
-        ""  # what is typed in front of our module, such as `torchrun --nproc_per_node 8 -m`
-    )
-    run: str = ""
-    group: str = ""  # stages of a group differ in their seed: the report has their mean
-
-    @property
-    def uses(self) -> list[str]:
-        """The stages whose results it reads."""
-        named = USED.findall(json.dumps([self.flags, self.run, self.launcher], default=str))
-        return [name for name in dict.fromkeys(named) if name != self.name]
-
-    @property
-    def root(self) -> type[Any]:
-        """The configuration class of its command."""
-        return STAGE_COMMANDS[self.command].flags
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Its flags by path."""
-        return dict(leaves(self.flags, flags_of(self.root), "")) if self.command else {}
-
-    @property
-    def reads(self) -> list[str]:
-        """The files, and folders of models and data, that it names."""
-        found = [word for word in shlex.split(self.run) if isfile(word)]
-        for path, value in self.values.items():
-            there = exists if flags_of(self.root)[path].holds in ("model", "dataset") else isfile
-            texts = items(",".join(map(str, value)) if isinstance(value, list) else str(value))
-            found += [place for text in texts if there(place := expanduser(text.partition("@")[0]))]
-        return found
-
-
-def read_stages(file: Path, settings: str) -> list[Stage]:
-    """The stages of a file with the settings of this name (none: the first). Raises ConfigError."""
-    jinja, here = Environment(undefined=StrictUndefined), str(file.absolute().parent)
-    try:
-        head, divided, body = text_of("--file", str(file)).rpartition("\n---\n")
-        choices = (
-            yaml.safe_load(jinja.from_string(head).render(here=here))["settings"] if divided else {}
-        )
-        if settings and settings not in choices:
-            raise ConfigError(
-                f"--settings {settings}: {file} has {', '.join(choices) or 'no settings'}."
-            )
-        values = choices.get(settings or next(iter(choices), ""), {})
-        body = jinja.from_string(body).render(values, here=here)
-        found: dict[str, Any] = yaml.safe_load(body)["stages"]
-        nodes = {key.value: value for key, value in yaml.compose(body).value}
-        names = Counter(key.value for key, *_ in nodes["stages"].value)
-        if names.total() != len(names) or not names:  # YAML keeps the last of two
-            raise ConfigError(
-                f"{file}: two stages have one name, or there is none: {', '.join(names.elements())}."
-            )
-        return [
-            Stage(name=str(name), **{key: entry[key] for key in entry if entry[key]})
-            for name, entry in found.items()
-        ]
-    except (yaml.YAMLError, TemplateError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{file} is no pipeline: {error}. It has `settings`, a line ---, and `stages`. Each stage has a name, and either "
-            "`command` with `flags`, or `run` (docs/pipelines.md)."
-        ) from error
+    inputs: dict[str, Any]  # see `Pipeline.inputs`; empty if the stage has never been started
+    seconds: float  # the run time, over all attempts
+    finished: float | None  # the Unix time at which the stage was done; None if it is not done
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """The stages of `file`, and the folder of their results. `finished`: when each stage that is
-    done was done.
-    """
+    """The stages of `file`, and the folder of their results."""
 
     file: Path
     folder: Path
     stages: Sequence[Stage]
+    # The Unix time at which each stage was done; None if it is not done.
     finished: dict[str, float | None] = field(default_factory=dict[str, float | None])
 
     def check_all(self) -> None:
-        """Raise ConfigError with all that is wrong with any stage. Writes the flags of the stages."""
-        broken = {stage.name: self.check(stage) for stage in self.stages}
-        if any(broken.values()):
-            raise ConfigError(
-                [f"{self.file}: stage {name}: {text}" for name in broken for text in broken[name]]
-            )
+        """Raise ConfigError with the errors of all stages. Writes the flags of the stages."""
+        errors: list[str] = []
+        for stage in self.stages:
+            errors += [f"{self.file}: stage {stage.name}: {text}" for text in self.check(stage)]
+        if errors:
+            raise ConfigError(errors)
 
     def check(self, stage: Stage) -> list[str]:
-        """What is wrong with a stage. What is said of results does not count: they may not be there
-        yet, or be made again.
+        """Return the errors of a stage.
+
+        Errors about the results of other stages are left out: a result may not exist yet, or may be
+        made again.
         """
-        before = [each.name for each in self.stages[: self.stages.index(stage)]]
-        if not re.fullmatch(r"[\w-]+", stage.name) or stage.name == "earlier":
-            return ["a name has letters, digits, _ and -, and is not `earlier`."]
-        if bool(stage.command) == bool(stage.run):
-            return ["give either command or run."]
-        if not isinstance(stage.flags, dict) or (stage.run and (stage.flags or stage.launcher)):
-            return [
-                "flags are names and values of a command, and so is launcher: a program of `run` has neither."
-            ]
-        try:
-            program, *_ = [*shlex.split(stage.run), *shlex.split(stage.launcher), "true"]
-        except (ValueError, AttributeError) as error:
-            return [f"run {stage.run!r}, launcher {stage.launcher!r}: {error}."]
-        if not USED.search(program) and not which(program, path=search_path()):
-            return [f"there is no program {program}."]
-        if unknown := [name for name in stage.uses if name not in before]:
-            hint = did_you_mean(nearest(unknown[0], before))
-            return [
-                f"${{{unknown[0]}}} is no stage before this one ({', '.join(before) or 'the first'}).{hint}"
-            ]
-        if stage.command and stage.command not in STAGE_COMMANDS:
-            return [f"there is no command {stage.command}; known are {', '.join(STAGE_COMMANDS)}."]
-        if self.file.resolve() in [
-            (self.folder / f"{stage.name}{end}").resolve() for end in (".yaml", ".json")
-        ]:
-            return [
-                f"--run.dir {self.folder} contains the pipeline file, under a name that this stage uses: move one."
-            ]
+        error = self.error_in_entry(stage)
+        if error:
+            return [error]
         if not stage.command:
-            return self.own_folder_read(stage)
-        if taken := PLACES.keys() & stage.values.keys():
-            return [f"--{path} is given by the pipeline: leave it out." for path in sorted(taken)]
-        joined = machine.cluster_gpus
+            return self.own_inputs(stage)
+        taken = sorted(PLACES.keys() & stage.values.keys())
+        if taken:
+            return [f"the pipeline sets --{path} itself: remove the flag." for path in taken]
+        declared_gpus = machine.cluster_gpus
         try:
             with redirect_stderr(StringIO()):  # its notices are printed when it runs
-                parse_config(
-                    stage.root,
-                    ["--config", str(self.write_flags(stage))],
-                    command=STAGE_COMMANDS[stage.command].command,
-                )
+                words = ["--config", str(self.write_flags(stage))]
+                parse_config(stage.root, words, command=STAGE_COMMANDS[stage.command].command)
         except ConfigError as error:
-            said = [
-                text.removeprefix(f"{self.folder / stage.name}.yaml: ") for text in error.violations
-            ]
-            return [
-                text
-                for text in said
-                if not any(str(self.folder / name) in text for name in stage.uses)
-            ]
+            prefix = f"{self.folder / stage.name}.yaml: "
+            violations = [text.removeprefix(prefix) for text in error.violations]
+            for name in stage.uses:
+                result = str(self.folder / name)
+                violations = [text for text in violations if result not in text]
+            return violations
         finally:
-            machine.cluster_gpus = joined
-        return self.own_folder_read(stage)
+            machine.cluster_gpus = declared_gpus
+        return self.own_inputs(stage)
 
-    def own_folder_read(self, stage: Stage) -> list[str]:
-        """Return an error for each input in the stage's own folder, which is moved away before the
-        stage runs again.
+    def error_in_entry(self, stage: Stage) -> str:
+        """Return the first error in the entry of a stage, before its flags are parsed, or ""."""
+        if not re.fullmatch(r"[\w-]+", stage.name) or stage.name == "earlier":
+            return (
+                "a stage name has only letters, digits, _ and -, and is not `earlier`. Rename it."
+            )
+        if bool(stage.command) == bool(stage.run):
+            return "set either `command` or `run`."
+        if not isinstance(stage.flags, dict):
+            return f"`flags` is {stage.flags!r}, but it must map names to values."
+        if stage.run and (stage.flags or stage.launcher):
+            return "`flags` and `launcher` go with `command`: a program of `run` has neither."
+        try:
+            words = [*shlex.split(stage.run), *shlex.split(stage.launcher)]
+        except (ValueError, AttributeError) as error:
+            return f"run {stage.run!r}, launcher {stage.launcher!r}: {error}."
+        if words and not STAGE_REFERENCE.search(words[0]):
+            if not which(words[0], path=search_path()):
+                return f"the program {words[0]} does not exist. Install it, or correct its name."
+        before = [each.name for each in self.stages[: self.stages.index(stage)]]
+        for name in stage.uses:
+            if name not in before:
+                known = ", ".join(before) or "none"
+                hint = did_you_mean(nearest(name, before))
+                return f"${{{name}}} is not an earlier stage. Earlier stages: {known}.{hint}"
+        if stage.command and stage.command not in STAGE_COMMANDS:
+            known = ", ".join(STAGE_COMMANDS)
+            return f"the command {stage.command} does not exist. Commands: {known}."
+        for suffix in (".yaml", ".json"):
+            if self.file.resolve() == (self.folder / f"{stage.name}{suffix}").resolve():
+                return (
+                    f"--run.dir {self.folder} contains the pipeline file, under a name that this "
+                    "stage writes. Move the file, or use another --run.dir."
+                )
+        return ""
+
+    def own_inputs(self, stage: Stage) -> list[str]:
+        """Return an error for each input in the stage's own folder.
+
+        The folder is moved away before the stage runs again.
         """
-        own = (self.folder / stage.name).resolve()
-        inside = [place for place in stage.reads if Path(place).resolve().is_relative_to(own)]
-        return [
-            f"it reads {place}, in its own folder, which is moved away before it runs."
-            for place in inside
-        ]
+        folder = (self.folder / stage.name).resolve()
+        errors: list[str] = []
+        for place in stage.reads:
+            if Path(place).resolve().is_relative_to(folder):
+                errors.append(
+                    f"it reads {place} from its own folder, which is moved away before the stage "
+                    "runs. Move the file to another folder."
+                )
+        return errors
 
     def result(self, name: str) -> Path:
-        """What `${name}` stands for in later stages: a model, a file of answers, or the stage's
-        folder.
+        """Return the value of `${name}` in other stages.
+
+        It is a model, a file of answers, or the stage's folder.
         """
         command = next(stage.command for stage in self.stages if stage.name == name)
         if command not in STAGE_COMMANDS:
@@ -244,225 +185,258 @@ class Pipeline:
         return self.folder / name / STAGE_COMMANDS[command].result
 
     def has_result(self, name: str) -> bool:
-        """Whether the result of a stage exists. A folder that contains only a lock does not count."""
+        """Return whether the result of a stage exists.
+
+        A folder that contains only hidden files, such as a lock, does not count.
+        """
         result = self.result(name)
         if result.is_dir():
             return any(not file.name.startswith(".") for file in result.iterdir())
         return result.exists()
 
     def filled(self, stage: Stage, text: str) -> str:
-        """A text with the places of results in it; the stage's own name stands for its folder."""
-        places = {name: str(self.result(name)) for name in stage.uses} | {
-            stage.name: str(self.folder / stage.name)
-        }
-        return USED.sub(lambda used: places[used[1]], text)
+        """Return a text with the places of results instead of references such as `${sft}`.
+
+        The stage's own name stands for its folder.
+        """
+        places = {stage.name: str(self.folder / stage.name)}
+        for name in stage.uses:
+            places[name] = str(self.result(name))
+        return STAGE_REFERENCE.sub(lambda reference: places[reference[1]], text)
 
     def write_flags(self, stage: Stage) -> Path:
-        """Write the flags of a stage, and where its results go, to a file that --config reads."""
-        result = STAGE_COMMANDS[stage.command].result
-        places = {
-            path: str(self.folder / stage.name / (leaf or result))
-            for path, leaf in PLACES.items()
-            if path in flags_of(stage.root)
-        }
-        path = self.folder / f"{stage.name}.yaml"
-        precision = self.precision(stage)
-        filled = json.loads(
-            self.filled(stage, json.dumps({**precision, **stage.flags, **places}, default=str))
-        )
+        """Write the flags of a stage, with the places of its results, to a file for --config."""
+        known = flags_of(stage.root)
+        places: dict[str, str] = {}
+        for path, place in PLACES.items():
+            if path in known:
+                inside = place or STAGE_COMMANDS[stage.command].result
+                places[path] = str(self.folder / stage.name / inside)
+        flags = {**self.precision(stage), **stage.flags, **places}
+        filled = json.loads(self.filled(stage, json.dumps(flags, default=str)))
         content = yaml.safe_dump(filled, sort_keys=False, allow_unicode=True, width=1000)
-        secret = {path for path, flag in flags_of(stage.root).items() if flag.secret}
-        private = any(
-            path in secret or hide(value) != value for path, value in stage.values.items()
-        )
-        write_atomically(path, content, mode=0o600 if private else None)
-        return path
+        secret = {path for path, flag in known.items() if flag.secret}
+        mode = None
+        for path, value in stage.values.items():
+            if path in secret or hide(value) != value:
+                mode = 0o600
+        file = self.folder / f"{stage.name}.yaml"
+        write_atomically(file, content, mode=mode)
+        return file
 
     def precision(self, stage: Stage) -> dict[str, Any]:
-        """Return the flags that keep float32 weights in a result that a later stage trains further."""
-        kept = PRECISION.get(stage.command, {"ckpt.export_fp32": True})
-        known, given = flags_of(stage.root), stage.values
-        if not self.is_trained_further(stage) or any(
-            path in given or path not in known for path in kept
-        ):
+        """Return the flags that keep float32 weights in a result that a later stage trains."""
+        if not self.is_trained_further(stage):
             return {}
+        kept = PRECISION.get(stage.command, {"ckpt.export_fp32": True})
+        for path in kept:
+            if path in stage.values or path not in flags_of(stage.root):
+                return {}
         return kept
 
     def is_trained_further(self, stage: Stage) -> bool:
-        """Return whether a later stage trains the result of this one, perhaps merged by a stage in
-        between.
-        """
+        """Return whether a later stage trains the result of this stage, perhaps after a merge."""
         reference = f"${{{stage.name}}}"
         for later in self.stages[self.stages.index(stage) + 1 :]:
-            if not later.command or later.command not in STAGE_COMMANDS:
+            if later.command not in STAGE_COMMANDS:
                 continue
             reads = {path for path, value in later.values.items() if str(value) == reference}
-            trains = "ckpt.export_fp32" in flags_of(later.root)
-            if trains and reads & TRAINED:
+            if reads & TRAINED and "ckpt.export_fp32" in flags_of(later.root):
                 return True
             if reads & MERGED and self.is_trained_further(later):
                 return True
         return False
 
     def inputs(self, stage: Stage) -> dict[str, Any]:
-        """All that the result of a stage is made from. Not the launcher: the number of devices may
-        change on the way.
+        """Return everything that the result of a stage is made from, by name.
+
+        The launcher is left out, because the number of devices may change when a stage resumes.
         """
-        of_run = ("logger.", "ds.use_universal_ckpt")
-        made = {
-            f"--{path}": hide(value)
-            for path, value in stage.values.items()
-            if not path.startswith(of_run)
-        }
-        made |= {"command": stage.command, "run": without_secrets(stage.run)}
-        made |= {place: content_of(Path(place)) for place in stage.reads}
-        return json.loads(
-            json.dumps(
-                made | {f"${{{name}}}": self.finished.get(name) for name in stage.uses}, default=str
-            )
-        )
+        inputs: dict[str, Any] = {}
+        for path, value in stage.values.items():
+            if not path.startswith(NOT_INPUTS):
+                inputs[f"--{path}"] = hide(value)
+        inputs["command"] = stage.command
+        inputs["run"] = without_secrets(stage.run)
+        for place in stage.reads:
+            inputs[place] = content_of(Path(place))
+        for name in stage.uses:
+            inputs[f"${{{name}}}"] = self.finished.get(name)
+        return json.loads(json.dumps(inputs, default=str))
 
     def run(self, *, dry: bool = False) -> None:
-        """Check all stages, and run those that are not done. Raises SystemExit with the status of a
-        stage that fails.
+        """Check all stages, then run the stages that are not done.
+
+        Raises SystemExit with the status of a stage that fails.
         """
-        with locked(
-            self.folder, f"--run.dir {self.folder}"
-        ) as lock:  # a stage inherits it, and may outlive us
+        # Stages inherit the lock, because a stage may outlive this process.
+        with locked(self.folder, f"--run.dir {self.folder}") as lock:
             self.check_all()
             try:
                 for stage in self.stages:
                     self.run_stage(stage, lock, dry=dry)
             except (KeyboardInterrupt, SystemExit):
-                print("The same command goes on from here.", file=sys.stderr)
+                print("To resume, run the same command again.", file=sys.stderr)
                 raise
         if not dry:
             print(f"All stages are done. Report: {self.report()}")
 
     def run_stage(self, stage: Stage, lock: int | None, *, dry: bool) -> None:
-        """Run a stage, unless it is done and made from what is there now."""
-        folder, path = self.folder / stage.name, self.folder / f"{stage.name}.json"
-        inputs, record = self.inputs(stage), self.record(stage)
-        state = self.state(stage, inputs, record)
-        goes_on, done = state == GOES_ON, state == DONE
-        self.finished[stage.name] = record["finished"] if done else None
-        aside = None if dry or done or goes_on else set_aside(self.folder, [stage.name, path.name])
-        print(
-            f"{stage.name}: {state}{f'. The old result is in {aside}.' if aside else ''}",
-            flush=True,
-        )
-        if dry or done:
-            return
+        """Run a stage, unless it is done and its inputs have not changed."""
+        inputs = self.inputs(stage)
+        old = self.record(stage)
+        state = self.state(stage, inputs, old)
+        self.finished[stage.name] = None
+        if state == DONE:
+            self.finished[stage.name] = old["finished"]
+        line = f"{stage.name}: {state}"
+        record = Record(inputs=inputs, seconds=0.0, finished=None)
+        if state == RESUMES:
+            record["seconds"] = old["seconds"]
+        elif state != DONE and not dry:
+            aside = set_aside(self.folder, [stage.name, f"{stage.name}.json"])
+            if aside:
+                line += f". The old result is in {aside}."
+        print(line, flush=True)
+        if state != DONE and not dry:
+            self.execute_stage(stage, record, lock, resumes=state == RESUMES)
+
+    def execute_stage(
+        self, stage: Stage, record: Record, lock: int | None, *, resumes: bool
+    ) -> None:
+        """Run the process of a stage. Raises SystemExit with its status if it fails."""
+        folder = self.folder / stage.name
         folder.mkdir(exist_ok=True)
-        record = {"inputs": inputs, "seconds": record["seconds"] * goes_on, "finished": None}
-        write_atomically(path, json.dumps(record, indent=1))
-        start, status = time.monotonic(), None
+        file = self.folder / f"{stage.name}.json"
+        write_atomically(file, json.dumps(record, indent=1))
+        start = time.monotonic()
+        status = None
         try:
-            status = execute(self.words(stage, goes_on=goes_on), lock)
+            status = execute(self.words(stage, resumes=resumes), lock)
             if status == 0 and not self.has_result(stage.name):
-                print(
-                    f"{self.file}: stage {stage.name} left no {self.result(stage.name)}.",
-                    file=sys.stderr,
-                )
+                missing = self.result(stage.name)
+                print(f"{self.file}: stage {stage.name} did not write {missing}.", file=sys.stderr)
                 status = 1
         finally:
             record["seconds"] += time.monotonic() - start
-            record["finished"] = self.finished[stage.name] = time.time() if status == 0 else None
-            write_atomically(path, json.dumps(record, indent=1))
+            if status == 0:
+                record["finished"] = time.time()
+            self.finished[stage.name] = record["finished"]
+            write_atomically(file, json.dumps(record, indent=1))
         self.report()
         if status:
             print(
                 f"{self.file}: stage {stage.name} ended with status {status}; see {folder}.",
                 file=sys.stderr,
             )
-            raise SystemExit(status if status > 0 else 128 - status)
+            if status < 0:  # killed by a signal
+                status = 128 - status
+            raise SystemExit(status)
 
-    def state(self, stage: Stage, inputs: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-        """What is to be done with a stage, in words."""
+    def state(self, stage: Stage, inputs: Mapping[str, Any], record: Record) -> str:
+        """Return what the pipeline does with a stage, as it is printed."""
         old = record["inputs"]
         if not old:
             return "runs"
-        if changed := [name for name in {**old, **inputs} if old.get(name) != inputs.get(name)]:
+        changed = [name for name in {**old, **inputs} if old.get(name) != inputs.get(name)]
+        if changed:
             return f"runs again; changed: {', '.join(changed)}"
         if not record["finished"]:
-            return GOES_ON if stage.command else "runs again; it did not finish"
-        return DONE if self.has_result(stage.name) else "runs again; its result is missing"
+            if stage.command:
+                return RESUMES
+            return "runs again; it did not finish"
+        if not self.has_result(stage.name):
+            return "runs again; its result is missing"
+        return DONE
 
-    def record(self, stage: Stage) -> dict[str, Any]:
-        """What a stage's result was made from, how long that took, and when it was done."""
+    def record(self, stage: Stage) -> Record:
+        """Return the record of a stage."""
         path = self.folder / f"{stage.name}.json"
-        record = (
-            json.loads(path.read_text())
-            if path.exists()
-            else {"inputs": {}, "seconds": 0.0, "finished": None}
-        )
+        if not path.exists():
+            return Record(inputs={}, seconds=0.0, finished=None)
+        record: Record = json.loads(path.read_text())
         for name, value in record["inputs"].items():
             record["inputs"][name] = hide(value)  # older releases wrote secrets
         answers = self.result(stage.name)
-        if (
-            record["inputs"] and answers.is_file()
-        ):  # complete, also if we were killed before it was noted
-            record["finished"] = record["finished"] or answers.stat().st_mtime
+        # A file of answers is complete, even if this process was killed before it recorded the end.
+        if not record["finished"] and answers.is_file():
+            record["finished"] = answers.stat().st_mtime
         return record
 
-    def words(self, stage: Stage, *, goes_on: bool) -> list[str]:
-        """The command line of a stage, which continues from its checkpoints if it has some."""
+    def words(self, stage: Stage, *, resumes: bool) -> list[str]:
+        """Return the command line of a stage.
+
+        A stage that resumes continues from its checkpoints if it has any.
+        """
         if stage.run:
             return shlex.split(self.filled(stage, stage.run))
         launcher = shlex.split(self.filled(stage, stage.launcher)) or [sys.executable, "-m"]
-        kept = goes_on and any((self.folder / stage.name).glob("checkpoints/*"))
-        flags = ["--config", str(self.write_flags(stage)), *["--ckpt.load_enable"] * kept]
+        flags = ["--config", str(self.write_flags(stage))]
+        if resumes and any((self.folder / stage.name).glob("checkpoints/*")):
+            flags.append("--ckpt.load_enable")
         return [*launcher, "openrlhf.cli.main", stage.command, *flags]
 
     def report(self) -> Path:
-        """Write the page about all stages that have run."""
-        results = [
-            Result(
-                stage.name, self.folder / stage.name, stage.command, stage.group, record["seconds"]
-            )
-            for stage in self.stages
-            if (record := self.record(stage))["inputs"]
-        ]
+        """Write the page about all stages that have run. Return its path."""
+        results: list[Result] = []
+        for stage in self.stages:
+            record = self.record(stage)
+            if record["inputs"]:
+                result = Result(
+                    name=stage.name,
+                    folder=self.folder / stage.name,
+                    command=stage.command,
+                    group=stage.group,
+                    seconds=record["seconds"],
+                )
+                results.append(result)
         return write_pipeline_report(self.folder / "report.html", results, title=self.file.stem)
 
 
 def execute(words: Sequence[str], lock: int | None) -> int:
-    """Run a program to its end, and return its status. If this process is asked to end, the program
-    ends first.
+    """Run a program and return its exit status.
+
+    If this process is asked to end, the program ends first.
     """
-    inherited = [] if lock is None else [lock]
-    with subprocess.Popen(
-        words, env={**os.environ, "PATH": search_path()}, pass_fds=inherited
-    ) as child:
+    inherited: list[int] = []
+    if lock is not None:
+        inherited.append(lock)
+    environment = {**os.environ, "PATH": search_path()}
+    with subprocess.Popen(words, env=environment, pass_fds=inherited) as child:
         try:
             return child.wait()
         except BaseException:
-            by_hand = asked() == 128 + signal.SIGINT  # Ctrl-C has reached the program too
-            with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # Ctrl-C once more
-                if not by_hand:
+            with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C
+                if asked() == 128 + signal.SIGINT:  # Ctrl-C has reached the program too
+                    child.wait()
+                else:
                     child.terminate()
-                child.wait(None if by_hand else GRACE_S)
+                    child.wait(STAGE_END_TIMEOUT_S)
             child.kill()
             raise
 
 
 def search_path() -> str:
-    """Where programs are looked up: first beside this Python."""
+    """Return the search path of programs. The folder of this Python comes first."""
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
 def content_of(place: Path) -> str:
-    """A hash of a file, or of all files of a folder. Of long files it has samples, and size and
-    time.
+    """Return a hash of a file, or of all files of a folder.
+
+    Of a file over 16 MiB, the hash covers samples of the content, the size and the time of the last
+    change.
     """
+    files = [place]
+    if place.is_dir():
+        files = sorted(place.rglob("*"))
     digest = sha256()
-    for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
+    for file in files:
         if file.is_file():
             stat = file.stat()
-            long = (
-                (stat.st_size, stat.st_mtime_ns)
-                if stat.st_size > HASH_BLOCK_BYTES * HASHED_BLOCKS
-                else ()
-            )
-            digest.update(f"{file.relative_to(place)} {fingerprint(file)} {long}\n".encode())
+            size_and_time = ()
+            if stat.st_size > HASH_BLOCK_BYTES * HASHED_BLOCKS:
+                size_and_time = (stat.st_size, stat.st_mtime_ns)
+            name = file.relative_to(place)
+            digest.update(f"{name} {fingerprint(file)} {size_and_time}\n".encode())
     return digest.hexdigest()[:16]

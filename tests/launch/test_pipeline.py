@@ -1,12 +1,11 @@
-"""Pipelines: what a file may say, what is told of mistakes before anything runs, and what a change
-makes run again.
-"""
+"""Pipelines: the file, errors before the first stage runs, and stages that run again."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,8 @@ from openrlhf.config.flags import ConfigError, amend, flags_of
 from openrlhf.config.stages import STAGE_COMMANDS
 from openrlhf.data.feedback import PreferenceDataset
 from openrlhf.data.layouts import recognise
-from openrlhf.launch.pipeline import Pipeline, read_stages
+from openrlhf.launch.pipeline import Pipeline
+from openrlhf.launch.pipeline_file import read_stages
 from openrlhf.launch.pipeline_report import Result, interval, write_pipeline_report
 from tests.config.commands import ROOTS
 from tests.data.small import PLAIN_CHAT, build_tokenizer
@@ -41,7 +41,7 @@ stages:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Three stages that copy files; the third uses nothing of the others."""
+    """A pipeline of three stages that copy files. The third one does not use the other stages."""
     (tmp_path / "source.jsonl").write_text("one\n")
     path = tmp_path / "chain.yaml"
     path.write_text(CHAIN.replace("SOURCE", str(tmp_path / "source.jsonl")))
@@ -52,8 +52,8 @@ def pipeline(file: Path, *words: str) -> None:
     main(["pipeline", str(file), "--run.dir", str(file.parent / "run"), *words])
 
 
-def said(capfd: pytest.CaptureFixture[str], stage: str) -> str:
-    """What was said of a stage since the last call for any."""
+def printed_about(capfd: pytest.CaptureFixture[str], stage: str) -> str:
+    """Return what was printed about a stage since the last call for any stage."""
     lines = capfd.readouterr().out.splitlines()
     return next(line.removeprefix(f"{stage}: ") for line in lines if line.startswith(f"{stage}: "))
 
@@ -67,7 +67,9 @@ def states(capfd: pytest.CaptureFixture[str]) -> dict[str, str]:
     }
 
 
-def test_what_is_done_is_not_run_again(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_second_run_skips_stages_that_are_done(
+    file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     pipeline(file)
     assert states(capfd) == {"rows": "runs", "copy": "runs", "other": "runs"}
     assert (file.parent / "run/copy/size1.jsonl").read_text() == "one\n"
@@ -75,7 +77,7 @@ def test_what_is_done_is_not_run_again(file: Path, capfd: pytest.CaptureFixture[
     assert states(capfd) == {"rows": "done", "copy": "done", "other": "done"}
 
 
-def test_a_change_of_a_file_runs_what_reads_it_and_what_depends_on_that(
+def test_changed_file_reruns_the_stage_that_reads_it_and_dependent_stages(
     file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pipeline(file)
@@ -83,14 +85,14 @@ def test_a_change_of_a_file_runs_what_reads_it_and_what_depends_on_that(
     (file.parent / "source.jsonl").write_text("two\n")
     pipeline(file, "--dry_run")
     assert states(capfd) == {"rows": "runs again", "copy": "runs again", "other": "done"}
-    assert (file.parent / "run/copy/size1.jsonl").read_text() == "one\n"  # it was only said
+    assert (file.parent / "run/copy/size1.jsonl").read_text() == "one\n"  # a dry run
     pipeline(file)
     assert states(capfd) == {"rows": "runs again", "copy": "runs again", "other": "done"}
     assert (file.parent / "run/copy/size1.jsonl").read_text() == "two\n"
     assert (file.parent / "run/earlier/1/rows/rows.jsonl").read_text() == "one\n"
 
 
-def test_a_change_of_the_last_stage_runs_that_one_only(
+def test_changed_settings_rerun_only_the_stage_that_uses_them(
     file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pipeline(file)
@@ -100,7 +102,7 @@ def test_a_change_of_the_last_stage_runs_that_one_only(
     assert [path.name for path in (file.parent / "run/copy").iterdir()] == ["size2.jsonl"]
 
 
-def test_a_stage_that_fails_ends_the_pipeline_with_its_status_and_is_run_again(
+def test_failed_stage_ends_pipeline_with_its_status_and_runs_again(
     file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = file.read_text()
@@ -110,7 +112,7 @@ def test_a_stage_that_fails_ends_the_pipeline_with_its_status_and_is_run_again(
     printed = capfd.readouterr()
     assert ended.value.code == 7
     assert "stage other ended with status 7" in printed.err
-    assert "The same command goes on from here." in printed.err
+    assert "the same command" in printed.err
     with pytest.raises(SystemExit):
         pipeline(file)
     assert states(capfd) == {"rows": "done", "copy": "done", "other": "runs again"}
@@ -119,7 +121,9 @@ def test_a_stage_that_fails_ends_the_pipeline_with_its_status_and_is_run_again(
     assert states(capfd)["other"] == "runs again"
 
 
-def test_a_result_that_is_gone_is_made_again(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_stage_runs_again_if_its_result_is_missing(
+    file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     pipeline(file)
     capfd.readouterr()
     (file.parent / "run/copy").rename(file.parent / "elsewhere")
@@ -127,7 +131,7 @@ def test_a_result_that_is_gone_is_made_again(file: Path, capfd: pytest.CaptureFi
     assert states(capfd) == {"rows": "done", "copy": "runs again", "other": "done"}
 
 
-def test_a_stage_that_failed_half_way_does_not_keep_later_ones_from_being_checked(
+def test_missing_result_of_failed_stage_is_no_error_of_later_stages(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file, switch = tmp_path / "half.yaml", tmp_path / "switch"
@@ -142,7 +146,7 @@ def test_a_stage_that_failed_half_way_does_not_keep_later_ones_from_being_checke
         assert ended.value.code == 5, capfd.readouterr().err
 
 
-def test_a_stage_may_have_the_name_of_a_word_of_its_own_file(
+def test_stage_may_be_named_like_a_key_of_the_file(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "named.yaml"
@@ -151,10 +155,10 @@ def test_a_stage_may_have_the_name_of_a_word_of_its_own_file(
     )
     for state in ("runs", "done"):
         pipeline(file)
-        assert said(capfd, "copy") == state
+        assert printed_about(capfd, "copy") == state
 
 
-def test_a_file_is_the_same_under_each_of_its_paths(
+def test_pipeline_file_given_by_relative_path_keeps_stages_done(
     file: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file.write_text(file.read_text().replace(f"cp {file.parent}", "cp {{ here }}"))
@@ -165,7 +169,7 @@ def test_a_file_is_the_same_under_each_of_its_paths(
     assert states(capfd) == {"rows": "done", "copy": "done", "other": "done"}
 
 
-def test_a_stage_without_its_result_has_failed(
+def test_stage_that_exits_without_a_result_fails(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "empty.yaml"
@@ -173,10 +177,13 @@ def test_a_stage_without_its_result_has_failed(
     with pytest.raises(SystemExit) as ended:
         pipeline(file)
     assert ended.value.code == 1
-    assert f"stage rm left no {tmp_path / 'run/rm/model'}" in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert "stage rm " in error and str(tmp_path / "run/rm/model") in error
 
 
-def test_a_folder_may_have_any_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_folder_may_have_spaces_and_quotes_in_its_name(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     file, folder = tmp_path / "odd.yaml", tmp_path / "plain and: 'quoted' #"
     second = (
         f"{{command: rm, launcher: 'true', flags: {{{MODEL}, eval.dataset: '${{made}}/there'}}}}"
@@ -186,10 +193,11 @@ def test_a_folder_may_have_any_name(tmp_path: Path, capfd: pytest.CaptureFixture
         main(["pipeline", str(file), "--run.dir", str(folder)])
     flags = yaml.safe_load((folder / "rm.yaml").read_text())
     assert flags["eval.dataset"] == str(folder / "made/there")
-    assert "stage rm left no" in capfd.readouterr().err  # the launcher `true` does nothing
+    # The launcher `true` does not write a model.
+    assert str(folder / "rm/model") in capfd.readouterr().err
 
 
-def test_another_program_that_was_interrupted_starts_afresh(
+def test_failed_program_runs_again_in_an_empty_folder(
     file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     failing = file.parent / "half.py"
@@ -203,7 +211,7 @@ def test_another_program_that_was_interrupted_starts_afresh(
         assert (ended.value.code, states(capfd)["other"]) == (3, state)
 
 
-def test_the_flags_of_a_running_stage_are_not_written_again(
+def test_pipeline_in_use_does_not_rewrite_flags_of_stages(
     file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (file.parent / "run").mkdir()
@@ -213,10 +221,12 @@ def test_the_flags_of_a_running_stage_are_not_written_again(
         with pytest.raises(SystemExit):
             pipeline(file)
     assert not (file.parent / "run/rm.yaml").exists()
-    assert "is in use" in capfd.readouterr().err
+    assert str(file.parent / "run") in capfd.readouterr().err
 
 
-def test_two_pipelines_do_not_share_a_folder(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_second_pipeline_in_the_same_folder_fails(
+    file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     nested = f"python -m openrlhf.cli.main pipeline {file} --run.dir {file.parent / 'run'}"
     file.write_text(file.read_text().replace("touch ${other}/there", nested))
     with pytest.raises(SystemExit) as ended:
@@ -229,43 +239,45 @@ def test_two_pipelines_do_not_share_a_folder(file: Path, capfd: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("stages", "mistake"),
+    ("stages", "message"),
     [
-        ("sft: {command: sft, flags: {%s, data.output_key: o, train.batch_sise: 8}}", "sft: train_sft has no flag train.batch_sise. Did you mean train.batch_size"),
-        ("sft: {command: sft, flags: {%s, data.output_key: o, train.batch_size: many}}", "sft: --train.batch_size takes a whole number"),
-        ("sft: {command: sft, flags: {%s, data.output_key: o, train.batch_size: 0}}", "sft: --train.batch_size is 0"),
-        ("rm: {command: rm, flags: {data.dataset: d}}", "rm: --model.model_name_or_path must be given"),
-        ("rm: {command: rm, flags: {%s, eval.dataset: ./nowhere.jsonl}}", "rm: --eval.dataset ./nowhere.jsonl does not exist"),
-        ("rm: {command: rm, flags: {%s, run.dir: mine}}", "rm: --run.dir is given by the pipeline"),
-        ("rm: {command: rmm, flags: {%s}}", "rm: there is no command rmm"),
-        ("rm: {command: rmm, flags: {%s}}\n  later: {command: rm, flags: {model.model_name_or_path: '${rm}', data.dataset: d}}", "rm: there is no command rmm"),
-        ("rm: {command: rm, flags: {%s, ref.model_name_or_path: '${sft}'}}", "rm: ${sft} is no stage before this one (first)"),
-        ("rm: {run: ls, command: rm}", "rm: give either command or run"),
-        ("a.b: {run: ls}", "a.b: a name has letters"),
-        ("earlier: {run: ls}", "earlier: a name has letters"),
+        ("sft: {command: sft, flags: {%s, data.output_key: o, train.batch_sise: 8}}", r"sft: .*train\.batch_sise.*train\.batch_size"),
+        ("sft: {command: sft, flags: {%s, data.output_key: o, train.batch_size: many}}", r"sft: --train\.batch_size .*many"),
+        ("sft: {command: sft, flags: {%s, data.output_key: o, train.batch_size: 0}}", r"sft: --train\.batch_size .*0"),
+        ("rm: {command: rm, flags: {data.dataset: d}}", r"rm: --model\.model_name_or_path"),
+        ("rm: {command: rm, flags: {%s, eval.dataset: ./nowhere.jsonl}}", r"rm: --eval\.dataset \./nowhere\.jsonl"),
+        ("rm: {command: rm, flags: {%s, run.dir: mine}}", r"rm: .*--run\.dir"),
+        ("rm: {command: rmm, flags: {%s}}", "rm: .* rmm .*sft, rm, dpo"),
+        ("rm: {command: rmm, flags: {%s}}\n  later: {command: rm, flags: {model.model_name_or_path: '${rm}', data.dataset: d}}", "rm: .* rmm "),
+        ("rm: {command: rm, flags: {%s, ref.model_name_or_path: '${sft}'}}", r"rm: \$\{sft\} .*first"),
+        ("rm: {run: ls, command: rm}", "rm: .*`command` or `run`"),
+        ("a.b: {run: ls}", r"a\.b: .*name"),
+        ("earlier: {run: ls}", "earlier: .*name"),
         ("rm: {comand: rm}", "comand"),
         ("rm: {run: '{{ nowhere }}'}", "'nowhere' is undefined"),
-        ("rm: [", "is no pipeline"),
-        ("first: {run: ls}", "two stages have one name, or there is none: first, first"),
-        ("a: {run: ls, flags: {seed: 1}}", "a: flags are names and values of a command"),
-        ("a: {run: ls, launcher: torchrun}", "a: flags are names and values of a command"),
-        ("a: {command: rm, flags: [seed]}", "a: flags are names and values of a command"),
-        ("a: {run: nosuchprogram x}", "a: there is no program nosuchprogram"),
-        ("a: {command: rm, launcher: nosuchrun, flags: {%s}}", "a: there is no program nosuchrun"),
-        ("a: {run: 'echo \"'}", "No closing quotation"),
-        ("a: {run: [echo, x]}", "a: run ['echo', 'x']"),
+        ("rm: [", r"wrong\.yaml.*`stages`"),
+        ("first: {run: ls}", "first, first"),
+        ("a: {run: ls, flags: {seed: 1}}", "a: `flags`"),
+        ("a: {run: ls, launcher: torchrun}", "a: .*`launcher`"),
+        ("a: {command: rm, flags: [seed]}", r"a: `flags` .*\['seed'\]"),
+        ("a: {run: nosuchprogram x}", "a: .*nosuchprogram"),
+        ("a: {command: rm, launcher: nosuchrun, flags: {%s}}", "a: .*nosuchrun"),
+        ("a: {run: 'echo \"'}", "a: .*No closing quotation"),
+        ("a: {run: [echo, x]}", r"a: run \['echo', 'x'\]"),
     ],
 )  # fmt: skip
-def test_mistakes_are_told_with_file_stage_and_flag_before_anything_runs(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], stages: str, mistake: str
+def test_errors_name_file_stage_and_flag_before_any_stage_runs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], stages: str, message: str
 ) -> None:
     file = tmp_path / "wrong.yaml"
-    first = "stages:\n  first: {run: 'touch ${first}/there'}\n  "
-    file.write_text(first + (stages % MODEL if "%s" in stages else stages))
+    if "%s" in stages:
+        stages = stages % MODEL
+    file.write_text(f"stages:\n  first: {{run: 'touch ${{first}}/there'}}\n  {stages}")
     with pytest.raises(SystemExit) as ended:
         pipeline(file)
-    printed = capfd.readouterr()
-    assert ended.value.code == 2 and str(file) in printed.err and mistake in printed.err
+    errors = capfd.readouterr().err
+    assert ended.value.code == 2 and str(file) in errors
+    assert re.search(message, errors, re.DOTALL)
     assert not (tmp_path / "run/first").exists()
 
 
@@ -273,13 +285,15 @@ def test_mistakes_are_told_with_file_stage_and_flag_before_anything_runs(
     "text",
     ["", "one\ntwo\n", "- a\n- b\n", "stages: [a, b]\n", "stages: ls\n", "a: 1\n---\nstages: {}\n"],
 )
-def test_a_file_of_another_kind_is_no_pipeline(tmp_path: Path, text: str) -> None:
+def test_file_of_another_kind_raises_config_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "other").write_text(text)
-    with pytest.raises(ConfigError, match=r"is no pipeline|no setting|there is none"):
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "other"))):
         read_stages(tmp_path / "other", "")
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_all_stages_are_reported_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(
         "stages:\n  one: {command: rm, flags: {data.dataset: d}}\n  two: {command: x}\n"
@@ -290,14 +304,14 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path, capfd: pytest.CaptureFixt
     assert "2 mistakes" in errors and "stage one" in errors and "stage two" in errors
 
 
-def test_settings_that_are_not_there_are_named(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--settings huge: .* has small, large"):
+def test_error_for_unknown_settings_lists_the_known_ones(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--settings huge .*small, large"):
         read_stages(file, "huge")
 
 
 @pytest.mark.parametrize("settings", ["laptop", "cluster"])
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_the_flags_of_every_example_are_accepted(
+def test_flags_of_every_example_are_accepted(
     example: Path,
     settings: str,
     tmp_path: Path,
@@ -315,7 +329,7 @@ def test_the_flags_of_every_example_are_accepted(
 
 
 @pytest.mark.parametrize("settings", ["laptop", "cluster"])
-def test_every_method_of_the_comparison_trains_on_as_many_answers(settings: str) -> None:
+def test_all_methods_of_the_comparison_train_on_the_same_number_of_answers(settings: str) -> None:
     stages = {
         stage.name: stage
         for stage in read_stages(ROOT / "examples/pipelines/compare.yaml", settings)
@@ -325,20 +339,17 @@ def test_every_method_of_the_comparison_trains_on_as_many_answers(settings: str)
         return stages[name].values.get(path, flags_of(stages[name].root)[path].default)
 
     def answers(name: str) -> int:
-        rows = value(
-            "answers_1" if name == "rs_1" else name, "data.max_samples"
-        )  # the best answer to each prompt
-        if stages[name].command == "ppo":
-            return (
-                rows
-                * value(name, "rollout.n_samples_per_prompt")
-                * value(name, "train.num_episodes")
-            )
-        return (
-            rows
-            * value(name, "train.max_epochs")
-            * (2 if stages[name].command in ("dpo", "kto") else 1)
-        )
+        source = name
+        if name == "rs_1":  # it trains on the best answer to each prompt of `answers_1`
+            source = "answers_1"
+        rows = value(source, "data.max_samples")
+        command = stages[name].command
+        if command == "ppo":
+            samples = value(name, "rollout.n_samples_per_prompt")
+            return rows * samples * value(name, "train.num_episodes")
+        if command in ("dpo", "kto"):
+            rows *= 2
+        return rows * value(name, "train.max_epochs")
 
     counts = {name: answers(f"{name}_1") for name in ("sft", "dpo", "kto", "rs", "ppo", "grpo")}
     assert len(set(counts.values())) == 1, counts
@@ -346,7 +357,8 @@ def test_every_method_of_the_comparison_trains_on_as_many_answers(settings: str)
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ok"}]
 HH = "\n\nHuman: q\n\nAssistant: {}"
-PAIRS_OF_THE_HUB = {  # a row of each public dataset of pairs, as its card describes it
+# A row of each public dataset of pairs, as its card describes it.
+PAIRS_OF_THE_HUB = {
     "OpenRLHF/preference_dataset_mixture2_and_safe_pku": {
         "chosen": TURNS,
         "rejected": [TURNS[0], {**TURNS[1], "content": "no"}],
@@ -362,7 +374,7 @@ PAIRS_OF_THE_HUB = {  # a row of each public dataset of pairs, as its card descr
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_the_public_pairs_of_every_example_can_be_read_with_its_flags(
+def test_public_pairs_of_every_example_are_read_with_its_flags(
     example: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "installed_gpus", lambda: 8)
@@ -375,21 +387,17 @@ def test_the_public_pairs_of_every_example_can_be_read_with_its_flags(
             pair = PreferenceDataset(
                 rows, tokenizer, recognise(rows, config, "pairs"), needs_prompt=True
             )[0]
-            texts = (
-                "".join(tokenizer.convert_ids_to_tokens(tokens))
-                for tokens in (pair.chosen, pair.rejected)
-            )
-            assert list(texts) == [
-                f"<|user|>q<|end|>\n<|assistant|>{said}<|end|>" for said in ("ok", "no")
-            ], name
+            for tokens, answer in ((pair.chosen, "ok"), (pair.rejected, "no")):
+                text = "".join(tokenizer.convert_ids_to_tokens(tokens))
+                assert text == f"<|user|>q<|end|>\n<|assistant|>{answer}<|end|>", name
 
 
-def test_a_stage_may_be_every_command_that_ends_with_a_result() -> None:
+def test_every_command_with_a_result_can_be_a_stage() -> None:
     known = {stage.command for stage in STAGE_COMMANDS.values()}
     assert ROOTS.keys() - known <= {"serve_rm", "interactive_chat"}
 
 
-def test_the_report_has_a_line_for_each_stage_and_intervals_over_seeds(tmp_path: Path) -> None:
+def test_report_has_a_row_per_stage_and_intervals_over_seeds(tmp_path: Path) -> None:
     results = []
     for seed, passed in enumerate((0.4, 0.5, 0.6)):
         folder = tmp_path / f"dpo{seed}"
@@ -411,9 +419,7 @@ def test_the_report_has_a_line_for_each_stage_and_intervals_over_seeds(tmp_path:
 
 
 def test_stages_that_are_trained_further_keep_float32_weights(tmp_path: Path) -> None:
-    """Also an adapter and what it is merged into. A flag of the file wins, and other results stay
-    as they are.
-    """
+    """An adapter and the model it is merged into keep them too, unless the file sets the flag."""
     file = tmp_path / "chain.yaml"
     data = "data.dataset: d.jsonl"
     file.write_text(
@@ -446,7 +452,7 @@ def test_stages_that_are_trained_further_keep_float32_weights(tmp_path: Path) ->
         "reward.remote_url: 'http://a:b@host'",
     ],
 )
-def test_the_file_of_flags_with_a_secret_is_private(flag: str, tmp_path: Path) -> None:
+def test_flags_file_with_a_secret_is_private(flag: str, tmp_path: Path) -> None:
     file = tmp_path / "one.yaml"
     file.write_text(
         f"stages:\n  rl: {{command: ppo, flags: {{actor.model_name_or_path: m, {flag}}}}}\n"
@@ -456,10 +462,8 @@ def test_the_file_of_flags_with_a_secret_is_private(flag: str, tmp_path: Path) -
     assert flags.stat().st_mode & 0o077 == 0
 
 
-def test_secrets_of_a_stage_are_not_in_its_record_and_its_flags_are_private(tmp_path: Path) -> None:
-    """The record compares equal whether an older release wrote the secret, and whatever the secret
-    is now.
-    """
+def test_record_has_no_secrets_and_flags_file_is_private(tmp_path: Path) -> None:
+    """A record of an older release, which contains the secret, equals a record of today."""
     url = "http://me:hunter2@host/get_reward?token=hunter2"
     file = tmp_path / "one.yaml"
     file.write_text(

@@ -1,0 +1,110 @@
+"""The file of a pipeline: settings and stages.
+
+The file has two YAML documents. The first one has `settings`: values that differ between machines,
+under a name for each kind of machine. The second one has `stages`. It is rendered by Jinja2, with
+the chosen settings as variables. `${sft}` is the result of the stage sft.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from os.path import exists, expanduser, isfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, StrictUndefined, TemplateError
+
+from openrlhf.config.flags import ConfigError, flags_of, items, text_of
+from openrlhf.config.options import leaves
+from openrlhf.config.stages import STAGE_COMMANDS
+
+STAGE_REFERENCE = re.compile(r"\$\{([\w-]+)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stage of the file: a command of ours with its flags, or another program to `run`."""
+
+    name: str
+    command: str = ""
+    flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    launcher: str = ""  # the words before our module, such as `torchrun --nproc_per_node 8 -m`
+    run: str = ""
+    group: str = ""  # stages of a group differ in their seed; the report has the group's mean
+
+    @property
+    def uses(self) -> list[str]:
+        """The names of the other stages whose results the stage reads."""
+        text = json.dumps([self.flags, self.run, self.launcher], default=str)
+        names = dict.fromkeys(STAGE_REFERENCE.findall(text))
+        names.pop(self.name, None)
+        return list(names)
+
+    @property
+    def root(self) -> type[Any]:
+        """The configuration class of the command."""
+        return STAGE_COMMANDS[self.command].flags
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values of the flags by path; empty for a program."""
+        if not self.command:
+            return {}
+        return dict(leaves(self.flags, flags_of(self.root), ""))
+
+    @property
+    def reads(self) -> list[str]:
+        """The files, and the folders of models and data, that the stage names."""
+        found = [word for word in shlex.split(self.run) if isfile(word)]
+        for path, value in self.values.items():
+            is_input = isfile
+            if flags_of(self.root)[path].holds in ("model", "dataset"):
+                is_input = exists
+            text = str(value)
+            if isinstance(value, list):
+                text = ",".join(map(str, value))
+            for item in items(text):
+                place = expanduser(item.partition("@")[0])
+                if is_input(place):
+                    found.append(place)
+        return found
+
+
+def read_stages(file: Path, settings: str) -> list[Stage]:
+    """Return the stages of a file, rendered with the settings of this name.
+
+    If `settings` is empty, the first settings of the file are used. Raises ConfigError.
+    """
+    jinja = Environment(undefined=StrictUndefined)
+    here = str(file.absolute().parent)
+    head, divider, body = text_of("--file", str(file)).rpartition("\n---\n")
+    try:
+        choices: dict[str, Any] = {}
+        if divider:
+            choices = yaml.safe_load(jinja.from_string(head).render(here=here))["settings"]
+        if settings and settings not in choices:
+            known = ", ".join(choices) or "no settings"
+            raise ConfigError(f"--settings {settings} does not exist. {file} has {known}.")
+        chosen = settings or next(iter(choices), "")
+        body = jinja.from_string(body).render(choices.get(chosen, {}), here=here)
+        entries: dict[str, Any] = yaml.safe_load(body)["stages"]
+        sections = {key.value: value for key, value in yaml.compose(body).value}
+        names = [key.value for key, *_ in sections["stages"].value]
+        if not names:
+            raise ConfigError(f"{file} has no stages.")
+        if len(set(names)) < len(names):  # YAML keeps the last of two entries with one name
+            raise ConfigError(f"{file}: two stages have the same name: {', '.join(names)}.")
+        stages: list[Stage] = []
+        for name, entry in entries.items():
+            given = {key: value for key, value in entry.items() if value}
+            stages.append(Stage(name=str(name), **given))
+        return stages
+    except (yaml.YAMLError, TemplateError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{file} is not a pipeline: {error}. A pipeline has `settings`, a line ---, and "
+            "`stages`. Each stage has a name, and either `command` with `flags`, or `run` "
+            "(docs/pipelines.md)."
+        ) from error
