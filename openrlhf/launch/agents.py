@@ -1,4 +1,4 @@
-"""The user's agents, made from the flags."""
+"""The user's agents."""
 
 import asyncio
 from contextlib import closing
@@ -13,12 +13,12 @@ from openrlhf.launch import settings
 def make_agents(
     config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, **more: Any
 ) -> AgentEpisodes | None:
-    """The agents of --train.agent_func_path, or None. Their processes start with their first
-    episodes.
+    """Return the agents of --train.agent_func_path, or None. `more`: see `AgentEpisodes`.
 
-    `more`: the optional arguments of `AgentEpisodes`.
+    The processes of the agents start with their first episodes.
     """
-    if not (file := config.train.agent_func_path):
+    file = config.train.agent_func_path
+    if not file:
         return None
     return AgentEpisodes(
         file, tokenizer, config.rollout, config.reward, max_length=config.data.max_len, **more
@@ -26,7 +26,11 @@ def make_agents(
 
 
 def check_agents(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Load the agent's file before a model is loaded. Raises ConfigError."""
-    if agents := make_agents(config, tokenizer):
+    """Load the file of --train.agent_func_path. Raises ConfigError.
+
+    It is called before a model is loaded.
+    """
+    agents = make_agents(config, tokenizer)
+    if agents:
         with closing(agents):
             asyncio.run(agents.check())

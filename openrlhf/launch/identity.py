@@ -1,5 +1,4 @@
-"""The identity of a run, compared when a checkpoint is continued and when recorded episodes are
-replayed.
+"""The identity of a run: what must be equal to resume a checkpoint or to replay episodes.
 
 An identity maps flags, or the things that flags name, to values that survive JSON. Long values are
 replaced by a hash.
@@ -7,14 +6,15 @@ replaced by a hash.
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from openrlhf.config.flags import toml_beside, value_at
+from openrlhf.config.flags import value_at
 from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.core.trajectory import Prompt
@@ -24,72 +24,127 @@ from openrlhf.data.rows import contents_of, without_origin
 from openrlhf.files import fingerprint
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows
 
-FLAGS: dict[str, list[str]] = toml_beside(__file__)
+# Flags that must be equal, besides data and models, --rollout.batch_size and --train.seed.
+FLAGS: dict[str, list[str]] = {
+    # to resume an RL run
+    "run": [
+        "algo.advantage.estimator",
+        "actor.policy_loss_type",
+        "algo.kl.estimator",
+        "algo.kl.use_loss",
+        "reward.verifier",
+        "train.async_enable",
+    ],
+    # to resume any run: adapters
+    "adapter": [
+        "ds.lora.rank",
+        "ds.lora.alpha",
+        "ds.lora.target_modules",
+        "ds.lora.rslora",
+        "ds.lora.dora",
+    ],
+    # to take the scores of a reference from a file
+    "reference": ["ds.param_dtype", "ds.attn_implementation", "ds.load_in_4bit"],
+    # to replay the episodes of an RL run
+    "episodes": [
+        "rollout.n_samples_per_prompt",
+        "rollout.temperature",
+        "rollout.max_new_tokens",
+        "data.max_len",
+        "algo.dynamic_filtering_enable",
+        "algo.dynamic_filtering_range",
+    ],
+    # to resume batch_inference
+    "inference": [
+        "task",
+        "post_processor",
+        "reward_template",
+        "best_of_n",
+        "data.max_len",
+        "train.seed",
+        "rollout.max_new_tokens",
+        "rollout.temperature",
+        "rollout.top_p",
+        "rollout.top_k",
+        "rollout.repetition_penalty",
+        "rollout.stop",
+        "rollout.stop_token_ids",
+        "reward.normalize_enable",
+        "reward.weights",
+    ],
+}
+# Flags of --data.* that select rows. Two requests with the same rows are equal.
+ROW_FLAGS = ("dataset", "dataset_split", "dataset_probs", "dataloader_num_workers")
 
 Identity = dict[str, Any]
 
 
 def offline_identity(task: OfflineTask[Config, Row, Micro], rows: Rows) -> Identity:
-    """The identity of an offline run."""
+    """Return the identity of an offline run."""
     flags = ("train.batch_size", "train.seed", *FLAGS["adapter"], *task.objective)
-    trusted = task.config.model.trust_remote_code
-    frozen = {
-        name: of_model(path, trust_remote_code=trusted)
-        for name, path in task.frozen_paths().items()
-        if path
-    }
-    return {
-        "task": task.name,
-        **texts_identity(task, rows, flags, task.config.model.model_name_or_path),
-        **frozen,
-    }
+    model = task.config.model
+    identity = {"task": task.name, **texts_identity(task, rows, flags, model.model_name_or_path)}
+    for name, path in task.frozen_paths().items():
+        if path:
+            identity[name] = of_model(path, trust_remote_code=model.trust_remote_code)
+    return identity
 
 
 def texts_identity(
     task: OfflineTask[Any, Any, Any], rows: Rows, flags: Sequence[str], model: str
 ) -> Identity:
-    """The identity of rows that a model reads, with these flags."""
-    collated = (vars(task.collate([rows[row]])).values() for row in range(len(rows)))
-    plain = (
-        repr([column.tolist() for column in row if isinstance(column, Tensor)]).encode()
-        for row in collated
-    )
-    contents = getattr(rows, "contents", lambda: plain)()  # rows of a plug-in may be of any class
+    """Return the identity of rows that a model reads under these flags."""
+    # Rows of a plug-in may be of any class.
+    contents = getattr(rows, "contents", partial(_collated, task, rows))
     return {
         **_values(task.config, flags),
-        "all rows of --data.dataset, tokenized": of_rows(len(rows), contents),
+        "all rows of --data.dataset, tokenized": of_rows(len(rows), contents()),
         "--model.model_name_or_path": of_model(
             model, trust_remote_code=task.config.model.trust_remote_code
         ),
     }
 
 
+def _collated(task: OfflineTask[Any, Any, Any], rows: Rows) -> Iterator[bytes]:
+    """Return the contents of each row: the tensors of the batch that the task makes of it."""
+    for number in range(len(rows)):
+        columns = vars(task.collate([rows[number]])).values()
+        tensors = [column.tolist() for column in columns if isinstance(column, Tensor)]
+        yield repr(tensors).encode()
+
+
 def rl_identity(config: PPOConfig, prompts: PromptDataset) -> Identity:
-    """The identity of an RL run."""
-    model = of_model(
+    """Return the identity of an RL run."""
+    identity = episode_identity(config, prompts, FLAGS["run"] + FLAGS["adapter"])
+    identity["--actor.model_name_or_path"] = of_model(
         config.actor.model_name_or_path, trust_remote_code=config.model.trust_remote_code
     )
-    of_prompts = episode_identity(config, prompts, FLAGS["run"] + FLAGS["adapter"])
-    teacher = {"--algo.distill.teacher": of_model(path)} if (path := config.local_teacher) else {}
-    return of_prompts | {"--actor.model_name_or_path": model} | teacher
+    if config.local_teacher:
+        identity["--algo.distill.teacher"] = of_model(config.local_teacher)
+    return identity
 
 
 def episode_identity(
     config: PPOConfig, prompts: PromptDataset, flags: Sequence[str] = FLAGS["episodes"]
 ) -> Identity:
-    """The identity of an RL run's episodes: its prompts, and by default the flags that decide how
-    samples are drawn.
+    """Return the identity of an RL run's episodes: its prompts and the values of `flags`.
+
+    By default, `flags` are those that decide how samples are drawn.
     """
-    found, tokenizer = of_rows(len(prompts), prompts.contents()), prompts.tokenizer
+    vocabulary = prompts.tokenizer.get_vocab()
     return {
         **_values(config, ("rollout.batch_size", "train.seed", *flags)),
-        "all prompts of --data.prompt_dataset, with --data.input_template and labels": found,
-        "vocabulary of --actor.model_name_or_path": f"{len(tokenizer)} tokens, {_hash(tokenizer.get_vocab())}",
+        "all prompts of --data.prompt_dataset, with --data.input_template and labels": of_rows(
+            len(prompts), prompts.contents()
+        ),
+        "vocabulary of --actor.model_name_or_path": (
+            f"{len(prompts.tokenizer)} tokens, {_hash(vocabulary)}"
+        ),
     }
 
 
 def inference_identity(config: BatchInferenceConfig, prompts: Sequence[Prompt]) -> Identity:
-    """The identity of answers to prompts, or of the rewards of answers."""
+    """Return the identity of the answers to prompts, or of the rewards of answers."""
     contents = (
         repr((prompt.text, prompt.label)).encode(errors="surrogatepass") for prompt in prompts
     )
@@ -103,21 +158,17 @@ def inference_identity(config: BatchInferenceConfig, prompts: Sequence[Prompt]) 
 def request_identity(
     config: BatchInferenceConfig, rows: Table, tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """Return a hash of a batch_inference request before its rows are rendered: flags, rows as
-    stored, models.
+    """Return a hash of a batch_inference request, known before its rows are rendered.
+
+    The hash covers the flags, the rows as stored and the models.
     """
-    sections = json.loads(json.dumps([vars(config.data), vars(config.csft)], default=str))
-    for name in (
-        "dataset",
-        "dataset_split",
-        "dataset_probs",
-        "dataloader_num_workers",
-    ):  # the rows themselves count
-        sections[0].pop(name)
+    data = dict(vars(config.data))
+    for name in ROW_FLAGS:
+        del data[name]
     stored = without_origin(rows)
     request = {
         **_values(config, [*FLAGS["inference"], "iter", "rollout.batch_size"]),
-        "sections": sections,
+        "sections": [data, vars(config.csft)],
         "models": _inference_models(config),
         "chat template": tokenizer.chat_template,
         "columns": stored.column_names,
@@ -127,36 +178,39 @@ def request_identity(
 
 
 def _inference_models(config: BatchInferenceConfig) -> list[str]:
+    paths = config.reward.models
+    if config.samples_answers:
+        paths = [str(config.model.model_name_or_path)]
     trusted = config.model.trust_remote_code
-    models = (
-        [str(config.model.model_name_or_path)] if config.samples_answers else config.reward.models
-    )
-    return [of_model(path, trust_remote_code=trusted) for path in models]
+    return [of_model(path, trust_remote_code=trusted) for path in paths]
 
 
 def of_rows(count: int, contents: Iterable[bytes]) -> str:
-    """The number of rows, and a hash of their contents."""
-    found = hashlib.sha256()
+    """Return the number of rows and a hash of their contents."""
+    digest = hashlib.sha256()
     for part in contents:
-        found.update(part)
-    return f"{count}, {found.hexdigest()[:16]}"
+        digest.update(part)
+    return f"{count}, {digest.hexdigest()[:16]}"
 
 
 def of_model(path: str, *, trust_remote_code: bool = False) -> str:
-    """The architecture of a model and a hash of its weights; for a model on the hub, its name
-    instead of the hash.
+    """Return the architecture of a model and a hash of its weights.
+
+    For a model on the Hub, its name replaces the hash.
     """
-    stored = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).to_dict()
-    architecture = {
-        name: stored[name] for name in stored.keys() - {"transformers_version", "_name_or_path"}
-    }
+    architecture = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).to_dict()
+    for name in ("transformers_version", "_name_or_path"):
+        architecture.pop(name, None)
+    weights = path
     folder = Path(path)
-    files = sorted(file for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind))
-    weights = _hash([fingerprint(file) for file in files]) if folder.is_dir() else path
-    return f"{stored.get('model_type')} {_hash(architecture)}, weights {weights}"
+    if folder.is_dir():
+        files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+        weights = _hash([fingerprint(file) for file in files])
+    return f"{architecture.get('model_type')} {_hash(architecture)}, weights {weights}"
 
 
 def _values(config: Any, paths: Sequence[str]) -> Identity:
+    """Return the values of flags as JSON stores them."""
     return json.loads(json.dumps({f"--{path}": value_at(config, path) for path in paths}))
 
 

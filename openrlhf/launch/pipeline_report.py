@@ -1,5 +1,6 @@
-"""One page about all stages of a pipeline: a line for each, a table over seeds, then what each
-run's own page has.
+"""The page about all stages of a pipeline.
+
+It has a row for each stage and a table over seeds, then the content of each run's own page.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,13 @@ from openrlhf.observability.lines import compact
 from openrlhf.observability.report import main_numbers, read_series, short_label, write_report
 from openrlhf.observability.run_folder import METRICS, read_lines
 
-SHOWN = 3  # main numbers in the line of a stage
+MAX_NUMBERS = 3  # main numbers in the row of a stage
 # The 97.5 % point of Student's t by degrees of freedom from 1 on; more than 9 count as 9, which
 # makes intervals a little wide.
-T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """A stage that has run. Stages of one `group` differ in their seed."""
 
@@ -30,45 +31,56 @@ class Result:
 
 
 def write_pipeline_report(path: Path, results: Sequence[Result], *, title: str) -> Path:
-    """Write the page. Returns its path."""
-    numbers = {
-        result: main_numbers(read_series(read_lines(result.folder / METRICS))) for result in results
-    }
-    lines: list[list[str]] = [["stage", "command", "seconds", "main numbers, first → last"]]
-    for result, found in numbers.items():
-        said = [
-            f"{short_label(name)} {' → '.join(dict.fromkeys(map(compact, ends)))}"
-            for name, *ends in found[:SHOWN]
-        ]
-        lines.append(
-            [result.name, result.command or "run", f"{result.seconds:.0f}", "; ".join(said)]
-        )
+    """Write the page. Return its path."""
+    table = [["stage", "command", "seconds", "main numbers, first → last"]]
+    folders: dict[str, Path] = {}
     groups: dict[str, list[Mapping[str, float]]] = {}
-    for result, found in numbers.items():
+    for result in results:
+        folders[result.name] = result.folder
+        numbers = main_numbers(read_series(read_lines(result.folder / METRICS)))
+        texts: list[str] = []
+        for number in numbers[:MAX_NUMBERS]:
+            # A number that has not changed is shown once.
+            ends = dict.fromkeys([compact(number.first), compact(number.last)])
+            texts.append(f"{short_label(number.name)} {' → '.join(ends)}")
+        command = result.command or "run"
+        table.append([result.name, command, f"{result.seconds:.0f}", "; ".join(texts)])
         if result.group:
-            groups.setdefault(result.group, []).append(
-                {short_label(name): last for name, _, last in found}
-            )
-    folders = {result.name: result.folder for result in results}
-    return write_report(path, folders, title=title, tables=[lines, *over_seeds(groups)])
+            last = {short_label(number.name): number.last for number in numbers}
+            groups.setdefault(result.group, []).append(last)
+    return write_report(path, folders, title=title, tables=[table, *seed_tables(groups)])
 
 
-def over_seeds(groups: Mapping[str, Sequence[Mapping[str, float]]]) -> list[list[list[str]]]:
-    """The table with a row for each group, of what its stages came to: mean ± half of the 95 %
-    interval. No table without groups.
+def seed_tables(groups: Mapping[str, Sequence[Mapping[str, float]]]) -> list[list[list[str]]]:
+    """Return a table with the numbers of each group: mean ± half of the 95 % interval.
+
+    `groups` has the numbers of each stage of a group by name. Returns no table without numbers.
     """
-    names = list(dict.fromkeys(name for runs in groups.values() for run in runs for name in run))
-    heads = ["group", "seeds", *(f"{name}, mean ± 95 %" for name in names)]
-    table = [heads]
+    names: dict[str, None] = {}
+    for runs in groups.values():
+        for run in runs:
+            names.update(dict.fromkeys(run))
+    if not names:
+        return []
+    table = [["group", "seeds", *(f"{name}, mean ± 95 %" for name in names)]]
     for group, runs in groups.items():
-        cells = (interval([run[name] for run in runs if name in run]) for name in names)
-        table.append([group, str(len(runs)), *cells])
-    return [table] if names else []
+        row = [group, str(len(runs))]
+        for name in names:
+            row.append(interval([run[name] for run in runs if name in run]))
+        table.append(row)
+    return [table]
 
 
 def interval(numbers: Sequence[float]) -> str:
-    """Mean ± half of the 95 % interval by Student's t; of one number, the number."""
-    if len(numbers) < 2:
-        return "".join(map(compact, numbers))
-    half = T[min(len(numbers) - 1, len(T)) - 1] * stdev(numbers) / sqrt(len(numbers))
-    return f"{compact(fmean(numbers))} ± {compact(half)}"
+    """Return mean ± half of the 95 % interval by Student's t, or the number if there is only one.
+
+    Returns "" if there is no number.
+    """
+    if not numbers:
+        return ""
+    mean = compact(fmean(numbers))
+    if len(numbers) == 1:
+        return mean
+    freedom = min(len(numbers) - 1, len(STUDENT_T))
+    half = STUDENT_T[freedom - 1] * stdev(numbers) / sqrt(len(numbers))
+    return f"{mean} ± {compact(half)}"

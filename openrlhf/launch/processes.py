@@ -15,14 +15,12 @@ from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.rollout.fleet import Fleet
 from openrlhf.training.layout import RankLayout
 
-if TYPE_CHECKING:  # it loads trainers and workers, which take seconds
+if TYPE_CHECKING:  # its import takes seconds, because it loads trainers and workers
     from openrlhf.launch.settings import Sampling
 
 
 class Processes:
-    """The processes of a run: none until `start`. They import their libraries as soon as they
-    start.
-    """
+    """The processes of a run. They start with `start`, and then import their libraries."""
 
     def __init__(self, plan: Placement, ds: DeepSpeedConfig) -> None:
         self.plan = plan
@@ -35,17 +33,20 @@ class Processes:
         """Start the processes, unless they run already."""
         if self.hosts or self.fleet:
             return
-        places, on_gpus = places_now(self.plan), self.plan.on_gpus
+        places = places_now(self.plan)
+        on_gpus = self.plan.on_gpus
+        by_name: dict[str, HostHandles] = {}
         for group in self.plan.groups:
+            machines = places[group.name]
             if group.name == "vllm":
-                shared = next(
-                    (hosts for hosts in self.hosts if hosts.group.name == group.shares), None
-                )
-                self.fleet = Fleet(group, places[group.name], on_gpus=on_gpus, hosts=shared)
+                shared = by_name.get(group.shares or "")
+                self.fleet = Fleet(group, machines, on_gpus=on_gpus, hosts=shared)
                 self._ends.callback(self.fleet.close)
             else:
-                self.hosts.append(make_hosts(group, places[group.name], self.ds, on_gpus=on_gpus))
-                self._ends.callback(self.hosts[-1].close)
+                hosts = make_hosts(group, machines, self.ds, on_gpus=on_gpus)
+                by_name[group.name] = hosts
+                self.hosts.append(hosts)
+                self._ends.callback(hosts.close)
 
     def close(self) -> None:
         """End all processes, and release their slots."""
@@ -62,7 +63,7 @@ def make_hosts(
 
 
 def connect_hosts(config: Sampling, hosts: HostHandles, *, log_dir: str) -> None:
-    """Make the processes a process group, without models."""
+    """Join the processes to a process group, without models."""
     hosts.connect(
         {
             "engine": config.ds,

@@ -1,4 +1,4 @@
-"""From the flags to the settings of workers, engines, experience maker and loop."""
+"""The settings of workers, engines, experience maker and loop, made from the flags."""
 
 import os
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from openrlhf.config.commands import ModelCommand
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.config.inference import BatchInferenceConfig, EngineCommand
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.shared import GroupConfig
 from openrlhf.models.loading import LoadSpec, configuration
 from openrlhf.rollout.engine_settings import Device, EngineSettings
 from openrlhf.rollout.generator import SamplingSpec
@@ -21,95 +22,93 @@ from openrlhf.weights.transport import Transport
 from openrlhf.workers.base import MicroBatchLimits, RoleSettings
 from openrlhf.workers.frozen import RewardModelSettings
 
-Sampling = (
-    PPOConfig | EvaluationConfig | BatchInferenceConfig
-)  # commands with engines and reward models
+# Commands with engines and reward models.
+Sampling = PPOConfig | EvaluationConfig | BatchInferenceConfig
 Engines = PPOConfig | EngineCommand
-PROBED_TOKENS = 8  # that engines sample per prompt, to be compared with the trainer
-ROUNDING = {
-    "fp32": 0.01,
-    "bf16": 0.2,
-}  # mean difference of log-probabilities that rounding may explain, nats
+PROBED_TOKENS = 8  # tokens per prompt that engines sample for the comparison with the trainer
+# The largest mean difference of log-probabilities, in nats, that rounding may explain.
+FP32_TOLERANCE = 0.01
+BF16_TOLERANCE = 0.2
+RANDOM_LAYERS = ("dropout", "pdrop", "jitter")  # parts of the names of their rates
 
 
 def needs_old_logprobs(config: PPOConfig) -> bool:
-    """Whether π_old is recomputed: not if the update is strictly on-policy and nothing else reads
-    π_old.
+    """Return whether the trainer recomputes π_old before the update.
 
     With one optimizer step and one epoch per batch, no KL in the reward, no correction, no teacher
-    and no dropout, the ratio is 1 by construction.
+    and no dropout, the ratio is 1 by construction, and nothing else reads π_old.
     """
-    one_step = config.train.max_epochs == 1 and config.train.batch_size >= config.samples
-    compared = (
-        config.algo.kl.in_reward or config.algo.correction.level or config.algo.distill.teacher
-    )
-    return not one_step or bool(compared) or has_dropout(config)
+    if config.train.max_epochs != 1 or config.train.batch_size < config.samples:
+        return True
+    algo = config.algo
+    if algo.kl.in_reward or algo.correction.level or algo.distill.teacher:
+        return True
+    return has_dropout(config)
 
 
 def has_dropout(config: PPOConfig) -> bool:
-    """Whether the model's forward draws random numbers in training."""
+    """Return whether the policy's forward pass draws random numbers in training."""
     if config.ds.lora.rank and config.ds.lora.dropout:
         return True
-    return _draws(configuration(load_spec(config, config.actor.model_name_or_path)).to_dict())
+    model = load_spec(config, config.actor.model_name_or_path)
+    return _has_random_layers(configuration(model).to_dict())
 
 
-def _draws(entries: dict[str, Any]) -> bool:
-    """Whether an entry of a configuration, or of a nested one, is a dropout or jitter rate above 0."""
-    return any(
-        _draws(value)
-        if isinstance(value, dict)
-        else isinstance(value, float)
-        and value > 0
-        and any(word in name for word in ("dropout", "pdrop", "jitter"))
-        for name, value in entries.items()
-    )
+def _has_random_layers(entries: dict[str, Any]) -> bool:
+    """Return whether a configuration, or a nested one, has a dropout or jitter rate above 0."""
+    for name, value in entries.items():
+        if isinstance(value, dict):
+            if _has_random_layers(value):
+                return True
+        elif isinstance(value, float) and value > 0:
+            if any(word in name for word in RANDOM_LAYERS):
+                return True
+    return False
 
 
 def optimizer_steps(config: PPOConfig, prompts: int, *, after: int = 0) -> int:
-    """Length of a learning-rate schedule: the optimizer steps after the first `after` batches.
+    """Return the length of a learning-rate schedule.
 
-    The number is exact if no episode fails or is filtered.
+    It is the number of optimizer steps after the first `after` batches, and exact if no episode
+    fails or is filtered out.
     """
     return sum(config.updates_of(drawn) for drawn in config.step_sizes(prompts)[after:])
 
 
 def load_spec(config: ModelCommand, path: str) -> LoadSpec:
-    """The settings for loading a model in a process that may have another working directory."""
+    """Return the settings for loading a model in a process with any working directory."""
     return LoadSpec.of(config, located(path))
 
 
 def located(path: str) -> str:
-    """The absolute path of a folder, valid in every working directory; a hub name unchanged."""
-    return os.path.abspath(path) if os.path.exists(path) else path
+    """Return the absolute path of a folder; the name of a model on the Hub stays as it is."""
+    if os.path.exists(path):
+        return os.path.abspath(path)
+    return path
 
 
 def trained_settings(config: PPOConfig, path: str, steps: int) -> RoleSettings:
-    """The settings of the workers of the policy or of the critic, which take so many optimizer
-    steps.
-    """
+    """Return the settings of the workers of the policy or the critic, for a number of steps."""
     load = load_spec(config, path).trained(config.actor, config.ds.lora, config.train.seed)
     return RoleSettings(config=config, load=load, total_steps=steps)
 
 
 def judge_spec(config: Sampling, path: str) -> LoadSpec:
-    """The settings for loading a reward model. In RL --ds.load_in_4bit is for the models that are
-    trained.
-    """
+    """Return the settings for loading a reward model."""
     spec = load_spec(config, path)
-    return (
-        replace(spec, ds=replace(spec.ds, load_in_4bit=False))
-        if isinstance(config, PPOConfig)
-        else spec
-    )
+    if isinstance(config, PPOConfig):  # here --ds.load_in_4bit is about the trained models
+        return replace(spec, ds=replace(spec.ds, load_in_4bit=False))
+    return spec
 
 
 def reward_settings(config: Sampling) -> RewardModelSettings:
-    """The settings of the reward workers."""
+    """Return the settings of the reward workers."""
+    process_model = None
+    if config.reward.process_model:
+        process_model = judge_spec(config, config.reward.process_model)
     return RewardModelSettings(
         models=tuple(judge_spec(config, path) for path in config.reward.scalars),
-        process_model=judge_spec(config, config.reward.process_model)
-        if config.reward.process_model
-        else None,
+        process_model=process_model,
         limits=MicroBatchLimits.of_forwards(config.rollout, config.ds),
         head_prefix=config.ds.value_head_prefix,
         reward=config.reward,
@@ -119,7 +118,7 @@ def reward_settings(config: Sampling) -> RewardModelSettings:
 def engine_settings(
     config: Engines, path: str, kind: Device, tokenizer: PreTrainedTokenizerBase
 ) -> EngineSettings:
-    """The settings of the engines of a model."""
+    """Return the settings of the engines of a model."""
     return EngineSettings(
         model=located(path),
         vllm=config.vllm,
@@ -134,27 +133,32 @@ def engine_settings(
 
 
 def engine_probe(config: PPOConfig, prompts: Sequence[list[int]]) -> Probe | None:
-    """The comparison of engines and trainer before the first step; None if the engines quantize the
-    weights.
+    """Return the comparison of engines and trainer before the first step.
+
+    Returns None if the engines quantize the weights.
     """
     if config.vllm.quantization:
         return None
     room = max(1, config.data.max_len - PROBED_TOKENS)
-    temperature, seed = config.rollout.temperature, train_sampling(config).seed
+    tolerance = BF16_TOLERANCE
+    if config.vllm.dtype == config.ds.param_dtype == "fp32":
+        tolerance = FP32_TOLERANCE
     return Probe(
         prompts=[prompt[-room:] for prompt in prompts],
         params=SamplingParams(
-            temperature=temperature, max_tokens=PROBED_TOKENS, ignore_eos=True, seed=seed
+            temperature=config.rollout.temperature,
+            max_tokens=PROBED_TOKENS,
+            ignore_eos=True,
+            seed=train_sampling(config).seed,
         ),
-        tolerance=ROUNDING[
-            "fp32" if config.vllm.dtype == config.ds.param_dtype == "fp32" else "bf16"
-        ],
+        tolerance=tolerance,
     )
 
 
 def transport(config: PPOConfig, kind: Device) -> Transport:
-    """How weights reach the engines: through the memory of a GPU where engine and trainer share
-    one.
+    """Return the transport of weights to the engines.
+
+    Weights go through the memory of the GPU if engine and trainer share one.
     """
     if kind == "cuda" and config.hybrid and config.vllm.sync_backend == "nccl":
         return "ipc"
@@ -162,43 +166,45 @@ def transport(config: PPOConfig, kind: Device) -> Transport:
 
 
 def train_sampling(config: Engines) -> SamplingSpec:
-    """How training samples are drawn."""
-    seed = config.train.seed if config.rollout.seeded == "on" else None
+    """Return the sampling settings for training."""
+    seed = None
+    if config.rollout.seeded == "on":
+        seed = config.train.seed
     return SamplingSpec(
         purpose="train", rollout=config.rollout, max_len=config.data.max_len, seed=seed
     )
 
 
 def eval_sampling(config: PPOConfig | EvaluationConfig) -> SamplingSpec:
-    """How evaluation samples are drawn: as in training, except for temperature and number."""
-    eval_ = config.eval
+    """Return the sampling settings for evaluation, with their own temperature and number."""
     rollout = replace(
         config.rollout,
-        n_samples_per_prompt=eval_.n_samples_per_prompt,
-        temperature=eval_.temperature,
+        n_samples_per_prompt=config.eval.n_samples_per_prompt,
+        temperature=config.eval.temperature,
     )
     return replace(train_sampling(config), purpose="eval", rollout=rollout)
 
 
 def inference_sampling(config: BatchInferenceConfig) -> SamplingSpec:
-    """How answers are drawn that nobody trains on or evaluates."""
-    rollout = replace(config.rollout, n_samples_per_prompt=config.best_of_n)
-    penalty = config.rollout.repetition_penalty
+    """Return the sampling settings for batch inference."""
     return replace(
-        train_sampling(config), purpose="eval", rollout=rollout, repetition_penalty=penalty
+        train_sampling(config),
+        purpose="eval",
+        rollout=replace(config.rollout, n_samples_per_prompt=config.best_of_n),
+        repetition_penalty=config.rollout.repetition_penalty,
     )
 
 
 def engine_layouts(config: PPOConfig) -> dict[str, EngineLayout]:
-    """The layout of the files of each trained model's state."""
-    roles = {"_actor": config.actor} | (
-        {"_critic": config.critic} if config.estimator.needs_critic else {}
-    )
-    return {
-        part: EngineLayout(
+    """Return the layout of the files of each trained model's state, by part of a checkpoint."""
+    roles: dict[str, GroupConfig] = {"_actor": config.actor}
+    if config.estimator.needs_critic:
+        roles["_critic"] = config.critic
+    layouts: dict[str, EngineLayout] = {}
+    for part, role in roles.items():
+        layouts[part] = EngineLayout(
             world_size=role.num_nodes * role.num_gpus_per_node,
             zero_stage=config.ds.zero_stage,
             param_dtype=config.ds.param_dtype,
         )
-        for part, role in roles.items()
-    }
+    return layouts
