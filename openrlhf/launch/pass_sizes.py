@@ -1,5 +1,6 @@
-"""The check of RL's forward pass sizes at start: passes with a single sample leave most of a device
-idle.
+"""The check of the sizes of forward passes, at the start of an RL run.
+
+A pass with a single sample leaves most of a device idle.
 """
 
 from openrlhf.config.learning import RLTrainConfig
@@ -7,66 +8,75 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.findings import Finding, Level
 from openrlhf.launch.settings import needs_old_logprobs
 
-GPU_TOKENS = RLTrainConfig().max_tokens_per_gpu  # in a pass that keeps a device busy
-CPU_TOKENS = 1024  # on a CPU, larger passes gain little and need much more memory
-TRAINED, SCORED = "train.micro_batch_size", "rollout.micro_batch_size"
+# Tokens of a pass that keeps a device busy.
+GPU_TOKENS = RLTrainConfig().max_tokens_per_gpu
+CPU_TOKENS = 1024  # larger passes gain little on a CPU, and need much more memory
+TRAINED = "train.micro_batch_size"
+SCORED = "rollout.micro_batch_size"
 
 
 def check_pass_sizes(config: PPOConfig, longest_prompt: int, *, on_gpus: bool) -> Finding:
-    """Return a warning if micro-batches have one sample by default, and several samples of a rank
-    fit into a pass.
+    """Return a warning if micro-batches have one sample, although more samples fit into a pass.
 
-    `longest_prompt` is in tokens.
+    Sizes that the user has set are not checked. `longest_prompt` is in tokens.
     """
-    most = CPU_TOKENS
+    check = "micro-batches"
+    pass_tokens = CPU_TOKENS
     if on_gpus:
-        most = GPU_TOKENS
-    sample = min(
-        config.data.max_len, longest_prompt + (config.rollout.max_new_tokens or config.data.max_len)
-    )
-    sizes = advised_sizes(config, most // sample)
+        pass_tokens = GPU_TOKENS
+    max_len = config.data.max_len
+    sample_tokens = min(max_len, longest_prompt + (config.rollout.max_new_tokens or max_len))
+    sizes = advised_sizes(config, pass_tokens // sample_tokens)
     if not sizes:
-        return Finding(
-            check="micro-batches", level=Level.PASS, seen="Forward passes have several samples."
-        )
-    alone = " and ".join(f"--{path} 1" for path in sizes)
+        seen = "Forward passes have several samples."
+        return Finding(check=check, level=Level.PASS, seen=seen)
+    current = " and ".join(f"--{path} 1" for path in sizes)
     advice = " and ".join(f"--{path} {size}" for path, size in sizes.items())
     return Finding(
-        check="micro-batches",
+        check=check,
         level=Level.WARNING,
-        seen=f"Every sample runs in its own forward pass ({alone}), and the longest has at most {sample} tokens.",
-        fix=f"For passes of up to {most} tokens, set {advice}, or --train.dynamic_batch_enable "
-        f"--train.max_tokens_per_gpu {most}. Results stay the same; each pass needs more memory.",
+        seen=(
+            f"Every sample runs in its own forward pass ({current}). "
+            f"The longest sample has at most {sample_tokens} tokens."
+        ),
+        fix=(
+            f"For passes of up to {pass_tokens} tokens, set {advice}, or "
+            f"--train.dynamic_batch_enable --train.max_tokens_per_gpu {pass_tokens}. "
+            "Results stay the same; each pass needs more memory."
+        ),
     )
 
 
 def advised_sizes(config: PPOConfig, most: int) -> dict[str, int]:
-    """Return larger sizes for the micro-batches that have one sample by default, by flag: at most
-    `most` samples.
+    """Return larger sizes for the micro-batches that have one sample by default, by flag.
+
+    A size is at most `most` samples.
     """
-    if config.train.dynamic_batch_enable:
-        return {}
-    ranks = config.data_slices
     sizes: dict[str, int] = {}
-    of_rank = config.train.batch_size // ranks
+    if config.train.dynamic_batch_enable:
+        return sizes
+    ranks = config.data_slices
     if TRAINED not in config.given and config.train.micro_batch_size == 1:
-        sizes[TRAINED] = largest_divisor(of_rank, most)
-    if (
-        SCORED not in config.given
-        and config.rollout.micro_batch_size == 1
-        and scores_samples(config)
-    ):
-        sizes[SCORED] = min(most, config.samples // ranks)
-    return {path: size for path, size in sizes.items() if size > 1}
+        size = largest_divisor(config.train.batch_size // ranks, most)
+        if size > 1:
+            sizes[TRAINED] = size
+    if SCORED not in config.given and config.rollout.micro_batch_size == 1:
+        size = min(most, config.samples // ranks)
+        if size > 1 and scores_samples(config):
+            sizes[SCORED] = size
+    return sizes
 
 
 def largest_divisor(number: int, most: int) -> int:
     """Return the largest divisor of a number that is at most `most`; 1 if there is none."""
-    divisors = [size for size in range(1, min(most, number) + 1) if number % size == 0]
-    return max(divisors, default=1)
+    for size in range(min(most, number), 1, -1):
+        if number % size == 0:
+            return size
+    return 1
 
 
 def scores_samples(config: PPOConfig) -> bool:
     """Return whether samples pass through a model without a gradient."""
-    judged = config.has_frozen_policy or config.estimator.needs_critic or config.reward.models
-    return bool(judged) or needs_old_logprobs(config)
+    if config.has_frozen_policy or config.estimator.needs_critic or config.reward.models:
+        return True
+    return needs_old_logprobs(config)

@@ -1,4 +1,4 @@
-"""The data that an RL run reads before a model is loaded: tokenizer, prompts, pretraining text."""
+"""The data that a run reads before a model is loaded: tokenizer, prompts, pretraining text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -42,58 +42,57 @@ class PromptData:
 
 
 def load_prompts(config: PPOConfig, *, started: str = "", follows: bool = True) -> PromptData:
-    """Return tokenizer, training prompts, evaluation prompts and pretraining text. Raises DataError
-    or ModelError.
+    """Return the tokenizer, the prompts and the pretraining text of an RL run.
 
     `started`: the moment of the run's first start, whose date a chat template writes. `follows`: by
-    default prompts have the format that the policy was trained with.
+    default, prompts have the format that the policy was trained with. Raises DataError or
+    ModelError.
     """
     data = config.data
-    tokenizer = policy_tokenizer(
-        config, config.actor.model_name_or_path, flag="--actor.model_name_or_path"
-    )
+    flag = "--actor.model_name_or_path"
+    path = config.actor.model_name_or_path
+    policy = f"{flag} {path}"
+    tokenizer = policy_tokenizer(config, path, flag=flag)
     set_clock(tokenizer, started or now())
-    policy = f"--actor.model_name_or_path {config.actor.model_name_or_path}"
     check_reward_models(config, tokenizer, policy=policy)
     if config.critic.model_name_or_path:
         check_critic(config, config.critic.model_name_or_path)
     if config.local_teacher:
         check_language_model(config, config.local_teacher)
-        trusts, flag = config.model.trust_remote_code, "--algo.distill.teacher"
         require_vocabulary(
-            tokenizer, config.local_teacher, flag=flag, owner=policy, trust_remote_code=trusts
+            tokenizer,
+            config.local_teacher,
+            flag="--algo.distill.teacher",
+            owner=policy,
+            trust_remote_code=config.model.trust_remote_code,
         )
+    trained_model = None
+    if follows:
+        trained_model = policy
     rows_of = partial(PromptDataset, image_key=data.image_key)
-    prompts = partial(read_prompts, config, rows_of, tokenizer, model=policy if follows else None)
+    prompts = partial(read_prompts, config, rows_of, tokenizer, model=trained_model)
     train = prompts(
         data.prompt_dataset,
         split=data.prompt_split,
         probs=data.prompt_probs,
         max_samples=data.max_samples,
     )
-    look_at_prompts(
-        config,
-        train,
-        tokenizer,
-        policy=config.actor.model_name_or_path,
-        flag="--actor.model_name_or_path",
-    )
+    look_at_prompts(config, train, tokenizer, policy=path, flag=flag)
     check_prompts(config, train)
     held_out = None
     if config.eval.dataset:
         held_out = prompts(config.eval.dataset, split=config.eval.split, max_samples=ALL_ROWS)
         check_prompts(config, held_out)
-    return PromptData(
-        tokenizer=tokenizer,
-        train=train,
-        eval=held_out,
-        pretraining=load_pretraining_text(config, tokenizer) if config.algo.ptx.dataset else None,
-    )
+    pretraining = None
+    if config.algo.ptx.dataset:
+        pretraining = load_pretraining_text(config, tokenizer)
+    return PromptData(tokenizer=tokenizer, train=train, eval=held_out, pretraining=pretraining)
 
 
 def policy_tokenizer(config: ModelCommand, path: str, *, flag: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model that answers prompts. Raises DataError, or ModelError for an
-    unsuitable model.
+    """Return the tokenizer of a model that answers prompts.
+
+    Raises DataError, or ModelError for an unsuitable model.
     """
     tokenizer = get_tokenizer(
         path, padding_side="left", trust_remote_code=config.model.trust_remote_code, flag=flag
@@ -103,19 +102,19 @@ def policy_tokenizer(config: ModelCommand, path: str, *, flag: str) -> PreTraine
 
 
 def scorer_tokenizer(config: settings.Sampling) -> PreTrainedTokenizerBase:
-    """The tokenizer of the first reward model, of a command without a policy. Raises DataError or
-    ModelError.
+    """Return the tokenizer of a command without a policy: that of the first reward model.
+
+    Raises DataError or ModelError.
     """
-    path, trusts = config.reward.models[0], config.model.trust_remote_code
-    tokenizer = get_tokenizer(path, trust_remote_code=trusts, flag="--reward.model_name_or_path")
+    path = config.reward.models[0]
+    trusted = config.model.trust_remote_code
+    tokenizer = get_tokenizer(path, trust_remote_code=trusted, flag="--reward.model_name_or_path")
     check_reward_models(config, tokenizer, policy=f"the first, {path}")
     return tokenizer
 
 
 def check_language_model(config: ModelCommand, path: str) -> None:
-    """Raise ModelError unless the model is a language model with enough positions for
-    --data.max_len.
-    """
+    """Raise ModelError unless a model is a language model with --data.max_len positions."""
     spec = settings.load_spec(config, path)
     if isinstance(config, PPOConfig) and path == config.actor.model_name_or_path:
         spec = spec.trained(config.actor, config.ds.lora, config.train.seed)
@@ -124,8 +123,9 @@ def check_language_model(config: ModelCommand, path: str) -> None:
 
 
 def check_critic(config: PPOConfig, path: str) -> None:
-    """Raise ModelError unless the folder has a complete model that a critic can begin with."""
-    spec, is_policy = settings.load_spec(config, path), path == config.actor.model_name_or_path
+    """Raise ModelError unless the folder has a complete model that a critic can start from."""
+    spec = settings.load_spec(config, path)
+    is_policy = path == config.actor.model_name_or_path
     check_scalar_weights(spec, head_prefix=config.ds.value_head_prefix, reinit_head=is_policy)
 
 
@@ -138,8 +138,9 @@ def read_prompts(
     model: str | None,
     **part: Any,
 ) -> T:
-    """Load a dataset, and return it as `prompts_of` does. `part`: split, max_samples and probs of
-    `load_datasets`.
+    """Load a dataset and return it as `prompts_of` does.
+
+    `part`: split, max_samples and probs of `load_datasets`.
     """
     rows = load_datasets(spec, seed=config.train.seed, **part)
     return prompts_of(config, rows_of, tokenizer, rows, model=model)
@@ -155,25 +156,26 @@ def prompts_of(
     generates: bool = True,
 ) -> T:
     """Return rows as `rows_of` makes them: prompts, with the columns and templates of --data.*.
-    Raises DataError.
 
-    `model`: the flag of the model of `tokenizer`, with its value, whose text format is the default;
-    None: there is none. `generates`: the model answers these prompts.
+    `model`: the flag of the model of `tokenizer`, with its value; the text format of the model's
+    training is the default. None: no format is the default. `generates`: the model answers these
+    prompts. Raises DataError.
     """
-    data = recognise(
-        rows, config, "text", answers="label_key" if config.reward.needs_labels else "output_key"
-    )
+    answers = "output_key"
+    if config.reward.needs_labels:
+        answers = "label_key"
+    data = recognise(rows, config, "text", answers=answers)
     if config.reward.needs_labels and not data.label_key:
         raise DataError(
-            f"--reward.verifier {config.reward.verifier} checks responses against labels: name their column with "
-            f"--data.label_key. The dataset has {list_columns(rows.column_names)}."
+            f"--reward.verifier {config.reward.verifier} needs labels, but no label column was "
+            f"recognized. Set --data.label_key to one of {list_columns(rows.column_names)}."
         )
     if model:
-        prompts = (
-            None if config.train.agent_func_path else data.input_key
-        )  # an agent renders its own prompts
+        column = data.input_key
+        if config.train.agent_func_path:  # an agent renders its own prompts
+            column = None
         data = with_trained_format(
-            config, data, tokenizer, rows, column=prompts, model=model, generates=generates
+            config, data, tokenizer, rows, column=column, model=model, generates=generates
         )
     return rows_of(rows, tokenizer, data)
 
@@ -190,126 +192,125 @@ def look_at_prompts(
 
     Raises DataError if text is lost.
     """
-    first = [prompts[number] for number in range(min(first_look.FIRST_ROWS, len(prompts)))]
-    texts = [prompt.text for prompt in first]
-    used, trained = (
-        first_look.TextFormat.of(prompts.data, tokenizer),
-        first_look.recorded(tokenizer),
-    )
-    found = first_look.round_trip(tokenizer, texts, prompts=True) + first_look.joined_border(
-        used, tokenizer
-    )
+    model = f"{flag} {policy}"
+    count = min(first_look.FIRST_ROWS, len(prompts))
+    texts = [prompts[number].text for number in range(count)]
+    used = first_look.TextFormat.of(prompts.data, tokenizer)
+    trained = first_look.recorded(tokenizer)
+    notices = first_look.round_trip(tokenizer, texts, prompts=True)
+    notices += first_look.joined_border(used, tokenizer)
     used = kept_format(used, tokenizer, texts)
-    found += first_look.compare_formats(f"{flag} {policy}", trained, used, texts)
-    if not config.train.agent_func_path:  # an agent renders its own prompts
-        applied = prompts.data.apply_chat_template
-        found += first_look.unused_chat_template(
-            f"{flag} {policy}", tokenizer, texts, applied=applied
-        )
-    if prompts.data.apply_chat_template or config.train.agent_func_path:
+    notices += first_look.compare_formats(model, trained, used, texts)
+    applied = prompts.data.apply_chat_template
+    has_agent = bool(config.train.agent_func_path)
+    if not has_agent:  # an agent renders its own prompts
+        notices += first_look.unused_chat_template(model, tokenizer, texts, applied=applied)
+    if applied or has_agent:
         report(first_look.dated_template(tokenizer))
     check_reward_formats(config, used, texts)
     if trained and trained.ending:
         used = replace(used, ending=trained.ending)
-        found += first_look.end_notices(
-            trained.ending, tokenizer, f"In training, the responses of {flag} {policy}"
-        )
+        responses = f"In training, the responses of {model}"
+        notices += first_look.end_notices(trained.ending, tokenizer, responses)
     if used.chat_template:
-        found += first_look.chat_end(tokenizer, ends_of_generation(config, tokenizer, policy))
+        stops = ends_of_generation(config, tokenizer, policy)
+        notices += first_look.chat_end(tokenizer, stops)
     first_look.record(tokenizer, used)
-    notice(*found)
+    notice(*notices)
 
 
 def check_prompts(config: settings.Sampling, prompts: PromptDataset) -> None:
-    """Check the length and the label of every prompt. Raises DataError; without agents, which make
-    prompts of their own.
+    """Check the length and the label of every prompt. Raises DataError.
+
+    Agents make their own prompts, so nothing is checked with --train.agent_func_path.
     """
     if config.train.agent_func_path:
         return
-    findings = [
-        first_look.check_answer_room(
-            prompts.lengths(),
-            max_len=config.data.max_len,
-            max_new_tokens=config.rollout.max_new_tokens,
-        )
-    ]
-    verifier, column = config.reward.verifier, config.data.label_key
+    room = first_look.check_answer_room(
+        prompts.lengths(),
+        max_len=config.data.max_len,
+        max_new_tokens=config.rollout.max_new_tokens,
+    )
+    findings = [room]
+    verifier = config.reward.verifier
+    column = config.data.label_key
     if verifier and column:
-        findings.append(
-            check_labels(verifier, prompts.labels(), column=column, origin=prompts.origin)
-        )
+        labels = check_labels(verifier, prompts.labels(), column=column, origin=prompts.origin)
+        findings.append(labels)
     report(*findings)
 
 
 def check_reward_formats(
     config: settings.Sampling, used: first_look.TextFormat, texts: Sequence[str]
 ) -> None:
-    """Print a notice about each reward model that was trained with other prompts than these texts
-    of the format `used`.
+    """Print a notice about each reward model that was trained on prompts of another format.
+
+    `texts` are prompts of this run, in the format `used`.
     """
+    applied = bool(used.chat_template)
     for path in config.reward.models:
-        judge = get_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
-        flag, trained = f"--reward.model_name_or_path {path}", first_look.recorded(judge)
-        notice(*first_look.compare_formats(flag, trained, used, texts))
-        notice(
-            *first_look.unused_chat_template(flag, judge, texts, applied=bool(used.chat_template))
-        )
+        model = f"--reward.model_name_or_path {path}"
+        tokenizer = get_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
+        trained = first_look.recorded(tokenizer)
+        notice(*first_look.compare_formats(model, trained, used, texts))
+        notice(*first_look.unused_chat_template(model, tokenizer, texts, applied=applied))
 
 
 def ends_of_generation(
     config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, policy: str
 ) -> set[str]:
-    """The texts at which the engine stops, from the tokenizer, the model's generation_config.json
-    and the flags.
+    """Return the texts at which the engine stops.
+
+    They come from the tokenizer, the model's generation_config.json and the flags.
     """
-    numbers = [*end_ids(policy), *config.rollout.stop_token_ids]
-    return {
-        str(tokenizer.eos_token),
-        *config.rollout.stop,
-        *map(str, tokenizer.convert_ids_to_tokens(numbers)),
-    }
+    ids = [*end_ids(policy), *config.rollout.stop_token_ids]
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    return {str(tokenizer.eos_token), *config.rollout.stop, *map(str, tokens)}
 
 
 def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainingMix:
-    """The rows of --algo.ptx.dataset; every token of them is a target. Raises DataError."""
-    ptx, data = config.algo.ptx, config.data
-    most, seed = data.max_samples, config.train.seed
+    """Return the rows of --algo.ptx.dataset, of which every token is a target.
+
+    Raises DataError.
+    """
+    ptx = config.algo.ptx
+    seed = config.train.seed
     rows = load_datasets(
-        ptx.dataset or "", split=ptx.split, probs=ptx.probs, max_samples=most, seed=seed
+        ptx.dataset or "",
+        split=ptx.split,
+        probs=ptx.probs,
+        max_samples=config.data.max_samples,
+        seed=seed,
     )
-    text = SFTDataset(
-        rows,
-        tokenizer,
-        SFTDataConfig(max_len=data.max_len, input_key=data.input_key),
-        pretrain=True,
-    )
-    return PretrainingMix(text, batch_size=config.train.batch_size, seed=config.train.seed)
+    columns = SFTDataConfig(max_len=config.data.max_len, input_key=config.data.input_key)
+    text = SFTDataset(rows, tokenizer, columns, pretrain=True)
+    return PretrainingMix(text, batch_size=config.train.batch_size, seed=seed)
 
 
 def check_reward_models(
     config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, *, policy: str
 ) -> None:
-    """Raise ModelError if one is no reward model or lacks what a flag needs, and DataError for
-    another vocabulary than the policy's.
+    """Raise an error for a reward model that cannot score the policy's samples.
+
+    Raises ModelError if it is not a reward model or lacks what a flag needs, and DataError if its
+    vocabulary is not the policy's.
     """
-    trusts, normalize = config.model.trust_remote_code, config.reward.normalize_enable
+    require_same = partial(
+        require_vocabulary,
+        tokenizer,
+        owner=policy,
+        trust_remote_code=config.model.trust_remote_code,
+    )
     for path in config.reward.scalars:
         check_is_scalar(
             settings.load_spec(config, path),
             head_prefix=config.ds.value_head_prefix,
-            normalize=normalize,
+            normalize=config.reward.normalize_enable,
         )
-        require_vocabulary(
-            tokenizer,
-            path,
-            flag="--reward.model_name_or_path",
-            owner=policy,
-            trust_remote_code=trusts,
-        )
-    if path := config.reward.process_model:
+        require_same(path, flag="--reward.model_name_or_path")
+    path = config.reward.process_model
+    if path:
         spec = settings.load_spec(config, path)
         step_tokens(spec)
         check_causal_lm(spec)
-        require_vocabulary(
-            tokenizer, path, flag="--reward.process_model", owner=policy, trust_remote_code=trusts
-        )
+        require_same(path, flag="--reward.process_model")

@@ -1,8 +1,8 @@
 """The end of a command whose Ray has died.
 
-Ray may end this process at any of its calls from then on (`cluster/ray_watch.py`). So the main
-thread is held, and the thread that detected the death ends the process, or replaces it with the
-same command, which starts a new Ray.
+After that, Ray may end this process at any of its calls (`cluster/ray_watch.py`). So the main
+thread is held. The thread that detected the death ends the process, or replaces it with the same
+command, which starts a new Ray.
 """
 
 import os
@@ -21,18 +21,17 @@ from openrlhf.isolation.confinement import killed_some
 
 CLOSE_TIMEOUT_S = 10.0  # for reports and trackers
 KILL_TIMEOUT_S = 5.0
-# Variables of a command that replaces itself: how often the run was started again, and whether it
-# added --ckpt.load_enable
-RESTARTS = "OPENRLHF_RESTARTS"
-CONTINUES_ITSELF = "OPENRLHF_CONTINUES_ITSELF"
-FAILED = 2  # the status of a command that ends with an error
+# Environment variables of a command that replaces itself.
+RESTARTS = "OPENRLHF_RESTARTS"  # the number of restarts of the run
+CONTINUES_ITSELF = "OPENRLHF_CONTINUES_ITSELF"  # 1 if a restart added --ckpt.load_enable
+ERROR_STATUS = 2  # of a command that ends with an error
 
 
 class RayLoss:
-    """The action when Ray has died; called by the thread that detected it.
+    """The action when Ray has died. It is called by the thread that detected the death.
 
-    `advice` completes the error. `restart` returns the flags to add to the command that replaces
-    this one, or None if the command ends.
+    `advice` returns the end of the error message. `restart` returns the flags that the command
+    which replaces this one gets in addition, or None if the command ends.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class RayLoss:
 
     @contextmanager
     def closing(self, close: Callable[[], None]) -> Iterator[None]:
-        """Call `close` if Ray dies within the block."""
+        """Call `close` if Ray dies before the block exits."""
         self._closings.append(close)
         try:
             yield
@@ -72,9 +71,13 @@ class RayLoss:
             sys.stdout.flush()
         if flags is not None and termination.asked():
             termination.end_at_once()
-        os._exit(0 if self.finished else termination.asked() or FAILED)
+        if self.finished:
+            os._exit(0)
+        os._exit(termination.asked() or ERROR_STATUS)
 
     def _close(self) -> None:
+        """Call the registered closings, for at most CLOSE_TIMEOUT_S."""
+
         def close_all() -> None:
             for close in reversed(self._closings):
                 close()
@@ -85,35 +88,35 @@ class RayLoss:
 
 
 def inherited(variable: str) -> int:
-    """Return the number that the replaced command has left in a variable, or 0. Child processes do
-    not see it.
+    """Return the number that the replaced command stored in an environment variable, or 0.
+
+    The variable is removed, so that child processes do not see it.
     """
     return int(os.environ.pop(variable, "0"))
 
 
 def can_replace_process() -> bool:
-    """Return whether the program of this process is a command of ours, and not a notebook or a
-    test.
-    """
+    """Return whether this process runs a command of ours, not a notebook or a test."""
     program = Path(sys.argv[0])
     commands = Path(__file__).resolve().parent.parent / "cli"
     return program.name == "openrlhf" or program.resolve().parent == commands
 
 
 def replace_process(flags: list[str]) -> NoReturn:
-    """Start the same command with further flags, in this process."""
+    """Replace this process by the same command with additional flags."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *flags])
 
 
 def kill_processes(*, of_ray: bool) -> None:
-    """Kill all processes below this one, and `of_ray` also those of the Ray that this process has
-    started.
+    """Kill all descendants of this process.
+
+    `of_ray`: kill the processes of the Ray that this process started, too.
     """
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while time.monotonic() < deadline:
         killed = killed_some()
-        if of_ray:  # the children of a dead raylet are not below this process any more
+        if of_ray:  # the children of a dead raylet are no descendants any more
             killed = kill_started_ray() or killed
         if not killed:
             return
