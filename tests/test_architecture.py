@@ -70,6 +70,7 @@ WITHIN_BOUNDS = [
     "cli",
     "core",
     "data",
+    "evaluation",
     "isolation",
     "models",
     "observability",

@@ -1,3 +1,1 @@
-"""Commands that train nothing: a checkpoint evaluated, models compared, a reward tried on a
-dataset.
-"""
+"""Commands without training: evaluation, batch inference, chat, and the trial of a reward."""

@@ -1,6 +1,4 @@
-"""`openrlhf batch_inference`: answers to all prompts of a dataset, or the rewards of answers, in a
-file.
-"""
+"""`openrlhf batch_inference`: answers to the prompts of a dataset, or rewards of its answers."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stderr
@@ -27,24 +25,26 @@ from openrlhf.data.shown import SHOWN, show_template, show_text
 from openrlhf.data.templates import encode
 from openrlhf.evaluation.comparing import given_text
 from openrlhf.evaluation.journal import (
+    REQUEST,
     Journal,
     has_another_request,
-    is_complete,
-    request_of,
+    read_record,
     start_of_results,
 )
-from openrlhf.evaluation.post_processing import POST_PROCESSORS, by_input
-from openrlhf.evaluation.runs import (
-    NOTE_EVERY_S,
+from openrlhf.evaluation.post_processing import POST_PROCESSORS, Rows, by_input
+from openrlhf.evaluation.processes import (
+    Progress,
+    announce_engines,
     engines,
+    recorded_run,
     reward_models,
-    say_engines_start,
-    started,
 )
 from openrlhf.files import write_atomically
-from openrlhf.launch import prompt_data, settings
+from openrlhf.launch import settings
 from openrlhf.launch.identity import inference_identity, request_identity
 from openrlhf.launch.prompt_data import (
+    check_prompts,
+    check_reward_formats,
     look_at_prompts,
     policy_tokenizer,
     prompts_of,
@@ -61,40 +61,44 @@ MODEL = "--model.model_name_or_path"
 
 
 def run_batch_inference(config: BatchInferenceConfig) -> None:
-    """Answer or score all rows that have no result yet, and write the file. Raises UserError if a
-    row failed.
+    """Answer or score all rows that have no result yet, and write the file.
+
+    Raises UserError if a row failed.
     """
     check_engine_args(config.vllm.engine_args, engine_device())
     path = str(config.model.model_name_or_path)
-    tokenizer = (
-        policy_tokenizer(config, path, flag=MODEL)
-        if config.samples_answers
-        else scorer_tokenizer(config)
-    )
+    if config.samples_answers:
+        tokenizer = policy_tokenizer(config, path, flag=MODEL)
+    else:
+        tokenizer = scorer_tokenizer(config)
     final = Path(config.output_path)
     rows = load_rows(config)
     request = request_identity(config, rows, tokenizer)
-    begun = start_of_request(config, tokenizer, rows, final, request)
-    prompts, identity = rendered_rows(config, tokenizer, rows, begun)
+    first_start = start_of_request(config, tokenizer, rows, final, request)
+    prompts, identity = rendered_rows(config, tokenizer, rows, first_start)
     if config.dry_run:
-        return show_rows(config, tokenizer, prompts)
+        show_rows(config, tokenizer, prompts)
+        return
     journal = Journal(final, identity, request=request)
-    with started(config) as recorder:
+    with recorded_run(config) as recorder:
         missing = [prompt for prompt in prompts if prompt.index not in journal.results]
         recorder.display.note(
             f"{len(prompts)} rows, {len(missing)} to do. Results so far: {journal.path}"
         )
         recorder.display.begin(len(prompts), done=len(journal.results))
-        work = answered if config.samples_answers else scored
+        run_models = scored
         if config.samples_answers:
-            say_engines_start(recorder, config, str(config.model.model_name_or_path))
-        with work(config, tokenizer, missing, recorder.folder.logs) as groups:
+            run_models = answered
+            announce_engines(recorder, config, path)
+        with run_models(config, tokenizer, missing, recorder.folder.logs) as groups:
             failed = keep(groups, journal, recorder)
         if journal.results:
             write_results(config, prompts, journal, recorder)
     if failed:
-        first = f"The first, number {failed[0].prompt.index + 1} of the {len(prompts)}: {failed[0].error}"
-        raise UserError(f"{len(failed)} rows failed: the same command tries them again. {first}")
+        raise UserError(
+            f"{len(failed)} of {len(prompts)} rows failed. Run the same command again to retry "
+            f"them. The first, row {failed[0].prompt.index + 1}: {failed[0].error}"
+        )
     journal.finish()
 
 
@@ -117,30 +121,30 @@ def start_of_request(
     final: Path,
     request: str,
 ) -> FirstStart:
-    """Return the first start of this request. If the final file belongs to another request, this
-    one starts now.
+    """Return the first start of this request.
+
+    If the final file belongs to another request, returns the start of this command.
     """
     begun = start_of_results(final)
-    if not is_complete(final):
-        return begun
-    made = request_of(final)
-    if made == "":  # by an older release, which recorded only the rendered rows
-        with redirect_stderr(
-            StringIO()
-        ):  # the notices are printed when the rows are rendered for good
+    finished = read_record(final)
+    if finished.get(REQUEST, request) != request:
+        return FirstStart.here()
+    if finished and REQUEST not in finished:
+        # An older release recorded only the identity of the rendered rows. Notices are printed when
+        # the rows are rendered for the run.
+        with redirect_stderr(StringIO()):
             _, identity = rendered_rows(config, deepcopy(tokenizer), rows, begun)
         if has_another_request(final, identity):
             return FirstStart.here()
-    elif made is not None and made != request:
-        return FirstStart.here()
     return begun
 
 
 def rendered_rows(
     config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, rows: Table, begun: FirstStart
 ) -> tuple[list[Prompt], dict[str, Any]]:
-    """Return the prompts as rendered by a command that began at `begun`, and its identity. Raises
-    DataError.
+    """Return the prompts as a command that began at `begun` renders them, and its identity.
+
+    Raises DataError.
     """
     set_clock(tokenizer, begun.moment)
     prompts = read_rows(config, tokenizer, rows, follows=begun.trained_format)
@@ -154,65 +158,65 @@ def read_rows(
     *,
     follows: bool = True,
 ) -> list[Prompt]:
-    """The prompts to answer, or whole texts to score; their format is recorded in the tokenizer.
-    Raises DataError.
+    """Return the prompts to answer, or whole texts to score. Raises DataError.
 
-    `follows`: by default texts have the format that the model was trained with.
+    Their format is recorded in the tokenizer. `follows`: by default texts have the format that the
+    model was trained with.
     """
-    suffix = config.csft.suffix
-    rows_of: Any = PromptDataset if config.samples_answers else AnsweredDataset
-    model = f"{MODEL} {config.model.model_name_or_path}"
+    path = str(config.model.model_name_or_path)
+    rows_of: Any = PromptDataset
+    model: str | None = f"{MODEL} {path}"
     if not config.samples_answers:
+        rows_of = AnsweredDataset
         model = f"--reward.model_name_or_path {config.reward.models[0]}"
+    if not follows:
+        model = None
     dataset: Any = prompts_of(
-        config,
-        rows_of,
-        tokenizer,
-        rows,
-        model=model if follows else None,
-        generates=config.samples_answers,
+        config, rows_of, tokenizer, rows, model=model, generates=config.samples_answers
     )
     if config.samples_answers:
-        look_at_prompts(
-            config, dataset, tokenizer, policy=str(config.model.model_name_or_path), flag=MODEL
-        )
-        prompt_data.check_prompts(config, dataset)
+        look_at_prompts(config, dataset, tokenizer, policy=path, flag=MODEL)
+        check_prompts(config, dataset)
     else:
-        record(tokenizer, used := TextFormat.of(dataset.data, tokenizer))
-        prompt_data.check_reward_formats(config, used, [dataset[0].text])
+        used = TextFormat.of(dataset.data, tokenizer)
+        record(tokenizer, used)
+        check_reward_formats(config, used, [dataset[0].text])
         notice(dataset.summary)
-    size, number = config.rollout.batch_size, config.iter
     numbers = range(len(dataset))
-    if number is not None:
-        numbers = numbers[number * size : (number + 1) * size]
+    if config.iter is not None:
+        first = config.iter * config.rollout.batch_size
+        numbers = numbers[first : first + config.rollout.batch_size]
     if not numbers:
         raise DataError(
-            f"--iter {number} begins behind the last of the {len(dataset)} rows of --data.dataset."
+            f"--iter {config.iter} starts after the last of the {len(dataset)} rows of "
+            "--data.dataset. Choose a smaller number."
         )
     prompts: list[Prompt] = [replace(dataset[row], index=row) for row in numbers]
+    suffix = config.csft.suffix
     if not suffix:
         return prompts
-    asked = encode(tokenizer, [prompt.text + suffix for prompt in prompts])
+    encoded = encode(tokenizer, [prompt.text + suffix for prompt in prompts])
     return [
-        replace(p, text=p.text + suffix, tokens=e.tokens)
-        for p, e in zip(prompts, asked, strict=True)
+        replace(prompt, text=longer.text, tokens=longer.tokens)
+        for prompt, longer in zip(prompts, encoded, strict=True)
     ]
 
 
 def show_rows(
     config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 ) -> None:
-    """Print the format and the first texts as the model will see them; a reward is read at the last
-    token.
+    """Print the format and the first texts as the model sees them.
+
+    A reward is read at the marked last token.
     """
     print(f"{len(prompts)} rows. {show_template(tokenizer)}")
-    room = (
-        settings.inference_sampling(config).prompt_room
-        if config.samples_answers
-        else config.data.max_len
-    )
+    room = config.data.max_len
+    if config.samples_answers:
+        room = settings.inference_sampling(config).prompt_room
     for row in prompts[:SHOWN]:
-        marks = [] if config.samples_answers else [*[None] * (len(row.tokens) - 1), ""]
+        marks: list[str | None] = []
+        if not config.samples_answers:
+            marks = [*[None] * (len(row.tokens) - 1), ""]
         print(show_text(f"row {row.index + 1}", row.tokens[-room:], tokenizer, marks))
 
 
@@ -223,17 +227,15 @@ def answered(
     prompts: Sequence[Prompt],
     logs: Path,
 ) -> Iterator[Iterable[list[Trajectory]]]:
-    """Engines that run within it, and the answers to these prompts, prompt by prompt as they
-    finish.
-    """
-    path, size = str(config.model.model_name_or_path), config.rollout.batch_size
+    """Run engines until the block exits. Yield the answers, prompt by prompt as they finish."""
+    path = str(config.model.model_name_or_path)
     request = Request(spec=settings.inference_sampling(config), step=0)
     with (
         engines(config, path, tokenizer, name="vllm", logs=logs) as fleet,
         closing(BackgroundLoop()) as loop,
     ):
         stream = RolloutGenerator(fleet, tokenizer, None).stream(
-            prompts, request, groups=len(prompts), at_once=size
+            prompts, request, groups=len(prompts), at_once=config.rollout.batch_size
         )
         yield loop.iterate(stream, config.train.step_timeout)
 
@@ -245,43 +247,52 @@ def scored(
     prompts: Sequence[Prompt],
     logs: Path,
 ) -> Iterator[Iterable[list[Trajectory]]]:
-    """Reward models that run within it, and these prompts and their answers as whole texts with
-    rewards.
-    """
+    """Run reward models until the block exits. Yield prompts with answers as rewarded texts."""
     size = config.rollout.batch_size
-    parts = (prompts[start : start + size] for start in range(0, len(prompts), size))
-    texts = ([given_text(tokenizer, p.index, "", p.tokens) for p in part] for part in parts)
+
+    def rewarded() -> Iterator[list[Trajectory]]:
+        for start in range(0, len(prompts), size):
+            texts = [
+                given_text(tokenizer, prompt.index, "", prompt.tokens)
+                for prompt in prompts[start : start + size]
+            ]
+            for text in models.annotated(texts):
+                yield [text]
+
     with reward_models(config, logs=logs) as models:
-        yield ([text] for part in texts for text in models.annotated(part))
+        yield rewarded()
 
 
 def keep(
     groups: Iterable[list[Trajectory]], journal: Journal, recorder: Recorder
 ) -> list[Trajectory]:
-    """Write down each row that finishes, and show the speed: sampled tokens, or tokens of texts
-    that are scored.
+    """Write each row that finishes to the journal, and show the speed.
 
-    Returns a failed answer of each row that has one.
+    The speed counts sampled tokens, or the tokens of scored texts. Returns a failed answer of each
+    row that has one.
     """
     failed: list[Trajectory] = []
-    display, tokens, began = recorder.display, 0, monotonic()
-    noted = began
+    tokens = 0
+    started = monotonic()
+    progress = Progress(recorder.display)
     for group in groups:
-        failures = [t for t in group if t.failed]
-        failed += failures[:1]
-        if not failures:
-            journal.add(
-                group[0].prompt.index,
-                [t.response_text if t.reward is None else t.reward for t in group],
-            )
-        tokens += sum(t.num_actions or len(t.tokens) for t in group if not t.failed)
-        speed = (
-            f"{tokens / max(monotonic() - began, 1e-9):,.0f} tokens/s, {len(failed)} rows failed"
-        )
-        display.status(speed, done=len(journal.results))
-        if not display.live and monotonic() - noted >= NOTE_EVERY_S:
-            noted = monotonic()
-            display.note(f"{len(journal.results)} rows have results, {speed}.")
+        results: list[str | float] = []
+        for answer in group:
+            if answer.failed:
+                continue
+            tokens += answer.num_actions or len(answer.tokens)
+            if answer.reward is None:
+                results.append(answer.response_text)
+            else:
+                results.append(answer.reward)
+        if len(results) == len(group):
+            journal.add(group[0].prompt.index, results)
+        else:
+            failed.append(next(answer for answer in group if answer.failed))
+        done = len(journal.results)
+        tokens_per_s = tokens / max(monotonic() - started, 1e-9)
+        text = f"{done} rows finished, {len(failed)} rows failed, {tokens_per_s:,.0f} tokens/s"
+        progress.show(text, done=done)
     return failed
 
 
@@ -289,35 +300,37 @@ def write_results(
     config: BatchInferenceConfig, prompts: Sequence[Prompt], journal: Journal, recorder: Recorder
 ) -> None:
     """Write the final file, in the order of the dataset. Raises DataError if it would be empty."""
-    note = recorder.display.note
-    results = [
-        (prompt, journal.results[prompt.index])
-        for prompt in prompts
-        if prompt.index in journal.results
-    ]
+    lines: Rows = []
+    for prompt in prompts:
+        for result in journal.results.get(prompt.index, []):
+            if config.samples_answers:
+                lines.append({"input": prompt.text, "output": result})
+            else:
+                lines.append({"input": prompt.text, "output": prompt.label, "reward": result})
     if not config.samples_answers:
-        lines = [
-            {"input": prompt.text, "output": prompt.label, "reward": reward}
-            for prompt, [reward] in results
-        ]
-        rewards, inputs = [row["reward"] for row in lines], len(by_input(lines))
-        mean, deviation = fmean(rewards), stdev(rewards) if len(rewards) > 1 else 0.0
-        recorder.log(0, {"eval/reward_mean": mean, "eval/reward_std": deviation})
-        note(
-            f"{len(rewards)} answers to {inputs} inputs: reward {mean:.4f} on average, deviation {deviation:.4f}"
-        )
+        log_rewards(lines, recorder)
         lines = POST_PROCESSORS[config.post_processor](lines, config)
-    else:
-        lines = [
-            {"input": prompt.text, "output": output}
-            for prompt, outputs in results
-            for output in outputs
-        ]
     if not lines:
         raise DataError(
-            f"There is no pair to write to {journal.final}: sample several answers with --best_of_n."
+            f"There is no pair to write to {journal.final}. Sample several answers to each prompt "
+            "with --best_of_n."
         )
     write_atomically(journal.final, map(json_line, lines))
-    note(
-        f"{len(lines)} lines are in {journal.final}. Inputs are whole prompts: train with --data.input_template {{}}."
+    recorder.display.note(
+        f"Wrote {len(lines)} lines to {journal.final}. Inputs are whole prompts: train with "
+        "--data.input_template {}."
+    )
+
+
+def log_rewards(lines: Rows, recorder: Recorder) -> None:
+    """Log and print mean and deviation of the rewards of all lines."""
+    rewards = [line["reward"] for line in lines]
+    mean = fmean(rewards)
+    deviation = 0.0
+    if len(rewards) > 1:
+        deviation = stdev(rewards)
+    recorder.log(0, {"eval/reward_mean": mean, "eval/reward_std": deviation})
+    recorder.display.note(
+        f"{len(rewards)} answers to {len(by_input(lines))} inputs: mean reward {mean:.4f}, "
+        f"deviation {deviation:.4f}"
     )

@@ -1,6 +1,4 @@
-"""`openrlhf interactive_chat`: a conversation with a model, whose answers appear as they are
-sampled.
-"""
+"""`openrlhf interactive_chat`: a conversation with a model. Answers appear as they are sampled."""
 
 import sys
 from contextlib import suppress
@@ -21,41 +19,43 @@ from openrlhf.launch import settings
 from openrlhf.launch.prompt_data import policy_tokenizer
 from openrlhf.models.loading import load_causal_lm
 
-PLAIN = "User: {}\nAssistant: "  # for a model of which nothing is known
+PLAIN = "User: {}\nAssistant: "  # for a model without a recorded format or chat template
+EXIT = ("/exit", "exit")
+RESET = ("/reset", "clear")
 
 
 def run_chat(config: ChatConfig) -> None:
-    """Answer the messages of standard input until it ends. Raises DataError or ModelError."""
+    """Answer the messages on standard input until it ends. Raises DataError or ModelError."""
     path = config.model.model_name_or_path
     tokenizer = policy_tokenizer(config, path, flag="--model.model_name_or_path")
     chat = Chat(config=config, tokenizer=tokenizer, template=template_of(config, tokenizer))
-    print(
-        f"{path}, with {f'the template {chat.template!r}' if chat.template else 'its chat template'}.",
-        flush=True,
-    )
+    template = "its chat template"
+    if chat.template:
+        template = f"the template {chat.template!r}"
+    print(f"{path}, with {template}.", flush=True)
     if config.dry_run:
-        return print(show_text("the prompt 'Hello'", chat.read("Hello"), tokenizer))
+        print(show_text("the prompt 'Hello'", chat.read("Hello"), tokenizer))
+        return
     model = load_causal_lm(replace(settings.load_spec(config, path), spread=True)).eval()
     chat.config = decide_sampling(config, model)
-    print("/reset begins anew, /exit ends, Ctrl-C stops an answer.", flush=True)
+    print("/reset starts a new conversation, /exit quits, Ctrl-C stops an answer.", flush=True)
+    cursor = ""
+    if sys.stdin.isatty():
+        cursor = "> "
     with suppress(EOFError):
-        while (message := input("> " if sys.stdin.isatty() else "").strip()) not in (
-            "/exit",
-            "exit",
-        ):
-            if message in ("/reset", "clear"):
+        while (message := input(cursor).strip()) not in EXIT:
+            if message in RESET:
                 chat.turns.clear()
             elif message:
                 chat.answer(message, model)
 
 
 def decide_sampling(config: ChatConfig, model: Any) -> ChatConfig:
-    """Return the configuration with the repetition penalty in effect, and let the flags decide
-    everything else.
+    """Return the configuration with the repetition penalty in effect.
 
-    Without `--rollout.repetition_penalty`, the penalty is the one of the model's generation
-    configuration, or none. `generate` would fill in other values of that configuration, such as
-    `num_beams`, beside the flags.
+    Without `--rollout.repetition_penalty`, the penalty is that of the model's generation
+    configuration, or none. All other values of that configuration are removed from the model,
+    because `generate` would use them, such as `num_beams`, beside the flags.
     """
     recommended = model.generation_config.repetition_penalty
     model.generation_config = GenerationConfig()
@@ -65,20 +65,28 @@ def decide_sampling(config: ChatConfig, model: Any) -> ChatConfig:
 
 
 def template_of(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The text around a message, or None for the chat template: as the flags say, else as the model
-    was trained.
+    """Return the template of a message, or None for the chat template.
+
+    The flags decide; without them, the recorded format of the model's training.
     """
-    data, trained = config.data, recorded(tokenizer)
+    data = config.data
+    trained = recorded(tokenizer)
     if data.apply_chat_template:
         require_chat_template(tokenizer)
         return None
-    if data.input_template or not trained:
-        return data.input_template or (None if tokenizer.chat_template else PLAIN)
-    return None if trained.chat_template else trained.input_template or "{}"
+    if data.input_template:
+        return data.input_template
+    if trained:
+        if trained.chat_template:
+            return None
+        return trained.input_template or "{}"
+    if tokenizer.chat_template:
+        return None
+    return PLAIN
 
 
 class Printed(TextStreamer):
-    """Prints an answer while it is sampled, whole words at a time, and keeps it."""
+    """A streamer that prints an answer while it is sampled, whole words at a time, and keeps it."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -97,66 +105,70 @@ class Chat:
     config: ChatConfig
     tokenizer: PreTrainedTokenizerBase
     template: str | None
-    turns: list[tuple[str, str]] = field(
-        default_factory=list[tuple[str, str]]
-    )  # a message and its answer each
+    # Pairs of a message and its answer.
+    turns: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
 
     def __post_init__(self) -> None:
         if joined_border(TextFormat(input_template=self.template), self.tokenizer):
-            self.template = str(self.template)[
-                :-1
-            ]  # the model has learned the space with the answer
-        preamble = text_of("--preamble", file).strip() if (file := self.config.preamble) else ""
-        self.before = "\n".join(filter(None, (self.config.system, preamble)))
+            # The model has learned the last space as a part of the answer.
+            self.template = str(self.template)[:-1]
+        preamble = ""
+        if self.config.preamble:
+            preamble = text_of("--preamble", self.config.preamble).strip()
+        self.system = "\n".join(filter(None, (self.config.system, preamble)))
         self.ends = [*end_ids(self.config.model.model_name_or_path), self.tokenizer.eos_token_id]
 
     def text(self, message: str) -> str:
-        """Everything that has been said, and a new message, as the model reads it."""
-        turns, suffix = [*self.turns, (message, "")], self.config.csft.suffix
+        """Return the conversation and a new message as the model reads them."""
+        suffix = self.config.csft.suffix
         if self.template is not None:
-            said = [fill_template(self.template, asked) + answer for asked, answer in turns]
-            return "\n".join(filter(None, (self.before, *said))) + suffix
-        messages: list[Message] = (
-            [{"role": "system", "content": self.before}] if self.before else []
-        )
-        for asked, answer in turns:
-            messages += [
-                {"role": "user", "content": asked},
-                {"role": "assistant", "content": answer},
-            ]
-        return render(self.tokenizer, messages[:-1], add_generation_prompt=True) + suffix
+            parts = [self.system]
+            for asked, answer in [*self.turns, (message, "")]:
+                parts.append(fill_template(self.template, asked) + answer)
+            return "\n".join(filter(None, parts)) + suffix
+        messages: list[Message] = []
+        if self.system:
+            messages.append({"role": "system", "content": self.system})
+        for asked, answer in self.turns:
+            messages.append({"role": "user", "content": asked})
+            messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "user", "content": message})
+        return render(self.tokenizer, messages, add_generation_prompt=True) + suffix
 
     def read(self, message: str) -> list[int]:
-        """The tokens that the model reads before it answers. Turns that leave no room for an answer
-        are forgotten.
+        """Return the tokens that the model reads before it answers.
+
+        The oldest turns are dropped until there is room for an answer.
         """
         room = self.config.data.max_len - (self.config.rollout.max_new_tokens or 1)
-        while (
-            len(tokens := encode(self.tokenizer, [self.text(message)])[0].tokens) > room
-            and self.turns
-        ):
+        while True:
+            [encoded] = encode(self.tokenizer, [self.text(message)])
+            if len(encoded.tokens) <= room or not self.turns:
+                return encoded.tokens[-room:]
             del self.turns[0]
-            print("[notice] The oldest turn no longer fits into --data.max_len and is forgotten.")
-        return tokens[-room:]
+            print("[notice] The conversation exceeds --data.max_len: its oldest turn is dropped.")
 
     @torch.no_grad()
     def answer(self, message: str, model: Any) -> None:
-        """Print the answer to a message while it is sampled, and remember both. Ctrl-C ends the
-        answer.
+        """Print the answer to a message while it is sampled, and keep both in `turns`.
+
+        Ctrl-C stops the answer.
         """
-        rollout, max_len = self.config.rollout, self.config.data.max_len
-        read, printed = (
-            torch.tensor([self.read(message)], device=model.device),
-            Printed(self.tokenizer),
-        )
+        rollout = self.config.rollout
+        max_len = self.config.data.max_len
+        top_k = max(0, rollout.top_k)
+        if not rollout.temperature:
+            top_k = 1  # the most likely token
+        prompt = torch.tensor([self.read(message)], device=model.device)
+        printed = Printed(self.tokenizer)
         try:
             model.generate(
-                read,
-                attention_mask=torch.ones_like(read),
-                max_new_tokens=min(rollout.max_new_tokens or max_len, max_len - read.shape[1]),
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=min(rollout.max_new_tokens or max_len, max_len - prompt.shape[1]),
                 do_sample=True,
                 temperature=rollout.temperature or 1.0,
-                top_k=max(0, rollout.top_k) if rollout.temperature else 1,  # the most likely token
+                top_k=top_k,
                 top_p=rollout.top_p,
                 repetition_penalty=rollout.repetition_penalty,
                 eos_token_id=[*self.ends, *rollout.stop_token_ids],
@@ -168,5 +180,7 @@ class Chat:
         except KeyboardInterrupt:
             printed.end()
             print(" [stopped]", end="")
-        print("" if printed.whole.strip() else "(The answer is empty.)", flush=True)
+        if not printed.whole.strip():
+            print("(The answer is empty.)", end="")
+        print(flush=True)
         self.turns.append((message, printed.whole))

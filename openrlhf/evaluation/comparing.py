@@ -1,9 +1,10 @@
-"""Pairs of answers, which one is better, and what that says of a model."""
+"""Pairs of answers, the better answer of each pair, and the metrics of the pairs."""
 
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from statistics import fmean, stdev
 from typing import Any
 
@@ -16,14 +17,16 @@ from openrlhf.rewards.judge import Judge, NoVerdict
 from openrlhf.rewards.servers import ServerError
 from openrlhf.rollout.episode_metrics import group_by_source
 
-# The numbers of a table's row by their logged names; counts are integers.
+# Returns the numbers in a row of a table, by column. Counts are integers.
 Columns = Callable[[Sequence["Comparison"]], Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two answers to one prompt. `win`: 1.0 if ours is better, 0.0 if theirs is, 0.5 if neither is;
-    None, with an error, if nobody can tell.
+    """Two answers to one prompt.
+
+    `win` is 1.0 if our answer is better, 0.0 if their answer is, and 0.5 for a tie. It is None,
+    with an error, if the pair could not be judged.
     """
 
     ours: Trajectory
@@ -34,14 +37,16 @@ class Comparison:
 
     @property
     def margin(self) -> float:
-        """Our reward minus theirs; NaN if one is missing."""
-        ours, theirs = self.ours.reward, self.theirs.reward
-        return math.nan if ours is None or theirs is None else ours - theirs
+        """Our reward minus their reward; NaN if a reward is missing."""
+        if self.ours.reward is None or self.theirs.reward is None:
+            return math.nan
+        return self.ours.reward - self.theirs.reward
 
 
 def pair_up(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Comparison]:
-    """Pair each of our answers with their answer to the same prompt that has the same number; a
-    single one is paired with all of ours.
+    """Pair each of our answers with their answer to the same prompt that has the same number.
+
+    A single answer of theirs is paired with all of ours. A pair with a failed answer has its error.
     """
     answers: dict[int, list[Trajectory]] = {}
     for answer in theirs:
@@ -50,25 +55,30 @@ def pair_up(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Co
     for answer in ours:
         others = answers[answer.prompt.index]
         other = others[answer.sample_index % len(others)]
-        failed = next((t for t in (answer, other) if t.failed), None)
-        error, failure = (failed.error, failed.failure) if failed else (None, None)
-        pairs.append(Comparison(ours=answer, theirs=other, error=error, failure=failure))
+        pair = Comparison(ours=answer, theirs=other)
+        failed = [each for each in (answer, other) if each.failed]
+        if failed:
+            pair = replace(pair, error=failed[0].error, failure=failed[0].failure)
+        pairs.append(pair)
     return pairs
 
 
 def by_reward(pair: Comparison) -> float | None:
-    """1.0 if our reward is larger, 0.0 if theirs is, 0.5 if they are equal; None if one is missing."""
-    return (
-        None
-        if math.isnan(pair.margin)
-        else (1.0 if pair.margin > 0 else 0.5 if pair.margin == 0 else 0.0)
-    )
+    """Return the win by the larger reward: 1.0, 0.5 or 0.0, or None if a reward is missing."""
+    if math.isnan(pair.margin):
+        return None
+    if pair.margin == 0:
+        return 0.5
+    return float(pair.margin > 0)
 
 
 def given_text(
     tokenizer: PreTrainedTokenizerBase, number: int, source: str, tokens: list[int]
 ) -> Trajectory:
-    """A whole text of pair `number` as an episode that a reward model can score."""
+    """Return a whole text as an episode that a reward model can score.
+
+    `number` is the number of its pair or row, and `source` its data source.
+    """
     prompt = Prompt(index=number, text="", tokens=[], datasource=source)
     return TrajectoryBuilder(tokens).finish(
         prompt=prompt,
@@ -81,18 +91,20 @@ def given_text(
 async def judged(
     judge: Judge, pairs: Sequence[Comparison], readers: Sequence[PreTrainedTokenizerBase]
 ) -> list[Comparison]:
-    """The pairs with the judge's verdicts; a pair with a failed answer stays as it is. `readers`
-    decode our tokens and theirs.
+    """Return the pairs with the judge's verdicts. A pair with a failed answer is not judged.
+
+    `readers` are the tokenizers that decode our tokens and their tokens.
     """
+    our_tokenizer, their_tokenizer = readers
 
     async def verdict(pair: Comparison) -> Comparison:
         if pair.error:
             return pair
-        ours, theirs = readers
-        message = readable(ours, pair.ours.prompt.tokens)
-        answers = readable(ours, sampled(pair.ours)), readable(theirs, sampled(pair.theirs))
+        message = readable(our_tokenizer, pair.ours.prompt.tokens)
+        our_answer = readable(our_tokenizer, sampled(pair.ours))
+        their_answer = readable(their_tokenizer, sampled(pair.theirs))
         try:
-            return replace(pair, win=await judge.compare(message, *answers))
+            return replace(pair, win=await judge.compare(message, our_answer, their_answer))
         except (ServerError, NoVerdict) as error:
             return replace(pair, error=str(error), failure=error.failure)
 
@@ -100,33 +112,41 @@ async def judged(
 
 
 def readable(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    """Text as a person reads it, without special tokens."""
+    """Return the text of tokens, without special tokens."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def sampled(answer: Trajectory) -> list[int]:
-    """The tokens of the answer alone."""
-    return [token for token, acted in zip(answer.tokens, answer.action_mask, strict=True) if acted]
+    """Return the tokens that the policy sampled."""
+    return list(compress(answer.tokens, answer.action_mask))
 
 
 def win_rate(pairs: Sequence[Comparison]) -> tuple[float, float]:
-    """The mean over prompts of the mean win of their pairs (a tie counts one half), and its
-    standard error over prompts.
+    """Return the mean over prompts of the mean win of their pairs, and its standard error.
 
-    Failed pairs are left out. Without pairs the rate is NaN; with fewer than two prompts the error
-    is NaN.
+    A tie counts one half. The standard error is over prompts. Failed pairs are left out. Without
+    pairs the rate is NaN, and with fewer than two prompts the error is NaN.
     """
     prompts: dict[int, list[float]] = {}
     for pair in pairs:
         if pair.win is not None:
             prompts.setdefault(pair.ours.prompt.index, []).append(pair.win)
-    means = [fmean(wins) for wins in prompts.values()]
-    rate = fmean(means) if means else math.nan
-    return rate, stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan
+    means = list(map(fmean, prompts.values()))
+    error = math.nan
+    if len(means) > 1:
+        error = stdev(means) / math.sqrt(len(means))
+    return mean_or_nan(means), error
+
+
+def mean_or_nan(values: Sequence[float]) -> float:
+    """Return the mean, or NaN without values."""
+    if not values:
+        return math.nan
+    return fmean(values)
 
 
 def win_columns(pairs: Sequence[Comparison]) -> dict[str, float]:
-    """The columns of a table of wins: the counts, and the win rate with its standard error."""
+    """Return the columns of a table of wins: counts, and the win rate with its standard error."""
     rate, error = win_rate(pairs)
     wins = [pair.win for pair in pairs]
     return {
@@ -140,52 +160,57 @@ def win_columns(pairs: Sequence[Comparison]) -> dict[str, float]:
 
 
 def accuracy_columns(pairs: Sequence[Comparison]) -> dict[str, float]:
-    """The columns of a table of rewards: how often, and by how much, the chosen answer has the
-    larger reward.
+    """Return the columns of a table of rewards: accuracy, margin, and failed pairs.
 
-    As in reward-model training, equal rewards are no success.
+    A pair is a success if the chosen answer has the larger reward. As in reward-model training,
+    equal rewards are no success.
     """
-    judged = [pair for pair in pairs if pair.win is not None]
+    judged = _judged_pairs(pairs)
     return {
-        "acc_mean": fmean(pair.win == 1.0 for pair in judged) if judged else math.nan,
-        "margin_mean": fmean(pair.margin for pair in judged) if judged else math.nan,
+        "acc_mean": mean_or_nan([pair.win == 1.0 for pair in judged]),
+        "margin_mean": mean_or_nan([pair.margin for pair in judged]),
         "failed_pairs": len(pairs) - len(judged),
     }
 
 
+def _judged_pairs(pairs: Sequence[Comparison]) -> list[Comparison]:
+    return [pair for pair in pairs if pair.win is not None]
+
+
 def metrics_of(pairs: Sequence[Comparison], columns: Columns) -> dict[str, float]:
-    """The numbers of a table under their logged names: of all pairs, and the rates also per data
-    source.
+    """Return the numbers of a table by their logged names, and the rates also per data source.
 
     A number that is NaN, such as a rate of no pairs, is left out.
     """
-    metrics = {f"eval/{column}": float(value) for column, value in columns(pairs).items()}
+    metrics: dict[str, float] = {}
+    for column, value in columns(pairs).items():
+        metrics[f"eval/{column}"] = float(value)
     for source, members in group_by_source(pairs, lambda pair: pair.ours).items():
-        rates = {
-            column: value for column, value in columns(members).items() if isinstance(value, float)
-        }
-        metrics |= {f"eval/eval_{source}_{column}": value for column, value in rates.items()}
+        for column, value in columns(members).items():
+            if isinstance(value, float):
+                metrics[f"eval/eval_{source}_{column}"] = value
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
 def reward_metrics(pairs: Sequence[Comparison]) -> dict[str, float]:
-    """Mean and deviation of both rewards of the pairs that have them, under the names of
-    reward-model training.
+    """Return mean and deviation of the rewards in judged pairs.
+
+    The names are those of reward-model training.
     """
-    judged = [pair for pair in pairs if pair.win is not None]
-    rewards = [
-        t.reward for pair in judged for t in (pair.ours, pair.theirs) if t.reward is not None
-    ]
-    return (
-        {"eval/reward_mean": fmean(rewards), "eval/reward_std": max(stdev(rewards), 1e-8)}
-        if rewards
-        else {}
-    )
+    rewards: list[float] = []
+    for pair in _judged_pairs(pairs):
+        for answer in (pair.ours, pair.theirs):
+            if answer.reward is not None:
+                rewards.append(answer.reward)
+    if not rewards:
+        return {}
+    return {"eval/reward_mean": fmean(rewards), "eval/reward_std": max(stdev(rewards), 1e-8)}
 
 
 def row_of(pair: Comparison) -> dict[str, Any]:
-    """The line of samples.jsonl: `response` and `reward` are of our answer; `win` is 1.0 if our
-    answer is the better one.
+    """Return the line of samples.jsonl about a pair.
+
+    `response` and `reward` are of our answer. `win` is 1.0 if our answer is better.
     """
     return sample_row(0, pair.ours, evaluation=True) | {
         "against": pair.theirs.response_text,

@@ -1,6 +1,4 @@
-"""The results of a long command on disk as soon as they are there, so that a killed command
-continues.
-"""
+"""Results of a command, written to disk as they arrive, so that a killed command can resume."""
 
 import json
 from collections.abc import Mapping
@@ -15,12 +13,13 @@ from openrlhf.data.first_start import FirstStart
 from openrlhf.files import write_atomically
 from openrlhf.observability.run_folder import json_line, set_aside
 
-REQUEST = "request, before its rows were rendered"  # an entry beside an identity
+REQUEST = "request, before its rows were rendered"  # key of a record, beside those of the identity
 
 
 def start_of_results(final: Path) -> FirstStart:
-    """Return the first start of the command that wrote the file or began to; else that of this
-    command.
+    """Return the first start of the command that began or wrote the final file.
+
+    If no command did, returns the start of this command.
     """
     for begun in (part_of(final), record_of(final)):
         if begun.exists():
@@ -30,7 +29,7 @@ def start_of_results(final: Path) -> FirstStart:
 
 
 def part_of(final: Path) -> Path:
-    """Return the file with the results so far."""
+    """Return the path of the journal, which has the results so far."""
     return final.with_name(f"{final.name}.part")
 
 
@@ -40,67 +39,76 @@ def is_complete(final: Path) -> bool:
 
 
 def record_of(final: Path) -> Path:
-    """Return the file with the identity of the command that wrote the final file."""
+    """Return the path of the record: identity and request of the command that wrote the file."""
     return final.with_name(f"{final.name}.request")
 
 
-def request_of(final: Path) -> str | None:
-    """Return the request that wrote the final file; "" if an older release wrote it, None without a
-    record.
+def read_record(final: Path) -> dict[str, Any]:
+    """Return the record of a complete final file, or an empty one if there is none.
+
+    A record of an older release has no request.
     """
     record = record_of(final)
-    if not record.exists():
-        return None
-    return str(json.loads(record.read_bytes()).get(REQUEST, ""))
+    if not is_complete(final) or not record.exists():
+        return {}
+    return json.loads(record.read_bytes())
 
 
 def has_another_request(final: Path, identity: Mapping[str, Any]) -> bool:
-    """Return whether the final file exists, is complete, and is known to belong to another request."""
-    if not is_complete(final):
-        return False
-    record = record_of(final)
-    made = json.loads(record.read_bytes()) if record.exists() else {}
-    return bool(differences(made, json.loads(json_line(identity))))
+    """Return whether the final file is complete, and its record has another identity."""
+    return bool(differences(read_record(final), json.loads(json_line(identity))))
 
 
 class Journal:
-    """Results by row number, in a file beside the final one.
+    """Results by row number, in a file beside the final file.
 
     The first line is the identity of the command. Each other line has a row and its whole result,
     so a row is complete or absent. A last line that was cut off by a kill is dropped. At the end
-    the identity stays beside the final file. A final file of a command with another identity is
-    moved aside. `request` is kept beside the identity, for `request_of`. Raises DataError if a
-    final file of this identity, or one of unknown origin, already exists, or if a command with
-    another identity began the results.
+    the identity and the request are kept in the record beside the final file.
+
+    A final file of a command with another identity is moved aside. Raises DataError if there is a
+    final file of this identity or of unknown origin, or a journal of another identity.
     """
 
     def __init__(self, final: Path, identity: Mapping[str, Any], *, request: str = "") -> None:
-        self.final, self.path = final, part_of(final)
-        self.identity, self.record = json.loads(json_line(identity)), record_of(final)
-        self.request = {REQUEST: request} if request else {}
+        self.final = final
+        self.path = part_of(final)
+        self._identity: dict[str, Any] = json.loads(json_line(identity))
+        self._header = dict(self._identity)
+        if request:
+            self._header[REQUEST] = request
+        self.results: dict[int, list[Any]] = {}
         if is_complete(final):
-            if not has_another_request(final, identity):
-                raise DataError(
-                    f"--output_path {final} is there already: delete it, or give another path."
-                )
-            aside = set_aside(final.parent, [final.name, self.record.name])
-            notice(
-                f"--output_path {final} had the results of another request, which are now in {aside}."
-            )
+            self._set_final_file_aside()
         final.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()
-        whole, newline, _ = self.path.read_bytes().rpartition(b"\n")
-        there, *lines = map(json.loads, whole.split(b"\n") if newline else [json_line(identity)])
-        if different := differences(there, self.identity):
-            advice = "Go on with those, or delete it to begin anew, or give another --output_path:"
-            raise DataError(
-                "\n  ".join([f"{self.path} was begun with other settings. {advice}", *different])
-            )
-        self.results: dict[int, list[Any]] = dict(lines)
+        complete, newline, _ = self.path.read_bytes().rpartition(b"\n")
+        if newline:
+            header, *results = map(json.loads, complete.split(b"\n"))
+            different = differences(header, self._identity)
+            if different:
+                message = (
+                    f"{self.path} has results of a command with other settings. Use those "
+                    "settings, delete the file to start again, or choose another --output_path:"
+                )
+                raise DataError("\n  ".join([message, *different]))
+            self.results.update(results)
         with self.path.open("ab") as file:
-            file.truncate(len(whole + newline))
+            file.truncate(len(complete + newline))
         if not newline:
-            self._write(self.identity | self.request)
+            self._write(self._header)
+
+    def _set_final_file_aside(self) -> None:
+        if not has_another_request(self.final, self._identity):
+            raise DataError(
+                f"--output_path {self.final} already exists. Delete it, or choose another path."
+            )
+        names = [self.final.name, record_of(self.final).name]
+        folder = set_aside(self.final.parent, names)
+        notice(
+            f"--output_path {self.final} had the results of another request, which are now in "
+            f"{folder}."
+        )
 
     def add(self, row: int, result: list[Any]) -> None:
         """Write the result of a row."""
@@ -108,8 +116,8 @@ class Journal:
         self._write([row, result])
 
     def finish(self) -> None:
-        """Keep the identity of the final file, which is written, and delete the results."""
-        write_atomically(self.record, json_line(self.identity | self.request))
+        """Write the record of the final file, which has been written, and delete the journal."""
+        write_atomically(record_of(self.final), json_line(self._header))
         self.path.unlink()
 
     def _write(self, content: Any) -> None:

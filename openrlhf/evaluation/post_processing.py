@@ -1,4 +1,4 @@
-"""From answers with rewards to the rows of the next training."""
+"""Rows of a training dataset, made of outputs and their rewards."""
 
 from collections.abc import Callable
 from operator import itemgetter
@@ -12,7 +12,7 @@ REWARD = itemgetter("reward")
 
 
 def by_input(rows: Rows) -> list[Rows]:
-    """The rows of each input, in the order in which the inputs first appear."""
+    """Return the rows of each input, in the order in which the inputs first appear."""
     groups: dict[str, Rows] = {}
     for row in rows:
         groups.setdefault(row["input"], []).append(row)
@@ -20,43 +20,54 @@ def by_input(rows: Rows) -> list[Rows]:
 
 
 def best(rows: Rows, config: BatchInferenceConfig) -> Rows:
-    """The row with the highest reward of each input, for rejection sampling. Of equal rewards, the
-    first.
+    """Return the row with the highest reward of each input, for rejection sampling.
+
+    If several rows have that reward, returns the first of them.
     """
     return [max(group, key=REWARD) for group in by_input(rows)]
 
 
 def conditioned(rows: Rows, config: BatchInferenceConfig) -> Rows:
-    """All rows, with the reward in the input.
+    """Return all rows, with the reward written into the input.
 
-    With --reward.normalize_enable that is (r − mean) ÷ standard deviation of all rows, the unbiased
-    one, in float64; 0 if all rewards are equal. The stored mean and deviation of the reward model
-    cancel.
+    With --reward.normalize_enable the reward is (r − mean) ÷ standard deviation over all rows, with
+    the unbiased deviation, in float64; 0 if all rewards are equal. The stored mean and deviation of
+    the reward model cancel.
     """
-    rewards, center, scale = [row["reward"] for row in rows], 0.0, 1.0
+    center = 0.0
+    scale = 1.0
     if config.reward.normalize_enable:
-        center, scale = mean(rewards), (stdev(rewards) if len(rewards) > 1 else 0.0) or 1.0
-    templates = (
-        config.reward_template.replace("{reward}", f"{(reward - center) / scale:.2f}")
-        for reward in rewards
-    )
-    return [
-        row | {"input": text.replace("{input}", row["input"])}
-        for row, text in zip(rows, templates, strict=True)
-    ]
+        rewards = list(map(REWARD, rows))
+        center = mean(rewards)
+        if len(rewards) > 1:
+            scale = stdev(rewards) or 1.0
+    conditioned_rows: Rows = []
+    for row in rows:
+        reward = f"{(row['reward'] - center) / scale:.2f}"
+        template = config.reward_template.replace("{reward}", reward)
+        conditioned_rows.append(row | {"input": template.replace("{input}", row["input"])})
+    return conditioned_rows
 
 
 def pairs(rows: Rows, config: BatchInferenceConfig) -> Rows:
-    """The outputs with the highest and the lowest reward of each input. Equal rewards or equal
-    outputs make no pair.
+    """Return a pair for each input: the outputs with the highest and the lowest reward.
+
+    An input whose two outputs or rewards are equal has no pair.
     """
-    ends = ((max(group, key=REWARD), min(group, key=REWARD)) for group in by_input(rows))
-    return [
-        {"prompt": high["input"], "chosen": high["output"], "chosen_reward": high["reward"]}
-        | {"rejected": low["output"], "rejected_reward": low["reward"]}
-        for high, low in ends
-        if high["reward"] > low["reward"] and high["output"] != low["output"]
-    ]
+    found: Rows = []
+    for group in by_input(rows):
+        high = max(group, key=REWARD)
+        low = min(group, key=REWARD)
+        if high["reward"] > low["reward"] and high["output"] != low["output"]:
+            pair = {
+                "prompt": high["input"],
+                "chosen": high["output"],
+                "chosen_reward": high["reward"],
+                "rejected": low["output"],
+                "rejected_reward": low["reward"],
+            }
+            found.append(pair)
+    return found
 
 
 POST_PROCESSORS: dict[str, Callable[[Rows, BatchInferenceConfig], Rows]] = {

@@ -1,15 +1,13 @@
-"""`openrlhf reward test`: the reward of a run, called as a run calls it, on rows that have a
-response already.
-"""
+"""`openrlhf reward test`: the reward of a run, called as in a run, on rows that have a response."""
 
 import asyncio
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -33,66 +31,73 @@ from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rewards.rule import reward_of
 from openrlhf.rewards.servers import IN_FLIGHT
 
-WRONG = 100  # rows that are scored with a wrong answer too
-PRINTED = 2000  # characters of what the reward prints that are shown
-EXAMPLES, ERRORS, TEXT = 5, 3, 60  # rows shown of each kind, and characters of their texts
+WRONG_ANSWERS = 100  # the first rows that are also scored with a wrong answer
+SHOWN_OUTPUT = 2000  # characters of the reward's own output
+SHOWN_EXAMPLES = 5
+SHOWN_ERRORS = 3
+SHOWN_TEXT = 60  # characters of a response or label
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """A row and the result of its call. `seconds`: duration of the call, which the rows of one
-    group share.
-    """
+    """A row and the result of its call."""
 
     request: RewardRequest
     result: RewardResult
-    seconds: float
+    seconds: float  # duration of the call, which the rows of a group share
 
 
 def try_reward(config: RewardTestConfig) -> NoReturn:
-    """Score the rows, print the scores, and end with status 0, or with 1 above
-    --reward.max_error_rate.
+    """Score the rows, print the scores, and exit.
+
+    The status is 1 if the fraction of errors is above --reward.max_error_rate, else 0.
     """
     path = config.actor.model_name_or_path
-    tokenizer = get_tokenizer(path, flag="--actor.model_name_or_path") if path else None
+    tokenizer = None
+    if path:
+        tokenizer = get_tokenizer(path, flag="--actor.model_name_or_path")
     requests = list(read_requests(config, tokenizer))
-    wrong = [] if config.data.output_key else wrong_requests(requests[:WRONG], tokenizer)
+    wrong: list[RewardRequest] = []
+    if not config.data.output_key:
+        wrong = wrong_requests(requests[:WRONG_ANSWERS], tokenizer)
     offer_engines(config.rollout, config.reward)
     logs = Path(f"runs/reward_test-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}/logs")
     with reward_of(config.reward, log_dir=logs) as reward:
         assert reward is not None
-        at_once = IN_FLIGHT if config.reward.urls else config.reward.workers
-        began = time.monotonic()
+        at_once = config.reward.workers
+        if config.reward.urls:
+            at_once = IN_FLIGHT
+        started = time.monotonic()
         scored = asyncio.run(
             score_all(reward, [*requests, *wrong], at_once=at_once, groups=config.reward.batch)
         )
-        seconds = time.monotonic() - began
-    scored, misled = scored[: len(requests)], scored[len(requests) :]
-    print_scores(scored, seconds=seconds, at_once=at_once)
-    if given := rewards_of(misled):
+        seconds = time.monotonic() - started
+    print_scores(scored[: len(requests)], seconds=seconds, at_once=at_once)
+    wrong_rewards = rewards_of(scored[len(requests) :])
+    if wrong_rewards:
         print(
-            f"\nWrong answers (labels of other rows): {len(given):,}, mean reward {fmean(given):.4g}"
+            f"\nWrong answers (labels of other rows): {len(wrong_rewards):,}, mean reward "
+            f"{fmean(wrong_rewards):.4g}"
         )
     if tokenizer is None:
         print(
-            "\nResponses were scored as they stand. In a run they have passed through the tokenizer, and end with its end "
-            "token: to see that here, pass --actor.model_name_or_path."
+            "\nResponses were scored unchanged. In a run, the tokenizer encodes and decodes them "
+            "and adds the end token. To score them that way, pass --actor.model_name_or_path."
         )
-    show_printed(logs)
-    errors = len(errors_of([*scored, *misled]))
-    raise SystemExit(int(errors > config.reward.max_error_rate * len([*scored, *misled])))
+    show_output(logs)
+    if len(errors_of(scored)) > config.reward.max_error_rate * len(scored):
+        raise SystemExit(1)
+    raise SystemExit(0)
 
 
-def show_printed(logs: Path) -> None:
-    """Show the end of what the reward printed, and where the rest is; a folder with nothing in its
-    logs is removed.
-    """
-    written = [log for log in sorted(logs.glob("*")) if log.stat().st_size]
-    if written:
-        printed = "".join(log.read_text(errors="replace") for log in written)
-        print(
-            f"\nPrinted by the reward (all of it: {logs}), the end of it:\n{printed[-PRINTED:].strip()}"
-        )
+def show_output(logs: Path) -> None:
+    """Print the end of the reward's own output, and its folder. Delete an empty folder."""
+    output = ""
+    for log in sorted(logs.glob("*")):
+        output += log.read_text(errors="replace")
+    if output:
+        print(f"\nOutput of the reward, its end (complete in {logs}):")
+        print(output[-SHOWN_OUTPUT:].strip())
     elif logs.exists():
         shutil.rmtree(logs.parent)
 
@@ -100,28 +105,39 @@ def show_printed(logs: Path) -> None:
 def read_requests(
     config: RewardTestConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> Iterator[RewardRequest]:
-    """A request per row. Without --data.output_key the label stands for a right answer. Raises
-    DataError.
+    """Yield a request for each row. Raises DataError.
+
+    Without --data.output_key the label is the response, as a correct answer.
     """
-    data, verifier = config.data, config.reward.verifier
-    most, split, probs = data.max_samples, data.prompt_split, data.prompt_probs
-    rows = load_datasets(data.prompt_dataset, split=split, probs=probs, max_samples=most, seed=0)
-    columns = {"--data.input_key": data.input_key, "--data.label_key": data.label_key}
-    check_columns(rows, columns | {"--data.output_key": data.output_key})
+    data = config.data
+    verifier = config.reward.verifier
+    rows = load_datasets(
+        data.prompt_dataset,
+        split=data.prompt_split,
+        probs=data.prompt_probs,
+        max_samples=data.max_samples,
+        seed=0,
+    )
+    columns = {
+        "--data.input_key": data.input_key,
+        "--data.label_key": data.label_key,
+        "--data.output_key": data.output_key,
+    }
+    check_columns(rows, columns)
     if verifier and data.label_key:
-        labels, source = rows[data.label_key], data.prompt_dataset
-        report(
-            check_labels(
-                verifier,
-                labels,
-                column=data.label_key,
-                origin=lambda row: f"{source}, row {row + 1}",
-            )
+        findings = check_labels(
+            verifier,
+            rows[data.label_key],
+            column=data.label_key,
+            origin=lambda row: f"{data.prompt_dataset}, row {row + 1}",
         )
+        report(findings)
     for row in rows:
         assert isinstance(row, dict)
         prompt = fill_template(data.input_template, _prompt(row, data.input_key))
-        label = row[data.label_key] if data.label_key else ""
+        label = ""
+        if data.label_key:
+            label = row[data.label_key]
         if data.output_key:
             response = text_of(row, data.output_key)
         elif verifier == "math":
@@ -133,7 +149,7 @@ def read_requests(
 
 
 def _prompt(row: Mapping[str, Any], column: str) -> str:
-    """A prompt as text; of a chat, what was said, without the marks of a chat template."""
+    """Return a prompt as text: of a chat, its messages without a chat template."""
     if isinstance(row[column], str):
         return row[column]
     messages = messages_of(row, column, role="user", flag="--data.input_key")
@@ -143,83 +159,95 @@ def _prompt(row: Mapping[str, Any], column: str) -> str:
 async def score_all(
     reward: Reward, requests: list[RewardRequest], *, at_once: int, groups: bool
 ) -> list[Scored]:
-    """What each request got; with `groups`, neighbours with one prompt share a call."""
+    """Score all requests, `at_once` calls at a time.
+
+    `groups`: adjacent requests with the same prompt share a call.
+    """
     await reward.check()
     turns = asyncio.Semaphore(at_once)
 
     async def call(group: list[RewardRequest]) -> list[Scored]:
-        async with turns:  # waiting for a free process is not the function's time
-            began = time.monotonic()
+        async with turns:
+            started = time.monotonic()  # without the wait for a free process
             results = await reward.score(group)
-            seconds = time.monotonic() - began
+            seconds = time.monotonic() - started
         pairs = zip(group, results, strict=True)
         return [
             Scored(request=request, result=result, seconds=seconds) for request, result in pairs
         ]
 
-    shared_by = attrgetter("prompt") if groups else id
-    calls = [call(list(group)) for _, group in groupby(requests, key=shared_by)]
-    return [row for rows in await asyncio.gather(*calls) for row in rows]
+    key: Callable[[RewardRequest], Any] = id
+    if groups:
+        key = attrgetter("prompt")
+    calls = [call(list(group)) for _, group in groupby(requests, key=key)]
+    return list(chain.from_iterable(await asyncio.gather(*calls)))
 
 
 def print_scores(rows: Sequence[Scored], *, seconds: float, at_once: int) -> None:
-    """Print rewards, errors by kind, times, some scored rows and the first errors. `seconds`: the
-    time that all calls took.
+    """Print rewards, errors by kind, times, some scored rows and the first errors.
+
+    `seconds` is the duration of all calls together.
     """
     for name, value in _facts(rows, seconds, at_once):
         print(f" {name:<14}  {value}")
-    if examples := _examples([row for row in rows if row.result.reward is not None]):
+    examples = _examples(rows)
+    if examples:
         print_texts("Scored", ("reward", "label", "response"), examples)
-    for row in errors_of(rows)[:ERRORS]:
+    for row in errors_of(rows)[:SHOWN_ERRORS]:
         print(f"\n{row.result.failure}, with the response {_end(row.request.response)!r}")
         print(without_secrets(row.result.error or "").strip())
 
 
 def rewards_of(rows: Sequence[Scored]) -> list[float]:
-    """The rewards of the rows that have one."""
+    """Return the rewards of the rows that have one."""
     return [row.result.reward for row in rows if row.result.reward is not None]
 
 
 def errors_of(rows: Sequence[Scored]) -> list[Scored]:
-    """The rows whose call failed."""
+    """Return the rows whose call failed."""
     return [row for row in rows if row.result.error is not None]
 
 
 def _facts(rows: Sequence[Scored], seconds: float, at_once: int) -> Iterator[tuple[str, str]]:
-    failures, times = (
-        Counter(row.result.failure for row in errors_of(rows)),
-        sorted(row.seconds for row in rows),
-    )
     yield "rows", f"{len(rows):,} in {seconds:.1f} s, {at_once} at a time"
-    if rewards := rewards_of(rows):
+    rewards = rewards_of(rows)
+    if rewards:
         ends = f"from {min(rewards):.4g} to {max(rewards):.4g}"
         yield "reward", f"mean {fmean(rewards):.4g}, deviation {pstdev(rewards):.4g}, {ends}"
+    failures = Counter(row.result.failure for row in errors_of(rows))
     yield "errors", f"{failures.total():,} ({failures.total() / len(rows):.1%})"
     for kind, count in failures.most_common():
         yield f"  {kind}", f"{count:,}"
-    middle, late = times[len(times) // 2], times[int(0.99 * (len(times) - 1))]
+    times = sorted(row.seconds for row in rows)
+    median = times[len(times) // 2]
+    percentile_99 = times[int(0.99 * (len(times) - 1))]
     yield (
         "time of a call",
-        f"median {middle:.3g} s, 99 % within {late:.3g} s, longest {times[-1]:.3g} s",
+        f"median {median:.3g} s, 99 % within {percentile_99:.3g} s, longest {times[-1]:.3g} s",
     )
 
 
 def _examples(rows: Sequence[Scored]) -> list[tuple[str, str, str]]:
-    """Rows from the lowest reward to the highest, evenly spread in between: reward, label,
-    response.
+    """Return reward, label and response of rows from the lowest reward to the highest.
+
+    The rows are evenly spread in the order of their rewards.
     """
-    ordered = sorted(rows, key=lambda row: row.result.reward or 0.0)
-    places = (
-        {round(i * (len(ordered) - 1) / (EXAMPLES - 1)) for i in range(EXAMPLES)} if rows else ()
-    )
-    shown = [ordered[place] for place in sorted(places)]
-    return [
-        (f"{row.result.reward:g}", _end(str(row.request.label)), _end(row.request.response))
-        for row in shown
-    ]
+    rewarded = [row for row in rows if row.result.reward is not None]
+    if not rewarded:
+        return []
+    rewarded.sort(key=lambda row: row.result.reward or 0.0)
+    places = {round(i * (len(rewarded) - 1) / (SHOWN_EXAMPLES - 1)) for i in range(SHOWN_EXAMPLES)}
+    examples: list[tuple[str, str, str]] = []
+    for place in sorted(places):
+        row = rewarded[place]
+        label = _end(str(row.request.label))
+        examples.append((f"{row.result.reward:g}", label, _end(row.request.response)))
+    return examples
 
 
 def _end(text: str) -> str:
-    """The end of a text, where its answer is, on one line."""
+    """Return the end of a text, where its answer is, on one line."""
     line = " ".join(text.split())
-    return line if len(line) <= TEXT else f"…{line[-TEXT:]}"
+    if len(line) <= SHOWN_TEXT:
+        return line
+    return f"…{line[-SHOWN_TEXT:]}"

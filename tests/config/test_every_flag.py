@@ -92,10 +92,10 @@ READERS = {
     "trainers.ppo trainers.experience_maker rewards.rule rewards.function observability.recorder observability.trackers data.rows data.prompts data.first_look "
     "trainers.sources trainers.async_source trainers.stages models.adapters workers.base workers.policy workers.critic workers.frozen checkpoints.manager rollout.fleet cluster.placement",
     "serve_rm": "serving.server serving.scorer models.loading",
-    "eval": "evaluation.runs trainers.reward trainers.sources trainers.stages workers.frozen launch.prompt_data launch.processes launch.agents agents.play rewards.rule rewards.function rewards.judge "
+    "eval": "evaluation.runs evaluation.processes trainers.reward trainers.sources trainers.stages workers.frozen launch.prompt_data launch.processes launch.agents agents.play rewards.rule rewards.function rewards.judge "
     "observability.recorder observability.trackers data.rows data.prompts data.feedback rollout.fleet cluster.placement",
     "reward_test": "evaluation.reward_test rewards.rule rewards.function",
-    "batch_inference": "evaluation.batch_inference launch.identity evaluation.runs evaluation.post_processing launch.prompt_data launch.processes "
+    "batch_inference": "evaluation.batch_inference launch.identity evaluation.processes evaluation.post_processing launch.prompt_data launch.processes "
     "observability.recorder observability.trackers data.prompts data.sft data.rows data.first_look rollout.fleet cluster.placement trainers.stages workers.frozen",
     "interactive_chat": "evaluation.chat launch.prompt_data launch.settings models.loading",
     "pipeline": "launch.pipeline",

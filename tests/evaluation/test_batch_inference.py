@@ -1,6 +1,4 @@
-"""Post-processors against loops written from their definitions, the journal under kills, and failed
-answers.
-"""
+"""Batch inference: post-processors, the journal, failed answers, and what a dry run prints."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from openrlhf.core.trajectory import Failure, Prompt, StopReason, Trajectory, Tr
 from openrlhf.data.errors import DataError
 from openrlhf.data.first_start import FirstStart
 from openrlhf.data.prompts import AnsweredDataset
-from openrlhf.evaluation import batch_inference
+from openrlhf.evaluation import batch_inference, processes
 from openrlhf.evaluation.batch_inference import keep
 from openrlhf.evaluation.journal import Journal
 from openrlhf.evaluation.post_processing import POST_PROCESSORS
@@ -54,7 +52,7 @@ def processed(name: str, line: str = "", rows: list[dict[str, Any]] = ROWS) -> l
     )
 
 
-def test_rejection_sampling_keeps_the_first_of_the_best_of_each_input() -> None:
+def test_rejection_sampling_keeps_the_first_of_the_best_outputs_of_each_input() -> None:
     best: dict[str, dict[str, Any]] = {}
     for row in ROWS:
         if row["input"] not in best or row["reward"] > best[row["input"]]["reward"]:
@@ -63,7 +61,7 @@ def test_rejection_sampling_keeps_the_first_of_the_best_of_each_input() -> None:
     assert [row["output"] for row in processed("rs")] == ["a2", "b5", "c3"]
 
 
-def test_pairs_are_the_ends_of_each_input_and_equal_rewards_make_none() -> None:
+def test_pairs_are_the_best_and_worst_output_of_each_input_and_need_unequal_rewards() -> None:
     rewards: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for row in ROWS:
         rewards[row["input"]].append((row["reward"], row["output"]))
@@ -79,15 +77,15 @@ def test_pairs_are_the_ends_of_each_input_and_equal_rewards_make_none() -> None:
     assert list(rows[0]) == ["prompt", "chosen", "chosen_reward", "rejected", "rejected_reward"]
 
 
-def test_equal_outputs_make_no_pair_whatever_their_rewards() -> None:
-    """A reward model gives one text unlike rewards in unlike batches, by rounding."""
+def test_equal_outputs_make_no_pair_even_if_their_rewards_differ() -> None:
+    """A reward model gives a text different rewards in different batches, because of rounding."""
     rows = [
         {"input": "a", "output": "x", "reward": reward} for reward in (0.124543868, 0.124543861)
     ]
     assert processed("iter_dpo", rows=rows) == []
 
 
-def test_a_conditioned_input_says_the_reward_with_two_decimals() -> None:
+def test_conditioned_input_has_the_reward_with_two_decimals() -> None:
     rows = processed("csft")
     assert [row["input"] for row in rows[:3]] == [
         "a <rm_score>: 0.50 ",
@@ -99,7 +97,7 @@ def test_a_conditioned_input_says_the_reward_with_two_decimals() -> None:
     ]
 
 
-def test_normalised_rewards_are_those_of_all_rows_with_the_unbiased_deviation() -> None:
+def test_normalize_enable_uses_mean_and_unbiased_deviation_of_all_rows() -> None:
     mean = sum(row["reward"] for row in ROWS) / len(ROWS)
     deviation = math.sqrt(sum((row["reward"] - mean) ** 2 for row in ROWS) / (len(ROWS) - 1))
     rows = processed("csft", "--reward.normalize_enable --reward_template {reward}|{input}")
@@ -109,7 +107,7 @@ def test_normalised_rewards_are_those_of_all_rows_with_the_unbiased_deviation() 
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_equal_rewards_are_normalised_to_zero(count: int) -> None:
+def test_normalize_enable_turns_equal_rewards_into_zero(count: int) -> None:
     rows = [{"input": "{reward}", "output": "x", "reward": 0.1}] * count
     assert [row["input"] for row in processed("csft", "--reward.normalize_enable", rows)] == [
         "{reward} <rm_score>: 0.00 "
@@ -124,7 +122,7 @@ def results(path: Path, identity: dict[str, Any] | None = None) -> dict[int, Any
     return journal.results
 
 
-def test_a_journal_cut_at_any_byte_has_whole_rows_and_goes_on(tmp_path: Path) -> None:
+def test_journal_cut_at_any_byte_keeps_whole_rows_and_can_be_continued(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     journal = Journal(path, {"--best_of_n": 2})
     rows = {5: ["a\nb", "é"], 1: ["", "x"], 3: [0.25]}
@@ -142,40 +140,39 @@ def test_a_journal_cut_at_any_byte_has_whole_rows_and_goes_on(tmp_path: Path) ->
         assert results(path) == rows
 
 
-def test_results_of_other_settings_are_refused_with_both_values(tmp_path: Path) -> None:
+def test_journal_of_other_settings_is_refused_with_both_values(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     results(path)
-    with pytest.raises(DataError, match="begun with other settings") as refused:
+    with pytest.raises(DataError, match="--best_of_n: 2 there, 3 here"):
         results(path, {"--best_of_n": 3})
-    assert "--best_of_n: 2 there, 3 here" in str(refused.value)
     assert results(path) == {}
 
 
-def test_a_finished_file_of_the_same_request_or_of_unknown_origin_is_refused(
+def test_finished_file_of_the_same_request_or_of_unknown_origin_is_refused(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "out.jsonl"
     finished(path, {"--best_of_n": 2})
     for _ in range(2):
-        with pytest.raises(DataError, match="is there already: delete it, or give another path"):
+        with pytest.raises(DataError, match=f"--output_path {path}"):
             Journal(path, {"--best_of_n": 2})
         (tmp_path / "out.jsonl.request").unlink(missing_ok=True)
     assert path.read_text() == "{'--best_of_n': 2}\n"
 
 
-def test_the_finished_file_of_another_request_is_moved_aside_with_a_notice(
+def test_finished_file_of_another_request_is_moved_aside_with_a_notice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the iterations of published scripts, which all write to one path."""
+    """The iterations of published scripts all write to one path."""
     path = tmp_path / "generate.jsonl"
     for iteration in range(3):
         finished(path, {"rows": iteration})
-    said = capsys.readouterr().err.splitlines()
+    notices = capsys.readouterr().err.splitlines()
     kept = [tmp_path / "earlier" / name for name in ("1", "2")]
-    assert said == [
-        f"[notice] --output_path {path} had the results of another request, which are now in {folder}."
-        for folder in kept
-    ]
+    assert len(notices) == len(kept)
+    for notice, folder in zip(notices, kept, strict=True):
+        assert notice.startswith("[notice] ")
+        assert f"--output_path {path} " in notice and f" {folder}." in notice
     assert [(folder / path.name).read_text() for folder in kept] == [
         "{'rows': 0}\n",
         "{'rows': 1}\n",
@@ -184,7 +181,7 @@ def test_the_finished_file_of_another_request_is_moved_aside_with_a_notice(
 
 
 def finished(path: Path, identity: dict[str, Any]) -> None:
-    """A command with this identity from its beginning to its end."""
+    """Write results and final file as a command with this identity does."""
     journal = Journal(path, identity)
     assert journal.results == {}
     journal.add(0, ["x"])
@@ -196,8 +193,8 @@ def finished(path: Path, identity: dict[str, Any]) -> None:
 # ---- failed answers
 
 
-class Shown:
-    """A recorder that only shows."""
+class DisplayOnly:
+    """A recorder that has only a display."""
 
     def __init__(self) -> None:
         self.display = Display(quiet=True)
@@ -216,11 +213,11 @@ def answers(row: int, *texts: str, error: str | None = None) -> list[Trajectory]
     return group
 
 
-def test_a_row_with_a_failed_answer_is_reported_and_left_for_the_next_command(
+def test_row_with_a_failed_answer_is_returned_and_not_written_to_the_journal(
     tmp_path: Path,
 ) -> None:
     journal = Journal(tmp_path / "out.jsonl", {})
-    recorder: Any = Shown()
+    recorder: Any = DisplayOnly()
     failed = keep(
         [answers(0, "x", "y"), answers(2, "x", "y", error="no engine"), answers(1, "", "z")],
         journal,
@@ -232,14 +229,14 @@ def test_a_row_with_a_failed_answer_is_reported_and_left_for_the_next_command(
 
 
 @pytest.mark.parametrize(("seconds", "notes"), [(1.0, 0), (0.05, 3)])
-def test_through_a_pipe_a_note_says_the_speed_as_time_goes_by(
+def test_progress_without_a_bar_is_printed_once_per_interval(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     seconds: float,
     notes: int,
 ) -> None:
-    """Three rows of two answers of one token each, every 0.1 s: 20 tokens a second."""
+    """Three rows of two answers with one token each, a row every 0.1 s: 20 tokens per second."""
     clock = [0.0]
 
     def rows() -> Iterator[list[Trajectory]]:
@@ -248,15 +245,17 @@ def test_through_a_pipe_a_note_says_the_speed_as_time_goes_by(
             yield answers(row, "x", "y")
 
     monkeypatch.setattr(batch_inference, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(batch_inference, "NOTE_EVERY_S", seconds)
-    recorder: Any = Shown()
+    monkeypatch.setattr(processes, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(processes, "NOTE_INTERVAL_S", seconds)
+    recorder: Any = DisplayOnly()
     keep(rows(), Journal(tmp_path / "out.jsonl", {}), recorder)
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == notes
-    assert said[-1:] == ["3 rows have results, 20 tokens/s, 0 rows failed."] * bool(notes)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == notes
+    if printed:
+        assert all(part in printed[-1] for part in ("3 rows", "0 rows failed", "20 tokens/s"))
 
 
-# ---- what is read, and what a dry run shows
+# ---- reading rows, and the output of a dry run
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '<eos>\n' }}{% endfor %}"
@@ -266,7 +265,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A language model with a chat template, and a reward model of it."""
+    """Save a language model with a chat template, and a reward model of it."""
     folder = tmp_path_factory.mktemp("models")
     sizes: dict[str, Any] = {**HEADS, "max_position_embeddings": 4096}
     save_tiny_model(folder / "model", chat_template=TEMPLATE, **sizes)
@@ -278,7 +277,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dry_run(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[str, str]]:
-    """What a dry run prints and notes of rows with these flags."""
+    """Return a function that runs a dry run on rows, and returns its output and notices."""
 
     def run(rows: list[dict[str, Any]], line: str) -> tuple[str, str]:
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -301,10 +300,10 @@ DATED = "{% for m in messages %}{{ strftime_now('%Y-%m-%d') + m['content'] }}{% 
 
 @pytest.mark.parametrize("record", ["request", "older release"])
 @pytest.mark.parametrize("other", ["", "seed", "row"])
-def test_rows_have_the_date_of_the_first_start_of_their_own_request(
+def test_rows_are_rendered_with_the_date_of_the_first_start_of_their_own_request(
     models: Path, tmp_path: Path, other: str, record: str
 ) -> None:
-    """A finished file of another request says nothing about the date."""
+    """The date of a finished file of another request is not used."""
     source = tmp_path / "rows.jsonl"
     source.write_text('{"question": "x"}\n')
     final = tmp_path / "out.jsonl"
@@ -343,14 +342,14 @@ def test_rows_have_the_date_of_the_first_start_of_their_own_request(
             Journal(final, identity, request=request)
 
 
-def test_results_so_far_continue_if_another_request_renders_the_same_rows(tmp_path: Path) -> None:
+def test_journal_is_continued_if_another_request_renders_the_same_rows(tmp_path: Path) -> None:
     final = tmp_path / "out.jsonl"
     Journal(final, {"--best_of_n": 2}).add(0, ["a"])
     assert Journal(final, {"--best_of_n": 2}, request="one").results == {0: ["a"]}
     assert Journal(final, {"--best_of_n": 2}, request="other").results == {0: ["a"]}
 
 
-def test_a_dry_run_shows_template_and_tokens_of_prompts_as_they_are_cut(dry_run: Any) -> None:
+def test_dry_run_prints_the_template_and_the_tokens_of_cut_prompts(dry_run: Any) -> None:
     rows = [{"question": "123456789", "response": "x"}] * 3
     printed, noted = dry_run(
         rows, "--data.input_template q{}a --data.max_len 8 --rollout.max_new_tokens 4"
@@ -363,13 +362,13 @@ def test_a_dry_run_shows_template_and_tokens_of_prompts_as_they_are_cut(dry_run:
     assert "output_key" not in noted
 
 
-def test_a_dry_run_shows_the_suffix_of_conditional_fine_tuning(dry_run: Any) -> None:
+def test_dry_run_prints_the_suffix_of_conditional_fine_tuning(dry_run: Any) -> None:
     printed, noted = dry_run([{"input": "1+1="}], "--input_key input --csft.enable --csft.prompt 5")
     assert "\n1+1= 5 \n" in printed
     assert "layout" not in noted
 
 
-def test_a_dry_run_of_scoring_shows_the_text_that_is_scored_and_its_last_token(
+def test_dry_run_of_scoring_prints_the_scored_text_and_marks_its_last_token(
     dry_run: Any,
 ) -> None:
     rows = [
@@ -396,10 +395,10 @@ CHAT: list[dict[str, str]] = [
 
 
 @pytest.mark.parametrize("flag", ["", "--data.output_key="])
-def test_the_answer_of_a_chat_without_a_column_of_answers_is_its_last_turn(
+def test_answer_of_a_chat_without_an_answer_column_is_its_last_turn(
     dry_run: Any, flag: str
 ) -> None:
-    """The command of the published script of conditional fine-tuning."""
+    """The command is that of the published script of conditional fine-tuning."""
     rows = [{"chosen": [*CHAT, {"role": "assistant", "content": "4"}], "rejected": [*CHAT]}]
     printed, noted = dry_run(
         rows, f"--eval_task rm --input_key chosen --apply_chat_template {flag}"
@@ -409,7 +408,7 @@ def test_the_answer_of_a_chat_without_a_column_of_answers_is_its_last_turn(
     assert "[notice] 1 of 1 rows kept." in noted
 
 
-def test_prompt_and_answer_are_written_as_the_chat_template_renders_them(models: Path) -> None:
+def test_prompt_and_answer_are_rendered_with_the_chat_template(models: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(models / "reward")
     data = InferenceDataConfig(apply_chat_template=True, max_len=64)
     rows = Dataset.from_list([{"input": CHAT, "output": "4"}, {"input": CHAT, "output": "5"}])
@@ -428,7 +427,7 @@ def test_prompt_and_answer_are_written_as_the_chat_template_renders_them(models:
     assert (row.text, row.label, tokenizer.decode(row.tokens)) == ("q1a", "2\n", "q1a2 <eos>")
 
 
-def test_a_text_without_a_column_of_answers_is_refused(dry_run: Any) -> None:
+def test_text_without_an_answer_column_is_refused(dry_run: Any) -> None:
     with pytest.raises(DataError, match=r"no column 'output', which --data\.output_key names"):
         dry_run([{"input": "1"}], "--task rm")
     with pytest.raises(DataError, match=r"--data\.output_key is not set"):

@@ -1,4 +1,4 @@
-"""The text of a conversation, and what is forgotten when it grows too long."""
+"""Chat: the text of a conversation, dropped turns, sampling settings, and commands of the user."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ CHATML = (
 
 
 class Parrot:
-    """A model that answers with the same tokens, one at a time; `interrupts`: Ctrl-C after so many."""
+    """A model that always answers with the same tokens, one at a time.
+
+    `interrupts`: the number of tokens after which the user presses Ctrl-C.
+    """
 
     device = "cpu"
 
@@ -58,64 +61,64 @@ def chat(line: str, template: str | None = "q{}a", chat_template: str | None = N
     return Chat(config=parse("interactive_chat", line), tokenizer=tokenizer, template=template)
 
 
-def test_a_space_that_the_model_has_learned_with_its_answers_is_left_to_them() -> None:
-    """Alone at the end of a prompt it would be a token that no answer has ever followed."""
+def test_last_space_of_a_template_is_removed_if_the_tokenizer_joins_it_with_the_answer() -> None:
+    """In training, no answer has followed a token of that space alone."""
     template = "User: {}\nAssistant: "
     for tokenizer, used in ((spaced_tokenizer(), template[:-1]), (character_tokenizer(), template)):
         talk = Chat(config=parse("interactive_chat", ""), tokenizer=tokenizer, template=template)
         assert talk.text("hi") == used.replace("{}", "hi")
 
 
-def test_turns_follow_each_other_in_the_template_behind_system_and_preamble(
+def test_prompt_has_system_text_preamble_and_all_turns_in_the_template(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "p.txt").write_text("pre\n")
-    talk, parrot = (
-        chat(f"--system sys --preamble {tmp_path}/p.txt --csft.enable --csft.prompt 5"),
-        Parrot("ok<eos>"),
-    )
+    talk = chat(f"--system sys --preamble {tmp_path}/p.txt --csft.enable --csft.prompt 5")
+    parrot = Parrot("ok<eos>")
     talk.answer("x", parrot)
     talk.answer("y", parrot)
     assert parrot.asked == ["sys\npre\nqxa 5 ", "sys\npre\nqxaok\nqya 5 "]
     assert capsys.readouterr().out == "ok\nok\n"
 
 
-def test_an_empty_answer_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_answer_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     chat("").answer("x", Parrot("<eos>"))
-    assert capsys.readouterr().out == "(The answer is empty.)\n"
+    printed = capsys.readouterr().out
+    assert "empty" in printed and printed.count("\n") == 1
 
 
-def test_a_preamble_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_preamble_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.bin").write_bytes(b"\x8a")
-    with pytest.raises(
-        ConfigError, match=f"--preamble {tmp_path}/p.bin cannot be read as a text file in UTF-8"
-    ):
+    with pytest.raises(ConfigError, match=f"--preamble {tmp_path}/p.bin"):
         chat(f"--preamble {tmp_path}/p.bin")
 
 
-def test_a_chat_template_gets_messages() -> None:
+def test_chat_template_renders_system_text_and_turns_as_messages() -> None:
     talk = chat("--system sys", template=None, chat_template=CHATML)
     talk.turns.append(("a", "b"))
     assert talk.text("c") == "system:sys/user:a/assistant:b/user:c/assistant:"
 
 
-def test_the_oldest_turns_are_forgotten_with_a_notice_and_the_answer_has_its_room(
+def test_oldest_turns_are_dropped_with_a_notice_until_the_answer_has_room(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """20 tokens, 10 of them for the answer: a turn with its message has 6, so one fits beside the
-    next message.
+    """There are 20 tokens, 10 of them for the answer.
+
+    A turn has 6, so one turn fits beside the next message.
     """
-    talk, parrot = chat("--data.max_len 20 --rollout.max_new_tokens 10"), Parrot("bb<eos>")
+    talk = chat("--data.max_len 20 --rollout.max_new_tokens 10")
+    parrot = Parrot("bb<eos>")
     for message in ("1", "2", "3"):
         talk.answer(message, parrot)
     assert parrot.asked == ["q1a", "q1abb\nq2a", "q2abb\nq3a"]
     assert parrot.budgets == [10, 10, 10]
-    assert "The oldest turn no longer fits into --data.max_len" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "[notice]" in printed and "--data.max_len" in printed
     talk.answer("123456789012", parrot)
     assert parrot.asked[-1] == "456789012a"
 
 
-def test_an_interrupt_ends_the_answer_and_what_was_said_is_remembered(
+def test_interrupt_stops_the_answer_and_keeps_the_turn(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     talk = chat("")
@@ -135,7 +138,7 @@ def test_an_interrupt_ends_the_answer_and_what_was_said_is_remembered(
         {"do_sample": True, "min_p": 0.9},
     ],
 )
-def test_chat_answers_as_the_flags_say_whatever_the_models_generation_configuration_has(
+def test_answers_depend_on_the_flags_and_not_on_the_models_generation_configuration(
     tmp_path: Path,
     stored: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -158,7 +161,7 @@ def test_chat_answers_as_the_flags_say_whatever_the_models_generation_configurat
 @pytest.mark.parametrize(
     ("flag", "stored", "expected"), [("", 1.3, 1.3), ("", None, 1.0), ("1.1", 1.3, 1.1)]
 )
-def test_repetition_penalty_is_the_flags_then_the_models_then_none(
+def test_repetition_penalty_comes_from_the_flag_then_from_the_model(
     flag: str, stored: float | None, expected: float
 ) -> None:
     model = SimpleNamespace(generation_config=GenerationConfig(repetition_penalty=stored))
@@ -166,7 +169,7 @@ def test_repetition_penalty_is_the_flags_then_the_models_then_none(
     assert decide_sampling(config, model).rollout.repetition_penalty == expected
 
 
-def test_the_format_is_that_of_the_flags_then_of_training_then_the_tokenizers() -> None:
+def test_template_comes_from_the_flags_then_from_training_then_from_the_tokenizer() -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = None
     assert template_of(parse("interactive_chat", ""), tokenizer) == PLAIN
@@ -185,7 +188,7 @@ def test_the_format_is_that_of_the_flags_then_of_training_then_the_tokenizers() 
 
 
 class Loaded:
-    """What the loading of a model gives."""
+    """A loaded model."""
 
     def __init__(self, model: Parrot) -> None:
         self.model = model
@@ -195,7 +198,7 @@ class Loaded:
 
 
 def run_with(monkeypatch: pytest.MonkeyPatch, folder: Path, typed: str, line: str) -> Parrot:
-    """A chat with a parrot, to which these lines are typed."""
+    """Type these lines in a chat with a parrot, and return the parrot."""
     save_tiny_model(folder / "model")
     parrot = Parrot("ok<eos>")
     monkeypatch.setattr(chat_module, "load_causal_lm", lambda spec: Loaded(parrot))
@@ -206,14 +209,14 @@ def run_with(monkeypatch: pytest.MonkeyPatch, folder: Path, typed: str, line: st
 
 
 @pytest.mark.parametrize("reset", ["/reset", "clear"])
-def test_a_reset_forgets_what_was_said_but_not_the_system_prompt(
+def test_reset_removes_the_turns_and_keeps_the_system_prompt(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reset: str
 ) -> None:
     parrot = run_with(monkeypatch, tmp_path, f"a\nb\n{reset}\nc\n/exit\nd\n", "--system sys")
     assert parrot.asked == ["sys\nqaa", "sys\nqaaok\nqba", "sys\nqca"]
 
 
-def test_a_dry_run_of_a_chat_shows_the_tokens_of_a_prompt(
+def test_dry_run_of_a_chat_prints_the_tokens_of_a_prompt(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parrot = run_with(

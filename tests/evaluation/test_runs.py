@@ -1,6 +1,4 @@
-"""What `openrlhf eval` does besides sampling: answers that are there already, and reading what the
-flags name.
-"""
+"""`openrlhf eval` without sampling: answers of a column, reading of the data, and a dry run."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ SPEC = SamplingSpec(
 
 
 class Length(Reward):
-    """Rewards with the length of the response; fails on one that has an x."""
+    """A reward that is the length of the response, and fails on a response with an x."""
 
     async def check(self) -> None: ...
 
@@ -51,10 +49,8 @@ class Length(Reward):
         ]
 
 
-def test_written_answers_meet_their_prompts_and_are_rewarded_like_sampled_ones() -> None:
-    """Two prompts are the same, one is longer than there is room for, one answer cannot be
-    rewarded.
-    """
+def test_written_answers_go_to_their_prompts_and_are_rewarded_like_sampled_answers() -> None:
+    """Two prompts are equal, one prompt is too long, and one answer cannot be rewarded."""
     tokenizer = character_tokenizer()
     texts = {"a=": "b", "12345678": "cc", "c=": "x"}
     asked = ["a=", "12345678", "a=", "c="]
@@ -70,15 +66,15 @@ def test_written_answers_meet_their_prompts_and_are_rewarded_like_sampled_ones()
     assert [episode.failed for episode in episodes] == [False, False, False, True]
 
 
-def test_a_judge_reads_the_answer_alone_without_special_tokens() -> None:
+def test_judge_reads_text_without_special_tokens() -> None:
     tokenizer = character_tokenizer()
     text = given_text(tokenizer, 3, "x", tokenizer("2+2=4<eos>")["input_ids"])
     assert (text.prompt.index, text.prompt.datasource, text.response_text) == (3, "x", "2+2=4<eos>")
-    assert sampled(text) == []  # a reward model reads it, nobody sampled it
+    assert sampled(text) == []
     assert readable(tokenizer, text.tokens) == "2+2=4"
 
 
-# ---- mistakes, before any process is started
+# ---- checks before any process starts
 
 
 @pytest.fixture
@@ -96,7 +92,7 @@ def config_of(model: str, line: str) -> EvaluationConfig:
     )
 
 
-def test_a_column_of_answers_ends_each_with_end_of_text(model: str) -> None:
+def test_answers_of_a_column_end_with_end_of_text(model: str) -> None:
     config = config_of(model, "--task rm_accuracy --reward.model_name_or_path {model}")
     tokenizer = character_tokenizer()
     assert read_answers(config, tokenizer, "output") == [tokenizer("2<eos>")["input_ids"]]
@@ -105,7 +101,7 @@ def test_a_column_of_answers_ends_each_with_end_of_text(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "error", "said"),
+    ("line", "error", "message"),
     [
         (
             "--task rm_accuracy --reward.model_name_or_path {model}",
@@ -129,28 +125,24 @@ def test_a_column_of_answers_ends_each_with_end_of_text(model: str) -> None:
         ),
     ],
 )
-def test_wrong_models_and_columns_are_told(
-    model: str, line: str, error: type[Exception], said: str
+def test_unsuitable_models_and_missing_columns_are_refused(
+    model: str, line: str, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         run_evaluation(config_of(model, line))
 
 
-def test_a_dry_run_shows_the_prompts_and_starts_nothing(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_prints_the_prompts(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = "--model.model_name_or_path {model} --reward.verifier length --data.label_key output --dry_run"
     run_evaluation(config_of(model, line))
     assert "--- prompt of row 1, label '2': 4 tokens, ids" in capsys.readouterr().out
 
 
-def test_pairs_are_rewarded_in_the_format_of_the_reward_models_training_unless_a_flag_names_another(
+def test_pairs_have_the_format_of_the_reward_models_training_unless_a_flag_sets_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows, path = (
-        tmp_path / "pairs.jsonl",
-        save_reward_model(tmp_path / "rm", Path(save_tiny_model(tmp_path / "model"))),
-    )
+    rows = tmp_path / "pairs.jsonl"
+    path = save_reward_model(tmp_path / "rm", Path(save_tiny_model(tmp_path / "model")))
     rows.write_text(json.dumps({"prompt": "1+1=", "chosen": "2", "rejected": "3"}) + "\n")
     tokenizer = character_tokenizer()
     record(tokenizer, TextFormat(input_template="Q{}A"))

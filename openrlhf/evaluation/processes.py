@@ -1,0 +1,131 @@
+"""Engines and reward models of commands without training. They use the devices in turn."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from time import monotonic
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.cluster.placement import HostGroup, Placement, engine_group
+from openrlhf.cluster.ray_cluster import places_now, ray_cluster
+from openrlhf.cluster.worker_group import WorkerGroup, gather
+from openrlhf.config.evaluation import EvaluationConfig
+from openrlhf.config.inference import BatchInferenceConfig
+from openrlhf.launch import settings
+from openrlhf.launch.processes import connect_hosts, make_hosts
+from openrlhf.launch.ray_loss import RayLoss
+from openrlhf.models.weights import require_finite_files
+from openrlhf.observability.display import Display
+from openrlhf.observability.recorder import Recorder
+from openrlhf.rollout.engine_settings import engine_device
+from openrlhf.rollout.fleet import Fleet
+from openrlhf.trainers.stages import EarlyStages, RewardModels
+from openrlhf.workers.frozen import RewardWorker
+
+NOTE_INTERVAL_S = 30.0  # between notes of progress, if the display has no bar
+
+
+@contextmanager
+def recorded_run(config: EvaluationConfig | BatchInferenceConfig) -> Iterator[Recorder]:
+    """Open a run folder, and connect to a running Ray cluster or start one, until the block exits.
+
+    Yields the recorder of the run folder.
+    """
+    loss = RayLoss()
+    with (
+        closing(Recorder(config, config.run.dir)) as recorder,
+        loss.closing(recorder.close),
+        ray_cluster(largest_phase(config), loss),
+    ):
+        yield recorder
+        loss.finished = True
+
+
+@contextmanager
+def engines(
+    config: settings.Engines,
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    name: str,
+    logs: Path,
+) -> Iterator[Fleet]:
+    """Run the engines of a model until the block exits.
+
+    Raises ModelError for weights that are NaN or infinite.
+    """
+    require_finite_files(path)  # vLLM reads the files itself
+    group = engine_group(config.vllm, name)
+    plan = exclusive(group)
+    engine_settings = settings.engine_settings(config, path, engine_device(), tokenizer)
+    with (
+        closing(Fleet(group, places_now(plan)[name], on_gpus=plan.on_gpus)) as fleet,
+        fleet.naming_logs(),
+    ):
+        fleet.start(engine_settings, log_dir=str(logs), timeout_s=config.train.setup_timeout)
+        fleet.wait()
+        yield fleet
+        fleet.stop()
+
+
+@contextmanager
+def reward_models(config: settings.Sampling, *, logs: Path) -> Iterator[EarlyStages]:
+    """Run the reward models until the block exits."""
+    group = reward_hosts(config)
+    plan = exclusive(group)
+    machines = places_now(plan)[group.name]
+    with closing(make_hosts(group, machines, config.ds, on_gpus=plan.on_gpus)) as hosts:
+        connect_hosts(config, hosts, log_dir=str(logs))
+        workers = WorkerGroup(hosts, "reward")
+        created = workers.create(RewardWorker, settings.reward_settings(config))
+        gather(created, timeout_s=config.train.setup_timeout, doing="load the models")
+        yield EarlyStages(
+            models=RewardModels(workers, config.reward), timeout_s=config.train.step_timeout
+        )
+
+
+def exclusive(group: HostGroup) -> Placement:
+    """Return the placement of a group that has the devices to itself."""
+    return Placement(groups=(group,), on_gpus=engine_device() == "cuda")
+
+
+def largest_phase(config: EvaluationConfig | BatchInferenceConfig) -> Placement:
+    """Return the placement that takes most slots: of the engines or of the reward models."""
+    phases: list[HostGroup] = []
+    if config.samples_answers:
+        phases.append(engine_group(config.vllm, "vllm"))
+    if config.reward.models:
+        phases.append(reward_hosts(config))
+    return exclusive(max(phases, key=lambda group: group.slots))
+
+
+def reward_hosts(config: settings.Sampling) -> HostGroup:
+    """Return the processes of the reward models."""
+    reward = config.reward
+    return HostGroup(
+        name="reward", roles=("reward",), nodes=reward.num_nodes, per_node=reward.num_gpus_per_node
+    )
+
+
+def announce_engines(recorder: Recorder, config: settings.Engines, path: str) -> None:
+    """Print that engines are loading a model. They print nothing until they have started."""
+    recorder.display.status("starting engines")
+    recorder.display.note(
+        f"Starting {config.vllm.num_engines} engine(s) of {path}; logs: {recorder.folder.logs}"
+    )
+
+
+class Progress:
+    """Progress of a command: beside the bar, or without a bar in a note every NOTE_INTERVAL_S."""
+
+    def __init__(self, display: Display) -> None:
+        self.display = display
+        self._last_note = monotonic()
+
+    def show(self, text: str, *, done: int | None = None) -> None:
+        """Show the text beside the bar, or print it if a note is due. `done` moves the bar."""
+        self.display.status(text, done=done)
+        if not self.display.live and monotonic() - self._last_note >= NOTE_INTERVAL_S:
+            self._last_note = monotonic()
+            self.display.note(f"{text}.")
