@@ -95,7 +95,7 @@ READERS = {
     "eval": "evaluation.runs evaluation.processes trainers.reward trainers.sources trainers.stages workers.frozen launch.prompt_data launch.processes launch.agents agents.play rewards.rule rewards.function rewards.judge "
     "observability.recorder observability.trackers data.rows data.prompts data.feedback rollout.fleet cluster.placement",
     "reward_test": "evaluation.reward_test rewards.rule rewards.function",
-    "batch_inference": "evaluation.batch_inference launch.identity evaluation.processes evaluation.post_processing launch.prompt_data launch.processes "
+    "batch_inference": "evaluation.batch_inference launch.identity evaluation.runs evaluation.processes evaluation.post_processing launch.prompt_data launch.processes "
     "observability.recorder observability.trackers data.prompts data.sft data.rows data.first_look rollout.fleet cluster.placement trainers.stages workers.frozen",
     "interactive_chat": "evaluation.chat launch.prompt_data launch.settings models.loading",
     "pipeline": "launch.pipeline",
