@@ -75,6 +75,7 @@ WITHIN_BOUNDS = [
     "models",
     "observability",
     "rewards",
+    "rollout",
     "serving",
     "workers",
 ]

@@ -1,4 +1,4 @@
-"""An event loop in its own thread: asynchronous generation for a loop that is not asynchronous."""
+"""An event loop in its own thread: asynchronous generation for synchronous code."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ class RolloutError(UserError, RuntimeError):
 
 
 class BackgroundLoop:
-    """Runs coroutines for synchronous code: generation, and what it waits for, in one event loop."""
+    """Runs coroutines for synchronous code in one event loop: generation and all it waits for."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -28,24 +28,27 @@ class BackgroundLoop:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """The result of `work`. Raises RolloutError if it takes longer than `timeout_s` seconds."""
+        """Return the result of `work`.
+
+        Raises RolloutError if it takes longer than `timeout_s` seconds.
+        """
         future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._loop)
         try:
             return future.result()
         except TimeoutError as error:
             raise RolloutError(
-                f"no group of samples was generated and rewarded within {timeout_s:g} s. If the responses are merely "
-                "long, raise --train.step_timeout, or lower --rollout.max_new_tokens or --rollout.batch_size."
+                f"no group of samples was generated and rewarded within {timeout_s:g} s. If the "
+                "responses are merely long, raise --train.step_timeout, or lower "
+                "--rollout.max_new_tokens or --rollout.batch_size."
             ) from error
-        except BaseException:  # Ctrl-C: nobody waits any more
+        except BaseException:  # such as Ctrl-C: the result is no longer needed
             future.cancel()
             raise
 
     def iterate(self, stream: AsyncGenerator[T], timeout_s: float) -> Iterator[T]:
-        """The items of `stream`, each waited for at most `timeout_s` seconds. The stream is closed
-        at the end.
+        """Yield the items of `stream`, and close it at the end.
 
-        Raises RolloutError if an item takes longer.
+        Raises RolloutError if an item takes longer than `timeout_s` seconds.
         """
 
         async def advance() -> Any:

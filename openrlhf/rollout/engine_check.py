@@ -1,12 +1,10 @@
-"""Asks vLLM whether `--vllm.engine_args` are arguments of its engine: names, and the types of their
-values.
+"""The check of `--vllm.engine_args` by vLLM itself: names of arguments, and types of their values.
 
 The check runs in its own process, which takes 5 s. Importing vLLM changes the environment, which
 later processes would inherit.
 """
 
 import dataclasses
-import difflib
 import json
 import os
 import subprocess
@@ -15,13 +13,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from openrlhf.config.engine_args import drafting
-from openrlhf.config.options import ConfigError
+from openrlhf.config.flags import ConfigError, did_you_mean, nearest
 from openrlhf.rollout.engine_settings import Device, engine_environment
 
 
 def check_engine_args(extra: Mapping[str, Any], device: Device) -> None:
-    """Raise ConfigError for an unknown argument of vLLM, or a value of another type. No device is
-    touched.
+    """Raise ConfigError for an argument that vLLM does not have, or a value of another type.
+
+    No device is touched.
     """
     if not extra:
         return
@@ -33,43 +32,40 @@ def check_engine_args(extra: Mapping[str, Any], device: Device) -> None:
         capture_output=True,
     )
     if answer.returncode:
-        raise RuntimeError(f"vLLM could not be asked about --vllm.engine_args:\n{answer.stderr}")
+        raise RuntimeError(f"vLLM failed to check --vllm.engine_args:\n{answer.stderr}")
     if mistakes := json.loads(answer.stdout.splitlines()[-1]):
         raise ConfigError(mistakes)
 
 
 def mistakes_in(extra: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each argument that vLLM would refuse. Imports vLLM."""
+    """Yield a sentence for each argument that vLLM would refuse. Imports vLLM."""
     from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    yield from _mistakes_of(AsyncEngineArgs, extra, "--vllm.engine_args")
-    yield from _mistakes_of(
-        SpeculativeConfig, drafting(extra), "--vllm.engine_args speculative_config"
-    )
+    flag = "--vllm.engine_args"
+    yield from _mistakes_of(AsyncEngineArgs, extra, flag)
+    yield from _mistakes_of(SpeculativeConfig, drafting(extra), f"{flag} speculative_config")
 
 
 def _mistakes_of(arguments: type, given: Mapping[str, Any], where: str) -> Iterator[str]:
     from pydantic import TypeAdapter, ValidationError
 
-    known = {
-        field.name: Any if isinstance(field.type, str) else field.type
-        for field in dataclasses.fields(arguments)
-    }
+    types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(arguments)}
     for name, value in given.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            yield f"{where}: vLLM has no argument {name}" + (
-                f". Is {near[0]} meant?" if near else "."
-            )
+        if name not in types:
+            yield f"{where}: vLLM has no argument {name}.{did_you_mean(nearest(name, types))}"
             continue
+        if isinstance(types[name], str):  # an annotation that only vLLM could evaluate
+            continue
+        text = json.dumps(value)
         try:
-            TypeAdapter(known[name]).validate_json(json.dumps(value), strict=True)
+            TypeAdapter(types[name]).validate_json(text, strict=True)
         except ValidationError as error:
-            if any(problem["type"] == "enum" for problem in error.errors()):
+            problems = error.errors()
+            if any(problem["type"] == "enum" for problem in problems):
                 continue  # vLLM takes the names of its enumerations, which pydantic does not
-            reasons = "; ".join(dict.fromkeys(problem["msg"] for problem in error.errors()))
-            yield f"{where}: {name} is {json.dumps(value)}, which vLLM does not take: {reasons}."
+            reasons = "; ".join(dict.fromkeys(problem["msg"] for problem in problems))
+            yield f"{where}: {name} is {text}, which vLLM does not accept: {reasons}."
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -40,26 +41,28 @@ from openrlhf.rollout.engine_settings import CPU_KV_CACHE_BYTES
 
 
 def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
-    """An engine whose core lives as long as the process. Raises every exception of the core's
-    start.
+    """Start an engine whose core lives as long as the process.
+
+    Raises every exception of the core's start.
     """
     register_architectures(arguments.model)
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    head_size, known = (
-        config.model_config.get_head_size(),
-        CPUAttentionBackend.get_supported_head_sizes(),
-    )
-    if head_size not in known:  # vLLM would die at the first sample without a message
+    head_size = config.model_config.get_head_size()
+    supported = CPUAttentionBackend.get_supported_head_sizes()
+    if head_size not in supported:  # vLLM would die at the first sample without a message
         raise ValueError(
-            f"vLLM's CPU attention has kernels for heads of {known} entries, but the heads of {arguments.model} have "
-            f"{head_size} entries. Use a model with one of these sizes (hidden size ÷ attention heads)."
+            f"vLLM's CPU attention has kernels for heads of {supported} entries, but the heads of "
+            f"{arguments.model} have {head_size} entries. Use a model with one of these sizes "
+            "(hidden size ÷ attention heads)."
         )
     if config.speculative_config:
         correct_rejection_sampler()
-    inputs, outputs = get_open_zmq_ipc_path(), get_open_zmq_ipc_path()
-    started, zmq = Future[_Core](), EngineZmqAddresses(inputs=[inputs], outputs=[outputs])
+    inputs = get_open_zmq_ipc_path()
+    outputs = get_open_zmq_ipc_path()
+    sockets = EngineZmqAddresses(inputs=[inputs], outputs=[outputs])
+    started = Future[_Core]()
     threading.Thread(
-        target=run_core, args=(config, zmq, started), name="vllm-engine-core", daemon=True
+        target=run_core, args=(config, sockets, started), name="vllm-engine-core", daemon=True
     ).start()
     started.result()
     addresses = {"input_address": inputs, "output_address": outputs}
@@ -73,13 +76,16 @@ def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
 
 
 def register_architectures(model: str) -> None:
-    """Give vLLM the model's class. vLLM inspects a class known only by name in a subprocess, which
-    takes 11 s once.
+    """Give vLLM the classes of a model.
+
+    vLLM inspects a class known only by name in a subprocess, which takes 11 s once.
     """
     config = Path(model) / "config.json"
-    names = json.loads(config.read_text()).get("architectures", []) if config.is_file() else []
-    for name in names:
-        if (known := ModelRegistry.models.get(name)) is not None:
+    if not config.is_file():
+        return
+    for name in json.loads(config.read_text()).get("architectures", []):
+        known = ModelRegistry.models.get(name)
+        if known is not None:
             ModelRegistry.register_model(name, known.load_model_cls())
 
 
@@ -99,21 +105,23 @@ def correct_rejection_sampler() -> None:
         replace_from: int = 0,
         replace_to: int = 0,
     ) -> Tensor:
-        expanded = x.repeat_interleave(cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)))
+        num_tokens_of_each = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+        expanded = x.repeat_interleave(num_tokens_of_each)
         return expanded.masked_fill(expanded == replace_from, replace_to)
 
     def constrain_drafts(
         logits: Tensor, cu_num_draft_tokens: Tensor, sampling_metadata: SamplingMetadata
     ) -> Tensor:
-        return constrain(logits, cu_num_draft_tokens, sampling_metadata) if len(logits) else logits
+        if not len(logits):
+            return logits
+        return constrain(logits, cu_num_draft_tokens, sampling_metadata)
 
     rejection_sampler.expand_batch_to_tokens = expand
     rejection_sampler.apply_sampling_constraints = constrain_drafts
 
 
 class _Core(EngineCoreProc):
-    """A core that knows its addresses, so that no handshake is needed, and sends a sample when the
-    sample is finished.
+    """A core that gets its addresses without a handshake, and sends only finished samples.
 
     vLLM's core sends every token of every sample through a socket. Only the detokenizer, which
     looks for stop strings on the other side, needs them one by one.
@@ -132,37 +140,42 @@ class _Core(EngineCoreProc):
         yield self._known_addresses
 
     def _initialize_kv_caches(self, vllm_config: VllmConfig) -> KVCacheConfig:
-        """A cache of the default size is no larger than twice what a full batch of longest samples
-        needs: zeros take time.
+        """Limit a cache of the default size to twice the needs of a full batch of longest samples.
+
+        Filling the cache with zeros takes time.
         """
-        cache, full = vllm_config.cache_config, vllm_config.scheduler_config.max_num_seqs
+        cache = vllm_config.cache_config
         if cache.kv_cache_memory_bytes == CPU_KV_CACHE_BYTES:
-            specs = self.model_executor.get_kv_cache_specs()
-            sample = max(
-                max_memory_usage_bytes(vllm_config, of_worker.values()) for of_worker in specs
+            longest_sample_bytes = max(
+                max_memory_usage_bytes(vllm_config, specs.values())
+                for specs in self.model_executor.get_kv_cache_specs()  # of each worker
             )
-            cache.kv_cache_memory_bytes = min(2 * full * sample, CPU_KV_CACHE_BYTES)
+            full_batch_bytes = vllm_config.scheduler_config.max_num_seqs * longest_sample_bytes
+            cache.kv_cache_memory_bytes = min(2 * full_batch_bytes, CPU_KV_CACHE_BYTES)
         return super()._initialize_kv_caches(vllm_config)
 
     def _finished(
         self, outputs: dict[int, EngineCoreOutputs] | None, executed: bool
     ) -> tuple[dict[int, EngineCoreOutputs], bool]:
-        """The outputs of a step, without those of samples that go on."""
-        for step in (outputs or {}).values():
+        """Return the outputs of a step without those of unfinished samples, which are held."""
+        complete: dict[int, EngineCoreOutputs] = {}
+        for client, step in (outputs or {}).items():
+            finished: list[EngineCoreOutput] = []
             for output in step.outputs:
                 self._held[output.request_id].append(output)
-            step.outputs = [
-                joined(self._held.pop(output.request_id))
-                for output in step.outputs
-                if output.finished
-            ]
-        return {client: step for client, step in (outputs or {}).items() if step.outputs}, executed
+                if output.finished:
+                    finished.append(join_outputs(self._held.pop(output.request_id)))
+            step.outputs = finished
+            if finished:
+                complete[client] = step
+        return complete, executed
 
     def send_held(self) -> None:
-        """Send the tokens so far of samples that go on: the next tokens have another weight
-        version.
+        """Send the tokens that unfinished samples have so far.
+
+        Their next tokens have another weight version.
         """
-        if parts := [joined(held) for held in self._held.values()]:
+        if parts := list(map(join_outputs, self._held.values())):
             self.output_queue.put_nowait((0, EngineCoreOutputs(outputs=parts)))
         self._held.clear()
 
@@ -172,23 +185,30 @@ class _Core(EngineCoreProc):
         super().abort_requests(request_ids)
 
 
-def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
-    """The last output of a request, with the tokens and log-probabilities of all `outputs`."""
+def join_outputs(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
+    """Return the last output of a request, with the tokens and log-probabilities of all outputs."""
+    tokens: list[int] = []
+    logprobs: list[tuple[Any, ...]] = []
+    for output in outputs:
+        tokens += output.new_token_ids
+        if output.new_logprobs:
+            logprobs.append(output.new_logprobs[:3])
     last = outputs[-1]
     last.prefill_stats = outputs[0].prefill_stats
-    last.new_token_ids = [token for output in outputs for token in output.new_token_ids]
-    if logprobs := [output.new_logprobs[:3] for output in outputs if output.new_logprobs]:
+    last.new_token_ids = tokens
+    if logprobs:
         candidates, values, ranks = map(np.concatenate, zip(*logprobs, strict=True))
         last.new_logprobs = LogprobsLists(candidates, values, ranks)
     return last
 
 
 def run_core(config: VllmConfig, addresses: EngineZmqAddresses, started: Future[_Core]) -> None:
-    """Run a core until it fails. The `AsyncLLM` notices a failure; its calls then raise vLLM's
-    EngineDeadError.
+    """Run a core until it fails.
+
+    The `AsyncLLM` notices a failure; its calls then raise vLLM's EngineDeadError.
     """
     try:
-        # a copy, as a new process would have: the core changes its configuration while it starts
+        # A copy, as a new process would have: the core changes its configuration while it starts.
         core = _Core(pickle.loads(cloudpickle.dumps(config)), addresses)
     except BaseException as error:
         started.set_exception(error)
@@ -197,9 +217,9 @@ def run_core(config: VllmConfig, addresses: EngineZmqAddresses, started: Future[
     try:
         core.run_busy_loop()
     except SystemExit:
-        pass  # how the loop ends when it is asked to
+        pass  # how the loop ends on request
     except BaseException:
-        traceback.print_exc()  # vLLM's EngineDeadError points to it, and nobody else prints it
+        traceback.print_exc()  # vLLM's EngineDeadError refers to it, and vLLM does not print it
         core._send_engine_dead()
     finally:
         core.shutdown()

@@ -1,5 +1,6 @@
-"""The settings of a rollout engine, and vLLM's arguments and environment for them. Imports nothing
-heavy.
+"""The settings of a rollout engine, and vLLM's arguments and environment for them.
+
+Imports nothing heavy.
 """
 
 import os
@@ -13,7 +14,7 @@ from openrlhf.rollout.engine_versions import runner_environment
 Device = Literal["cpu", "cuda"]
 TORCH_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 ADAPTER_ID = 1  # of the one adapter that an engine serves
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's max_lora_rank
 CPU_KV_CACHE_BYTES = 2**30  # vLLM's own default is most of the machine's memory, filled with zeros
 
 
@@ -21,26 +22,31 @@ CPU_KV_CACHE_BYTES = 2**30  # vLLM's own default is most of the machine's memory
 class EngineSettings:
     """The settings that all engines of a run have in common."""
 
-    model: str  # folder or hub name
+    model: str  # folder or Hub name
     vllm: VLLMConfig  # its `engine_args` win over the arguments made from the other settings
     max_model_len: int  # prompt and response, tokens
     seed: int = 0  # of samples without a seed; the engine's index is added
     device: Device = "cpu"
     seeded: bool = True  # samples may carry seeds
     stop_strings: bool = False  # samples may carry stop strings: loads the tokenizer
-    end_token_ids: tuple[int, ...] = ()  # the tokenizer's; generation_config.json's are known
+    end_token_ids: tuple[int, ...] = ()  # the tokenizer's; vLLM reads generation_config.json's
     trust_remote_code: bool = False
-    lora_rank: int = 0  # of the adapter that is published; 0: whole weights are
+    lora_rank: int = 0  # of the adapter that is published; 0: whole weights are published
 
 
 def engine_device() -> Device:
-    """The device of engines: GPUs, or the CPU if there is no GPU."""
-    return "cuda" if count_gpus() else "cpu"
+    """Return the device of engines: GPUs, or the CPU if there is no GPU."""
+    if count_gpus():
+        return "cuda"
+    return "cpu"
 
 
 def engine_environment(device: Device) -> dict[str, str]:
-    """Environment variables of an engine's process, to be set before torch and vLLM are imported."""
-    common = cluster_settings() | {
+    """Return the environment variables of an engine's process.
+
+    They must be set before torch and vLLM are imported.
+    """
+    environment = cluster_settings() | {
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore"),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -48,22 +54,28 @@ def engine_environment(device: Device) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
     }
     if device == "cuda":
-        return common | runner_environment() | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    return (
-        common
-        | {
-            "CUDA_VISIBLE_DEVICES": "",  # a node may have GPUs that are not Ray's
-            "OMP_NUM_THREADS": "1",  # two spinning threads on two cores: 10 to 25 times slower
-            "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles its log-probability helper at the first sample: 2 to 12 s
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" binds every engine to the same core
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM adds a process between core and worker
-        }
-    )
+        return environment | runner_environment() | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    return environment | {
+        # A node may have GPUs that are not Ray's.
+        "CUDA_VISIBLE_DEVICES": "",
+        # Two spinning threads on two cores are 10 to 25 times slower.
+        "OMP_NUM_THREADS": "1",
+        # Without this, vLLM compiles its log-probability helper at the first sample: 2 to 12 s.
+        "TORCHDYNAMO_DISABLE": "1",
+        # "auto" binds every engine to the same core.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Without this, vLLM adds a process between core and worker.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
 
 
 def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `AsyncEngineArgs` for engine number `index`."""
-    vllm, on_cpu = settings.vllm, settings.device == "cpu"
+    """Return the keyword arguments of vLLM's `AsyncEngineArgs` for engine number `index`."""
+    vllm = settings.vllm
+    on_cpu = settings.device == "cpu"
+    executor = "mp"
+    if vllm.devices == 1:
+        executor = "uni"
     arguments: dict[str, Any] = {
         "model": settings.model,
         "dtype": TORCH_NAMES[vllm.dtype],
@@ -71,7 +83,7 @@ def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
         "seed": settings.seed + index,
         "tensor_parallel_size": vllm.tensor_parallel_size,
         "pipeline_parallel_size": vllm.pipeline_parallel_size,
-        "distributed_executor_backend": "uni" if vllm.devices == 1 else "mp",
+        "distributed_executor_backend": executor,
         "enable_prefix_caching": vllm.enable_prefix_caching,
         "enforce_eager": vllm.enforce_eager or on_cpu,
         "quantization": vllm.quantization,
@@ -87,17 +99,14 @@ def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
     if on_cpu:
         arguments["block_size"] = 32  # tokens; with the default of 128 a cached prefix is rare
         arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
-        arguments["compilation_config"] = {
-            "custom_ops": ["all"]
-        }  # vLLM's own kernels, as nothing is compiled
+        # Use vLLM's own kernels, because nothing is compiled.
+        arguments["compilation_config"] = {"custom_ops": ["all"]}
         if settings.seeded:
-            # if vLLM splits the prompt of a seeded sample, it rewinds the sample's generator. CPU
-            # generators cannot be rewound, and the engine dies
+            # If vLLM prefills a seeded sample in parts, it rewinds the sample's generator. CPU
+            # generators cannot be rewound, and the engine dies.
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(2048, settings.max_model_len)
     if settings.lora_rank:
-        arguments |= {
-            "enable_lora": True,
-            "max_lora_rank": min(r for r in LORA_RANKS if r >= settings.lora_rank),
-        }
+        arguments["enable_lora"] = True
+        arguments["max_lora_rank"] = min(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
     return arguments | dict(vllm.engine_args)

@@ -1,8 +1,7 @@
-"""What is done differently for vLLM 0.24 to 0.32, the supported versions. docs/gpu.md lists what
-else differs.
+"""Differences between vLLM 0.24 and 0.32, the supported versions; docs/gpu.md lists all of them.
 
-A difference that can be seen in vLLM's classes is looked for there, the others go by vLLM's number.
-Only the functions import vLLM.
+A difference that is visible in vLLM's classes is looked up there; the others depend on vLLM's
+version number. Only the functions import vLLM.
 """
 
 import asyncio
@@ -13,45 +12,46 @@ from openrlhf.config.machine import installed
 
 
 def runner_environment() -> dict[str, str]:
-    """Environment variables of a CUDA engine. The second model runner of vLLM 0.24 is not told of
-    frozen samples.
+    """Return the environment variables that choose the model runner of a CUDA engine.
+
+    vLLM 0.24 does not tell its second model runner about frozen samples.
     """
     vllm = installed("vllm")
-    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if vllm and vllm.version.startswith("0.24.") else {}
+    if vllm and vllm.version.startswith("0.24."):
+        return {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    return {}
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """Errors of vLLM's that concern the request. Below 0.27 all of them are ValueErrors."""
+    """Return vLLM's errors about a request. In vLLM below 0.27, all of them are ValueErrors."""
     from vllm import exceptions
 
-    return (
-        ValueError,
-        TypeError,
-        OverflowError,
-        getattr(exceptions, "VLLMClientError", ValueError),
-    )
+    client_error = getattr(exceptions, "VLLMClientError", ValueError)
+    return ValueError, TypeError, OverflowError, client_error
 
 
 def check_reload(config: Any) -> None:
-    """Raise ValueError if the model of a `VllmConfig` cannot take in new weights: vLLM below 0.26
-    drops some buffers.
+    """Raise ValueError if the model of a `VllmConfig` cannot take in new weights.
+
+    vLLM below 0.26 drops some buffers.
     """
     from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
-    keeps_buffers = "kernel_non_persistent_buffers" in LayerReloadingInfo.__dataclass_fields__
+    if "kernel_non_persistent_buffers" in LayerReloadingInfo.__dataclass_fields__:
+        return
+    quantised = config.quant_config is not None
     sharded = config.parallel_config.tensor_parallel_size > 1
-    if not keeps_buffers and (
-        config.model_config.is_hybrid or (config.quant_config is not None and sharded)
-    ):
+    if config.model_config.is_hybrid or (quantised and sharded):
         raise ValueError(
-            "the installed vLLM cannot take in new weights of models with linear attention, nor of quantised models on "
-            "several devices: install vLLM 0.26 or later."
+            "the installed vLLM cannot take in new weights of models with linear attention, nor of "
+            "quantised models on several devices. Install vLLM 0.26 or later."
         )
 
 
 def heed_seeds_on_cpu() -> None:
-    """Make vLLM below 0.29 heed seeds on a CPU if the batch has samples without a seed, or greedy
-    ones.
+    """Make vLLM below 0.29 use the seeds of samples on a CPU in every batch.
+
+    It ignores them if the batch has greedy samples, or samples without a seed.
     """
     from packaging.version import Version
     from vllm import __version__
@@ -62,50 +62,53 @@ def heed_seeds_on_cpu() -> None:
 
 
 def adapter_renames(model: Any) -> Any:
-    """How vLLM renames the layers of a model with the names of Transformers; None for those that it
-    leaves.
+    """Return vLLM's mapper from the layer names of Transformers to its own for this model.
+
+    It is None for a model whose layers vLLM does not rename.
     """
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
-    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
+    if hasattr(mapper, "get_rename_mapper"):
+        return mapper.get_rename_mapper()
+    return mapper
 
 
 def expert_kernel(quant_method: Any) -> Any:
-    """The packed weights of a CPU engine's experts; None if there are none. vLLM below 0.28 has
-    another name for them.
+    """Return the packed weights of a CPU engine's experts; None if there are none.
+
+    vLLM below 0.28 has another name for them.
     """
     return getattr(quant_method, "moe_kernel", None) or getattr(quant_method, "cpu_fused_moe", None)
 
 
 class SampledVersions:
-    """The weight versions that each request's tokens were sampled with. vLLM below 0.32 does not
-    keep them.
-    """
+    """The weight versions that sampled each request's tokens, which vLLM below 0.32 discards."""
 
     def __init__(self, llm: Any) -> None:
-        """Count from now on. `llm`: an `AsyncLLM` that has received nothing yet."""
-        self._llm, self._version = llm, 0
+        """Start to count. `llm`: an `AsyncLLM` that has not received anything yet."""
+        self._llm = llm
+        self._version = 0
         self._seen: dict[str, dict[int, None]] = defaultdict(dict)  # by request, in order
-        self._take = llm.engine_core.get_output_async
-        llm.engine_core.get_output_async = self._counted
+        self._get_output = llm.engine_core.get_output_async
+        llm.engine_core.get_output_async = self._get_counted_output
 
-    async def _counted(self) -> Any:
-        outputs = await self._take()
+    async def _get_counted_output(self) -> Any:
+        outputs = await self._get_output()
+        requests = self._llm.output_processor.request_states
         for output in outputs.outputs:
-            request = self._llm.output_processor.request_states.get(
-                output.request_id
-            )  # None after an abort
+            request = requests.get(output.request_id)  # None after an abort
             if output.new_token_ids and request is not None:
                 self._seen[request.external_req_id][self._version] = None
         return outputs
 
     async def switch(self, version: int) -> None:
-        """Tokens that arrive later have this version. The engine is paused, and has sent all tokens
-        so far.
+        """Count tokens that arrive from now on for `version`.
+
+        The engine is paused, and has sent all tokens so far.
         """
         while not self._llm.engine_core.outputs_queue.empty() and not self._llm.errored:
             await asyncio.sleep(0)
         self._version = version
 
     def pop(self, request: str) -> tuple[int, ...]:
-        """The versions of a request that has ended."""
+        """Return the versions of a request that has ended, and forget them."""
         return tuple(self._seen.pop(request, ()))

@@ -1,5 +1,6 @@
-"""Episodes on disk, as they were generated and rewarded: --rollout.dump_dir writes,
---rollout.replay_dir reads.
+"""Episodes on disk, as they were generated and rewarded.
+
+--rollout.dump_dir writes them, and --rollout.replay_dir reads them:
 
     step-000007.jsonl.gz    the episodes of step 7, in prompt order
     eval-000006.jsonl.gz    the episodes of the evaluation of the weights after step 6
@@ -18,7 +19,7 @@ import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -35,32 +36,42 @@ DAMAGE = (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, Attrib
 Kind = Literal["step", "eval"]
 
 
+class EpisodeFile(NamedTuple):
+    """A file of a folder, as its name describes it."""
+
+    name: str
+    kind: str
+    step: int
+
+
 class EpisodeFolder:
-    """The files of a run, each written completely or not at all. Reading raises DataError with file
-    and line.
+    """The files of a run, each written completely or not at all.
+
+    Reading raises DataError with file and line.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
 
     def file(self, kind: Kind, step: int) -> Path:
-        """The file of the episodes of a step or of an evaluation."""
+        """Return the path of the episodes of a step or of an evaluation."""
         return self.path / f"{kind}-{step:06}.jsonl.gz"
 
     def steps(self) -> list[int]:
-        """The training steps with a file, in order."""
-        return sorted(step for kind, step in self._found().values() if kind == "step")
+        """Return the training steps that have a file, in order."""
+        return sorted(file.step for file in self._files() if file.kind == "step")
 
     @property
     def last_step(self) -> int:
         """The last training step with a file; 0 if there is none."""
         return max(self.steps(), default=0)
 
-    def _found(self) -> dict[str, tuple[str, int]]:
-        names = [path.name for path in self.path.glob("*.jsonl.gz")]
-        return {
-            name: (match[1], int(match[2])) for name in names if (match := FILE.fullmatch(name))
-        }
+    def _files(self) -> list[EpisodeFile]:
+        files: list[EpisodeFile] = []
+        for path in self.path.glob("*.jsonl.gz"):
+            if match := FILE.fullmatch(path.name):
+                files.append(EpisodeFile(path.name, match[1], int(match[2])))
+        return files
 
     def begin(self, *, after: int) -> None:
         """Prepare the folder for a run that continues after step `after` (-1: a new run).
@@ -68,7 +79,7 @@ class EpisodeFolder:
         Files of later steps are set aside.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        set_aside(self.path, [name for name, (_, step) in self._found().items() if step > after])
+        set_aside(self.path, [file.name for file in self._files() if file.step > after])
 
     def write(
         self, kind: Kind, step: int, episodes: Sequence[Trajectory], *, run: Mapping[str, Any]
@@ -81,41 +92,41 @@ class EpisodeFolder:
             "episodes": len(episodes),
             "run": run,
         }
-        rows = [
-            EPISODE.dump_python(episode) | {"error": hide(episode.error)} for episode in episodes
-        ]
-        text = "".join(json.dumps(row, default=_plain) + "\n" for row in [header, *rows])
-        write_atomically(
-            self.file(kind, step), gzip.compress(text.encode(), compresslevel=1, mtime=0)
-        )
+        lines = [json.dumps(header, default=_plain)]
+        for episode in episodes:
+            row = EPISODE.dump_python(episode) | {"error": hide(episode.error)}
+            lines.append(json.dumps(row, default=_plain))
+        text = "\n".join(lines) + "\n"
+        data = gzip.compress(text.encode(), compresslevel=1, mtime=0)
+        write_atomically(self.file(kind, step), data)
 
     def header(self, kind: Kind, step: int) -> dict[str, Any]:
-        """`episodes` (their number) and `run` (the argument of `write`) from the first line of a
-        file.
-        """
+        """Return `episodes` (their number) and `run` (the argument of `write`) from a file."""
         path = self.file(kind, step)
         try:
             with gzip.open(path) as file:
                 header = json.loads(file.readline())
             if header["format"] != FORMAT:
                 raise ValueError(
-                    f"the file has format {header['format']}, but this version of the program reads {FORMAT}"
+                    f"the file has format {header['format']}, but this version of the program "
+                    f"reads {FORMAT}"
                 )
-            return {name: header[name] for name in ("episodes", "run")}
+            return {"episodes": header["episodes"], "run": header["run"]}
         except DAMAGE as error:
             raise _damaged(path, 1, error) from error
 
     def read(self, kind: Kind, step: int) -> list[Trajectory]:
-        """The episodes of a file."""
-        path, episodes = self.file(kind, step), list[Trajectory]()
-        promised = self.header(kind, step)["episodes"]
+        """Return the episodes of a file."""
+        path = self.file(kind, step)
+        expected = self.header(kind, step)["episodes"]
+        episodes: list[Trajectory] = []
         try:
             with gzip.open(path) as file:
                 next(file)
                 for line in file:
                     episodes.append(EPISODE.validate_python(json.loads(line)))
-            if len(episodes) != promised:
-                raise ValueError(f"the file ends after {len(episodes)} of {promised} episodes")
+            if len(episodes) != expected:
+                raise ValueError(f"the file ends after {len(episodes)} of {expected} episodes")
         except DAMAGE as error:
             raise _damaged(path, len(episodes) + 2, error) from error
         return episodes
@@ -123,10 +134,12 @@ class EpisodeFolder:
 
 def _damaged(path: Path, line: int, error: Exception) -> DataError:
     return DataError(
-        f"{path}, line {line}, cannot be read: {type(error).__name__}: {error}. Copy the original file again, or write it "
-        "again with a run and --rollout.dump_dir."
+        f"{path}, line {line}, cannot be read: {type(error).__name__}: {error}. Copy the original "
+        "file again, or write it again with a run and --rollout.dump_dir."
     )
 
 
 def _plain(value: object) -> Any:
-    return value.tolist() if isinstance(value, array) else str(value)
+    if isinstance(value, array):
+        return value.tolist()
+    return str(value)

@@ -1,12 +1,11 @@
-"""Prompts in, finished groups out: samples of every prompt from the engines, rewarded as they
-finish.
-"""
+"""The generator: from prompts to groups of samples, rewarded as they finish."""
 
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Hashable, Iterable
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Protocol
 
@@ -25,34 +24,37 @@ Group = list[Trajectory]  # all samples of one prompt, failed ones among them
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSpec:
-    """How the samples of a prompt are drawn. A run has one for training and one for evaluation."""
+    """Sampling of prompts: number of samples, parameters and seeds.
+
+    A run has one for training and one for evaluation.
+    """
 
     purpose: str  # "train" or "eval": part of every seed
-    rollout: RolloutConfig  # how many samples, at which temperature, and when they end
+    rollout: RolloutConfig  # the number of samples, their temperature, and when they end
     max_len: int  # prompt and response, tokens
     seed: int | None  # None: unseeded sampling
     repetition_penalty: float = 1.0
 
     @property
     def n_samples(self) -> int:
-        """Samples of each prompt."""
+        """Number of samples of each prompt."""
         return self.rollout.n_samples_per_prompt
 
     def params_for(self, prompt: Prompt, prompt_length: int) -> list[SamplingParams]:
-        """Sampling parameters of each sample of a prompt."""
+        """Return the sampling parameters of each sample of a prompt."""
         budget = self.max_len - prompt_length
         return self._params(prompt, min(budget, self.rollout.max_new_tokens or budget))
 
     def agent_params_for(self, prompt: Prompt) -> list[SamplingParams]:
-        """Sampling parameters for the agent of each sample, with log-probabilities. `max_tokens`
-        limits a turn.
-        """
-        return [
-            replace(params, logprobs=1)
-            for params in self._params(prompt, self.rollout.max_new_tokens)
-        ]
+        """Return the sampling parameters for the agent of each sample, with log-probabilities.
 
-    def _params(self, prompt: Prompt, max_tokens: int | None) -> list[SamplingParams]:
+        `max_tokens` limits a turn.
+        """
+        return self._params(prompt, self.rollout.max_new_tokens, logprobs=1)
+
+    def _params(
+        self, prompt: Prompt, max_tokens: int | None, logprobs: int | None = None
+    ) -> list[SamplingParams]:
         common = SamplingParams(
             temperature=self.rollout.temperature,
             top_p=self.rollout.top_p,
@@ -61,14 +63,15 @@ class SamplingSpec:
             max_tokens=max_tokens,
             stop=list(self.rollout.stop) or None,
             stop_token_ids=list(self.rollout.stop_token_ids) or None,
+            logprobs=logprobs,
         )
-        return [
-            replace(common, seed=self.seed_of(prompt, sample)) for sample in range(self.n_samples)
-        ]
+        seeds = [self.seed_of(prompt, sample) for sample in range(self.n_samples)]
+        return [replace(common, seed=seed) for seed in seeds]
 
     def seed_of(self, prompt: Prompt, sample: int, turn: int = 0) -> int | None:
-        """The seed of one sampled turn, 32 bits. It depends on what is sampled, not on when or
-        where.
+        """Return the seed of one sampled turn, 32 bits.
+
+        It depends on what is sampled, not on when or where.
         """
         if self.seed is None:
             return None
@@ -82,8 +85,11 @@ class SamplingSpec:
 
 
 def in_prompt_order(groups: Iterable[Group]) -> list[Trajectory]:
-    """The samples of all groups, in the order of their prompts."""
-    return [t for group in sorted(groups, key=lambda group: group[0].prompt.index) for t in group]
+    """Return the samples of all groups in the order of their prompts."""
+    samples: list[Trajectory] = []
+    for group in sorted(groups, key=lambda group: group[0].prompt.index):
+        samples += group
+    return samples
 
 
 Annotate = Callable[[Group], Awaitable[Group]]
@@ -91,7 +97,7 @@ Sampled = Callable[[Prompt], None]
 
 
 async def as_sampled(group: Group) -> Group:
-    """The unchanged group: nothing is added before the filter reads it."""
+    """Return the unchanged group: nothing is added before the filter reads it."""
     return group
 
 
@@ -101,14 +107,15 @@ def unobserved(_: Prompt) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """How a stream of groups is generated. It travels with the prompts, so nothing is read back
-    from the trainer.
+    """Settings of a stream of groups.
+
+    They travel with the prompts, so that the generator reads nothing from the trainer.
 
     `annotated` may add scores of reward models, and mark the samples of a prompt as filtered. A
-    filtered prompt is replaced by the next prompt, so that the stream has as many other groups as
-    were asked for. `sampled` is called when the engines have drawn the last token of a prompt's
-    samples, before these are rewarded; with agents, which may sample again at any time, when all
-    episodes of the prompt have ended.
+    filtered prompt is replaced by the next prompt, so that the stream has the requested number of
+    other groups. `sampled` is called when the engines have drawn the last token of a prompt's
+    samples, before these are rewarded. With agents, which may sample again at any time, it is
+    called when all episodes of the prompt have ended.
     """
 
     spec: SamplingSpec
@@ -118,7 +125,7 @@ class Request:
 
 
 class Generator(Protocol):
-    """Gives prompts their samples: from engines, or from files of an earlier run."""
+    """A source of samples for prompts: engines, or files of an earlier run."""
 
     def stream(
         self,
@@ -128,26 +135,26 @@ class Generator(Protocol):
         groups: int,
         at_once: int | None = None,
     ) -> AsyncGenerator[Group]:
-        """Groups in the order in which they finish, until `groups` are not filtered or the prompts
-        are used up.
+        """Yield groups in the order in which they finish.
 
-        At most `at_once` prompts (by default `groups`) are sampled at a time.
+        The stream ends after `groups` groups that are not filtered, or with the last prompt. At
+        most `at_once` prompts (by default `groups`) are sampled at a time.
         """
         ...
 
     def metrics(self) -> dict[str, Metric]:
-        """The cost of the training samples since the last call."""
+        """Return the cost of the training samples since the last call."""
         ...
 
 
 class Engines(Protocol):
-    """Samples tokens. Samples with the same `key` share a prefix."""
+    """A sampler of tokens. Samples with the same `key` share a prefix."""
 
     async def generate(
         self, key: Hashable, tokens: list[int], params: list[SamplingParams]
     ) -> list[Generation]: ...
 
-    async def rest(self) -> None: ...  # no sample is asked for until the next stream
+    async def rest(self) -> None: ...  # no sample is requested until the next stream
 
     def metrics(self) -> dict[str, Metric]: ...  # since the last call
 
@@ -158,20 +165,20 @@ Generate = Callable[
 
 
 class Agents(Protocol):
-    """Plays episodes in place of single samples, with `generate` as the engine."""
+    """A player of episodes in place of single samples, with `generate` as the engine."""
 
     async def play(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> Group: ...
 
 
 @dataclass(eq=False, repr=False)
 class RolloutGenerator:
-    """Draws samples from the engines and has them rewarded. Lives in the controller; user code runs
-    in other processes.
+    """Draws samples from the engines and has them rewarded.
 
-    Without `agents` an episode is one sample of the prompt, and `reward` scores the episode. With
-    agents an agent plays the episode. Without a reward, reward models score the finished episodes
-    later. An episode whose reward failed gets the reward `fallback` (--reward.on_error); without a
-    fallback the episode has failed.
+    It lives in the controller; user code runs in other processes. Without `agents` an episode is
+    one sample of the prompt, and `reward` scores the episode. With agents an agent plays the
+    episode. Without a reward, reward models score the finished episodes later. An episode whose
+    reward failed gets the reward `fallback` (--reward.on_error); without a fallback the episode has
+    failed.
     """
 
     engines: Engines
@@ -192,26 +199,27 @@ class RolloutGenerator:
         groups: int,
         at_once: int | None = None,
     ) -> AsyncGenerator[Group]:
-        """See `Generator`. Closing the stream cancels the samples under way. Raises the error of a
-        failed engine.
+        """Yield groups as `Generator.stream` does.
+
+        Closing the stream cancels the samples under way. Raises the error of a failed engine.
         """
         waiting = iter(prompts)
         missing = groups  # prompts to start, if no group under way is filtered
         under_way: set[asyncio.Task[Group]] = set()
 
         def start(count: int) -> int:
-            fresh = [
-                asyncio.ensure_future(self._finished(prompt, request))
-                for prompt in islice(waiting, count)
-            ]
-            under_way.update(fresh)
-            return len(fresh)
+            before = len(under_way)
+            for prompt in islice(waiting, count):
+                under_way.add(asyncio.ensure_future(self._finish(prompt, request)))
+            return len(under_way) - before
 
         try:
             missing -= start(min(missing, at_once or missing))
             while under_way:
                 done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
-                missing += sum(task.result()[0].filtered for task in done)
+                for task in done:
+                    if task.result()[0].filtered:
+                        missing += 1
                 missing -= start(min(missing, len(done)))
                 for task in done:
                     under_way.discard(task)
@@ -222,7 +230,7 @@ class RolloutGenerator:
             await asyncio.gather(*under_way, return_exceptions=True)
             await self.engines.rest()
 
-    async def _finished(self, prompt: Prompt, request: Request) -> Group:
+    async def _finish(self, prompt: Prompt, request: Request) -> Group:
         if self.agents:
             group = await self.agents.play(prompt, request.spec, self._generate)
             request.sampled(prompt)
@@ -235,49 +243,49 @@ class RolloutGenerator:
         tokens = prompt.tokens[-spec.prompt_room :]
         if len(tokens) < len(prompt.tokens):
             warn_once(
-                f"Prompts that leave no room for a response in --data.max_len keep their last {len(tokens)} tokens."
+                "Prompts that leave no room for a response in --data.max_len keep their last "
+                f"{len(tokens)} tokens."
             )
-        generations = await self._generate(
-            prompt, spec, tokens, spec.params_for(prompt, len(tokens))
-        )
+        params = spec.params_for(prompt, len(tokens))
+        generations = await self._generate(prompt, spec, tokens, params)
         request.sampled(prompt)
-        reads = self.reward.reads if self.reward else ()
-        requests = [
-            request_of(
-                self.tokenizer, prompt.text, prompt.label, tokens, generation.tokens, reads=reads
-            )
-            for generation in generations
-        ]
-        results = (
-            await self.reward.score(requests) if self.reward else [RewardResult()] * len(requests)
-        )
-        return [
-            self._trajectory(prompt, sample, tokens, generation, request.response, result)
-            for sample, (generation, request, result) in enumerate(
-                zip(generations, requests, results, strict=True)
-            )
-        ]
+        reads: Collection[str] = ()
+        if self.reward:
+            reads = self.reward.reads
+        ask = partial(request_of, self.tokenizer, prompt.text, prompt.label, tokens, reads=reads)
+        questions = [ask(generation.tokens) for generation in generations]
+        results = [RewardResult()] * len(questions)
+        if self.reward:
+            results = await self.reward.score(questions)
+        group: Group = []
+        answers = zip(generations, questions, results, strict=True)
+        for sample, (generation, question, result) in enumerate(answers):
+            text = question.response
+            group.append(self._trajectory(prompt, sample, tokens, generation, text, result))
+        return group
 
     async def _generate(
         self, prompt: Prompt, spec: SamplingSpec, tokens: list[int], params: list[SamplingParams]
     ) -> list[Generation]:
         asked = time.perf_counter()
         generations = await self.engines.generate((spec.purpose, prompt.index), tokens, params)
-        if spec.purpose == "train":
-            self._costs.extend(  # never assigned here: another thread takes the list away
+        if spec.purpose != "train":
+            return generations
+        for generation in generations:
+            self._costs.append(  # never assigned here: another thread takes the list away
                 SampleCost(
                     asked=asked,
-                    seconds=g.seconds,
+                    seconds=generation.seconds,
                     prompt_tokens=len(tokens),
-                    cached_tokens=g.cached_tokens,
+                    cached_tokens=generation.cached_tokens,
                 )
-                for g in generations
             )
         return generations
 
     def metrics(self) -> dict[str, Metric]:
-        """The cost of the training samples drawn since the last call."""
-        costs, self._costs = self._costs, []
+        """Return the cost of the training samples drawn since the last call."""
+        costs = self._costs
+        self._costs = []
         return generation_metrics(costs) | self.engines.metrics()
 
     def _trajectory(
@@ -291,26 +299,29 @@ class RolloutGenerator:
     ) -> Trajectory:
         builder = TrajectoryBuilder(tokens)
         builder.append_action(generation.tokens, generation.logprobs, generation.weight_versions)
-        finished = builder.finish(
+        score = result.score
+        if score is None:
+            score = result.reward
+        episode = builder.finish(
             prompt=prompt,
             sample_index=sample,
             stop_reason=_STOP_REASONS.get(generation.finish_reason, StopReason.FAILED),
             reward=result.reward,
-            score=result.reward if result.score is None else result.score,
+            score=score,
             extra_logs=result.extra_logs,
             response_text=text,
             error=result.error,
             failure=result.failure,
         )
-        if finished.failed:
-            return finished.failing(
+        if episode.failed:
+            return episode.failing(
                 f"the engine ended the sample: {generation.finish_reason}", Failure.ENGINE
             )
         if result.error is None:
-            return finished
+            return episode
         if self.fallback is None:
-            return finished.failing(finished.error, finished.failure)
-        return replace(finished, reward=self.fallback, score=self.fallback)
+            return episode.failing(episode.error, episode.failure)
+        return replace(episode, reward=self.fallback, score=self.fallback)
 
 
 _STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}

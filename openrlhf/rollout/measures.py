@@ -1,10 +1,9 @@
-"""The cost of generation: prompt tokens found in the cache, and time in which only a few long
-samples ran.
-"""
+"""The cost of generation: cached prompt tokens, and time in which only a few long samples ran."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
+from typing import NamedTuple
 
 from openrlhf.observability.metrics import Mean, Metric
 
@@ -19,29 +18,46 @@ class SampleCost:
     cached_tokens: int  # tokens of the prompt that the engine had in its cache
 
 
+class Period(NamedTuple):
+    """A period in which the same number of spans is running."""
+
+    running: int
+    seconds: float
+
+
 def generation_metrics(costs: Sequence[SampleCost]) -> dict[str, Metric]:
-    """The metrics of the samples of a step."""
-    running = concurrency((cost.asked, cost.asked + cost.seconds) for cost in costs)
-    peak = max((samples for samples, _ in running), default=0)
-    tail = sum(seconds for samples, seconds in running if 10 * samples < peak)
+    """Return the metrics of a step's samples."""
+    periods = concurrency((cost.asked, cost.asked + cost.seconds) for cost in costs)
+    peak = max((period.running for period in periods), default=0)
+    busy_s = 0.0
+    tail_s = 0.0
+    for period in periods:
+        busy_s += period.seconds
+        if 10 * period.running < peak:
+            tail_s += period.seconds
+    prompt_tokens = sum(cost.prompt_tokens for cost in costs)
+    cached_tokens = sum(cost.cached_tokens for cost in costs)
     return {
-        "timing/prefill_cached": Mean(
-            sum(c.cached_tokens for c in costs), sum(c.prompt_tokens for c in costs)
-        ),
-        "timing/tail_share": Mean(tail, sum(seconds for _, seconds in running)),
+        "timing/prefill_cached": Mean(cached_tokens, prompt_tokens),
+        "timing/tail_share": Mean(tail_s, busy_s),
     }
 
 
-def concurrency(spans: Iterable[tuple[float, float]]) -> list[tuple[int, float]]:
-    """How many of these spans of time lie side by side, and for how many seconds; times without any
-    are left out.
+def concurrency(spans: Iterable[tuple[float, float]]) -> list[Period]:
+    """Return how many of these spans of time run side by side, and for how many seconds.
 
-    Example: of two spans, from 0 to 3 and from 1 to 2: [(1, 1), (2, 1), (1, 1)].
+    Time in which no span runs is left out. Example: the spans from 0 to 3 and from 1 to 2 give
+    [(1, 1), (2, 1), (1, 1)].
     """
-    edges = sorted(edge for start, end in spans for edge in ((start, 1), (end, -1)))
-    numbers = accumulate(change for _, change in edges)
-    lasted = [
-        (number, end - start)
-        for number, ((start, _), (end, _)) in zip(numbers, pairwise(edges), strict=False)
-    ]
-    return [(number, seconds) for number, seconds in lasted if number]
+    edges: list[tuple[float, int]] = []
+    for start, end in spans:
+        edges.append((start, 1))
+        edges.append((end, -1))
+    edges.sort()
+    periods: list[Period] = []
+    running = 0
+    for (time, change), (next_time, _) in pairwise(edges):
+        running += change
+        if running:
+            periods.append(Period(running, next_time - time))
+    return periods

@@ -1,5 +1,6 @@
-"""Generators that write episodes to disk, and that read episodes from disk. Each can replace
-`RolloutGenerator`.
+"""Generators that write episodes to disk, and that read episodes from disk.
+
+Each can replace `RolloutGenerator`.
 """
 
 from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -15,8 +16,7 @@ from openrlhf.rollout.generator import Generator, Group, Request, in_prompt_orde
 
 
 class DumpingGenerator:
-    """Writes every group of another generator to disk, before reward models and filters read the
-    group.
+    """Writes every group of another generator to disk, before reward models and filters read it.
 
     `run`: the identity that a run must have to replay the files.
     """
@@ -24,8 +24,10 @@ class DumpingGenerator:
     def __init__(
         self, generator: Generator, folder: EpisodeFolder, *, run: Mapping[str, Any]
     ) -> None:
-        self.generator, self.folder, self.run = generator, folder, run
-        self._file: tuple[Kind, int] | None = None
+        self.generator = generator
+        self.folder = folder
+        self.run = run
+        self._file: tuple[Kind, int] | None = None  # the file that is written
         self._episodes: list[Trajectory] = []  # of that file
 
     async def stream(
@@ -36,40 +38,39 @@ class DumpingGenerator:
         groups: int,
         at_once: int | None = None,
     ) -> AsyncGenerator[Group]:
-        """The stream of the other generator. The file of a step, or of an evaluation, grows with
-        each stream.
+        """Yield the groups of the other generator.
+
+        The file of a step, or of an evaluation, grows with each stream.
         """
-        file: tuple[Kind, int] = (
-            ("eval" if request.spec.purpose == "eval" else "step"),
-            request.step,
-        )
-        if file != self._file:
-            self._file, self._episodes = file, []
+        kind: Kind = "step"
+        if request.spec.purpose == "eval":
+            kind = "eval"
+        if self._file != (kind, request.step):
+            self._file = (kind, request.step)
+            self._episodes = []
         sampled: list[Group] = []
 
         async def recorded(group: Group) -> Group:
             sampled.append(group)
             return await request.annotated(group)
 
+        recording = replace(request, annotated=recorded)
+        stream = self.generator.stream(prompts, recording, groups=groups, at_once=at_once)
         try:
-            options = {"groups": groups, "at_once": at_once}
-            async for group in self.generator.stream(
-                prompts, replace(request, annotated=recorded), **options
-            ):
+            async for group in stream:
                 yield group
         finally:
             if sampled:
                 self._episodes += in_prompt_order(sampled)
-                self.folder.write(*file, self._episodes, run=self.run)
+                self.folder.write(kind, request.step, self._episodes, run=self.run)
 
     def metrics(self) -> dict[str, Metric]:
-        """The metrics of the other generator."""
+        """Return the metrics of the other generator."""
         return self.generator.metrics()
 
 
 class ReplayGenerator:
-    """Gives the prompts of a step the samples that an earlier run wrote. After the folder's last
-    step there are none.
+    """A source of the samples that an earlier run wrote; empty after the folder's last step.
 
     Raises DataError if the files are damaged, or have other prompts.
     """
@@ -87,25 +88,25 @@ class ReplayGenerator:
         groups: int,
         at_once: int | None = None,
     ) -> AsyncGenerator[Group]:
-        """See `Generator`: the groups come in prompt order."""
+        """Yield groups as `Generator.stream` does, in prompt order."""
         if request.step > self.folder.last_step:
             return
         if request.step != self._read:
             episodes = self.folder.read("step", request.step)
-            self._samples = {
-                index: list(group)
-                for index, group in groupby(episodes, key=lambda t: t.prompt.index)
-            }
+            self._samples = {}
+            for index, group in groupby(episodes, key=lambda episode: episode.prompt.index):
+                self._samples[index] = list(group)
             self._read = request.step
         for prompt in prompts:
             group = await request.annotated(self._samples_of(prompt))
-            groups -= not group[0].filtered
+            if not group[0].filtered:
+                groups -= 1
             yield group
             if not groups:
                 return
 
     def metrics(self) -> dict[str, Metric]:
-        """No metrics, because nothing was generated."""
+        """Return no metrics, because nothing was generated."""
         return {}
 
     def _samples_of(self, prompt: Prompt) -> Group:
@@ -113,17 +114,18 @@ class ReplayGenerator:
         samples = self._samples.get(prompt.index)
         if not samples:
             raise DataError(
-                f"{file} has no sample of prompt {prompt.index}, which this run draws for step {self._read}. A replay must "
-                "draw the prompts of the run that wrote the file: with the same --rollout.batch_size, "
-                "--data.prompt_dataset, --train.seed and, with dynamic filtering, the same range and reward models."
+                f"{file} has no sample of prompt {prompt.index}, which this run draws for step "
+                f"{self._read}. A replay must draw the prompts of the run that wrote the file: use "
+                "the same --rollout.batch_size, --data.prompt_dataset, --train.seed and, with "
+                "dynamic filtering, the same range and reward models."
             )
         written = samples[0].prompt
         if (written.text, written.tokens) != (prompt.text, prompt.tokens):
             raise DataError(
-                f"{file}: prompt {prompt.index} is {written.text!r:.100} with the tokens {written.tokens[:8]}… there, and "
-                f"{prompt.text!r:.100} with {prompt.tokens[:8]}… in this run: use the same --data.prompt_dataset, columns, "
+                f"{file}: prompt {prompt.index} is {written.text!r:.100} with the tokens "
+                f"{written.tokens[:8]}… in the file, but {prompt.text!r:.100} with the tokens "
+                f"{prompt.tokens[:8]}… in this run. Use the same --data.prompt_dataset, columns, "
                 "template and tokenizer."
             )
-        return [
-            replace(t, prompt=prompt) for t in samples
-        ]  # with label and images, which JSON may not express
+        # With the label and images of this run, which JSON may not express.
+        return [replace(sample, prompt=prompt) for sample in samples]

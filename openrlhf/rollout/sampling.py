@@ -1,5 +1,6 @@
-"""The request to an engine and its answer. Plain data, so that user processes import the module
-quickly.
+"""The request to an engine, and the engine's answer.
+
+Both are plain data, so that user processes import the module quickly.
 """
 
 from dataclasses import dataclass
@@ -7,8 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True)
 class SamplingParams:
-    """How a sample is drawn, with vLLM's attribute names. Assignable, because agents change values
-    between turns.
+    """The sampling parameters of one sample, under vLLM's attribute names.
+
+    Attributes can be assigned, because agents change them between turns.
     """
 
     temperature: float = 1.0
@@ -26,16 +28,17 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     skip_special_tokens: bool = False
-    logprobs: int | None = None  # for agents; an engine always returns those of the sampled tokens
+    # For agents: an engine always returns the log-probabilities of the sampled tokens.
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """One sample. The lists have one entry per sampled token, including an end or stop token.
+    """One sample.
 
-    `logprobs` are of the distribution that was sampled from, after temperature, top-k, top-p and
-    min-p. `stop_reason` is the stop token or stop string of the parameters that ended the sample,
-    or None.
+    The lists have one entry per sampled token, including an end or stop token. `logprobs` are of
+    the distribution that was sampled from, after temperature, top-k, top-p and min-p. `stop_reason`
+    is the stop token or stop string that ended the sample, if the parameters have it, or None.
     """
 
     tokens: list[int]

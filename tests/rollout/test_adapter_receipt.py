@@ -1,6 +1,4 @@
-"""The receipt of an adapter's publication: a tensor that was lost, and a layer that the engine
-cannot adapt, are refused.
-"""
+"""The receipt of an adapter's publication."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import sys
 from openrlhf.rollout.engine_settings import engine_environment
 from tests.ranks import ROOT
 
-PUBLISHED = """
+PUBLICATION = """
 import pickle
 from types import SimpleNamespace
 
@@ -24,7 +22,7 @@ from openrlhf.rollout import engine_worker
 from openrlhf.weights import receiver
 
 
-def published(fault):
+def publish(fault):
     names = [f"base_model.model.model.layers.{n}.mlp.up_proj.lora_{ab}.weight" for n in (0, 1) for ab in "AB"]
     specs = tuple(TensorSpec(name=name, dtype=torch.float32, shape=(4, 4)) for name in names)
     settings = {"r": 4, "lora_alpha": 8, "use_rslora": False}
@@ -65,7 +63,7 @@ def published(fault):
 
 
 for fault in ("none", "tensor", "layer"):
-    manifest, receipt = published(fault)
+    manifest, receipt = publish(fault)
     try:
         verify_receipts(manifest, 0, [receipt])
         print("served")
@@ -74,18 +72,15 @@ for fault in ("none", "tensor", "layer"):
 """
 
 
-def test_an_adapter_that_is_not_served_whole_is_refused() -> None:
+def test_receipt_is_refused_if_an_adapter_lacks_a_tensor_or_a_layer() -> None:
+    """A tensor is lost, or the engine cannot adapt a layer."""
     environment = os.environ | engine_environment("cpu") | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", PUBLISHED], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", PUBLICATION], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     whole, tensor, layer = done.stdout.splitlines()
     assert whole == "served"
-    assert (
-        "worker 1 loaded base_model.model.model.layers.1.mlp.up_proj.lora_A.weight 0 times"
-        in tensor
-    )
-    assert layer.endswith(
-        "does not hold version 3: worker 1 has old values in model.layers.1.mlp.up_proj"
-    )
+    assert "worker 1" in tensor and "layers.1.mlp.up_proj.lora_A.weight 0 times" in tensor
+    assert "version 3" in layer and "worker 1" in layer
+    assert layer.endswith("model.layers.1.mlp.up_proj")

@@ -1,4 +1,4 @@
-"""`--vllm.engine_args`: what is left to the user, and that vLLM itself is asked about it."""
+"""`--vllm.engine_args`: the arguments that users may set, and their check by vLLM itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from openrlhf.launch.start import run_ppo
 from openrlhf.rollout.engine_settings import EngineSettings, engine_arguments
 from tests.config.commands import WITH_OLD, ppo, violations
 
-# Made from the machine and not from a flag: a user may know better.
+# Set for the machine and not by a flag: a user may know better.
 LEFT_TO_THE_USER = {
     "block_size",
     "kv_cache_memory_bytes",
@@ -27,14 +27,14 @@ LEFT_TO_THE_USER = {
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_an_engine_is_made_of_belongs_to_a_flag_or_to_the_user(device) -> None:
+def test_every_argument_of_an_engine_belongs_to_a_flag_or_to_the_user(device) -> None:
     settings = EngineSettings(
         model="m", vllm=VLLMConfig(dtype="fp32"), max_model_len=64, device=device
     )
     assert set(engine_arguments(settings, 0)) - FLAGS.keys() - REASONS.keys() <= LEFT_TO_THE_USER
 
 
-def test_what_the_user_gives_wins() -> None:
+def test_arguments_of_the_user_win() -> None:
     vllm = VLLMConfig(dtype="fp32", engine_args={"block_size": 64, "max_num_seqs": 3})
     settings = EngineSettings(model="m", vllm=vllm, max_model_len=64)
     arguments = engine_arguments(settings, 0)
@@ -47,33 +47,30 @@ ENGINE_COMMANDS = [
 
 
 @pytest.mark.parametrize("command", ENGINE_COMMANDS)
-def test_a_flag_that_is_named_instead_is_one_of_the_commands(command: str) -> None:
+def test_flags_that_are_named_instead_of_an_argument_exist_in_the_command(command: str) -> None:
     ours = flags_of(WITH_OLD[command]).keys()
     for text in FLAGS.values():
         assert ours & set(re.findall(r"[a-z]+(?:\.[a-z_]+)+", text)), text
     assert set(re.findall(r"--([a-z._]+)", " ".join(REASONS.values()))) <= ours
 
 
-def test_an_evaluation_is_told_its_own_flag_of_the_model() -> None:
+def test_evaluation_message_names_its_own_model_flag() -> None:
     (sentence,) = violations("eval", '--vllm.engine_args {"tokenizer":"x"}')
-    assert (
-        "tokenizer (use --actor.model_name_or_path; in eval and batch_inference --model.model_name_or_path)"
-        in sentence
-    )
+    assert "tokenizer" in sentence and "--model.model_name_or_path" in sentence
 
 
-def test_a_dry_run_ends_with_what_vllm_does_not_know() -> None:
+def test_dry_run_names_every_argument_that_vllm_would_refuse() -> None:
     config = ppo(
         '--dry_run --vllm.engine_args {"max_num_seq":8,"max_num_seqs":"8","scheduling_policy":"fastest","async_scheduling":true,'
         '"attention_backend":"FLASH_ATTN","speculative_config":{"method":"ngram","num_speculative_token":2,"prompt_lookup_max":3}}'
     )
     with pytest.raises(ConfigError) as caught:
         run_ppo(config)
-    found = caught.value.violations
-    assert [text.split(": ")[1].split(",")[0] for text in found] == [
-        "vLLM has no argument max_num_seq. Is max_num_seqs meant?",
-        'max_num_seqs is "8"',
-        'scheduling_policy is "fastest"',
-        "vLLM has no argument num_speculative_token. Is num_speculative_tokens meant?",
-    ]
-    assert found[-1].startswith("--vllm.engine_args speculative_config: ")
+    unknown, of_type, of_choice, draft = caught.value.violations
+    for text in caught.value.violations:
+        assert text.startswith("--vllm.engine_args")
+    assert "max_num_seq." in unknown and "max_num_seqs" in unknown
+    assert 'max_num_seqs is "8"' in of_type
+    assert 'scheduling_policy is "fastest"' in of_choice
+    assert "speculative_config: " in draft
+    assert "num_speculative_token." in draft and "num_speculative_tokens" in draft

@@ -1,5 +1,6 @@
-"""What vLLM 0.24 to 0.31 lack, on stand-ins for their classes: one version of vLLM is installed,
-and this process imports none.
+"""Differences of vLLM 0.24 to 0.31, on fakes of their classes.
+
+Only one version of vLLM is installed, and this process does not import it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from openrlhf.rollout.engine_versions import (
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch):
-    """Puts a module of vLLM's, with the given contents, in the place of the installed one."""
+    """Replace an installed module of vLLM by a module with the given contents."""
 
     def put(name: str, **contents: Any) -> None:
         module = ModuleType(name)
@@ -37,15 +38,16 @@ def vllm(monkeypatch: pytest.MonkeyPatch):
 
 @dataclass
 class Output:
-    """What a step of the core made for one request."""
+    """The output of one step of the core for one request."""
 
     request_id: str
     new_token_ids: list[int]
 
 
 class Client:
-    """vLLM's AsyncLLM and its core's client in one: outputs come in through a queue, and a slow
-    handler takes them.
+    """vLLM's AsyncLLM and the client of its core in one.
+
+    Outputs arrive in a queue, and a slow handler takes them.
     """
 
     errored = False
@@ -72,8 +74,9 @@ class Client:
 
 
 def sampled(requests: str, *phases: list[dict[str, list[int]]]) -> dict[str, tuple[int, ...]]:
-    """The versions of each request, where each phase brings some outputs and ends with a new
-    version of the weights.
+    """Return the versions of each request.
+
+    In each phase some outputs arrive, and then the version of the weights changes.
     """
 
     async def run() -> dict[str, tuple[int, ...]]:
@@ -92,29 +95,27 @@ def sampled(requests: str, *phases: list[dict[str, list[int]]]) -> dict[str, tup
     return asyncio.run(run())
 
 
-def test_a_sample_has_the_versions_that_its_tokens_were_sampled_with() -> None:
+def test_sample_has_the_versions_that_sampled_its_tokens() -> None:
     both, first, second = {"a": [5], "b": [6]}, {"a": [7]}, {"b": [8, 9]}
     assert sampled("ab", [both, first], [second]) == {"a": (0,), "b": (0, 1)}
 
 
-def test_tokens_that_arrived_before_a_publication_have_the_old_version_however_late_they_are_handled() -> (
-    None
-):
+def test_tokens_that_arrived_before_a_publication_have_the_old_version() -> None:
     assert sampled("a", [{"a": [token]} for token in range(300)], []) == {"a": (0,)}
 
 
-def test_a_sample_that_waited_for_a_publication_has_the_new_version_only() -> None:
+def test_sample_without_tokens_before_a_publication_has_only_the_new_version() -> None:
     assert sampled("ab", [{"a": [5], "b": []}], [{"b": [6]}], [], [{"b": [7]}]) == {
         "a": (0,),
         "b": (1, 3),
     }
 
 
-def test_late_tokens_of_a_sample_that_was_given_up_are_forgotten() -> None:
+def test_late_tokens_of_an_aborted_sample_are_ignored() -> None:
     assert sampled("a", [{"a": [5], "gone": [6]}]) == {"a": (0,)}
 
 
-def test_waiting_for_tokens_ends_with_the_engine() -> None:
+def test_switch_returns_if_the_engine_has_died() -> None:
     class Dead(Client):
         errored = True
 
@@ -128,15 +129,15 @@ def test_waiting_for_tokens_ends_with_the_engine() -> None:
 
 
 class Refusal(Exception):
-    """vLLM's VLLMClientError, which is no ValueError."""
+    """vLLM's VLLMClientError, which is not a ValueError."""
 
 
-def test_what_vllm_calls_a_clients_error_is_a_refusal(vllm) -> None:
+def test_client_errors_of_vllm_are_refusals(vllm) -> None:
     vllm("vllm", exceptions=SimpleNamespace(VLLMClientError=Refusal))
     assert issubclass(Refusal, refusals())
 
 
-def test_a_vllm_without_a_class_for_clients_errors_raises_value_errors(vllm) -> None:
+def test_value_errors_are_refusals_of_a_vllm_without_client_errors(vllm) -> None:
     vllm("vllm", exceptions=SimpleNamespace())
     assert issubclass(ValueError, refusals()) and not issubclass(RuntimeError, refusals())
 
@@ -161,7 +162,7 @@ class NewInfo(OldInfo):
         (False, True, True, True),
     ],
 )
-def test_a_model_whose_buffers_an_old_vllm_would_lose_is_refused(
+def test_old_vllm_is_refused_for_models_whose_buffers_it_would_lose(
     vllm, hybrid: bool, quantised: bool, sharded: bool, old_refuses: bool
 ) -> None:
     config = SimpleNamespace(
@@ -174,7 +175,7 @@ def test_a_model_whose_buffers_an_old_vllm_would_lose_is_refused(
     check_reload(config)
     vllm(place, LayerReloadingInfo=OldInfo)
     if old_refuses:
-        with pytest.raises(ValueError, match=r"install vLLM 0\.26"):
+        with pytest.raises(ValueError, match=r"vLLM 0\.26"):
             check_reload(config)
     else:
         check_reload(config)
@@ -184,7 +185,7 @@ def test_a_model_whose_buffers_an_old_vllm_would_lose_is_refused(
     ("version", "chosen"),
     [("0.24.0", "native"), ("0.28.1+cpu", "native"), ("0.29.0", "cpu"), ("0.32.0", "cpu")],
 )
-def test_an_old_vllm_samples_on_a_cpu_with_the_sampler_that_heeds_every_seed(
+def test_old_vllm_samples_on_a_cpu_with_the_sampler_that_uses_every_seed(
     vllm, version: str, chosen: str
 ) -> None:
     class Sampler:
@@ -199,7 +200,7 @@ def test_an_old_vllm_samples_on_a_cpu_with_the_sampler_that_heeds_every_seed(
 @pytest.mark.parametrize(
     ("version", "choice"), [("0.24.0", "0"), ("0.25.1", None), ("0.32.0", None), (None, None)]
 )
-def test_a_cuda_engine_of_vllm_0_24_uses_the_first_model_runner(
+def test_cuda_engine_of_vllm_0_24_uses_the_first_model_runner(
     monkeypatch: pytest.MonkeyPatch, version: str | None, choice: str | None
 ) -> None:
     monkeypatch.setattr(
@@ -209,7 +210,7 @@ def test_a_cuda_engine_of_vllm_0_24_uses_the_first_model_runner(
     assert "VLLM_USE_V2_MODEL_RUNNER" not in engine_environment("cpu")
 
 
-def test_packed_experts_are_found_under_either_name() -> None:
+def test_expert_kernel_finds_packed_experts_under_either_name() -> None:
     packed = object()
     assert expert_kernel(SimpleNamespace(moe_kernel=packed)) is packed
     assert expert_kernel(SimpleNamespace(moe_kernel=None, cpu_fused_moe=packed)) is packed

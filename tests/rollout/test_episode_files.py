@@ -1,6 +1,4 @@
-"""Episodes come back from disk as they were; a file is whole or is not there; a damaged one is
-named, with its line.
-"""
+"""Episodes on disk: exact values, files that are complete or absent, and errors of damaged files."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ JSON = st.recursive(
 
 @st.composite
 def anything(draw: st.DrawFn) -> Trajectory:
-    """An episode with any value in any field, those to come included."""
+    """Draw an episode with any value in any field; future fields are included."""
     length = draw(st.integers(0, 5))
     values = {name: st.from_type(hint) for name, hint in get_type_hints(Trajectory).items()}
     values |= {
@@ -59,13 +57,13 @@ def written(folder: Path, *episodes: Trajectory) -> EpisodeFolder:
 
 @IN_ONE_FOLDER
 @given(st.lists(anything(), max_size=3))
-def test_episodes_come_back_as_they_were(tmp_path: Path, episodes: list[Trajectory]) -> None:
-    """Compared as text, in which a tuple is no list, an enumeration no string, and NaN is NaN."""
+def test_episodes_are_read_as_they_were_written(tmp_path: Path, episodes: list[Trajectory]) -> None:
+    """Compare texts, because in them a tuple differs from a list, and NaN equals NaN."""
     assert repr(written(tmp_path, *episodes).read("step", 7)) == repr(episodes)
 
 
 @pytest.mark.parametrize("text", ["naïve 中文 🙂", "line\nbreak\r\u2028\x00", "\ud83d alone"])
-def test_odd_texts_stay_on_their_line(tmp_path: Path, text: str) -> None:
+def test_unusual_characters_stay_on_the_line_of_their_episode(tmp_path: Path, text: str) -> None:
     one = episode(score=1.0, text=text, response_text=text, error=text, failure=Failure.EXCEPTION)
     folder = written(tmp_path, one, one)
     assert folder.read("step", 7) == [one, one]
@@ -73,14 +71,14 @@ def test_odd_texts_stay_on_their_line(tmp_path: Path, text: str) -> None:
     assert gzip.decompress(folder.file("step", 7).read_bytes()).count(b"\n") == 3
 
 
-def test_a_label_that_json_cannot_express_is_written_as_its_text(tmp_path: Path) -> None:
+def test_label_that_json_cannot_express_is_written_as_its_text(tmp_path: Path) -> None:
     one = episode(score=1.0)
     odd = replace(one, prompt=replace(one.prompt, label={"key": b"bytes"}))
     [read] = written(tmp_path, odd).read("step", 7)
     assert read.prompt.label == {"key": "b'bytes'"}
 
 
-def test_any_program_can_read_a_file(tmp_path: Path) -> None:
+def test_file_is_gzipped_json_lines_with_a_header(tmp_path: Path) -> None:
     folder = written(tmp_path, episode(3, 1, score=0.5), failed(4, 0))
     with gzip.open(folder.file("step", 7), "rt", encoding="utf-8") as file:
         head, *rows = map(json.loads, file)
@@ -90,8 +88,8 @@ def test_any_program_can_read_a_file(tmp_path: Path) -> None:
     assert (rows[1]["stop_reason"], rows[1]["error"]) == ("failed", "it broke")
 
 
-def test_the_same_episodes_are_the_same_bytes(tmp_path: Path) -> None:
-    """So a resumed run that makes the same samples writes the same files, whenever it does."""
+def test_same_episodes_are_written_as_the_same_bytes(tmp_path: Path) -> None:
+    """A resumed run that makes the same samples writes the same files at any time."""
     one, two = (written(tmp_path / name, episode(score=1.0)).file("step", 7) for name in "ab")
     assert one.read_bytes() == two.read_bytes()
 
@@ -99,7 +97,7 @@ def test_the_same_episodes_are_the_same_bytes(tmp_path: Path) -> None:
 # ---- a folder
 
 
-def test_a_new_run_sets_all_files_aside_and_a_resumed_one_those_of_later_steps(
+def test_begin_sets_aside_all_files_of_a_new_run_and_later_steps_of_a_resumed_run(
     tmp_path: Path,
 ) -> None:
     folder = written(tmp_path, episode(score=1.0))
@@ -116,7 +114,7 @@ def test_a_new_run_sets_all_files_aside_and_a_resumed_one_those_of_later_steps(
     assert (tmp_path / "notes.txt").exists()
 
 
-def test_a_killed_write_leaves_the_file_of_before(
+def test_killed_write_leaves_the_previous_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = written(tmp_path, episode(score=1.0))
@@ -135,20 +133,20 @@ def test_a_killed_write_leaves_the_file_of_before(
 # ---- damage
 
 
-def test_a_file_that_lost_its_end_is_refused_wherever_it_ends(tmp_path: Path) -> None:
+def test_truncated_file_is_an_error_wherever_it_ends(tmp_path: Path) -> None:
     folder = written(tmp_path, episode(0, score=1.0), episode(1, score=0.0))
     path = folder.file("step", 7)
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        with pytest.raises(DataError, match=r"step-000007.jsonl.gz, line \d, cannot be read"):
+        with pytest.raises(DataError, match=r"step-000007.jsonl.gz, line \d"):
             folder.read("step", 7)
 
 
 @IN_ONE_FOLDER
 @given(st.data())
-def test_a_flipped_bit_is_found_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
-    """Harmless are a few bits at the head of a gzip file, such as its date."""
+def test_flipped_bit_is_an_error_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
+    """A few bits at the head of a gzip file are harmless, such as its date."""
     episodes = [episode(index, score=float(index), actions=5) for index in range(3)]
     folder = written(tmp_path, *episodes)
     content = bytearray(folder.file("step", 7).read_bytes())
@@ -161,7 +159,7 @@ def test_a_flipped_bit_is_found_or_harmless(tmp_path: Path, data: st.DataObject)
 
 
 def edited(folder: EpisodeFolder, *lines: Any) -> EpisodeFolder:
-    """The file with other lines: episodes by their number, anything else as JSON."""
+    """Replace the lines of the file: a number is an old line, anything else is written as JSON."""
     path = folder.file("step", 7)
     old = gzip.decompress(path.read_bytes()).splitlines()
     new = [old[line] if isinstance(line, int) else json.dumps(line).encode() for line in lines]
@@ -172,9 +170,9 @@ def edited(folder: EpisodeFolder, *lines: Any) -> EpisodeFolder:
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ([0, 1], ["line 3", "ends after 1 of 2 episodes"]),
-        ([0, 1, 2, 2], ["line 5", "ends after 3 of 2 episodes"]),
-        ([{"format": 2}, 1, 2], ["line 1", "has format 2", "reads 1"]),
+        ([0, 1], ["line 3", "1 of 2 episodes"]),
+        ([0, 1, 2, 2], ["line 5", "3 of 2 episodes"]),
+        ([{"format": 2}, 1, 2], ["line 1", "format 2", "reads 1"]),
         ([{"hello": "world"}], ["line 1"]),
         ([[1, 2, 3]], ["line 1"]),
         ([], ["line 1"]),
@@ -186,7 +184,7 @@ def edited(folder: EpisodeFolder, *lines: Any) -> EpisodeFolder:
     ids=["too few", "too many", "other format", "foreign", "no object", "empty", "fields missing", "unknown field",
          "no episode", "two headers"],
 )  # fmt: skip
-def test_a_line_that_is_no_episode_is_named(
+def test_line_that_is_not_an_episode_is_named(
     tmp_path: Path, lines: list[Any], words: list[str]
 ) -> None:
     folder = edited(written(tmp_path, episode(0, score=1.0), episode(1, score=0.0)), *lines)

@@ -1,6 +1,4 @@
-"""A fleet whose processes, devices and Ray are made by hand: an engine that could not be started
-again at once.
-"""
+"""Restarts of lost engines by a fleet whose processes, devices and Ray are fakes."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ class Slots:
 
 
 class Unstable(Fleet):
-    """Starts its engines at once. Each of the first questions about the cluster has no answer."""
+    """A fleet whose engines start at once, and whose first queries of the cluster fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, unanswered: int) -> None:
         monkeypatch.setattr(module.tempfile, "mkdtemp", lambda **_: "")
@@ -48,14 +46,12 @@ class Unstable(Fleet):
     def machines(self, on_gpus: bool, *, free: bool = False) -> list[Machine]:
         self.unanswered -= 1
         if self.unanswered >= 0:
-            raise ConnectionError("the state of the cluster is not known")
+            raise ConnectionError("the cluster did not answer")
         return [HERE]
 
-    def _begun(self, member: Member) -> Member:
-        return member
+    def _launch(self, member: Member) -> None: ...
 
-    def _started(self, member: Member) -> Any:
-        return None
+    def _load(self, member: Member) -> Any: ...
 
     def lose_and_wait(self) -> None:
         self.lose(self.member, self.member.actor, EngineDied("gone"))
@@ -65,22 +61,23 @@ class Unstable(Fleet):
             time.sleep(0.01)
 
 
-def test_an_engine_is_started_again_although_the_cluster_did_not_answer_once(
+def test_engine_is_restarted_again_if_the_cluster_did_not_answer_during_a_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = Unstable(monkeypatch, unanswered=1)
     fleet.lose_and_wait()
-    assert fleet.said[:2] == [
-        "Engine 0 was lost (gone). Restart 1 of 2; its log: vllm-0.log",
-        "Engine 0 was lost (the state of the cluster is not known). Restart 2 of 2; its log: vllm-0.log",
-    ]
-    assert fleet.said[2].startswith("Engine 0 serves again after")
+    first, second, last = fleet.said
+    for number, reason, notice in ((1, "gone", first), (2, "the cluster did not answer", second)):
+        assert notice.startswith("Engine 0 was lost")
+        for fact in (reason, f"{number} of 2", "vllm-0.log"):
+            assert fact in notice
+    assert last.startswith("Engine 0 serves again after")
 
 
-def test_a_cluster_that_never_answers_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fleet_fails_after_max_restarts_if_the_cluster_never_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fleet = Unstable(monkeypatch, unanswered=9)
     fleet.lose_and_wait()
-    with pytest.raises(
-        RolloutError, match=r"lost after 2 restart.*: the state of the cluster is not known"
-    ):
+    with pytest.raises(RolloutError, match=r"--vllm\.max_restarts 2.*the cluster did not answer"):
         fleet.check()

@@ -1,8 +1,7 @@
-"""Generation on the true stack: the generator, engines of vLLM on the CPU, and Transformers to
-recompute what they say.
+"""Generation on the real stack: the generator, and engines of vLLM on the CPU.
 
-Two engines are the same but for their index; a third speculates, and a fourth prefills prompts in
-parts.
+Transformers recomputes the engines' log-probabilities. Two engines differ only in their index, a
+third one speculates, and a fourth one prefills prompts in parts.
 """
 
 from __future__ import annotations
@@ -53,21 +52,21 @@ SPEC = SamplingSpec(
     seed=3,
 )
 if Version(installed("vllm").version) < Version("0.25"):
-    del KINDS[
-        "speculating"
-    ]  # this vLLM calls the CPU's stand-in of its kernel with an argument that it does not have
-# Six blocks and a bit, all different.
+    # This vLLM calls its CPU kernel with an argument that the kernel does not have.
+    del KINDS["speculating"]
+# Six blocks and eight tokens, all different.
 PROMPTS = [
     Prompt(index=i, text="", tokens=[4 + (j * (i + 3) + j // 7) % 44 for j in range(200)])
     for i in range(4)
 ]
-# What an n-gram finds its continuation in.
+# Prompts in which an n-gram finds its continuation.
 REFRAINS = [Prompt(index=i, text="", tokens=[4 + i, 9, 14 + i, 20] * 12) for i in range(4)]
 
 
 def settings_of(folder: str, kind: str) -> EngineSettings:
-    """The settings of an engine of a kind. Samples that are prefilled in parts cannot have seeds on
-    a CPU.
+    """Return the settings of an engine of a kind.
+
+    Samples that are prefilled in parts cannot have seeds on a CPU.
     """
     flags: dict[str, Any] = {"dtype": "fp32", "enable_prefix_caching": True} | KINDS[kind]
     flags["engine_args"] = {"kv_cache_memory_bytes": 2**25} | flags.get("engine_args", {})
@@ -108,7 +107,7 @@ def engines(tmp_path_factory) -> Iterator[dict[str, Any]]:
 
 
 class Started(Fleet):
-    """A fleet of engines that run already."""
+    """A fleet of engines that are already running."""
 
     def __init__(self, engines: list[Any]) -> None:
         self._members = {
@@ -124,7 +123,7 @@ Draw = Callable[..., tuple[list[Trajectory], dict[str, float]]]
 
 @pytest.fixture
 def rollout(engines) -> Draw:
-    """Samples from the named engines, and what they cost."""
+    """Return samples from the named engines, and their cost."""
 
     def draw(kinds: str, prompts: Sequence[Prompt], spec: SamplingSpec = SPEC):
         if "speculating" in kinds and "speculating" not in KINDS:
@@ -143,8 +142,9 @@ def made(handles: list[Any]) -> RolloutGenerator:
 def differences(
     model: PreTrainedModel, samples: Sequence[Trajectory], keep: int | None = None
 ) -> torch.Tensor:
-    """|log π of the engine − log π of `model`| of every sampled token; of the `keep` likeliest
-    tokens, renormalised.
+    """Return |log π of the engine − log π of `model`| of every sampled token.
+
+    `keep`: renormalise π over that many of its most likely tokens.
     """
     found = []
     for sample in samples:
@@ -161,15 +161,15 @@ def tokens(samples: Sequence[Trajectory]) -> list[list[int]]:
     return [sample.tokens for sample in samples]
 
 
-def test_the_samples_of_a_prompt_share_its_prefill(rollout, engines) -> None:
+def test_samples_of_a_prompt_share_its_prefill(rollout, engines) -> None:
     samples, cost = rollout("plain", [replace(p, tokens=p.tokens[::-1]) for p in PROMPTS])
-    # One sample computes the prompt; each of the other seven the 8 tokens after its six whole
-    # blocks.
+    # One sample computes the prompt. Each of the other seven computes the 8 tokens after its six
+    # whole blocks.
     assert cost["timing/prefill_cached"] == pytest.approx(7 * 6 * BLOCK / (8 * 200))
     assert differences(engines["model"], samples).max() < 1e-4
 
 
-def test_without_a_prefix_cache_every_sample_computes_the_prompt(rollout) -> None:
+def test_every_sample_computes_the_prompt_without_a_prefix_cache(rollout) -> None:
     _, cost = rollout("speculating", PROMPTS)
     assert cost["timing/prefill_cached"] == 0
 
@@ -187,7 +187,7 @@ def test_without_a_prefix_cache_every_sample_computes_the_prompt(rollout) -> Non
     ],
     ids=str,
 )
-def test_a_request_that_vllm_refuses_is_refused_and_costs_no_engine(
+def test_request_that_vllm_refuses_raises_and_leaves_the_engine_alive(
     engines, wrong: dict[str, Any]
 ) -> None:
     good = SamplingParams(max_tokens=4, seed=1)
@@ -197,7 +197,7 @@ def test_a_request_that_vllm_refuses_is_refused_and_costs_no_engine(
     assert len(generation.tokens) <= 4
 
 
-def test_samples_that_nobody_waits_for_any_more_are_given_up_by_the_engine(engines) -> None:
+def test_engine_cancels_samples_if_the_stream_times_out(engines) -> None:
     class Stuck:
         ended = ""
 
@@ -208,7 +208,7 @@ def test_samples_that_nobody_waits_for_any_more_are_given_up_by_the_engine(engin
                 self.ended = "cancelled"
                 raise
 
-        async def told(self) -> str:
+        async def wait_for_end(self) -> str:
             while not self.ended:
                 await asyncio.sleep(0.05)
             return self.ended
@@ -217,10 +217,10 @@ def test_samples_that_nobody_waits_for_any_more_are_given_up_by_the_engine(engin
     stream = made([stuck]).stream(PROMPTS[:1], Request(spec=SPEC, step=1), groups=1)
     with closing(BackgroundLoop()) as loop, pytest.raises(RolloutError):
         list(loop.iterate(stream, 3))
-    assert ray.get(stuck.told.remote(), timeout=240) == "cancelled"
+    assert ray.get(stuck.wait_for_end.remote(), timeout=240) == "cancelled"
 
 
-def test_a_seed_gives_the_same_samples_on_any_engine_on_several_and_in_any_order(rollout) -> None:
+def test_seed_gives_the_same_samples_on_any_engines_in_any_order(rollout) -> None:
     alone, _ = rollout("plain", PROMPTS)
     assert tokens(rollout("twin", PROMPTS)[0]) == tokens(alone)
     assert tokens(rollout("plain, twin", PROMPTS)[0]) == tokens(alone)
@@ -232,30 +232,30 @@ def test_a_seed_gives_the_same_samples_on_any_engine_on_several_and_in_any_order
 
 
 @pytest.mark.parametrize("kind", ["plain", "speculating"])
-def test_with_top_k_log_probabilities_are_those_of_the_tokens_kept(rollout, engines, kind) -> None:
+def test_log_probabilities_with_top_k_are_those_of_the_kept_tokens(rollout, engines, kind) -> None:
     samples, _ = rollout(kind, REFRAINS, replace(SPEC, rollout=replace(SPEC.rollout, top_k=5)))
     off = differences(engines["model"], samples, keep=5)
     assert off.max() < 1e-4 and off.mean() < 1e-5
-    assert differences(engines["model"], samples).mean() > 0.1  # of all tokens they are others
+    # They differ from the log-probabilities over all tokens.
+    assert differences(engines["model"], samples).mean() > 0.1
 
 
-def test_drafts_from_n_grams_leave_the_log_probabilities_as_they_are(rollout, engines) -> None:
+def test_drafts_from_n_grams_do_not_change_the_log_probabilities(rollout, engines) -> None:
     spec = replace(SPEC, rollout=replace(SPEC.rollout, max_new_tokens=64))
     samples, _ = rollout("speculating", REFRAINS, spec)
     off = differences(engines["model"], samples)
     assert off.max() < 1e-4 and off.mean() < 1e-5
-    assert tokens(samples) != tokens(
-        rollout("plain", REFRAINS, spec)[0]
-    )  # drafts were judged, with draws of their own
+    # The drafts were judged with random draws of their own.
+    assert tokens(samples) != tokens(rollout("plain", REFRAINS, spec)[0])
 
 
-def test_drafts_from_n_grams_leave_a_seed_its_samples(rollout) -> None:
+def test_seed_gives_the_same_samples_with_drafts_in_any_order(rollout) -> None:
     together, _ = rollout("speculating", REFRAINS)
     alone = [sample for prompt in REFRAINS[::-1] for sample in rollout("speculating", [prompt])[0]]
     assert sorted(tokens(alone)) == sorted(tokens(together))
 
 
-def test_greedy_samples_are_the_same_with_and_without_drafts(rollout) -> None:
+def test_drafts_do_not_change_greedy_samples(rollout) -> None:
     greedy = replace(
         SPEC, purpose="eval", rollout=RolloutConfig(temperature=0.0, max_new_tokens=64)
     )
@@ -264,9 +264,7 @@ def test_greedy_samples_are_the_same_with_and_without_drafts(rollout) -> None:
     )
 
 
-def test_a_prompt_prefilled_in_parts_leaves_the_log_probabilities_as_they_are(
-    rollout, engines
-) -> None:
+def test_prefill_in_parts_does_not_change_the_log_probabilities(rollout, engines) -> None:
     samples, _ = rollout("in parts", PROMPTS, replace(SPEC, seed=None))
     off = differences(engines["model"], samples)
     assert off.max() < 1e-4 and off.mean() < 1e-5

@@ -1,4 +1,4 @@
-"""The generator with engines made by hand: what is asked of which engine, and what it cost."""
+"""The generator with fake engines: keys, seeds, the stream of groups, and its cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from openrlhf.core.trajectory import Failure, Prompt
 from openrlhf.observability.metrics import Mean, Metric, values
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
 from openrlhf.rollout.background import BackgroundLoop, RolloutError
-from openrlhf.rollout.fleet import checked
+from openrlhf.rollout.fleet import mark_nonfinite
 from openrlhf.rollout.generator import Annotate, Group, Request, RolloutGenerator, SamplingSpec
 from openrlhf.rollout.measures import SampleCost, generation_metrics
 from openrlhf.rollout.sampling import Generation, SamplingParams
@@ -33,8 +33,9 @@ PROMPTS = [Prompt(index=index, text=f"prompt {index}", tokens=[index] * 40) for 
 
 
 class Engines:
-    """Answers with the seed, as a token; all but the first sample of a prompt find the prompt
-    cached.
+    """Engines whose samples are one token, the seed.
+
+    All samples of a prompt but the first find the prompt in the cache.
     """
 
     def __init__(self, seconds: float = 1.0, slow: int | None = None) -> None:
@@ -67,7 +68,7 @@ class Engines:
 
 
 class Decoder:
-    """All of a tokenizer that is needed."""
+    """The part of a tokenizer that the generator needs."""
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
         return str(tokens)
@@ -78,21 +79,21 @@ def made(engines: Engines | None = None, reward: Reward | None = None) -> Rollou
     return RolloutGenerator(engines or Engines(), tokenizer, reward)
 
 
-def test_samples_of_a_prompt_share_a_key_and_evaluation_has_keys_of_its_own() -> None:
+def test_samples_of_a_prompt_share_a_key_that_evaluation_does_not_use() -> None:
     engines = Engines()
     rollout(made(engines), PROMPTS[:2], SPEC)
     rollout(made(engines), PROMPTS[:1], replace(SPEC, purpose="eval"))
     assert engines.asked == [("train", 0), ("train", 1), ("eval", 0)]
 
 
-def test_a_sample_has_one_seed_whatever_the_order() -> None:
+def test_seed_of_a_sample_does_not_depend_on_the_order_of_prompts() -> None:
     forwards = rollout(made(), PROMPTS, SPEC)
     backwards = rollout(made(), reversed(PROMPTS), SPEC)
     assert [t.tokens for t in forwards] == [t.tokens for t in backwards]
     assert len({t.tokens[-1] for t in forwards}) == len(PROMPTS) * SPEC.n_samples
 
 
-def test_the_cost_of_training_samples_is_reported_once_and_evaluation_is_no_part_of_it() -> None:
+def test_metrics_report_the_cost_of_training_samples_once_without_evaluation() -> None:
     generator = made()
     rollout(generator, PROMPTS, SPEC)
     rollout(generator, PROMPTS, replace(SPEC, purpose="eval"))
@@ -100,7 +101,7 @@ def test_the_cost_of_training_samples_is_reported_once_and_evaluation_is_no_part
     assert values(generator.metrics()) == {}
 
 
-def test_one_slow_prompt_is_a_long_tail() -> None:
+def test_tail_share_is_large_if_one_prompt_is_slow() -> None:
     prompts = [Prompt(index=index, text="", tokens=[index]) for index in range(12)]
     shares = []
     for engines in (Engines(), Engines(slow=7)):
@@ -114,7 +115,7 @@ def test_one_slow_prompt_is_a_long_tail() -> None:
 
 
 def marked_by(rejects: Callable[[Group], bool]) -> Annotate:
-    """Marks the groups that are rejected."""
+    """Return an annotation that marks the rejected groups as filtered."""
 
     async def marked(group: Group) -> Group:
         return [replace(sample, filtered=rejects(group)) for sample in group]
@@ -123,7 +124,7 @@ def marked_by(rejects: Callable[[Group], bool]) -> Annotate:
 
 
 def groups_of(**options: Any) -> list[int]:
-    """The prompts whose groups a stream gives."""
+    """Return the indices of the prompts whose groups a stream yields."""
 
     async def collect() -> list[int]:
         request = Request(
@@ -137,12 +138,12 @@ def groups_of(**options: Any) -> list[int]:
     return asyncio.run(collect())
 
 
-def test_a_stream_takes_as_many_prompts_as_groups_are_asked_for() -> None:
+def test_stream_draws_as_many_prompts_as_groups_are_requested() -> None:
     assert sorted(groups_of(groups=4)) == [0, 1, 2, 3]
     assert sorted(groups_of(groups=9)) == list(range(6))
 
 
-def test_a_rejected_group_is_given_and_replaced() -> None:
+def test_stream_yields_a_filtered_group_and_draws_another_prompt() -> None:
     assert sorted(groups_of(groups=2, rejects=lambda group: group[0].prompt.index in (0, 2))) == [
         0,
         1,
@@ -153,12 +154,12 @@ def test_a_rejected_group_is_given_and_replaced() -> None:
 
 
 class Gate:
-    """A reward that waits until it is opened, and counts the prompts that wait."""
+    """A slow reward, endless for prompt 5, that counts the prompts under way."""
 
     reads = ()
 
     def __init__(self) -> None:
-        self.waiting, self.most, self.given_up = 0, 0, 0
+        self.waiting, self.most, self.cancelled = 0, 0, 0
 
     async def check(self) -> None: ...
 
@@ -168,7 +169,7 @@ class Gate:
         try:
             await asyncio.sleep(0.01 if requests[0].prompt != "prompt 5" else 1000)
         except asyncio.CancelledError:
-            self.given_up += 1
+            self.cancelled += 1
             raise
         finally:
             self.waiting -= 1
@@ -176,7 +177,7 @@ class Gate:
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 4])
-def test_no_more_prompts_are_under_way_than_are_allowed_at_once(at_once: int) -> None:
+def test_stream_keeps_at_most_at_once_prompts_under_way(at_once: int) -> None:
     gate = Gate()
 
     async def collect() -> list[int]:
@@ -189,7 +190,7 @@ def test_no_more_prompts_are_under_way_than_are_allowed_at_once(at_once: int) ->
     assert gate.most == at_once
 
 
-def test_a_stream_that_is_closed_gives_up_what_is_under_way() -> None:
+def test_closing_a_stream_cancels_the_samples_under_way() -> None:
     gate = Gate()
     with closing(BackgroundLoop()) as loop:
         stream = loop.iterate(
@@ -197,10 +198,10 @@ def test_a_stream_that_is_closed_gives_up_what_is_under_way() -> None:
         )
         assert len(list(islice(stream, 5))) == 5
         stream.close()
-    assert (gate.given_up, gate.waiting) == (1, 0)
+    assert (gate.cancelled, gate.waiting) == (1, 0)
 
 
-def test_a_group_that_does_not_come_in_time_is_an_error_that_names_the_flag() -> None:
+def test_stream_raises_and_names_the_flag_if_a_group_times_out() -> None:
     gate = Gate()
     with (
         closing(BackgroundLoop()) as loop,
@@ -211,14 +212,14 @@ def test_a_group_that_does_not_come_in_time_is_an_error_that_names_the_flag() ->
                 made(reward=gate).stream(PROMPTS, Request(spec=SPEC, step=1), groups=6), 0.5
             )
         )
-    assert gate.given_up == 1
+    assert gate.cancelled == 1
 
 
-# ---- what an engine may not answer
+# ---- log-probabilities that are not finite
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_log_probability_that_is_not_finite_fails_its_sample_and_names_the_engine(
+def test_nonfinite_log_probability_fails_its_sample_and_names_the_engine(
     bad: float,
 ) -> None:
     good = Generation(
@@ -228,8 +229,8 @@ def test_a_log_probability_that_is_not_finite_fails_its_sample_and_names_the_eng
         stop_reason=None,
         weight_versions=(0,),
     )
-    assert checked(good, engine=3) is good
-    broken = checked(replace(good, logprobs=[-0.5, bad]), engine=3)
+    assert mark_nonfinite(good, engine=3) is good
+    broken = mark_nonfinite(replace(good, logprobs=[-0.5, bad]), engine=3)
     assert broken.logprobs == [0.0, 0.0]
 
     class Broken(Engines):
@@ -241,14 +242,16 @@ def test_a_log_probability_that_is_not_finite_fails_its_sample_and_names_the_eng
     fine, *failed = rollout(made(Broken()), PROMPTS[:1], SPEC)
     assert not fine.failed
     assert {t.failure for t in failed} == {Failure.ENGINE}
-    assert all("engine 3 gave its token 1 the log-probability" in (t.error or "") for t in failed)
+    for sample in failed:
+        for fact in ("engine 3", "token 1", f"log-probability {bad}"):
+            assert fact in (sample.error or "")
 
 
-# ---- the tail, by hand
+# ---- the tail, computed by hand
 
 
 def tail_seconds(spans: list[tuple[float, float]]) -> tuple[float, float]:
-    """Seconds of the tail, and seconds in which any sample ran."""
+    """Return the seconds of the tail, and the seconds in which any sample ran."""
     costs = [
         SampleCost(asked=start, seconds=end - start, prompt_tokens=1, cached_tokens=0)
         for start, end in spans
@@ -258,25 +261,25 @@ def tail_seconds(spans: list[tuple[float, float]]) -> tuple[float, float]:
     return share.sum, share.count
 
 
-def test_the_tail_is_when_less_than_a_tenth_as_many_run_as_at_the_peak() -> None:
+def test_tail_is_the_time_in_which_less_than_a_tenth_of_the_peak_runs() -> None:
     assert tail_seconds([(0, 1)] * 19 + [(0, 4)]) == (3, 4)
     assert tail_seconds([(0, 1)] * 18 + [(0, 4)] * 2) == (0, 4)  # a tenth is not less than a tenth
     assert tail_seconds([(0, 1)] * 30 + [(0, 2)] + [(0, 5)]) == (4, 5)
 
 
-def test_a_few_samples_have_no_tail() -> None:
+def test_ten_samples_have_no_tail() -> None:
     assert tail_seconds([(0, 1)] * 9 + [(0, 100)]) == (0, 100)
 
 
-def test_time_in_which_nothing_runs_does_not_count() -> None:
+def test_tail_share_leaves_out_time_in_which_nothing_runs() -> None:
     assert tail_seconds([(0, 1)] * 20 + [(3, 4)] * 20 + [(3, 5)]) == (1, 3)
 
 
-def test_nothing_sampled_is_no_number() -> None:
+def test_metrics_are_empty_if_nothing_was_sampled() -> None:
     assert values(generation_metrics([])) == {}
 
 
-def test_the_cached_share_counts_tokens_and_not_samples() -> None:
+def test_cached_share_is_of_tokens_and_not_of_samples() -> None:
     costs = [
         SampleCost(asked=0, seconds=1, prompt_tokens=p, cached_tokens=c)
         for p, c in ((300, 0), (300, 288), (10, 0))

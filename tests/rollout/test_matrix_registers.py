@@ -1,4 +1,4 @@
-"""A process that runs vLLM's workers may use the CPU's matrix registers from its first sample on."""
+"""Permission to use the CPU's matrix registers (AMX) in processes that run vLLM's workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from openrlhf.rollout.engine_settings import engine_environment
 from tests.ranks import ROOT
 
-PERMITTED = """
+PROGRAM = """
 import ctypes
 import openrlhf.rollout.engine_worker
 permitted = ctypes.c_ulong(0)
@@ -25,10 +25,10 @@ print("tiles:", permitted.value >> 18 & 1)
 @pytest.mark.skipif(
     not torch.cpu._is_amx_tile_supported(), reason="this CPU has no matrix registers (AMX)"
 )
-def test_linux_lets_an_engines_process_use_them() -> None:
+def test_importing_the_worker_gets_permission_for_the_matrix_registers() -> None:
     environment = os.environ | engine_environment("cpu") | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", PERMITTED],
+        [sys.executable, "-c", PROGRAM],
         env=environment,
         capture_output=True,
         text=True,

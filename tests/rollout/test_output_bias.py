@@ -1,6 +1,4 @@
-"""An output layer with a bias, as Phi has one, gets all its values in an update, and the receipt
-sees it.
-"""
+"""Updates of an output layer with a bias, as in Phi."""
 
 from __future__ import annotations
 
@@ -11,9 +9,9 @@ import sys
 from openrlhf.rollout.engine_settings import engine_environment
 from tests.ranks import ROOT
 
-# As vLLM's loader of Transformers models (`CausalMixin`) does, `load` makes a bias before it fills
-# the bias.
-UPDATED = """
+# `load` makes a new bias before it fills the bias, like vLLM's loader of Transformers models
+# (`CausalMixin`).
+PROGRAM = """
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -36,7 +34,7 @@ with set_current_vllm_config(VllmConfig()):
     model = torch.nn.ModuleDict({"lm_head": head})
     record_metadata_for_reloading(model)
     load(head, weight=1.0, bias=2.0)
-    served = head.weight, head.bias  # what compiled code goes on reading
+    served = head.weight, head.bias  # the tensors that compiled code keeps reading
     for values in ({"weight": 3.0, "bias": 4.0}, {"bias": 6.0, "weight": 5.0}, {"weight": 7.0}):
         begin_reload(model)
         load(head, **values)
@@ -47,10 +45,10 @@ with set_current_vllm_config(VllmConfig()):
 """
 
 
-def test_a_bias_is_counted_and_one_that_did_not_come_is_missed() -> None:
+def test_unwritten_layers_include_an_output_layer_without_its_new_bias() -> None:
     environment = os.environ | engine_environment("cpu") | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", UPDATED], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [

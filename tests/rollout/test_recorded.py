@@ -1,6 +1,4 @@
-"""A replay gives the loop what the run gave that wrote the episodes: steps, filtering, place in the
-prompts, and any start.
-"""
+"""Replays: steps, filtering and position in the prompts equal those of the run that wrote the files."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ LOOP = BackgroundLoop()
 
 
 class Prompts:
-    """Rows whose text tells them apart."""
+    """Rows with different texts."""
 
     def __init__(self, count: int, name: str = "row") -> None:
         self.count, self.name = count, name
@@ -52,7 +50,7 @@ class Prompts:
 
 
 class Dice:
-    """Samples with scores by chance, of which half the prompts teach nothing."""
+    """A generator of samples with random scores, which are equal for half of the prompts."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -94,7 +92,7 @@ def run(
     consumed: int = 0,
     last_step: int | None = None,
 ) -> list[tuple[int, int, list[Any]]]:
-    """Step, prompts consumed and episodes, each time the source gives some."""
+    """Return step, prompts consumed and episodes of each batch that the source yields."""
     rollout = replace(SPEC.rollout, batch_size=batch_size, vllm_generate_batch_size=batch_size)
     source = SyncSource(
         prompts,  # pyright: ignore[reportArgumentType]
@@ -111,7 +109,7 @@ def run(
     source.resume(step=done, consumed=consumed, folder=Path())
     seen = []
     for trajectories in source:
-        rest = all(t.filtered for t in trajectories)  # of an epoch: it makes no step
+        rest = all(t.filtered for t in trajectories)  # the rest of an epoch, which makes no step
         seen.append((source.step + rest, source.consumed, trajectories))
     return seen
 
@@ -131,11 +129,12 @@ def replayed(folder: Path, prompts: Prompts, **fields: Any) -> list[tuple[int, i
 
 @settings(IN_ONE_FOLDER, max_examples=40)
 @given(st.integers(0, 999), st.integers(1, 9), st.integers(1, 4), st.booleans(), st.data())
-def test_a_replay_gives_the_loop_what_the_run_gave_it(
+def test_replay_yields_the_batches_of_the_run_that_wrote_the_files(
     tmp_path: Path, seed: int, count: int, batch_size: int, filtered: bool, data: st.DataObject
 ) -> None:
-    """Also where the rest of a pass is all filtered and makes no step, from any step on, with
-    labels that JSON cannot express.
+    """Replay from any step on, also if the rest of an epoch is all filtered and makes no step.
+
+    The labels are values that JSON cannot express.
     """
     fields: dict[str, Any] = {"batch_size": batch_size, "filtered": filtered}
     seen = dumped(tmp_path, Prompts(count), seed=seed, **fields)
@@ -162,7 +161,7 @@ def test_filtered_episodes_are_written_with_their_tokens(tmp_path: Path) -> None
     )
 
 
-def test_a_replay_ends_with_the_last_step_that_was_written(tmp_path: Path) -> None:
+def test_replay_ends_with_the_last_step_that_was_written(tmp_path: Path) -> None:
     seen = dumped(tmp_path, Prompts(8))
     for path in sorted(tmp_path.glob("step-*"))[3:]:
         path.unlink()
@@ -179,7 +178,7 @@ def test_evaluations_have_files_of_their_own(tmp_path: Path) -> None:
     assert files.read("step", 7) == first
 
 
-def test_a_file_grows_with_each_stream_of_its_step(tmp_path: Path) -> None:
+def test_file_grows_with_each_stream_of_its_step(tmp_path: Path) -> None:
     files = EpisodeFolder(tmp_path)
     files.begin(after=-1)
     generator = DumpingGenerator(Dice(0), files, run={})
@@ -188,7 +187,7 @@ def test_a_file_grows_with_each_stream_of_its_step(tmp_path: Path) -> None:
     assert files.read("step", 1) == [t for part in parts for t in part]
 
 
-def test_a_repeated_step_takes_the_place_of_the_first_attempt(tmp_path: Path) -> None:
+def test_repeated_step_replaces_the_first_attempt(tmp_path: Path) -> None:
     dumped(tmp_path, Prompts(8))
     files = EpisodeFolder(tmp_path)
     files.begin(after=2)
@@ -200,17 +199,17 @@ def test_a_repeated_step_takes_the_place_of_the_first_attempt(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("prompts", "fields", "words"),
     [
-        (Prompts(8, "line"), {}, ["prompt 0 is 'row", "there, and 'line", "--data.prompt_dataset"]),
+        (Prompts(8, "line"), {}, ["prompt 0 is 'row", "'line", "--data.prompt_dataset"]),
         (
             Prompts(8),
             {"batch_size": 3},
             ["has no sample of prompt 2", "step 1", "--rollout.batch_size"],
         ),
-        (Prompts(7), {}, ["there, and 'row", "--data.prompt_dataset"]),
+        (Prompts(7), {}, ["'row", "--data.prompt_dataset"]),
     ],
     ids=["other texts", "larger batches", "another order"],
 )
-def test_prompts_that_are_not_those_of_the_files_are_told(
+def test_replay_raises_if_the_prompts_are_not_those_of_the_files(
     tmp_path: Path, prompts: Prompts, fields: dict[str, Any], words: list[str]
 ) -> None:
     dumped(tmp_path, Prompts(8))
@@ -221,13 +220,13 @@ def test_prompts_that_are_not_those_of_the_files_are_told(
     )
 
 
-def test_another_tokenizer_is_told_by_the_tokens_of_a_prompt(tmp_path: Path) -> None:
+def test_replay_raises_if_the_tokens_of_a_prompt_differ(tmp_path: Path) -> None:
     files = EpisodeFolder(tmp_path)
     files.begin(after=-1)
     prompt = Prompt(index=0, text="a", tokens=[1])
     rollout(DumpingGenerator(Dice(0), files, run={}), [prompt], SPEC)
     with pytest.raises(
         DataError,
-        match=r"prompt 0 is 'a' with the tokens \[1\]… there, and 'a' with \[2\]… .* tokenizer",
+        match=r"prompt 0 .*tokens \[1\]….*tokens \[2\]….*tokenizer",
     ):
         rollout(ReplayGenerator(files), [Prompt(index=0, text="a", tokens=[2])], SPEC)

@@ -1,4 +1,4 @@
-"""Which engine is asked."""
+"""The choice of an engine by the router."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from openrlhf.rollout import routing
 from openrlhf.rollout.routing import SLACK, Router
 
 
-def test_prompts_are_spread_by_samples_in_flight() -> None:
+def test_router_spreads_prompts_by_samples_in_flight() -> None:
     router = Router(range(3))
     assert [router.pick(prompt, 4) for prompt in range(6)] == [0, 1, 2, 0, 1, 2]
     router.done(1, 1, 4)
     assert router.pick(6, 4) == 1
 
 
-def test_the_samples_of_a_prompt_go_to_one_engine_whatever_their_number() -> None:
+def test_samples_of_a_prompt_go_to_one_engine_whatever_their_number() -> None:
     router = Router(range(2))
     assert {router.pick("prompt") for _ in range(100)} == {0}
     assert {router.pick("another") for _ in range(100)} == {1}
 
 
-def test_a_later_turn_goes_to_the_engine_that_has_its_prefix() -> None:
+def test_later_turn_goes_to_the_engine_that_has_its_prefix() -> None:
     router = Router(range(2))
     assert [router.pick(episode) for episode in range(4)] == [0, 1, 0, 1]
     for episode in range(4):
@@ -29,11 +29,11 @@ def test_a_later_turn_goes_to_the_engine_that_has_its_prefix() -> None:
     assert [router.pick(episode) for episode in range(4)] == [0, 1, 0, 1]
 
 
-def test_an_engine_with_much_more_to_do_for_others_is_left_and_the_new_one_is_remembered() -> None:
+def test_key_moves_from_an_engine_that_is_much_busier_with_other_keys_and_stays_there() -> None:
     router = Router(range(2))
     router.done("turn", router.pick("turn"))
     assert router.pick("long", SLACK) == 0
-    assert router.pick("turn") == 0  # as busy as it may be
+    assert router.pick("turn") == 0  # just within the slack
     router.done("turn", 0)
     assert router.pick("long") == 0
     assert router.pick("turn") == 1
@@ -41,7 +41,7 @@ def test_an_engine_with_much_more_to_do_for_others_is_left_and_the_new_one_is_re
     assert router.pick("turn") == 1
 
 
-def test_on_busy_engines_half_again_as_much_is_no_reason_to_move() -> None:
+def test_key_stays_if_its_busy_engine_has_at_most_half_as_much_again() -> None:
     router = Router(range(2))
     router.done("turn", router.pick("turn"))
     assert (router.pick("a", 150), router.pick("b", 100)) == (0, 1)
@@ -51,7 +51,7 @@ def test_on_busy_engines_half_again_as_much_is_no_reason_to_move() -> None:
     assert router.pick("turn") == 1
 
 
-def test_an_engine_is_free_again_when_its_samples_are_done() -> None:
+def test_done_samples_are_no_longer_in_flight() -> None:
     router = Router(range(2))
     for key in "abab":
         router.pick(key, 5)
@@ -60,17 +60,17 @@ def test_an_engine_is_free_again_when_its_samples_are_done() -> None:
     assert router.in_flight == {0: 0, 1: 10}
 
 
-def test_only_so_many_keys_are_remembered(monkeypatch) -> None:
+def test_router_forgets_the_oldest_key_above_the_limit(monkeypatch) -> None:
     monkeypatch.setattr(routing, "MOST_KEYS", 2)
     router = Router(range(2))
     homes = {key: router.pick(key) for key in "xyz"}
     for key, engine in homes.items():
         router.done(key, engine)
-    router.in_flight = {0: 1, 1: 0}  # x is forgotten and goes where less is to do; z is not
+    router.in_flight = {0: 1, 1: 0}  # x is forgotten and goes to the idle engine; z is not
     assert (homes["x"], router.pick("x"), router.pick("z")) == (0, 1, 0)
 
 
-def test_an_engine_without_samples_is_idle_and_one_that_is_lost_is_not_asked(monkeypatch) -> None:
+def test_idle_share_counts_engines_without_samples_and_leaves_out_lost_ones(monkeypatch) -> None:
     now = [0.0]
     monkeypatch.setattr(routing.time, "monotonic", lambda: now[0])
     router = Router(range(2))
@@ -79,8 +79,9 @@ def test_an_engine_without_samples_is_idle_and_one_that_is_lost_is_not_asked(mon
     router.done("a", 0, 3)
     now[0] = 10.0
     assert router.idle([0, 1]) == Mean(6.0 + 10.0, 20.0)
-    assert router.pick("a", among=[1]) == 1  # its home was lost
+    assert router.pick("a", among=[1]) == 1  # the engine of its key was lost
     now[0] = 12.0
     assert router.idle([0, 1]) == Mean(2.0, 4.0)
     now[0] = 13.0
-    assert router.idle([1, 2]) == Mean(0.0, 1.0)  # engine 0 has left, and engine 2 is not there yet
+    # Engine 0 has left, and engine 2 has not been added yet.
+    assert router.idle([1, 2]) == Mean(0.0, 1.0)
