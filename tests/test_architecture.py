@@ -65,6 +65,7 @@ STANDARD_LIBRARY_ONLY = [
 WITHOUT_TORCH = ["isolation*", "agents.contract", "agents.program", "rewards*"]
 # Packages whose density is within its bounds, and stays there.
 WITHIN_BOUNDS = [
+    "agents",
     "algorithms",
     "checkpoints",
     "cli",

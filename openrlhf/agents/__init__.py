@@ -1,3 +1,5 @@
-"""Episodes of several turns: the contract of user agents, the processes they run in, and the
-endpoint for agents that speak the OpenAI API.
+"""Episodes of several turns.
+
+The contract of user agents, the processes that they run in, and the endpoint for agents that speak
+the OpenAI API.
 """

@@ -1,15 +1,15 @@
-"""What the engine answers to an agent, in vLLM's attribute names."""
+"""The engine's answers to an agent, with vLLM's attribute names."""
 
 from dataclasses import dataclass
 
 
 class EngineRefusal(ValueError):
-    """The engine does not serve such a request."""
+    """A request that the engine does not serve."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Logprob:
-    """Of one sampled token, in nats."""
+    """The log-probability of one sampled token, in nats."""
 
     logprob: float
     rank: int | None = None
@@ -18,8 +18,9 @@ class Logprob:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionOutput:
-    """One sample, in vLLM's attribute names. `text` is without what ended it; `token_ids` have
-    that.
+    """One sample.
+
+    `token_ids` include the token or stop string that ended the sample; `text` does not.
     """
 
     index: int
@@ -30,19 +31,18 @@ class CompletionOutput:
     stop_reason: int | str | None
 
     def is_cut(self, prompt_length: int, max_length: int, max_new_tokens: int | None) -> bool:
-        """Return whether a limit of the run cut the sample: the room after the prompt, or the
-        length of a turn.
+        """Return whether a limit of the run cut the sample: the context or the tokens of a turn.
 
         A sample that reached a lower limit of the request itself is complete.
         """
         room = max_length - prompt_length
-        most = min(room, max_new_tokens or room)
-        return self.finish_reason == "length" and len(self.token_ids) >= most
+        limit = min(room, max_new_tokens or room)
+        return self.finish_reason == "length" and len(self.token_ids) >= limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """What `Engine.generate` returns."""
+    """The return value of `Engine.generate`."""
 
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]

@@ -1,10 +1,11 @@
-"""What an agent returned, made into an episode that can be trained on, by comparing token ids with
-the engine's samples.
+"""The result of an executor, checked and made into an episode that can be trained on.
+
+Token ids are compared with the engine's samples.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from openrlhf.core.trajectory import Failure, TrajectoryBuilder
@@ -12,226 +13,242 @@ from openrlhf.isolation.call import Asked, UserCodeError
 from openrlhf.rewards.protocol import RewardResult, numbers, read_rewards, shown
 from openrlhf.rollout.sampling import Generation
 
-FINISHED = {"stop", "length", "abort"}  # ends of samples that an agent may go on from
+FINISHED = {"stop", "length", "abort"}  # finish reasons of samples that can be trained on
 
 
 class EpisodeMistake(UserCodeError):
-    """What an executor returned is not an episode; the message says what is wrong."""
+    """The result of an executor is not an episode. The message has the value seen."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Failure.RESULT)
 
 
-def samples_in(asked: Sequence[Asked]) -> list[Asked]:
-    """What the engine answered with a sample; its other answers are refusals."""
-    return [each for each in asked if isinstance(each.answer, Generation)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Assembled:
-    """An episode's tokens, and what the agent said of it."""
+    """An episode: its tokens, and the agent's reward, logs and notices."""
 
     builder: TrajectoryBuilder
     reward: RewardResult
     truncated: bool
     turns: int
     earlier: Sequence[TrajectoryBuilder] = ()  # the conversations before the last one
-    turn_rewards: tuple[
-        tuple[int, float], ...
-    ] = ()  # position of a turn's last token, and the turn's reward
-    oddities: Sequence[str] = ()  # why log-probabilities are not the policy's
-    notices: Mapping[str, str] = field(
-        default_factory=dict[str, str]
-    )  # sentences about the tokens, by kind
+    # Position of a turn's last token, and the turn's reward.
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+    notices: Mapping[str, str]  # sentences for the user, by kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Conversation:
+    """The tokens of a conversation, cut to the maximum length."""
+
+    builder: TrajectoryBuilder
+    ranges: list[tuple[int, int]]  # action ranges before the cut
+    truncated: bool
 
 
 def assemble(
-    result: Mapping[str, Any], samples: Sequence[Asked], max_length: int, *, vocabulary: int
+    result: Mapping[str, Any], asked: Sequence[Asked], max_length: int, *, vocabulary: int
 ) -> Assembled:
-    """The episode that an executor returned, cut to `max_length` tokens, with the `samples_in` what
-    it asked the engine.
+    """Return the episode that an executor returned, cut to `max_length` tokens.
 
-    Sampled tokens get the log-probabilities and weight versions that the engine gave with them. The
-    executor's own `rollout_log_probs` count only for tokens that the engine did not sample. Raises
-    EpisodeMistake, and UserCodeError for a sample that the engine could not finish.
+    `asked` holds the episode's requests to the engine. Sampled tokens get the log-probabilities and
+    weight versions that the engine returned with them. The executor's own `rollout_log_probs` are
+    used only for tokens that the engine did not sample. Raises EpisodeMistake, and UserCodeError
+    for a sample that the engine could not finish.
     """
-    sampled = _Samples(samples)
+    samples = _Samples(asked)
     earlier: list[TrajectoryBuilder] = []
     turns = 0
-    for conversation in _earlier(result):
-        builder, ranges, _ = _built(conversation, sampled, max_length, vocabulary)
-        turns += len(ranges)
-        if any(builder.action_mask):
-            earlier.append(builder)
-    builder, ranges, uncut = _built(result, sampled, max_length, vocabulary)
-    try:
-        turn_rewards = _numbers(result, "turn_rewards", len(ranges), "action ranges")
-        reward = _reward(result, turn_rewards)
-    except (ValueError, OverflowError) as error:
-        raise EpisodeMistake(f"execute or step {error}") from error
+    for entry in _earlier(result):
+        conversation = _build(entry, samples, max_length, vocabulary)
+        turns += len(conversation.ranges)
+        if any(conversation.builder.action_mask):
+            earlier.append(conversation.builder)
+    last = _build(result, samples, max_length, vocabulary)
+    turn_rewards = _numbers(result, "turn_rewards", len(last.ranges), "action ranges")
     rewarded: list[tuple[int, float]] = []
-    for (start, end), amount in zip(ranges, turn_rewards or (), strict=False):
+    for (start, end), amount in zip(last.ranges, turn_rewards or (), strict=False):
         if end > start:
             rewarded.append((min(end, max_length) - 1, amount))
-    versions = {version for part in (*earlier, builder) for version in part.weight_versions}
-    builder.weight_versions = sorted(versions) if earlier else builder.weight_versions
+    if earlier:
+        versions = set(last.builder.weight_versions)
+        for builder in earlier:
+            versions.update(builder.weight_versions)
+        last.builder.weight_versions = sorted(versions)
     return Assembled(
-        builder=builder,
-        reward=reward,
-        truncated=bool(result.get("truncated")) or uncut > max_length,
-        turns=turns + len(ranges),
+        builder=last.builder,
+        reward=_reward(result, turn_rewards),
+        truncated=bool(result.get("truncated")) or last.truncated,
+        turns=turns + len(last.ranges),
         earlier=earlier,
         turn_rewards=tuple(rewarded),
-        oddities=sampled.oddities,
-        notices=_notices(result),
+        notices=_notices(result) | samples.notices,
     )
 
 
-def _built(
-    conversation: Mapping[str, Any], sampled: "_Samples", max_length: int, vocabulary: int
-) -> tuple[TrajectoryBuilder, list[tuple[int, int]], int]:
-    """Return the tokens of a conversation, cut to `max_length`, its action ranges, and its length
-    before the cut.
-    """
-    tokens, ranges = _tokens(conversation, sampled.samples, vocabulary), _ranges(conversation)
-    try:
-        given = _numbers(conversation, "rollout_log_probs", len(tokens), "tokens")
-    except (ValueError, OverflowError) as error:
-        raise EpisodeMistake(f"execute or step {error}") from error
-    builder = TrajectoryBuilder(tokens[: ranges[0][0]])
+def _build(
+    entry: Mapping[str, Any], samples: "_Samples", max_length: int, vocabulary: int
+) -> _Conversation:
+    """Return the conversation in a dict with `observation_tokens` and `action_ranges`."""
+    tokens = _tokens(entry, samples.unused, vocabulary)
+    ranges = _ranges(entry, len(tokens))
+    given = _numbers(entry, "rollout_log_probs", len(tokens), "tokens")
+    first_action, _ = ranges[0]
+    builder = TrajectoryBuilder(tokens[:first_action])
     for start, end in ranges:
         builder.append_feedback(tokens[len(builder.tokens) : start])
-        sampled.append_action(builder, tokens, end, given)
+        samples.append_action(builder, tokens, end, given)
     builder.append_feedback(tokens[len(builder.tokens) :])
     builder.cut(max_length)
-    return builder, ranges, len(tokens)
+    return _Conversation(builder=builder, ranges=ranges, truncated=len(tokens) > max_length)
 
 
 def _earlier(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the conversations before the last one."""
     given = result.get("earlier") or []
-    if not isinstance(given, list) or not all(
-        isinstance(conversation, Mapping) for conversation in given
-    ):
+    if not isinstance(given, list) or not all(isinstance(entry, Mapping) for entry in given):
         raise EpisodeMistake(
-            f"earlier must be a list of dicts with observation_tokens and action_ranges, and is {shown(given)}"
+            "earlier must be a list of dicts with observation_tokens and action_ranges, "
+            f"not {shown(given)}"
         )
     return given
 
 
 class _Samples:
-    """The engine's samples, found again in order in the tokens of an episode."""
+    """The engine's samples, matched in order with the tokens of an episode.
 
-    def __init__(self, samples: Sequence[Asked]) -> None:
-        self.samples = [sample for sample in samples if sample.answer.tokens]
-        self.oddities: list[str] = []
+    The engine's other answers are refusals.
+    """
+
+    def __init__(self, asked: Sequence[Asked]) -> None:
+        self.unused: list[Asked] = []
+        for request in asked:
+            if isinstance(request.answer, Generation) and request.answer.tokens:
+                self.unused.append(request)
+        self.notices: dict[str, str] = {}
 
     def append_action(
         self, builder: TrajectoryBuilder, tokens: list[int], end: int, given: list[float] | None
     ) -> None:
-        """Append the rest of an action range, with log-probabilities and versions, sample by
-        sample.
-        """
+        """Append the tokens up to `end`, the end of an action range, sample by sample."""
         while (start := len(builder.tokens)) < end:
             sample = self._take(tokens, start, end)
             if sample is None:
                 if given is None:
                     raise EpisodeMistake(
-                        f"action_ranges name tokens {start} to {end - 1}, which the engine did not sample in this episode: "
-                        "return the token_ids of its outputs, or rollout_log_probs with their log-probabilities"
+                        f"action_ranges include tokens {start} to {end - 1}, which the engine did "
+                        "not sample in this episode. Return the token_ids of its outputs, or "
+                        "rollout_log_probs with their log-probabilities"
                     )
-                self.oddities.append("has action_ranges with tokens that the engine did not sample")
+                self.notices["not sampled"] = (
+                    "action_ranges include tokens that the engine did not sample. Their "
+                    "rollout_log_probs may not be the policy's"
+                )
                 builder.append_action(tokens[start:end], given[start:end])
                 return
-            found: Generation = sample.answer
+            length = end - start
             builder.append_action(
-                found.tokens[: end - start], found.logprobs[: end - start], found.weight_versions
+                sample.tokens[:length], sample.logprobs[:length], sample.weight_versions
             )
 
-    def _take(self, tokens: list[int], start: int, end: int) -> Asked | None:
-        """The sample that covers most of what is at `start`. One that continued exactly the tokens
-        before it is preferred.
+    def _take(self, tokens: list[int], start: int, end: int) -> Generation | None:
+        """Return the longest sample of the tokens at `start`, and remove it from `unused`.
 
-        If nobody knows which episode asked for a sample, only such an exact sample counts.
+        A sample that continued exactly the tokens before `start` is preferred. Only such a sample
+        may come from a request whose episode is unknown.
         """
         span = tokens[start:end]
-        fitting = [
-            s for s in self.samples if s.answer.tokens[: len(span)] == span[: len(s.answer.tokens)]
-        ]
-        exact = [sample for sample in fitting if sample.question["prompt"] == tokens[:start]]
-        fitting = [sample for sample in fitting if sample.own]
-        if fitting and not exact:
-            self.oddities.append(
-                "shows the engine other tokens than those before the action in observation_tokens"
+        exact: list[Asked] = []
+        fitting: list[Asked] = []
+        for request in self.unused:
+            sampled = request.answer.tokens
+            if sampled[: len(span)] != span[: len(sampled)]:
+                continue
+            if request.question["prompt"] == tokens[:start]:
+                exact.append(request)
+            elif request.own:
+                fitting.append(request)
+        if not exact:
+            if not fitting:
+                return None
+            self.notices["other context"] = (
+                "the engine sampled an action after other tokens than observation_tokens has "
+                "before the action, so the log-probabilities are not the policy's"
             )
-        if not (exact or fitting):
-            return None
         chosen = max(
             exact or fitting,
-            key=lambda sample: (sample.own, min(len(sample.answer.tokens), end - start)),
+            key=lambda request: (request.own, min(len(request.answer.tokens), len(span))),
         )
-        self.samples.remove(chosen)
-        if (reason := chosen.answer.finish_reason) not in FINISHED:
-            raise UserCodeError(f"the engine ended a sample: {reason}", Failure.ENGINE)
-        return chosen
+        self.unused.remove(chosen)
+        sample: Generation = chosen.answer
+        if sample.finish_reason not in FINISHED:
+            raise UserCodeError(
+                f"the engine ended a sample: {sample.finish_reason}", Failure.ENGINE
+            )
+        return sample
 
 
-def _tokens(result: Mapping[str, Any], samples: Sequence[Asked], vocabulary: int) -> list[int]:
-    tokens = result.get("observation_tokens")
-    if (
-        not isinstance(tokens, list)
-        or not tokens
-        or not all(type(t) is int and t >= 0 for t in tokens)
-    ):
+def _tokens(entry: Mapping[str, Any], samples: Sequence[Asked], vocabulary: int) -> list[int]:
+    tokens = entry.get("observation_tokens")
+    is_list = isinstance(tokens, list)
+    if not is_list or not tokens or not all(type(t) is int and t >= 0 for t in tokens):
+        raise EpisodeMistake(f"observation_tokens must be a list of token ids, not {shown(tokens)}")
+    unknown = {token for token in tokens if token >= vocabulary}
+    for sample in samples:
+        unknown.difference_update(sample.answer.tokens)
+    if unknown:
         raise EpisodeMistake(
-            f"observation_tokens must be a list of token ids, and is {shown(tokens)}"
-        )
-    beyond = {t for t in tokens if t >= vocabulary}.difference(
-        *(sample.answer.tokens for sample in samples)
-    )
-    if beyond:
-        raise EpisodeMistake(
-            f"observation_tokens have {sorted(beyond)[:3]}; the tokenizer's ids go to {vocabulary - 1}"
+            f"observation_tokens have {sorted(unknown)[:3]}; "
+            f"the tokenizer's ids go to {vocabulary - 1}"
         )
     return tokens
 
 
-def _ranges(result: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """The action ranges, checked to be in order and inside the episode."""
-    ranges, length = result.get("action_ranges"), len(result["observation_tokens"])
-    pairs = isinstance(ranges, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(type(edge) is int for edge in pair)
-        for pair in ranges
-    )
-    if not pairs or not ranges:
+def _ranges(entry: Mapping[str, Any], length: int) -> list[tuple[int, int]]:
+    """Return the action ranges, in order and inside the conversation of `length` tokens."""
+    given = entry.get("action_ranges")
+    if not isinstance(given, list) or not given or not all(map(_is_range, given)):
         raise EpisodeMistake(
-            f"action_ranges must be a list of [start, end) pairs, at least one, and is {shown(ranges)}"
+            f"action_ranges must be a list of [start, end) pairs, at least one, not {shown(given)}"
         )
-    edges = [edge for pair in ranges for edge in pair]
-    if edges != sorted(edges) or edges[0] < 0 or edges[-1] > length:
+    ranges: list[tuple[int, int]] = []
+    previous_end = 0
+    for start, end in given:
+        if not previous_end <= start <= end <= length:
+            raise EpisodeMistake(
+                f"action_ranges must be in order and within {length} tokens, not {shown(given)}"
+            )
+        ranges.append((start, end))
+        previous_end = end
+    if ranges[0][0] == 0:
         raise EpisodeMistake(
-            f"action_ranges must go up and stay within {length} tokens, and are {shown(ranges)}"
+            f"action_ranges start at token 0: {shown(given)}. The policy cannot sample the first "
+            "token, because nothing precedes it. Positions count from the beginning of "
+            "observation_tokens, prompt included"
         )
-    if edges[0] == 0:
-        raise EpisodeMistake(
-            f"action_ranges start at token 0, which the policy cannot have sampled, since nothing precedes it: {shown(ranges)}. "
-            "Positions count from the beginning of observation_tokens, prompt included"
-        )
-    return [(start, end) for start, end in ranges]
+    return ranges
 
 
-def _numbers(result: Mapping[str, Any], name: str, count: int, of: str) -> list[float] | None:
-    """What the executor gives under this name, a number for each of `count` tokens or action
-    ranges; None if it gives nothing.
-    """
-    return (
-        None if result.get(name) is None else numbers(name, result[name], count, of=of, finite=True)
-    )
+def _is_range(pair: Any) -> bool:
+    if not isinstance(pair, list) or len(pair) != 2:
+        return False
+    return all(type(edge) is int for edge in pair)
+
+
+def _numbers(entry: Mapping[str, Any], name: str, count: int, of: str) -> list[float] | None:
+    """Return the entry `name`, one number for each of `count` tokens or ranges, or None."""
+    if entry.get(name) is None:
+        return None
+    try:
+        return numbers(name, entry[name], count, of=of, finite=True)
+    except (ValueError, OverflowError) as error:
+        raise EpisodeMistake(f"execute or step {error}") from error
 
 
 def _notices(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return the notices of our own executors; a user's executor may give something else under this
-    name.
+    """Return the notices of our own executors.
+
+    A user's executor may use the entry for something else.
     """
     given = result.get("notices")
     if not isinstance(given, Mapping):
@@ -239,14 +256,18 @@ def _notices(result: Mapping[str, Any]) -> dict[str, str]:
     return {str(kind): str(sentence) for kind, sentence in given.items()}
 
 
-def _reward(result: Mapping[str, Any], turns: Sequence[float] | None) -> RewardResult:
-    """The episode's reward, by default the sum of its turns; without either, a reward model still
-    has to give one.
+def _reward(result: Mapping[str, Any], turn_rewards: Sequence[float] | None) -> RewardResult:
+    """Return the episode's reward, by default the sum of its turns' rewards.
+
+    Without either, the result has no reward, and a reward model scores the episode.
     """
     reward = result.get("reward")
-    if reward is None and turns:
-        reward = math.fsum(turns)
-    if reward is None:
-        [unscored] = read_rewards({"rewards": 0.0, "extra_logs": result.get("extra_logs")}, 1)
-        return RewardResult(extra_logs=unscored.extra_logs)
-    return read_rewards({**result, "rewards": reward}, 1)[0]
+    if reward is None and turn_rewards:
+        reward = math.fsum(turn_rewards)
+    try:
+        if reward is None:
+            [unscored] = read_rewards({"rewards": 0.0, "extra_logs": result.get("extra_logs")}, 1)
+            return RewardResult(extra_logs=unscored.extra_logs)
+        return read_rewards({**result, "rewards": reward}, 1)[0]
+    except (ValueError, OverflowError) as error:
+        raise EpisodeMistake(f"execute or step {error}") from error

@@ -1,5 +1,6 @@
-"""Requests to the OpenAI-compatible endpoint: every field is used, accepted without effect, or
-refused by name.
+"""Requests to the OpenAI-compatible endpoint.
+
+Every field is used, accepted without effect, or refused by name.
 """
 
 from inspect import signature
@@ -11,12 +12,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 # The run sets how replies are sampled, because the log-probabilities must be the policy's. The
 # other fields identify the client, for accounts and caches.
-RUN_DECIDES = {
-    "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+WITHOUT_EFFECT = {
+    "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention",
 }  # fmt: skip
 # Fields of the API, and of vLLM, with the values that request what the endpoint does anyway.
-ONLY: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "top_logprobs": (0,),
     "tool_choice": ("auto", "none"),
@@ -30,16 +33,15 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (True, False),
     "echo": (False,),
 }
-RENDERING = {"messages", *signature(render_jinja_template).parameters} - {
-    "kwargs"
-}  # what the endpoint itself passes
+# Arguments that the endpoint itself passes to the chat template.
+RESERVED_VARIABLES = {"messages", *signature(render_jinja_template).parameters} - {"kwargs"}
 
 Text = Annotated[str, Field(min_length=1)]
 Length = Annotated[int, Field(ge=1)]
 
 
 class _Request(BaseModel):
-    """A request with fields that are read. Other fields are checked by their values."""
+    """A request. Fields that are not declared are checked by their values."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -49,21 +51,22 @@ class _Request(BaseModel):
     @model_validator(mode="after")
     def _check_other_fields(self) -> Self:
         for name, value in (self.model_extra or {}).items():
-            if value is None or name in RUN_DECIDES:
+            if value is None or name in WITHOUT_EFFECT:
                 continue
-            accepted = ONLY.get(name)
+            accepted = NEUTRAL_VALUES.get(name)
             if accepted is None:
                 raise _unsupported(name, "this endpoint does not support it. Leave it out")
             if not any(type(value) is type(other) and value == other for other in accepted):
                 allowed = " or ".join(map(repr, accepted))
                 raise _unsupported(name, f"{value!r:.100} is not supported, only {allowed}")
-        if taken := sorted(RENDERING & (self.chat_template_kwargs or {}).keys()):
-            raise _unsupported("chat_template_kwargs", f"{taken} cannot be set")
+        reserved = RESERVED_VARIABLES & (self.chat_template_kwargs or {}).keys()
+        if reserved:
+            raise _unsupported("chat_template_kwargs", f"{sorted(reserved)} cannot be set")
         return self
 
 
 class StreamOptions(BaseModel):
-    """Options of a streamed answer. Nothing is obfuscated."""
+    """Options of a streamed answer. `include_obfuscation` has no effect."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -86,17 +89,17 @@ class ChatRequest(_Request):
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
         if self.stream_options and not self.stream:
-            raise _unsupported("stream_options", "is for requests with stream set to true")
+            raise _unsupported("stream_options", "requires stream: true")
         return self
 
     @property
-    def reads_calls(self) -> bool:
+    def parses_calls(self) -> bool:
         """Whether tool calls are parsed from the reply."""
         return bool(self.tools) and (self.model_extra or {}).get("tool_choice") != "none"
 
     def content(self) -> dict[str, Any]:
-        """Return the request without its streaming options: equal for a request and its repetition."""
-        return self.model_dump(exclude={"stream", "stream_options", "session_id"} | RUN_DECIDES)
+        """Return the fields that determine the reply, to recognize a repeated request."""
+        return self.model_dump(exclude={"stream", "stream_options", "session_id"} | WITHOUT_EFFECT)
 
 
 class TokenizeRequest(_Request):
@@ -118,18 +121,17 @@ def _unsupported(name: str, reason: str) -> PydanticCustomError:
 
 
 def reason_of(errors: list[Any]) -> tuple[str, str | None]:
-    """Return a sentence about the first of the validation errors of a request, and the name of the
-    field.
-    """
+    """Return a sentence about the first validation error of a request, and the field's name."""
     error = errors[0]
     if error["type"] == "json_invalid":
         detail = error.get("ctx", {}).get("error", error["msg"])
         return f"the body is not valid JSON: {detail}, at character {error['loc'][-1]}", None
     if error["type"] == "unsupported":
         return error["msg"], error["ctx"]["name"]
-    place = [str(part) for part in error["loc"] if part != "body"]
-    if not place:
+    location = [str(part) for part in error["loc"] if part != "body"]
+    if not location:
         return f"the body must be a JSON object: {error['msg']}", None
+    field = location[0]
     if error["type"] == "missing":
-        return f"{place[0]} is missing", place[0]
-    return f"{place[0]}: {error['msg']}, not {error['input']!r:.100}", place[0]
+        return f"{field} is missing", field
+    return f"{field}: {error['msg']}, not {error['input']!r:.100}", field

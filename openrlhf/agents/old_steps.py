@@ -1,4 +1,4 @@
-"""Agents of releases 0.8.0 to 0.8.6: a function `step`, wrapped into today's contract."""
+"""Agents of releases 0.8.0 to 0.8.6, a function `step`, wrapped into the current contract."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -8,33 +8,35 @@ from openrlhf.isolation.loading import takes
 
 
 def executor_of_step(step: Callable[..., Awaitable[Any]]) -> AgentExecutorBase:
-    """An executor around `async def step(observation, action, label, **kwargs)`.
+    """Return an executor that calls `async def step(observation, action, label, **kwargs)`.
 
-    It returns (reward, next text, done, anything), or a dict with `rewards`, `next_observation` or
-    `next_state`, `done`, and optionally `scores`, `sampling_params`, `extra_logs`. The next text is
-    all of it: what came before, and the feedback.
+    `step` returns (reward, next text, done, anything), or a dict with `rewards`, `next_observation`
+    or `next_state`, `done`, and optionally `scores`, `sampling_params`, `extra_logs`. The next text
+    is the whole text: the text so far, followed by the feedback.
     """
 
     class Instance(AgentInstanceBase):
         async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-            observation, action = states["observation_text"], states["action_text"]
-            more = (
-                {"sampling_params": states["sampling_params"]}
-                if takes(step, "sampling_params")
-                else {}
+            text = states["observation_text"] + states["action_text"]
+            options = {}
+            if takes(step, "sampling_params"):
+                options["sampling_params"] = states["sampling_params"]
+            returned = await step(
+                states["observation_text"], states["action_text"], states["label"], **options
             )
-            answer = await step(observation, action, states["label"], **more)
-            if not isinstance(answer, Mapping):
-                reward, following, done, *_ = answer
-                answer = {"rewards": reward, "next_state": following, "done": done}
-            following = str(answer.get("next_observation", answer.get("next_state")) or "")
-            said = observation + action
-            if not following.startswith(said) and not answer["done"]:
+            if not isinstance(returned, Mapping):
+                reward, next_text, done, *_ = returned
+                returned = {"rewards": reward, "next_state": next_text, "done": done}
+            next_text = str(returned.get("next_observation", returned.get("next_state")) or "")
+            feedback = ""
+            if next_text.startswith(text):
+                feedback = next_text.removeprefix(text)
+            elif not returned["done"]:
                 raise ValueError(
-                    "step returned a next text that does not begin with the text so far, and what the policy has said "
-                    f"cannot be unsaid:\n{following[:200]!r}\ndoes not begin with\n{said[:200]!r}"
+                    "step must return a next text that begins with the text so far, because the "
+                    f"policy's tokens cannot be changed:\n{next_text[:200]!r}\n"
+                    f"does not begin with\n{text[:200]!r}"
                 )
-            feedback = following.removeprefix(said) if following.startswith(said) else ""
-            return {**answer, "environment_feedback": feedback}
+            return {**returned, "environment_feedback": feedback}
 
     return MultiTurnAgentExecutor(Instance)

@@ -1,8 +1,8 @@
-"""An OpenAI-compatible endpoint in front of the policy, on loopback in each process of agents: any
-agent that speaks it can be trained.
+"""An OpenAI-compatible endpoint in front of the policy, on loopback in each agent process.
 
-Every session is one episode, of one conversation or several. What the policy sampled is kept as
-tokens, with their log-probabilities; the text that clients see is never tokenised again.
+Any agent that speaks the API can be trained. Every session is one episode, of one conversation or
+several. Samples are kept as tokens with their log-probabilities. The text that clients receive is
+never tokenised again.
 """
 
 from __future__ import annotations
@@ -28,70 +28,68 @@ from starlette.exceptions import HTTPException
 
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal
 from openrlhf.agents.chat_request import ChatRequest, TokenizeRequest, reason_of
-from openrlhf.agents.chat_session import (
-    Asked,
-    ChatMistake,
-    ChatSession,
-    ContextFull,
-    asked_for,
-    check_size,
-)
 from openrlhf.agents.continuation import encode
 from openrlhf.agents.contract import AgentExecutorBase, Engine
+from openrlhf.agents.conversation import (
+    ChatMistake,
+    ContextFull,
+    Conversation,
+    TemplateInputs,
+    check_size,
+    template_inputs,
+)
 from openrlhf.data.messages import Message
 from openrlhf.rollout.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MODEL = "policy"  # any other name will do
-MODEL_CARD: dict[str, Any] = {"id": MODEL, "object": "model", "created": 0, "owned_by": "openrlhf"}
+MODEL = "policy"  # requests may name any other model
 KEEP_ALIVE_S = 24 * 3600
 
 
 @dataclass(kw_only=True)
-class _Open:
-    """A session while its agent runs."""
+class _Session:
+    """The requests and conversations of one episode, while its agent runs."""
 
-    new_chat: Callable[[], ChatSession]
+    new_conversation: Callable[[], Conversation]
     engine: Engine
     params: SamplingParams
-    turn: asyncio.Lock = field(
-        default_factory=asyncio.Lock
-    )  # requests of one conversation follow each other
-    requests: set[asyncio.Task[Any]] = field(default_factory=set)  # under way
-    chats: list[ChatSession] = field(
-        default_factory=list[ChatSession]
-    )  # conversations, by their last replies
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one request at a time
+    requests: set[asyncio.Task[Any]] = field(default_factory=set)  # in progress
+    # Conversations with a reply, in the order of their last replies.
+    conversations: list[Conversation] = field(default_factory=list[Conversation])
     notices: dict[str, str] = field(default_factory=dict[str, str])
-    truncated: bool = False  # the last request or reply met a limit of the run
-    answered: tuple[dict[str, Any], dict[str, Any]] | None = (
-        None  # the last request, and its answer
-    )
+    truncated: bool = False  # a limit of the run refused the last request or cut the last reply
+    last_request: dict[str, Any] = field(default_factory=dict[str, Any])  # that has an answer
+    last_answer: dict[str, Any] = field(default_factory=dict[str, Any])
 
-    def chat_for(self, asked: Asked) -> ChatSession:
-        """Return the conversation that a request continues, the longest if there are several, else
-        a new one.
+    def conversation_for(self, inputs: TemplateInputs) -> Conversation:
+        """Return the conversation that a request continues, or a new one.
+
+        If a request continues several conversations, the longest is returned.
         """
-        continued = [chat for chat in self.chats if not chat.parting(asked)]
+        continued = [each for each in self.conversations if not each.mismatch(inputs)]
         if continued:
-            return max(continued, key=lambda chat: len(chat.tokens))
-        if self.chats:
+            return max(continued, key=lambda conversation: len(conversation.tokens))
+        if self.conversations:
+            reason = self.conversations[-1].mismatch(inputs)
             self.notices["conversation"] = (
-                f"a request starts a new conversation in its episode, because {self.chats[-1].parting(asked)}. The "
+                f"a request starts a new conversation in its episode, because {reason}. The "
                 "conversations of an episode share its reward (rollout/conversations_mean)"
             )
-        return self.new_chat()
+        return self.new_conversation()
 
-    def heard(self, chat: ChatSession) -> None:
-        """Note that a conversation has got a reply."""
-        self.chats = [other for other in self.chats if other is not chat]
-        self.chats.append(chat)
-        self.truncated = chat.truncated
+    def record(self, conversation: Conversation) -> None:
+        """Make a conversation that has a new reply the last one."""
+        if conversation in self.conversations:
+            self.conversations.remove(conversation)
+        self.conversations.append(conversation)
+        self.truncated = conversation.truncated
 
 
 class OpenAIAgentExecutor(AgentExecutorBase):
-    """Runs `run_agent` once per episode, with a session of its own at the endpoint.
+    """A player of episodes that calls `run_agent`, with a session at the endpoint for each episode.
 
     A client's `base_url` is `self.session_url(session_id)`; or `self.base_url`, with `session_id`
     in the body of requests.
@@ -101,23 +99,23 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     needs_chat_template = True
 
     def __init__(self) -> None:
-        self._sessions: dict[str, _Open] = {}
+        self._sessions: dict[str, _Session] = {}
         self._serving: asyncio.Task[None] | None = None
         self._tokenizer: PreTrainedTokenizerBase
         self._max_length = 0
 
     @abstractmethod
     def run_agent(self, prompt: str, label: Any, session_id: str) -> Any:
-        """Let the agent work on the prompt; returns its reward, or a dict with `reward`, and
-        optionally `scores`, `extra_logs`.
+        """Let the agent work on the prompt.
 
-        Either `async def`, with a client that awaits, or `def`, which runs in a thread. A
-        conversation that fills the context is refused with status 400 and code
-        `context_length_exceeded`; what it had so far is the episode, truncated.
+        Returns the reward, or a dict with `reward`, and optionally `scores`, `extra_logs`. Either
+        `async def`, with an asynchronous client, or `def`, which runs in a thread. A conversation
+        that fills the context is refused with status 400 and code `context_length_exceeded`; the
+        episode then ends at the last reply, truncated.
         """
 
     def session_url(self, session_id: str) -> str:
-        """The endpoint of one session."""
+        """Return the base URL of one session."""
         return self.base_url.removesuffix("/v1") + f"/sessions/{session_id}/v1"
 
     async def execute(
@@ -130,46 +128,49 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         llm_engine: Engine,
         images: Any = None,
     ) -> dict[str, Any]:
-        """One episode: all that the agent said through its session."""
-        self._tokenizer, self._max_length = hf_tokenizer, max_length
+        """Play one episode: the requests of the agent to its session, and the replies."""
+        self._tokenizer = hf_tokenizer
+        self._max_length = max_length
         if self._serving is None:
             self._serving = self._start()
         session_id = uuid.uuid4().hex
-        new_chat = partial(
-            ChatSession, hf_tokenizer, max_length, max_new_tokens=sampling_params.max_tokens
+        new_conversation = partial(
+            Conversation, hf_tokenizer, max_length, max_new_tokens=sampling_params.max_tokens
         )
-        session = _Open(new_chat=new_chat, engine=llm_engine, params=sampling_params)
+        session = _Session(
+            new_conversation=new_conversation, engine=llm_engine, params=sampling_params
+        )
         self._sessions[session_id] = session
-        waits = inspect.iscoroutinefunction(self.run_agent)
-        run = self.run_agent if waits else partial(asyncio.to_thread, self.run_agent)
         try:
-            returned = await run(prompt, label, session_id)
+            if inspect.iscoroutinefunction(self.run_agent):
+                returned = await self.run_agent(prompt, label, session_id)
+            else:
+                returned = await asyncio.to_thread(self.run_agent, prompt, label, session_id)
         finally:
             del self._sessions[session_id]
             for request in session.requests:
                 request.cancel()
-        if not session.chats:
+        if not session.conversations:
             raise ChatMistake(
                 "the agent made no request to its session, so there is nothing to train on"
             )
-        result = returned if isinstance(returned, Mapping) else {"reward": returned}
-        *earlier, last = session.chats
+        if not isinstance(returned, Mapping):
+            returned = {"reward": returned}
         notices = dict(session.notices)
-        for chat in session.chats:
-            notices |= chat.notices
+        parts: list[dict[str, Any]] = []
+        for part in session.conversations:
+            notices |= part.notices
+            parts.append({"observation_tokens": part.tokens, "action_ranges": part.ranges})
+        *earlier, last = parts
         return {
             "prompt": prompt,
             "label": label,
-            "observation_tokens": last.tokens,
-            "action_ranges": last.ranges,
-            "earlier": [
-                {"observation_tokens": chat.tokens, "action_ranges": chat.ranges}
-                for chat in earlier
-            ],
-            "rollout_log_probs": None,  # the engine's own
-            "reward": result.get("reward"),
-            "scores": result.get("scores"),
-            "extra_logs": result.get("extra_logs"),
+            **last,
+            "earlier": earlier,
+            "rollout_log_probs": None,  # uses the engine's
+            "reward": returned.get("reward"),
+            "scores": returned.get("scores"),
+            "extra_logs": returned.get("extra_logs"),
             "truncated": session.truncated,
             "notices": notices,
         }
@@ -178,7 +179,8 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         """Listen at a free port. Clients that connect before the server runs wait."""
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        # Clients keep connections for later turns: closed under them, a request is lost.
+        # Clients keep connections for later turns. A request that meets the end of its connection
+        # is lost.
         settings = uvicorn.Config(
             self._app(),
             log_level="warning",
@@ -193,9 +195,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             await _Server(settings).serve(sockets=[listener])
 
     def _app(self) -> FastAPI:
-        app = FastAPI(openapi_url=None)
-        for kind, handler in ERROR_HANDLERS.items():
-            app.add_exception_handler(kind, handler)
+        app = FastAPI(openapi_url=None, exception_handlers=ERROR_HANDLERS)
 
         @app.get("/health")
         async def health() -> dict[str, str]:
@@ -204,17 +204,24 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         @app.get("/v1/models")
         @app.get("/sessions/{_}/v1/models")
         async def models(_: str = "") -> dict[str, Any]:
-            return {"object": "list", "data": [MODEL_CARD | {"max_model_len": self._max_length}]}
+            model = {
+                "id": MODEL,
+                "object": "model",
+                "created": 0,
+                "owned_by": "openrlhf",
+                "max_model_len": self._max_length,
+            }
+            return {"object": "list", "data": [model]}
 
         @app.post("/tokenize")
         @app.post("/sessions/{_}/tokenize")
         async def tokenize(request: TokenizeRequest, _: str = "") -> Any:
-            if request.messages is None:
-                text = request.prompt or ""
-            else:
-                text = asked_for(
+            text = request.prompt or ""
+            if request.messages is not None:
+                inputs = template_inputs(
                     request.messages, request.tools, request.chat_template_kwargs
-                ).rendered(self._tokenizer)
+                )
+                text = inputs.render(self._tokenizer)
             check_size(text, self._max_length)
             tokens = encode(self._tokenizer, text)
             return {"tokens": tokens, "count": len(tokens), "max_model_len": self._max_length}
@@ -222,129 +229,141 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         @app.post("/v1/chat/completions")
         @app.post("/sessions/{session_id}/v1/chat/completions")
         async def chat(request: ChatRequest, session_id: str | None = None) -> Any:
-            session = self._sessions.get(session_id or request.session_id or "")
-            if session is None:
-                known = "use session_url(session_id) as base_url, or give session_id in the body"
-                raise ChatMistake(
-                    f"there is no session {session_id or request.session_id!r}: {known}",
-                    "session_id",
-                )
-            asking = asyncio.create_task(self._answer(session, request))
-            session.requests.add(asking)
-            try:
-                answer = await asking
-            except asyncio.CancelledError:
-                if (
-                    handler := asyncio.current_task()
-                ) and handler.cancelling():  # the server ends, not the episode
-                    raise
-                raise ChatMistake("the episode of this session is over") from None
-            finally:
-                session.requests.discard(asking)
+            answer = await self._answer_in_session(session_id or request.session_id, request)
             if not request.stream:
                 return answer
             with_usage = bool(request.stream_options and request.stream_options.include_usage)
-            return StreamingResponse(
-                _streamed(answer, with_usage=with_usage), media_type="text/event-stream"
-            )
+            events = _events(answer, with_usage=with_usage)
+            return StreamingResponse(events, media_type="text/event-stream")
 
         return app
 
-    async def _answer(self, session: _Open, request: ChatRequest) -> dict[str, Any]:
-        """Sample a reply, as the API puts it; a client that repeats a request gets the answer that
-        it missed.
+    async def _answer_in_session(
+        self, session_id: str | None, request: ChatRequest
+    ) -> dict[str, Any]:
+        """Answer a request in a task that ends with its episode."""
+        session = self._sessions.get(session_id or "")
+        if session is None:
+            raise ChatMistake(
+                f"there is no session {session_id!r}. Use session_url(session_id) as base_url, "
+                "or give session_id in the body",
+                "session_id",
+            )
+        task = asyncio.create_task(self._answer(session, request))
+        session.requests.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            handler = asyncio.current_task()
+            if handler and handler.cancelling():  # the server ends, not only the episode
+                raise
+            raise ChatMistake("the episode of this session is over") from None
+        finally:
+            session.requests.discard(task)
+
+    async def _answer(self, session: _Session, request: ChatRequest) -> dict[str, Any]:
+        """Return a reply in the API's form.
+
+        A client that repeats its last request gets the same answer.
         """
         limits = [request.max_tokens, request.max_completion_tokens, session.params.max_tokens]
-        most = min((limit for limit in limits if limit), default=None)
         params = replace(
-            session.params, max_tokens=most, stop=request.stop or session.params.stop, logprobs=1
+            session.params,
+            max_tokens=min(filter(None, limits), default=None),
+            stop=request.stop or session.params.stop,
+            logprobs=1,
         )
-        async with session.turn:
+        async with session.lock:
             content = request.content()
-            if session.answered and session.answered[0] == content:
-                return session.answered[1]
-            asked = asked_for(request.messages, request.tools, request.chat_template_kwargs)
-            chat = session.chat_for(asked)
+            if content == session.last_request:
+                return session.last_answer
+            inputs = template_inputs(request.messages, request.tools, request.chat_template_kwargs)
+            conversation = session.conversation_for(inputs)
             try:
-                prompt = chat.prompt_for(asked)
+                prompt = conversation.prompt_for(inputs)
             except ContextFull:
                 session.truncated = True
                 raise
             output = (await session.engine.generate(prompt, params)).outputs[0]
-            message = chat.heard(prompt, output, tools=request.reads_calls)
-            session.heard(chat)
-            answer = self._completion(prompt, output, message, logprobs=bool(request.logprobs))
-            session.answered = (content, answer)
-            return answer
-
-    def _completion(
-        self, prompt: list[int], output: CompletionOutput, message: Message, *, logprobs: bool
-    ) -> dict[str, Any]:
-        choice = {
-            "index": 0,
-            "message": message,
-            "finish_reason": "tool_calls" if "tool_calls" in message else output.finish_reason,
-            "logprobs": {"content": self._logprobs(output)} if logprobs else None,
-            "token_ids": output.token_ids,
-        }
-        sampled = len(output.token_ids)
-        return {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": MODEL,
-            "choices": [choice],
-            "usage": {
-                "prompt_tokens": len(prompt),
-                "completion_tokens": sampled,
-                "total_tokens": len(prompt) + sampled,
-            },
-            "token_ids": output.token_ids,
-        }
+            message = conversation.add_reply(output, tools=request.parses_calls)
+            session.record(conversation)
+            logprobs = None
+            if request.logprobs:
+                logprobs = {"content": self._logprobs(output)}
+            session.last_request = content
+            session.last_answer = completion(len(prompt), output, message, logprobs)
+            return session.last_answer
 
     def _logprobs(self, output: CompletionOutput) -> list[dict[str, Any]]:
-        entries = zip(output.token_ids, output.logprobs or [], strict=True)
-        return [
-            {
-                "token": self._tokenizer.decode([t]),
-                "logprob": e[t].logprob,
-                "bytes": None,
-                "top_logprobs": [],
-            }
-            for t, e in entries
-        ]
+        entries: list[dict[str, Any]] = []
+        for token, candidates in zip(output.token_ids, output.logprobs or [], strict=True):
+            text = self._tokenizer.decode([token])
+            logprob = candidates[token].logprob
+            entries.append({"token": text, "logprob": logprob, "bytes": None, "top_logprobs": []})
+        return entries
+
+
+def completion(
+    prompt_length: int, output: CompletionOutput, message: Message, logprobs: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return a sample in the API's form."""
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": output.finish_reason,
+        "logprobs": logprobs,
+        "token_ids": output.token_ids,
+    }
+    if "tool_calls" in message:
+        choice["finish_reason"] = "tool_calls"
+    sampled = len(output.token_ids)
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": prompt_length,
+            "completion_tokens": sampled,
+            "total_tokens": prompt_length + sampled,
+        },
+        "token_ids": output.token_ids,
+    }
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals alone: it is a guest in its process."""
+    """A server that leaves the signals of its process alone."""
 
     def capture_signals(self) -> Any:
         return nullcontext()
 
 
-def _refused(_: Request, mistake: Exception) -> JSONResponse:
+def _refused(_: Request, error: Exception) -> JSONResponse:
     """Answer a request that cannot be served."""
-    code = "context_length_exceeded" if isinstance(mistake, ContextFull) else "invalid_request"
-    return _error(400, str(mistake), code=code, param=getattr(mistake, "param", None))
+    code = "invalid_request"
+    if isinstance(error, ContextFull):
+        code = "context_length_exceeded"
+    return _error(400, str(error), code=code, param=getattr(error, "param", None))
 
 
-def _malformed(_: Request, mistake: Exception) -> JSONResponse:
+def _malformed(_: Request, error: Exception) -> JSONResponse:
     """Answer a request with a missing, wrong or unsupported field, or without valid JSON."""
-    assert isinstance(mistake, RequestValidationError)
-    reason, param = reason_of(list(mistake.errors()))
-    return _error(400, reason, code="invalid_request", param=param)
+    assert isinstance(error, RequestValidationError)
+    reason, param = reason_of(list(error.errors()))
+    return _error(400, reason, param=param)
 
 
-def _misdirected(request: Request, mistake: Exception) -> JSONResponse:
+def _misdirected(request: Request, error: Exception) -> JSONResponse:
     """Answer a request for a path or method that does not exist."""
-    assert isinstance(mistake, HTTPException)
-    reason = f"{request.method} {request.url.path}: {mistake.detail}"
-    return _error(mistake.status_code, reason, code="invalid_request")
+    assert isinstance(error, HTTPException)
+    return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
 
 
-def _broken(_: Request, mistake: Exception) -> JSONResponse:
-    """Answer a request that met a fault of the server. The traceback goes to the log."""
-    return _error(500, f"{type(mistake).__name__}: {mistake}", code="server_error")
+def _broken(_: Request, error: Exception) -> JSONResponse:
+    """Answer a request after an error of the server. The traceback goes to the log."""
+    message = f"{type(error).__name__}: {error}"
+    return _error(500, message, kind="server_error", code="server_error")
 
 
 ERROR_HANDLERS = {
@@ -355,37 +374,42 @@ ERROR_HANDLERS = {
 }
 
 
-def _error(status: int, message: str, *, code: str, param: str | None = None) -> JSONResponse:
+def _error(
+    status: int,
+    message: str,
+    *,
+    kind: str = "invalid_request_error",
+    code: str = "invalid_request",
+    param: str | None = None,
+) -> JSONResponse:
     """Return an error in the API's form."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
     error = {"message": message, "type": kind, "param": param, "code": code}
     return JSONResponse({"error": error}, status_code=status)
 
 
-async def _streamed(answer: dict[str, Any], *, with_usage: bool) -> AsyncIterator[str]:
-    """Yield a whole reply as the events of a stream: the message, how it ended, and the usage if it
-    is asked for.
-    """
+async def _events(answer: dict[str, Any], *, with_usage: bool) -> AsyncIterator[str]:
+    """Yield an answer as the events of a stream: the message, its end, and optionally the usage."""
     [choice] = answer["choices"]
     message = choice["message"]
     delta = {"role": "assistant", "content": message["content"]}
     if calls := message.get("tool_calls"):
         delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
-    said = {
+    reply = {
         "index": 0,
         "delta": delta,
         "finish_reason": None,
         "logprobs": choice["logprobs"],
         "token_ids": choice["token_ids"],
     }
-    ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
-    events: list[dict[str, Any]] = [{"choices": [said]}, {"choices": [ended]}]
+    end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
+    events: list[dict[str, Any]] = [{"choices": [reply]}, {"choices": [end]}]
     if with_usage:
-        events = [{**event, "usage": None} for event in events]
+        for event in events:
+            event["usage"] = None
         events.append({"choices": [], "usage": answer["usage"]})
-    common = {name: answer[name] for name in ("id", "created", "model")} | {
-        "object": "chat.completion.chunk"
-    }
     for event in events:
-        yield f"data: {json.dumps(common | event)}\n\n"
+        for name in ("id", "created", "model"):
+            event[name] = answer[name]
+        event["object"] = "chat.completion.chunk"
+        yield f"data: {json.dumps(event)}\n\n"
     yield "data: [DONE]\n\n"

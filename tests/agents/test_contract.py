@@ -1,15 +1,14 @@
-"""Agents: the documented contract, run in real processes, against an engine that is written down
-here.
+"""The documented contract of agents, in real processes, with a made-up engine.
 
-The engine's answers are a function of the prompt and the seed, so what a sample should be can be
-said in advance.
+The engine's samples are a function of the prompt and the seed, so a test can compute them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from openrlhf.observability.metrics import Metric
 from openrlhf.rewards import remote_engines
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine import EngineError, RequestRefused
-from openrlhf.rollout.generator import RolloutGenerator, SamplingSpec
+from openrlhf.rollout.generator import Generate, RolloutGenerator, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
 from tests.openai_server import openai_server
 from tests.streams import rollout
@@ -37,11 +36,12 @@ BLOCKED_AT = (FILES / "trouble.py").read_text().split("time.sleep(1000)")[0].cou
 TOKENIZER = character_tokenizer()
 EOS = 1
 MAX_LEN = 64
+LATE_S = 2.0
 GOOD = [{"role": "user", "content": "good"}]
 
 
 class Engine:
-    """Digits, as many as it likes, then the end token, unless `max_tokens` come first."""
+    """An engine whose samples are one to seven digits and the end token, cut at `max_tokens`."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], SamplingParams]] = []
@@ -60,9 +60,13 @@ class Engine:
 
 def answer(prompt: list[int], params: SamplingParams) -> Generation:
     generator = random.Random(f"{prompt} {params.seed}")
-    sampled = [*(generator.randrange(4, 14) for _ in range(generator.randrange(1, 8))), EOS]
+    count = generator.randrange(1, 8)
+    sampled = [generator.randrange(4, 14) for _ in range(count)]
+    sampled.append(EOS)
     tokens = sampled[: params.max_tokens]
-    finish = "stop" if tokens == sampled else "length"
+    finish = "stop"
+    if len(tokens) < len(sampled):
+        finish = "length"
     logprobs = [-generator.random() for _ in tokens]
     return Generation(
         tokens=tokens,
@@ -83,12 +87,22 @@ def prompt(text: str = "1+3=", label: Any = "4", index: int = 0) -> Prompt:
 
 
 class Stand:
-    """A generator with agents, and the engine they sample from."""
+    """A generator with agents, and the engine that they sample from.
+
+    Episodes with a label in `late` have `LATE_S` seconds between two samples, other episodes have
+    two minutes.
+    """
 
     def __init__(
-        self, file: str | Path, logs: Path, *, tokenizer: Any = TOKENIZER, **changes: Any
+        self,
+        file: str | Path,
+        logs: Path,
+        *,
+        tokenizer: Any = TOKENIZER,
+        late: Collection[str] = (),
+        max_turns: int | None = None,
     ) -> None:
-        limits = RolloutConfig(**{"step_timeout": 120.0, "episode_timeout": 240.0, **changes})
+        limits = RolloutConfig(step_timeout=120.0, episode_timeout=240.0, max_turns=max_turns)
         processes = RuleConfig(workers=1, memory_gib=1.0)
         self.engine = Engine()
         self.logs = logs
@@ -96,7 +110,18 @@ class Stand:
         self.agents = AgentEpisodes(
             str(FILES / file), tokenizer, limits, processes, max_length=MAX_LEN, log_dir=logs
         )
-        self.generator = RolloutGenerator(self.engine, tokenizer, None, agents=self.agents)
+        self._late = late
+        self._late_agents = copy.copy(self.agents)  # in the same processes
+        self._late_agents.rollout = RolloutConfig(step_timeout=LATE_S, episode_timeout=240.0)
+        self.generator = RolloutGenerator(self.engine, tokenizer, None, agents=self)
+
+    async def play(
+        self, prompt: Prompt, spec: SamplingSpec, generate: Generate
+    ) -> list[Trajectory]:
+        agents = self.agents
+        if prompt.label in self._late:
+            agents = self._late_agents
+        return await agents.play(prompt, spec, generate)
 
     def rollout(self, *prompts: Prompt, **changes: Any) -> list[Trajectory]:
         return rollout(self.generator, prompts, spec(**changes), loop=self.loop)
@@ -124,38 +149,39 @@ def turns(logs: Path) -> Iterator[Stand]:
 @pytest.fixture(scope="module")
 def trouble(logs: Path) -> Iterator[Stand]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(play, "GRACE_S", 0.5)
-        stand = Stand("trouble.py", logs / "trouble", step_timeout=3.0)
+        patch.setattr(play, "CANCELLATION_GRACE_S", 0.5)
+        stand = Stand("trouble.py", logs / "trouble", late=("await for ever", "swallow", "block"))
         yield stand
         stand.close()
 
 
-def test_an_environment_of_the_documented_contract_runs_as_it_is(turns: Stand) -> None:
+def test_environment_of_the_documented_contract_runs(turns: Stand) -> None:
     first, second = turns.rollout(prompt())
     assert (first.sample_index, second.sample_index) == (0, 1)
     assert first.tokens != second.tokens
     assert first.stop_reason is StopReason.STOP or first.truncated
     assert first.extra_logs == {"steps": 3.0}
     assert first.weight_versions == (3,)
-    assert first.reward == sum(
-        TOKENIZER.decode(piece).count("4") for piece in sampled_pieces(first)
-    )
+    texts = map(TOKENIZER.decode, sampled_pieces(first))
+    assert first.reward == sum(text.count("4") for text in texts)
 
 
 def sampled_pieces(trajectory: Trajectory) -> list[list[int]]:
-    """The runs of sampled tokens."""
+    """Return the runs of sampled tokens."""
     pieces: list[list[int]] = []
-    for before, token, sampled in zip(
-        [False, *trajectory.action_mask], trajectory.tokens, trajectory.action_mask, strict=False
-    ):
-        if sampled and not before:
+    was_sampled = False
+    for token, sampled in zip(trajectory.tokens, trajectory.action_mask, strict=True):
+        if sampled and not was_sampled:
             pieces.append([])
         if sampled:
             pieces[-1].append(token)
+        was_sampled = sampled
     return pieces
 
 
-def test_masks_and_logprobs_are_exactly_what_the_engine_sampled(turns: Stand) -> None:
+def test_episodes_have_exactly_the_tokens_and_logprobs_that_the_engine_sampled(
+    turns: Stand,
+) -> None:
     turns.engine.asked.clear()
     for trajectory in turns.rollout(*(prompt(f"{i}+3=", index=i) for i in range(8))):
         position = len(trajectory.prompt.tokens)
@@ -175,13 +201,13 @@ def test_masks_and_logprobs_are_exactly_what_the_engine_sampled(turns: Stand) ->
         assert position == len(trajectory.tokens)
 
 
-def test_turns_that_fill_the_context_end_the_episode_as_truncated(turns: Stand) -> None:
+def test_episode_that_fills_the_context_is_truncated(turns: Stand) -> None:
     for trajectory in turns.rollout(prompt("1+" * 27 + "3="), n_samples_per_prompt=4):
         assert trajectory.truncated
         assert len(trajectory.tokens) <= MAX_LEN
 
 
-def test_a_limit_of_turns_ends_the_episode_as_truncated(logs: Path) -> None:
+def test_episode_that_reaches_max_turns_is_truncated(logs: Path) -> None:
     stand = Stand("turns.py", logs / "two", max_turns=2)
     for trajectory in stand.rollout(prompt()):
         assert trajectory.truncated and trajectory.extra_logs == {"steps": 2.0}
@@ -196,7 +222,7 @@ def own_loop(logs: Path) -> Iterator[Stand]:
     stand.close()
 
 
-def test_an_executor_may_have_a_loop_of_its_own(own_loop: Stand) -> None:
+def test_custom_executor_plays_an_episode(own_loop: Stand) -> None:
     own_loop.engine.asked.clear()
     [trajectory] = own_loop.rollout(prompt(label="own"), n_samples_per_prompt=1)
     [(tokens, params)] = own_loop.engine.asked
@@ -205,24 +231,24 @@ def test_an_executor_may_have_a_loop_of_its_own(own_loop: Stand) -> None:
     assert trajectory.rollout_logprobs[len(tokens) :] == answer(tokens, params).logprobs
 
 
-def test_an_environment_gets_its_arguments_and_is_closed_and_turns_have_rewards_of_their_own(
+def test_environment_gets_env_kwargs_is_closed_and_credits_each_turn(
     own_loop: Stand,
 ) -> None:
     [trajectory] = own_loop.rollout(prompt(label="shop"), n_samples_per_prompt=1)
     first, second = (end - 1 for end in ends_of_actions(trajectory))
     assert trajectory.turn_rewards == ((first, 0.25), (second, 4.0))
     assert trajectory.reward == trajectory.score == 4.25
-    [told] = own_loop.rollout(prompt(label="closed?"), n_samples_per_prompt=1)
-    assert told.reward == 1.0
+    [closed] = own_loop.rollout(prompt(label="closed?"), n_samples_per_prompt=1)
+    assert closed.reward == 1.0  # the number of closed environments
 
 
 def ends_of_actions(trajectory: Trajectory) -> list[int]:
-    """Where each run of sampled tokens ends."""
+    """Return the end of each run of sampled tokens."""
     mask = [*trajectory.action_mask, False]
     return [i for i in range(1, len(mask)) if mask[i - 1] and not mask[i]]
 
 
-def test_a_function_step_of_older_releases_is_wrapped(logs: Path) -> None:
+def test_function_step_of_older_releases_is_wrapped_with_a_notice(logs: Path) -> None:
     stand = Stand("old_step.py", logs / "old")
     for trajectory in stand.rollout(prompt("1=")):
         first, second = (
@@ -230,7 +256,8 @@ def test_a_function_step_of_older_releases_is_wrapped(logs: Path) -> None:
         )
         assert trajectory.reward == len(first) + len(second)
         assert (trajectory.score, trajectory.extra_logs) == (0.5, {"actions": 1.0})
-    assert "it is wrapped" in (logs / "old/agent-0.log").read_text()
+    log = (logs / "old/agent-0.log").read_text()
+    assert "[notice]" in log and "old_step.py" in log and "0.8.6" in log
     stand.close()
 
 
@@ -238,16 +265,13 @@ def test_a_function_step_of_older_releases_is_wrapped(logs: Path) -> None:
     ("file", "words"),
     [
         ("missing.py", "No such file"),
-        ("old_queue.py", "is written for releases 0.8.7 to 0.9.0"),
-        (
-            "../../rewards/reward_files/trouble.py",
-            "has no class AgentExecutor; its classes are: none. Around an",
-        ),
-        ("misspelt.py", "Game has no method step"),
-        ("openai_client.py", "put one, as chat_template.jinja, into the model's folder"),
+        ("old_queue.py", "0.8.7 to 0.9.0"),
+        ("../../rewards/reward_files/trouble.py", "AgentExecutor"),
+        ("misspelt.py", "Game .*step"),
+        ("openai_client.py", "chat_template.jinja"),
     ],
 )
-def test_a_file_that_is_no_agent_is_refused_with_what_to_do(
+def test_file_without_an_agent_is_refused_with_the_remedy(
     logs: Path, file: str, words: str
 ) -> None:
     stand = Stand(file, logs / "refused")
@@ -262,33 +286,25 @@ def test_a_file_that_is_no_agent_is_refused_with_what_to_do(
     [
         ("raise", Failure.EXCEPTION, "no such square"),
         ("raise before", Failure.EXCEPTION, "no such square"),
-        (
-            "await for ever",
-            Failure.TIMEOUT,
-            "more than 3 s (--rollout.step_timeout, between two samples)",
-        ),
-        ("swallow", Failure.TIMEOUT, "more than 3 s (--rollout.step_timeout, between two samples)"),
+        ("await for ever", Failure.TIMEOUT, "more than 2 s (--rollout.step_timeout"),
+        ("swallow", Failure.TIMEOUT, "more than 2 s (--rollout.step_timeout"),
         ("block", Failure.TIMEOUT, f'trouble.py", line {BLOCKED_AT} in execute'),
         ("leave", Failure.EXIT, "sys.exit(3)"),
         ("crash", Failure.EXIT, "it exited with status 7"),
         ("memory", Failure.MEMORY, "--reward.memory_gib is 1"),
-        ("no dict", Failure.RESULT, "execute returned list, not a dict"),
-        (
-            "nan",
-            Failure.RESULT,
-            "trouble.py: execute or step returned rewards that are not finite: [nan]",
-        ),
-        ("no reward", Failure.RESULT, "there is no --reward.model_name_or_path"),
-        ("invented", Failure.RESULT, "which the engine did not sample"),
-        ("from the first token", Failure.RESULT, "action_ranges start at token 0"),
-        ("overlap", Failure.RESULT, "action_ranges must go up"),
-        ("outside", Failure.RESULT, "stay within"),
-        ("none sampled", Failure.RESULT, "at least one"),
-        ("too long a prompt", Failure.EXCEPTION, "a prompt of 500 tokens: 1 to 63 fit"),
-        ("images", Failure.EXCEPTION, "reads text only"),
+        ("no dict", Failure.RESULT, "list"),
+        ("nan", Failure.RESULT, "[nan]"),
+        ("no reward", Failure.RESULT, "--reward.model_name_or_path"),
+        ("invented", Failure.RESULT, "rollout_log_probs"),
+        ("from the first token", Failure.RESULT, "token 0"),
+        ("overlap", Failure.RESULT, "[[2, 5], [4, 6]]"),
+        ("outside", Failure.RESULT, "[[2, 5000]]"),
+        ("none sampled", Failure.RESULT, "[]"),
+        ("too long a prompt", Failure.EXCEPTION, "500 tokens"),
+        ("images", Failure.EXCEPTION, "multi_modal_data"),
     ],
 )
-def test_an_agent_that_goes_wrong_fails_its_own_episode(
+def test_agent_that_fails_fails_only_its_own_episode(
     trouble: Stand, label: str, failure: Failure, words: str
 ) -> None:
     good, bad = trouble.rollout(
@@ -298,17 +314,13 @@ def test_an_agent_that_goes_wrong_fails_its_own_episode(
     assert bad.failed and bad.reward is None
     assert bad.failure is failure, bad.error
     assert bad.error is not None and words in bad.error and "agent_files/trouble.py" in bad.error
-    if label not in (
-        "raise before",
-        "memory",
-        "swallow",
-        "block",
-        "crash",
-    ):  # where a sample was had before
-        assert bad.num_actions
+    if label not in ("raise before", "memory", "swallow", "block", "crash"):
+        assert bad.num_actions  # of the sample before the failure
 
 
-def test_a_sample_with_parameters_of_the_agents_own_has_a_seed_too(trouble: Stand) -> None:
+def test_sample_with_sampling_parameters_of_the_agent_has_a_seed_of_its_turn(
+    trouble: Stand,
+) -> None:
     trouble.engine.asked.clear()
     asked = prompt(label="own parameters")
     trouble.rollout(asked, n_samples_per_prompt=1)
@@ -317,29 +329,26 @@ def test_a_sample_with_parameters_of_the_agents_own_has_a_seed_too(trouble: Stan
     ]
 
 
-def test_a_sample_that_the_engine_ended_fails_its_episode(
+def test_sample_that_the_engine_ended_fails_its_episode(
     trouble: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(
-        globals(), "answer", lambda *asked: replace(answer_well(*asked), finish_reason="error")
-    )
+    whole_answer = answer
+
+    def ended_answer(prompt: list[int], params: SamplingParams) -> Generation:
+        return replace(whole_answer(prompt, params), finish_reason="engine 0 gave NaN")
+
+    monkeypatch.setitem(globals(), "answer", ended_answer)
     [trajectory] = trouble.rollout(prompt(label="fine"), n_samples_per_prompt=1)
-    assert (
-        trajectory.failure is Failure.ENGINE
-        and trajectory.error == "the engine ended a sample: error"
-    )
+    assert trajectory.failure is Failure.ENGINE
+    assert "engine 0 gave NaN" in str(trajectory.error)
 
 
-answer_well = answer
-
-
-def test_episodes_in_the_same_process_survive_the_one_that_ends_it(trouble: Stand) -> None:
+def test_episodes_survive_another_episode_that_ends_their_process(trouble: Stand) -> None:
     labels = ["pause", "crash", "pause", "fine"]
     prompts = [prompt(index=i, label=label) for i, label in enumerate(labels)]
     finished = trouble.rollout(*prompts, n_samples_per_prompt=1, seed=9)
-    again = trouble.rollout(
-        *(p for p in prompts if p.label != "crash"), n_samples_per_prompt=1, seed=9
-    )
+    others = [p for p in prompts if p.label != "crash"]
+    again = trouble.rollout(*others, n_samples_per_prompt=1, seed=9)
     assert [t.failure for t in finished] == [None, Failure.EXIT, None, None]
     assert [t.tokens for t in finished if not t.failed] == [t.tokens for t in again]
 
@@ -351,39 +360,29 @@ def clients(logs: Path) -> Iterator[Stand]:
     stand.close()
 
 
-def test_an_agent_that_knows_only_an_openai_client_is_recorded_token_by_token(
+def test_agent_with_a_stock_openai_client_is_recorded_token_by_token(
     clients: Stand,
 ) -> None:
     clients.engine.asked.clear()
     for trajectory in clients.rollout(*(prompt(f"{i}+3", "talk", index=i) for i in range(4))):
-        assert (trajectory.reward, trajectory.score, trajectory.extra_logs) == (
-            1.0,
-            0.5,
-            {"turns": 3.0},
-        ), trajectory.error
-        first, second, third = sampled_pieces(trajectory)
+        assert trajectory.error is None
+        assert (trajectory.reward, trajectory.score) == (1.0, 0.5)
+        assert trajectory.extra_logs == {"turns": 3.0}
         text = calculator_tokenizer().decode(trajectory.tokens)
         assert text.startswith(f"<|user|>{trajectory.prompt.text}<|end|><|assistant|>")
         assert text.count("<|user|>+1<|end|><|assistant|>") == 2
-        for piece, calls in zip(
-            (first, second, third), of_episode(clients.engine, trajectory), strict=True
-        ):
-            tokens, params = calls
+        pieces = sampled_pieces(trajectory)
+        for piece, request in zip(pieces, of_episode(clients.engine, trajectory), strict=True):
+            tokens, params = request
+            start, end = len(tokens), len(tokens) + len(piece)
             expected = answer(tokens, params)
-            assert trajectory.tokens[: len(tokens)] == tokens
-            assert (
-                trajectory.tokens[len(tokens) : len(tokens) + len(piece)]
-                == piece
-                == expected.tokens
-            )
-            assert (
-                trajectory.rollout_logprobs[len(tokens) : len(tokens) + len(piece)]
-                == expected.logprobs
-            )
+            assert piece == expected.tokens
+            assert trajectory.tokens[:end] == [*tokens, *piece]
+            assert trajectory.rollout_logprobs[start:end] == expected.logprobs
 
 
 def of_episode(engine: Engine, trajectory: Trajectory) -> list[tuple[list[int], SamplingParams]]:
-    """The samples that an episode asked for, by their seeds."""
+    """Return the requests of an episode to the engine, which have the seeds of its turns."""
     seeds = [spec().seed_of(trajectory.prompt, trajectory.sample_index, turn) for turn in range(3)]
     return [next(asked for asked in engine.asked if asked[1].seed == seed) for seed in seeds]
 
@@ -391,31 +390,28 @@ def of_episode(engine: Engine, trajectory: Trajectory) -> list[tuple[list[int], 
 def test_conversations_of_an_episode_are_recorded_token_by_token(clients: Stand) -> None:
     clients.engine.asked.clear()
     [trajectory] = clients.rollout(prompt("1+3", "summarise"), n_samples_per_prompt=1)
-    assert (trajectory.reward, trajectory.turns, len(trajectory.conversations)) == (1.0, 3, 2), (
-        trajectory.error
-    )
+    assert (trajectory.error, trajectory.reward, trajectory.turns) == (None, 1.0, 3)
+    samples = [answer(*request) for request in clients.engine.asked]
     first, second = trajectory.conversations
-    assert second.tokens == clients.engine.asked[2][0] + answer(*clients.engine.asked[2]).tokens
-    for conversation, turns in ((first, (0, 1)), (second, (2,))):
-        sampled = [answer(*clients.engine.asked[turn]) for turn in turns]
-        chosen = [
-            p
-            for p, acted in zip(
-                conversation.rollout_logprobs, conversation.action_mask, strict=True
-            )
-            if acted
-        ]
-        assert chosen == [logprob for sample in sampled for logprob in sample.logprobs]
+    assert second.tokens == clients.engine.asked[2][0] + samples[2].tokens
+    assert sampled_logprobs(first) == samples[0].logprobs + samples[1].logprobs
+    assert sampled_logprobs(second) == samples[2].logprobs
+
+
+def sampled_logprobs(trajectory: Trajectory) -> list[float]:
+    """Return the log-probabilities of the sampled tokens."""
+    positions = zip(trajectory.rollout_logprobs, trajectory.action_mask, strict=True)
+    return [logprob for logprob, sampled in positions if sampled]
 
 
 @pytest.mark.parametrize("label", ["stream", "look", "err"])
-def test_the_endpoint_does_what_stock_clients_expect(clients: Stand, label: str) -> None:
+def test_endpoint_meets_the_expectations_of_stock_clients(clients: Stand, label: str) -> None:
     for trajectory in clients.rollout(prompt("1+3=", label)):
         assert trajectory.reward is not None and trajectory.reward >= 1, trajectory.error
 
 
 class StuckEngine(Engine):
-    """Answers the first turn of an episode, and none that follows."""
+    """An engine that answers only the first turn of an episode."""
 
     async def generate(
         self, key: Hashable, tokens: list[int], params: list[SamplingParams]
@@ -425,31 +421,28 @@ class StuckEngine(Engine):
         return await super().generate(key, tokens, params)
 
 
-def test_requests_that_a_client_gave_up_end_with_the_episode(clients: Stand) -> None:
+def test_requests_that_a_client_abandoned_end_with_the_episode(clients: Stand) -> None:
     engines = clients.generator.engines
     clients.generator.engines = StuckEngine()
     try:
         for index in range(2):
-            [trajectory] = clients.rollout(
-                prompt("1+3", "give_up", index=index), n_samples_per_prompt=1
-            )
-            assert trajectory.reward == 0, (
-                trajectory.error
-            )  # requests of earlier episodes that are still under way
+            abandoning = prompt("1+3", "give_up", index=index)
+            [trajectory] = clients.rollout(abandoning, n_samples_per_prompt=1)
+            # The reward counts the requests of earlier episodes that are still in progress.
+            assert (trajectory.reward, trajectory.error) == (0, None)
     finally:
         clients.generator.engines = engines
 
 
-def test_an_agent_may_put_a_server_of_its_own_in_a_thread_before_the_first_engine_it_saw(
+def test_samples_of_a_server_that_the_agent_runs_in_a_thread_are_assigned_by_their_tokens(
     logs: Path,
 ) -> None:
-    """Nobody knows which episode such a request is of: its tokens tell, and its log-probabilities
-    are the engine's.
+    """The requests of the server do not show their episodes.
+
+    The server asks the engine of the first episode, also in the second round, after that episode.
     """
     stand = Stand("own_server.py", logs / "server")
-    for round in range(
-        2
-    ):  # the engine of the first episode still answers when that episode is over
+    for round in range(2):
         stand.engine.asked.clear()
         episodes = stand.rollout(
             *(prompt(f"{i}+3=", index=4 * round + i) for i in range(4)), n_samples_per_prompt=2
@@ -459,21 +452,20 @@ def test_an_agent_may_put_a_server_of_its_own_in_a_thread_before_the_first_engin
         for episode in episodes:
             assert (episode.reward, episode.weight_versions) == (1.0, (3,)), episode.error
             for end in ends_of_actions(episode):
-                start = len(episode.tokens[:end]) - episode.action_mask[:end][::-1].index(False)
-                given = [
-                    sample.logprobs for tokens, sample in asked if tokens == episode.tokens[:start]
-                ]
+                start = end - episode.action_mask[:end][::-1].index(False)
+                context = episode.tokens[:start]
+                given = [sample.logprobs for tokens, sample in asked if tokens == context]
                 assert episode.rollout_logprobs[start:end] in given
     stand.close()
 
 
-def test_an_agent_that_never_asks_the_policy_has_failed(clients: Stand) -> None:
+def test_agent_that_makes_no_request_fails(clients: Stand) -> None:
     [trajectory] = clients.rollout(prompt("1+3=", "silent"), n_samples_per_prompt=1)
-    assert trajectory.failed and "made no request to its session" in str(trajectory.error)
+    assert trajectory.failed and "no request" in str(trajectory.error)
 
 
 class FailingEngine(Engine):
-    """Raises what it is told to instead of answering."""
+    """An engine that raises a given error instead of answering."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -485,7 +477,7 @@ class FailingEngine(Engine):
         raise self.error
 
 
-def test_a_request_that_the_engine_refuses_is_the_agents_affair_and_a_dead_engine_is_not(
+def test_refused_request_fails_the_episode_and_a_dead_engine_ends_the_rollout(
     trouble: Stand,
 ) -> None:
     engines = trouble.generator.engines
@@ -502,21 +494,21 @@ def test_a_request_that_the_engine_refuses_is_the_agents_affair_and_a_dead_engin
     assert again.reward == 1.0
 
 
-def test_refusals_can_be_caught_and_numbers_of_other_libraries_are_numbers(own_loop: Stand) -> None:
+def test_agent_can_catch_refusals_and_set_parameters_to_numpy_numbers(own_loop: Stand) -> None:
     own_loop.engine.asked.clear()
     [trajectory] = own_loop.rollout(prompt(label="own"), n_samples_per_prompt=1)
     [(_, params)] = own_loop.engine.asked
     assert (type(params.temperature), params.temperature, trajectory.reward) == (float, 0.5, 1.0)
 
 
-def test_an_agent_asks_a_remote_engine_and_its_failures_are_the_servers(
+def test_failures_of_a_remote_engine_fail_the_episode_as_server(
     logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(remote_engines.VARIABLE, "")
     with openai_server() as server:
         remote_engines.offer_engines(
             RemoteEnginesConfig(remote_engines=(f"helper={server.url}",)),
-            RuleConfig(timeout=2, retries=1),
+            RuleConfig(timeout=60, retries=1),
         )
         stand = Stand("asks.py", logs / "asks")
         models = ["loud", "broken", "slow", "wrong_json"]
@@ -543,21 +535,18 @@ def mistakes(logs: Path) -> Iterator[Stand]:
 @pytest.mark.parametrize(
     ("label", "words"),
     [
-        ("no observation", "Game.reset returned None, not a dict with the text observation"),
-        (
-            "none",
-            "Game.step returned None; it must return a dict with rewards, environment_feedback and done",
-        ),
-        ("no rewards", "Game.step returned no rewards; it must"),
-        ("no done", "Game.step returned no done; it must"),
-        ("done in words", "Game.step returned done 'no', which is neither True nor False"),
-        ("two rewards", "Game.step returned rewards [1.0, 2.0], which is not one number"),
-        ("list", "Game.step returned environment_feedback ['no', 3], which is not text"),
-        ("reward as text", "Game.step returned rewards '1.0', which is not one number"),
-        ("images", "Game.step returned environment_images; the policy reads text only"),
+        ("no observation", "Game.reset returned None"),
+        ("none", "Game.step returned None"),
+        ("no rewards", "Game.step returned no rewards"),
+        ("no done", "Game.step returned no done"),
+        ("done in words", "Game.step returned done 'no'"),
+        ("two rewards", "Game.step returned rewards [1.0, 2.0]"),
+        ("list", "Game.step returned environment_feedback ['no', 3]"),
+        ("reward as text", "Game.step returned rewards '1.0'"),
+        ("images", "Game.step returned environment_images"),
     ],
 )
-def test_what_an_environment_must_not_return_is_told_without_our_frames(
+def test_wrong_return_value_of_an_environment_is_reported_without_a_traceback(
     mistakes: Stand, label: str, words: str
 ) -> None:
     [failed] = mistakes.rollout(prompt(label=label), n_samples_per_prompt=1)
@@ -566,7 +555,7 @@ def test_what_an_environment_must_not_return_is_told_without_our_frames(
     assert "Traceback" not in str(failed.error)
 
 
-def test_methods_of_an_environment_need_not_be_coroutines(mistakes: Stand) -> None:
+def test_methods_of_an_environment_may_be_plain_functions(mistakes: Stand) -> None:
     [trajectory] = mistakes.rollout(prompt(label="well"), n_samples_per_prompt=1)
     assert trajectory.reward == 1.0
 
@@ -574,11 +563,11 @@ def test_methods_of_an_environment_need_not_be_coroutines(mistakes: Stand) -> No
 @pytest.mark.parametrize(
     ("label", "words"),
     [
-        ("hot", "sampling_params.temperature is 'hot', which is no number"),
-        ("huge numbers", f"sampling_params.seed is {2**70}, which is no integer of 64 bits"),
+        ("hot", "sampling_params.temperature is 'hot'"),
+        ("huge numbers", f"sampling_params.seed is {2**70}"),
     ],
 )
-def test_sampling_parameters_that_are_no_numbers_are_named(
+def test_sampling_parameters_of_the_wrong_type_are_named(
     mistakes: Stand, label: str, words: str
 ) -> None:
     [failed] = mistakes.rollout(prompt(label=label), n_samples_per_prompt=1)

@@ -1,4 +1,4 @@
-"""The executor of one sample, with a reward of its own: a file, servers, or none."""
+"""The executor of episodes of one sample, with a reward from a file, from servers, or without."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from tests.reward_server import reward_server
 from tests.tiny import character_tokenizer
 
 TOKENIZER = character_tokenizer()
-FUNCTION = "def reward_func(queries, prompts, labels):\n    return {'rewards': [len(queries[0])], 'scores': [labels[0]]}\n"
+FUNCTION = """
+def reward_func(queries, prompts, labels):
+    return {'rewards': [len(queries[0])], 'scores': [labels[0]]}
+"""
 
 
 class Engine:
-    """Answers `4` to everything."""
+    """An engine that answers every prompt with `4`."""
 
     async def generate(
         self, prompt_token_ids: list[int], sampling_params: Any = None, multi_modal_data: Any = None
@@ -42,16 +45,14 @@ def played(reward: str | list[str] | None) -> dict[str, Any]:
     return asyncio.run(executor.execute("2+2=", 0.5, SamplingParams(), 64, TOKENIZER, Engine()))
 
 
-def test_without_a_reward_of_its_own_a_reward_model_scores_the_episode() -> None:
+def test_episode_without_remote_rm_url_has_no_reward_yet() -> None:
     episode = played(None)
     assert "reward" not in episode
-    assert (TOKENIZER.decode(episode["observation_tokens"]), episode["action_ranges"]) == (
-        "2+2=4",
-        [(4, 5)],
-    )
+    assert TOKENIZER.decode(episode["observation_tokens"]) == "2+2=4"
+    assert episode["action_ranges"] == [(4, 5)]
 
 
-def test_a_file_is_called_with_prompt_and_response(tmp_path: Path) -> None:
+def test_reward_func_gets_prompt_and_response(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text(FUNCTION)
     episode = played(str(file))
@@ -62,7 +63,7 @@ def test_a_file_is_called_with_prompt_and_response(tmp_path: Path) -> None:
     "parameters",
     ["prompts, queries, labels", "queries, prompts", "queries, *, labels, **rest", "a, b, c"],
 )
-def test_a_function_gets_its_arguments_as_the_reward_flag_gives_them(
+def test_reward_func_gets_its_arguments_by_position_or_name(
     parameters: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "reward.py"
@@ -71,14 +72,14 @@ def test_a_function_gets_its_arguments_as_the_reward_flag_gives_them(
     assert played(str(file))["reward"] == 5.0
 
 
-def test_servers_are_asked_and_their_errors_are_the_episodes() -> None:
+def test_reward_of_a_server_is_used_and_its_failure_fails_the_episode() -> None:
     with reward_server() as server:
         assert played(f"{server.url}/scores, {server.url}/scores")["scores"] == 0.25
-        with pytest.raises(ContractMistake, match="returned rewards that are not finite") as caught:
+        with pytest.raises(ContractMistake, match="rewards") as caught:
             played([f"{server.url}/not_finite"])
     assert caught.value.failure is Failure.RESULT
 
 
-def test_an_empty_reward_is_refused() -> None:
-    with pytest.raises(TypeError, match="remote_rm_url is empty"):
+def test_empty_remote_rm_url_is_refused() -> None:
+    with pytest.raises(TypeError, match="remote_rm_url"):
         SingleTurnAgentExecutor("")

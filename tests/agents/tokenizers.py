@@ -1,4 +1,4 @@
-"""Tokenizers of several kinds, trained in a tenth of a second, and chat templates of several kinds."""
+"""Tokenizers of several kinds, trained in 0.1 s, and chat templates of several kinds."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _merges(
 
 @cache
 def byte_level() -> Qwen2Tokenizer:
-    """A tokenizer as Qwen2's, with ChatML marks."""
+    """Return a tokenizer like Qwen2's, with ChatML marks."""
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False)
     vocabulary, merges = _merges(pieces, pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Qwen2Tokenizer(
@@ -71,8 +71,9 @@ def byte_level() -> Qwen2Tokenizer:
 
 @cache
 def llama(*, legacy: bool) -> LlamaTokenizer:
-    """A tokenizer as Llama-2's: a space before the text, and with `legacy` also after each special
-    token.
+    """Return a tokenizer like Llama-2's.
+
+    It puts a space before the text, and with `legacy` also after each special token.
     """
     learned, merges = _merges(pre_tokenizers.Metaspace(prepend_scheme="first"), CHARACTERS)
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *learned]
@@ -82,7 +83,7 @@ def llama(*, legacy: bool) -> LlamaTokenizer:
 
 @cache
 def unigram() -> PreTrainedTokenizerFast:
-    """A sentencepiece tokenizer of the unigram kind."""
+    """Return a sentencepiece tokenizer of the unigram kind."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")

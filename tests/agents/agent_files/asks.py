@@ -1,11 +1,12 @@
-"""An environment whose reward a remote engine decides; the label is the model's name there."""
+"""An environment whose reward comes from a remote engine; the label is the model's name there."""
 
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor, remote_engine
 
 
 class AgentInstance(AgentInstanceBase):
     async def step(self, states, **kwargs):
-        engine = remote_engine("helper", states["label"])
+        timeout = 2 if states["label"] == "slow" else None
+        engine = remote_engine("helper", states["label"], timeout=timeout)
         said = await engine.chat([{"role": "user", "content": "good"}], temperature=0)
         return {"rewards": float(said == "GOOD"), "environment_feedback": "", "done": True}
 

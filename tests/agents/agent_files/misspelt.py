@@ -1,4 +1,4 @@
-"""An environment whose `step` has another name."""
+"""An environment whose method `step` is misspelled."""
 
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 

@@ -1,4 +1,4 @@
-"""An environment whose label says what `step` returns; without `async`, which is not needed."""
+"""An environment with methods that are not `async`. The label selects what `step` returns."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Agents that know the stock client and nothing else; the label says which."""
+"""Agents that use only the stock client. The label selects one."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ from openai import APIError, BadRequestError, OpenAI
 
 from openrlhf.utils.agent import OpenAIAgentExecutor
 
-LEFT = []  # requests under way, of earlier episodes
+LEFT = []  # the sets of requests in progress of earlier episodes
 
 
 class AgentExecutor(OpenAIAgentExecutor):
@@ -18,7 +18,7 @@ class AgentExecutor(OpenAIAgentExecutor):
         return getattr(self, label)(client, prompt, session_id)
 
     def talk(self, client, prompt, session_id):
-        """Three turns, the second of them through the shared address, with the session in the body."""
+        """Three turns, the second through the shared address, with the session in the body."""
         messages = [{"role": "user", "content": prompt}]
         for turn in range(3):
             where = client if turn != 1 else client.with_options(base_url=self.base_url)
@@ -44,7 +44,7 @@ class AgentExecutor(OpenAIAgentExecutor):
         return float(len(said))
 
     def look(self, client, prompt, session_id):
-        """What is there besides chats."""
+        """Call the endpoints other than chat."""
         [model] = client.models.list().data
         root = self.base_url.removesuffix("/v1")
         assert httpx.get(f"{root}/health").status_code == 200
@@ -60,7 +60,7 @@ class AgentExecutor(OpenAIAgentExecutor):
         return counted["count"]
 
     def err(self, client, prompt, session_id):
-        """Requests that cannot be answered are refused with a reason, and the session goes on."""
+        """Requests that cannot be answered are refused with a reason, and the session continues."""
         refused = []
         for change in (
             {"messages": []},
@@ -87,9 +87,7 @@ class AgentExecutor(OpenAIAgentExecutor):
         return 1.0
 
     def give_up(self, client, prompt, session_id):
-        """The client does not wait for its second answer; what it left behind ends with the
-        episode.
-        """
+        """Abandon the second request, which ends with the episode."""
         messages = [{"role": "user", "content": prompt}]
         first = client.chat.completions.create(model="any", messages=messages)
         requests = self._sessions[session_id].requests
@@ -106,7 +104,7 @@ class AgentExecutor(OpenAIAgentExecutor):
             client.chat.completions.create(model="any", messages=messages)
 
     def summarise(self, client, prompt, session_id):
-        """Two turns, and a new conversation."""
+        """Two turns, then a new conversation."""
         messages = [{"role": "user", "content": prompt}]
         first = client.chat.completions.create(model="any", messages=messages).choices[0].message
         messages += [first, {"role": "user", "content": "+1"}]

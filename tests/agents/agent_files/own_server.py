@@ -1,5 +1,6 @@
-"""An executor with an OpenAI-compatible server of its own, in a thread, in front of the engine of
-the first episode.
+"""An executor that runs an OpenAI-compatible server in a thread.
+
+The server samples from the engine of the first episode.
 """
 
 import socket

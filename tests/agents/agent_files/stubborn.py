@@ -1,4 +1,4 @@
-"""An agent whose label says how it is hard to end, or hard to live with."""
+"""An agent whose label selects how it resists its end, or disturbs other episodes."""
 
 import asyncio
 import mmap
@@ -14,7 +14,7 @@ HOARD = []
 
 
 def allocate(size):
-    """Memory that counts as used before anything is written there."""
+    """Return memory that counts as used before it is written."""
     try:
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -53,7 +53,7 @@ class AgentExecutor(AgentExecutorBase):
                         continue
             case "works":
                 await asyncio.sleep(1)
-            case "hoards":  # until the other lacks what is here
+            case "hoards":  # until the other episode runs out of memory
                 HOARD.append(allocate(1200 << 20))
                 note(prompt, "hoarded")
                 while not noted(prompt, "lacking"):
@@ -70,9 +70,8 @@ class AgentExecutor(AgentExecutorBase):
                     raise
             case "meets":
                 note(prompt, f"here {os.getpid()}")
-                while (
-                    not noted(prompt, "left") or noted(prompt, "here") < 5
-                ):  # one together, four alone
+                # Five processes: the shared one, then four in which episodes run alone.
+                while not noted(prompt, "left") or noted(prompt, "here") < 5:
                     await asyncio.sleep(0.01)
             case "exits at the meeting":
                 while not noted(prompt, "here"):
@@ -95,7 +94,7 @@ class AgentExecutor(AgentExecutorBase):
             case "hung thread":
                 await asyncio.to_thread(time.sleep, 1000)
             case "forty threads":
-                await asyncio.to_thread(TOGETHER.wait, 30)
+                await asyncio.to_thread(TOGETHER.wait, 50)
             case "huge":
                 return {"observation_tokens": [5], "extra_logs": {"x": "x" * (1 << 28)}}
         try:

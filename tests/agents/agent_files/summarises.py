@@ -1,6 +1,4 @@
-"""An agent that asks twice, and then starts again with a summary, in a new conversation of its
-episode.
-"""
+"""An agent that takes two turns, then starts a new conversation with a summary."""
 
 from openai import AsyncOpenAI
 

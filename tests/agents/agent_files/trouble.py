@@ -1,4 +1,4 @@
-"""An agent whose label says how it goes wrong."""
+"""An agent whose label selects how it fails."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""An environment in the form of the documented contract: three turns at most, with feedback."""
+"""An environment of the documented contract: at most three turns, with feedback."""
 
 from typing import Any
 

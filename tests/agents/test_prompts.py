@@ -1,5 +1,6 @@
-"""The policy sees what the agent said: through a real client, every prompt is the whole rendering,
-or a notice says where not.
+"""Prompts of the OpenAI endpoint, through a real client, and of environments.
+
+Every prompt is the rendering of the whole conversation, or a notice says where it differs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParams
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.answers import CompletionOutput, Logprob, RequestOutput
-from openrlhf.agents.chat_request import RUN_DECIDES
+from openrlhf.agents.chat_request import WITHOUT_EFFECT
 from openrlhf.agents.contract import AgentInstanceBase, MultiTurnAgentExecutor
 from openrlhf.agents.openai_endpoint import OpenAIAgentExecutor
 from openrlhf.rollout.sampling import SamplingParams
@@ -44,7 +45,7 @@ def ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 @dataclass(kw_only=True)
 class ScriptedEngine:
-    """Gives the samples that a test wrote down: tokens, and how they ended."""
+    """An engine that returns the samples of a script: tokens, and finish reason."""
 
     tokenizer: PreTrainedTokenizerBase
     script: list[tuple[list[int], str]] = field(default_factory=list)
@@ -55,11 +56,12 @@ class ScriptedEngine:
     async def generate(
         self, prompt_token_ids: list[int], sampling_params: Any = None, multi_modal_data: Any = None
     ) -> RequestOutput:
-        tokens, finish = (
-            self.script.pop(0) if self.script else ([*ids(self.tokenizer, "ab"), self.end], "stop")
-        )
-        if (most := sampling_params.max_tokens) and len(tokens) > most:
-            tokens, finish = tokens[:most], "length"
+        tokens, finish = [*ids(self.tokenizer, "ab"), self.end], "stop"
+        if self.script:
+            tokens, finish = self.script.pop(0)
+        limit = sampling_params.max_tokens or len(tokens)
+        if len(tokens) > limit:
+            tokens, finish = tokens[:limit], "length"
         self.prompts.append(prompt_token_ids)
         self.samples.append(tokens)
         self.max_tokens.append(sampling_params.max_tokens)
@@ -88,7 +90,7 @@ def whole_prompt(engine: ScriptedEngine, messages: list[Any], **options: Any) ->
 
 
 class Agent(OpenAIAgentExecutor):
-    """Runs a coroutine of the test with a client of its session."""
+    """An executor that runs a coroutine of the test with a client of its session."""
 
     def __init__(self, conversation: Any) -> None:
         super().__init__()
@@ -105,7 +107,7 @@ class Agent(OpenAIAgentExecutor):
 def play(
     engine: ScriptedEngine, conversation: Any, *, max_tokens: int | None = None
 ) -> dict[str, Any]:
-    """The result of an episode in which the agent is the coroutine `conversation(client)`."""
+    """Return the result of an episode whose agent is the coroutine `conversation(client)`."""
 
     async def episode() -> dict[str, Any]:
         agent = Agent(conversation)
@@ -122,7 +124,7 @@ def play(
 
 
 def refusal_of(conversation: Any, engine: ScriptedEngine) -> APIStatusError:
-    """The error that a conversation ends with, in the API's form."""
+    """Return the error with which a conversation ends, in the API's form."""
     seen: list[APIStatusError] = []
 
     async def asks(client: AsyncOpenAI) -> None:
@@ -144,7 +146,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 async def say(client: AsyncOpenAI, messages: list[Any], **more: Any) -> dict[str, Any]:
-    """The reply to a request, as a message to send back."""
+    """Send a request. Returns the reply as a message of the next request."""
     if not more.get("stream"):
         answer = await client.chat.completions.create(model="policy", messages=messages, **more)
         return answer.choices[0].message.model_dump(exclude_none=True)
@@ -165,13 +167,15 @@ async def say(client: AsyncOpenAI, messages: list[Any], **more: Any) -> dict[str
 
 
 def spans_match(whole: list[int], context: list[int], sampled: list[bool]) -> bool:
-    """Whether `whole` is the context, with other tokens in place of each run of sampled ones."""
+    """Return whether `whole` is the context, with any tokens in place of each sampled run."""
     pieces: list[list[int]] = [[]]
-    for token, was_sampled, before in zip(context, sampled, [False, *sampled], strict=False):
-        if not was_sampled and before:
+    after_sampled = False
+    for token, is_sampled in zip(context, sampled, strict=True):
+        if after_sampled and not is_sampled:
             pieces.append([])
-        if not was_sampled:
+        if not is_sampled:
             pieces[-1].append(token)
+        after_sampled = is_sampled
     if len(pieces) == 1:
         return whole == pieces[0]
     place = len(pieces[0])
@@ -183,17 +187,13 @@ def spans_match(whole: list[int], context: list[int], sampled: list[bool]) -> bo
             if place > len(whole):
                 return False
         place += len(piece)
-    return (
-        place <= len(whole) - len(pieces[-1])
-        and whole[len(whole) - len(pieces[-1]) :] == pieces[-1]
-    )
+    end = len(whole) - len(pieces[-1])
+    return place <= end and whole[end:] == pieces[-1]
 
 
 @dataclass(kw_only=True)
 class Request:
-    """What an agent said: the messages and tools of a request. `before`: the earlier turns of its
-    conversation.
-    """
+    """The messages and options of a request. `before` has the earlier turns of its conversation."""
 
     messages: list[Any]
     options: dict[str, Any] = field(default_factory=dict)
@@ -201,9 +201,7 @@ class Request:
 
 
 def check_prompts(engine: ScriptedEngine, requests: list[Request], notices: dict[str, str]) -> None:
-    """Every prompt is the whole rendering of its messages, or there is a notice; what was sampled
-    stays.
-    """
+    """Assert that prompts keep all sampled tokens, and are whole renderings if without notice."""
     for turn, request in enumerate(requests):
         prompt = engine.prompts[turn]
         sampled = [False] * len(prompt)
@@ -219,12 +217,15 @@ def check_prompts(engine: ScriptedEngine, requests: list[Request], notices: dict
 
 @st.composite
 def replies(draw: st.DrawFn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str]:
-    """A sample: well tokenised or character by character, ended by the end token or cut."""
-    text = draw(
-        st.one_of(WORDS, st.sampled_from(["ab! c", '<tool_call>{"name": "zebra"}</tool_call>']))
-    )
-    pieces = [text] if draw(st.booleans()) else list(text)
-    tokens = [token for piece in pieces for token in ids(tokenizer, piece)]
+    """Draw a sample, tokenised as usual or by characters, ended by the end token or cut."""
+    special = st.sampled_from(["ab! c", '<tool_call>{"name": "zebra"}</tool_call>'])
+    text = draw(st.one_of(WORDS, special))
+    tokens: list[int] = []
+    if draw(st.booleans()):
+        tokens += ids(tokenizer, text)
+    else:
+        for character in text:
+            tokens += ids(tokenizer, character)
     finish = draw(st.sampled_from(["stop", "stop", "length"]))
     if finish == "stop":
         tokens.append(tokenizer.eos_token_id)  # type: ignore[arg-type]
@@ -233,7 +234,7 @@ def replies(draw: st.DrawFn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[i
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_every_prompt_is_the_whole_rendering_or_a_notice_says_where_not(
+def test_every_prompt_is_the_whole_rendering_or_has_a_notice(
     data: st.DataObject,
 ) -> None:
     kind = data.draw(st.sampled_from(sorted(TOKENIZERS)))
@@ -245,6 +246,8 @@ def test_every_prompt_is_the_whole_rendering_or_a_notice_says_where_not(
     streamed = data.draw(st.booleans())
     tools = data.draw(st.sampled_from([None, [ZEBRA]]))
     restarts = data.draw(st.lists(st.booleans(), min_size=len(script), max_size=len(script)))
+    options = {"tools": tools} if tools else {}
+    streaming = {"stream": True} if streamed else {}
     requests: list[Request] = []
 
     async def conversation(client: AsyncOpenAI) -> None:
@@ -254,33 +257,30 @@ def test_every_prompt_is_the_whole_rendering_or_a_notice_says_where_not(
             if restarts[turn]:
                 messages, before = [], []
             messages.append(user(f"{text}{turn}"))
-            options = {"tools": tools} if tools else {}
-            requests.append(
-                Request(messages=copy.deepcopy(messages), options=options, before=list(before))
+            request = Request(
+                messages=copy.deepcopy(messages), options=options, before=list(before)
             )
-            messages.append(
-                await say(client, messages, **options, **({"stream": True} if streamed else {}))
-            )
+            requests.append(request)
+            messages.append(await say(client, messages, **options, **streaming))
             before.append(turn)
 
     result = play(engine, conversation)
     check_prompts(engine, requests, result["notices"])
     conversations = [*result["earlier"], result]
     assert len(conversations) == 1 + sum(restarts[1:])
-    assert sum(len(each["action_ranges"]) for each in conversations) == len(script)
+    turns = [len(conversation["action_ranges"]) for conversation in conversations]
+    assert sum(turns) == len(script)
 
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
 @pytest.mark.parametrize("template", [CHATML, ZEPHYR])
-def test_a_template_with_end_marks_gives_the_whole_rendering_without_notice(
+def test_template_with_end_marks_gives_the_whole_rendering_without_notice(
     kind: str, template: str
 ) -> None:
     tokenizer = chat_tokenizer(kind, template.replace("<|im_end|>", TOKENIZERS[kind]().eos_token))
+    ended = ([*ids(tokenizer, "a b"), tokenizer.eos_token_id], "stop")
     cut = (ids(tokenizer, "a b"), "length")
-    engine = ScriptedEngine(
-        tokenizer=tokenizer,
-        script=[([*ids(tokenizer, "a b"), tokenizer.eos_token_id], "stop"), cut],
-    )
+    engine = ScriptedEngine(tokenizer=tokenizer, script=[ended, cut])
     requests: list[Request] = []
 
     async def conversation(client: AsyncOpenAI) -> None:
@@ -308,7 +308,8 @@ READ = {
     "stream_options": {"include_usage": True},
     "logprobs": True,
 }
-ASKING_FOR_MORE: dict[str, Any] = {  # of the API
+# Fields of the API with values that the endpoint does not support.
+UNSUPPORTED: dict[str, Any] = {
     "audio": {"format": "wav", "voice": "alloy"},
     "function_call": "auto",
     "functions": [{"name": "zebra"}],
@@ -349,24 +350,25 @@ def fields_of_the_api() -> set[str]:
     return names
 
 
-def test_every_field_of_the_api_is_read_or_the_runs_or_refused() -> None:
-    assert fields_of_the_api() <= READ.keys() | RUN_DECIDES | ASKING_FOR_MORE.keys()
+def test_every_field_of_the_api_is_used_or_without_effect_or_refused() -> None:
+    assert fields_of_the_api() <= READ.keys() | WITHOUT_EFFECT | UNSUPPORTED.keys()
 
 
 def byte_level_engine(*script: tuple[str, str]) -> ScriptedEngine:
-    tokenizer = chat_tokenizer("byte-level", CHATML)
-    ends = {"stop": [tokenizer.eos_token_id], "length": []}
-    return ScriptedEngine(
-        tokenizer=tokenizer,
-        script=[([*ids(tokenizer, text), *ends[finish]], finish) for text, finish in script],
-    )
+    engine = ScriptedEngine(tokenizer=chat_tokenizer("byte-level", CHATML))
+    for text, finish in script:
+        tokens = ids(engine.tokenizer, text)
+        if finish == "stop":
+            tokens.append(engine.end)
+        engine.script.append((tokens, finish))
+    return engine
 
 
-def test_every_field_that_asks_for_more_is_refused_by_name() -> None:
+def test_unsupported_fields_are_refused_by_name() -> None:
     refused: dict[str, Any] = {}
 
     async def conversation(client: AsyncOpenAI) -> None:
-        for name, value in (ASKING_FOR_MORE | OF_OTHER_SERVERS).items():
+        for name, value in (UNSUPPORTED | OF_OTHER_SERVERS).items():
             try:
                 await say(client, [user("a")], extra_body={name: value})
             except APIStatusError as error:
@@ -376,7 +378,7 @@ def test_every_field_that_asks_for_more_is_refused_by_name() -> None:
 
     engine = byte_level_engine()
     play(engine, conversation)
-    names = [*ASKING_FOR_MORE, *OF_OTHER_SERVERS]
+    names = [*UNSUPPORTED, *OF_OTHER_SERVERS]
     assert refused == {name: (400, name, "invalid_request") for name in names}
     assert len(engine.prompts) == 1
 
@@ -399,7 +401,7 @@ def test_every_field_that_asks_for_more_is_refused_by_name() -> None:
         ({"logprobs": 3}, "logprobs"),
     ],
 )
-def test_a_wrong_value_is_refused_in_the_apis_form(changes: dict[str, Any], param: str) -> None:
+def test_wrong_value_is_refused_in_the_apis_form(changes: dict[str, Any], param: str) -> None:
     async def asks(client: AsyncOpenAI) -> None:
         await say(client, [user("a")], extra_body=changes)
 
@@ -407,7 +409,7 @@ def test_a_wrong_value_is_refused_in_the_apis_form(changes: dict[str, Any], para
     assert (error.status_code, error.param, error.type) == (400, param, "invalid_request_error")
 
 
-def test_bodies_and_paths_that_do_not_fit_are_answered_in_the_apis_form() -> None:
+def test_malformed_bodies_and_unknown_paths_are_refused_in_the_apis_form() -> None:
     answers: dict[str, httpx.Response] = {}
 
     async def conversation(client: AsyncOpenAI) -> None:
@@ -434,7 +436,7 @@ def test_bodies_and_paths_that_do_not_fit_are_answered_in_the_apis_form() -> Non
     assert answers["long"].json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_a_fault_of_the_server_is_answered_in_the_apis_form() -> None:
+def test_error_of_the_server_is_answered_in_the_apis_form() -> None:
     class Broken(ScriptedEngine):
         async def generate(self, *asked: Any, **more: Any) -> RequestOutput:
             if self.prompts:
@@ -448,12 +450,23 @@ def test_a_fault_of_the_server_is_answered_in_the_apis_form() -> None:
     assert (error.status_code, error.type) == (500, "server_error")
 
 
-def test_values_that_ask_for_nothing_else_are_accepted() -> None:
+def test_neutral_values_of_unsupported_fields_are_accepted() -> None:
     neutral = {
-        "n": 1, "top_logprobs": 0, "tool_choice": "auto", "parallel_tool_calls": True, "response_format": {"type": "text"},
-        "modalities": ["text"], "logit_bias": {}, "continue_final_message": False, "add_generation_prompt": True,
-        "stream": None, "functions": None, "temperature": 0.3, "user": "me", "seed": 5,
-    }  # fmt: skip
+        "n": 1,
+        "top_logprobs": 0,
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "logit_bias": {},
+        "continue_final_message": False,
+        "add_generation_prompt": True,
+        "stream": None,
+        "functions": None,
+        "temperature": 0.3,
+        "user": "me",
+        "seed": 5,
+    }
 
     async def conversation(client: AsyncOpenAI) -> None:
         await say(client, [user("a")], tools=[ZEBRA], extra_body=neutral)
@@ -461,7 +474,7 @@ def test_values_that_ask_for_nothing_else_are_accepted() -> None:
     assert len(play(byte_level_engine(), conversation)["action_ranges"]) == 1
 
 
-def test_variables_of_the_template_are_shown_to_the_policy() -> None:
+def test_chat_template_kwargs_reach_the_template() -> None:
     async def conversation(client: AsyncOpenAI) -> None:
         await say(
             client, [user("a")], extra_body={"chat_template_kwargs": {"enable_thinking": False}}
@@ -476,7 +489,7 @@ def test_variables_of_the_template_are_shown_to_the_policy() -> None:
 @pytest.mark.parametrize(
     ("first", "second"), [(None, [ZEBRA]), ([ZEBRA], None), ([ZEBRA], [ZEBRA | {"type": "other"}])]
 )
-def test_a_change_of_tools_is_shown_to_the_policy(first: Any, second: Any) -> None:
+def test_change_of_tools_starts_a_new_conversation(first: Any, second: Any) -> None:
     requests: list[Request] = []
 
     async def conversation(client: AsyncOpenAI) -> None:
@@ -498,7 +511,7 @@ def test_a_change_of_tools_is_shown_to_the_policy(first: Any, second: Any) -> No
 # Several conversations of one episode
 
 
-def test_an_agent_that_summarises_opens_a_new_conversation_of_its_episode() -> None:
+def test_summary_starts_a_new_conversation_of_the_episode() -> None:
     async def conversation(client: AsyncOpenAI) -> None:
         messages: list[Any] = [user("a")]
         for _ in range(2):
@@ -515,7 +528,7 @@ def test_an_agent_that_summarises_opens_a_new_conversation_of_its_episode() -> N
     assert "conversation" in result["notices"]
 
 
-def test_conversations_of_an_episode_may_take_turns() -> None:
+def test_conversations_of_an_episode_may_alternate() -> None:
     async def conversation(client: AsyncOpenAI) -> None:
         chats: list[list[Any]] = [[user("a")], [user("b")], [user("a"), user("b")]]
         for _ in range(2):
@@ -529,7 +542,7 @@ def test_conversations_of_an_episode_may_take_turns() -> None:
     assert [len(each["action_ranges"]) for each in (*result["earlier"], result)] == [2, 2, 2]
 
 
-def test_a_request_that_is_refused_opens_no_conversation() -> None:
+def test_refused_request_starts_no_conversation_and_truncates_the_episode() -> None:
     refused: list[str | None] = []
 
     async def conversation(client: AsyncOpenAI) -> None:
@@ -544,7 +557,7 @@ def test_a_request_that_is_refused_opens_no_conversation() -> None:
     assert result["earlier"] == [] and result["truncated"]
 
 
-def test_calls_are_text_where_the_request_does_not_want_calls() -> None:
+def test_tool_calls_stay_text_with_tool_choice_none() -> None:
     call = '<tool_call>{"name": "zebra", "arguments": {}}</tool_call>'
     messages: list[dict[str, Any]] = []
 
@@ -557,23 +570,27 @@ def test_calls_are_text_where_the_request_does_not_want_calls() -> None:
     assert "zebra" in str(engine.tokenizer.decode(engine.prompts[0]))
 
 
-def test_a_streamed_answer_has_logprobs_and_usage_and_calls() -> None:
+def test_streamed_answer_has_logprobs_usage_and_tool_calls() -> None:
     events: list[Any] = []
 
     async def conversation(client: AsyncOpenAI) -> None:
         stream = await client.chat.completions.create(
-            model="policy", messages=[user("a")], tools=[ZEBRA], logprobs=True, stream=True,
+            model="policy",
+            messages=[user("a")],
+            tools=[ZEBRA],
+            logprobs=True,
+            stream=True,
             stream_options={"include_usage": True},
-        )  # type: ignore[call-overload]  # fmt: skip
+        )
         events.extend([event async for event in stream])
 
     engine = byte_level_engine(
         ('b <tool_call>{"name": "zebra", "arguments": {}}</tool_call>', "stop")
     )
     play(engine, conversation)
-    said, ended, usage = events
-    assert [call.function.name for call in said.choices[0].delta.tool_calls] == ["zebra"]
-    assert len(said.choices[0].logprobs.content) == len(engine.samples[0])
+    reply, ended, usage = events
+    assert [call.function.name for call in reply.choices[0].delta.tool_calls] == ["zebra"]
+    assert len(reply.choices[0].logprobs.content) == len(engine.samples[0])
     assert ended.choices[0].finish_reason == "tool_calls"
     assert usage.choices == [] and usage.usage.completion_tokens == len(engine.samples[0])
 
@@ -582,7 +599,7 @@ def test_a_streamed_answer_has_logprobs_and_usage_and_calls() -> None:
     ("of_run", "of_request", "truncated"),
     [(None, 1, False), (2, 1, False), (1, None, True), (1, 5, True), (1, 1, True)],
 )
-def test_only_limits_of_the_run_make_an_episode_truncated(
+def test_only_limits_of_the_run_truncate_an_episode_of_a_client(
     of_run: int | None, of_request: int | None, truncated: bool
 ) -> None:
     async def conversation(client: AsyncOpenAI) -> None:
@@ -603,17 +620,19 @@ def play_game(
     max_tokens: int | None = None,
     then: int | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The result of an episode whose environment answers `feedback(states)`, and what each step was
-    told.
+    """Play an episode whose environment answers `feedback(states)`.
+
+    `then` is `max_tokens` of the turns after the first. Returns the result, and the states that
+    each step received.
     """
-    told: list[dict[str, Any]] = []
+    received: list[dict[str, Any]] = []
 
     class Game(AgentInstanceBase):
         async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-            told.append(states)
+            received.append(states)
             params = states["sampling_params"]
             params.max_tokens = then or params.max_tokens
-            done = len(told) == turns
+            done = len(received) == turns
             text = "" if done else feedback(states)
             return {
                 "rewards": 0.0,
@@ -627,12 +646,12 @@ def play_game(
     result = asyncio.run(
         executor.execute("go ab", "", params, MAX_LENGTH, engine.tokenizer, engine)
     )
-    return result, told
+    return result, received
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_feedback_continues_the_tokens_before_it_or_a_notice_says_where_not(
+def test_feedback_continues_the_tokens_before_it_or_has_a_notice(
     data: st.DataObject,
 ) -> None:
     tokenizer = chat_tokenizer(data.draw(st.sampled_from(sorted(TOKENIZERS))), CHATML)
@@ -649,7 +668,7 @@ def test_feedback_continues_the_tokens_before_it_or_a_notice_says_where_not(
 
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
-def test_feedback_after_an_end_token_is_that_of_the_whole_text(kind: str) -> None:
+def test_feedback_after_an_end_token_is_tokenised_as_in_the_whole_text(kind: str) -> None:
     tokenizer = chat_tokenizer(kind, CHATML)
     engine = ScriptedEngine(
         tokenizer=tokenizer, script=[([*ids(tokenizer, "a b"), tokenizer.eos_token_id], "stop")]
@@ -661,20 +680,17 @@ def test_feedback_after_an_end_token_is_that_of_the_whole_text(kind: str) -> Non
     assert not result["notices"]
 
 
-def test_an_environment_knows_how_a_turn_ended() -> None:
-    _, told = play_game(
-        byte_level_engine(("a", "stop"), ("b", "length")), lambda states: "\n", turns=2
-    )
-    assert [
-        (states["action_text"], states["finish_reason"], states["end_text"]) for states in told
-    ] == [
-        ("a", "stop", "<|im_end|>"),
-        ("b", "length", ""),
-    ]
+def test_environment_receives_finish_reason_and_end_text() -> None:
+    engine = byte_level_engine(("a", "stop"), ("b", "length"))
+    _, (first, second) = play_game(engine, lambda states: "\n", turns=2)
+    assert (first["action_text"], first["finish_reason"]) == ("a", "stop")
+    assert first["end_text"] == "<|im_end|>"
+    assert (second["action_text"], second["finish_reason"]) == ("b", "length")
+    assert second["end_text"] == ""
 
 
 @pytest.mark.parametrize(("finish", "noticed"), [("stop", True), ("length", False)])
-def test_an_end_mark_that_the_policy_has_sampled_is_not_doubled_by_feedback(
+def test_feedback_does_not_repeat_the_end_text_that_the_policy_sampled(
     finish: str, noticed: bool
 ) -> None:
     engine = byte_level_engine(("a", finish))
@@ -687,7 +703,7 @@ def test_an_end_mark_that_the_policy_has_sampled_is_not_doubled_by_feedback(
     ("of_run", "of_step", "truncated"),
     [(None, 1, False), (3, 1, False), (1, 1, True), (2, None, True)],
 )
-def test_only_limits_of_the_run_make_a_game_truncated(
+def test_only_limits_of_the_run_truncate_an_episode_of_an_environment(
     of_run: int | None, of_step: int | None, truncated: bool
 ) -> None:
     engine = byte_level_engine(("a", "stop"), ("a b a b", "length"))

@@ -1,0 +1,403 @@
+"""A conversation of a chat client with the policy, kept as tokens.
+
+Replies keep their sampled tokens. Only new messages are rendered and tokenised.
+"""
+
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.agents.answers import CompletionOutput, EngineRefusal
+from openrlhf.agents.continuation import encode, encode_after
+from openrlhf.data.messages import Message, to_messages, with_parsed_arguments
+from openrlhf.data.templates import STAND_IN, Span, in_common, render
+from openrlhf.data.tokenizer import most_characters
+
+TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)  # the form of Hermes
+EXCERPT_CHARACTERS = 60  # of a text in a notice
+CONTEXT_CHARACTERS = 200  # before the text after a reply, encoded with it
+
+
+class ChatMistake(EngineRefusal):
+    """A request that cannot be answered.
+
+    The message is for the agent's author. `param` names the wrong field.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextFull(ChatMistake):
+    """A conversation that leaves no room for a reply."""
+
+
+def check_size(text: str, max_length: int) -> None:
+    """Raise ContextFull for a text so long that it cannot fit into `max_length` tokens.
+
+    Tokenising the text would take long.
+    """
+    limit = most_characters(max_length)
+    if len(text) > limit:
+        raise ContextFull(
+            f"{len(text)} characters do not fit into --data.max_len {max_length}: "
+            f"the limit is {limit} characters"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateInputs:
+    """The parts of a request that the chat template renders."""
+
+    messages: list[Message]
+    tools: Sequence[dict[str, Any]]
+    variables: Mapping[str, Any]
+
+    def render(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: Sequence[Message] | None = None,
+        *,
+        prompt: bool = True,
+    ) -> str:
+        """Return the text of the messages, or of other `messages` with the same tools.
+
+        With `prompt` the header of the policy's reply follows. Raises ChatMistake.
+        """
+        if messages is None:
+            messages = self.messages
+        try:
+            return render(
+                tokenizer,
+                messages,
+                add_generation_prompt=prompt,
+                tools=self.tools,
+                variables=self.variables,
+            )
+        except ValueError as error:
+            raise ChatMistake(str(error), "messages") from error
+
+
+def template_inputs(
+    messages: Any,
+    tools: Sequence[dict[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> TemplateInputs:
+    """Return the fields of a request as one object. Raises ChatMistake for malformed messages."""
+    try:
+        messages = to_messages(messages)
+    except ValueError as error:
+        raise ChatMistake(f"messages: {error}", "messages") from error
+    return TemplateInputs(messages=messages, tools=tools or (), variables=variables or {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prompt:
+    """The prompt of a request."""
+
+    inputs: TemplateInputs
+    tokens: list[int]  # of the whole conversation
+    added: str  # the text that the request adds to the conversation
+
+
+class Conversation:
+    """One conversation.
+
+    `tokens` and `ranges` are the observation tokens and action ranges of
+    `contract.AgentExecutorBase.execute`. `notices` has a sentence for each kind of difference
+    between the tokens and a fresh rendering of the conversation. `truncated` is true if a limit of
+    the run, not of a request, cut the last reply.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        *,
+        max_new_tokens: int | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.max_new_tokens = max_new_tokens
+        self.tokens: list[int] = []
+        self.ranges: list[tuple[int, int]] = []
+        self.truncated = False
+        self.notices: dict[str, str] = {}
+        self._texts: list[str] = []  # the text before each reply, as the template wrote it
+        self._replies: list[str] = []  # the texts of the replies
+        self._text = ""  # the text of `tokens`
+        self._pending: _Prompt | None = None  # the last prompt
+        self._answered: TemplateInputs | None = None  # the last request that has a reply
+        self._reply: Message = {}  # the last reply
+        self._reply_ended = False  # whether the reply's last token is an end token
+
+    def mismatch(self, inputs: TemplateInputs) -> str | None:
+        """Return why a request does not continue this conversation, or None if it does."""
+        before = self._answered
+        if before is None:
+            return None
+        count = len(before.messages)
+        first_difference = in_common(inputs.messages, before.messages)
+        if first_difference < count:
+            return f"its message {first_difference} differs from the last request"
+        if len(inputs.messages) <= count or not _is_copy(inputs.messages[count], self._reply):
+            return f"its message {count} is not the unchanged reply to the last request"
+        changed: list[str] = []
+        if list(inputs.tools) != list(before.tools):
+            changed.append("tools")
+        if inputs.variables != before.variables:
+            changed.append("chat_template_kwargs")
+        if changed and self._renders_differently(inputs, before):
+            return f"its {' and '.join(changed)} change text that the policy has read"
+        return None
+
+    def _renders_differently(self, inputs: TemplateInputs, before: TemplateInputs) -> bool:
+        """Return whether a request renders the conversation so far unlike the last request."""
+        seen = [*before.messages, with_parsed_arguments(self._reply)]
+        try:
+            text = inputs.render(self.tokenizer, seen, prompt=False)
+            return text != before.render(self.tokenizer, seen, prompt=False)
+        except ChatMistake:  # the template rejects one of them
+            return True
+
+    def prompt_for(self, inputs: TemplateInputs) -> list[int]:
+        """Return the tokens that the policy continues, for a request without `mismatch`.
+
+        Raises ChatMistake, or ContextFull.
+        """
+        whole = inputs.render(self.tokenizer)
+        check_size(whole, self.max_length)
+        if self._answered is None:
+            added = whole
+            tokens = encode(self.tokenizer, whole)
+        else:
+            added = self._added(inputs, self._answered)
+            new = encode_after(self.tokenizer, self.tokens, added).tokens
+            self._compare(whole, added, new)
+            tokens = [*self.tokens, *new]
+        if len(tokens) >= self.max_length:
+            raise ContextFull(
+                f"the conversation has {len(tokens)} tokens; "
+                f"--data.max_len {self.max_length} leaves no room for a reply"
+            )
+        self._pending = _Prompt(inputs=inputs, tokens=tokens, added=added)
+        return tokens
+
+    def _added(self, inputs: TemplateInputs, before: TemplateInputs) -> str:
+        """Return the text after the last reply, without the end token that the policy sampled."""
+        after = self._after_reply(inputs, before)
+        if not self._reply_ended:
+            return after
+        end = str(self.tokenizer.decode(self.tokens[-1:]))
+        following = after.lstrip()
+        if end and following.startswith(end):
+            return following.removeprefix(end)
+        return after
+
+    def _after_reply(self, inputs: TemplateInputs, before: TemplateInputs) -> str:
+        """Return the text that the chat template writes after the last reply.
+
+        The text of the reply itself is ignored.
+        """
+        new = inputs.messages[len(before.messages) + 1 :]
+        stand_in: Message = {"role": "assistant", "content": STAND_IN}
+        seen = [*before.messages, stand_in]
+        try:
+            text = inputs.render(self.tokenizer, [*seen, *new])
+        except ChatMistake:  # some templates require the call before its result
+            if not self._reply.get("tool_calls"):
+                raise
+            calls = with_parsed_arguments({**stand_in, "tool_calls": self._reply["tool_calls"]})
+            with_calls = [*before.messages, calls]
+            shown = inputs.render(self.tokenizer, with_calls, prompt=False)
+            text = inputs.render(self.tokenizer, [*with_calls, *new])
+            if not text.startswith(shown):
+                raise
+            without_calls = inputs.render(self.tokenizer, seen, prompt=False)
+            text = without_calls + text.removeprefix(shown)
+        _, found, after = text.rpartition(STAND_IN)
+        if not found:
+            raise ChatMistake(
+                "the chat template does not render earlier replies, "
+                "so the conversation cannot continue"
+            )
+        return after
+
+    def _compare(self, whole: str, added: str, new: list[int]) -> None:
+        """Add notices where the tokens differ from a fresh rendering of the conversation.
+
+        `whole` is that rendering. `new` are the tokens of `added`, the text after the last reply.
+        """
+        spans = _spans_between(whole, [*self._texts, added], self._replies)
+        if spans is None:
+            if "template" not in self.notices:
+                self.notices["template"] = _difference(self._text + added, whole)
+            return
+        for reply, (start, end) in zip(self._replies, spans, strict=True):
+            if reply not in whole[start:end]:
+                rendered = whole[start:end][:EXCERPT_CHARACTERS]
+                self.notices["reply"] = (
+                    "the chat template renders earlier replies differently from the sampled text "
+                    f"(it may drop reasoning): {rendered!r} instead of "
+                    f"{reply[:EXCERPT_CHARACTERS]!r}. The conversation keeps the sampled text"
+                )
+        if not new:
+            return
+        start, _ = spans[-1]
+        in_context = encode(self.tokenizer, whole[max(0, start - CONTEXT_CHARACTERS) :])
+        expected = in_context[-len(new) :]
+        if new != expected:
+            place = in_common(new, expected)
+            ours = self.tokenizer.convert_ids_to_tokens(new[place : place + 8])
+            theirs = self.tokenizer.convert_ids_to_tokens(expected[place : place + 8])
+            self.notices["border"] = (
+                f"the text after a reply is tokenised as {ours}, but as {theirs} in the whole "
+                "conversation, because the tokenizer merges it with the end of the reply. The "
+                "reply keeps its sampled tokens"
+            )
+
+    def add_reply(self, output: CompletionOutput, *, tools: bool) -> Message:
+        """Append the sample that continues the last prompt. Returns it as a message.
+
+        With `tools`, tool calls are parsed from the sample's text.
+        """
+        prompt = self._pending
+        assert prompt is not None
+        start = len(prompt.tokens)
+        self._answered = prompt.inputs
+        self._texts.append(prompt.added)
+        self.tokens = [*prompt.tokens, *output.token_ids]
+        self.ranges.append((start, len(self.tokens)))
+        self.truncated = output.is_cut(start, self.max_length, self.max_new_tokens)
+        self._text += prompt.added + str(self.tokenizer.decode(output.token_ids))
+        text = str(self.tokenizer.decode(output.token_ids, skip_special_tokens=True))
+        stop_string = None
+        if isinstance(output.stop_reason, str):
+            stop_string = output.stop_reason
+        self._reply_ended = output.finish_reason == "stop" and stop_string is None
+        if stop_string:
+            text = text.partition(stop_string)[0]
+        self._replies.append(text.strip())
+        self._reply = {"role": "assistant", "content": text}
+        if tools:
+            self._reply = parse_reply(
+                self.tokenizer, text, prefix=prompt.tokens, sampled=output.token_ids
+            )
+            if stop_string:
+                self._reply["content"] = self._reply["content"].partition(stop_string)[0]
+        return self._reply
+
+
+def _difference(ours: str, whole: str) -> str:
+    """Return a sentence about the first difference of a conversation from a fresh rendering."""
+    place = in_common(ours, whole)
+    common = ours[max(0, place - EXCERPT_CHARACTERS) : place]
+    end = place + EXCERPT_CHARACTERS
+    return (
+        "the chat template renders earlier turns differently once later turns follow: after "
+        f"{common!r} the policy has read {ours[place:end]!r}, but the whole conversation has "
+        f"{whole[place:end]!r}. The policy continues from the text that it has read"
+    )
+
+
+def _spans_between(whole: str, texts: Sequence[str], replies: Sequence[str]) -> list[Span] | None:
+    """Return the spans of `whole` between `texts`, in which the `replies` are expected.
+
+    None if `whole` does not begin with the first text, end with the last, and have the other texts
+    in between, in order.
+    """
+    if not whole.startswith(texts[0]):
+        return None
+    spans: list[Span] = []
+    start = len(texts[0])
+    for text, reply in zip(texts[1:-1], replies[:-1], strict=True):
+        after_reply = start
+        found = whole.find(reply, start, start + len(reply) + EXCERPT_CHARACTERS)
+        if found >= 0:
+            after_reply = found + len(reply)
+        end = whole.find(text, after_reply)
+        if end < 0:
+            return None
+        spans.append((start, end))
+        start = end + len(text)
+    last = len(whole) - len(texts[-1])
+    if last < start or not whole.endswith(texts[-1]):
+        return None
+    return [*spans, (start, last)]
+
+
+def parse_reply(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    prefix: Sequence[int] = (),
+    sampled: Sequence[int] = (),
+) -> Message:
+    """Return a reply as a message, with tool calls taken out of its text.
+
+    If the tokenizer has a response template, it parses the `sampled` tokens, given the `prefix`
+    before them. If not, calls are `<tool_call>` blocks of JSON; a block that cannot be parsed stays
+    text.
+    """
+    calls: list[dict[str, Any]] = []
+    if getattr(tokenizer, "response_template", None):
+        parsed: Any = {"content": text}
+        with suppress(ValueError):  # not JSON
+            parsed = tokenizer.parse_response(list(sampled), prefix=list(prefix))
+        content = parsed.get("content") or ""
+        for call in parsed.get("tool_calls") or []:
+            function = call.get("function", call)
+            if _is_function(function):
+                calls.append(function)
+    else:
+        content = text
+        for block in TOOL_CALL.finditer(text):
+            with suppress(ValueError):
+                function = json.loads(block[1])
+                if _is_function(function):
+                    calls.append(function)
+                    content = content.replace(block[0], "", 1)
+        if calls:
+            content = content.strip()
+    message: Message = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [_as_call(function) for function in calls]
+    return message
+
+
+def _is_function(parsed: Any) -> bool:
+    return isinstance(parsed, dict) and isinstance(parsed.get("name"), str)
+
+
+def _as_call(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a function's name and arguments as a tool call of the API."""
+    arguments = function.get("arguments", {})
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments)
+    return {
+        "id": uuid.uuid4().hex[:9],  # some templates require nine characters
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def _is_copy(message: Message, reply: Message) -> bool:
+    """Return whether a client's message is our reply. Clients add and drop empty fields."""
+    return message["role"] == "assistant" and _content_of(message) == _content_of(reply)
+
+
+def _content_of(message: Message) -> dict[str, Any]:
+    """Return the text and the tool calls of a message in one form."""
+    calls: list[dict[str, Any]] = []
+    for call in with_parsed_arguments(message).get("tool_calls") or []:
+        function = call.get("function") or call
+        name = function.get("name")
+        calls.append({"id": call.get("id"), "name": name, "arguments": function.get("arguments")})
+    return {"text": str(message.get("content") or "").strip(), "calls": calls}
