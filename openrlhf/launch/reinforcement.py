@@ -31,7 +31,7 @@ from openrlhf.rewards.preview import check_reward
 from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import Device
-from openrlhf.trainers.ppo import SOURCE
+from openrlhf.trainers.checkpointing import SOURCE
 from openrlhf.trainers.remote_teacher import RemoteTeacher
 
 MORE_STEPS = "For more steps lower --train.batch_size or --rollout.batch_size, raise --train.num_episodes or use more prompts."

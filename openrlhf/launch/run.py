@@ -26,8 +26,14 @@ from openrlhf.rollout.episode_files import EpisodeFolder
 from openrlhf.rollout.generator import Generator, RolloutGenerator, as_sampled
 from openrlhf.rollout.recorded import DumpingGenerator, ReplayGenerator
 from openrlhf.trainers.async_source import AsyncSource
+from openrlhf.trainers.best import BestMetric
+from openrlhf.trainers.checkpointing import Checkpointing
+from openrlhf.trainers.clock import Clock
+from openrlhf.trainers.evaluation import Evaluate, Evaluation
 from openrlhf.trainers.experience_maker import ExperienceMaker
-from openrlhf.trainers.ppo import Evaluate, PPOTrainer
+from openrlhf.trainers.exporting import Exporting
+from openrlhf.trainers.model_update import ModelUpdate
+from openrlhf.trainers.ppo import PPOTrainer
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.rollout_only import RolloutOnly
 from openrlhf.trainers.sources import SyncSource, evaluate
@@ -153,37 +159,76 @@ class Run:
         scored = EarlyStages(models=models, timeout_s=config.train.step_timeout)
         source = self._make_source(generator, scored, stages)
         self.ends.callback(source.close)
-        maker = ExperienceMaker(
-            config, stages, None if source.keep or config.train.async_enable else models
-        )
+        scored_early = source.keep or config.train.async_enable
+        maker = ExperienceMaker(config, stages, None if scored_early else models)
         if config.rollout.only:
             return RolloutOnly(source, maker, self.recorder)
-        publisher = WeightPublisher(
-            groups["actor"],
-            self.fleet,
-            transport=settings.transport(config, self.kind),
-            timeout_s=config.train.publish_timeout,
-            probe=settings.engine_probe(
-                config, [self.data.train[0].tokens, self.data.train[-1].tokens]
-            ),
+        weights = self._make_publisher(groups["actor"])
+        clock = Clock(self.recorder.display.status)
+        best = BestMetric(
+            config.ckpt.best_metric_key, ending="_pass1", patience=config.eval.patience
         )
-        if self.fleet:
-            self.fleet.refit, self.fleet.say = publisher.refit, self.recorder.display.note
+        policy = groups["actor"]
+        critic = groups.get("critic")
+        exporting = Exporting(
+            policy=policy,
+            critic=critic,
+            tokenizer=self.data.tokenizer,
+            recorder=self.recorder,
+            config=config,
+        )
         return PPOTrainer(
             source,
             maker,
-            groups["actor"],
-            groups.get("critic"),
-            publisher,
-            evaluate=self._make_evaluation(generator, scored),
-            pretraining=self.data.pretraining,
-            checkpoints=self.checkpoints,
-            tokenizer=self.data.tokenizer,
+            ModelUpdate(
+                policy=policy,
+                critic=critic,
+                weights=weights,
+                pretraining=self.data.pretraining,
+                config=config,
+            ),
+            weights,
+            evaluation=Evaluation(
+                play=self._make_evaluation(generator, scored),
+                best=best,
+                errors=source.errors,
+                recorder=self.recorder,
+                clock=clock,
+                config=config.eval,
+            ),
+            checkpointing=Checkpointing(
+                manager=self.checkpoints,
+                models={"_actor": policy} | ({"_critic": critic} if critic else {}),
+                source=source,
+                kl=maker.kl,
+                best=best,
+                exporting=exporting,
+                recorder=self.recorder,
+                clock=clock,
+                config=config,
+                start=self.start,
+            ),
+            exporting=exporting,
             recorder=self.recorder,
+            clock=clock,
             hosts=self.processes.hosts,
             config=config,
-            start=self.start,
         )
+
+    def _make_publisher(self, policy: WorkerGroup) -> WeightPublisher:
+        config = self.config
+        prompts = [self.data.train[0].tokens, self.data.train[-1].tokens]
+        publisher = WeightPublisher(
+            policy,
+            self.fleet,
+            transport=settings.transport(config, self.kind),
+            timeout_s=config.train.publish_timeout,
+            probe=settings.engine_probe(config, prompts),
+        )
+        if self.fleet:
+            self.fleet.refit = publisher.refit
+            self.fleet.say = self.recorder.display.note
+        return publisher
 
     def _make_generator(self) -> Generator:
         """Engines and reward; with --rollout.dump_dir also written to disk, with

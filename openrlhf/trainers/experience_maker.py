@@ -46,6 +46,11 @@ class Annotated:
     kept: list[Trajectory]
     timing: dict[str, Metric]
 
+    @property
+    def is_filtered(self) -> bool:
+        """Whether the dynamic filter rejected every episode, as in the rest of an epoch."""
+        return all(trajectory.filtered for trajectory in self.trajectories)
+
 
 def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list[int]:
     """The indices of the episodes to train on: not failed, not filtered, with sampled tokens.

@@ -2,409 +2,243 @@
 loss.
 """
 
-import logging
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, replace
-from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from dataclasses import KW_ONLY, dataclass, field
 
 from openrlhf import termination
-from openrlhf.checkpoints.manager import SAVE_FAILED, CheckpointManager, note_of_end
-from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StagedCheckpoint
-from openrlhf.cluster.worker_group import Call, HostHandles, WorkerGroup, gather
+from openrlhf.checkpoints.manager import note_of_end
+from openrlhf.checkpoints.manifest import Checkpoint
+from openrlhf.cluster.worker_group import HostHandles
 from openrlhf.config.learning import RLFlags
-from openrlhf.core.batches import Experience, TokenRows
+from openrlhf.core.batches import Experience
 from openrlhf.core.trajectory import Trajectory
 from openrlhf.observability.metrics import Last, Mean, Metric, merge_all, values
 from openrlhf.observability.recorder import Recorder
 from openrlhf.rewards.budget import RewardErrors
 from openrlhf.rollout.background import RolloutError
-from openrlhf.rollout.episode_metrics import evaluation_metrics, rollout_metrics
-from openrlhf.trainers.best import BestMetric
+from openrlhf.rollout.episode_metrics import rollout_metrics
+from openrlhf.trainers.checkpointing import Checkpointing
+from openrlhf.trainers.clock import Clock
+from openrlhf.trainers.evaluation import Evaluation
 from openrlhf.trainers.experience_maker import Annotated, ExperienceMaker
+from openrlhf.trainers.exporting import Exporting
 from openrlhf.trainers.filtering import pass_rate
+from openrlhf.trainers.model_update import ModelUpdate
 from openrlhf.trainers.outcome import Outcome
-from openrlhf.trainers.pretraining_mix import PretrainingMix
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.sources import Source
-from openrlhf.trainers.update_plan import RankUpdate, plan_update
 from openrlhf.trainers.utilisation import utilisation
-from openrlhf.workers.base import TrainedWorker, Update
-from openrlhf.workers.critic import CriticWorker
-from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
-
-logger = logging.getLogger(__name__)
-SOURCE = (
-    "_source"  # the part of a checkpoint with the samples that wait, beside those of the models
-)
-Evaluate = Callable[[int], list[Trajectory]]  # of the weights after that step
 
 
 @dataclass(eq=False, repr=False)
 class PPOTrainer:
-    """The training loop, and everything that happens after each step."""
+    """The training loop."""
 
     source: Source
     maker: ExperienceMaker
-    policy: WorkerGroup
-    critic: WorkerGroup | None
+    models: ModelUpdate
     weights: WeightPublisher
     _: KW_ONLY
-    evaluate: Evaluate | None
-    pretraining: PretrainingMix | None
-    checkpoints: CheckpointManager
-    tokenizer: PreTrainedTokenizerBase
+    evaluation: Evaluation
+    checkpointing: Checkpointing
+    exporting: Exporting
     recorder: Recorder
+    clock: Clock
     hosts: Sequence[HostHandles]  # the processes of all models
     config: RLFlags
-    start: RunState  # of this run before its first step
+    step: int = field(default=0, init=False)  # the number of finished steps
+    stopped: bool = field(default=False, init=False)  # by --algo.kl.stop_run
 
     def __post_init__(self) -> None:
-        self.ckpt = self.config.ckpt
-        self.step = 0
-        self.saved = -1  # the step of the newest checkpoint
-        self.resumed = False
-        self.stopped = False  # before the prompts are used up
-        self.best = BestMetric(
-            self.ckpt.best_metric_key, ending="_pass1", patience=self.config.eval.patience
-        )
-        self.timing: dict[str, Metric] = {}
         self.outcome = Outcome(keep=self.source.keep)
 
     def fit(self) -> None:
         """Train until the prompts or the patience are used up, then export."""
-        self.recorder.display.begin(self.source.total_steps, done=self.step)
-        self.weights.publish(self.step)  # π_rollout ← π_θ, also after a resume
-        at_start = self.config.eval.at_start and self.step == 0 and self.best.step is None
-        was_interrupted = (
-            self.step > 0 and self.evaluation_is_due and self.best.evaluated_at < self.step
-        )
-        if at_start or was_interrupted:
-            self.run_evaluation()
-        with self.saved_when_it_ends():
-            for trajectories in self.timed("generation", self.source):  # τ ~ π_rollout
+        self.begin()
+        with self.saving_last_step():
+            for trajectories in self.rollouts():  # τ ~ π_rollout
                 with termination.whole():
-                    with self.clock("make_experience"):
-                        batch = self.maker.annotate(trajectories)  # R, log π_old, log π_ref, V
-                    self.record(batch)
-                    if all(
-                        t.filtered for t in trajectories
-                    ):  # the rest of an epoch teaches nothing
+                    batch = self.annotate(trajectories)  # R, log π_old, log π_ref, V
+                    if batch.is_filtered:
                         continue
-                    self.learn_from(batch)
-                self.after_step()
+                    experience, metrics = self.assign_credit(batch)  # r_t, Â_t, Ĝ_t
+                    if experience.num_samples:
+                        metrics.append(self.improve(experience))  # V, π
+                        self.publish()  # π_rollout ← π_θ
+                    self.end_step(merge_all(metrics))
+                if self.evaluation.is_due(self.step, last=self.is_last_step):
+                    self.evaluate()
+                if self.checkpointing.is_due(self.step, last=self.stopped):
+                    self.save()
                 if self.stopped:
                     break
-            # The last step is not evaluated with the others if filtering ended the run before its
-            # planned end.
-            if self.config.eval.steps > 0 and self.best.evaluated_at < self.step:
-                self.run_evaluation()
-            if self.source.exhausted and self.step < self.source.total_steps:
-                why = self.outcome.rejections
-                self.recorder.display.note(
-                    f"No prompts to train on are left after step {self.step}.{why}"
-                )
-            if not self.resumed:
-                self.outcome.check()
-            self.return_to_best()
-            self.export_final(Path(self.ckpt.output_dir).absolute())
+            self.finish()
 
-    def learn_from(self, batch: Annotated) -> None:
-        """The second half of a step: credit, update, publication."""
+    def begin(self) -> None:
+        """Publish the weights, also after a resume, and evaluate them if that is due or missing."""
+        self.recorder.display.begin(self.source.total_steps, done=self.step)
+        self.weights.publish(self.step)  # π_rollout ← π_θ
+        if self.evaluation.is_due_at_start(self.step, last=self.is_last_step):
+            self.evaluate()
+
+    def rollouts(self) -> Iterator[list[Trajectory]]:
+        """Yield the episodes of each step, until the prompts or the patience are used up."""
+        steps = iter(self.source)
+        while not self.evaluation.best.exhausted:
+            with self.clock.part("generation"):
+                trajectories = next(steps, None)
+            if trajectories is None:
+                return
+            yield trajectories
+
+    def annotate(self, trajectories: list[Trajectory]) -> Annotated:
+        """Compute the columns that the update needs, and log samples.
+
+        Raises RewardErrors if too many episodes have failed.
+        """
+        with self.clock.part("make_experience"):
+            batch = self.maker.annotate(trajectories)
+        self.outcome.see(batch)
+        self.recorder.samples(self.step + 1, batch.trajectories)
+        self.source.errors.check(batch.trajectories)
+        return batch
+
+    def assign_credit(self, batch: Annotated) -> tuple[Experience, list[dict[str, Metric]]]:
+        """Compute advantages and returns. Return what is trained on, and the metrics so far.
+
+        No samples are left if none was kept, or if all are truncated and left out
+        (--algo.loss.mask_truncated).
+        """
         metrics = [step_metrics(self.source, batch)]
+        experience = batch.experience
         if batch.kept:
-            with self.clock("make_experience"):
-                experience, credit = self.maker.credit(batch.experience)  # r_t, Â_t, Ĝ_t
+            with self.clock.part("make_experience"):
+                experience, credit = self.maker.credit(experience)
             metrics.append(credit)
-            if (
-                experience.num_samples
-            ):  # not if all are truncated and --algo.loss.mask_truncated leaves them out
-                metrics.append(self.update(experience))
-        self.end_step(merge_all(metrics))
+        return experience, metrics
 
-    def update(self, experience: Experience) -> dict[str, Metric]:
-        """Update the models on a credited batch, and publish the policy."""
-        with self.clock("ppo_train"):
-            metrics = self.improve(experience)  # V, π
-        with self.clock("broadcast"):
-            self.publish()  # π_rollout ← π_θ
+    def improve(self, experience: Experience) -> dict[str, Metric]:
+        """Update critic and policy. Return the metrics of the update."""
+        with self.clock.part("ppo_train"):
+            kl_coef = self.maker.kl.coef
+            metrics = self.models.improve(experience, step=self.step, kl_coef=kl_coef)
         self.outcome.updates += 1
         return metrics
 
+    def publish(self) -> None:
+        """Publish the weights of the current step, unless the step trains the critic alone.
+
+        A process that is asked to end does not wait for samples, and publishes nothing.
+        """
+        with self.clock.part("broadcast"):
+            if self.step < self.config.frozen_steps:
+                return
+            with self.source.publishing(self.step + 1) as is_quiet:
+                if is_quiet:
+                    self.weights.publish(self.step + 1)
+
+    def end_step(self, metrics: dict[str, Metric]) -> None:
+        """Count and log the step, adapt β, and see whether the policy has gone too far."""
+        self.step += 1
+        if "train/kl" in metrics:
+            metrics["train/kl_coef"] = Last(self.maker.kl.coef)
+            samples = int(metrics["rollout/num_samples"].value)
+            self.maker.kl.update(metrics["train/kl"].value, samples)
+        self.recorder.step(self.step, values(metrics | self.take_timing(metrics)))
+        kl = metrics.get("train/kl", Last(0.0)).value
+        limit = self.config.algo.kl.stop_run
+        if limit is not None and kl > limit:
+            self.stopped = True
+            note = (
+                f"The run ends after step {self.step}: the KL to the reference is {kl:.4g} nats "
+                f"per token, above --algo.kl.stop_run {limit:g}."
+            )
+            if not self.evaluation.best.patience:
+                note += " The policy is exported as it is now."
+            self.recorder.display.note(note)
+
+    def take_timing(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
+        """Return how long the parts of the step took, and how busy the models were."""
+        timing: dict[str, Metric] = {}
+        total = 0.0
+        for name, seconds in self.clock.take_all().items():
+            timing[f"timing/{name}"] = Last(seconds)
+            total += seconds
+        timing["timing/step_total"] = Last(total)
+        timing |= utilisation([hosts.take_spans() for hosts in self.hosts], total)
+        tokens = metrics.get("train/total_length")
+        if isinstance(tokens, Mean):
+            timing["timing/tokens_per_second"] = Last(tokens.sum / total)
+        return timing
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether no step follows the current one."""
+        return self.source.exhausted or self.stopped
+
+    def evaluate(self) -> None:
+        """Evaluate the published weights, and save a new best.
+
+        Termination interrupts the sampling, and waits for the rest.
+        """
+        trajectories = self.evaluation.sample(self.step)
+        if trajectories is None:
+            return
+        with termination.whole():
+            if self.evaluation.judge(self.step, trajectories):
+                self.checkpointing.save(self.step, best=True)
+
+    def save(self) -> None:
+        """Write a checkpoint. Termination waits for its end."""
+        with termination.whole():
+            self.checkpointing.save(self.step)
+
+    def finish(self) -> None:
+        """Evaluate and export the result. Raises NothingLearned if no batch was trained on."""
+        # The filter may use up the prompts before the last planned step, which was to be evaluated.
+        if self.evaluation.is_missing(self.step):
+            self.evaluate()
+        if self.source.exhausted and self.step < self.source.total_steps:
+            rejected = self.outcome.rejections
+            self.recorder.display.note(
+                f"No prompts to train on are left after step {self.step}.{rejected}"
+            )
+        if not self.checkpointing.resumed:
+            self.outcome.check()
+        self.checkpointing.return_to_best(self.step)
+        self.exporting.write_result()
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint."""
+        self.step = self.checkpointing.resume(checkpoint)
+
     @contextmanager
-    def saved_when_it_ends(self) -> Iterator[None]:
-        """Save the last finished step of a run that writes checkpoints, if the block is terminated
-        or fails.
+    def saving_last_step(self) -> Iterator[None]:
+        """Save the last finished step if the block is terminated or fails.
 
         A failure is the loss of all engines, or an evaluation in which too many episodes fail. A
-        run that writes no checkpoints exports its model when such an evaluation ends it.
+        run that writes no checkpoints exports its model when such an evaluation ends the run.
         """
         try:
             yield
         except (SystemExit, RolloutError, RewardErrors) as error:
-            evaluated = self.step == self.source.step and isinstance(error, RewardErrors)
-            if evaluated and self.ckpt.save_steps <= 0 and self.outcome.updates:
-                self.export_final(Path(self.ckpt.output_dir).absolute())
+            ckpt = self.config.ckpt
+            between_steps = self.step == self.source.step  # no batch was on its way here
+            in_evaluation = between_steps and isinstance(error, RewardErrors)
+            if in_evaluation and ckpt.save_steps <= 0 and self.outcome.updates:
+                self.exporting.write_result()
                 raise
-            if (
-                self.ckpt.save_steps > 0 and self.saved < self.step == self.source.step
-            ):  # no batch was on its way here
-                self.save()
-            if note := note_of_end(self.ckpt, saved=self.saved, step=self.step):
+            if ckpt.save_steps > 0 and between_steps and self.checkpointing.saved < self.step:
+                self.checkpointing.save(self.step)
+            if note := note_of_end(ckpt, saved=self.checkpointing.saved, step=self.step):
                 self.recorder.display.note(note)
             raise
 
-    def record(self, batch: Annotated) -> None:
-        """Log samples of the batch. Raises RewardErrors if too many of its episodes have failed."""
-        self.outcome.see(batch)
-        self.recorder.samples(self.step + 1, batch.trajectories)
-        self.source.errors.check(batch.trajectories)
-
-    def publish(self) -> None:
-        """Publish the weights of the current step to the engines, unless the engines have them
-        already.
-
-        A process that is asked to end does not wait for samples, and publishes nothing.
-        """
-        if self.policy_is_frozen:
-            return
-        with self.source.publishing(self.step + 1) as is_quiet:
-            if is_quiet:
-                self.weights.publish(self.step + 1)
-
-    @property
-    def policy_is_frozen(self) -> bool:
-        """Whether the current step trains the critic alone (--critic.freezing_steps)."""
-        return self.step < self.config.frozen_steps
-
-    def improve(self, experience: Experience) -> dict[str, Metric]:
-        """Update critic and policy on a credited batch, in parallel if they have different devices.
-
-        While the critic warms up (--critic.freezing_steps), the policy is not updated.
-        """
-        launched: list[Call] = []
-        if self.critic:
-            read = experience.only(*CriticWorker.reads)
-            plans = self._plans(experience, self.critic.slices)
-            jobs = [Update(experience=read.select(plan.rows), steps=plan.steps) for plan in plans]
-            launched += self.critic.launch(CriticWorker.update, jobs)
-        if not self.policy_is_frozen:
-            plans = self._plans(experience, self.policy.slices)
-            texts = self._pretraining_text(len(plans[0].steps))
-            read = experience.only(*PolicyWorker.reads)
-            jobs = [
-                PolicyUpdate(
-                    experience=read.select(plan.rows),
-                    steps=plan.steps,
-                    kl_coef=self.maker.kl.coef,
-                    version=self.step + 1,
-                    pretraining=text,
-                )
-                for plan, text in zip(plans, texts, strict=True)
-            ]
-            with self.weights.sending:  # no engine is being sent the weights
-                launched += self.policy.launch(PolicyWorker.update, jobs)
-        return merge_all(self._gather(launched, "update the models"))
-
-    def _plans(self, experience: Experience, ranks: int) -> list[RankUpdate]:
-        """Each rank's rows of every optimizer step. All roles take the same steps in the same
-        order.
-        """
-        return plan_update(
-            experience.lengths.tolist(),
-            episodes=experience.episode_of_row.tolist(),
-            ranks=ranks,
-            batch_size=self.config.train.batch_size,
-            epochs=self.config.train.max_epochs,
-            seed=self.config.train.seed + self.step,
-        )
-
-    def _pretraining_text(self, steps: int) -> list[list[TokenRows]]:
-        """Each rank's pretraining text for the next `steps` optimizer steps; empty without
-        --algo.ptx.dataset.
-        """
-        if not self.pretraining:
-            return [[] for _ in range(self.policy.slices)]
-        first = self.step * self.config.updates_of(self.config.rollout.batch_size)
-        return self.pretraining.for_ranks(range(first, first + steps), self.policy.slices)
-
-    def _gather(self, launched: list[Call], doing: str) -> list[Any]:
-        return gather(launched, timeout_s=self.config.train.step_timeout, doing=doing)
-
-    def end_step(self, metrics: dict[str, Metric]) -> None:
-        """Count and log the step, and adapt β."""
-        self.step += 1
-        if "train/kl" in metrics:
-            metrics["train/kl_coef"] = Last(self.maker.kl.coef)
-            self.maker.kl.update(
-                metrics["train/kl"].value, int(metrics["rollout/num_samples"].value)
-            )
-        total = sum(part.value for part in self.timing.values())
-        timing = self.timing | {"timing/step_total": Last(total)}
-        timing |= utilisation([hosts.take_spans() for hosts in self.hosts], total)
-        if isinstance(tokens := metrics.get("train/total_length"), Mean):
-            timing["timing/tokens_per_second"] = Last(tokens.sum / total)
-        self.timing = {}
-        self.recorder.step(self.step, values(metrics | timing))
-        self.stopped = self._is_too_far(metrics)
-
-    def after_step(self) -> None:
-        """Evaluate and save. Termination interrupts an evaluation, and waits for the end of a save."""
-        if self.evaluation_is_due:
-            self.run_evaluation()
-        if self.ckpt.save_steps > 0 and (self.step % self.ckpt.save_steps == 0 or self.stopped):
-            with termination.whole():
-                self.save()
-
-    def _is_too_far(self, metrics: Mapping[str, Metric]) -> bool:
-        """Whether the KL to the reference exceeds --algo.kl.stop_run. If it does, the user is told."""
-        kl, limit = metrics.get("train/kl", Last(0.0)).value, self.config.algo.kl.stop_run
-        if limit is None or not kl > limit:
-            return False
-        self.recorder.display.note(
-            f"The run ends after step {self.step}: the KL to the reference is {kl:.4g} nats per token, above "
-            f"--algo.kl.stop_run {limit:g}."
-            + (" The policy is exported as it is now." if not self.best.patience else "")
-        )
-        return True
-
-    @property
-    def evaluation_is_due(self) -> bool:
-        """Whether the weights of this step are evaluated, before their checkpoint is written."""
-        every = self.config.eval.steps
-        return every > 0 and (self.step % every == 0 or self.source.exhausted or self.stopped)
-
-    def run_evaluation(self) -> None:
-        """Measure pass@k of the published weights. A new best is saved.
-
-        Raises RewardErrors if too many episodes have failed: such an evaluation is logged, and
-        never the best.
-        """
-        if self.evaluate is None:
-            return
-        with self.clock("evaluation"):
-            trajectories = self.evaluate(self.step)
-        with termination.whole():
-            metrics = evaluation_metrics(trajectories, k=self.config.eval.n_samples_per_prompt)
-            timing = {"timing/evaluation": self.timing.pop("timing/evaluation").value}
-            self.recorder.evaluation(self.step, metrics | timing, trajectories)
-            self.source.errors.check(trajectories, of="evaluation episodes")
-            if self.best.improves(self.step, metrics) and (self.step > 0 or self.best.patience):
-                self.save(best=True)
-
-    def save(self, *, best: bool = False) -> None:
-        """Write a checkpoint of the current state."""
-        if self.ckpt.disable_ds and not self.ckpt.save_hf:
-            return
-        with self.clock("checkpoint"), self.going_on_without():
-            staged = self.checkpoints.begin(self.step, best=best, hf=self.ckpt.save_hf)
-            with self.checkpoints.writing(staged):
-                if not self.ckpt.disable_ds:
-                    self._all_parts(TrainedWorker.save_checkpoint, staged, "save a checkpoint")
-                    self.source.save(Path(staged.engine_dir(SOURCE)) / staged.tag)
-                if self.ckpt.save_hf:
-                    self.export(staged.hf_dir, final=False)
-            self.checkpoints.commit(
-                staged, state=self._state(), metric_value=self.best.value_of(self.step)
-            )
-            self.saved = self.step
-
-    @contextmanager
-    def going_on_without(self) -> Iterator[None]:
-        """Within it, a checkpoint that cannot be written, as on a full disk, is told and does not
-        end the run.
-        """
-        try:
-            yield
-        except CheckpointError as error:
-            self.recorder.display.note(SAVE_FAILED.format(self.step, error))
-
-    def _state(self) -> RunState:
-        return replace(
-            self.start,
-            step=self.step,
-            epoch=self.source.epoch,
-            consumed=self.source.consumed,
-            kl_coef=self.maker.kl.coef,
-            **self.best.state(),
-        )
-
-    def resume(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint."""
-        state, self.resumed = checkpoint.state, True
-        self._all_parts(TrainedWorker.load_checkpoint, checkpoint, "load the checkpoint")
-        self.step = state.step
-        drawn = Path(checkpoint.engine_dir(SOURCE)) / checkpoint.tag
-        self.source.resume(step=state.step, consumed=state.consumed, folder=drawn)
-        if state.kl_coef is not None:
-            self.maker.kl.resume(state.kl_coef)
-        self.best.restore(state)
-
-    def return_to_best(self) -> None:
-        """With --eval.patience, load the weights of the best evaluation."""
-        if checkpoint := self.best.to_export(
-            self.step, self.checkpoints, self.recorder.display.note
-        ):
-            self.saved = self.step  # from now on, no checkpoint of this step can be written
-            self._all_parts(TrainedWorker.load_checkpoint, checkpoint, "load the best weights")
-
-    def _all_parts(self, method: Callable[..., None], files: StagedCheckpoint, doing: str) -> None:
-        """Have all trained models write or read their files."""
-        for part, group in self.parts().items():
-            self._gather(group.broadcast(method, files.engine_dir(part), files.tag), doing)
-
-    def parts(self) -> dict[str, WorkerGroup]:
-        """The trained models by their name in a checkpoint."""
-        return {"_actor": self.policy} | ({"_critic": self.critic} if self.critic else {})
-
-    def export_final(self, folder: Path) -> None:
-        """Write the policy to `folder`, and the critic beside it if the flags ask for the critic."""
-        self.export(str(folder))
-        self.recorder.display.note(f"model: {folder}")
-        if self.critic and self.config.critic.save_value_network:
-            exported = self.critic.broadcast(
-                TrainedWorker.export, self.tokenizer, f"{folder}_critic"
-            )
-            self._gather(exported, "export the critic")
-
-    def export(self, path: str, *, final: bool = True) -> None:
-        """Write the policy in the format that Transformers and vLLM load. `final`: the run ends
-        with this export.
-        """
-        self._gather(
-            self.policy.broadcast(TrainedWorker.export, self.tokenizer, path, final),
-            "export the policy",
-        )
-
-    def timed(self, name: str, iterable: Iterable[Any]) -> Iterator[Any]:
-        """The items, until the patience is used up. The seconds of waiting for each item count as
-        `timing/<name>`.
-        """
-        iterator = iter(iterable)
-        while not self.best.exhausted:
-            with self.clock(name):
-                item = next(iterator, None)
-            if item is None:
-                return
-            yield item
-
-    @contextmanager
-    def clock(self, name: str) -> Iterator[None]:
-        """Add the seconds within it to `timing/<name>` of this step."""
-        self.recorder.display.status(name.replace("_", " "))
-        start = time.perf_counter()
-        yield
-        before = self.timing.get(f"timing/{name}", Last(0.0)).value
-        self.timing[f"timing/{name}"] = Last(before + time.perf_counter() - start)
-
 
 def step_metrics(source: Source, batch: Annotated) -> dict[str, Metric]:
-    """Metrics of a step's rollout, of its cost, and of dynamic filtering."""
+    """Return the metrics of a step's rollout, of its cost, and of dynamic filtering."""
     metrics = rollout_metrics(batch.trajectories, batch.kept) | source.metrics() | batch.timing
-    return metrics | (
-        {"train/dynamic_filtering_pass_rate": pass_rate(batch.trajectories)} if source.keep else {}
-    )
+    if source.keep:
+        metrics["train/dynamic_filtering_pass_rate"] = pass_rate(batch.trajectories)
+    return metrics

@@ -16,6 +16,7 @@ import pytest
 from torch import nn
 
 from openrlhf import termination
+from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import RunState
 from openrlhf.config.learning import RLEvalConfig, RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RewardConfig
@@ -24,7 +25,12 @@ from openrlhf.config.supervised import RMConfig
 from openrlhf.core.batches import Experience
 from openrlhf.observability.metrics import Last, Metric
 from openrlhf.rewards.budget import ErrorBudget
+from openrlhf.trainers.best import BestMetric
+from openrlhf.trainers.checkpointing import Checkpointing
+from openrlhf.trainers.clock import Clock
+from openrlhf.trainers.evaluation import Evaluation
 from openrlhf.trainers.experience_maker import Annotated
+from openrlhf.trainers.exporting import Exporting
 from openrlhf.trainers.ppo import PPOTrainer
 from openrlhf.trainers.supervised import SupervisedTrainer
 from openrlhf.training.engine import StepResult
@@ -192,10 +198,8 @@ class OnPolicy(PPOTrainer):
         save_steps: int = -1,
         at_start: bool = False,
     ) -> None:
-        self.weights_made, self.log, self.scores = Weights(), Log(), scores
-        same: Any = SimpleNamespace(
-            annotate=annotated, credit=lambda e: (e, {}), kl=SimpleNamespace(coef=None)
-        )
+        self.weights_made = Weights()
+        self.log = Log()
         config = RLFlags(
             train=RLTrainConfig(batch_size=1, step_timeout=1.0),
             eval=RLEvalConfig(
@@ -203,32 +207,70 @@ class OnPolicy(PPOTrainer):
             ),
             ckpt=CheckpointConfig(path=str(folder), save_steps=save_steps),
         )
-        nothing: Any = SimpleNamespace(publish=lambda _: None)
-        made: Any = self.weights_made
+
+        def play(step: int) -> list[Any]:
+            return [episode(score=scores[self.weights_made.made_by - (not at_start)])]
+
+        def improve(*_: Any, **__: Any) -> dict[str, Metric]:
+            self.weights_made.optimize()
+            return {}
+
+        policy: Any = self.weights_made
         source: Any = Prompts()
         log: Any = self.log
+        kl: Any = SimpleNamespace(coef=None)
+        maker: Any = SimpleNamespace(annotate=annotated, credit=lambda e: (e, {}), kl=kl)
+        models: Any = SimpleNamespace(improve=improve)
+        publisher: Any = SimpleNamespace(publish=lambda _: None)
+        clock = Clock(lambda _: None)
+        best = BestMetric("", ending="_pass1", patience=patience)
+        tokenizer = character_tokenizer()
+        exporting = Exporting(
+            policy=policy, critic=None, tokenizer=tokenizer, recorder=log, config=config
+        )
         super().__init__(
             source,
-            same,
-            made,
-            None,
-            nothing,
-            evaluate=lambda step: [episode(score=self.scores[made.made_by - (not at_start)])],
-            pretraining=None,
-            checkpoints=checkpoints_in(folder, parts=["_actor"], max_num=STEPS),
-            tokenizer=character_tokenizer(),
+            maker,
+            models,
+            publisher,
+            evaluation=Evaluation(
+                play=play,
+                best=best,
+                errors=source.errors,
+                recorder=log,
+                clock=clock,
+                config=config.eval,
+            ),
+            checkpointing=Checkpointing(
+                manager=checkpoints_in(folder, parts=["_actor"], max_num=STEPS),
+                models={"_actor": policy},
+                source=source,
+                kl=kl,
+                best=best,
+                exporting=exporting,
+                recorder=log,
+                clock=clock,
+                config=config,
+                start=RunState(step=0, run_dir=str(folder)),
+            ),
+            exporting=exporting,
             recorder=log,
+            clock=clock,
             hosts=[],
             config=config,
-            start=RunState(step=0, run_dir=str(folder)),
         )
 
-    def improve(self, experience: Experience) -> dict[str, Metric]:
-        self.weights_made.optimize()
-        return {}
+    @property
+    def saved(self) -> CheckpointManager:
+        """The checkpoints of the run."""
+        return self.checkpointing.manager
 
-    def _gather(self, launched: list[Any], doing: str) -> list[Any]:
-        return launched
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of these workers have their results when they are launched."""
+    for module in ("checkpointing", "exporting"):
+        monkeypatch.setattr(f"openrlhf.trainers.{module}.gather", lambda launched, **_: launched)
 
 
 # ---- supervised
@@ -340,9 +382,7 @@ def test_a_run_of_rl_ends_with_its_patience_and_exports_the_best_policy(tmp_path
     assert exported.startswith("model: ") and said.startswith(
         "--eval.patience 3 ends the run after step 5. The export has the weights of step 2"
     )
-    assert [checkpoint.tag for checkpoint in trainer.checkpoints.checkpoints()] == [
-        "best_global_step2"
-    ]
+    assert [checkpoint.tag for checkpoint in trainer.saved.checkpoints()] == ["best_global_step2"]
 
 
 def test_a_policy_that_never_gets_better_than_at_the_start_is_exported_as_it_was(
@@ -357,7 +397,7 @@ def test_a_resumed_run_of_rl_ends_where_an_unbroken_one_does(tmp_path: Path) -> 
     """From the checkpoint of step 3, which had waited for one evaluation."""
     OnPolicy(tmp_path, SCORES, patience=3, save_steps=1).fit()
     resumed = OnPolicy(tmp_path, SCORES, patience=3, save_steps=1)
-    checkpoint = resumed.checkpoints.find(3, best=False)
+    checkpoint = resumed.saved.find(3, best=False)
     assert checkpoint and checkpoint.state.evaluations_since_best == 1
     resumed.resume(checkpoint)
     resumed.fit()
@@ -368,7 +408,7 @@ def test_a_start_that_was_evaluated_before_a_kill_is_not_evaluated_again(tmp_pat
     scores = [0.5, 0.4, 0.3, 0.2]
     OnPolicy(tmp_path, scores, patience=2, at_start=True).fit()
     resumed = OnPolicy(tmp_path, scores, patience=2, at_start=True)
-    checkpoint = resumed.checkpoints.latest()
+    checkpoint = resumed.saved.latest()
     assert checkpoint and checkpoint.tag == "best_global_step0"
     resumed.resume(checkpoint)
     resumed.fit()
@@ -379,11 +419,12 @@ def test_a_start_that_was_evaluated_before_a_kill_is_not_evaluated_again(tmp_pat
 def test_a_run_that_is_terminated_in_its_export_saves_no_other_weights_as_those_of_its_last_step(
     tmp_path: Path, patience: int | None, saved: bool
 ) -> None:
-    def terminated(path: str) -> None:
+    def terminated() -> None:
         raise SystemExit(143)
 
     trainer = OnPolicy(tmp_path, [*SCORES, 0.1, 0.1], patience=patience, save_steps=100)
-    trainer.export = terminated
+    exporting: Any = SimpleNamespace(write_result=terminated)
+    trainer.exporting = exporting
     with pytest.raises(SystemExit):
         trainer.fit()
     last = checkpoints_in(tmp_path, parts=["_actor"]).find(trainer.step, best=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from openrlhf.algorithms.kl import KLController
 from openrlhf.checkpoints.manager import HOW_TO_SAVE, NOTHING_SAVED, RESUME_HINT
 from openrlhf.checkpoints.manifest import CheckpointError, RunState
 from openrlhf.config.learning import CriticConfig, RLEvalConfig, RLFlags, RLTrainConfig
@@ -22,6 +23,10 @@ from openrlhf.observability.metrics import Metric, values
 from openrlhf.rewards.budget import ErrorBudget, RewardErrors
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.episode_metrics import rollout_metrics
+from openrlhf.trainers.best import BestMetric
+from openrlhf.trainers.checkpointing import Checkpointing
+from openrlhf.trainers.clock import Clock
+from openrlhf.trainers.evaluation import Evaluation
 from openrlhf.trainers.experience_maker import Annotated, trainable
 from openrlhf.trainers.filtering import DynamicFilter, thrown_away
 from openrlhf.trainers.outcome import NothingLearned
@@ -180,6 +185,7 @@ class Nothing:
 
     def __init__(self) -> None:
         self.published: list[int] = []
+        self.kl = KLController(0.0)
 
     def publish(self, version: int) -> None:
         self.published.append(version)
@@ -193,27 +199,14 @@ class Nothing:
         return experience, {}
 
 
-class Untrained(PPOTrainer):
-    """The loop without models."""
+class NotedCheckpoints(Checkpointing):
+    """Notes the steps that are saved; with --ckpt.save_steps 1, saves them."""
 
-    def improve(self, experience: Experience) -> dict[str, Metric]:
-        return {}
-
-    terminated_in_export = False
-
-    def export_final(self, folder: Path) -> None:
-        if self.terminated_in_export:
-            raise SystemExit(143)
-        self.recorder.display.note("export")
-
-    def _gather(self, launched: list[Any], doing: str) -> list[Any]:
-        return launched
-
-    def save(self, *, best: bool = False) -> None:
+    def save(self, step: int, *, best: bool = False) -> None:
         if self.config.ckpt.save_steps == 1:
-            return super().save(best=best)
-        self.recorder.display.note(f"save {self.step}")
-        self.saved = self.step
+            return super().save(step, best=best)
+        self.recorder.display.note(f"save {step}")
+        self.saved = step
 
 
 def events(
@@ -222,17 +215,27 @@ def events(
     eval_steps: int = -1,
     freezing_steps: int = 0,
     weights: Nothing | None = None,
-    checkpoints: Any = None,
+    manager: Any = None,
     ends: tuple[BaseException, int] | None = None,
 ) -> list[str]:
-    """What a run over these steps does. `ends`: an error after them, and the steps handed out when
-    it comes.
+    """Return what a run over these steps does. `ends`: an error after them, and the steps handed
+    out when it comes.
     """
-    notes, save_steps = Notes(), 1 if checkpoints else 9 if ends else -1
+    notes = Notes()
+    save_steps = -1
+    if ends:
+        save_steps = 9
+    if manager:
+        save_steps = 1
     made = trainer(
-        steps, notes, eval_steps=eval_steps, save_steps=save_steps, freezing_steps=freezing_steps
+        steps,
+        notes,
+        eval_steps=eval_steps,
+        save_steps=save_steps,
+        freezing_steps=freezing_steps,
+        manager=manager,
+        ends=ends,
     )
-    made.checkpoints, made.source = checkpoints, Steps(steps, ends)
     made.weights = made.maker = weights or Nothing()
     with pytest.raises(type(ends[0])) if ends else nullcontext():
         made.fit()
@@ -246,19 +249,63 @@ def trainer(
     eval_steps: int,
     save_steps: int = -1,
     freezing_steps: int = 0,
+    manager: Any = None,
+    ends: tuple[BaseException, int] | None = None,
 ) -> Any:
-    """The loop without models, over these steps."""
-    nothing = Nothing()
+    """Return the loop without models, over these steps."""
+    nothing: Any = Nothing()
+    recorder: Any = notes
+    source: Any = Steps(steps, ends)
     config = RLFlags(
         train=RLTrainConfig(batch_size=2), rollout=RolloutConfig(batch_size=2), eval=RLEvalConfig(steps=eval_steps),
         ckpt=CheckpointConfig(best_metric_key="none", save_steps=save_steps), critic=CriticConfig(freezing_steps=freezing_steps),
     )  # fmt: skip
-    parts: dict[str, Any] = {
-        "source": Steps(steps, None), "maker": nothing, "policy": None, "critic": None, "weights": nothing,
-        "evaluate": lambda step: [], "pretraining": None, "checkpoints": None,
-        "tokenizer": None, "recorder": notes, "config": config, "start": None, "hosts": [],
-    }  # fmt: skip
-    return Untrained(**parts)
+    clock = Clock(notes.status)
+    best = BestMetric("none", ending="_pass1")
+    untrained: Any = SimpleNamespace(improve=lambda experience, **_: {})
+    exporting: Any = SimpleNamespace(write_result=lambda: notes.note("export"))
+    evaluation = Evaluation(
+        play=lambda step: [],
+        best=best,
+        errors=source.errors,
+        recorder=recorder,
+        clock=clock,
+        config=config.eval,
+    )
+    checkpointing = NotedCheckpoints(
+        manager=manager,
+        models={},
+        source=source,
+        kl=KLController(0.0),
+        best=best,
+        exporting=exporting,
+        recorder=recorder,
+        clock=clock,
+        config=config,
+        start=RunState(step=0),
+    )
+    return PPOTrainer(
+        source,
+        nothing,
+        untrained,
+        nothing,
+        evaluation=evaluation,
+        checkpointing=checkpointing,
+        exporting=exporting,
+        recorder=recorder,
+        clock=clock,
+        hosts=[],
+        config=config,
+    )
+
+
+def terminated(*_: Any) -> Any:
+    raise SystemExit(143)
+
+
+def resume(made: Any, state: RunState) -> None:
+    """Continue from a checkpoint that holds `state` alone."""
+    made.resume(SimpleNamespace(state=state, engine_dir=lambda part: "", tag="global_step2"))
 
 
 class Full:
@@ -271,7 +318,7 @@ class Full:
 def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on() -> None:
     told = [f"The run continues without a checkpoint of step {step}: no room" for step in (1, 2)]
     end = ["No prompts to train on are left after step 2.", "export"]
-    assert events([KEPT, KEPT], checkpoints=Full()) == [
+    assert events([KEPT, KEPT], manager=Full()) == [
         "step 1, 100%",
         told[0],
         "step 2, 100%",
@@ -294,14 +341,14 @@ def test_a_run_that_is_terminated_or_loses_its_engines_saves_its_last_step(
 
 @pytest.mark.parametrize("last", ["evaluation", "export"])
 def test_a_run_that_is_terminated_after_its_last_step_saves_the_step(last: str) -> None:
-    def evaluate(step: int) -> list[Trajectory]:
-        raise SystemExit(143)
-
     notes = Notes()
     made = trainer(
         [KEPT, KEPT, FILTERED], notes, eval_steps=10 if last == "evaluation" else -1, save_steps=9
     )
-    made.evaluate, made.terminated_in_export = evaluate, last == "export"
+    if last == "evaluation":
+        made.evaluation.play = terminated
+    else:
+        made.exporting.write_result = terminated
     made.source.total_steps = 2
     with pytest.raises(SystemExit):
         made.fit()
@@ -316,9 +363,7 @@ def test_a_resumed_run_makes_the_last_evaluation_that_was_not_made() -> None:
         notes = Notes()
         made = trainer([], notes, eval_steps=1)
         made.source.exhausted = True
-        state = RunState(step=2, evaluated_at=evaluated_at)
-        made.policy = SimpleNamespace(broadcast=lambda *_: [])
-        made.resume(SimpleNamespace(state=state, engine_dir=lambda part: "", tag="global_step2"))
+        resume(made, RunState(step=2, evaluated_at=evaluated_at))
         made.fit()
         assert notes.events == [*made_up, "No prompts to train on are left after step 2.", "export"]
 
@@ -326,12 +371,9 @@ def test_a_resumed_run_makes_the_last_evaluation_that_was_not_made() -> None:
 def test_a_run_without_checkpoints_that_is_terminated_says_that_nothing_is_saved_and_which_flag_saves() -> (
     None
 ):
-    def terminated(step: int) -> list[Trajectory]:
-        raise SystemExit(143)
-
     notes = Notes()
     made = trainer([KEPT], notes, eval_steps=1)
-    made.evaluate = terminated
+    made.evaluation.play = terminated
     with pytest.raises(SystemExit):
         made.fit()
     assert notes.events == ["step 1, 100%", NOTHING_SAVED + HOW_TO_SAVE]
@@ -402,10 +444,7 @@ def test_a_batch_of_truncated_samples_alone_is_no_update_if_these_are_left_out()
 def test_a_resumed_run_without_an_optimizer_step_exports_what_it_has() -> None:
     notes = Notes()
     made = trainer([FILTERED], notes, eval_steps=-1)
-    made.policy = SimpleNamespace(broadcast=lambda *_: [])
-    made.resume(
-        SimpleNamespace(state=RunState(step=2), engine_dir=lambda part: "", tag="global_step2")
-    )
+    resume(made, RunState(step=2))
     made.fit()
     assert notes.events[-1] == "export"
 
@@ -422,23 +461,22 @@ def test_an_evaluation_in_which_too_many_episodes_fail_ends_the_run_and_is_never
 
     notes = Notes()
     made = trainer([KEPT], notes, eval_steps=1, save_steps=9)
-    made.evaluate, made.source.errors, made.best.key = (
-        evaluate,
-        ErrorBudget(RewardConfig(max_error_rate=0.1)),
-        "",
-    )
+    made.evaluation.play = evaluate
+    made.evaluation.errors = ErrorBudget(RewardConfig(max_error_rate=0.1))
+    made.evaluation.best.key = ""
     with pytest.raises(RewardErrors) if is_ended else nullcontext():
         made.fit()
     assert notes.events[:2] == ["step 1, 100%", "evaluation 1"]
     assert "save 1" in notes.events  # the best, or the last step of a run that ends
     assert ("export" in notes.events) == (not is_ended)
-    assert made.best.step == (None if is_ended else 1)
+    assert made.evaluation.best.step == (None if is_ended else 1)
 
 
 def test_a_run_without_checkpoints_exports_its_model_if_an_evaluation_ends_it() -> None:
     notes = Notes()
     made = trainer([KEPT], notes, eval_steps=1)
-    made.evaluate, made.source.errors = lambda step: [failed(step)], ErrorBudget(RewardConfig())
+    made.evaluation.play = lambda step: [failed(step)]
+    made.evaluation.errors = ErrorBudget(RewardConfig())
     with pytest.raises(RewardErrors):
         made.fit()
     assert notes.events[1:] == ["evaluation 1", "export"]
@@ -447,20 +485,14 @@ def test_a_run_without_checkpoints_exports_its_model_if_an_evaluation_ends_it() 
 def test_an_evaluation_that_is_interrupted_leaves_a_checkpoint_and_is_made_after_the_resume() -> (
     None
 ):
-    def terminated(step: int) -> list[Trajectory]:
-        raise SystemExit(143)
-
     notes = Notes()
     made = trainer([KEPT, KEPT, KEPT], notes, eval_steps=2, save_steps=9)
-    made.evaluate = terminated
+    made.evaluation.play = terminated
     with pytest.raises(SystemExit):
         made.fit()
     assert notes.events == ["step 1, 100%", "step 2, 100%", "save 2", RESUME_HINT.format(2)]
     again = trainer([KEPT], notes, eval_steps=2)
-    again.policy = SimpleNamespace(broadcast=lambda *_: [])
-    again.resume(
-        SimpleNamespace(state=RunState(step=2), engine_dir=lambda part: "", tag="global_step2")
-    )
+    resume(again, RunState(step=2))
     again.fit()
     assert notes.events[4:7] == ["evaluation 2", "step 3, 100%", "evaluation 3"]
 

@@ -1,0 +1,89 @@
+"""The update of critic and policy on a batch with advantages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from openrlhf.cluster.worker_group import Call, WorkerGroup, gather
+from openrlhf.config.learning import RLFlags
+from openrlhf.core.batches import Experience, TokenRows
+from openrlhf.observability.metrics import Metric, merge_all
+from openrlhf.trainers.pretraining_mix import PretrainingMix
+from openrlhf.trainers.publisher import WeightPublisher
+from openrlhf.trainers.update_plan import RankUpdate, plan_update
+from openrlhf.workers.base import Update
+from openrlhf.workers.critic import CriticWorker
+from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelUpdate:
+    """Updates the models of a run, all with the same optimizer steps in the same order.
+
+    Critic and policy are updated side by side if they have different devices.
+    """
+
+    policy: WorkerGroup
+    critic: WorkerGroup | None
+    weights: WeightPublisher
+    pretraining: PretrainingMix | None
+    config: RLFlags
+
+    def improve(self, experience: Experience, *, step: int, kl_coef: float) -> dict[str, Metric]:
+        """Update the models in the step after `step`, and return the metrics of the update.
+
+        While the critic warms up (--critic.freezing_steps), the policy is not updated.
+        """
+        launched: list[Call] = []
+        if self.critic:
+            launched += self._launch_critic(self.critic, experience, step)
+        if step >= self.config.frozen_steps:
+            launched += self._launch_policy(experience, step, kl_coef)
+        timeout_s = self.config.train.step_timeout
+        return merge_all(gather(launched, timeout_s=timeout_s, doing="update the models"))
+
+    def _launch_critic(self, critic: WorkerGroup, experience: Experience, step: int) -> list[Call]:
+        read = experience.only(*CriticWorker.reads)
+        updates: list[Update] = []
+        for plan in self._plan(experience, critic.slices, step):
+            updates.append(Update(experience=read.select(plan.rows), steps=plan.steps))
+        return critic.launch(CriticWorker.update, updates)
+
+    def _launch_policy(self, experience: Experience, step: int, kl_coef: float) -> list[Call]:
+        read = experience.only(*PolicyWorker.reads)
+        plans = self._plan(experience, self.policy.slices, step)
+        texts = self._pretraining_texts(step, len(plans[0].steps))
+        updates: list[PolicyUpdate] = []
+        for plan, text in zip(plans, texts, strict=True):
+            update = PolicyUpdate(
+                experience=read.select(plan.rows),
+                steps=plan.steps,
+                kl_coef=kl_coef,
+                version=step + 1,
+                pretraining=text,
+            )
+            updates.append(update)
+        with self.weights.sending:  # no engine is being sent the weights
+            return self.policy.launch(PolicyWorker.update, updates)
+
+    def _plan(self, experience: Experience, slices: int, step: int) -> Sequence[RankUpdate]:
+        """Return the rows of each data slice in every optimizer step."""
+        train = self.config.train
+        return plan_update(
+            experience.lengths.tolist(),
+            episodes=experience.episode_of_row.tolist(),
+            ranks=slices,
+            batch_size=train.batch_size,
+            epochs=train.max_epochs,
+            seed=train.seed + step,
+        )
+
+    def _pretraining_texts(self, step: int, optimizer_steps: int) -> list[list[TokenRows]]:
+        """Return the text of --algo.ptx.dataset for each data slice: one block per optimizer step.
+
+        Without the flag, every list is empty.
+        """
+        slices = self.policy.slices
+        if not self.pretraining:
+            return [[] for _ in range(slices)]
+        first = step * self.config.updates_of(self.config.rollout.batch_size)
+        return self.pretraining.for_ranks(range(first, first + optimizer_steps), slices)
