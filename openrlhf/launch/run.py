@@ -1,14 +1,14 @@
-"""A run in its processes: models, processes of user code and trainer, and the end of all of them."""
+"""A run in its processes: models, processes of user code and trainer, and how all of them end."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
-from openrlhf.cluster.worker_group import WorkerGroup, gather
+from openrlhf.cluster.worker_group import Call, WorkerGroup, gather
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.core.batches import Experience
 from openrlhf.core.trajectory import Trajectory
@@ -23,6 +23,7 @@ from openrlhf.rewards.rule import reward_of
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine_settings import Device
 from openrlhf.rollout.episode_files import EpisodeFolder
+from openrlhf.rollout.fleet import Fleet
 from openrlhf.rollout.generator import Generator, RolloutGenerator, as_sampled
 from openrlhf.rollout.recorded import DumpingGenerator, ReplayGenerator
 from openrlhf.trainers.async_source import AsyncSource
@@ -36,7 +37,7 @@ from openrlhf.trainers.model_update import ModelUpdate
 from openrlhf.trainers.ppo import PPOTrainer
 from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.rollout_only import RolloutOnly
-from openrlhf.trainers.sources import SyncSource, evaluate
+from openrlhf.trainers.sources import Source, SyncSource, evaluate
 from openrlhf.trainers.stages import EarlyStages, RewardModels, Stage
 from openrlhf.workers.base import RoleSettings, TrainedWorker
 from openrlhf.workers.critic import CriticWorker
@@ -46,8 +47,9 @@ from openrlhf.workers.policy import PolicyWorker
 
 @dataclass(eq=False, repr=False)
 class Run:
-    """A run in its processes: models, processes of user code, trainer. The end of `started` ends
-    everything.
+    """A run in its processes: models, processes of user code, trainer.
+
+    Leaving `started` ends everything.
     """
 
     config: PPOConfig
@@ -60,10 +62,10 @@ class Run:
     replay: EpisodeFolder | None
 
     def __post_init__(self) -> None:
-        state = self.checkpoint.state if self.checkpoint else None
-        self.recorder = Recorder(
-            self.config, self.start.run_dir, resume_step=state.step if state else None
-        )
+        resume_step = None
+        if self.checkpoint:
+            resume_step = self.checkpoint.state.step
+        self.recorder = Recorder(self.config, self.start.run_dir, resume_step=resume_step)
         self.log_dir = str(self.recorder.folder.logs.absolute())
         self.loop = BackgroundLoop()
         self.fleet = self.processes.fleet
@@ -71,30 +73,20 @@ class Run:
 
     @contextmanager
     def started(self) -> Iterator[PPOTrainer | RolloutOnly]:
-        """Within it, the run is in its processes. An engine's failure becomes a RolloutError that
-        names the logs.
+        """Start the engines and the models, and yield the trainer.
+
+        Within the block, a failure of an engine is a RolloutError that names the logs.
         """
         with ExitStack() as self.ends:
             self.ends.callback(self.recorder.close)
             self.ends.callback(self.loop.close)
-            self.ends.callback(
-                self.processes.close
-            )  # before the report: others may wait for the devices
+            # Before the report: others may wait for the devices.
+            self.ends.callback(self.processes.close)
             if not self.replay:
-                self.reward = self.ends.enter_context(
-                    reward_of(self.config.reward, log_dir=Path(self.log_dir))
-                )
+                reward = reward_of(self.config.reward, log_dir=Path(self.log_dir))
+                self.reward = self.ends.enter_context(reward)
             if self.fleet:
-                policy = self.config.actor.model_name_or_path
-                engine = settings.engine_settings(
-                    self.config, policy, self.kind, self.data.tokenizer
-                )
-                engine = replace(engine, lora_rank=self.config.ds.lora.served_rank)
-                self.fleet.start(
-                    engine, log_dir=self.log_dir, timeout_s=self.config.train.setup_timeout
-                )
-                if self.fleet.hosts:  # an engine takes its memory while the models are not there
-                    self.fleet.wait()
+                self._start_engines(self.fleet)
             groups = self._start_workers()
             self._check_room(groups)
             if self.fleet:
@@ -102,49 +94,69 @@ class Run:
             trainer = self._make_trainer(groups)
             if self.checkpoint and isinstance(trainer, PPOTrainer):
                 trainer.resume(self.checkpoint)
-            with self.fleet.naming_logs() if self.fleet else nullcontext():
+            if not self.fleet:
+                yield trainer
+                return
+            with self.fleet.naming_logs():
                 yield trainer
 
+    def _start_engines(self, fleet: Fleet) -> None:
+        """Start the engines. Wait for those that share devices with the models."""
+        config = self.config
+        policy = config.actor.model_name_or_path
+        engine = settings.engine_settings(config, policy, self.kind, self.data.tokenizer)
+        engine = replace(engine, lora_rank=config.ds.lora.served_rank)
+        fleet.start(engine, log_dir=self.log_dir, timeout_s=config.train.setup_timeout)
+        if fleet.hosts:  # an engine takes its memory while the models are not there
+            fleet.wait()
+
     def _start_workers(self) -> dict[str, WorkerGroup]:
-        """Connect the processes of every host group, and load the models of all roles. Returns the
-        groups by role.
+        """Connect the processes of every host group, and load the models of all roles.
+
+        Returns the groups by role.
         """
-        config, prompts = self.config, len(self.data.train)
+        config = self.config
         for hosts in self.processes.hosts:
             connect_hosts(config, hosts, log_dir=self.log_dir)
-        policy, critic = config.actor.model_name_or_path, config.critic.model_name_or_path or ""
-        teacher = config.local_teacher or ""
-        policy_steps = settings.optimizer_steps(config, prompts, after=config.frozen_steps)
-        critic_steps = settings.optimizer_steps(config, prompts)
-        workers: dict[str, tuple[type, Any]] = {
-            "actor": (PolicyWorker, settings.trained_settings(config, policy, policy_steps)),
-            "ref": (
-                ReferenceWorker,
-                RoleSettings(config=config, load=settings.load_spec(config, policy)),
-            ),
-            "teacher": (
-                ReferenceWorker,
-                RoleSettings(config=config, load=settings.load_spec(config, teacher)),
-            ),
-            "critic": (CriticWorker, settings.trained_settings(config, critic, critic_steps)),
-            "reward": (RewardWorker, settings.reward_settings(config)),
-        }
-        groups, created = {}, []
+        workers = self._workers()
+        groups: dict[str, WorkerGroup] = {}
+        created: list[Call] = []
         for hosts in self.processes.hosts:
             for role in hosts.group.roles:
                 groups[role] = WorkerGroup(hosts, role)
                 created += groups[role].create(*workers[role])
-        gather(created, timeout_s=self.config.train.setup_timeout, doing="load the models")
+        gather(created, timeout_s=config.train.setup_timeout, doing="load the models")
         return groups
 
+    def _workers(self) -> dict[str, tuple[type, Any]]:
+        """Return the class and the settings of the worker of each role."""
+        config = self.config
+        prompts = len(self.data.train)
+        policy = config.actor.model_name_or_path
+        critic = config.critic.model_name_or_path or ""
+        policy_steps = settings.optimizer_steps(config, prompts, after=config.frozen_steps)
+        critic_steps = settings.optimizer_steps(config, prompts)
+        reference = settings.load_spec(config, policy)
+        teacher = settings.load_spec(config, config.local_teacher or "")
+        return {
+            "actor": (PolicyWorker, settings.trained_settings(config, policy, policy_steps)),
+            "ref": (ReferenceWorker, RoleSettings(config=config, load=reference)),
+            "teacher": (ReferenceWorker, RoleSettings(config=config, load=teacher)),
+            "critic": (CriticWorker, settings.trained_settings(config, critic, critic_steps)),
+            "reward": (RewardWorker, settings.reward_settings(config)),
+        }
+
     def _check_room(self, groups: Mapping[str, WorkerGroup]) -> None:
-        """Print a notice if the disk is too small for the checkpoints. Raises CheckpointError if
-        one alone does not fit.
+        """Print a notice if the disk is too small for the checkpoints.
+
+        Raises CheckpointError if not even one fits.
         """
-        trained = [groups[role] for role in ("actor", "critic") if role in groups]
-        if not self.config.ckpt.resumable or not trained:
+        asked: list[Call] = []
+        for role in ("actor", "critic"):
+            if role in groups:
+                asked.append(groups[role].broadcast(TrainedWorker.checkpoint_bytes)[0])
+        if not self.config.ckpt.resumable or not asked:
             return
-        asked = [group.broadcast(TrainedWorker.checkpoint_bytes)[0] for group in trained]
         sizes = gather(
             asked, timeout_s=self.config.train.setup_timeout, doing="tell the size of a checkpoint"
         )
@@ -159,17 +171,46 @@ class Run:
         scored = EarlyStages(models=models, timeout_s=config.train.step_timeout)
         source = self._make_source(generator, scored, stages)
         self.ends.callback(source.close)
-        scored_early = source.keep or config.train.async_enable
-        maker = ExperienceMaker(config, stages, None if scored_early else models)
+        if source.keep or config.train.async_enable:  # the source has scored the episodes
+            maker = ExperienceMaker(config, stages, None)
+        else:
+            maker = ExperienceMaker(config, stages, models)
         if config.rollout.only:
             return RolloutOnly(source, maker, self.recorder)
-        weights = self._make_publisher(groups["actor"])
-        clock = Clock(self.recorder.display.status)
-        best = BestMetric(
-            config.ckpt.best_metric_key, ending="_pass1", patience=config.eval.patience
-        )
+        return self._make_ppo(groups, source, maker, self._make_evaluation(generator, scored))
+
+    def _make_ppo(
+        self,
+        groups: dict[str, WorkerGroup],
+        source: Source,
+        maker: ExperienceMaker,
+        play: Evaluate | None,
+    ) -> PPOTrainer:
+        config = self.config
         policy = groups["actor"]
         critic = groups.get("critic")
+        trained = {"_actor": policy}
+        if critic:
+            trained["_critic"] = critic
+        weights = self._make_publisher(policy)
+        clock = Clock(self.recorder.display.status)
+        patience = config.eval.patience
+        best = BestMetric(config.ckpt.best_metric_key, ending="_pass1", patience=patience)
+        models = ModelUpdate(
+            policy=policy,
+            critic=critic,
+            weights=weights,
+            pretraining=self.data.pretraining,
+            config=config,
+        )
+        evaluation = Evaluation(
+            play=play,
+            best=best,
+            errors=source.errors,
+            recorder=self.recorder,
+            clock=clock,
+            config=config.eval,
+        )
         exporting = Exporting(
             policy=policy,
             critic=critic,
@@ -177,37 +218,25 @@ class Run:
             recorder=self.recorder,
             config=config,
         )
+        checkpointing = Checkpointing(
+            manager=self.checkpoints,
+            models=trained,
+            source=source,
+            kl=maker.kl,
+            best=best,
+            exporting=exporting,
+            recorder=self.recorder,
+            clock=clock,
+            config=config,
+            start=self.start,
+        )
         return PPOTrainer(
             source,
             maker,
-            ModelUpdate(
-                policy=policy,
-                critic=critic,
-                weights=weights,
-                pretraining=self.data.pretraining,
-                config=config,
-            ),
+            models,
             weights,
-            evaluation=Evaluation(
-                play=self._make_evaluation(generator, scored),
-                best=best,
-                errors=source.errors,
-                recorder=self.recorder,
-                clock=clock,
-                config=config.eval,
-            ),
-            checkpointing=Checkpointing(
-                manager=self.checkpoints,
-                models={"_actor": policy} | ({"_critic": critic} if critic else {}),
-                source=source,
-                kl=maker.kl,
-                best=best,
-                exporting=exporting,
-                recorder=self.recorder,
-                clock=clock,
-                config=config,
-                start=self.start,
-            ),
+            evaluation=evaluation,
+            checkpointing=checkpointing,
             exporting=exporting,
             recorder=self.recorder,
             clock=clock,
@@ -231,16 +260,19 @@ class Run:
         return publisher
 
     def _make_generator(self) -> Generator:
-        """Engines and reward; with --rollout.dump_dir also written to disk, with
-        --rollout.replay_dir read instead.
+        """Return what makes episodes: engines and reward.
+
+        With --rollout.dump_dir, it also writes them to disk; with --rollout.replay_dir, it reads
+        them from disk.
         """
         config = self.config
         if self.replay:
             return ReplayGenerator(self.replay)
         assert self.fleet
-        rewarded = bool(config.reward.models or config.algo.distill.teacher)
+        scored_later = bool(config.reward.models or config.algo.distill.teacher)
+        log_dir = Path(self.log_dir)
         agents = make_agents(
-            config, self.data.tokenizer, needs_reward=not rewarded, log_dir=Path(self.log_dir)
+            config, self.data.tokenizer, needs_reward=not scored_later, log_dir=log_dir
         )
         if agents:
             self.ends.callback(agents.close)
@@ -260,61 +292,64 @@ class Run:
 
     def _make_source(
         self, generator: Generator, scored: EarlyStages, stages: Sequence[Stage]
-    ) -> SyncSource | AsyncSource:
+    ) -> Source:
         config = self.config
-        common = self.data.train, generator, self.loop, settings.train_sampling(config), config
+        sampling = settings.train_sampling(config)
+        common = self.data.train, generator, self.loop, sampling, config
         if config.train.async_enable:
             # π_old is the policy of the update; and the policy scores no rows while it is updated.
             early = [stage for stage in stages if stage.by.role != "actor"]
             scored = replace(scored, stages=early)
             return AsyncSource(*common, annotated=scored.of_group)
-        source = SyncSource(
-            *common,
-            annotated=scored.of_group if config.algo.dynamic_filtering_enable else as_sampled,
-            last_step=self.replay.last_step if self.replay else None,
-        )
-        if self.replay and self.replay.last_step < source.total_steps:
+        annotated = as_sampled
+        if config.algo.dynamic_filtering_enable:
+            annotated = scored.of_group
+        if not self.replay:
+            return SyncSource(*common, annotated=annotated, last_step=None)
+        last_step = self.replay.last_step
+        source = SyncSource(*common, annotated=annotated, last_step=last_step)
+        if last_step < source.total_steps:
             self.recorder.display.note(
-                f"--rollout.replay_dir ends with step {self.replay.last_step} of the {source.total_steps} steps that the "
-                "prompts allow."
+                f"--rollout.replay_dir ends with step {last_step} of the {source.total_steps} "
+                "steps that the prompts allow."
             )
         return source
 
     def _make_evaluation(self, generator: Generator, scored: EarlyStages) -> Evaluate | None:
-        prompts, spec = self.data.eval, settings.eval_sampling(self.config)
+        """Return what plays the held-out prompts, or None if there are none or no engines."""
+        prompts = self.data.eval
+        sampling = settings.eval_sampling(self.config)
+        timeout_s = self.config.train.step_timeout
         if prompts is None or self.replay:
             return None
 
-        def evaluation(step: int) -> list[Trajectory]:
-            timeout_s = self.config.train.step_timeout
-            return scored.annotated(
-                evaluate(prompts, generator, self.loop, spec, step=step, timeout_s=timeout_s)
+        def play(step: int) -> list[Trajectory]:
+            episodes = evaluate(
+                prompts, generator, self.loop, sampling, step=step, timeout_s=timeout_s
             )
+            return scored.annotated(episodes)
 
-        return evaluation
+        return play
 
 
 def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[Stage]:
-    """The columns that the update needs, and the workers that compute them."""
+    """Return the columns that the update needs, each with the workers that compute it."""
     stages: list[Stage] = []
-    if "actor" in groups and settings.needs_old_logprobs(config):
-        stages.append(
-            Stage(writes="old_logprobs", by=groups["actor"], method=PolicyWorker.logprobs)
-        )
-    if "actor" in groups and config.algo.kl.init_coef and not config.has_reference:
-        stages.append(
-            Stage(writes="ref_logprobs", by=groups["actor"], method=PolicyWorker.reference_logprobs)
-        )
+    policy = groups.get("actor")
+    if policy and settings.needs_old_logprobs(config):
+        stages.append(Stage(writes="old_logprobs", by=policy, method=PolicyWorker.logprobs))
+    if policy and config.algo.kl.init_coef and not config.has_reference:
+        method = PolicyWorker.reference_logprobs  # of the policy without its adapters
+        stages.append(Stage(writes="ref_logprobs", by=policy, method=method))
     for role, column in (("ref", "ref_logprobs"), ("teacher", "teacher_logprobs")):
         if role in groups:
             stages.append(Stage(writes=column, by=groups[role], method=ReferenceWorker.logprobs))
     if "critic" in groups:
-        stages.append(
-            Stage(
-                writes="values",
-                by=groups["critic"],
-                method=CriticWorker.values,
-                reads=Experience.texts,
-            )
+        values = Stage(
+            writes="values",
+            by=groups["critic"],
+            method=CriticWorker.values,
+            reads=Experience.texts,
         )
+        stages.append(values)
     return stages

@@ -1,13 +1,16 @@
-"""The start of a run of RL. Libraries are imported while Ray and the processes start: together they
-take ten seconds.
+"""The start of a run of RL.
+
+Libraries are imported while Ray and the processes start: together they take ten seconds.
 """
+
+from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
 from openrlhf import termination
 from openrlhf.checkpoints.manager import CheckpointManager
@@ -30,6 +33,10 @@ from openrlhf.launch.ray_loss import (
 )
 from openrlhf.rollout.engine_settings import engine_device
 
+if TYPE_CHECKING:
+    from openrlhf.launch.processes import Processes
+    from openrlhf.launch.run import Run
+
 LOAD_ENABLE = "ckpt.load_enable"
 
 
@@ -42,18 +49,20 @@ def run_ppo(config: PPOConfig) -> None:
         plan.check(expected_machines(plan.on_gpus, config.placement.cluster))
     loss = RayLoss(lambda: how_to_continue(config), restarts.flags_after)
     with ThreadPoolExecutor(1) as thread:
-        first, rest = (
-            thread.submit(imported, f"openrlhf.launch.{name}")
-            for name in ("processes", "reinforcement")
-        )
+        # In this order: the processes start while the rest is imported.
+        processes_class = thread.submit(import_processes)
+        preparation = thread.submit(import_preparation)
         with nullcontext() if config.dry_run else ray_cluster(plan, loss):
             while True:
                 try:
-                    with closing(first.result().Processes(plan, config.ds)) as processes:
+                    with closing(processes_class.result()(plan, config.ds)) as processes:
                         # GPUs that others may wait for are not held while data are read.
                         if not config.dry_run and not plan.on_gpus:
                             processes.start()
-                        return rest.result().train(restarts.config, processes, loss)
+                        run = preparation.result()(restarts.config, processes)
+                        if run:
+                            train(run, loss)
+                        return
                 except WorkerError as error:
                     if termination.asked():
                         raise
@@ -62,11 +71,33 @@ def run_ppo(config: PPOConfig) -> None:
                     print(f"{error}\n{restarts.again()}", file=sys.stderr)
 
 
-class Restarts:
-    """The restarts of a run (--train.max_restarts), in this process and in the processes that it
-    has replaced.
+def train(run: Run, loss: RayLoss) -> None:
+    """Train in the processes of `run`, and end them. `loss` is told what Ray's death means."""
+    with loss.closing(run.recorder.close), run.started() as trainer:
+        trainer.fit()
+        loss.finished = True
 
-    `config.given` has --ckpt.load_enable only if the user gave it: otherwise a run that has
+
+def import_processes() -> type[Processes]:
+    """Return the class of a run's processes, with Ray behind it."""
+    with quick_imports():
+        from openrlhf.launch.processes import Processes
+
+    return Processes
+
+
+def import_preparation() -> Callable[[PPOConfig, Processes], Run | None]:
+    """Return what checks and loads everything that a run needs, with Transformers behind it."""
+    with quick_imports():
+        from openrlhf.launch.reinforcement import prepare
+
+    return prepare
+
+
+class Restarts:
+    """The restarts of a run (--train.max_restarts), in this process and in those it replaced.
+
+    `config.given` has --ckpt.load_enable only if the user gave it. Otherwise a run that has
     restarted continues from its own checkpoints, and not from those of another run with the same
     --ckpt.path.
     """
@@ -75,11 +106,11 @@ class Restarts:
         self.most = config.train.max_restarts
         self.done = inherited(RESTARTS)
         self.config = config
-        self.continues_itself = bool(
-            inherited(CONTINUES_ITSELF)
-        )  # by --ckpt.load_enable that we have added
+        # Whether a restart, and not the user, has added --ckpt.load_enable.
+        self.continues_itself = bool(inherited(CONTINUES_ITSELF))
         if self.continues_itself:
-            by_user = {path: value for path, value in config.given.items() if path != LOAD_ENABLE}
+            by_user = dict(config.given)
+            by_user.pop(LOAD_ENABLE, None)
             self.config = amend(config, {"given": by_user})
 
     @property
@@ -88,38 +119,35 @@ class Restarts:
         return self.done < self.most
 
     def again(self) -> str:
-        """Count one more restart, which continues from the newest checkpoint. Returns what to
-        print.
+        """Count one more restart, which continues from the newest checkpoint.
+
+        Returns what to print.
         """
         self.done += 1
         self.config = amend(self.config, {LOAD_ENABLE: True})
         return (
-            f"Restart {self.done} of {self.most} (--train.max_restarts), from the newest checkpoint of the run if it has "
-            "one."
+            f"Restart {self.done} of {self.most} (--train.max_restarts), from the newest "
+            "checkpoint of the run if it has one."
         )
 
     def flags_after(self, lost: LostRay) -> list[str] | None:
-        """Return the flags with which this process starts the command again, or None if the command
-        ends.
+        """Return the flags to add when this process starts the command again.
+
+        Returns None if the command ends.
         """
         if not self.left:
             return None
         if obstacle := obstacle_to_restart(lost):
-            print(
-                f"[notice] No restart (--train.max_restarts {self.most}): {obstacle}.",
-                file=sys.stderr,
-            )
+            notice = f"No restart (--train.max_restarts {self.most}): {obstacle}."
+            print(f"[notice] {notice}", file=sys.stderr)
             return None
         flags: list[str] = []
         given = self.config.given
         if "run.dir" not in given:
             flags += ["--run.dir", os.path.abspath(self.config.run.dir)]
-        if (
-            not given.get(LOAD_ENABLE)
-            and not self.continues_itself
-            and newest_checkpoint(self.config)
-        ):
-            flags += [f"--{LOAD_ENABLE}"]
+        loads_already = given.get(LOAD_ENABLE) or self.continues_itself
+        if not loads_already and newest_checkpoint(self.config):
+            flags.append(f"--{LOAD_ENABLE}")
             self.continues_itself = True
         print(f"{lost}\n{self.again()}", file=sys.stderr, flush=True)
         os.environ[RESTARTS] = str(self.done)
@@ -128,9 +156,7 @@ class Restarts:
 
 
 def obstacle_to_restart(lost: LostRay) -> str:
-    """Return why this process cannot start its command again with a new Ray, or an empty string if
-    it can.
-    """
+    """Return why this process cannot start its command again with a new Ray; "" if it can."""
     if not lost.own:
         return "this Ray was not started by the run"
     if not can_replace_process():
@@ -150,24 +176,53 @@ def newest_checkpoint(config: PPOConfig) -> Checkpoint | None:
 
 
 def how_to_continue(config: PPOConfig) -> str:
-    """Return a sentence that names the newest checkpoint, and the command that continues from it."""
+    """Return a sentence with the newest checkpoint and the command that continues from it."""
     newest = newest_checkpoint(config)
     if newest is None:
-        return "The run has no checkpoint (--ckpt.save_steps): the same command starts it from the beginning."
+        return (
+            "The run has no checkpoint (--ckpt.save_steps): the same command starts it from the "
+            "beginning."
+        )
     return (
-        f"Step {newest.state.step} is saved: the same command with --ckpt.load_enable continues from it; "
-        "--train.max_restarts does that automatically."
+        f"Step {newest.state.step} is saved: the same command with --ckpt.load_enable continues "
+        "from it; --train.max_restarts does that automatically."
     )
 
 
-def imported(name: str) -> Any:
-    """A module with large libraries behind it."""
-    with quick_imports():
-        return import_module(name)
-
-
 def plan_placement(config: PPOConfig, kind: str) -> Placement:
-    """The host groups of a run: its roles, and which of them have devices in common."""
+    """Return the host groups of a run: which roles it has, and which of them share devices."""
+    roles = sizes_of_roles(config)
+    groups: list[HostGroup] = []
+    placed: set[str] = set()
+    alone = [[role] for role in roles]
+    for sharing in [*config.train.colocated, *alone]:
+        together = tuple(role for role in roles if role in sharing and role not in placed)
+        if not together:
+            continue
+        placed.update(together)
+        size = roles[together[0]]
+        group = HostGroup(
+            name="+".join(together),
+            roles=together,
+            nodes=size.num_nodes,
+            per_node=size.num_gpus_per_node,
+            wants=config.placement.wants(together),
+        )
+        groups.append(group)
+    if not config.rollout.replay_dir:
+        shares = None
+        if config.hybrid and not config.rollout.only:
+            shares = groups[0].name
+        wants = config.placement.wants(["vllm"])
+        groups.append(engine_group(config.vllm, "vllm", shares=shares, wants=wants))
+    return Placement(groups=tuple(groups), on_gpus=kind == "cuda")
+
+
+def sizes_of_roles(config: PPOConfig) -> dict[str, GroupConfig | RewardConfig]:
+    """Return the roles of a run that have models, each with the flags that say how many processes.
+
+    The order is that of the host groups.
+    """
     roles: dict[str, GroupConfig | RewardConfig] = {}
     if not config.rollout.only:
         roles["actor"] = config.actor
@@ -179,26 +234,4 @@ def plan_placement(config: PPOConfig, kind: str) -> Placement:
             roles["critic"] = config.critic
     if config.reward.models:
         roles["reward"] = config.reward
-    groups: list[HostGroup] = []
-    for sharing in [*config.train.colocated, *([role] for role in roles)]:
-        together = tuple(
-            role
-            for role in roles
-            if role in sharing and not any(role in group.roles for group in groups)
-        )
-        if together:
-            size = roles[together[0]]
-            group = HostGroup(
-                name="+".join(together),
-                roles=together,
-                nodes=size.num_nodes,
-                per_node=size.num_gpus_per_node,
-                wants=config.placement.wants(together),
-            )
-            groups.append(group)
-    if not config.rollout.replay_dir:
-        shares = groups[0].name if config.hybrid and not config.rollout.only else None
-        groups.append(
-            engine_group(config.vllm, "vllm", shares=shares, wants=config.placement.wants(["vllm"]))
-        )
-    return Placement(groups=tuple(groups), on_gpus=kind == "cuda")
+    return roles
