@@ -70,6 +70,10 @@ class Run:
         self.loop = BackgroundLoop()
         self.fleet = self.processes.fleet
         self.reward: Reward | None = None
+        self.clock = Clock(self.recorder.display.status)
+        patience = self.config.eval.patience
+        key = self.config.ckpt.best_metric_key
+        self.best = BestMetric(key, ending="_pass1", patience=patience)
 
     @contextmanager
     def started(self) -> Iterator[PPOTrainer | RolloutOnly]:
@@ -177,14 +181,22 @@ class Run:
             maker = ExperienceMaker(config, stages, models)
         if config.rollout.only:
             return RolloutOnly(source, maker, self.recorder)
-        return self._make_ppo(groups, source, maker, self._make_evaluation(generator, scored))
+        evaluation = Evaluation(
+            play=self._make_play(generator, scored),
+            best=self.best,
+            errors=source.errors,
+            recorder=self.recorder,
+            clock=self.clock,
+            config=config,
+        )
+        return self._make_ppo(groups, source, maker, evaluation)
 
     def _make_ppo(
         self,
         groups: dict[str, WorkerGroup],
         source: Source,
         maker: ExperienceMaker,
-        play: Evaluate | None,
+        evaluation: Evaluation,
     ) -> PPOTrainer:
         config = self.config
         policy = groups["actor"]
@@ -193,23 +205,12 @@ class Run:
         if critic:
             trained["_critic"] = critic
         weights = self._make_publisher(policy)
-        clock = Clock(self.recorder.display.status)
-        patience = config.eval.patience
-        best = BestMetric(config.ckpt.best_metric_key, ending="_pass1", patience=patience)
         models = ModelUpdate(
             policy=policy,
             critic=critic,
             weights=weights,
             pretraining=self.data.pretraining,
             config=config,
-        )
-        evaluation = Evaluation(
-            play=play,
-            best=best,
-            errors=source.errors,
-            recorder=self.recorder,
-            clock=clock,
-            config=config.eval,
         )
         exporting = Exporting(
             policy=policy,
@@ -223,10 +224,10 @@ class Run:
             models=trained,
             source=source,
             kl=maker.kl,
-            best=best,
+            best=self.best,
             exporting=exporting,
             recorder=self.recorder,
-            clock=clock,
+            clock=self.clock,
             config=config,
             start=self.start,
         )
@@ -239,7 +240,7 @@ class Run:
             checkpointing=checkpointing,
             exporting=exporting,
             recorder=self.recorder,
-            clock=clock,
+            clock=self.clock,
             hosts=self.processes.hosts,
             config=config,
         )
@@ -315,7 +316,7 @@ class Run:
             )
         return source
 
-    def _make_evaluation(self, generator: Generator, scored: EarlyStages) -> Evaluate | None:
+    def _make_play(self, generator: Generator, scored: EarlyStages) -> Evaluate | None:
         """Return what plays the held-out prompts, or None if there are none or no engines."""
         prompts = self.data.eval
         sampling = settings.eval_sampling(self.config)

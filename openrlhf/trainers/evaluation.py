@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from openrlhf.config.learning import RLEvalConfig
+from openrlhf.config.learning import RLFlags
 from openrlhf.core.trajectory import Trajectory
 from openrlhf.observability.recorder import Recorder
 from openrlhf.rewards.budget import ErrorBudget
@@ -26,19 +26,19 @@ class Evaluation:
     errors: ErrorBudget
     recorder: Recorder
     clock: Clock
-    config: RLEvalConfig
+    config: RLFlags
 
     def is_due(self, step: int, *, last: bool) -> bool:
         """Return whether the weights after `step` are evaluated; those of the last step always are.
 
         An evaluation comes before the checkpoint of its step.
         """
-        every = self.config.steps
+        every = self.config.eval.steps
         return every > 0 and (last or step % every == 0)
 
     def is_missing(self, step: int) -> bool:
         """Return whether evaluations are on, and the weights after `step` have none yet."""
-        return self.config.steps > 0 and self.best.evaluated_at < step
+        return self.config.eval.steps > 0 and self.best.evaluated_at < step
 
     def is_due_at_start(self, step: int, *, last: bool) -> bool:
         """Return whether the run begins with an evaluation.
@@ -46,7 +46,7 @@ class Evaluation:
         It does with --eval.at_start, and where a run before it ended within an evaluation.
         """
         if step == 0:
-            return self.config.at_start and self.best.step is None
+            return self.config.eval.at_start and self.best.step is None
         return self.is_due(step, last=last) and self.is_missing(step)
 
     def sample(self, step: int) -> list[Trajectory] | None:
@@ -62,7 +62,7 @@ class Evaluation:
         Raises RewardErrors if too many episodes have failed: such an evaluation is logged, and is
         never the best.
         """
-        metrics = evaluation_metrics(trajectories, k=self.config.n_samples_per_prompt)
+        metrics = evaluation_metrics(trajectories, k=self.config.eval.n_samples_per_prompt)
         timing = {"timing/evaluation": self.clock.take("evaluation")}
         self.recorder.evaluation(step, metrics | timing, trajectories)
         self.errors.check(trajectories, of="evaluation episodes")

@@ -239,7 +239,7 @@ class OnPolicy(PPOTrainer):
                 errors=source.errors,
                 recorder=log,
                 clock=clock,
-                config=config.eval,
+                config=config,
             ),
             checkpointing=Checkpointing(
                 manager=checkpoints_in(folder, parts=["_actor"], max_num=STEPS),

@@ -270,7 +270,7 @@ def trainer(
         errors=source.errors,
         recorder=recorder,
         clock=clock,
-        config=config.eval,
+        config=config,
     )
     checkpointing = NotedCheckpoints(
         manager=manager,
