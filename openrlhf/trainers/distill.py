@@ -1,10 +1,11 @@
-"""Knowledge distillation: a student learns the responses, and the teacher's distribution of each of
-their tokens.
+"""Knowledge distillation.
+
+A student learns the responses, and the teacher's distribution at each of their tokens.
 """
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,10 +28,18 @@ from openrlhf.trainers.tasks import load_spec, offline_task
 TEACHER = "--kd.teacher_model"
 
 
+class TeacherLogits(NamedTuple):
+    """The teacher's logits at K positions: of all V tokens, or of its k likeliest tokens."""
+
+    logits: Tensor  # (K, V) or (K, k)
+    tokens: Tensor | None = None  # (K, k), the token of each logit; None: all tokens in order
+
+
 @offline_task("kd")
 class DistillationTask(SFTTask):
-    """(1 − c) · −log π(token_t) + c · −Σ_v π_T(v) log π(v) of target tokens, mean over the window's
-    target tokens.
+    """ℓ_t = (1 − c) · −log π(token_t) + c · −Σ_v π_T(v) log π(v) for target tokens.
+
+    The loss is the mean over the window's target tokens of all ranks.
     """
 
     root: ClassVar = KDConfig
@@ -39,12 +48,14 @@ class DistillationTask(SFTTask):
 
     @property
     def kd(self) -> KDLossConfig:
-        """The flags of the distillation."""
+        """The flags of distillation."""
         return cast(KDConfig, self.config).kd
 
     def frozen_paths(self) -> dict[str, str | None]:
-        """The teacher, unless a server has it."""
-        return {} if self.kd.served else {TEACHER: self.kd.teacher_model}
+        """Return the teacher, unless it is behind a server."""
+        if self.kd.served:
+            return {}
+        return {TEACHER: self.kd.teacher_model}
 
     @cached_property
     def server(self) -> RemoteTeacher:
@@ -56,7 +67,9 @@ class DistillationTask(SFTTask):
         return RemoteTeacher(f"{TEACHER} {url}", engine, best=self.kd.top_k or 0)
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
-        """As in SFT. Raises ConfigError if the teacher's server does not answer, or has another
+        """Return the rows of SFT.
+
+        Raises ConfigError if the teacher's server does not answer, DataError if it has another
         vocabulary.
         """
         if self.kd.served:
@@ -65,64 +78,81 @@ class DistillationTask(SFTTask):
 
     @cached_property
     def shared(self) -> int:
-        """Token ids that both models have logits for: vocabularies may be padded to unlike sizes."""
-        paths = (None, *self.frozen_paths().values())
-        configs = (configuration(load_spec(self.config, path)) for path in paths)
-        return min(config.get_text_config().vocab_size for config in configs)
+        """The number of token ids that both models have logits for.
+
+        Models may pad one vocabulary to different sizes.
+        """
+        sizes: list[int] = []
+        for path in (None, *self.frozen_paths().values()):
+            config = configuration(load_spec(self.config, path))
+            sizes.append(config.get_text_config().vocab_size)
+        return min(sizes)
 
     @property
     def offloads(self) -> bool:
         """--kd.teacher_offload."""
         return self.kd.teacher_offload
 
-    def computed(self, micro: TokenRows, at: Tensor) -> Tensor:
-        """The teacher's logits at the places `at` (K, V), or (K, k, 2): its k largest with their
-        tokens.
-        """
-        top_k, shared = self.kd.top_k, self.shared
+    def ask_model(self, micro: TokenRows, at: Tensor) -> TeacherLogits:
+        """Compute the logits of the loaded teacher at the positions `at` (N,)."""
+        top_k = self.kd.top_k
+        shared = self.shared
 
-        def best(logits: Tensor, rows: slice) -> Tensor:
+        def kept(logits: Tensor, rows: slice) -> Tensor:
             if top_k is None:
                 return logits[:, :shared]
             chosen = logits[:, :shared].topk(min(top_k, shared))
             return torch.stack([chosen.values, chosen.indices.to(logits.dtype)], -1)
 
+        teacher = self.frozen[TEACHER]
         with torch.no_grad():
-            said = self.frozen[TEACHER](micro.tokens, micro.offsets, at, best).values
-        self.frozen[TEACHER].rest()  # the student computes now
-        return said
+            found = teacher(micro.tokens, micro.offsets, at, kept).values
+        teacher.rest()  # the student computes next
+        if top_k is None:
+            return TeacherLogits(found)
+        return TeacherLogits(found[..., 0], found[..., 1].long())
 
-    def asked(self, micro: TokenRows) -> Tensor:
-        """What the server says of the token after each token (N, k, 2): log-probabilities and
-        tokens; −∞ where it says nothing.
+    def ask_server(self, micro: TokenRows, at: Tensor) -> TeacherLogits:
+        """Request the log-probabilities of the likeliest next tokens at the positions `at` (N,).
+
+        A token that the server did not return has −∞.
         """
         rows = [row.tolist() for row in micro.tokens.split(micro.lengths.tolist())]
-        said = torch.tensor([-torch.inf, 0.0]).repeat(len(micro.tokens), self.server.best, 1)
+        size = (len(micro.tokens), self.server.best)
+        logprobs = torch.full(size, -torch.inf)
+        tokens = torch.zeros(size, dtype=torch.long)
+        # The last offset is the end of the last row.
         for start, places in zip(micro.offsets.tolist(), self.server.likeliest(rows), strict=False):
-            for place, found in enumerate(places, start):
-                known = [(logprob, token) for logprob, token in found if token < self.shared]
-                said[place, : len(known)] = torch.tensor(known).reshape(-1, 2)
-        return said.to(micro.tokens.device)
+            for place, returned in enumerate(places, start):
+                known = [entry for entry in returned if entry[1] < self.shared]
+                if known:
+                    known_logprobs, known_tokens = zip(*known, strict=True)
+                    logprobs[place, : len(known)] = torch.tensor(known_logprobs)
+                    tokens[place, : len(known)] = torch.tensor(known_tokens)
+        device = micro.tokens.device
+        return TeacherLogits(logprobs.to(device)[at], tokens.to(device)[at])
 
     def loss(
         self, model: Any, micro: TokenRows, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """This micro-batch's part of the mean over the window's target tokens, and its metrics."""
-        at, targets = (
-            micro.loss_mask.roll(-1),
-            micro.tokens[micro.loss_mask],
-        )  # the logits before each target
-        top_k, shared = self.kd.top_k, self.shared
-        taught = self.asked(micro)[at] if self.kd.served else self.computed(micro, at)
+        """Return this micro-batch's part of the mean over the window's target tokens."""
+        at = micro.loss_mask.roll(-1)  # the position before each target, which predicts it
+        targets = micro.tokens[micro.loss_mask]
+        shared = self.shared
+        if self.kd.served:
+            teacher = self.ask_server(micro, at)
+        else:
+            teacher = self.ask_model(micro, at)
 
-        def both(logits: Tensor, rows: slice) -> Tensor:
+        def losses(logits: Tensor, rows: slice) -> Tensor:
             own = -torch.log_softmax(logits, -1).gather(1, targets[rows, None])[:, 0]
-            of_chunk = taught[rows]
-            tokens = None if top_k is None else of_chunk[..., 1].long()
-            teacher = of_chunk if tokens is None else of_chunk[..., 0]
-            return torch.stack([own, soft_cross_entropy(logits[:, :shared], teacher, tokens)], 1)
+            tokens = teacher.tokens
+            if tokens is not None:
+                tokens = tokens[rows]
+            soft = soft_cross_entropy(logits[:, :shared], teacher.logits[rows], tokens)
+            return torch.stack([own, soft], 1)
 
-        outputs = model(micro.tokens, micro.offsets, at, both)
+        outputs = model(micro.tokens, micro.offsets, at, losses)
         own, soft = outputs.values.sum(0)
         seen = float(len(targets))
         summed = (1 - self.kd.coef) * own + self.kd.coef * soft

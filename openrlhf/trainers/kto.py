@@ -1,8 +1,9 @@
-"""KTO: answers that are desirable, or not, without pairs."""
+"""KTO: answers that are desirable or undesirable, without pairs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from itertools import zip_longest
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,18 +30,25 @@ from openrlhf.trainers.tasks import Rows, offline_task
 from openrlhf.training.strategy import Strategy
 
 
+class Answer(NamedTuple):
+    """The answer of a row, without the prompt."""
+
+    tokens: list[int]
+    mask: list[bool]  # the targets
+
+
 @offline_task("kto")
 class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
     """The loss of each answer, mean over the window's answers of all ranks.
 
     The KL is the mean of log π − log π_ref over prompts with the answer of the next row of the
-    optimizer step, without gradient: from a first pass over the window, so that it does not depend
-    on how the window is split.
+    optimizer step, without gradient. It comes from a first pass over the window, so that it does
+    not depend on how the window is split.
     """
 
     root: ClassVar = KTOConfig
     has_prompts = True
-    sample_names: ClassVar = ("answer", "")  # the other is that of the KL
+    sample_names: ClassVar = ("answer", "")  # the second sample is for the KL
     objective: ClassVar = (
         "kto.beta",
         "kto.desirable_weight",
@@ -49,134 +57,146 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
     )
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> Rows:
-        """Return labelled answers; both answers of pairs, if there are pairs and no labels.
+        """Return labelled answers, or both answers of pairs if there are pairs and no labels.
 
         Raises DataError for a single row, whose KL would be its own log-ratio.
         """
-        rows = self._labelled(dataset, tokenizer)
+        rows: BothAnswers | LabelledDataset
+        data = self.config.data
+        if self._has_pairs(dataset):
+            self.has_prompts = bool(data.prompt_key or data.apply_chat_template)
+            rows = BothAnswers(PreferenceDataset(dataset, tokenizer, data, needs_prompt=True))
+        else:
+            rows = LabelledDataset(dataset, tokenizer, data)
         if len(rows) == 1:
             raise DataError(
-                f"{source_of(dataset)} has 1 usable row. KTO needs at least 2, because its KL pairs each prompt with another row's answer. "
-                f"{rows.summary}"
+                f"{source_of(dataset)} has 1 usable row. KTO needs at least 2, because its KL pairs "
+                f"each prompt with another row's answer. {rows.summary}"
             )
         return rows
 
     def look_at_rows(self, train_rows: Rows) -> list[Finding]:
-        """Warn about labels of one kind only."""
+        """Return a warning if all labels are of one kind."""
         if not isinstance(train_rows, LabelledDataset):
             return []
         return [check_both_labels(train_rows, column=self.config.data.label_key)]
 
-    def _labelled(
-        self, dataset: Table, tokenizer: PreTrainedTokenizerBase
-    ) -> BothAnswers | LabelledDataset:
-        data = self.config.data
-        if self._has_pairs(dataset):
-            self.has_prompts = bool(data.prompt_key or data.apply_chat_template)
-            return BothAnswers(PreferenceDataset(dataset, tokenizer, data, needs_prompt=True))
-        return LabelledDataset(dataset, tokenizer, data)
-
     def _has_pairs(self, dataset: Table) -> bool:
-        data, there = self.config.data, dataset.column_names
-        return data.label_key not in there and (data.chosen_key in there or data.layout in JUDGED)
+        data = self.config.data
+        columns = dataset.column_names
+        if data.label_key in columns:
+            return False
+        return data.chosen_key in columns or data.layout in JUDGED
 
     def prompt_column(self, dataset: Table) -> str | None:
-        """The column of --data.prompt_key in pairs, and of --data.input_key elsewhere."""
-        return (
-            self.config.data.prompt_key
-            if self._has_pairs(dataset)
-            else super().prompt_column(dataset)
-        )
+        """Return the column of --data.prompt_key for pairs, otherwise of --data.input_key."""
+        if self._has_pairs(dataset):
+            return self.config.data.prompt_key
+        return super().prompt_column(dataset)
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
-        """Unknown if the prompt is inside the texts of pairs."""
-        return super().text_format(tokenizer, ending) if self.has_prompts else None
+        """Return the format of prompts; None if it is unknown, because pairs contain the prompts."""
+        if not self.has_prompts:
+            return None
+        return super().text_format(tokenizer, ending)
 
     def of_window(self, rows: Sequence[LabelledRow], strategy: Strategy) -> list[LabelledRow]:
-        """The rows, each with the answer of the next row of the window; the last row with that of
-        the first.
+        """Return this rank's rows, each with the answer of the next row of the window. Collective.
+
+        The last row gets the answer of the first. The ranks hold the rows of the window in turn:
+        row i of rank r is row i · ranks + r of the window.
         """
-        ranks = strategy.dp_size
-        every = strategy.gather([(row.answer, row.loss_mask[row.prompt_length :]) for row in rows])
-        answers: list[tuple[list[int], list[bool]]] = []  # in the order of rows
-        for turn in range(max(map(len, every))):
-            answers += [of_rank[turn] for of_rank in every if turn < len(of_rank)]
+        own = [Answer(row.answer, row.loss_mask[row.prompt_length :]) for row in rows]
+        answers: list[Answer] = []  # in the order of the window
+        for turn in zip_longest(*strategy.gather(own)):
+            answers += filter(None, turn)  # the last ranks may have a row less
         paired: list[LabelledRow] = []
-        for turn, row in enumerate(rows):
-            other, mask = answers[(turn * ranks + strategy.dp_rank + 1) % len(answers)]
-            paired.append(replace(row, other=other, other_mask=mask))
+        for number, row in enumerate(rows):
+            place = number * strategy.dp_size + strategy.dp_rank
+            other = answers[(place + 1) % len(answers)]
+            paired.append(replace(row, other=other.tokens, other_mask=other.mask))
         return paired
 
     def collate(self, rows: Sequence[LabelledRow]) -> Answers:
-        """One ragged batch: 2i is row i, 2i + 1 its prompt with the other answer."""
-        tokens, masks, desirable = list[list[int]](), list[list[bool]](), list[bool]()
+        """Return one ragged batch: 2i is row i, 2i + 1 is its prompt with the other answer."""
+        tokens: list[list[int]] = []
+        masks: list[list[bool]] = []
+        desirable: list[bool] = []
         for row in rows:
-            tokens += [row.tokens, self._mismatched(row)]
-            masks += [row.loss_mask, self._mismatched_mask(row)]
-            desirable += [row.desirable] * 2
+            mismatched, targets = self._mismatched(row)
+            tokens += [row.tokens, mismatched]
+            masks += [row.loss_mask, targets]
+            desirable += [row.desirable, row.desirable]
         return Answers.from_lists(tokens, masks, desirable=torch.tensor(desirable))
 
-    def _mismatched(self, row: LabelledRow) -> list[int]:
-        """The prompt with the other answer, cut as the rows are: the last token is end-of-text."""
-        if row.other is None:
-            return row.tokens
-        mixed = [*row.tokens[: row.prompt_length], *row.other]
-        longest = self.config.data.max_len
-        if len(mixed) > longest:
-            mixed = [*mixed[: longest - 1], row.other[-1]]
-        return mixed
+    def _mismatched(self, row: LabelledRow) -> tuple[list[int], list[bool]]:
+        """Return tokens and targets of the prompt with the other answer.
 
-    def _mismatched_mask(self, row: LabelledRow) -> list[bool]:
+        They are cut as rows are, with end-of-text at the end. A row without another answer stays
+        unchanged.
+        """
         if row.other is None:
-            return row.loss_mask
-        return [*row.loss_mask[: row.prompt_length], *row.other_mask][: self.config.data.max_len]
+            return row.tokens, row.loss_mask
+        length = row.prompt_length
+        longest = self.config.data.max_len
+        tokens = [*row.tokens[:length], *row.other]
+        targets = [*row.loss_mask[:length], *row.other_mask]
+        if len(tokens) > longest:
+            tokens = [*tokens[: longest - 1], row.other[-1]]
+        return tokens, targets[:longest]
 
     def before(self, model: Any, micro: Answers) -> tuple[Answers, Mapping[str, float]]:
-        """The rows with Σ log π_ref, and their part of the KL; the mismatched rows have served."""
+        """Return the rows with Σ log π_ref, and their part of the KL.
+
+        The mismatched samples are dropped: only the KL needs them.
+        """
         micro, _ = super().before(model, micro)
-        matched, mismatched = (micro.select(range(side, micro.num_samples, 2)) for side in (0, 1))
+        matched = micro.select(range(0, micro.num_samples, 2))
+        mismatched = micro.select(range(1, micro.num_samples, 2))
         scores = model(mismatched.tokens, mismatched.offsets, mismatched.loss_mask)
         assert mismatched.reference is not None
-        return matched, {
-            "kl": float((mismatched.answer_sums(scores.logprobs) - mismatched.reference).sum())
-        }
+        log_ratios = mismatched.answer_sums(scores.logprobs) - mismatched.reference
+        return matched, {"kl": float(log_ratios.sum())}
 
     def counts(self, micro: Answers) -> dict[str, float]:
-        """The number of answers, which is the denominator."""
+        """Return the number of answers, which is the denominator."""
         return {"answers": float(micro.num_samples)}
 
     def loss(
         self, model: Any, micro: Answers, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """This micro-batch's part of the mean over the window's answers, and its metrics."""
+        """Return this micro-batch's part of the mean over the window's answers, and its metrics."""
         flags = self.config.kto
-        assert micro.reference is not None and micro.desirable is not None
+        desirable = micro.desirable
+        assert micro.reference is not None and desirable is not None
         scores = model(micro.tokens, micro.offsets, micro.loss_mask)
-        ratio = micro.answer_sums(scores.logprobs) - micro.reference
-        desirable, answers = micro.desirable, micro.num_samples
+        log_ratios = micro.answer_sums(scores.logprobs) - micro.reference
         kl = totals["kl"] / totals["answers"]
-        wanted, unwanted = flags.desirable_weight, flags.undesirable_weight
         losses = kto(
-            ratio,
+            log_ratios,
             desirable,
             kl,
             beta=flags.beta,
-            desirable_weight=wanted,
-            undesirable_weight=unwanted,
+            desirable_weight=flags.desirable_weight,
+            undesirable_weight=flags.undesirable_weight,
         )
-        rewards, good = flags.beta * ratio.detach(), float(desirable.sum())
+        log_ratios = log_ratios.detach()
+        rewards = flags.beta * log_ratios
+        answers = micro.num_samples
+        good = float(desirable.sum())
         metrics: dict[str, Metric] = {
             "train/kto_loss": Mean(float(losses.detach().sum()), answers),
             "train/chosen_reward": Mean(float(rewards[desirable].sum()), good),
-            "train/chosen_logratio": Mean(float(ratio.detach()[desirable].sum()), good),
+            "train/chosen_logratio": Mean(float(log_ratios[desirable].sum()), good),
             "train/reject_reward": Mean(float(rewards[~desirable].sum()), answers - good),
             "train/kto_kl": Mean(max(kl, 0.0) * answers, answers),
         }
         return self.share(losses.sum(), scores.aux_loss, answers, totals["answers"], metrics)
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Loss and mean rewards of both kinds of answers."""
-        names = ("chosen_reward", "reject_reward")
-        return {"eval/eval_loss": metrics["train/kto_loss"]} | {
-            f"eval/{n}": metrics[f"train/{n}"] for n in names
+        """Return loss and mean rewards of desirable and undesirable answers."""
+        return {
+            "eval/eval_loss": metrics["train/kto_loss"],
+            "eval/chosen_reward": metrics["train/chosen_reward"],
+            "eval/reject_reward": metrics["train/reject_reward"],
         }

@@ -1,4 +1,4 @@
-"""Process reward models: a language model says after each step whether the step was right."""
+"""Process reward models: a language model predicts after each step whether the step is right."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.supervised import PRMConfig
-from openrlhf.core.batches import Steps, offsets_of
+from openrlhf.core.batches import Steps
 from openrlhf.data.errors import DataError
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
@@ -22,12 +22,13 @@ from openrlhf.trainers.tasks import LanguageTask, offline_task
 
 @offline_task("prm")
 class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
-    """ℓ = −Σ_v q(v) log p(v) after each labelled step, mean over the window's labelled steps of all
-    ranks.
+    """ℓ = −Σ_v q(v) log p(v) after each labelled step.
 
-    p is over the reward tokens, or over the whole vocabulary if none are named; q is the label: one
-    token, or for soft labels P(right) and 1 − P(right).     Lightman et al. 2023, arXiv:2305.20050;
-    Wang et al. 2023, arXiv:2312.08935
+    Lightman et al. 2023, arXiv:2305.20050; Wang et al. 2023, arXiv:2312.08935
+
+    The loss is the mean over the window's labelled steps of all ranks. p is over the reward tokens,
+    or over the whole vocabulary if none are named. q is the label: one token, or for soft labels
+    P(right) and 1 − P(right).
     """
 
     root: ClassVar = PRMConfig
@@ -37,70 +38,73 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
     soft: bool | None = None
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> StepDataset:
-        """Texts with labelled steps. Raises DataError unless the labels of all datasets are tokens,
-        or all are numbers.
+        """Return texts with labelled steps.
+
+        Raises DataError unless the labels of all datasets are tokens, or all are numbers.
         """
         rows = StepDataset(dataset, tokenizer, self.config)
         if self.soft not in (None, rows.soft):
             raise DataError(
-                "Of --data.dataset and --eval.dataset, one has numbers as labels, the other has tokens."
+                "Labels are numbers in one of --data.dataset and --eval.dataset, and tokens in the "
+                "other. Use the same kind of labels in both."
             )
-        self.reward_tokens, self.soft = rows.reward_tokens, rows.soft
+        self.reward_tokens = rows.reward_tokens
+        self.soft = rows.soft
         return rows
 
     def load_model(self) -> PolicyModel:
-        """A language model that stores its tokens, for its use as a reward."""
-        model, prm = super().load_model(), self.config.prm
+        """Load a language model that stores its step tokens, so that it can be used as a reward."""
+        model = super().load_model()
         stored = {
-            "placeholder_token": prm.placeholder_token,
-            "reward_tokens": list(prm.reward_tokens),
+            "placeholder_token": self.config.prm.placeholder_token,
+            "reward_tokens": list(self.config.prm.reward_tokens),
         }
         setattr(model.hf.config, STEP_TOKENS, stored)
         return model
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
-        """Unknown: texts have prompts and steps already."""
+        """Return None: the texts contain their prompts and steps already."""
         return None
 
     def collate(self, rows: Sequence[StepRow]) -> Steps:
-        """Rows of the dataset as one ragged batch."""
-        offsets = offsets_of([len(row.tokens) for row in rows])
-        labels = torch.full((int(offsets[-1]),), torch.nan, dtype=torch.float64)
-        for row, first in zip(rows, offsets.tolist(), strict=False):
-            labels[first + torch.tensor(row.places)] = torch.tensor(row.labels, dtype=torch.float64)
-        return Steps(
-            tokens=torch.tensor([t for row in rows for t in row.tokens]),
-            offsets=offsets,
-            labels=labels,
-        )
+        """Return rows of the dataset as one ragged batch."""
+        labels: list[Tensor] = []
+        for row in rows:
+            column = torch.full((len(row.tokens),), torch.nan, dtype=torch.float64)
+            column[torch.tensor(row.places)] = torch.tensor(row.labels, dtype=torch.float64)
+            labels.append(column)
+        return Steps.of([row.tokens for row in rows], labels=torch.cat(labels))
 
     def counts(self, micro: Steps) -> dict[str, float]:
-        """The number of labelled steps, which is the denominator."""
+        """Return the number of labelled steps, which is the denominator."""
         return {"steps": float((~micro.labels.isnan()).sum())}
 
     def loss(
         self, model: Any, micro: Steps, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """This micro-batch's part of the mean over the window's labelled steps, and its metrics."""
+        """Return this micro-batch's part of the mean over the window's labelled steps."""
         at = ~micro.labels.isnan()
         labels = micro.labels[at]
         among = torch.tensor(self.reward_tokens, device=labels.device)
-        outputs = model(
-            micro.tokens,
-            micro.offsets,
-            at,
-            lambda logits, _: logits[:, among] if len(among) else logits,
-        )
+
+        def candidates(logits: Tensor, rows: slice) -> Tensor:
+            if not len(among):
+                return logits
+            return logits[:, among]
+
+        outputs = model(micro.tokens, micro.offsets, at, candidates)
         logits = outputs.values
         if self.soft:
-            wanted = torch.stack([labels, 1 - labels], 1).to(logits.dtype)
-            right = wanted.argmax(1)
+            targets = torch.stack([labels, 1 - labels], 1).to(logits.dtype)
+            likeliest = targets.argmax(1)
         else:
-            wanted = right = (
-                (labels[:, None] == among).long().argmax(1) if len(among) else labels.long()
-            )
-        summed, seen = cross_entropy(logits, wanted, reduction="sum"), float(len(labels))
-        accuracy = Mean(float((logits.argmax(1) == right).sum()), seen)
+            targets = labels.long()
+            if len(among):
+                targets = (labels[:, None] == among).long().argmax(1)
+            likeliest = targets
+        summed = cross_entropy(logits, targets, reduction="sum")
+        seen = float(len(labels))
+        accuracy = Mean(float((logits.argmax(1) == likeliest).sum()), seen)
         metrics: dict[str, Metric] = {
             "train/prm_loss": Mean(float(summed.detach()), seen),
             "train/acc": accuracy,
@@ -109,7 +113,7 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
         return self.share(summed, outputs.aux_loss, seen, totals["steps"], metrics)
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Loss and accuracy, under the names of the reference."""
+        """Return loss and accuracy. Dashboards use their names with a space, as in OpenRLHF."""
         return {
             "eval/eval prm_loss": metrics["train/prm_loss"],
             "eval/eval acc": metrics["train/acc"],

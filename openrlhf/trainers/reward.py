@@ -18,14 +18,16 @@ from openrlhf.observability.metrics import Deviation, Mean, Metric
 from openrlhf.trainers.preference import PairTask, pair_metrics
 from openrlhf.trainers.tasks import offline_task, trained_spec
 
-# Without an evaluation set: the part of the training rows that is measured, and the fewest rows.
-MEASURED, FEWEST = 0.01, 100
+# The training rows that are measured if there is no evaluation set.
+MEASURED_SHARE = 0.01
+FEWEST_MEASURED = 100
 
 
 @offline_task("rm")
 class RewardTask(PairTask[RMConfig, Pairs]):
-    """ℓ = −log σ(r_chosen − r_rejected − margin) per pair, mean over the window's pairs of all
-    ranks.
+    """ℓ = −log σ(r_chosen − r_rejected − margin) per pair.
+
+    The loss is the mean over the window's pairs of all ranks.
     """
 
     root: ClassVar = RMConfig
@@ -34,22 +36,24 @@ class RewardTask(PairTask[RMConfig, Pairs]):
     objective: ClassVar = ("model.loss_type", "model.margin_loss_enable", "model.aux_loss_coef")
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
-        """Pairs of a chosen and a rejected answer."""
+        """Return pairs of a chosen and a rejected answer."""
         return PreferenceDataset(dataset, tokenizer, self.config.data)
 
     def measured_rows(self, train_rows: Any) -> Subset[PairRow]:
-        """The first rows, because mean and deviation of the rewards are always needed."""
-        return Subset(
-            train_rows, range(max(min(FEWEST, len(train_rows)), int(len(train_rows) * MEASURED)))
-        )
+        """Return the first rows: mean and deviation of the rewards are always needed."""
+        number = max(FEWEST_MEASURED, int(len(train_rows) * MEASURED_SHARE))
+        return Subset(train_rows, range(min(number, len(train_rows))))
 
     def check_model(self) -> None:
         """Raise ModelError unless the folder has a complete model that a scalar head fits on."""
-        prefix, reinit_head = self.config.ds.value_head_prefix, self.config.model.reinit_head
-        check_scalar_weights(trained_spec(self.config), head_prefix=prefix, reinit_head=reinit_head)
+        check_scalar_weights(
+            trained_spec(self.config),
+            head_prefix=self.config.ds.value_head_prefix,
+            reinit_head=self.config.model.reinit_head,
+        )
 
     def load_model(self) -> ScalarModel:
-        """A language model with a scalar head."""
+        """Load a language model with a scalar head."""
         return load_scalar(
             trained_spec(self.config),
             head_prefix=self.config.ds.value_head_prefix,
@@ -59,34 +63,34 @@ class RewardTask(PairTask[RMConfig, Pairs]):
         )
 
     def collate(self, rows: Sequence[PairRow]) -> Pairs:
-        """Rows of the dataset as one ragged batch."""
-        texts = [tokens for row in rows for tokens in (row.chosen, row.rejected)]
-        return Pairs.of(
-            texts, margins=torch.tensor([row.margin for row in rows]).repeat_interleave(2)
-        )
+        """Return rows of the dataset as one ragged batch, with two samples per row."""
+        texts: list[list[int]] = []
+        margins: list[float] = []
+        for row in rows:
+            texts += [row.chosen, row.rejected]
+            margins += [row.margin, row.margin]
+        return Pairs.of(texts, margins=torch.tensor(margins))
 
     def loss(
         self, model: Any, micro: Pairs, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """This micro-batch's part of the mean over the window's pairs, and its metrics."""
+        """Return this micro-batch's part of the mean over the window's pairs, and its metrics."""
         outputs = model(micro.tokens, micro.offsets)
         scores = last_token_scores(outputs.values, micro.offsets)
-        model_config = self.config.model
-        with_margin = (
-            model_config.margin_loss_enable and model_config.loss_type == "sigmoid"
-        )  # logexp has no margin
-        losses = log_sigmoid(
-            scores[0::2], scores[1::2], micro.margins[0::2] if with_margin else None
-        )
+        flags = self.config.model
+        margin: Tensor | None = None
+        if flags.margin_loss_enable and flags.loss_type == "sigmoid":  # logexp has no margin
+            margin = micro.margins[0::2]
+        losses = log_sigmoid(scores[0::2], scores[1::2], margin)
         rewards = scores.detach()
-        metrics = pair_metrics(losses, rewards) | {
-            "rewards": Deviation.of(rewards.double().tolist())
-        }
+        metrics = pair_metrics(losses, rewards)
+        metrics["rewards"] = Deviation.of(rewards.double().tolist())
         return self.share(losses.sum(), outputs.aux_loss, len(losses), totals["pairs"], metrics)
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Loss, accuracy, and the mean and unbiased standard deviation of all rewards, chosen and
-        rejected.
+        """Return loss, accuracy, and the scale of all rewards, chosen and rejected.
+
+        The scale is the mean and the unbiased standard deviation.
         """
         rewards = metrics["rewards"]
         assert isinstance(rewards, Deviation)
@@ -97,8 +101,9 @@ class RewardTask(PairTask[RMConfig, Pairs]):
         return super().evaluation_names(metrics) | scale
 
     def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:
-        """Store mean and deviation in the model's configuration, where --reward.normalize_enable of
-        RL reads them.
+        """Store mean and deviation in the model's configuration.
+
+        --reward.normalize_enable of RL reads them there.
         """
         assert isinstance(model, ScalarModel)
         model.set_scale(numbers["eval/reward_mean"], numbers["eval/reward_std"])

@@ -1,5 +1,6 @@
-"""Supervised fine-tuning: −log π of the response tokens, one mean over all tokens of the optimizer
-step.
+"""Supervised fine-tuning: −log π of the response tokens.
+
+The loss is one mean over all response tokens of the optimizer step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,31 +24,28 @@ class SFTTask(LanguageTask[SFTConfig, SFTRow, TokenRows]):
     """ℓ_t = −log π(token_t) for target tokens, mean over the window's target tokens of all ranks."""
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
-        """Prompts and responses, conversations or plain texts, depending on the flags."""
-        return SFTDataset(
-            dataset, tokenizer, self.config.data, pretrain=self.config.model.pretrain_mode_enable
-        )
+        """Return prompts and responses, conversations or plain texts, depending on the flags."""
+        plain = self.config.model.pretrain_mode_enable
+        return SFTDataset(dataset, tokenizer, self.config.data, pretrain=plain)
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
-        """The format of prompts; None for plain text, which has no prompts."""
-        return (
-            None
-            if self.config.model.pretrain_mode_enable
-            else super().text_format(tokenizer, ending)
-        )
+        """Return the format of prompts; None for plain text, which has no prompts."""
+        if self.config.model.pretrain_mode_enable:
+            return None
+        return super().text_format(tokenizer, ending)
 
     def collate(self, rows: Sequence[SFTRow]) -> TokenRows:
-        """Rows of the dataset as one ragged batch."""
+        """Return rows of the dataset as one ragged batch."""
         return TokenRows.from_lists([row.tokens for row in rows], [row.loss_mask for row in rows])
 
     def counts(self, micro: TokenRows) -> dict[str, float]:
-        """The number of target tokens, which is the denominator."""
+        """Return the number of target tokens, which is the denominator."""
         return {"tokens": float(micro.loss_mask.sum())}
 
     def loss(
         self, model: Any, micro: TokenRows, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """This micro-batch's part of the mean over the window's target tokens, and its metrics."""
+        """Return this micro-batch's part of the mean over the window's target tokens."""
         scores = model(micro.tokens, micro.offsets, micro.loss_mask)
         summed = token_nll(scores.logprobs, micro.loss_mask).sum()
         seen = float(micro.loss_mask.sum())
@@ -55,5 +53,5 @@ class SFTTask(LanguageTask[SFTConfig, SFTRow, TokenRows]):
         return self.share(summed, scores.aux_loss, seen, totals["tokens"], metrics)
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """The evaluation loss. Its name with a space is the reference's, which dashboards use."""
-        return {"eval/eval gpt_loss": metrics["train/gpt_loss"]} if metrics else {}
+        """Return the evaluation loss. Dashboards use its name with a space, as in OpenRLHF."""
+        return {"eval/eval gpt_loss": metrics["train/gpt_loss"]}

@@ -46,7 +46,7 @@ def test_a_teacher_makes_room_before_the_student_computes(model: str) -> None:
     task = DistillationTask(parse_config(KDConfig, line.split(), command="kd"))
     teacher = Teacher()
     task.frozen = {TEACHER: teacher}  # pyright: ignore[reportAttributeAccessIssue]
-    task.computed(Answers.from_lists([[1, 2]], [[False, True]]), torch.tensor([True, False]))
+    task.ask_model(Answers.from_lists([[1, 2]], [[False, True]]), torch.tensor([True, False]))
     assert teacher.rested == 1
 
 
@@ -57,7 +57,7 @@ def test_labels_of_steps_are_tokens_in_all_datasets_or_numbers_in_all(model: str
         task = ProcessRewardTask(parse_config(PRMConfig, line.split(), command="prm"))
         rows = task.rows(Dataset.from_list(first), character_tokenizer())
         assert len(rows) == len(task.rows(Dataset.from_list(first), character_tokenizer())) == 1
-        with pytest.raises(DataError, match="one has numbers as labels, the other has tokens"):
+        with pytest.raises(DataError, match="--data.dataset and --eval.dataset"):
             task.rows(Dataset.from_list(second), character_tokenizer())
 
 
