@@ -1,11 +1,13 @@
-"""One rank of the test of averaged weights: three optimizer steps of an offline task, one of them
-skipped; also from a checkpoint.
+"""One rank of the test of averaged weights.
+
+It runs the optimizer steps of an offline task, one of which is skipped, and resumes the run from a
+checkpoint.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,34 +46,34 @@ class Drawn:
 
 
 class Watched(SupervisedTrainer[Any, Any]):
-    """Keeps the weights after each step, and lets one step go wrong."""
+    """A trainer that keeps the weights after each step, and whose gradient is once NaN."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.path = [self.weights()]
 
     def weights(self) -> dict[str, Tensor]:
-        """What is trained, as it is now."""
+        """Return a copy of the trained weights."""
         return {
             name: tensor.clone()
             for bucket in self.engine.exported_parameters(1 << 14)
             for name, tensor in bucket
         }
 
-    def learn_from(self, window: list[Any]) -> None:
-        super().learn_from(window)
+    def update(self, window: Sequence[Any]) -> dict[str, Metric]:
+        metrics = super().update(window)
         self.path.append(self.weights())
+        return metrics
 
     def _loss(self, micro: Any, totals: Mapping[str, float]) -> tuple[Tensor, dict[str, Metric]]:
         loss, metrics = super()._loss(micro, totals)
-        return (
-            loss * torch.nan if loss.requires_grad and self.step == SKIPPED - 1 else loss,
-            metrics,
-        )
+        if loss.requires_grad and self.step == SKIPPED - 1:
+            loss = loss * torch.nan
+        return loss, metrics
 
 
 def trainer(case: str, model: str, folder: str, export: str) -> Watched:
-    """A new trainer of a case like `rm-zero3` or `sft-zero2-lora`."""
+    """Return a new trainer for a case such as `rm-zero3` or `sft-zero2-lora`."""
     name, stage, *adapter = case.split("-")
     ds = DeepSpeedConfig(
         zero_stage=int(stage[-1]),
@@ -105,7 +107,7 @@ def trainer(case: str, model: str, folder: str, export: str) -> Watched:
 
 
 def main() -> None:
-    """Arguments: model folder, output folder, then cases."""
+    """Train all cases. Arguments: model folder, output folder, then cases."""
     model, out, *cases = sys.argv[1:]
     for case in cases:
         folder = f"{out}/{case}"

@@ -140,10 +140,11 @@ class Supervised(SupervisedTrainer[int, Any]):
         )
         self.dies_after = STEPS + 1
 
-    def after_step(self, metrics: Mapping[str, Metric]) -> None:
-        super().after_step(metrics)
-        if self.step == self.dies_after:
-            raise Killed
+    def windows(self) -> Iterator[list[Any]]:
+        for window in super().windows():
+            if self.step == self.dies_after:
+                raise Killed
+            yield window
 
     def export(self, path: str, *, final: bool = True) -> None:
         self.weights.exported = self.weights.made_by
