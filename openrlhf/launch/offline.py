@@ -1,9 +1,9 @@
 """From the flags to a finished offline run: rows, schedule, engine, resume, loop."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -15,7 +15,6 @@ from openrlhf.checkpoints.manifest import Checkpoint, RunState
 from openrlhf.config.effects import unmet
 from openrlhf.config.flags import flags_of, notice
 from openrlhf.config.machine import is_first, world_size
-from openrlhf.config.shared import CheckpointConfig
 from openrlhf.config.supervised import PreferenceDataConfig, SFTDataConfig, SupervisedConfig
 from openrlhf.core.batches import TokenRows
 from openrlhf.data import clock, first_look
@@ -43,88 +42,74 @@ from openrlhf.training.engine import TrainEngine
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import FrozenModel, Strategy
 
+LAYOUT_FLAGS = "number of processes, --ds.zero_stage and --ds.param_dtype"
 MORE_STEPS = "For more steps lower --train.batch_size, raise --train.max_epochs or use more rows."
 
 
-def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
-    """Train a task as its flags say: rows, schedule, engine, resume, loop. Runs in every process of
-    the launcher.
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The rows of a run, and what will be done with them."""
 
-    Raises DataError for too few rows, and CheckpointError if --ckpt.load_enable finds a checkpoint
-    of another run.
+    train_rows: Rows
+    eval_rows: Any  # rows without a summary, or None
+    total_steps: int
+    summary: str
+
+
+def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
+    """Train a task as its flags say, or print the plan of a dry run.
+
+    Runs in every process of the launcher. Raises DataError for too few rows, and CheckpointError if
+    --ckpt.load_enable finds a checkpoint of another run.
     """
-    config = task.config
     task.check_model()
     tokenizer = exportable_tokenizer(task)
-    ds, train = config.ds, config.train
-    # Before the rows, which the processes of a machine share.
-    strategy: Strategy | None = None
-    if not config.dry_run:
-        layout = RankLayout.from_flags(ds, processes=world_size())
-        strategy = Strategy(
-            ds, layout, seed=train.seed, full_determinism=train.full_determinism_enable
-        )
-    checkpoints = CheckpointManager(config.ckpt, [""])
-    checkpoint = newest(checkpoints, strategy) if strategy and config.ckpt.load_enable else None
-    begun = first_start(checkpoint, strategy, tokenizer)
-    train_rows, eval_rows = load_rows(task, tokenizer, follows=begun.trained_format)
-    config = task.config
-    total_steps = steps_per_epoch(config, train_rows) * config.train.max_epochs
-    plan = plan_of(train_rows, total_steps, batch_size=config.train.batch_size)
-    report(check_steps(total_steps, config, fix=MORE_STEPS))
-    if eval_rows is None and (eval_rows := task.measured_rows(train_rows)):
-        plan += f" Without --eval.dataset, {len(eval_rows)} training row(s) are evaluated."
-    if not strategy:
-        show_plan(plan, task, train_rows, tokenizer)
+    checkpoints = CheckpointManager(task.config.ckpt)
+    if not task.config.dry_run:
+        train(task, tokenizer, checkpoints)
         return
+    plan = make_plan(task, tokenizer, FirstStart.here())
+    if is_first():
+        shown = first_texts(task, plan.train_rows, tokenizer)
+        print(plan.summary, show_template(tokenizer), *shown, UNPROVEN, sep="\n")
+
+
+def train(
+    task: OfflineTask[Config, Row, Micro],
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoints: CheckpointManager,
+) -> None:
+    """Train a task from its start, or from a checkpoint, to the export."""
+    ds = task.config.ds
+    flags = task.config.train
+    layout = RankLayout.from_flags(ds, processes=world_size())
+    # Before the rows, which the processes of a machine share.
+    strategy = Strategy(ds, layout, seed=flags.seed, full_determinism=flags.full_determinism_enable)
+    checkpoint: Checkpoint | None = None
+    if task.config.ckpt.load_enable:
+        checkpoint = newest(checkpoints, strategy)
+    first_start = FirstStart.here()
+    if checkpoint:
+        first_start = checkpoint.state.first_start
+    first_start = strategy.broadcast(first_start)
+    plan = make_plan(task, tokenizer, first_start)
     start = RunState(
         step=0,
-        run_dir=os.path.abspath(config.run.dir),
-        started=begun.moment,
-        trained_format=begun.trained_format,
+        run_dir=os.path.abspath(task.config.run.dir),
+        started=first_start.moment,
+        trained_format=first_start.trained_format,
         engines={"": layout_of(strategy)},
-        identity=offline_identity(task, train_rows),
-        planned_updates=total_steps,
+        identity=offline_identity(task, plan.train_rows),
+        planned_updates=plan.total_steps,
     )
     if checkpoint:
-        check_continued(checkpoint, start, config)
+        converts = ds.use_universal_ckpt
+        checkpoint.check_continued_by(start, layout=LAYOUT_FLAGS, converts=converts)
         start = replace(start, run_dir=checkpoint.state.continued_folder(start.run_dir))
-    train_loop(
-        task,
-        engine=load_models(task, strategy, total_steps, checkpoints),
-        tokenizer=tokenizer,
-        train_rows=train_rows,
-        eval_rows=eval_rows,
-        checkpoints=checkpoints,
-        checkpoint=checkpoint,
-        start=start,
-        plan=f"{plan} Processes: {strategy.layout.world_size}.",
-    )
-
-
-def train_loop(
-    task: OfflineTask[Config, Row, Micro],
-    *,
-    engine: TrainEngine,
-    tokenizer: PreTrainedTokenizerBase,
-    train_rows: Rows,
-    eval_rows: Any,
-    checkpoints: CheckpointManager,
-    checkpoint: Checkpoint | None,
-    start: RunState,
-    plan: str,
-) -> None:
-    """Train a loaded task from its start, or from a checkpoint, to the export."""
-    recorder: Recorder | None = None
-    if engine.strategy.is_main:
-        resume_step = checkpoint and checkpoint.state.step
-        recorder = Recorder(task.config, start.run_dir, resume_step=resume_step)
-    with closing(recorder) if recorder else nullcontext():
-        if recorder:
-            recorder.display.note(plan)
-            recorder.folder.write_texts(
-                [show_template(tokenizer), *first_texts(task, train_rows, tokenizer)]
-            )
+    engine = load_models(task, strategy, plan.total_steps, checkpoints)
+    with recording(task, tokenizer, plan, strategy, start.run_dir, checkpoint) as recorder:
+        train_rows = plan.train_rows
+        eval_rows = plan.eval_rows
         if task.precomputes:
             train_rows = with_reference(task, train_rows, engine)
             if eval_rows:
@@ -145,82 +130,94 @@ def train_loop(
         trainer.fit()
 
 
-def plan_of(rows: Rows, steps: int, *, batch_size: int) -> str:
-    """Return the rows and steps of a run in words."""
-    return f"{rows.summary} {steps} optimizer step(s) of {batch_size} rows; {len(rows) % batch_size} left over."
+@contextmanager
+def recording(
+    task: OfflineTask[Config, Row, Micro],
+    tokenizer: PreTrainedTokenizerBase,
+    plan: Plan,
+    strategy: Strategy,
+    run_dir: str,
+    checkpoint: Checkpoint | None,
+) -> Iterator[Recorder | None]:
+    """Open the run folder in the main process, and close it when the block exits."""
+    if not strategy.is_main:
+        yield None
+        return
+    resume_step: int | None = None
+    if checkpoint:
+        resume_step = checkpoint.state.step
+    with closing(Recorder(task.config, run_dir, resume_step=resume_step)) as recorder:
+        recorder.display.note(f"{plan.summary} Processes: {strategy.layout.world_size}.")
+        texts = first_texts(task, plan.train_rows, tokenizer)
+        recorder.folder.write_texts([show_template(tokenizer), *texts])
+        yield recorder
+
+
+def newest(checkpoints: CheckpointManager, strategy: Strategy) -> Checkpoint | None:
+    """Return the newest complete checkpoint, if there is one. Collective."""
+    checkpoint: Checkpoint | None = None
+    # One process looks, because looking also cleans up after a killed save.
+    if strategy.is_main:
+        checkpoint = checkpoints.latest()
+    return strategy.broadcast(checkpoint)
+
+
+def make_plan(
+    task: OfflineTask[Config, Row, Micro],
+    tokenizer: PreTrainedTokenizerBase,
+    first_start: FirstStart,
+) -> Plan:
+    """Read the rows, and count the optimizer steps. A chat template writes the day of `first_start`.
+
+    Raises DataError if the rows do not fill one batch.
+    """
+    clock.set_clock(tokenizer, first_start.moment)
+    rows, eval_rows = load_rows(task, tokenizer, follows=first_start.trained_format)
+    config = task.config
+    size = config.train.batch_size
+    if len(rows) < size:
+        raise DataError(
+            f"--data.dataset {config.data.dataset} has {len(rows)} usable rows, fewer than one "
+            f"batch: lower --train.batch_size {size}. {rows.summary}"
+        )
+    steps_per_epoch = len(rows) // size  # without an incomplete last batch
+    steps = steps_per_epoch * config.train.max_epochs
+    report(check_steps(steps, config, fix=MORE_STEPS))
+    summary = (
+        f"{rows.summary} {steps} optimizer step(s) of {size} rows; {len(rows) % size} left over."
+    )
+    if eval_rows is None:
+        eval_rows = task.measured_rows(rows)
+        if eval_rows:
+            summary += f" Without --eval.dataset, {len(eval_rows)} training row(s) are evaluated."
+    return Plan(train_rows=rows, eval_rows=eval_rows, total_steps=steps, summary=summary)
 
 
 def exportable_tokenizer(task: OfflineTask[Config, Row, Micro]) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the model, after a check that it and the model's other files can be
-    exported.
-    """
+    """Return the model's tokenizer, once it and the model's other files prove exportable."""
     model = task.config.model
-    trusted = model.trust_remote_code
     tokenizer = get_tokenizer(
         model.model_name_or_path,
         padding_side=task.padding_side,
-        trust_remote_code=trusted,
+        trust_remote_code=model.trust_remote_code,
         chat_template=task.config.data.tokenizer_chat_template,
     )
     if is_first():
-        notice(
-            *check_can_be_exported(model.model_name_or_path, tokenizer, trust_remote_code=trusted)
+        notices = check_can_be_exported(
+            model.model_name_or_path, tokenizer, trust_remote_code=model.trust_remote_code
         )
+        notice(*notices)
     return tokenizer
-
-
-def show_plan(
-    plan: str, task: OfflineTask[Config, Row, Micro], rows: Rows, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Print the results of a dry run."""
-    if is_first():
-        print(
-            plan, show_template(tokenizer), *first_texts(task, rows, tokenizer), UNPROVEN, sep="\n"
-        )
 
 
 def first_texts(
     task: OfflineTask[Config, Row, Micro], rows: Rows, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
-    """The first rows of the first optimizer step as the model will see them."""
+    """Return the first rows of the first optimizer step as the model will see them."""
     train = task.config.train
     order = ResumableSampler(len(rows), seed=train.seed, batch_size=train.batch_size)
-    return show_batch(
-        task.collate([rows[row] for row in islice(order, SHOWN)]), tokenizer, task.sample_names
-    )
-
-
-def newest(checkpoints: CheckpointManager, strategy: Strategy) -> Checkpoint | None:
-    """Return the newest complete checkpoint, if there is one. Collective."""
-    # One process looks: finding the newest checkpoint also tidies up after a save that was killed.
-    return strategy.broadcast(checkpoints.latest() if strategy.is_main else None)
-
-
-def first_start(
-    checkpoint: Checkpoint | None, strategy: Strategy | None, tokenizer: PreTrainedTokenizerBase
-) -> FirstStart:
-    """Return the run's first start, the same on all ranks, and set the chat template's clock.
-    Collective.
-    """
-    begun = checkpoint.state.first_start if checkpoint else FirstStart.here()
-    begun = strategy.broadcast(begun) if strategy else begun
-    clock.set_clock(tokenizer, begun.moment)
-    return begun
-
-
-def check_room(checkpoints: CheckpointManager, engine: TrainEngine, ckpt: CheckpointConfig) -> None:
-    """Print a notice if the disk is too small for the checkpoints. Raises CheckpointError if not
-    one fits.
-    """
-    if engine.strategy.is_main and ckpt.resumable:
-        exported = engine.exported_bytes if ckpt.save_hf else 0
-        notice(*checkpoints.check_room(engine.checkpoint_bytes + exported))
-
-
-def check_continued(checkpoint: Checkpoint, start: RunState, config: SupervisedConfig) -> None:
-    """Raise CheckpointError if this run cannot continue a checkpoint."""
-    flags = "number of processes, --ds.zero_stage and --ds.param_dtype"
-    checkpoint.check_continued_by(start, layout=flags, converts=config.ds.use_universal_ckpt)
+    batch = task.collate([rows[row] for row in islice(order, SHOWN)])
+    return show_batch(batch, tokenizer, task.sample_names)
 
 
 def load_models(
@@ -229,30 +226,36 @@ def load_models(
     total_steps: int,
     checkpoints: CheckpointManager,
 ) -> TrainEngine:
-    """The trained model with its optimizer. The frozen models of the task are stored in
-    `task.frozen`.
+    """Load the trained model with its optimizer, and the frozen models into `task.frozen`.
 
-    Raises ModelError if a model fails the proof of its layout, and UserError if its disks have no
-    room for it.
+    Prints a notice if the disk is too small for the checkpoints. Raises ModelError if a model fails
+    the proof of its layout, UserError if there is no room for the export, and CheckpointError if
+    there is no room for one checkpoint.
     """
-    engine = TrainEngine(strategy, task.load_model, task.config, total_steps=total_steps)
-    if task.config.ds.lora.rank and not engine.partial:
+    config = task.config
+    engine = TrainEngine(strategy, task.load_model, config, total_steps=total_steps)
+    if config.ds.lora.rank and not engine.partial:
         raise ModelError(
-            f"--ds.lora.rank: load_model of the task {task.name} must take the settings of `trained_spec`"
+            f"--ds.lora.rank has no effect on the task {task.name}: its load_model must load with "
+            "the settings of `trained_spec`"
         )
-    if task.config.train.enable_ema:
-        engine.average = WeightAverage(engine.module, strategy, task.config.train.ema_beta)
-    models = task.frozen_models().items()
-    task.frozen = {
-        name: FrozenModel(strategy, load, offload=task.offloads) for name, load in models
-    }
+    if config.train.enable_ema:
+        engine.average = WeightAverage(engine.module, strategy, config.train.ema_beta)
+    frozen: dict[str, FrozenModel] = {}
+    for name, load in task.frozen_models().items():
+        frozen[name] = FrozenModel(strategy, load, offload=task.offloads)
+    task.frozen = frozen
     prove_layout(engine.module)
     if strategy.is_main:
-        check_disk_room(task.config.ckpt.output_dir, engine.exported_bytes)
-    check_room(checkpoints, engine, task.config.ckpt)
-    for frozen in task.frozen.values():
-        prove_layout(frozen.on_device())
-        frozen.rest()
+        check_disk_room(config.ckpt.output_dir, engine.exported_bytes)
+        if config.ckpt.resumable:
+            needed = engine.checkpoint_bytes
+            if config.ckpt.save_hf:
+                needed += engine.exported_bytes
+            notice(*checkpoints.check_room(needed))
+    for model in frozen.values():
+        prove_layout(model.on_device())
+        model.rest()
     return engine
 
 
@@ -262,127 +265,112 @@ def load_rows(
     *,
     follows: bool = True,
 ) -> tuple[Rows, Rows | None]:
-    """The tokenized training and evaluation rows, of one layout and format, which become the task's
-    configuration.
+    """Return the tokenized training and evaluation rows.
 
-    --data.max_samples limits training rows only. `follows`: by default texts have the format that
-    the model was trained with. Raises DataError, also for a frozen model with another vocabulary.
+    Their layout and format become the task's configuration. --data.max_samples limits training rows
+    only. `follows`: by default, texts have the format that the model was trained with. Raises
+    DataError, also for a frozen model with another vocabulary.
     """
-    model, data, evaluation = task.config.model, task.config.data, task.config.eval
-    owner, trusts = (
-        f"--model.model_name_or_path {model.model_name_or_path}",
-        model.trust_remote_code,
-    )
+    config = task.config
+    trusted = config.model.trust_remote_code
+    owner = f"--model.model_name_or_path {config.model.model_name_or_path}"
     for flag, path in task.frozen_paths().items():
         if path is not None:
-            require_vocabulary(tokenizer, path, flag=flag, owner=owner, trust_remote_code=trusts)
-    seed, split, probs = task.config.train.seed, data.dataset_split, data.dataset_probs
-    read = load_datasets(
-        data.dataset, split=split, probs=probs, max_samples=data.max_samples, seed=seed
+            require_vocabulary(tokenizer, path, flag=flag, owner=owner, trust_remote_code=trusted)
+    table = load_datasets(
+        config.data.dataset,
+        split=config.data.dataset_split,
+        probs=config.data.dataset_probs,
+        max_samples=config.data.max_samples,
+        seed=config.train.seed,
     )
-    task.config = replace(task.config, data=recognise(read, task.config))
-    prompts = task.prompt_column(read)
+    task.config = replace(config, data=recognise(table, config))
+    column = task.prompt_column(table)
     if follows:
         data = with_trained_format(
-            task.config, task.config.data, tokenizer, read, column=prompts, model=owner
+            task.config, task.config.data, tokenizer, table, column=column, model=owner
         )
         task.config = replace(task.config, data=data)
-    train = task.rows(read, tokenizer)
-    report(*task.look_at_rows(train))
-    texts = first_look.texts_of(read, key_columns(task.config.data))
-    notice(*first_look_at(task, texts, train, tokenizer, prompts=prompts_in(read, prompts)))
-    notice(*look_at_borders(task.config, read))
-    if not evaluation.dataset:
-        return train, None
+    rows = task.rows(table, tokenizer)
+    report(*task.look_at_rows(rows))
+    notice(*look_at_first_rows(task, table, rows, tokenizer, column=column))
+    notice(*look_at_borders(task.config, table))
+    if not config.eval.dataset:
+        return rows, None
     held_out = load_datasets(
-        evaluation.dataset, split=evaluation.split, max_samples=ALL_ROWS, seed=seed
+        config.eval.dataset,
+        split=config.eval.split,
+        max_samples=ALL_ROWS,
+        seed=config.train.seed,
     )
-    return train, task.rows(held_out, tokenizer)
+    return rows, task.rows(held_out, tokenizer)
 
 
-def look_at_borders(config: SupervisedConfig, rows: Table) -> list[str]:
-    """Return a notice if a prompt column and an answer column are joined with nothing between them."""
+def look_at_borders(config: SupervisedConfig, table: Table) -> list[str]:
+    """Return a notice if prompts and answers of two columns are joined without a separator."""
     data = config.data
     if data.apply_chat_template or data.input_template:
         return []
-    columns: tuple[str | None, str | None] = (None, None)
     if isinstance(data, PreferenceDataConfig):
-        columns = (data.prompt_key, data.chosen_key)
+        prompt, answer = data.prompt_key, data.chosen_key
     elif isinstance(data, SFTDataConfig):
-        columns = (data.input_key, data.output_key)
-    prompt, answer = columns
+        prompt, answer = data.input_key, data.output_key
+    else:
+        return []
     if not prompt or not answer:
         return []
-    return first_look.glued(
-        first_look.texts_of(rows, [prompt]), first_look.texts_of(rows, [answer])
-    )
+    prompts = first_look.texts_of(table, [prompt])
+    return first_look.glued(prompts, first_look.texts_of(table, [answer]))
 
 
-def first_look_at(
+def look_at_first_rows(
     task: OfflineTask[Config, Row, Micro],
-    texts: Sequence[str],
+    table: Table,
     rows: Rows,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    prompts: Sequence[Any] = (),
+    column: str | None,
 ) -> list[str]:
-    """Notices about the first rows, whose prompts are `prompts`. Raises DataError for lost text.
+    """Return notices about the first rows. Raises DataError for lost text.
 
-    Records the format of prompts in the tokenizer.
+    `column` of `table` has the prompts, and `rows` are its rows, tokenized. Records the format of
+    prompts in the tokenizer.
     """
+    config = task.config
+    texts = first_look.texts_of(table, key_columns(config.data))
     found = first_look.round_trip(tokenizer, texts)
-    if (
-        ends := end_tokens(configuration(load_spec(task.config)))
-    ) and tokenizer.eos_token_id not in ends:
+    ends = end_tokens(configuration(load_spec(config)))
+    if ends and tokenizer.eos_token_id not in ends:
         found.append(
-            f"The tokenizer ends texts with {tokenizer.eos_token} ({tokenizer.eos_token_id}), the model with {ends}."
+            f"The tokenizer ends texts with {tokenizer.eos_token} ({tokenizer.eos_token_id}), "
+            f"the model with {ends}."
         )
-    first = [
-        task.collate([rows[number]]) for number in range(min(first_look.FIRST_ROWS, len(rows)))
-    ]
-    ending = first_look.ending_of([row.tokens.tolist() for row in first], tokenizer)
-    trained, used = first_look.recorded(tokenizer), task.text_format(tokenizer, ending)
-    model = f"--model.model_name_or_path {task.config.model.model_name_or_path}"
-    if not unmet(task.config, flags_of(task.config.__class__)["data.apply_chat_template"]):
-        applied = task.config.data.apply_chat_template
+    number = min(first_look.FIRST_ROWS, len(rows))
+    batches = [task.collate([rows[row]]) for row in range(number)]
+    ending = first_look.ending_of([batch.tokens.tolist() for batch in batches], tokenizer)
+    used = task.text_format(tokenizer, ending)
+    model = f"--model.model_name_or_path {config.model.model_name_or_path}"
+    applied = config.data.apply_chat_template
+    if not unmet(config, flags_of(type(config))["data.apply_chat_template"]):
         found += first_look.unused_chat_template(model, tokenizer, texts, applied=applied)
-    if task.config.data.apply_chat_template:
+    if applied:
         report(first_look.dated_template(tokenizer))
     if used:
+        template = used.input_template or ""
         try:
-            found += first_look.round_trip(
-                tokenizer, [(used.input_template or "").replace("{}", "")]
-            )
-        except DataError as error:  # rows may go without the template's words
+            found += first_look.round_trip(tokenizer, [template.replace("{}", "")])
+        except DataError as error:  # the rows may do without the words of the template
             found.append(f"--data.input_template: {error}")
-        found += first_look.compare_formats(
-            model, trained, used, texts
-        ) + first_look.filled_already(used, texts)
+        trained = first_look.recorded(tokenizer)
+        found += first_look.compare_formats(model, trained, used, texts)
+        found += first_look.filled_already(used, texts)
         found += first_look.joined_border(used, tokenizer)
-        found += (
-            first_look.end_notices(ending, tokenizer, "Responses")
-            if isinstance(first[0], TokenRows)
-            else []
-        )
-    if used:
-        read = [
-            fill_template(used.input_template, prompt)
-            for prompt in prompts
-            if isinstance(prompt, str)
-        ]
+        if isinstance(batches[0], TokenRows):
+            found += first_look.end_notices(ending, tokenizer, "Responses")
+        read: list[str] = []
+        for prompt in prompts_in(table, column):
+            if isinstance(prompt, str):
+                read.append(fill_template(used.input_template, prompt))
         used = kept_format(used, tokenizer, read)
     first_look.record(tokenizer, used)
     return found
-
-
-def steps_per_epoch(config: SupervisedConfig, rows: Rows) -> int:
-    """Optimizer steps per epoch, without an incomplete last batch. Raises DataError if the rows do
-    not fill one batch.
-    """
-    size = config.train.batch_size
-    if len(rows) < size:
-        raise DataError(
-            f"--data.dataset {config.data.dataset} has {len(rows)} usable rows, fewer than one batch: lower "
-            f"--train.batch_size {size}. {rows.summary}"
-        )
-    return len(rows) // size

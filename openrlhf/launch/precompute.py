@@ -1,4 +1,7 @@
-"""--ref.precompute: Σ log π_ref of the answers of all rows, once, in a file beside the checkpoints."""
+"""--ref.precompute: Σ log π_ref of the answers of all rows, computed once.
+
+The sums are in a file beside the checkpoints.
+"""
 
 import hashlib
 import json
@@ -8,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils.data
-from torch import Tensor
 
 from openrlhf.config.flags import notice
 from openrlhf.files import write_atomically
@@ -18,11 +19,13 @@ from openrlhf.trainers.tasks import Rows
 from openrlhf.training.engine import TrainEngine
 
 
-class Scored(torch.utils.data.Dataset[Any]):
-    """Rows with what the reference says of them."""
+class Scored:
+    """Rows with the reference's sums of log-probabilities."""
 
     def __init__(self, rows: Rows, sums: list[list[float]]) -> None:
-        self.rows, self.sums, self.summary = rows, sums, rows.summary
+        self.rows = rows
+        self.sums = sums
+        self.summary = rows.summary
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -32,39 +35,51 @@ class Scored(torch.utils.data.Dataset[Any]):
 
 
 def with_reference(task: Any, rows: Rows, engine: TrainEngine) -> Scored:
-    """The rows with the scores in the file of an earlier run with these rows and this reference, or
-    with new ones. Collective.
+    """Return the rows with Σ log π_ref of their answers. Collective.
+
+    The sums come from the file of an earlier run with the same rows and reference. Without such a
+    file they are computed and written.
     """
+    strategy = engine.strategy
     reference = task.config.ref.model_name_or_path or task.config.model.model_name_or_path
-    strategy, identity = engine.strategy, texts_identity(task, rows, FLAGS["reference"], reference)
+    identity = texts_identity(task, rows, FLAGS["reference"], reference)
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     path = Path(task.config.ckpt.path) / f"reference-{digest}.json"
-    sums = strategy.broadcast(
-        json.loads(path.read_bytes()) if strategy.is_main and path.exists() else None
-    )
-    if sums is None:
-        sums = reference_sums(task, rows, engine)
-        if strategy.is_main:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(sums))
-    else:
-        notice(f"The reference's log-probabilities are those in {path}.")
+    sums: list[list[float]] | None = None
+    if strategy.is_main and path.exists():
+        sums = json.loads(path.read_bytes())
+    sums = strategy.broadcast(sums)
+    if sums is not None:
+        notice(f"Reusing the reference's log-probabilities of {path}.")
+        return Scored(rows, sums)
+    sums = reference_sums(task, rows, engine)
+    if strategy.is_main:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(sums))
     return Scored(rows, sums)
 
 
 @torch.no_grad()
 def reference_sums(task: Any, rows: Rows, engine: TrainEngine) -> list[list[float]]:
-    """Σ log π_ref of the answers of each row. Every rank scores a part, with equally many forwards.
-    Collective.
+    """Return Σ log π_ref of the answers of each row. Collective.
+
+    Rank r scores the rows r, r + ranks, … Every rank runs as many forwards as rank 0, which has the
+    most rows.
     """
     strategy = engine.strategy
-    ranks, size, found = strategy.dp_size, task.config.train.micro_batch_size, list[Tensor]()
-    mine = list(range(strategy.dp_rank, len(rows), ranks))
-    for start in range(0, math.ceil(len(rows) / ranks), size):
-        part = [rows[row] for row in mine[start : start + size] or [0]]
-        with engine.evaluating():
+    ranks = strategy.dp_size
+    size = task.config.train.micro_batch_size
+    own = range(strategy.dp_rank, len(rows), ranks)
+    rows_of_rank_0 = math.ceil(len(rows) / ranks)
+    scored: list[list[float]] = []
+    with engine.evaluating():
+        for start in range(0, rows_of_rank_0, size):
+            part = [rows[row] for row in own[start : start + size] or [0]]
             micro, _ = task.before(engine, task.collate(part).to(strategy.device))
-        found.append(micro.reference.view(len(part), -1).cpu())
-    scored = torch.cat(found).tolist()[: len(mine)]
-    every = strategy.gather(scored)
-    return [every[row % ranks][row // ranks] for row in range(len(rows))]
+            scored += micro.reference.view(len(part), -1).tolist()
+    gathered = strategy.gather(scored[: len(own)])
+    sums: list[list[float]] = []
+    for row in range(len(rows)):
+        place, rank = divmod(row, ranks)
+        sums.append(gathered[rank][place])
+    return sums
