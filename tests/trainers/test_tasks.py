@@ -57,7 +57,7 @@ def test_labels_of_steps_are_tokens_in_all_datasets_or_numbers_in_all(model: str
         task = ProcessRewardTask(parse_config(PRMConfig, line.split(), command="prm"))
         rows = task.rows(Dataset.from_list(first), character_tokenizer())
         assert len(rows) == len(task.rows(Dataset.from_list(first), character_tokenizer())) == 1
-        with pytest.raises(DataError, match="--data.dataset and --eval.dataset"):
+        with pytest.raises(DataError, match=r"--data\.dataset and --eval\.dataset"):
             task.rows(Dataset.from_list(second), character_tokenizer())
 
 
