@@ -8,7 +8,7 @@ from typing import Any
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
-from openrlhf.cluster.worker_group import Call, WorkerGroup, gather
+from openrlhf.cluster.worker_group import Call, WorkerError, WorkerGroup, gather
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.core.batches import Experience
 from openrlhf.core.trajectory import Trajectory
@@ -21,6 +21,7 @@ from openrlhf.observability.recorder import Recorder
 from openrlhf.rewards.protocol import Reward
 from openrlhf.rewards.rule import reward_of
 from openrlhf.rollout.background import BackgroundLoop
+from openrlhf.rollout.engine import EngineError
 from openrlhf.rollout.engine_settings import Device
 from openrlhf.rollout.episode_files import EpisodeFolder
 from openrlhf.rollout.fleet import Fleet
@@ -30,15 +31,16 @@ from openrlhf.trainers.async_source import AsyncSource
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.checkpointing import Checkpointing
 from openrlhf.trainers.clock import Clock
+from openrlhf.trainers.engine_check import EngineCheck
 from openrlhf.trainers.evaluation import Evaluate, Evaluation
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.exporting import Exporting
 from openrlhf.trainers.model_update import ModelUpdate
 from openrlhf.trainers.ppo import PPOTrainer
-from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.rollout_only import RolloutOnly
 from openrlhf.trainers.sources import Source, SyncSource, evaluate
 from openrlhf.trainers.stages import EarlyStages, RewardModels, Stage
+from openrlhf.weights.publisher import WeightPublisher
 from openrlhf.workers.base import RoleSettings, TrainedWorker
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.frozen import ReferenceWorker, RewardWorker
@@ -246,18 +248,26 @@ class Run:
         )
 
     def _make_publisher(self, policy: WorkerGroup) -> WeightPublisher:
+        """Return the publisher of the policy's weights, which first compares engines and policy."""
         config = self.config
-        prompts = [self.data.train[0].tokens, self.data.train[-1].tokens]
+        timeout_s = config.train.publish_timeout
         publisher = WeightPublisher(
             policy,
             self.fleet,
             transport=settings.transport(config, self.kind),
-            timeout_s=config.train.publish_timeout,
-            probe=settings.engine_probe(config, prompts),
+            timeout_s=timeout_s,
+            gather=gather,
+            failures=(WorkerError, EngineError),
         )
-        if self.fleet:
-            self.fleet.refit = publisher.refit
-            self.fleet.say = self.recorder.display.note
+        if self.fleet is None:
+            return publisher
+        prompts = [self.data.train[0].tokens, self.data.train[-1].tokens]
+        probe = settings.engine_probe(config, prompts)
+        if probe:
+            check = EngineCheck(policy=policy, fleet=self.fleet, probe=probe, timeout_s=timeout_s)
+            publisher.check = check.run
+        self.fleet.refit = publisher.refit
+        self.fleet.say = self.recorder.display.note
         return publisher
 
     def _make_generator(self) -> Generator:

@@ -8,8 +8,8 @@ from openrlhf.config.learning import RLFlags
 from openrlhf.core.batches import Experience, TokenRows
 from openrlhf.observability.metrics import Metric, merge_all
 from openrlhf.trainers.pretraining_mix import PretrainingMix
-from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.update_plan import RankUpdate, plan_update
+from openrlhf.weights.publisher import WeightPublisher
 from openrlhf.workers.base import Update
 from openrlhf.workers.critic import CriticWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker

@@ -26,9 +26,9 @@ from openrlhf.trainers.exporting import Exporting
 from openrlhf.trainers.filtering import pass_rate
 from openrlhf.trainers.model_update import ModelUpdate
 from openrlhf.trainers.outcome import Outcome
-from openrlhf.trainers.publisher import WeightPublisher
 from openrlhf.trainers.sources import Source
 from openrlhf.trainers.utilisation import utilisation
+from openrlhf.weights.publisher import WeightPublisher
 
 
 @dataclass(eq=False, repr=False)

@@ -1,6 +1,4 @@
-"""A publication on the true stack: a policy of one process, and an engine of two that share each
-layer.
-"""
+"""A publication with real processes: a policy of one, and a tensor-parallel engine of two."""
 
 from __future__ import annotations
 
@@ -10,7 +8,8 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,33 +17,44 @@ import ray
 
 from openrlhf.cluster.placement import HostGroup
 from openrlhf.cluster.ray_cluster import machines
-from openrlhf.cluster.worker_group import Call, HostHandles, WorkerError, WorkerGroup, gather
+from openrlhf.cluster.worker_group import HostHandles, WorkerError, WorkerGroup, gather
 from openrlhf.config.rollout import VLLMConfig
 from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.rollout.background import RolloutError
-from openrlhf.rollout.engine import RolloutEngine
+from openrlhf.rollout.engine import EngineError, RolloutEngine
 from openrlhf.rollout.engine_settings import EngineSettings
-from openrlhf.rollout.fleet import Fleet
+from openrlhf.rollout.fleet import Fleet, Member
 from openrlhf.rollout.sampling import SamplingParams
-from openrlhf.trainers.publisher import Probe, WeightPublisher, told_by_all
+from openrlhf.trainers.engine_check import EngineCheck, Probe
 from openrlhf.training.layout import RankLayout
 from openrlhf.weights.manifest import PublicationError
+from openrlhf.weights.publisher import WeightPublisher
 from openrlhf.workers.base import MicroBatchLimits
 from openrlhf.workers.policy import PolicyWorker
 from tests.loading import load_spec
 from tests.tiny import save_tiny_model
 from tests.workers.policy_job import TEMPERATURE, Policy, role_settings
 
+# vLLM's CPU kernels support heads of 32.
 HEADS: dict[str, Any] = {
     "hidden_size": 64,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
-}  # vLLM's kernels know heads of 32
+}
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A publisher, and the processes that it calls."""
+
+    policy: WorkerGroup
+    fleet: Fleet
+    publisher: WeightPublisher
 
 
 @pytest.fixture(scope="module")
-def publisher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightPublisher]:
-    """The engine starts from other weights than the policy has."""
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Start an engine with other weights than the policy has."""
     folder = tmp_path_factory.mktemp("publisher")
     save_tiny_model(folder / "policy", seed=1, **HEADS)
     save_tiny_model(folder / "engine", seed=2, initializer_range=0.2, **HEADS)
@@ -86,84 +96,63 @@ def publisher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightPublis
     fleet = Fleet(engines, machines(on_gpus=False), on_gpus=False)
     fleet.start(settings, log_dir=str(folder), timeout_s=400)
     fleet.wait()
-    publisher = WeightPublisher(policy, fleet, transport="gloo", timeout_s=300)
+    publisher = WeightPublisher(
+        policy,
+        fleet,
+        transport="gloo",
+        timeout_s=300,
+        gather=gather,
+        failures=(WorkerError, EngineError),
+    )
     fleet.refit = publisher.refit
-    yield publisher
+    yield Stack(policy, fleet, publisher)
     fleet.close()
     ray.shutdown()
 
 
-def test_an_engine_that_computes_something_else_is_found_and_one_with_the_same_weights_agrees(
-    publisher: WeightPublisher,
+def test_engine_check_fails_for_different_weights_and_passes_for_published_ones(
+    stack: Stack,
 ) -> None:
     params = SamplingParams(temperature=TEMPERATURE, max_tokens=8, ignore_eos=True)
     probe = Probe(prompts=[[5, 6, 7], [9, 11, 20, 8, 40]], params=params, tolerance=0.01)
-    assert publisher.fleet
-    with pytest.raises(
-        PublicationError,
-        match=r"engine 0 gives the same tokens other log-probabilities.*mean difference",
-    ):
-        publisher.check_engines(publisher.fleet, probe)
-    publisher.probe = probe
+    check = EngineCheck(policy=stack.policy, fleet=stack.fleet, probe=probe, timeout_s=300)
+    with pytest.raises(PublicationError, match=r"engine 0 .* nats"):
+        check.run()
+    publisher = stack.publisher
+    publisher.check = check.run
     publisher.publish(1)
-    assert publisher.probe is None  # it was asked, and the engine agreed
+    assert publisher.check is None  # the check was made once, and passed
     publisher.publish(2)  # in the same group
-    publisher.check_engines(publisher.fleet, probe)
+    check.run()
 
 
 @pytest.mark.verify
-def test_an_engine_that_dies_while_weights_are_sent_starts_again_with_them(
-    publisher: WeightPublisher,
-) -> None:
-    """Twice: there is one restart, so that the second death ends the fleet. Afterwards the module
-    has no engine.
-    """
-    fleet, said = publisher.fleet, list[str]()
-    assert fleet
-    publisher.publish(2)  # the group is there
-    fleet.say = said.append
+def test_an_engine_that_dies_while_weights_are_sent_starts_again_with_them(stack: Stack) -> None:
+    """An engine has one restart: its second death ends the fleet, and the module has no engine."""
+    fleet = stack.fleet
+    notes: list[str] = []
+    stack.publisher.publish(2)  # forms the group
+    fleet.say = notes.append
     [member] = fleet.up
-    for version, pause in ((3, 1.0), (4, 0.0)):
-        number = ray.get(member.actor.__ray_call__.remote(lambda engine: os.getpid()))
-        os.kill(number, signal.SIGSTOP)
-        threading.Timer(pause, os.kill, (number, signal.SIGKILL)).start()
-        if version == 3:
-            publisher.publish(version)
-            deadline = time.monotonic() + 120
-            while len(said) < 2 and time.monotonic() < deadline:
-                time.sleep(0.1)
-            [[sample]] = gather(
-                [member.call(RolloutEngine.generate, [5, 6], [SamplingParams(max_tokens=2)])],
-                timeout_s=60,
-                doing="sample",
-            )
-            assert sample.weight_versions == (3,)
-            assert re.match(
-                r"Engine 0 was lost \(.*\)\. Restart 1 of 1; its log: .*vllm-0\.log", said[0]
-            )
-            assert re.match(r"Engine 0 serves again after [\d.]+ s\.", said[1])
-        else:
-            with pytest.raises(
-                RolloutError,
-                match=r"engine 0 was lost after 1 restart\(s\) \(--vllm\.max_restarts 1\)",
-            ):
-                publisher.publish(version)
-    scored = publisher.policy.broadcast(PolicyWorker.weight_manifest, 5)
-    assert gather(scored, timeout_s=60, doing="list its weights")[0].version == 5
+    kill_soon(member, pause_s=1.0)
+    stack.publisher.publish(3)
+    deadline = time.monotonic() + 120
+    while len(notes) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    asked = member.call(RolloutEngine.generate, [5, 6], [SamplingParams(max_tokens=2)])
+    [[sample]] = gather([asked], timeout_s=60, doing="sample")
+    assert sample.weight_versions == (3,)
+    assert re.search(r"ngine 0 .*1 of 1.*vllm-0\.log", notes[0])
+    assert re.search(r"ngine 0 .*[\d.]+ s", notes[1])
+    kill_soon(member, pause_s=0.0)
+    with pytest.raises(RolloutError, match=r"engine 0 .*--vllm\.max_restarts 1"):
+        stack.publisher.publish(4)
+    listed = stack.policy.broadcast(PolicyWorker.weight_manifest, 5)
+    assert gather(listed, timeout_s=60, doing="list its weights")[0].version == 5
 
 
-def test_if_the_sender_notices_first_the_errors_of_engines_are_told_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    answers: list[Exception] = [
-        PublicationError("engine 1: out of memory"),
-        WorkerError("engine 0 died"),
-    ]
-    calls = [Call((), ()) for _ in answers]
-
-    def gather(asked: Sequence[Call], **_: object) -> None:
-        raise answers[next(place for place, call in enumerate(calls) if call is asked[0])]
-
-    monkeypatch.setattr("openrlhf.trainers.publisher.gather", gather)
-    told = told_by_all(PublicationError("a member died"), calls)
-    assert str(told) == "a member died; engine 1: out of memory"
+def kill_soon(member: Member, pause_s: float) -> None:
+    """Stop an engine's process, and kill it after a pause."""
+    process: Any = ray.get(member.actor.__ray_call__.remote(lambda engine: os.getpid()))
+    os.kill(process, signal.SIGSTOP)
+    threading.Timer(pause_s, os.kill, (process, signal.SIGKILL)).start()

@@ -1,0 +1,92 @@
+"""Comparison of the engines with the trainer: do both compute the same log-probabilities?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrlhf.cluster.worker_group import Call, WorkerGroup, gather
+from openrlhf.core.batches import TokenRows
+from openrlhf.rollout.engine import RolloutEngine
+from openrlhf.rollout.fleet import Fleet
+from openrlhf.rollout.sampling import Generation, SamplingParams
+from openrlhf.weights.manifest import PublicationError
+from openrlhf.workers.policy import PolicyWorker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Prompts that every engine answers with its first published weights.
+
+    `params`: a few tokens, at the policy's temperature, without top-k or top-p. `tolerance`: the
+    mean difference of log-probabilities, in nats, that rounding explains.
+    """
+
+    prompts: Sequence[list[int]]
+    params: SamplingParams
+    tolerance: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCheck:
+    """Samples the probe from every engine, and scores the samples with the policy."""
+
+    policy: WorkerGroup
+    fleet: Fleet
+    probe: Probe
+    timeout_s: float
+
+    def run(self) -> None:
+        """Compare the engines that are up with the policy. Their caches are empty afterwards.
+
+        Raises PublicationError if the log-probabilities differ by more than rounding explains:
+        engine and trainer then compute different functions of the same weights.
+        """
+        engines = self.fleet.up
+        prompts = self.probe.prompts
+        params = [self.probe.params]
+        asked: list[Call] = []
+        rows_asked: list[list[int]] = []
+        for prompt in prompts:
+            for engine in engines:
+                asked.append(engine.call(RolloutEngine.generate, prompt, params))
+                rows_asked.append(prompt)
+        answers = self._gather(asked, "sample from the new weights")
+        pausing = [engine.call(RolloutEngine.pause) for engine in engines]
+        self._gather(pausing, "empty their caches")
+        resuming = [engine.call(RolloutEngine.resume) for engine in engines]
+        self._gather(resuming, "serve the new weights")
+        samples: list[Generation] = [sample for [sample] in answers]
+        gaps = self._gaps(rows_asked, samples)
+        for position, engine in enumerate(engines):
+            gap = torch.cat(gaps[position :: len(engines)])
+            # The negated comparison is true for a NaN too.
+            if not float(gap.mean()) <= self.probe.tolerance:
+                raise PublicationError(
+                    f"engine {engine.index} gives the same tokens other log-probabilities than the "
+                    f"trainer, with the same weights: mean difference {gap.mean():.3g} nats, "
+                    f"largest {gap.max():.3g}; rounding explains a mean of "
+                    f"{self.probe.tolerance:g}. Engine and trainer compute this architecture "
+                    "differently: use another architecture, or change --vllm.engine_args, "
+                    "--vllm.quantization or --ds.attn_implementation."
+                )
+
+    def _gaps(
+        self, prompts: Sequence[list[int]], samples: Sequence[Generation]
+    ) -> tuple[Tensor, ...]:
+        """Return |log π of the policy − log π of the engine| of each sample's tokens."""
+        tokens: list[list[int]] = []
+        sampled: list[list[bool]] = []
+        for prompt, sample in zip(prompts, samples, strict=True):
+            tokens.append(prompt + sample.tokens)
+            sampled.append([False] * len(prompt) + [True] * len(sample.tokens))
+        rows = TokenRows.from_lists(tokens, sampled)
+        scoring = self.policy.broadcast(PolicyWorker.logprobs, rows)
+        ours: Tensor = self._gather(scoring, "score the engines' samples")[0][rows.loss_mask]
+        theirs = [torch.tensor(sample.logprobs) for sample in samples]
+        return (ours - torch.cat(theirs)).abs().split([len(sample) for sample in theirs])
+
+    def _gather(self, calls: Sequence[Call], doing: str) -> list[Any]:
+        return gather(calls, timeout_s=self.timeout_s, doing=doing, flag="--train.publish_timeout")

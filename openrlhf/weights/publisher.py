@@ -1,0 +1,184 @@
+"""The publisher, in the controller: agree on a manifest, send, verify, serve.
+
+It holds no weights. It calls the processes of the policy and of the engines, which are handed to it
+behind the protocols of this module, because they lie above this package.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Protocol
+
+from openrlhf.weights.manifest import PublicationError, WeightManifest
+from openrlhf.weights.receipts import WorkerReceipt
+from openrlhf.weights.transport import Transport, WeightGroup
+
+REPORT_TIMEOUT_S = 10.0  # how long to wait for an engine's own error after another member failed
+
+
+class PolicyCalls(Protocol):
+    """Calls to every rank of the policy, implemented by `workers.policy.PolicyWorker`."""
+
+    def weight_address(self) -> tuple[str, int]: ...
+    def join_weight_group(self, group: WeightGroup) -> None: ...
+    def weight_manifest(self, version: int | None = None) -> WeightManifest: ...
+    def send_weights(self, manifest: WeightManifest) -> None: ...
+
+
+class EngineCalls(Protocol):
+    """Calls to every engine, implemented by `rollout.engine.RolloutEngine`."""
+
+    async def join(self, group: WeightGroup, rank_offset: int) -> None: ...
+    async def receive(self, manifest: WeightManifest) -> tuple[WorkerReceipt, ...]: ...
+    async def resume(self) -> None: ...
+
+
+class PolicyProcesses(Protocol):
+    """The processes of the policy: a `cluster.worker_group.WorkerGroup`."""
+
+    def broadcast(self, method: Callable[..., Any], *args: Any) -> list[Any]: ...
+
+
+class EngineProcess(Protocol):
+    """The process of an engine: a `rollout.fleet.Member`."""
+
+    index: int
+    up: bool
+
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
+
+
+class Engines(Protocol):
+    """All engines: a `rollout.fleet.Fleet`."""
+
+    workers_per_engine: int
+
+    @property
+    def up(self) -> Sequence[EngineProcess]: ...
+    def find_lost(self) -> None: ...
+    def check(self) -> None: ...
+
+
+class Gather(Protocol):
+    """Wait for calls with a deadline: `cluster.worker_group.gather`."""
+
+    def __call__(
+        self, calls: Sequence[Any], *, timeout_s: float, doing: str, flag: str = ...
+    ) -> list[Any]: ...
+
+
+@dataclass(eq=False, repr=False)
+class WeightPublisher:
+    """Publishes the policy's weights to all engines.
+
+    Without engines, as in a replay, nothing is published.
+    """
+
+    policy: PolicyProcesses
+    engines: Engines | None
+    _: KW_ONLY
+    transport: Transport
+    timeout_s: float
+    gather: Gather
+    failures: tuple[type[Exception], ...]  # errors of `gather` by which a lost process may show
+    check: Callable[[], None] | None = None  # called once, after the first publication
+    groups_made: int = field(default=0, init=False)
+    connected: Sequence[EngineProcess] = field(default=(), init=False)  # members of the group
+    # Held to publish, and to launch an update of the weights.
+    sending: threading.RLock = field(default_factory=threading.RLock, init=False)
+
+    def publish(self, version: int) -> None:
+        """Send the policy's weights to all engines as `version`.
+
+        Engines that are lost meanwhile restart, and receive the weights once they have. Raises
+        PublicationError, naming the differences, or an error of a lost process.
+        """
+        with self.sending:
+            if self.engines is None:
+                return
+            self._publish_to_all(self.engines, version)
+            if self.check and self.engines.up:
+                self.check()
+                self.check = None
+
+    def refit(self, engine: EngineProcess) -> None:
+        """Send the current weights to an engine that has started, and mark it as up."""
+        with self.sending:
+            self.connected = []
+            self._publish([engine])
+            engine.up = True
+
+    def _publish_to_all(self, engines: Engines, version: int) -> None:
+        while receivers := engines.up:
+            try:
+                return self._publish(receivers, version)
+            except (PublicationError, *self.failures):
+                self.connected = []  # a failed publication leaves no group behind
+                engines.find_lost()
+                if engines.up == receivers:
+                    # No engine was lost. If a sender was, this call raises an error that names it.
+                    self._gather(self.policy.broadcast(PolicyCalls.weight_address), "answer")
+                    raise
+        engines.check()
+
+    def _publish(self, receivers: Sequence[EngineProcess], version: int | None = None) -> None:
+        """Send the weights as `version`; without it, they keep their version."""
+        if self.connected != receivers:
+            self._connect(receivers)
+        listing = self.policy.broadcast(PolicyCalls.weight_manifest, version)
+        [manifest] = self._gather(listing[:1], "list its weights")
+        receiving = [engine.call(EngineCalls.receive, manifest) for engine in receivers]
+        sending = self.policy.broadcast(PolicyCalls.send_weights, manifest)
+        try:
+            self._gather([*receiving, *sending], f"publish weight version {manifest.version}")
+        except PublicationError as error:
+            raise self._with_reports(error, receiving) from error
+        resuming = [engine.call(EngineCalls.resume) for engine in receivers]
+        self._gather(resuming, "serve the new weights")
+
+    def _connect(self, receivers: Sequence[EngineProcess]) -> None:
+        """Form the weight group of the senders and all workers of these engines."""
+        assert self.engines
+        workers = self.engines.workers_per_engine
+        asked = self.policy.broadcast(PolicyCalls.weight_address)[:1]
+        [(host, port)] = self._gather(asked, "report the address at which it sends weights")
+        self.groups_made += 1
+        senders = [0]
+        if self.transport == "ipc":  # reaches a rank's own GPU only: each rank with a worker sends
+            senders = []
+            for engine in receivers:
+                first = engine.index * workers
+                senders += range(first, first + workers)
+        group = WeightGroup(
+            host=host,
+            port=port,
+            world_size=len(senders) + len(receivers) * workers,
+            transport=self.transport,
+            name=f"weights-{self.groups_made}",
+            timeout_s=self.timeout_s,
+            senders=tuple(senders),
+        )
+        joining: list[Any] = []
+        for position, engine in enumerate(receivers):
+            offset = len(senders) + position * workers
+            joining.append(engine.call(EngineCalls.join, group, rank_offset=offset))
+        joining += self.policy.broadcast(PolicyCalls.join_weight_group, group)
+        self._gather(joining, "join the weight group")
+        self.connected = receivers
+
+    def _with_reports(self, error: PublicationError, receiving: Sequence[Any]) -> PublicationError:
+        """Add the engines' errors: the sender may fail first because an engine could not load."""
+        reports = [str(error)]
+        for call in receiving:
+            try:
+                self.gather([call], timeout_s=REPORT_TIMEOUT_S, doing="answer")
+            except PublicationError as report:
+                reports.append(str(report))
+            except self.failures:
+                pass  # the engine died or does not answer: `find_lost` will notice
+        return PublicationError("; ".join(dict.fromkeys(reports)))
+
+    def _gather(self, calls: Sequence[Any], doing: str) -> list[Any]:
+        return self.gather(
+            calls, timeout_s=self.timeout_s, doing=doing, flag="--train.publish_timeout"
+        )

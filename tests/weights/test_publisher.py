@@ -1,0 +1,248 @@
+"""The publisher's calls, their order, and what it does after a failure, with fake processes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from openrlhf.rollout.engine import RolloutEngine
+from openrlhf.weights.manifest import PublicationError, WeightManifest
+from openrlhf.weights.publisher import EngineCalls, PolicyCalls, WeightPublisher
+from openrlhf.weights.transport import Transport, WeightGroup
+from openrlhf.workers.policy import PolicyWorker
+
+MANIFEST = WeightManifest(version=7, specs=(), bucket_bytes=1)
+ANSWERS = {"weight_address": ("trainer", 29500), "weight_manifest": MANIFEST}
+
+
+class ProcessLost(Exception):
+    """The fake processes' error of a process that died."""
+
+
+@dataclass
+class Processes:
+    """All processes of a run: each call notes its name, and answers or fails."""
+
+    calls: list[str] = field(default_factory=list)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    failures: dict[str, Exception] = field(default_factory=dict)  # in the order of their arrival
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> str:
+        self.calls.append(name)
+        self.arguments[name] = (args, kwargs)
+        return name
+
+    def gather(
+        self, calls: Sequence[str], *, timeout_s: float, doing: str, flag: str = ""
+    ) -> list[Any]:
+        self.calls.append(f"wait: {doing}")
+        for name, failure in self.failures.items():
+            if name in calls:
+                raise failure
+        return [ANSWERS.get(name.partition(" ")[2]) for name in calls]
+
+
+@dataclass
+class Policy:
+    processes: Processes
+    ranks: int = 2
+
+    def broadcast(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        return [
+            self.processes.call(f"rank{rank} {method.__name__}", *args)
+            for rank in range(self.ranks)
+        ]
+
+
+@dataclass(eq=False)
+class Engine:
+    processes: Processes
+    index: int
+    up: bool = True
+
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+        return self.processes.call(f"engine{self.index} {method.__name__}", *args, **kwargs)
+
+
+@dataclass
+class Fleet:
+    members: list[Engine]
+    lost_next: list[Engine] = field(default_factory=list)
+    workers_per_engine: int = 2
+
+    @property
+    def up(self) -> list[Engine]:
+        return [member for member in self.members if member.up]
+
+    def find_lost(self) -> None:
+        for member in self.lost_next:
+            member.up = False
+            member.processes.failures.clear()
+
+    def check(self) -> None:
+        raise ProcessLost("no engine is left")
+
+
+@dataclass
+class Run:
+    processes: Processes
+    fleet: Fleet
+    publisher: WeightPublisher
+
+    def group(self) -> WeightGroup:
+        """Return the weight group that was formed last."""
+        return self.processes.arguments["rank0 join_weight_group"][0][0]
+
+
+def new_run(*, engines: int = 2, transport: Transport = "gloo") -> Run:
+    processes = Processes()
+    fleet = Fleet([Engine(processes, index) for index in range(engines)])
+    publisher = WeightPublisher(
+        Policy(processes),
+        fleet,
+        transport=transport,
+        timeout_s=60.0,
+        gather=processes.gather,
+        failures=(ProcessLost,),
+    )
+    return Run(processes, fleet, publisher)
+
+
+@pytest.mark.parametrize(
+    ("calls", "worker"), [(PolicyCalls, PolicyWorker), (EngineCalls, RolloutEngine)]
+)
+def test_worker_implements_the_calls_of_the_publisher(calls: type, worker: type) -> None:
+    for name, method in vars(calls).items():
+        if not name.startswith("_"):
+            implemented = inspect.signature(getattr(worker, name)).parameters
+            assert list(implemented) == list(inspect.signature(method).parameters), name
+
+
+def test_first_publication_forms_a_group_then_sends_then_serves() -> None:
+    run = new_run()
+    run.publisher.publish(7)
+    assert run.processes.calls == [
+        "rank0 weight_address",
+        "rank1 weight_address",
+        "wait: report the address at which it sends weights",
+        "engine0 join",
+        "engine1 join",
+        "rank0 join_weight_group",
+        "rank1 join_weight_group",
+        "wait: join the weight group",
+        "rank0 weight_manifest",
+        "rank1 weight_manifest",
+        "wait: list its weights",
+        "engine0 receive",
+        "engine1 receive",
+        "rank0 send_weights",
+        "rank1 send_weights",
+        "wait: publish weight version 7",
+        "engine0 resume",
+        "engine1 resume",
+        "wait: serve the new weights",
+    ]
+    assert run.processes.arguments["rank0 weight_manifest"] == ((7,), {})
+
+
+def test_second_publication_uses_the_group_of_the_first() -> None:
+    run = new_run()
+    run.publisher.publish(7)
+    run.processes.calls.clear()
+    run.publisher.publish(8)
+    assert run.processes.calls[0] == "rank0 weight_manifest"
+    assert run.publisher.groups_made == 1
+
+
+def test_broadcast_group_has_rank_0_as_sender_and_every_engine_worker() -> None:
+    run = new_run()
+    run.publisher.publish(7)
+    group = run.group()
+    assert (group.senders, group.world_size) == ((0,), 5)
+    assert (group.host, group.port, group.name) == ("trainer", 29500, "weights-1")
+    offsets = [run.processes.arguments[f"engine{i} join"][1]["rank_offset"] for i in (0, 1)]
+    assert offsets == [1, 3]
+
+
+def test_ipc_group_has_a_sender_on_the_gpu_of_every_engine_worker() -> None:
+    run = new_run(transport="ipc")
+    run.fleet.members[0].up = False
+    run.publisher.publish(7)
+    assert (run.group().senders, run.group().world_size) == ((2, 3), 4)
+    assert run.processes.arguments["engine1 join"][1] == {"rank_offset": 2}
+
+
+def test_refit_sends_the_current_version_to_one_engine_in_a_new_group() -> None:
+    run = new_run()
+    run.publisher.publish(7)
+    restarted = run.fleet.members[1]
+    restarted.up = False
+    run.processes.calls.clear()
+    run.publisher.refit(restarted)
+    assert restarted.up
+    assert run.processes.arguments["rank0 weight_manifest"] == ((None,), {})
+    assert not [call for call in run.processes.calls if call.startswith("engine0")]
+    assert run.group().name == "weights-2"
+
+
+def test_publication_repeats_with_the_remaining_engines_after_a_lost_one() -> None:
+    run = new_run()
+    run.processes.failures["engine0 receive"] = ProcessLost("engine 0")
+    run.fleet.lost_next = run.fleet.members[:1]
+    run.publisher.publish(7)
+    assert run.publisher.connected == run.fleet.members[1:]
+    assert run.group().name == "weights-2"
+    assert "engine0 resume" not in run.processes.calls
+
+
+def test_publication_raises_the_error_of_the_fleet_when_the_last_engine_is_lost() -> None:
+    run = new_run(engines=1)
+    run.processes.failures["engine0 receive"] = ProcessLost("engine 0")
+    run.fleet.lost_next = run.fleet.members
+    with pytest.raises(ProcessLost, match="no engine is left"):
+        run.publisher.publish(7)
+
+
+def test_failed_publication_without_a_lost_engine_is_raised_with_the_reports_of_engines() -> None:
+    run = new_run(engines=3)
+    run.processes.failures = {
+        "rank0 send_weights": PublicationError("a member died"),
+        "engine1 receive": PublicationError("engine 1: out of memory"),
+        "engine2 receive": ProcessLost("engine 2"),
+    }
+    with pytest.raises(PublicationError) as raised:
+        run.publisher.publish(7)
+    assert str(raised.value) == "a member died; engine 1: out of memory"
+    assert not [call for call in run.processes.calls if call.endswith("resume")]
+
+
+def test_lost_sender_is_raised_instead_of_the_error_of_the_publication() -> None:
+    run = new_run()
+    run.publisher.publish(7)
+    run.processes.failures = {
+        "rank0 send_weights": PublicationError("a member died"),
+        "rank0 weight_address": ProcessLost("rank 0"),
+    }
+    with pytest.raises(ProcessLost, match="rank 0"):
+        run.publisher.publish(8)
+
+
+def test_check_runs_once_after_the_first_publication() -> None:
+    run = new_run()
+    checked: list[int] = []
+    run.publisher.check = lambda: checked.append(len(run.processes.calls))
+    run.publisher.publish(7)
+    calls_of_first = len(run.processes.calls)
+    run.publisher.publish(8)
+    assert checked == [calls_of_first]
+
+
+def test_without_engines_nothing_is_called() -> None:
+    run = new_run()
+    run.publisher.engines = None
+    run.publisher.publish(7)
+    assert run.processes.calls == []
