@@ -78,6 +78,7 @@ WITHIN_BOUNDS = [
     "rewards",
     "rollout",
     "serving",
+    "weights",
     "workers",
 ]
 MODULES = sorted(package().values(), key=str)
@@ -143,7 +144,7 @@ def test_engines_and_servers_never_load_deepspeed_and_trainers_never_load_vllm()
     for module in (
         module
         for module in MODULES
-        if module.room in ("rollout", "serving", "rewards", "isolation")
+        if module.room in ("weights", "rollout", "serving", "rewards", "isolation")
     ):
         assert "deepspeed" not in loaded_with(module.name), module
     for module in (

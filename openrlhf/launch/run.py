@@ -31,7 +31,7 @@ from openrlhf.trainers.async_source import AsyncSource
 from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.checkpointing import Checkpointing
 from openrlhf.trainers.clock import Clock
-from openrlhf.trainers.engine_check import EngineCheck
+from openrlhf.trainers.engine_comparison import EngineComparison
 from openrlhf.trainers.evaluation import Evaluate, Evaluation
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.exporting import Exporting
@@ -264,7 +264,9 @@ class Run:
         prompts = [self.data.train[0].tokens, self.data.train[-1].tokens]
         probe = settings.engine_probe(config, prompts)
         if probe:
-            check = EngineCheck(policy=policy, fleet=self.fleet, probe=probe, timeout_s=timeout_s)
+            check = EngineComparison(
+                policy=policy, fleet=self.fleet, probe=probe, timeout_s=timeout_s
+            )
             publisher.check = check.run
         self.fleet.refit = publisher.refit
         self.fleet.say = self.recorder.display.note

@@ -17,7 +17,7 @@ from openrlhf.models.loading import LoadSpec, configuration
 from openrlhf.rollout.engine_settings import Device, EngineSettings
 from openrlhf.rollout.generator import SamplingSpec
 from openrlhf.rollout.sampling import SamplingParams
-from openrlhf.trainers.engine_check import Probe
+from openrlhf.trainers.engine_comparison import Probe
 from openrlhf.weights.transport import Transport
 from openrlhf.workers.base import MicroBatchLimits, RoleSettings
 from openrlhf.workers.frozen import RewardModelSettings

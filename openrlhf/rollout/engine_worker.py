@@ -1,12 +1,12 @@
-"""The engine's half of a publication, in vLLM's workers: receive, load, and report what was loaded.
+"""What a publication needs of vLLM's workers: load the weights that arrive, report what was loaded.
 
 vLLM mixes `WorkerExtension` into its worker class, and `RolloutEngine` calls the methods through
 `collective_rpc`. This is not one of vLLM's weight-transfer backends, because they return nothing to
-verify.
+verify. The contract of a publication is at the top of `openrlhf.weights`.
 """
 
 import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,7 @@ from vllm.platforms import current_platform
 from openrlhf.rollout.engine_settings import ADAPTER_ID
 from openrlhf.rollout.engine_versions import adapter_renames, expert_kernel, heed_seeds_on_cpu
 from openrlhf.weights.manifest import WeightManifest
-from openrlhf.weights.receipts import WorkerReceipt
-from openrlhf.weights.receiver import Intake
-from openrlhf.weights.transport import Membership
+from openrlhf.weights.receiver import Delivery, LoadReport, WeightReceiver
 
 # vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX). Linux refuses them to a
 # process that has not asked for them, and vLLM does not ask. Unless oneDNN happened to ask before,
@@ -41,83 +39,69 @@ heed_seeds_on_cpu()  # here, because each worker of an engine imports this modul
 
 
 class WorkerExtension:
-    """Methods added to vLLM's worker class. Our classes travel as pickled bytes: vLLM sends plain
-    values only.
+    """Methods added to vLLM's worker class.
+
+    Our classes travel as pickled bytes, because vLLM sends plain values only.
     """
 
     vllm_config: VllmConfig
     device: torch.device
     model_runner: Any
-    publication = Membership()  # a process has one worker
+    publication = WeightReceiver()  # a process has one worker
 
     def publication_join(self, group: bytes, rank_offset: int) -> None:
         """Leave the previous weight group and join `group`, a pickled `WeightGroup`.
 
         `rank_offset`: the rank of the engine's first worker.
         """
-        self.publication.join(
-            pickle.loads(group), rank_offset + self.vllm_config.parallel_config.rank
-        )
+        rank = rank_offset + self.vllm_config.parallel_config.rank
+        self.publication.join(pickle.loads(group), rank)
 
     def publication_receive(self, message: bytes) -> bytes:
-        """Receive the weights of `message`, a pickled `WeightManifest`. Returns a pickled
-        `WorkerReceipt`.
+        """Receive the weights of a pickled `WeightManifest`, and return a pickled `WorkerReceipt`.
 
         No step may run meanwhile: the engine is paused and its scheduler waits for this call. If
         the call raises, the model has old, new and missing weights until a later call succeeds.
         """
         manifest: WeightManifest = pickle.loads(message)
-        if self.publication.channel is None:
-            raise RuntimeError("this engine is in no weight group: join one first")
-        intake = Intake(manifest, self.publication.channel, self.device)
         if self.device.type != "cpu":
-            torch.accelerator.synchronize(
-                self.device
-            )  # a pause of vLLM below 0.29 does not wait for kernels
-        model = self.model_runner.get_model()
-        handles = packed_handles(model)
-        try:
-            with set_current_vllm_config(self.vllm_config):
-                if manifest.adapter:
-                    handles = {}  # packed copies are of the model's own weights, which stay
-                    unwritten = take_adapter(
-                        self.model_runner.lora_manager, manifest.adapter, intake
-                    )
-                else:
-                    unwritten = take_weights(model, self.vllm_config, intake)
-        except BaseException:
-            self.publication.leave()  # so that the sender does not wait for its deadline
-            raise
-        renewed = packed_handles(model)
-        receipt = WorkerReceipt(
-            rank=self.publication.rank,
-            bucket_hashes=tuple(intake.hashes),
-            sent_hashes=intake.sent_hashes,
-            loads=dict(intake.loads),
-            unwritten=tuple(unwritten),
-            stale=tuple(name for name, handle in renewed.items() if handles.get(name) is handle),
-        )
+            # A pause of vLLM below 0.29 does not wait for kernels.
+            torch.accelerator.synchronize(self.device)
+        with set_current_vllm_config(self.vllm_config):
+            receipt = self.publication.receive(manifest, self.device, self._load)
         return pickle.dumps(receipt)
 
+    def _load(self, delivery: Delivery) -> LoadReport:
+        if delivery.manifest.adapter is None:
+            return load_model(self.model_runner.get_model(), self.vllm_config, delivery)
+        manager = self.model_runner.lora_manager._adapter_manager
+        return load_adapter(manager, delivery.manifest.adapter, delivery)
 
-def take_weights(model: nn.Module, config: VllmConfig, intake: Intake) -> list[str]:
-    """Let the model's loader read what arrives. Returns the layers that it did not fill."""
+
+def load_model(model: nn.Module, config: VllmConfig, delivery: Delivery) -> LoadReport:
+    """Load the model's weights in place."""
+    packed_before = packed_handles(model)
     begin_reload(model)
-    model.load_weights(intake.tensors())  # pyright: ignore[reportCallIssue]
-    intake.finish()
+    model.load_weights(delivery.tensors())  # pyright: ignore[reportCallIssue]
+    delivery.finish()
     unwritten = unwritten_layers(model)
     finalize_layerwise_reload(model, config.model_config)
     repack_linears(model)
-    return unwritten
+    stale: list[str] = []
+    for name, handle in packed_handles(model).items():
+        if packed_before.get(name) is handle:
+            stale.append(name)
+    return LoadReport(unwritten=unwritten, stale=stale)
 
 
-def take_adapter(worker_manager: Any, settings: dict[str, Any], intake: Intake) -> list[str]:
-    """Serve the adapter that arrives, in place of the previous one. Returns its layers that the
-    engine cannot adapt.
+def load_adapter(manager: Any, settings: dict[str, Any], delivery: Delivery) -> LoadReport:
+    """Serve the adapter that arrives, in place of the previous one.
+
+    `manager` is vLLM's. Unwritten are layers of the adapter that the engine cannot adapt. Nothing
+    is stale: packed copies are of the model's own weights, which stay.
     """
-    tensors = dict(intake.tensors())
-    intake.finish()
-    manager = worker_manager._adapter_manager
+    tensors = dict(delivery.tensors())
+    delivery.finish()
     adapter = LoRAModel.from_lora_tensors(
         ADAPTER_ID,
         tensors,
@@ -129,56 +113,70 @@ def take_adapter(worker_manager: Any, settings: dict[str, Any], intake: Intake) 
     manager.remove_adapter(ADAPTER_ID)
     manager.add_adapter(adapter)
     manager.activate_adapter(ADAPTER_ID)
-    return sorted(adapter.loras.keys() - manager.modules.keys())
+    return LoadReport(unwritten=sorted(adapter.loras.keys() - manager.modules.keys()), stale=())
 
 
 def begin_reload(model: nn.Module) -> None:
-    """Start vLLM's layerwise reload: layers fill up tensor by tensor, and are processed when they
-    are full.
+    """Start vLLM's layerwise reload.
+
+    Layers fill up tensor by tensor, and are processed once they are full.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
-        # clear the counts of an update that failed in the middle of the layer: vLLM would count
-        # these tensors twice, treat the layer as full too early, and drop the remaining tensors
+        # Clear the counts of an update that failed in the middle of the layer: vLLM would count
+        # these tensors twice, treat the layer as full too early, and drop the remaining tensors.
         info.loaded_weights.clear()
         info.load_numel = 0
-        if (method := packed_experts(layer)) is not None:
+        method = packed_experts(layer)
+        if method is not None:
             method.moe_kernel = None  # vLLM packs experts only while it builds their kernel
         if isinstance(layer, ParallelLMHead) and layer.bias is not None:
             # vLLM's loader of Transformers models makes a new bias for each update, which nothing
-            # would count
+            # would count.
             layer._register_bias = lambda: None
     initialize_layerwise_reload(model)
 
 
-def unwritten_layers(model: nn.Module) -> list[str]:
-    """Layers that the update has not filled, with counts. Must be called before the reload is
-    finalised.
+class Unfilled(NamedTuple):
+    """A layer without all new values: ids of its parameters, and its name with counts."""
 
-    vLLM only logs a warning for a layer without new values, and silently completes a partly filled
-    layer. Some elements need no new value: padding of the vocabulary, buffers, elements that vLLM
-    does not count, and a layer that shares its parameters with a filled layer (a tied head).
+    parameters: set[int]
+    description: str
+
+
+def unwritten_layers(model: nn.Module) -> list[str]:
+    """Return the layers that the update has not filled, with counts.
+
+    Must be called before the reload is finalised. vLLM only logs a warning for a layer without new
+    values, and silently completes a partly filled layer. Some elements need no new value: padding
+    of the vocabulary, buffers, elements that vLLM does not count, and a layer that shares its
+    parameters with a filled layer (a tied head).
     """
     filled: set[int] = set()
-    missing: dict[str, tuple[set[int], str]] = {}
+    unfilled: list[Unfilled] = []
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
+        own = list(layer.parameters(recurse=False))
         if not info.can_load():  # filled and processed: its final parameters are back in place
-            filled |= {id(parameter) for parameter in layer.parameters(recurse=False)}
+            filled.update(id(parameter) for parameter in own)
             continue
-        parameters = {id(parameter) for parameter in (info.kernel_tensors or ({}, {}))[0].values()}
-        numel = sum(parameter.numel() for parameter in layer.parameters(recurse=False))
+        parameters: set[int] = set()
+        if info.kernel_tensors:
+            parameters.update(id(parameter) for parameter in info.kernel_tensors[0].values())
+        numel = sum(parameter.numel() for parameter in own)
         expected = min(numel, info.load_numel_total or 0) - vocabulary_padding(layer)
         if info.load_numel >= expected:
             filled |= parameters
         else:
-            missing[name] = parameters, f"{name} ({info.load_numel} of {expected} elements written)"
-    return [text for parameters, text in missing.values() if not parameters <= filled]
+            counts = f"{info.load_numel} of {expected} elements written"
+            unfilled.append(Unfilled(parameters, f"{name} ({counts})"))
+    return [layer.description for layer in unfilled if not layer.parameters <= filled]
 
 
 def vocabulary_padding(layer: nn.Module) -> int:
-    """Number of elements of an embedding or head that belong to no token, because vLLM rounds
-    vocabularies up.
+    """Return the number of elements of an embedding or head that belong to no token.
+
+    vLLM rounds vocabularies up.
     """
     if not isinstance(layer, VocabParallelEmbedding):
         return 0
@@ -187,21 +185,25 @@ def vocabulary_padding(layer: nn.Module) -> int:
 
 
 def packed_handles(model: nn.Module) -> dict[str, Any]:
-    """Layers of a CPU engine with packed weights. The value is the object that the last packing
-    made.
+    """Return the layers of a CPU engine with packed weights.
+
+    The value is the object that the last packing made.
     """
-    handles = {
-        name: getattr(layer, "cpu_linear", expert_kernel(packed_experts(layer)))
-        for name, layer in model.named_modules()
-    }
     unpacked = (None, nn.functional.linear)
-    return {name: handle for name, handle in handles.items() if handle not in unpacked}
+    handles: dict[str, Any] = {}
+    for name, layer in model.named_modules():
+        handle = getattr(layer, "cpu_linear", expert_kernel(packed_experts(layer)))
+        if handle not in unpacked:
+            handles[name] = handle
+    return handles
 
 
 def packed_experts(layer: nn.Module) -> Any:
-    """The object that packs a mixture of experts on a CPU; None for any other layer."""
+    """Return the object that packs a mixture of experts on a CPU; None for any other layer."""
     method = getattr(layer, "quant_method", None)
-    return method if current_platform.is_cpu() and hasattr(method, "moe_kernel") else None
+    if current_platform.is_cpu() and hasattr(method, "moe_kernel"):
+        return method
+    return None
 
 
 def repack_linears(model: nn.Module) -> None:

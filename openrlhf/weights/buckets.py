@@ -1,8 +1,4 @@
-"""Weights for transport: cut into buckets, packed into bytes, hashed, and verified after arrival.
-
-Torch only: the trainer's half (`weights.transport`) and the engine's half
-(`rollout.engine_worker`) both build on this module.
-"""
+"""Buckets: tensors cut into groups of bounded size, packed into bytes, and hashed."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -16,8 +12,8 @@ from torch import Tensor
 T = TypeVar("T")
 ALIGNMENT = 16  # bytes; every tensor starts on this boundary, so any dtype can be viewed in place
 HASH_BLOCK = 2**16  # words of 8 bytes: half a megabyte stays in the cache of a CPU core
-# How many blocks are computed at once. A GPU would wait for thousands of small kernels per GiB if
-# it took them one by one.
+# Number of blocks that are hashed at once. A GPU that hashed one block at a time would launch
+# thousands of small kernels per GiB.
 BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 64}
 
 
@@ -36,13 +32,15 @@ class TensorSpec:
 
 
 Bucket = list[TensorSpec]
+NamedTensor = tuple[str, Tensor]
 
 
 def cut_into_buckets(
     items: Iterable[T], size: Callable[[T], int], bucket_bytes: int
 ) -> list[list[T]]:
-    """Cut `items`, in order, into buckets of at most `bucket_bytes`. A larger item has a bucket of
-    its own.
+    """Cut `items`, in order, into buckets of at most `bucket_bytes`.
+
+    An item that is larger has a bucket of its own.
     """
     buckets: list[list[T]] = []
     room = -1
@@ -56,39 +54,38 @@ def cut_into_buckets(
 
 
 def bucket_nbytes(bucket: Bucket) -> int:
-    """Size of a packed bucket in bytes, a multiple of 16."""
+    """Return the size of a packed bucket in bytes, a multiple of 16."""
     return sum(_aligned(spec.nbytes) for spec in bucket)
 
 
-def pack(bucket: Bucket, tensors: Iterable[tuple[str, Tensor]], buffer: Tensor) -> None:
-    """Copy the tensors, with their names, into `buffer` (uint8), one behind the other, cast to the
-    dtypes of the specs.
+def pack(bucket: Bucket, tensors: Iterable[NamedTensor], buffer: Tensor) -> None:
+    """Copy the tensors into `buffer` (uint8) one after another, cast to the dtypes of the specs.
 
     Raises ValueError if a tensor has another name or shape than its spec, or if there are fewer
     tensors than specs.
     """
     for (spec, view), (name, tensor) in zip(_views(bucket, buffer), tensors, strict=True):
-        if (name, tuple(tensor.shape)) != (spec.name, spec.shape):
-            raise ValueError(
-                f"the manifest has {spec.name} {spec.shape}, the model {name} {tuple(tensor.shape)}"
-            )
+        shape = tuple(tensor.shape)
+        if (name, shape) != (spec.name, spec.shape):
+            raise ValueError(f"the manifest has {spec.name} {spec.shape}, the model {name} {shape}")
         view.copy_(tensor.detach())
 
 
-def unpack(bucket: Bucket, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of every spec; the tensors are views of `buffer` (uint8)."""
+def unpack(bucket: Bucket, buffer: Tensor) -> Iterator[NamedTensor]:
+    """Yield name and tensor of every spec. The tensors are views of `buffer` (uint8)."""
     for spec, view in _views(bucket, buffer):
         yield spec.name, view
 
 
 def bucket_hash(buffer: Tensor) -> int:
-    """64-bit hash of `buffer` (uint8, a multiple of 8 bytes), computed on the device of the buffer.
+    """Return a 64-bit hash of `buffer`, computed on its device.
 
-    H = Σ wᵢ·(xᵢ + xᵢ≫32) mod 2⁶⁴ over words xᵢ of 8 bytes, wᵢ odd and pseudo-random, per block; the
-    hashes of the blocks are hashed again (multilinear family: Carter and Wegman 1979). Every
-    position has a different weight, so the hash detects values that were swapped or shifted, not
-    only changed values. An accident is missed with odds of about 2⁻³¹ per bucket. The weights are
-    constants, so the hash is no defence against an adversary. About 2 GB/s on one CPU core.
+    `buffer` is uint8, a multiple of 8 bytes. H = Σ wᵢ·(xᵢ + xᵢ≫32) mod 2⁶⁴ over words xᵢ of 8
+    bytes, wᵢ odd and pseudo-random, per block; the hashes of the blocks are hashed again
+    (multilinear family: Carter and Wegman 1979). Every position has a different weight, so the hash
+    detects values that were swapped or shifted, not only changed values. An accident is missed with
+    odds of about 2⁻³¹ per bucket. The weights are constants, so the hash is no defence against an
+    adversary. About 2 GB/s on one CPU core.
     """
     words = buffer.view(torch.int64)
     weights = _hash_weights(words.device)
@@ -100,9 +97,10 @@ def bucket_hash(buffer: Tensor) -> int:
 
 def _hash_blocks(words: Tensor, weights: Tensor, blocks_at_once: int) -> Tensor:
     """Return the weighted sum of each block of `words`; the last block may be shorter.
-    `blocks_at_once` changes nothing.
+
+    `blocks_at_once` does not change the result.
     """
-    sums = []
+    sums: list[Tensor] = []
     length = len(words) // HASH_BLOCK * HASH_BLOCK
     if length:
         for blocks in words[:length].view(-1, HASH_BLOCK).split(blocks_at_once):
@@ -114,13 +112,14 @@ def _hash_blocks(words: Tensor, weights: Tensor, blocks_at_once: int) -> Tensor:
 
 
 def _weighted_sums(blocks: Tensor, weights: Tensor) -> Tensor:
-    # The shift brings a word's high half to the low bits: a product modulo 2⁶⁴ forgets high bits.
+    # The shift adds a word's high half to its low half: in a product modulo 2⁶⁴, high bits of a
+    # factor reach high bits of the result only.
     return ((blocks + (blocks >> 32)) * weights).sum(dim=1)
 
 
 @lru_cache(maxsize=8)
 def _hash_weights(device: torch.device) -> Tensor:
-    """The odd weights of a block, the same in every process: the splitmix64 sequence."""
+    """Return the odd weights of a block, the splitmix64 sequence: the same in every process."""
     x = torch.arange(1, HASH_BLOCK + 1, device=device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
         x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * factor
@@ -134,5 +133,6 @@ def _aligned(nbytes: int) -> int:
 def _views(bucket: Bucket, buffer: Tensor) -> Iterator[tuple[TensorSpec, Tensor]]:
     start = 0
     for spec in bucket:
-        yield spec, buffer[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)
+        end = start + spec.nbytes
+        yield spec, buffer[start:end].view(spec.dtype).view(spec.shape)
         start += _aligned(spec.nbytes)

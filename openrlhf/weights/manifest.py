@@ -8,22 +8,18 @@ from openrlhf.weights.buckets import Bucket, TensorSpec, bucket_nbytes, cut_into
 
 
 class PublicationError(UserError, RuntimeError):
-    """A weight version did not reach an engine completely, and is not served. The message says why."""
+    """A weight version did not reach an engine completely, and is not served."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightManifest:
-    """The tensors of a publication, each under its own name. Made by the trainer, used by trainer
-    and engines.
-    """
+    """The tensors of a publication in the order in which they are sent."""
 
     version: int
     specs: tuple[TensorSpec, ...]
     bucket_bytes: int
-    adapter: dict[str, Any] | None = (
-        None  # PEFT's names of an adapter's settings, if the tensors are an adapter's
-    )
+    adapter: dict[str, Any] | None = None  # PEFT's settings, if the tensors are an adapter's
 
     def buckets(self) -> list[Bucket]:
-        """The tensors in buckets, as trainer and engines cut them."""
+        """Return the tensors in buckets, cut in the same way by trainer and engines."""
         return cut_into_buckets(self.specs, lambda spec: bucket_nbytes([spec]), self.bucket_bytes)

@@ -59,14 +59,6 @@ class Engines(Protocol):
     def check(self) -> None: ...
 
 
-class Gather(Protocol):
-    """Wait for calls with a deadline: `cluster.worker_group.gather`."""
-
-    def __call__(
-        self, calls: Sequence[Any], *, timeout_s: float, doing: str, flag: str = ...
-    ) -> list[Any]: ...
-
-
 @dataclass(eq=False, repr=False)
 class WeightPublisher:
     """Publishes the policy's weights to all engines.
@@ -79,7 +71,7 @@ class WeightPublisher:
     _: KW_ONLY
     transport: Transport
     timeout_s: float
-    gather: Gather
+    gather: Callable[..., list[Any]]  # waits for calls: `cluster.worker_group.gather`
     failures: tuple[type[Exception], ...]  # errors of `gather` by which a lost process may show
     check: Callable[[], None] | None = None  # called once, after the first publication
     groups_made: int = field(default=0, init=False)

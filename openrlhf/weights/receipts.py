@@ -1,9 +1,11 @@
-"""Receipts of engine workers, and their verification."""
+"""Receipts of engine workers, and their comparison with what was sent."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from openrlhf.weights.manifest import PublicationError, WeightManifest
+
+NAMED_DIFFERENCES = 8  # in the message of an error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,36 +17,42 @@ class WorkerReceipt:
     sent_hashes: tuple[int, ...]  # from the sender's message after the last bucket
     loads: dict[str, int]  # tensor name → number of times the model's loader got the tensor
     unwritten: tuple[str, ...]  # layers of the engine without all new values, with counts
-    stale: tuple[
-        str, ...
-    ]  # layers that compute with a packed copy of their weights (on a CPU), which is old
+    stale: tuple[str, ...]  # layers that compute with an old packed copy of their weights (CPU)
 
 
 def verify_receipts(
-    manifest: WeightManifest, engine: int, workers: Sequence[WorkerReceipt]
+    manifest: WeightManifest, engine: int, receipts: Sequence[WorkerReceipt]
 ) -> None:
-    """Raise PublicationError, naming the differences, unless each worker uses exactly the weights
-    that were sent.
+    """Raise PublicationError unless each worker uses exactly the weights that were sent.
 
     Checked for each worker: the hash of every bucket, that each tensor was loaded exactly once,
-    that no layer of the engine has old values, and that no packed copy of a weight is old.
+    that no layer of the engine has old values, and that no packed copy of a weight is old. The
+    message names the first differences.
     """
-    if faults := [fault for worker in workers for fault in _faults(manifest, worker)]:
-        raise PublicationError(
-            f"engine {engine} does not hold version {manifest.version}: "
-            + "; ".join(faults[:8])
-            + (f"; and {len(faults) - 8} more differences" if len(faults) > 8 else "")
-        )
+    differences: list[str] = []
+    for receipt in receipts:
+        differences += _differences(manifest, receipt)
+    if not differences:
+        return
+    reasons = "; ".join(differences[:NAMED_DIFFERENCES])
+    unnamed = len(differences) - NAMED_DIFFERENCES
+    if unnamed > 0:
+        reasons += f"; and {unnamed} more differences"
+    raise PublicationError(f"engine {engine} does not hold version {manifest.version}: {reasons}")
 
 
-def _faults(manifest: WeightManifest, worker: WorkerReceipt) -> Iterator[str]:
-    where = f"worker {worker.rank}"
-    for i, (ours, theirs) in enumerate(zip(worker.sent_hashes, worker.bucket_hashes, strict=True)):
-        if ours != theirs:
-            yield f"{where} has hash {theirs:#x} for bucket {i}, sent was {ours:#x}"
+def _differences(manifest: WeightManifest, receipt: WorkerReceipt) -> Iterator[str]:
+    worker = f"worker {receipt.rank}"
+    hashes = zip(receipt.sent_hashes, receipt.bucket_hashes, strict=True)
+    for bucket, (sent, arrived) in enumerate(hashes):
+        if sent != arrived:
+            yield f"{worker} has hash {arrived:#x} for bucket {bucket}, sent was {sent:#x}"
     expected = {spec.name: 1 for spec in manifest.specs}
-    for name in expected | worker.loads:
-        if (times := worker.loads.get(name, 0)) != expected.get(name, 0):
-            yield f"{where} loaded {name} {times} times"
-    yield from (f"{where} has old values in {layer}" for layer in worker.unwritten)
-    yield from (f"{where} did not re-pack {layer}" for layer in worker.stale)
+    for name in expected | receipt.loads:
+        times = receipt.loads.get(name, 0)
+        if times != expected.get(name, 0):
+            yield f"{worker} loaded {name} {times} times"
+    for layer in receipt.unwritten:
+        yield f"{worker} has old values in {layer}"
+    for layer in receipt.stale:
+        yield f"{worker} did not repack {layer}"

@@ -1,20 +1,22 @@
-"""The engine's half of a publication."""
+"""The receiver: the engine's half of a publication, in each worker of an engine.
+
+It knows nothing of vLLM: the loader is handed to it. It must never import DeepSpeed.
+"""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from openrlhf.weights.buckets import bucket_hash, bucket_nbytes, unpack
+from openrlhf.weights.buckets import NamedTensor, bucket_hash, bucket_nbytes, unpack
 from openrlhf.weights.manifest import WeightManifest
-from openrlhf.weights.transport import Channel
+from openrlhf.weights.receipts import WorkerReceipt
+from openrlhf.weights.transport import Channel, Membership
 
 
-class Intake:
-    """Receives a publication while the model's loader consumes the tensors, and counts the consumed
-    tensors.
-    """
+class Delivery:
+    """The tensors of a publication as they arrive, counted as the model's loader reads them."""
 
     def __init__(self, manifest: WeightManifest, channel: Channel, device: torch.device) -> None:
         self.manifest = manifest
@@ -25,8 +27,8 @@ class Intake:
         self.loads: Counter[str] = Counter()
         self._stream = self._receive()
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of every announced weight, counted when the loader asks for it."""
+    def tensors(self) -> Iterator[NamedTensor]:
+        """Yield name and tensor of every weight, counted when the loader requests it."""
         for name, tensor in self._stream:
             self.loads[name] += 1
             yield name, tensor
@@ -35,17 +37,55 @@ class Intake:
         """Receive the tensors that the loader did not read, and then the sender's hashes."""
         for _ in self._stream:
             pass
-        theirs = torch.empty(8 * len(self.hashes), dtype=torch.uint8, device=self.channel.device)
-        self.channel.receive(theirs)
-        self.sent_hashes = tuple(theirs.view(torch.int64).tolist())
+        sent = torch.empty(8 * len(self.hashes), dtype=torch.uint8, device=self.channel.device)
+        self.channel.receive(sent)
+        self.sent_hashes = tuple(sent.view(torch.int64).tolist())
 
-    def _receive(self) -> Iterator[tuple[str, Tensor]]:
+    def _receive(self) -> Iterator[NamedTensor]:
         for bucket in self.manifest.buckets():
-            # a new buffer for each bucket: vLLM keeps views of it until the last tensor of a layer
-            # has come
-            buffer = torch.empty(
-                bucket_nbytes(bucket), dtype=torch.uint8, device=self.channel.device
-            )
+            # A new buffer for each bucket: vLLM keeps views of it until the last tensor of a layer
+            # has arrived.
+            nbytes = bucket_nbytes(bucket)
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.channel.device)
             self.channel.receive(buffer)
             self.hashes.append(bucket_hash(buffer))
             yield from unpack(bucket, buffer.to(self.device))
+
+
+class LoadReport(NamedTuple):
+    """Layers of the model that a loader did not fill, and layers with an old packed copy."""
+
+    unwritten: Sequence[str]
+    stale: Sequence[str]
+
+
+class WeightReceiver(Membership):
+    """Receives publications in one worker of an engine."""
+
+    def receive(
+        self,
+        manifest: WeightManifest,
+        device: torch.device,
+        load: Callable[[Delivery], LoadReport],
+    ) -> WorkerReceipt:
+        """Let `load` read the tensors on `device`, and return the receipt.
+
+        `load` reads `Delivery.tensors` and then calls `Delivery.finish`. If it raises, the receiver
+        leaves the group, so that the sender does not wait for its deadline.
+        """
+        if self.channel is None:
+            raise RuntimeError("this engine is in no weight group: join one first")
+        delivery = Delivery(manifest, self.channel, device)
+        try:
+            report = load(delivery)
+        except BaseException:
+            self.leave()
+            raise
+        return WorkerReceipt(
+            rank=self.rank,
+            bucket_hashes=tuple(delivery.hashes),
+            sent_hashes=delivery.sent_hashes,
+            loads=dict(delivery.loads),
+            unwritten=tuple(report.unwritten),
+            stale=tuple(report.stale),
+        )

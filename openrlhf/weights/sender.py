@@ -1,20 +1,19 @@
-"""The trainer's half of a publication."""
+"""The sender: the trainer's half of a publication."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import torch
-from torch import Tensor
 
-from openrlhf.weights.buckets import bucket_hash, bucket_nbytes, pack
+from openrlhf.weights.buckets import NamedTensor, bucket_hash, bucket_nbytes, pack
 from openrlhf.weights.manifest import PublicationError, WeightManifest
 from openrlhf.weights.transport import Channel, Membership
 
 
 class WeightSender(Membership):
-    """The trainer's half of a publication: sends tensors to the engines, bucket by bucket."""
+    """Sends tensors to the engines, bucket by bucket."""
 
-    def send(self, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def send(self, manifest: WeightManifest, tensors: Iterable[NamedTensor]) -> None:
         """Send `tensors` (name, full tensor) in the manifest's order, each read before the next.
 
         Raises PublicationError if a member is lost, and ValueError if the tensors differ from the
@@ -26,23 +25,25 @@ class WeightSender(Membership):
                 f"version {manifest.version} cannot be sent: the sender has not joined a group"
             )
         try:
-            hashes = tuple(self._send_buckets(self.channel, manifest, iter(tensors)))
+            hashes = list(_send_buckets(self.channel, manifest, iter(tensors)))
             self.channel.send(torch.tensor(hashes, device=self.channel.device).view(torch.uint8))
         except BaseException:
             self.leave()
             raise
 
-    def _send_buckets(
-        self, channel: Channel, manifest: WeightManifest, stream: Iterator[tuple[str, Tensor]]
-    ) -> Iterator[int]:
-        buckets = manifest.buckets()
-        buffer = torch.empty(
-            max(map(bucket_nbytes, buckets)), dtype=torch.uint8, device=channel.device
-        )
-        for bucket in buckets:
-            packed = buffer[: bucket_nbytes(bucket)]
-            pack(bucket, islice(stream, len(bucket)), packed)
-            yield bucket_hash(packed)
-            channel.send(packed)
-        if (extra := next(stream, None)) is not None:
-            raise ValueError(f"the model has {extra[0]}, which is not in the manifest")
+
+def _send_buckets(
+    channel: Channel, manifest: WeightManifest, stream: Iterator[NamedTensor]
+) -> Iterator[int]:
+    """Send each bucket through the same buffer, and yield its hash."""
+    buckets = manifest.buckets()
+    largest = max(bucket_nbytes(bucket) for bucket in buckets)
+    buffer = torch.empty(largest, dtype=torch.uint8, device=channel.device)
+    for bucket in buckets:
+        packed = buffer[: bucket_nbytes(bucket)]
+        pack(bucket, islice(stream, len(bucket)), packed)
+        yield bucket_hash(packed)
+        channel.send(packed)
+    extra = next(stream, None)
+    if extra is not None:
+        raise ValueError(f"the model has {extra[0]}, which is not in the manifest")

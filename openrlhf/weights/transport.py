@@ -1,9 +1,9 @@
-"""Transport of weights from trainer to engines: the channel of both halves, and the sender.
+"""Transports: how bytes travel from senders to engine workers.
 
 Senders and all engine workers form one group, outside torch's default group. Broadcasts have one
 sender, trainer rank 0: gloo between CPU processes, NCCL between different GPUs. With CUDA IPC every
-trainer rank sends to the engine worker on its own GPU. Only gloo has been run so far. NCCL and CUDA
-IPC are written from torch's sources; their tests have the marker `gpu` and need a machine with
+trainer rank sends to the engine worker on its own GPU. Only gloo and, with one rank, CUDA IPC have
+been run so far. NCCL is written from torch's sources; its test has the marker `gpu` and needs two
 GPUs.
 """
 
@@ -11,7 +11,7 @@ import os
 import pickle
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,54 +27,68 @@ Transport = Literal["gloo", "nccl", "ipc"]
 
 @dataclass(frozen=True, kw_only=True)
 class WeightGroup:
-    """The members of a weight sync and their meeting point: `host:port` of rank 0. The first ranks
-    are the `senders`.
+    """The members of a weight group, and the address `host:port` of rank 0, where they meet.
+
+    The first ranks of the group are the senders.
     """
 
     host: str
     port: int
     world_size: int
     transport: Transport
-    name: str  # a fresh one for every group: a failed group's messages must not reach the next
+    name: str  # new for every group: a failed group's messages must not reach the next one
     timeout_s: float = 120.0
     senders: tuple[int, ...] = (0,)  # their ranks among the policy's processes
 
 
-def _meet(group: WeightGroup, rank: int) -> Store:
-    timeout = timedelta(seconds=group.timeout_s)
-    keys = {member: f"joined/{member}" for member in range(group.world_size)}
-    open_store = host_store if rank == 0 else join_store
-    try:
-        tcp = open_store(group.host, group.port, timeout=timeout)
-    except RuntimeError as error:
-        role = "listen" if rank == 0 else "reach the trainer"
-        raise _broken(
-            group, f"rank {rank} could not {role} at {group.host}:{group.port}", error
-        ) from error
-    store = PrefixStore(group.name, tcp)
-    store.set(keys[rank], "")
-    try:
-        store.wait(list(keys.values()), timeout)
-    except RuntimeError as error:
-        raise _broken(group, _absent(store, keys, group.timeout_s), error) from error
-    return store
+class Channel(Protocol):
+    """A member's end of a weight group.
+
+    Its calls block until the bytes have moved, or raise PublicationError. Each `send` of a sender
+    is a `receive` of its receivers, with a buffer of the same size.
+    """
+
+    device: torch.device  # of the buffers
+
+    def send(self, buffer: Tensor) -> None: ...
+    def receive(self, buffer: Tensor) -> None: ...
+    def close(self) -> None: ...
 
 
-def _absent(store: Store, keys: dict[int, str], timeout_s: float) -> str:
-    try:
-        missing = [member for member, key in keys.items() if not store.check([key])]
-    except RuntimeError:
-        return "the trainer gave up or died before all members had joined"
-    return f"ranks {missing} did not join within {timeout_s:g} s"
+def join_group(group: WeightGroup, rank: int) -> Channel:
+    """Meet the other members of the group.
+
+    Raises PublicationError after `timeout_s`, naming the absent members.
+    """
+    store = _meet(group, rank)
+    if group.transport == "ipc":
+        return IpcChannel(store, group)
+    return BroadcastChannel(store, group, rank)
 
 
-def _broken(group: WeightGroup, what: str, error: Exception) -> PublicationError:
-    return PublicationError(
-        f"weight group {group.name} ({group.transport}): {what}: {str(error).splitlines()[0]}"
-    )
+class Membership:
+    """A process's place in weight groups, one after another."""
+
+    channel: Channel | None = None  # None: in no group
+    rank: int
+
+    def join(self, group: WeightGroup, rank: int = 0) -> None:
+        """Leave the previous group and meet the other members of a new one.
+
+        Blocks until all members have joined.
+        """
+        self.leave()
+        self.channel = join_group(group, rank)
+        self.rank = rank
+
+    def leave(self) -> None:
+        """Close the channel, if there is one. The other members notice the closed channel."""
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
 
 
-class _BroadcastChannel:
+class BroadcastChannel:
     """Broadcast from rank 0, over a gloo or NCCL process group outside torch's default group."""
 
     def __init__(self, store: Store, group: WeightGroup, rank: int) -> None:
@@ -83,47 +97,52 @@ class _BroadcastChannel:
         self.device = torch.device("cuda" if self.on_gpu else "cpu")
         self.store = store  # rank 0 hosts it: it must live as long as the group
         self.backend: Any = None  # torch's Backend; None after `close`
-        timeout = timedelta(seconds=group.timeout_s)
-        if self.on_gpu:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            # The watchdog of an NCCL group ends the whole process if a member is lost. A group made
-            # with this variable has no watchdog: `wait` raises an error, also after the timeout.
-            # Other groups keep the watchdog: blocking waits are slow.
-            before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0")
-            os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-            try:
-                self.backend = dist.ProcessGroupNCCL(store, rank, group.world_size, options)
-            except RuntimeError as error:
-                raise _broken(group, "the group could not be formed", error) from error
-            finally:
-                os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
-        else:
-            try:
+        try:
+            if self.on_gpu:
+                self.backend = _nccl_backend(store, group, rank)
+            else:
+                timeout = timedelta(seconds=group.timeout_s)
                 self.backend = dist.ProcessGroupGloo(store, rank, group.world_size, timeout)
-            except RuntimeError as error:
-                raise _broken(group, "a member left while the group formed", error) from error
+        except RuntimeError as error:
+            raise _broken(group, "the group did not form", error) from error
 
     def send(self, buffer: Tensor) -> None:
+        """Broadcast the bytes from rank 0, the root by default."""
         try:
-            self.backend.broadcast(
-                [buffer], dist.BroadcastOptions()
-            ).wait()  # by default from rank 0
+            self.backend.broadcast([buffer], dist.BroadcastOptions()).wait()
         except RuntimeError as error:
-            raise _broken(self.group, "a member died, or did not answer in time", error) from error
+            what = "a member died, or did not answer in time"
+            raise _broken(self.group, what, error) from error
 
     receive = send  # a broadcast is one call on all sides
 
     def close(self) -> None:
+        """Leave the group."""
         if self.on_gpu:
             self.backend.abort()
-        self.backend = None  # gloo closes its sockets, by which the others notice, only when nothing refers to them
+        # Gloo closes its sockets, by which the other members notice, once nothing refers to them.
+        self.backend = None
 
 
-class _IpcChannel:
-    """Gives the worker on this GPU a handle to the sender's memory. The worker copies the memory
-    and confirms it.
+def _nccl_backend(store: Store, group: WeightGroup, rank: int) -> Any:
+    """Return an NCCL group without a watchdog.
+
+    The watchdog of an NCCL group ends the whole process if a member is lost. A group that is made
+    with TORCH_NCCL_BLOCKING_WAIT has no watchdog: `wait` raises an error, also after the timeout.
+    Other groups of the process keep their watchdog, because blocking waits are slow.
     """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=group.timeout_s)
+    before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0")
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+    try:
+        return dist.ProcessGroupNCCL(store, rank, group.world_size, options)
+    finally:
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
+
+
+class IpcChannel:
+    """Hands the memory of a sender to the worker on the same GPU, which copies and confirms it."""
 
     def __init__(self, store: Store, group: WeightGroup) -> None:
         self.group = group
@@ -133,6 +152,7 @@ class _IpcChannel:
         self.messages = 0
 
     def send(self, buffer: Tensor) -> None:
+        """Offer the buffer, and wait until the worker has copied it."""
         torch.cuda.synchronize(self.device)
         key = self._next_key()
         self.store.set(key, pickle.dumps(reduce_tensor(buffer)))
@@ -141,15 +161,20 @@ class _IpcChannel:
         self.store.delete_key(f"{key}/copied")
 
     def receive(self, buffer: Tensor) -> None:
+        """Copy the sender's buffer into `buffer`."""
         key = self._next_key()
         self._wait(key)
         rebuild, arguments = pickle.loads(self.store.get(key))
-        # argument 6 is the GPU's number, which may be another in each process
+        # Argument 6 is the GPU's number, which may differ between processes.
         shared = rebuild(*arguments[:6], self.device.index, *arguments[7:])
         buffer.copy_(shared)
         torch.cuda.synchronize(self.device)
         del shared
         self.store.set(f"{key}/copied", "")
+
+    def close(self) -> None:
+        """Free the memory that the worker no longer uses."""
+        torch.cuda.ipc_collect()
 
     def _next_key(self) -> str:
         self.messages += 1
@@ -162,37 +187,40 @@ class _IpcChannel:
             what = f"no answer from the other process on GPU {self.uuid}"
             raise _broken(self.group, what, error) from error
 
-    def close(self) -> None:
-        torch.cuda.ipc_collect()
+
+def _meet(group: WeightGroup, rank: int) -> Store:
+    """Return the group's store, once all members have connected to it."""
+    timeout = timedelta(seconds=group.timeout_s)
+    if rank == 0:
+        open_store = host_store
+        role = "listen"
+    else:
+        open_store = join_store
+        role = "reach the trainer"
+    try:
+        tcp = open_store(group.host, group.port, timeout=timeout)
+    except RuntimeError as error:
+        what = f"rank {rank} could not {role} at {group.host}:{group.port}"
+        raise _broken(group, what, error) from error
+    store = PrefixStore(group.name, tcp)
+    keys = [f"joined/{member}" for member in range(group.world_size)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        raise _broken(group, _absent(store, keys, group.timeout_s), error) from error
+    return store
 
 
-# A member's end. Its calls block until the bytes have moved, or raise PublicationError.
-Channel = _BroadcastChannel | _IpcChannel
+def _absent(store: Store, keys: list[str], timeout_s: float) -> str:
+    """Return which members have not joined."""
+    try:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError:
+        return "the trainer gave up or died before all members had joined"
+    return f"ranks {missing} did not join within {timeout_s:g} s"
 
 
-def join_group(group: WeightGroup, rank: int) -> Channel:
-    """Meet the other members. Raises PublicationError after `timeout_s`, naming the absent members."""
-    store = _meet(group, rank)
-    if group.transport == "ipc":
-        return _IpcChannel(store, group)
-    return _BroadcastChannel(store, group, rank)
-
-
-class Membership:
-    """A process's place in weight groups, one after the other."""
-
-    channel: Channel | None = None  # None: in no group
-    rank: int
-
-    def join(self, group: WeightGroup, rank: int = 0) -> None:
-        """Leave the previous group and meet the other members of a new one. Blocks until all
-        members have come.
-        """
-        self.leave()
-        self.channel, self.rank = join_group(group, rank), rank
-
-    def leave(self) -> None:
-        """Close the channel, if there is one. The other members notice the closed channel."""
-        if self.channel is not None:
-            self.channel.close()
-            self.channel = None
+def _broken(group: WeightGroup, what: str, error: Exception) -> PublicationError:
+    reason = str(error).splitlines()[0]
+    return PublicationError(f"weight group {group.name} ({group.transport}): {what}: {reason}")

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -26,8 +26,9 @@ from openrlhf.training.averaging import WeightAverage
 from openrlhf.training.devices import free_port
 from openrlhf.training.engine import Metrics
 from openrlhf.training.strategy import Strategy
-from openrlhf.training.whole import trained_tensors, whole_tensors
-from openrlhf.weights.buckets import TensorSpec
+from openrlhf.training.whole import Whole, trained_tensors, whole_tensors
+from openrlhf.weights.buckets import NamedTensor
+from openrlhf.weights.encoders import Encoder
 from openrlhf.weights.manifest import WeightManifest
 from openrlhf.weights.sender import WeightSender
 from openrlhf.weights.transport import WeightGroup
@@ -253,32 +254,27 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         """
         if version is not None:
             self.version = version
-        adapter: dict[str, Any] | None = None
-        tensors = whole_tensors(self.engine.hf)
-        if self.served_adapter:
-            adapter = scale_settings(self.served_adapter)
-            tensors = trained_tensors(self.engine.hf)
-        dtype = DTYPES[self.config.vllm.dtype]
-        specs: list[TensorSpec] = []
-        for tensor in tensors:
-            blank = torch.empty(tensor.shape, device="meta")
-            for name, stored in self._stored(tensor.name, blank):
-                specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(stored.shape)))
-        return WeightManifest(
+        return self._encoder().manifest(
             version=self.version,
-            specs=tuple(specs),
+            dtype=DTYPES[self.config.vllm.dtype],
             bucket_bytes=self.bucket_bytes,
-            adapter=adapter,
         )
 
-    def _stored(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    def _encoder(self) -> Encoder:
+        """Return the encoder of publications: of the served adapter, or else of the whole model."""
+        model = self.engine.hf
         if self.served_adapter:
-            return [(stored_name(name), tensor)]
-        return stored_tensors(self.engine.hf, name, tensor)
-
-    def _all_stored(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in stream:
-            yield from self._stored(name, tensor)
+            return Encoder(
+                blanks=blanks_of(trained_tensors(model)),
+                gathered=self.engine.exported_parameters,
+                stored=lambda name, tensor: [(stored_name(name), tensor)],
+                adapter=scale_settings(self.served_adapter),
+            )
+        return Encoder(
+            blanks=blanks_of(whole_tensors(model)),
+            gathered=self.engine.full_parameters,
+            stored=partial(stored_tensors, model),
+        )
 
     def weight_address(self) -> tuple[str, int]:
         """Return the address and port at which rank 0 will wait for the engines."""
@@ -292,15 +288,18 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
 
     def send_weights(self, manifest: WeightManifest) -> None:
         """Send the weights to the engines. Collective: every rank helps to gather the weights."""
-        if self.served_adapter:
-            buckets = self.engine.exported_parameters(manifest.bucket_bytes)
-        else:
-            buckets = self.engine.full_parameters(manifest.bucket_bytes)
-        stream = chain.from_iterable(buckets)
+        encoder = self._encoder()
+        stream = chain.from_iterable(encoder.gathered(manifest.bucket_bytes))
         if self.sender.channel:
-            self.sender.send(manifest, self._all_stored(stream))
+            self.sender.send(manifest, encoder.encode(stream))
         for _ in stream:  # the ranks that send nothing, and what the sender did not read
             pass
+
+
+def blanks_of(tensors: Iterable[Whole]) -> Iterator[NamedTensor]:
+    """Yield each tensor's name, and its shape as an empty tensor on the meta device."""
+    for tensor in tensors:
+        yield tensor.name, torch.empty(tensor.shape, device="meta")
 
 
 @torch.no_grad()

@@ -50,9 +50,8 @@ def publish(fault):
         get_model=lambda: manager.model, lora_manager=SimpleNamespace(_adapter_manager=manager)
     )
     receive = lambda buffer: buffer.copy_(sent.pop(0))
-    worker.publication = SimpleNamespace(
-        channel=SimpleNamespace(device="cpu", receive=receive), rank=1, leave=lambda: None
-    )
+    worker.publication.channel = SimpleNamespace(device="cpu", receive=receive)
+    worker.publication.rank = 1
     unpack = receiver.unpack
     if fault == "tensor":
         receiver.unpack = lambda *of: (item for item in unpack(*of) if "layers.1" not in item[0])

@@ -78,10 +78,9 @@ class FaultyEngine(RolloutEngine):
     async def sabotage(self, fault: str) -> None:
         """Let every update go wrong in one way, until `repair`."""
         from openrlhf.rollout import engine_worker
-        from openrlhf.weights import receiver
-        from openrlhf.weights import transport as weight_sync
+        from openrlhf.weights import receiver, transport
 
-        channel = weight_sync._BroadcastChannel
+        channel = transport.BroadcastChannel
         self.originals = channel.receive, receiver.unpack, engine_worker.repack_linears
         receive, unpack, _ = self.originals
 
@@ -110,10 +109,9 @@ class FaultyEngine(RolloutEngine):
 
     async def repair(self) -> None:
         from openrlhf.rollout import engine_worker
-        from openrlhf.weights import receiver
-        from openrlhf.weights import transport as weight_sync
+        from openrlhf.weights import receiver, transport
 
-        channel = weight_sync._BroadcastChannel
+        channel = transport.BroadcastChannel
         channel.receive, receiver.unpack, engine_worker.repack_linears = self.originals
 
     async def poison(self) -> None:
@@ -553,7 +551,7 @@ class TestFailedPublication:
             ("double", "weight_loader" if Version("0.25") <= VLLM else "loaded .* 2 times"),
             pytest.param(
                 "no re-packing",
-                "did not re-pack lm_head",
+                "repack lm_head",
                 marks=pytest.mark.skipif(
                     Version("0.28") > VLLM, reason="there a tied head is the embeddings themselves"
                 ),

@@ -25,7 +25,7 @@ from openrlhf.rollout.engine import EngineError, RolloutEngine
 from openrlhf.rollout.engine_settings import EngineSettings
 from openrlhf.rollout.fleet import Fleet, Member
 from openrlhf.rollout.sampling import SamplingParams
-from openrlhf.trainers.engine_check import EngineCheck, Probe
+from openrlhf.trainers.engine_comparison import EngineComparison, Probe
 from openrlhf.training.layout import RankLayout
 from openrlhf.weights.manifest import PublicationError
 from openrlhf.weights.publisher import WeightPublisher
@@ -115,7 +115,7 @@ def test_engine_check_fails_for_different_weights_and_passes_for_published_ones(
 ) -> None:
     params = SamplingParams(temperature=TEMPERATURE, max_tokens=8, ignore_eos=True)
     probe = Probe(prompts=[[5, 6, 7], [9, 11, 20, 8, 40]], params=params, tolerance=0.01)
-    check = EngineCheck(policy=stack.policy, fleet=stack.fleet, probe=probe, timeout_s=300)
+    check = EngineComparison(policy=stack.policy, fleet=stack.fleet, probe=probe, timeout_s=300)
     with pytest.raises(PublicationError, match=r"engine 0 .* nats"):
         check.run()
     publisher = stack.publisher

@@ -1,4 +1,4 @@
-"""Buckets: both halves cut alike, bytes survive, and a receipt that differs anywhere is refused."""
+"""Buckets: how tensors are cut, packed, unpacked and hashed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from openrlhf.weights.buckets import (
     pack,
     unpack,
 )
-from openrlhf.weights.manifest import PublicationError, WeightManifest
-from openrlhf.weights.receipts import WorkerReceipt, verify_receipts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8)
 SPECS = st.lists(
@@ -34,7 +32,7 @@ SPECS = st.lists(
 
 
 def reference_hash(data: bytes) -> int:
-    """The formula of `bucket_hash` with Python's integers."""
+    """Compute the formula of `bucket_hash` with Python's integers."""
 
     def weight(i: int) -> int:
         x = (i + 1) * 0x9E3779B97F4A7C15 % 2**64
@@ -65,30 +63,28 @@ def plan_buckets(specs: list[TensorSpec], limit: int) -> list[list[TensorSpec]]:
 
 class TestPlan:
     @given(SPECS, st.integers(0, 600))
-    def test_every_tensor_is_in_one_bucket_in_order_and_no_bucket_is_too_large(self, specs, limit):
+    def test_each_tensor_is_in_one_bucket_in_order_and_no_bucket_exceeds_the_limit(
+        self, specs, limit
+    ):
         buckets = plan_buckets(specs, limit)
         assert [spec for bucket in buckets for spec in bucket] == specs
         assert all(len(bucket) == 1 or bucket_nbytes(bucket) <= limit for bucket in buckets)
 
-    def test_neighbours_share_a_bucket_while_there_is_room(self):
-        specs = [
-            TensorSpec(name=n, dtype=torch.float32, shape=(4,)) for n in "abcde"
-        ]  # 16 bytes each
+    def test_neighbors_share_a_bucket_up_to_the_limit(self):
+        # 16 bytes each
+        specs = [TensorSpec(name=n, dtype=torch.float32, shape=(4,)) for n in "abcde"]
         assert [len(bucket) for bucket in plan_buckets(specs, 32)] == [2, 2, 1]
 
-    def test_a_tensor_larger_than_a_bucket_travels_alone(self):
+    def test_tensor_larger_than_the_limit_has_its_own_bucket(self):
         sizes = {"a": 1, "b": 100, "c": 1}
         specs = [TensorSpec(name=n, dtype=torch.float32, shape=(k,)) for n, k in sizes.items()]
-        assert [[s.name for s in bucket] for bucket in plan_buckets(specs, 64)] == [
-            ["a"],
-            ["b"],
-            ["c"],
-        ]
+        buckets = plan_buckets(specs, 64)
+        assert [[spec.name for spec in bucket] for bucket in buckets] == [["a"], ["b"], ["c"]]
 
 
 class TestPacking:
     @given(SPECS)
-    def test_what_was_packed_comes_out_again(self, specs):
+    def test_unpack_returns_the_packed_tensors(self, specs):
         tensors = [torch.randn(spec.shape).mul(9).to(spec.dtype) for spec in specs]
         buffer = torch.empty(bucket_nbytes(specs), dtype=torch.uint8)
         pack(specs, zip([spec.name for spec in specs], tensors, strict=True), buffer)
@@ -96,7 +92,7 @@ class TestPacking:
         assert list(out) == [spec.name for spec in specs]
         assert all(torch.equal(out[s.name], t) for s, t in zip(specs, tensors, strict=True))
 
-    def test_a_tensor_is_cast_to_the_dtype_of_its_spec(self):
+    def test_pack_casts_to_the_dtype_of_the_spec(self):
         bucket = [TensorSpec(name="w", dtype=torch.bfloat16, shape=(2,))]
         buffer = torch.empty(bucket_nbytes(bucket), dtype=torch.uint8)
         pack(bucket, [("w", torch.tensor([1.0, 1.001], requires_grad=True))], buffer)
@@ -104,7 +100,7 @@ class TestPacking:
         assert out.dtype is torch.bfloat16 and out.tolist() == [1.0, 1.0]
 
     @pytest.mark.parametrize(("name", "size"), [("w", 1), ("v", 4)])
-    def test_a_tensor_of_another_name_or_shape_is_refused_not_broadcast(self, name, size):
+    def test_pack_refuses_another_name_or_shape(self, name, size):
         bucket = [TensorSpec(name="w", dtype=torch.float32, shape=(4,))]
         with pytest.raises(
             ValueError, match=rf"the manifest has w \(4,\), the model {name} \({size},\)"
@@ -112,7 +108,7 @@ class TestPacking:
             pack(bucket, [(name, torch.zeros(size))], torch.empty(16, dtype=torch.uint8))
 
     @pytest.mark.parametrize("count", [0, 2])
-    def test_a_tensor_too_few_or_too_many_is_refused(self, count):
+    def test_pack_refuses_another_number_of_tensors(self, count):
         bucket = [TensorSpec(name="w", dtype=torch.float32, shape=(4,))]
         with pytest.raises(ValueError, match="zip"):
             pack(bucket, [("w", torch.zeros(4))] * count, torch.empty(16, dtype=torch.uint8))
@@ -121,21 +117,21 @@ class TestPacking:
 class TestHash:
     @settings(max_examples=30, deadline=None)
     @given(st.binary(max_size=400).map(lambda data: data[: len(data) // 8 * 8]))
-    def test_is_the_formula(self, data):
+    def test_equals_the_formula(self, data):
         assert bucket_hash(torch.tensor(list(data), dtype=torch.uint8)) == reference_hash(data)
 
-    def test_is_the_formula_over_several_blocks(self):
+    def test_equals_the_formula_over_several_blocks(self):
         data = random_bytes(8 * (2 * HASH_BLOCK + 3))
         assert bucket_hash(data) == reference_hash(data.numpy().tobytes())
 
     @pytest.mark.parametrize("at_once", [1, 2, 64])
-    def test_how_many_blocks_a_device_computes_at_once_changes_nothing(self, monkeypatch, at_once):
+    def test_does_not_depend_on_the_number_of_blocks_computed_at_once(self, monkeypatch, at_once):
         data = random_bytes(8 * (5 * HASH_BLOCK + 3))
         expected = bucket_hash(data)
         monkeypatch.setitem(BLOCKS_AT_ONCE, "cpu", at_once)
         assert bucket_hash(data) == expected
 
-    def test_any_flipped_bit_is_noticed(self):
+    def test_changes_with_any_flipped_bit(self):
         data = random_bytes(64)
         before = bucket_hash(data)
         for i in range(64 * 8):
@@ -143,9 +139,10 @@ class TestHash:
             assert bucket_hash(data) != before
             data[i // 8] ^= 1 << i % 8
 
-    def test_negating_two_values_is_noticed(self):
-        """Sign bits of odd values are the words' highest bits: without the shift, two would cancel
-        out.
+    def test_changes_when_two_values_are_negated(self):
+        """Sign bits of odd values are the highest bits of words.
+
+        Without the shift, two of them would cancel out.
         """
         values = torch.randn(64)
         before = bucket_hash(values.view(torch.uint8))
@@ -155,62 +152,19 @@ class TestHash:
             assert bucket_hash(changed.view(torch.uint8)) != before
 
     @pytest.mark.parametrize("size", [4096, 8 * (HASH_BLOCK + 512)])
-    def test_swapped_and_shifted_values_are_noticed(self, size):
+    def test_changes_when_values_are_swapped_or_shifted(self, size):
         data = random_bytes(size)
         swapped = data.clone()
-        swapped[:8], swapped[-8:] = data[-8:], data[:8]
+        swapped[:8] = data[-8:]
+        swapped[-8:] = data[:8]
         halves = torch.cat([data[size // 2 :], data[: size // 2]])
         hashes = [bucket_hash(d) for d in (data, swapped, halves, data.roll(8), data.roll(1))]
         assert len(set(hashes)) == 5
 
-    def test_hashes_of_similar_buckets_differ(self):
+    def test_differs_between_2000_similar_buckets(self):
         data = random_bytes(1024)
         hashes = set()
         for i in range(2000):
             data[i % 1024] += 1
             hashes.add(bucket_hash(data))
         assert len(hashes) == 2000
-
-
-MANIFEST = WeightManifest(
-    version=3,
-    specs=tuple(TensorSpec(name=n, dtype=torch.float32, shape=(4,)) for n in ("a", "b")),
-    bucket_bytes=16,
-)
-GOOD = WorkerReceipt(
-    rank=1,
-    bucket_hashes=(11, -12),
-    sent_hashes=(11, -12),
-    loads={"a": 1, "b": 1},
-    unwritten=(),
-    stale=(),
-)
-
-
-class TestReceipt:
-    def test_a_receipt_that_agrees_is_accepted(self):
-        verify_receipts(MANIFEST, 0, (GOOD, replace(GOOD, rank=2)))
-
-    @pytest.mark.parametrize(
-        ("difference", "message"),
-        [
-            ({"bucket_hashes": (11, 12)}, "worker 2 has hash 0xc for bucket 1, sent was -0xc"),
-            ({"bucket_hashes": (-12, 11)}, "for bucket 0"),
-            ({"loads": {"a": 1}}, "worker 2 loaded b 0 times"),
-            ({"loads": {"a": 2, "b": 1}}, "worker 2 loaded a 2 times"),
-            ({"loads": {"a": 1, "b": 1, "c": 1}}, "worker 2 loaded c 1 times"),
-            ({"unwritten": ("qkv (4 of 12)",)}, r"worker 2 has old values in qkv \(4 of 12\)"),
-            ({"stale": ("lm_head",)}, "worker 2 did not re-pack lm_head"),
-        ],
-    )
-    def test_one_worker_that_differs_is_named_with_its_difference(self, difference, message):
-        bad = replace(GOOD, rank=2, **difference)
-        with pytest.raises(
-            PublicationError, match=f"engine 7 does not hold version 3: .*{message}"
-        ):
-            verify_receipts(MANIFEST, 7, (GOOD, bad))
-
-    def test_a_long_list_of_differences_is_cut(self):
-        bad = replace(GOOD, stale=tuple(f"layer{i}" for i in range(20)))
-        with pytest.raises(PublicationError, match="layer7; and 12 more differences"):
-            verify_receipts(MANIFEST, 0, (bad,))

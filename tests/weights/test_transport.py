@@ -1,4 +1,4 @@
-"""The sender's half on gloo: members are threads of this process, and every wait ends."""
+"""Sender and receiver in a gloo group of threads: what arrives, and that every wait ends."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ import torch
 import torch.distributed
 
 from openrlhf.training.devices import free_port
-from openrlhf.weights import transport as weight_sync
 from openrlhf.weights.buckets import TensorSpec, bucket_hash, bucket_nbytes, unpack
 from openrlhf.weights.manifest import PublicationError, WeightManifest
 from openrlhf.weights.sender import WeightSender
-from openrlhf.weights.transport import WeightGroup, join_group
+from openrlhf.weights.transport import BroadcastChannel, WeightGroup, join_group
 
 TENSORS = {name: torch.randn(50, 3) for name in "abcde"}
 MANIFEST = WeightManifest(
@@ -226,7 +225,7 @@ def test_an_nccl_group_is_made_with_blocking_waits_and_a_lost_member_is_an_error
         monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", users)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", LosesAMember, raising=False)
     group = replace(new_group(timeout_s=7.0), transport="nccl")
-    channel = weight_sync._BroadcastChannel(torch.distributed.HashStore(), group, 0)
+    channel = BroadcastChannel(torch.distributed.HashStore(), group, 0)
     made = channel.backend
     assert (made.blocking, made.timeout) == ("1", timedelta(seconds=7))
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == (users or "0")

@@ -30,7 +30,7 @@ class Probe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineCheck:
+class EngineComparison:
     """Samples the probe from every engine, and scores the samples with the policy."""
 
     policy: WorkerGroup

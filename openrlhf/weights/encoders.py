@@ -1,0 +1,42 @@
+"""Encoders: how the policy's weights become the tensors of a manifest.
+
+There are two, both made by `workers.policy.PolicyWorker`: the whole model, and the adapter that the
+engines serve. A publication of only what changed would be a third: its encoder, a field of
+`WeightManifest` that announces it, and a branch in `rollout.engine_worker` that loads it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from openrlhf.weights.buckets import NamedTensor, TensorSpec
+from openrlhf.weights.manifest import WeightManifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """One way to encode weights. `blanks` and `gathered` yield the same names in the same order."""
+
+    blanks: Iterable[NamedTensor]  # the trainer's tensors on the meta device
+    # Yields the trainer's tensors in buckets of so many bytes. Collective over the ranks; a bucket
+    # is valid until the next one is requested.
+    gathered: Callable[[int], Iterable[list[NamedTensor]]]
+    # Returns the engine's names and parts of one of the trainer's tensors.
+    stored: Callable[[str, torch.Tensor], Iterable[NamedTensor]]
+    adapter: dict[str, Any] | None = None  # see `WeightManifest.adapter`
+
+    def encode(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """Yield the engine's tensors for the trainer's tensors, each read before the next."""
+        for name, tensor in tensors:
+            yield from self.stored(name, tensor)
+
+    def manifest(self, *, version: int, dtype: torch.dtype, bucket_bytes: int) -> WeightManifest:
+        """Return the manifest of the encoded weights, each of which is sent as `dtype`."""
+        specs: list[TensorSpec] = []
+        for name, blank in self.encode(self.blanks):
+            specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(blank.shape)))
+        return WeightManifest(
+            version=version, specs=tuple(specs), bucket_bytes=bucket_bytes, adapter=self.adapter
+        )
