@@ -14,10 +14,9 @@ import socket
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -52,7 +51,8 @@ KEEP_ALIVE_S = 24 * 3600
 class _Session:
     """The requests and conversations of one episode, while its agent runs."""
 
-    new_conversation: Callable[[], Conversation]
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
     engine: Engine
     params: SamplingParams
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one request at a time
@@ -78,7 +78,7 @@ class _Session:
                 f"a request starts a new conversation in its episode, because {reason}. The "
                 "conversations of an episode share its reward (rollout/conversations_mean)"
             )
-        return self.new_conversation()
+        return Conversation(self.tokenizer, self.max_length, max_new_tokens=self.params.max_tokens)
 
     def record(self, conversation: Conversation) -> None:
         """Make a conversation that has a new reply the last one."""
@@ -134,11 +134,8 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         if self._serving is None:
             self._serving = self._start()
         session_id = uuid.uuid4().hex
-        new_conversation = partial(
-            Conversation, hf_tokenizer, max_length, max_new_tokens=sampling_params.max_tokens
-        )
         session = _Session(
-            new_conversation=new_conversation, engine=llm_engine, params=sampling_params
+            tokenizer=hf_tokenizer, max_length=max_length, engine=llm_engine, params=sampling_params
         )
         self._sessions[session_id] = session
         try:

@@ -13,7 +13,7 @@ from openrlhf.agents.answers import CompletionOutput, EngineRefusal, Logprob, Re
 from openrlhf.agents.contract import AgentExecutorBase, ContractMistake
 from openrlhf.agents.old_steps import executor_of_step
 from openrlhf.config.flags import notice
-from openrlhf.isolation.loading import awaited, is_required, load_file, takes
+from openrlhf.isolation.loading import awaited, load_file, takes
 from openrlhf.isolation.program import ASK, Ask
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
@@ -214,11 +214,4 @@ def load_executor(path: Path) -> AgentExecutorBase:
         )
     if not takes(kind.execute, "llm_engine"):
         raise TypeError(f"{path} {OLD_QUEUE}")
-    parameters = inspect.signature(kind).parameters.values()
-    required = [parameter.name for parameter in parameters if is_required(parameter)]
-    if required:
-        raise TypeError(
-            f"{path}: {CLASS} is constructed without arguments, but its __init__ requires "
-            f"{required}"
-        )
     return kind()
