@@ -69,6 +69,7 @@ WITHIN_BOUNDS = [
     "algorithms",
     "checkpoints",
     "cli",
+    "cluster",
     "core",
     "data",
     "evaluation",

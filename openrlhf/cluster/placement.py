@@ -1,15 +1,13 @@
-"""The devices of each role: a pure plan from flags and machines to processes, and Ray placement
-groups for the plan.
+"""Placement of processes on machines: a pure plan, and the Ray placement groups that reserve it.
 
-A *device slot* is a GPU on a machine with GPUs, and room for a process on a machine without. Roles
-of one group share their slots: each slot is one process that hosts all of them. Engines may share
-the slots of a group too (hybrid engine).
+A *device slot* is a GPU, or room for one process in a run without GPUs. The roles of a group share
+its slots: one process per slot hosts all of them. Engines may share the slots of a group too
+(hybrid engine).
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any
 
 import ray
@@ -19,75 +17,75 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from openrlhf.config.flags import UserError
 from openrlhf.config.rollout import VLLMConfig
 
-# Processes on a CPU mostly wait for each other, so that ten can use one core.
+# Processes on a CPU mostly wait for each other, so that ten can share one core.
 CPU_PER_SLOT = 0.1
 NODE_ID = "ray.io/node-id"  # a label that Ray gives every node
-Wants = Mapping[
-    str, float | str
-]  # by name: an amount of a Ray resource, or the value of a node's label
+ROUNDING = 1e-6  # tolerance for amounts of resources, which are floating-point numbers
+# Name of a Ray resource → amount, or name of a node's label → value.
+Wants = Mapping[str, float | str]
 
 
 class PlacementError(UserError, RuntimeError):
-    """The cluster does not have the devices that the flags ask for."""
+    """A cluster without the devices that the flags require, or one that cannot be joined."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A node of the cluster: its device slots, and other resources and labels that Ray knows of it."""
+    """A node of the cluster, with its device slots and its other Ray resources and labels."""
 
     name: str
     slots: int
     resources: Mapping[str, float] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
-    id: str = ""  # Ray's; empty in a cluster that is only declared
+    id: str = ""  # Ray's node id; empty in a declared cluster
 
     @property
-    def kind(self) -> tuple[object, ...]:
-        """The same for machines that can stand for each other."""
-        return self.slots, sorted(self.resources.items()), sorted(self.labels.items())
+    def kind(self) -> str:
+        """Equal for machines that are interchangeable."""
+        return f"{self.slots} {sorted(self.resources.items())} {sorted(self.labels.items())}"
 
     def room(self, group: "HostGroup") -> int:
-        """The number of processes of a group for which there is room."""
-        if any(self.labels.get(name) != value for name, value in group.labels.items()):
-            return 0
-        limits = (self.resources.get(name, 0.0) / amount for name, amount in group.amounts.items())
-        return min([self.slots // group.devices, *(int(limit + 1e-6) for limit in limits)])
+        """Return how many processes of a group fit on the machine."""
+        for name, value in group.labels.items():
+            if self.labels.get(name) != value:
+                return 0
+        room = self.slots // group.devices
+        for name, amount in group.amounts.items():
+            fitting = self.resources.get(name, 0.0) / amount
+            room = min(room, int(fitting + ROUNDING))
+        return room
 
     def without(self, group: "HostGroup", processes: int) -> "Machine":
-        """What is left beside these processes of a group."""
-        left = {
-            name: there - processes * group.amounts.get(name, 0.0)
-            for name, there in self.resources.items()
-        }
+        """Return the machine without the slots and resources of some processes of a group."""
+        left = dict(self.resources)
+        for name, amount in group.amounts.items():
+            if name in left:
+                left[name] -= processes * amount
         return replace(self, slots=self.slots - processes * group.devices, resources=left)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostGroup:
-    """Processes that belong together, each hosting all `roles` on `devices` slots of one machine.
-
-    With `nodes`, there are `per_node` processes on each of so many machines. Without, there are
-    `per_node` processes in all, wherever there is room. `wants` is what each process needs besides
-    slots. The processes of a group that `shares` the slots of another group use these slots in
-    order.
-    """
+    """Processes that each host all `roles`, on `devices` slots of one machine."""
 
     name: str
     roles: tuple[str, ...]
+    # Number of machines, with `per_node` processes each. None: `per_node` processes in all, on any
+    # machines.
     nodes: int | None = None
     per_node: int
     devices: int = 1
-    wants: Wants = field(default_factory=dict)
-    shares: str | None = None
+    wants: Wants = field(default_factory=dict)  # requirements of each process besides slots
+    shares: str | None = None  # the group whose slots these processes use too, in order
 
     @property
     def processes(self) -> int:
-        """Number of processes."""
+        """The number of processes."""
         return (self.nodes or 1) * self.per_node
 
     @property
     def slots(self) -> int:
-        """Number of device slots that no other group has."""
+        """The number of device slots that only this group reserves."""
         return 0 if self.shares else self.processes * self.devices
 
     @property
@@ -98,17 +96,20 @@ class HostGroup:
     @property
     def amounts(self) -> dict[str, float]:
         """The Ray resources that each process takes."""
-        return {
-            name: value
-            for name, value in self.wants.items()
-            if not isinstance(value, str) and value
-        }
+        amounts: dict[str, float] = {}
+        for name, value in self.wants.items():
+            if not isinstance(value, str) and value:
+                amounts[name] = value
+        return amounts
+
+    def __str__(self) -> str:
+        return ", ".join(self.roles)
 
 
 def engine_group(
     vllm: VLLMConfig, name: str, *, shares: str | None = None, wants: Wants | None = None
 ) -> HostGroup:
-    """The engines of a model: a process each, with the devices of all its workers."""
+    """Return the group of a model's engines: one process each, with the devices of its workers."""
     return HostGroup(
         name=name,
         roles=(name,),
@@ -119,172 +120,193 @@ def engine_group(
     )
 
 
-Places = Mapping[str, Sequence[Machine]]  # the machine of each process, by group
+Places = Mapping[str, Sequence[Machine]]  # name of a group → machine of each of its processes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """All host groups of a run. A slot is a GPU if `on_gpus`, otherwise room for a process on a
-    CPU.
-    """
+    """The host groups of a run."""
 
     groups: tuple[HostGroup, ...]
-    on_gpus: bool
+    on_gpus: bool  # True: a slot is a GPU. False: a slot is room for a process on a CPU.
 
     @property
     def slots(self) -> int:
-        """Number of device slots of all groups."""
+        """The number of device slots of all groups."""
         return sum(group.slots for group in self.groups)
 
+    @property
+    def _devices(self) -> str:
+        return "GPUs" if self.on_gpus else "CPU processes"
+
     def places(self, machines: Sequence[Machine]) -> Places | None:
-        """The machine of every process; None if the groups do not fit. The fullest machines are
-        used first.
+        """Return the machine of every process, or None if the groups do not fit.
+
+        The machines with the fewest free slots are used first.
         """
-        own = [group for group in self.groups if not group.shares]
-        # Groups on whole machines go before groups that go anywhere, large ones before small ones.
-        own.sort(key=lambda group: (group.nodes is None, -group.per_node * group.devices))
-        found = next(_fillings(own, machines), None)
-        if found is None:
+        owners = [group for group in self.groups if not group.shares]
+        # Groups on whole machines come before groups on any machines, large ones before small ones.
+        owners.sort(key=lambda group: (group.nodes is None, -group.per_node * group.devices))
+        filling = next(_fillings(owners, machines), None)
+        if filling is None:
             return None
-        places = {name: [machines[index] for index in indices] for name, indices in found.items()}
-        by_name = {group.name: group for group in self.groups}
+        places: dict[str, list[Machine]] = {}
+        for name, indices in filling.items():
+            places[name] = [machines[index] for index in indices]
+        by_name = {group.name: group for group in owners}
         for group in self.groups:
-            if group.shares:
-                host, needed = by_name[group.shares], group.processes * group.devices
-                if needed > host.processes or host.per_node % group.devices:
-                    return None
-                places[group.name] = places[host.name][: needed : group.devices]
+            if not group.shares:
+                continue
+            owner = by_name[group.shares]
+            needed = group.processes * group.devices
+            if needed > owner.processes or owner.per_node % group.devices:
+                return None
+            places[group.name] = places[owner.name][: needed : group.devices]
         return places
 
     def check(self, machines: Sequence[Machine]) -> Places:
-        """The machine of every process. Raises PlacementError, with the sum."""
-        if (places := self.places(machines)) is not None:
-            return places
-        kind = "GPUs" if self.on_gpus else "CPU processes"
+        """Return the machine of every process. Raises PlacementError if the groups do not fit."""
+        places = self.places(machines)
+        if places is None:
+            raise PlacementError(self._describe_shortage(machines))
+        return places
+
+    def _describe_shortage(self, machines: Sequence[Machine]) -> str:
+        needed: list[str] = []
+        wants: list[str] = []
+        for group in self.groups:
+            if group.wants:
+                wants.append(f"{group}: {dict(group.wants)}")
+            if not group.shares:
+                slots = str(group.per_node)
+                if group.nodes is not None:
+                    slots = f"{group.nodes} x {slots}"
+                if group.devices > 1:
+                    slots += f" x {group.devices}"
+                needed.append(f"{slots} for {group}")
         sizes = Counter(machine.slots for machine in machines)
-        cluster = " + ".join(
-            f"{count} x {size}" for size, count in sorted(sizes.items(), reverse=True)
+        available: list[str] = []
+        total = 0
+        for size, count in sorted(sizes.items(), reverse=True):
+            available.append(f"{count} x {size}")
+            total += count * size
+        shortage = (
+            f"the run needs {self.slots} {self._devices} ({' + '.join(needed)}; machines x "
+            f"{self._devices}), and the cluster has {total} "
+            f"({' + '.join(available) or 'no machine'}). "
         )
-        needed = " + ".join(
-            f"{_count(group)} for {_named(group)}" for group in self.groups if not group.shares
-        )
-        wants = [f"{_named(group)}: {dict(group.wants)}" for group in self.groups if group.wants]
-        raise PlacementError(
-            f"the run needs {self.slots} {kind} ({needed}; machines x {kind}), and the cluster has "
-            f"{sum(machine.slots for machine in machines)} ({cluster or 'no machine'}). "
-            + (f"It also asks for {'; '.join(wants)} (--placement.*.resources). " if wants else "")
-            + "Roles can share devices: --train.colocate_all, --train.colocate_actor_ref, --train.colocate_critic_reward. "
-            "`ray start` adds machines."
+        if wants:
+            shortage += f"It also requires {'; '.join(wants)} (--placement.*.resources). "
+        return (
+            f"{shortage}Roles can share devices: --train.colocate_all, --train.colocate_actor_ref, "
+            "--train.colocate_critic_reward. `ray start` adds machines to the cluster."
         )
 
     def describe(self, places: Places) -> str:
-        """The plan in one line per group: roles, processes, and the devices of which machine."""
-        kind, lines = "GPU" if self.on_gpus else "CPU process", list[str]()
+        """Return the plan in one line per group: roles, processes, devices and machines."""
+        lines: list[str] = []
         for group in self.groups:
-            devices = f", {group.devices} {kind}s each" if group.devices > 1 else ""
-            where = ", ".join(
-                f"{count} on {name}"
-                for name, count in Counter(m.name for m in places[group.name]).items()
-            )
-            shared = f", on devices of {group.shares.replace('+', ', ')}" if group.shares else ""
-            lines.append(
-                f"{_named(group)}: {group.processes} process(es){devices}: {where}{shared}"
-            )
+            line = f"{group}: {group.processes} process(es)"
+            if group.devices > 1:
+                line += f", {group.devices} {self._devices} each"
+            counts = Counter(machine.name for machine in places[group.name])
+            line += ": " + ", ".join(f"{count} on {name}" for name, count in counts.items())
+            if group.shares:
+                line += f", on devices of {group.shares.replace('+', ', ')}"
+            lines.append(line)
         return "\n".join(lines)
 
 
 def _fillings(
     groups: Sequence[HostGroup], machines: Sequence[Machine]
 ) -> Iterator[dict[str, list[int]]]:
-    """Every way to place the groups: for each group, the number of the machine of each process."""
+    """Yield every way to place the groups: name of a group → machine index of each process."""
     if not groups:
         yield {}
         return
     group, *rest = groups
-    fullest_first = sorted(range(len(machines)), key=lambda index: machines[index].slots)
-    for processes in _choices(group, machines, fullest_first):
+    for processes in _choices(group, machines):
         left = [machine.without(group, processes[index]) for index, machine in enumerate(machines)]
         for others in _fillings(rest, left):
             yield {group.name: sorted(processes.elements())} | others
 
 
-def _choices(
-    group: HostGroup, machines: Sequence[Machine], order: Sequence[int]
-) -> Iterator[Counter[int]]:
-    """Every way to place one group: the number of processes on each machine. Machines of a kind
-    count as the same.
+def _choices(group: HostGroup, machines: Sequence[Machine]) -> Iterator[Counter[int]]:
+    """Yield every way to place one group: index of a machine → number of processes.
+
+    Interchangeable machines count as one.
     """
-    if group.nodes is None:  # comes last, so one way is enough
+    fullest_first = sorted(range(len(machines)), key=lambda index: machines[index].slots)
+    if group.nodes is None:  # such groups come last, so one way is enough
         processes = Counter[int]()
-        for index in order:
+        for index in fullest_first:
             processes[index] = min(machines[index].room(group), group.per_node - processes.total())
         if processes.total() == group.per_node:
             yield processes
         return
-    usable = [index for index in order if machines[index].room(group) >= group.per_node]
-    usable.sort(key=lambda index: str(machines[index].kind))
-    kinds = [list(same) for _, same in groupby(usable, key=lambda index: machines[index].kind)]
-    kinds.sort(key=lambda same: machines[same[0]].slots)
-    for chosen in _taken(kinds, group.nodes):
-        yield Counter({index: group.per_node for index in chosen})
+    kinds: dict[str, list[int]] = {}
+    for index in fullest_first:
+        if machines[index].room(group) >= group.per_node:
+            kinds.setdefault(machines[index].kind, []).append(index)
+    interchangeable = [kinds[kind] for kind in sorted(kinds)]
+    interchangeable.sort(key=lambda indices: machines[indices[0]].slots)
+    for chosen in _selections(interchangeable, group.nodes):
+        yield Counter(dict.fromkeys(chosen, group.per_node))
 
 
-def _taken(kinds: Sequence[Sequence[int]], number: int) -> Iterator[list[int]]:
-    """Every way to take so many machines, if machines of one kind are the same."""
+def _selections(kinds: Sequence[Sequence[int]], number: int) -> Iterator[list[int]]:
+    """Yield every way to select `number` machines, if those of one kind are interchangeable."""
     if not kinds:
         if not number:
             yield []
         return
     first, *rest = kinds
     for taken in range(min(number, len(first)), -1, -1):
-        for others in _taken(rest, number - taken):
+        for others in _selections(rest, number - taken):
             yield [*first[:taken], *others]
 
 
-def _named(group: HostGroup) -> str:
-    return ", ".join(group.roles)
-
-
-def _count(group: HostGroup) -> str:
-    shape = f"{group.per_node}" if group.nodes is None else f"{group.nodes} x {group.per_node}"
-    return shape if group.devices == 1 else f"{shape} x {group.devices}"
-
-
 class Slots:
-    """The reserved slots of a host group: one bundle of Ray's for each process, on the machine of
-    the plan.
-    """
+    """Slots of a host group, reserved in Ray: one bundle per process, on the planned machine."""
 
     def __init__(self, group: HostGroup, machines: Sequence[Machine], *, on_gpus: bool) -> None:
-        self.group, self.machine, self.on_gpus = group, machines[0], on_gpus
-        bundle = {"CPU": CPU_PER_SLOT * group.devices} | (
-            {"GPU": float(group.devices)} if on_gpus else {}
-        )
-        there = [{NODE_ID: machine.id} for machine in machines]
+        self.group = group
+        self.machine = machines[0]
+        self.on_gpus = on_gpus
+        bundle = {"CPU": CPU_PER_SLOT * group.devices}
+        if on_gpus:
+            bundle["GPU"] = float(group.devices)
+        bundle |= group.amounts
         self._bundles: PlacementGroup = placement_group(
-            [bundle | group.amounts for _ in there], strategy="PACK", bundle_label_selector=there
+            [bundle] * len(machines),
+            strategy="PACK",
+            bundle_label_selector=[{NODE_ID: machine.id} for machine in machines],
         )
 
     def wait(self, timeout_s: float) -> None:
-        """Return when Ray has granted the slots. Raises PlacementError if it does not in time."""
+        """Return when Ray has reserved the slots. Raises PlacementError after `timeout_s`."""
         if not self._bundles.wait(timeout_s):
             raise PlacementError(
-                f"Ray did not reserve {self._bundles.bundle_count} × {self._bundles.bundle_specs[0]} for "
-                f"{self.group.name} within {timeout_s:g} s (free now: {ray.available_resources()}). Other jobs may hold "
-                "the devices; see `ray status`, or raise --train.setup_timeout."
+                f"Ray did not reserve {self._bundles.bundle_count} × "
+                f"{self._bundles.bundle_specs[0]} for {self.group.name} within {timeout_s:g} s "
+                f"(free now: {ray.available_resources()}). Other jobs may hold the devices; check "
+                "`ray status`, or raise --train.setup_timeout."
             )
 
     def options(self, process: int, *, owner: bool = True) -> dict[str, Any]:
-        """Ray options for an actor on the slots of a process: the owner of the devices, or a guest."""
-        devices = self.group.devices * owner
+        """Return Ray options for an actor on the slots of a process.
+
+        An actor that is not their `owner` uses the devices of another actor.
+        """
+        devices = self.group.devices if owner else 0
         return {
             "num_cpus": CPU_PER_SLOT * devices,
-            "num_gpus": devices * self.on_gpus,
+            "num_gpus": devices if self.on_gpus else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self._bundles, placement_group_bundle_index=process
             ),
         }
 
     def release(self) -> None:
-        """Give the slots back."""
+        """Release the slots."""
         ray.util.remove_placement_group(self._bundles)

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: a running cluster that the run joins, or a new one for the run."""
+"""The Ray cluster of a run: an existing cluster that the run joins, or one that it starts."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from openrlhf import termination
 from openrlhf.cluster.placement import (
     CPU_PER_SLOT,
     NODE_ID,
+    ROUNDING,
     Machine,
     Placement,
     PlacementError,
@@ -34,187 +35,199 @@ from openrlhf.cluster.ray_watch import LostRay, RayProcess, RayWatch
 from openrlhf.config import machine
 from openrlhf.config.flags import UserError
 
-# Bytes, for a Ray that we start on a machine without GPUs: batches are flat and small.
+# Limit for a Ray that we start on a machine without GPUs, where batches are flat and small.
 OBJECT_STORE_BYTES = 512 << 20
-OF_EVERY_NODE = (
-    "CPU",
-    "GPU",
-    "memory",
-    "object_store_memory",
-    "node:",
-)  # resources that say nothing of their kind
-LEAN = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)  # type: ignore[arg-type]
-# Spare workers cost seconds of a small machine; statistics that nobody reads cost a quarter of
-# Ray's CPU time at rest.
-IDLE_WORK = (
-    "enable_worker_prestart",
-    "prestart_worker_first_driver",
-    "enable_metrics_collection",
-    "event_stats",
-)
-# At Ray's nice value of 15, a run only gets the CPU time that other programs of a shared machine
-# leave. Ray's record of all tasks, which is not used here, grows by several MiB per hundred steps.
-OWN_RAY: dict[str, Any] = dict.fromkeys(IDLE_WORK, False) | {
+# Name prefixes of resources that every node has. Other resources distinguish kinds of nodes.
+COMMON_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory", "node:")
+# Ray's parameters without the autoscaler and the log reader, which are not used here.
+LEAN_PARAMS = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)  # type: ignore[arg-type]
+# Settings of a Ray that we start.
+OWN_RAY: dict[str, Any] = {
+    # Spare workers cost seconds on a small machine.
+    "enable_worker_prestart": False,
+    "prestart_worker_first_driver": False,
+    # Statistics, which are not used here, cost a quarter of the CPU time of an idle Ray.
+    "enable_metrics_collection": False,
+    "event_stats": False,
+    # With Ray's nice value of 15, a run would only get the CPU time that other programs leave.
     "worker_niceness": 0,
+    # The record of all tasks, which is not used here, grows by several MiB per hundred steps.
     "task_events_report_interval_ms": 0,
 }
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-# A control store that keeps its state elsewhere may start again. Ray ends its drivers 60 s after
-# its death.
+# A control store that keeps its state elsewhere may be restarted. Ray ends its drivers 60 s after
+# the store's death.
 JOINED_PATIENCE_S = 40.0
+RAYLET_TIMEOUT_S = 5.0
+HEAD_TIMEOUT_S = 10.0
 PRINT_OF_RAY: Callable[[Any, bool], None] = worker.print_to_stdstream
-STARTED_BY = "OPENRLHF_RAY_STARTED_BY"  # a variable of all processes of a Ray that we start, with a value of its own
+# An environment variable that marks all processes of a Ray that we start. Each Ray has its own
+# value.
+STARTED_BY = "OPENRLHF_RAY_STARTED_BY"
 
 
 @contextmanager
-def ray_cluster(
-    plan: Placement, on_loss: Callable[[LostRay], None] | None = None
-) -> Iterator[None]:
-    """Join the Ray of RAY_ADDRESS, of the job, or of `ray start` on this machine; otherwise start a
-    Ray for the run.
+def ray_cluster(plan: Placement, on_loss: Callable[[LostRay], None]) -> Iterator[None]:
+    """Run the block in a Ray cluster.
 
-    `on_loss` ends this process. It is called in a thread if Ray's control store, or its raylet on
-    this machine, dies. Raises PlacementError if the Ray of RAY_ADDRESS cannot be joined, or if the
-    cluster is too small for the plan.
+    Join the Ray of RAY_ADDRESS, of the Ray job, or of `ray start` on this machine; otherwise start
+    a Ray that ends with the block. `on_loss` has to end this process: a thread calls it if Ray's
+    control store, or the raylet of this machine, dies. Raises PlacementError if the Ray of
+    RAY_ADDRESS cannot be joined, or if the cluster is too small for the plan.
     """
-    started = not ray.is_initialized()
+    was_connected = ray.is_initialized()
     with termination.in_order():
-        session = _start_ray(plan) if join_ray() is None else None
+        session: str | None = None
+        if join_ray() is None:
+            session = _start_ray(plan)
         try:
             plan.check(machines(plan.on_gpus))
-            with closing(_watch(on_loss, own=session is not None)) if on_loss else nullcontext():
+            with closing(_watch(on_loss, own=session is not None)):
                 yield
         finally:
-            if started:
+            if not was_connected:
                 ray.shutdown()
             error = sys.exception()
-            # Ray's logs stay after an error, but not after a mistake in flags, data or files, which
-            # is a ValueError.
-            if session and (
-                not error or (isinstance(error, UserError) and isinstance(error, ValueError))
-            ):
+            # Mistakes in flags, data and files are ValueErrors. After other errors keep Ray's logs.
+            is_mistake = isinstance(error, UserError) and isinstance(error, ValueError)
+            if session and (error is None or is_mistake):
                 shutil.rmtree(session, ignore_errors=True)
 
 
 def _watch(on_loss: Callable[[LostRay], None], *, own: bool) -> RayWatch:
     """Watch the control store, and the raylet of this machine."""
     context = ray.get_runtime_context()
-    host, _, port = context.gcs_address.rpartition(":")
     patience_s = 0.0 if own else JOINED_PATIENCE_S
-    store = (host.strip("[]"), int(port))
+    store = _host_and_port(context.gcs_address)
     processes = [
         RayProcess(name="control store (gcs_server)", address=store, own=own, patience_s=patience_s)
     ]
     for node in ray.nodes():
         if node["NodeID"] == context.get_node_id():
-            daemon = (node["NodeManagerAddress"], node["NodeManagerPort"])
-            processes.append(RayProcess(name="raylet on this machine", address=daemon, own=own))
-
-    worker.print_to_stdstream = _print_unless_of_raylet  # type: ignore[assignment]
+            raylet = _raylet_address(node)
+            processes.append(RayProcess(name="raylet on this machine", address=raylet, own=own))
+    worker.print_to_stdstream = _print_unless_about_raylet  # type: ignore[assignment]
     return RayWatch(processes, on_loss)
 
 
-def _print_unless_of_raylet(data: Mapping[str, Any], ignore_prefix: bool) -> None:
-    """Print Ray's messages, except for the end of the log of a dead raylet: `on_loss` reports the
-    death.
-    """
-    if not any("Raylet is terminated" in line for line in data["lines"]):
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _raylet_address(node: Mapping[str, Any]) -> tuple[str, int]:
+    return node["NodeManagerAddress"], node["NodeManagerPort"]
+
+
+def _print_unless_about_raylet(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+    """Print a message of Ray, unless it is a dead raylet's log: `on_loss` reports the death."""
+    if "Raylet is terminated" not in "\n".join(data["lines"]):
         PRINT_OF_RAY(data, ignore_prefix)
 
 
 def join_ray() -> int | None:
-    """Join the running Ray, unless this process has joined one. Returns its number of GPUs, or None
-    if none is running.
+    """Join the running Ray and return its number of GPUs, or None if no Ray is running.
 
-    Nothing is reserved. The process leaves Ray when it ends. Raises PlacementError if Ray cannot be
-    joined.
+    A process that has joined a Ray stays in it. Nothing is reserved. The process leaves Ray when it
+    ends. Raises PlacementError if Ray cannot be joined.
     """
-    # Ray leaves CUDA_VISIBLE_DEVICES of actors without GPUs as it is.
+    # Let Ray keep CUDA_VISIBLE_DEVICES of actors without GPUs.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if not ray.is_initialized():
-        if not (address := _answering_address()):
+        address = _answering_address()
+        if not address:
             return None
-        try:  # Without address="auto", which also joins a Ray that another run has started, and dies with it.
+        try:
+            # Not with address="auto", which would also join a Ray that another run has started and
+            # will end.
             with termination.in_order():
                 _init_ray(**QUIET)
         except (OSError, ValueError, AuthenticationError) as error:
             raise PlacementError(
-                f"Ray at {address} cannot be joined: {error}. If Ray asks for a token, set RAY_AUTH_MODE=token and write "
-                "the token of the head node to ~/.ray/auth_token."
+                f"Ray at {address} cannot be joined: {error}. If Ray requires a token, set "
+                "RAY_AUTH_MODE=token and write the head node's token to ~/.ray/auth_token."
             ) from error
     return int(ray.cluster_resources().get("GPU", 0))
 
 
 def machines(on_gpus: bool, *, free: bool = False) -> list[Machine]:
-    """The nodes of the cluster that has been joined, with all their slots and resources, or with
-    the free ones.
+    """Return the nodes of the joined cluster with their slots and resources: all, or free ones.
 
-    Nodes with something free have answered just now: Ray takes half a minute to see that a node is
-    gone.
+    With `free`, nodes that do not answer now are left out: Ray takes half a minute to notice that a
+    node is gone.
     """
     nodes = [node for node in ray.nodes() if node["Alive"] and (not free or _answers(node))]
-    left = (
-        available_resources_per_node()
-        if free
-        else {node["NodeID"]: node["Resources"] for node in nodes}
-    )
+    free_resources: Mapping[str, dict[str, float]] = {}
+    if free:
+        free_resources = available_resources_per_node()
     found: list[Machine] = []
     for node in nodes:
-        there: dict[str, float] = left.get(node["NodeID"], {})
-        slots = there.get("GPU", 0.0) if on_gpus else there.get("CPU", 0.0) / CPU_PER_SLOT
+        resources: dict[str, float] = node["Resources"]
+        if free:
+            resources = free_resources.get(node["NodeID"], {})
+        if on_gpus:
+            slots = resources.get("GPU", 0.0)
+        else:
+            slots = resources.get("CPU", 0.0) / CPU_PER_SLOT
+        other_resources: dict[str, float] = {}
+        for name, amount in resources.items():
+            if not name.startswith(COMMON_RESOURCES):
+                other_resources[name] = amount
+        labels = dict(node["Labels"])
+        labels.pop(NODE_ID, None)
         found.append(
             Machine(
                 name=node["NodeManagerAddress"],
-                slots=int(slots + 1e-6),
-                resources={
-                    name: there[name] for name in there if not name.startswith(OF_EVERY_NODE)
-                },
-                labels={name: label for name, label in node["Labels"].items() if name != NODE_ID},
+                slots=int(slots + ROUNDING),
+                resources=other_resources,
+                labels=labels,
                 id=node["NodeID"],
             )
         )
     return found
 
 
-def _answers(node: dict[str, Any]) -> bool:
-    with (
-        suppress(OSError),
-        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=5),
-    ):
-        return True
-    return False
+def _answers(node: Mapping[str, Any]) -> bool:
+    try:
+        socket.create_connection(_raylet_address(node), timeout=RAYLET_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def expected_machines(on_gpus: bool, declared: str | None) -> list[Machine]:
-    """The machines of a run that starts nothing: of a declared cluster, of the joined Ray, or this
-    one.
+    """Return the machines that a run would have, without starting anything.
+
+    They are the machines of a declared cluster, those of the joined Ray, or this machine.
     """
     if declared:
         sizes = machine.declared_machines(declared)
         return [Machine(name=f"node {number}", slots=size) for number, size in enumerate(sizes)]
     if ray.is_initialized():
         return machines(on_gpus)
-    return [
-        Machine(
-            name="this machine",
-            slots=machine.count_gpus() if on_gpus else int(own_cores() / CPU_PER_SLOT),
-        )
-    ]
+    slots = int(own_cores() / CPU_PER_SLOT)
+    if on_gpus:
+        slots = machine.count_gpus()
+    return [Machine(name="this machine", slots=slots)]
 
 
 def places_now(plan: Placement) -> Places:
-    """The machine of every process: free ones if there are enough, otherwise machines on which
-    others must end first.
+    """Return the machine of every process, on slots that are free now if there are enough.
+
+    Otherwise other processes must end before the plan's processes can start.
     """
-    return plan.places(machines(plan.on_gpus, free=True)) or plan.check(machines(plan.on_gpus))
+    free_places = plan.places(machines(plan.on_gpus, free=True))
+    return free_places or plan.check(machines(plan.on_gpus))
 
 
 def _start_ray(plan: Placement) -> str:
-    """Start a Ray that ends with the run. Returns its session folder."""
+    """Start a Ray that ends with the run, and return its session folder."""
     services.ConsolePopen = _spawn  # type: ignore[assignment, misc]
-    chosen = {name: value for name, value in OWN_RAY.items() if f"RAY_{name}" not in os.environ}
-    # The autoscaler and the reader of logs have nothing to do here.
-    parameter.RayParams = LEAN  # type: ignore[assignment, misc]
+    parameter.RayParams = LEAN_PARAMS  # type: ignore[assignment, misc]
+    settings: dict[str, Any] = {}
+    for name, value in OWN_RAY.items():
+        if f"RAY_{name}" not in os.environ:
+            settings[name] = value
     _Started.mark = f"{os.getpid()}-{time.time_ns()}"
     os.environ[STARTED_BY] = _Started.mark
     try:
@@ -223,71 +236,68 @@ def _start_ray(plan: Placement) -> str:
             num_cpus=own_cores(),
             include_dashboard=False,
             object_store_memory=None if plan.on_gpus else OBJECT_STORE_BYTES,
-            _system_config=chosen,
+            _system_config=settings,
             **QUIET,
         )
     except Exception as error:  # Ray raises no narrower class
         raise PlacementError(
-            f"Ray did not start here: {error} If the machine is busy, try again."
+            f"Ray did not start on this machine: {error} If the machine is busy, try again."
         ) from error
     return str(context.address_info["session_dir"])  # type: ignore[attr-defined]
 
 
 def _init_ray(*args: Any, **options: Any) -> Any:
-    """Call `ray.init` in a thread. If the process is asked to end meanwhile, kill what has been
-    started, and end.
+    """Call `ray.init` in a thread. If the process is asked to end meanwhile, kill Ray and end.
 
-    In the main thread `ray.init` would replace the handler of SIGTERM, and see the signal after
-    half a minute.
+    In the main thread `ray.init` would replace the handler of SIGTERM, and notice the signal only
+    after half a minute.
     """
-    logging.getLogger(worker.__name__).setLevel(
-        logging.ERROR
-    )  # it would warn that it sets no handler
-    answer = Future[Any]()
+    # In another thread Ray would warn that it cannot set a signal handler.
+    logging.getLogger(worker.__name__).setLevel(logging.ERROR)
+    result = Future[Any]()
 
     def init() -> None:
         try:
-            answer.set_result(ray.init(*args, **options))
+            result.set_result(ray.init(*args, **options))
         except BaseException as error:
-            answer.set_exception(error)
-        threading.Event().wait()  # Linux kills Ray's processes when the thread that started them ends
+            result.set_exception(error)
+        # Linux would kill Ray's processes when the thread that started them ends.
+        threading.Event().wait()
 
     threading.Thread(target=init, name="ray-init", daemon=True).start()
     try:
-        context = answer.result()
+        context = result.result()
     except (SystemExit, KeyboardInterrupt):
         if termination.asked():
-            _Started.spawning.acquire()  # for good
+            _Started.spawning.acquire()  # never released: no further process starts
             kill_started_ray()
             termination.end_at_once()
         raise
     if threading.current_thread() is threading.main_thread():
-        for (
-            number
-        ) in termination.ENDINGS:  # Ray has put a handler below Python's, which dumps a stack first
+        # Set the handlers again: Ray has installed one in C, which dumps a stack first.
+        for number in termination.ENDINGS:
             signal.signal(number, signal.getsignal(number))
     return context
 
 
 class _Started:
+    """State of the Ray that this process has started."""
+
     spawning = threading.Lock()
-    mark = ""  # STARTED_BY of this process's own Ray; the environment may have that of a parent's
+    mark = ""  # value of STARTED_BY; a parent's Ray may have set another one in the environment
 
 
 def _spawn(*args: Any, **options: Any) -> "subprocess.Popen[Any]":
     """Start a process of Ray in a process group of its own.
 
-    Schedulers and `timeout` send SIGTERM to the process group. In that group Ray would end before
-    the run has.
+    Schedulers and `timeout` send SIGTERM to the run's process group, and Ray must outlive the run.
     """
     with _Started.spawning:
         return subprocess.Popen(*args, process_group=0, **options)
 
 
 def kill_started_ray() -> bool:
-    """Kill all processes of the Ray that this process has started, wherever they are. Returns False
-    if there are none.
-    """
+    """Kill all processes of the Ray that this process has started. Return False if none exist."""
     if not _Started.mark:
         return False
     mark = f"{STARTED_BY}={_Started.mark}".encode()
@@ -302,32 +312,30 @@ def kill_started_ray() -> bool:
 
 
 def own_cores() -> int:
-    """The CPUs of a Ray that we start."""
+    """Return the number of CPUs of a Ray that we start."""
     return max(os.cpu_count() or 1, 4)
 
 
 def _answering_address() -> str | None:
-    """The address in RAY_ADDRESS, or the address that `ray start` noted on this machine; None if
-    there is neither.
+    """Return the address in RAY_ADDRESS, or the one that `ray start` has written on this machine.
 
-    The note of `ray start` outlives its cluster, and `ray.init` would wait for that cluster for
-    minutes. So a noted address that does not answer is ignored. Raises PlacementError if nothing
-    answers at RAY_ADDRESS.
+    Return None if neither exists. The file of `ray start` outlives its cluster, and `ray.init`
+    would wait minutes for that cluster, so an address in the file that does not answer is ignored.
+    Raises PlacementError if nothing answers at RAY_ADDRESS.
     """
-    asked = os.environ.get("RAY_ADDRESS")
+    requested = os.environ.get("RAY_ADDRESS")
     try:
-        # no public call gives the address without connecting
+        # No public function returns the address without connecting.
         address = services.get_ray_address_from_environment(None, None)  # type: ignore[arg-type]
         if address in (None, "local"):
             return None
         if "://" not in address:
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+            socket.create_connection(_host_and_port(address), timeout=HEAD_TIMEOUT_S).close()
     except (OSError, ValueError) as error:
-        if asked:
+        if requested:
             raise PlacementError(
-                f"No Ray answers at RAY_ADDRESS {asked} ({error}). Start it with `ray start --head`, or unset "
-                "RAY_ADDRESS to let the run start one for itself."
+                f"No Ray answers at RAY_ADDRESS {requested} ({error}). Start one with `ray start "
+                "--head`, or unset RAY_ADDRESS to let the run start its own Ray."
             ) from error
         return None
     return address

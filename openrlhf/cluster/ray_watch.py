@@ -1,13 +1,13 @@
-"""Monitoring of the Ray processes that a command needs: the control store, and the raylet of the
-command's machine.
+"""Monitoring of the Ray processes that a command needs: the control store and the local raylet.
 
-Neither death raises an error. Ray ends the process of the command at its next use of the object
-store after the raylet has died, and a minute after the control store has died; until then some
-calls hang. So the command has to detect the death first.
+The death of either raises no error. Ray ends the process of the command at its next use of the
+object store after the raylet has died, and a minute after the control store has died; until then
+some calls hang. So the command has to detect the death first.
 
     RayWatch
-      └─ one thread per process: holds a connection, which the kernel closes when the process dies; connects again
-         whenever the connection ends, and calls `on_loss` once if no attempt has succeeded for `patience_s`
+      └─ one thread per process: holds a connection, which the kernel closes when the process dies;
+         connects again whenever the connection ends, and calls `on_loss` once if no attempt has
+         succeeded for `patience_s`
 """
 
 import socket
@@ -18,9 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 CONNECT_TIMEOUT_S = 5.0
-RETRY_S = 0.02  # between two attempts to connect
-# A lost machine does not close its connections. The kernel drops a connection after 5 + 3 * 2
-# seconds of silence.
+RETRY_DELAY_S = 0.02
+# A lost machine does not close its connections. With these options the kernel drops a connection
+# after 5 + 3 * 2 seconds of silence.
 KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
@@ -31,30 +31,29 @@ KEEPALIVE = (
 
 @dataclass(frozen=True, kw_only=True)
 class RayProcess:
-    """A process of Ray. `own`: of a Ray that this process has started. It may start again within
-    `patience_s`.
-    """
+    """A process of Ray to watch."""
 
     name: str
     address: tuple[str, int]
-    own: bool
-    patience_s: float = 0.0
+    own: bool  # True if this process has started the Ray
+    patience_s: float = 0.0  # time in which the process may be restarted
 
 
 @dataclass(frozen=True)
 class LostRay:
-    """A Ray process that has died. `own`: it belonged to a Ray that this process has started."""
+    """A Ray process that has died."""
 
     name: str
-    own: bool
+    own: bool  # True if this process has started the Ray
 
     def __str__(self) -> str:
         return f"Ray's {self.name} has died."
 
 
 class RayWatch:
-    """Calls `on_loss` once, in a thread, when one of the processes has died. Nothing must use Ray
-    from then on.
+    """A watch that calls `on_loss` once, in a thread, when one of the processes has died.
+
+    From then on, nothing may use Ray.
     """
 
     def __init__(self, processes: Sequence[RayProcess], on_loss: Callable[[LostRay], None]) -> None:
@@ -63,12 +62,13 @@ class RayWatch:
         self._closed = threading.Event()
         self._lost = False
         for process in processes:
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._watch, args=(process,), name="ray-watch", daemon=True
-            ).start()
+            )
+            thread.start()
 
     def close(self) -> None:
-        """Stop watching. After a loss, never return: `on_loss` ends the process."""
+        """Stop watching. Never returns after a loss: `on_loss` ends the process."""
         with self._changing:
             self._closed.set()
             lost = self._lost
@@ -76,35 +76,35 @@ class RayWatch:
             threading.Event().wait()
 
     def _watch(self, process: RayProcess) -> None:
-        answered = time.monotonic()
+        last_connected = time.monotonic()
         while not self._closed.is_set():
-            began = time.monotonic()
+            started = time.monotonic()
             if _hold_connection(process.address):
-                answered = (
-                    time.monotonic()
-                )  # however the connection has ended: only failed attempts count
-            elif time.monotonic() - answered >= process.patience_s:
-                return self._report(process)
-            if time.monotonic() - began < RETRY_S:
-                time.sleep(RETRY_S)
+                # It does not matter how the connection ended: only failed attempts count.
+                last_connected = time.monotonic()
+            elif time.monotonic() - last_connected >= process.patience_s:
+                self._report(process)
+                return
+            if time.monotonic() - started < RETRY_DELAY_S:
+                time.sleep(RETRY_DELAY_S)
 
     def _report(self, process: RayProcess) -> None:
         with self._changing:
-            first = not self._lost and not self._closed.is_set()
-            self._lost = self._lost or first
-        if first:
-            self._on_loss(LostRay(process.name, process.own))
+            if self._lost or self._closed.is_set():
+                return
+            self._lost = True
+        self._on_loss(LostRay(process.name, process.own))
 
 
 def _hold_connection(address: tuple[str, int]) -> bool:
     """Connect, and return True when the connection has ended. Return False if nothing answers.
 
-    A connection may end without a death: gRPC closes a silent one now and then, and networks reset
-    some.
+    A connection may end although the process is alive: gRPC closes silent connections now and then,
+    and networks reset connections.
     """
     try:
         connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
-    except ConnectionResetError:  # right after the process had accepted it
+    except ConnectionResetError:  # the process accepted the connection, and reset it at once
         return True
     except OSError:
         return False

@@ -1,4 +1,4 @@
-"""The Ray that a process has started, and the Ray of the run that has started the process."""
+"""Killing the Ray processes that a process has started, and no others."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from openrlhf.cluster.ray_cluster import STARTED_BY, kill_started_ray
 
 
-def test_process_started_by_a_run_spares_the_ray_of_that_run(
+def test_kill_started_ray_spares_ray_of_parent_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(STARTED_BY, f"{os.getppid()}-1")  # as inherited
-    of_the_run = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setenv(STARTED_BY, f"{os.getppid()}-1")  # as inherited from the run
+    ray_of_parent = subprocess.Popen(["sleep", "60"])
     try:
         assert not kill_started_ray()
-        assert of_the_run.poll() is None
+        assert ray_of_parent.poll() is None
     finally:
-        of_the_run.kill()
-        of_the_run.wait()
+        ray_of_parent.kill()
+        ray_of_parent.wait()

@@ -1,6 +1,4 @@
-"""A process of Ray that dies is reported once, and not one that starts again in time or dies after
-the end.
-"""
+"""Monitoring of Ray processes: deaths, restarts, reset connections, and the end of the watch."""
 
 from __future__ import annotations
 
@@ -48,12 +46,12 @@ def server() -> Iterator[Server]:
         process.communicate()
 
 
-def connected(process: subprocess.Popen[str]) -> None:
+def wait_for_connection(process: subprocess.Popen[str]) -> None:
     """Return when the watch has connected to a server."""
     assert process.stdout and process.stdout.readline() == "connected\n"
 
 
-def test_watch_reports_the_first_death_of_two_processes_once(server: Server) -> None:
+def test_watch_reports_first_death_of_two_processes_once(server: Server) -> None:
     ports = [free_port(), free_port()]
     processes = [server(port) for port in ports]
     losses = Queue[LostRay]()
@@ -66,7 +64,7 @@ def test_watch_reports_the_first_death_of_two_processes_once(server: Server) -> 
         losses.put,
     )
     for process in processes:
-        connected(process)
+        wait_for_connection(process)
     processes[1].kill()
     assert losses.get(timeout=60) == LostRay("daemon", own=True)
     processes[0].kill()
@@ -75,22 +73,22 @@ def test_watch_reports_the_first_death_of_two_processes_once(server: Server) -> 
     assert losses.empty()
 
 
-def test_watch_waits_for_a_process_that_starts_again_within_its_patience(server: Server) -> None:
+def test_watch_ignores_death_of_process_restarted_within_its_patience(server: Server) -> None:
     port, losses = free_port(), Queue[LostRay]()
     first = server(port)
     watch = RayWatch(
         [RayProcess(name="store", address=("127.0.0.1", port), own=False, patience_s=300)],
         losses.put,
     )
-    connected(first)
+    wait_for_connection(first)
     first.kill()
     first.wait()
-    connected(server(port))
+    wait_for_connection(server(port))
     assert losses.empty()
     watch.close()
 
 
-def test_connection_that_is_reset_is_no_death_while_the_process_answers() -> None:
+def test_reset_connection_is_not_reported_while_process_answers() -> None:
     losses = Queue[LostRay]()
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
@@ -98,7 +96,7 @@ def test_connection_that_is_reset_is_no_death_while_the_process_answers() -> Non
         for _ in range(2):
             connection, _ = server.accept()
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            connection.close()  # with a reset
+            connection.close()  # resets the connection
         last, _ = server.accept()
         assert losses.empty()
     last.close()
@@ -109,7 +107,7 @@ def test_closed_watch_reports_nothing(server: Server) -> None:
     port, losses = free_port(), Queue[LostRay]()
     process = server(port)
     watch = RayWatch([RayProcess(name="store", address=("127.0.0.1", port), own=True)], losses.put)
-    connected(process)
+    wait_for_connection(process)
     watch.close()
     process.kill()
     process.wait()
@@ -117,7 +115,7 @@ def test_closed_watch_reports_nothing(server: Server) -> None:
     assert losses.empty()
 
 
-def test_close_after_a_loss_waits_for_the_end_of_the_process() -> None:
+def test_close_after_loss_does_not_return() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     losses = Queue[LostRay]()

@@ -1,6 +1,4 @@
-"""Calls to the workers of a role: which ranks get which data slice, whose result counts, and how a
-wait ends.
-"""
+"""Calls to the workers of a role: ranks of data slices, results, failures and timeouts."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from openrlhf.training.layout import RankLayout
 
 
 class Worker:
-    """Says which rank did what."""
+    """A worker whose results name its rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -32,7 +30,8 @@ class Worker:
         return number
 
     def sleep_on_rank_3(self, number: int) -> int:
-        time.sleep(600 * (self.rank == 3))
+        if self.rank == 3:
+            time.sleep(600)
         return number
 
     def die_on_rank_1(self, number: int) -> None:
@@ -54,7 +53,7 @@ class Host:
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[WorkerGroup]:
-    """Four ranks, of which each two share a data slice."""
+    """Yield a group of four ranks, of which each two share a data slice."""
     ray.init(
         address="local",
         num_cpus=1,
@@ -65,14 +64,17 @@ def group() -> Iterator[WorkerGroup]:
     host: Any = ray.remote(Host)
     actors = [host.options(num_cpus=0).remote(rank) for rank in range(4)]
     logs = [f"host-{rank}.log" for rank in range(4)]
-    hosts = HostHandles.__new__(HostHandles)  # around processes that are there already
-    hosts.layout, hosts.actors, hosts.logs = RankLayout(dp=2, tp=2), actors, logs
-    hosts.ordering, hosts.spans = threading.Lock(), []
+    hosts = HostHandles.__new__(HostHandles)  # without starting processes
+    hosts.layout = RankLayout(dp=2, tp=2)
+    hosts.actors = actors
+    hosts.logs = logs
+    hosts.ordering = threading.Lock()
+    hosts.spans = []
     yield WorkerGroup(hosts, "actor")
     ray.shutdown()
 
 
-def test_each_slice_goes_to_the_ranks_that_share_it_and_the_first_gives_the_result(
+def test_launch_sends_slice_to_its_ranks_and_gather_returns_result_of_first(
     group: WorkerGroup,
 ) -> None:
     assert group.slices == 2
@@ -84,35 +86,33 @@ def test_each_slice_goes_to_the_ranks_that_share_it_and_the_first_gives_the_resu
     assert gather(calls, timeout_s=240, doing="double") == [(0, 20), (2, 40)]
 
 
-def test_a_broadcast_reaches_every_rank(group: WorkerGroup) -> None:
+def test_broadcast_reaches_every_rank(group: WorkerGroup) -> None:
     assert gather(group.broadcast(Worker.double, 1), timeout_s=240, doing="double") == [
         (rank, 2) for rank in range(4)
     ]
 
 
-def test_a_failure_on_any_rank_of_a_slice_is_raised(group: WorkerGroup) -> None:
-    """With its own message and no more; the traceback of the worker is its cause."""
+def test_gather_raises_error_of_any_rank_of_slice(group: WorkerGroup) -> None:
+    """The message is unchanged; the worker's traceback is the cause."""
     with pytest.raises(ValueError) as raised:
         gather(group.launch(Worker.fail_on_rank_3, [1, 2]), timeout_s=240, doing="fail")
     assert str(raised.value) == "rank 3 cannot"
     assert "fail_on_rank_3" in str(raised.value.__cause__)
 
 
-def test_a_rank_that_does_not_answer_is_named_with_its_log_and_the_flag(group: WorkerGroup) -> None:
+def test_gather_names_log_of_rank_that_times_out_and_flag(group: WorkerGroup) -> None:
     calls = group.launch(Worker.sleep_on_rank_3, [1, 2])
     with pytest.raises(
         WorkerError,
-        match=r"1 of 4 processes did not sleep within 5 s: host-3\.log.*--train\.step_timeout",
+        match=r"1 of 4 .*sleep within 5 s.* host-3\.log.*--train\.step_timeout",
     ):
         gather(calls, timeout_s=5, doing="sleep")
 
 
-def test_a_process_that_died_is_named_although_its_peers_have_failed_before(
+def test_gather_names_dead_process_if_its_peer_failed_first(
     group: WorkerGroup,
 ) -> None:
-    """The last test: the process does not come back."""
+    """This test has to be the last: the process is not restarted."""
     calls = group.launch(Worker.die_on_rank_1, [1, 2])
-    with pytest.raises(
-        WorkerError, match=r"(?s)a process died while the run was about to meet.*host-1\.log"
-    ):
+    with pytest.raises(WorkerError, match=r"(?s)died .*about to meet.*host-1\.log"):
         gather(calls, timeout_s=240, doing="meet")

@@ -378,7 +378,7 @@ def test_an_address_at_which_no_ray_answers_is_named_at_once(
         pytest.raises(
             PlacementError, match=rf"No Ray answers at RAY_ADDRESS {address}.*unset RAY_ADDRESS"
         ),
-        ray_cluster(NOTHING),
+        ray_cluster(NOTHING, on_loss=print),
     ):
         pass
 
@@ -398,7 +398,7 @@ STARTS_RAY = """
 from openrlhf.cluster.ray_cluster import ray_cluster
 from openrlhf.cluster.placement import Placement
 
-with ray_cluster(Placement(groups=(), on_gpus=False)):
+with ray_cluster(Placement(groups=(), on_gpus=False), on_loss=print):
     print("up", flush=True)
 """
 
@@ -440,7 +440,7 @@ def test_a_termination_ends_a_run_in_order(send: Callable[[int, int], None]) -> 
         "from openrlhf.cluster.ray_cluster import ray_cluster\n"
         "from openrlhf.cluster.placement import Placement\n"
         "try:\n"
-        "    with ray_cluster(Placement(groups=(), on_gpus=False)):\n"
+        "    with ray_cluster(Placement(groups=(), on_gpus=False), on_loss=print):\n"
         "        try:\n"
         "            print('up', flush=True)\n"
         "            time.sleep(600)\n"
@@ -556,6 +556,6 @@ def test_a_note_of_a_ray_that_is_gone_is_passed_over(monkeypatch: pytest.MonkeyP
         note = Path(folder) / "ray/ray_current_cluster"
         note.parent.mkdir()
         note.write_text(f"127.0.0.1:{free_port()}")
-        with ray_cluster(NOTHING):
+        with ray_cluster(NOTHING, on_loss=print):
             assert ray.get_runtime_context().gcs_address != note.read_text()
     assert not ray.is_initialized()
