@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from openrlhf.cluster.placement import Placement, PlacementError
 from openrlhf.cluster.ray_cluster import ray_cluster
-from openrlhf.termination import SAID
+from openrlhf.termination import STOPPING
 from openrlhf.training.devices import free_port
 from tests.config.printed import PRINTED
 from tests.e2e.commands import Finished, column, finish, numbers, places, run, write_rows
@@ -456,7 +456,7 @@ def test_a_termination_ends_a_run_in_order(send: Callable[[int, int], None]) -> 
         said, errors = process.communicate(timeout=300)
     finally:
         process.kill()
-    ending = f"{SAID.decode()}\nterminated".strip()
+    ending = f"{STOPPING.decode()}\nterminated".strip()
     assert (process.returncode, said.strip(), errors.strip()) == (143, "1 node\nin order", ending)
 
 
