@@ -116,9 +116,13 @@ def source_columns(trajectories: Sequence[Trajectory], *, k: int) -> dict[str, f
 
 
 def _source_metrics(finished: Sequence[Trajectory], *, k: int) -> dict[str, float]:
-    scores: dict[int, list[float]] = {}
+    scores: dict[int, list[float]] = {}  # by prompt
     rewards: list[float] = []
+    lengths: list[int] = []
+    truncated: list[bool] = []
     for episode in finished:
+        lengths.append(episode.num_actions)
+        truncated.append(episode.truncated)
         if episode.score is not None:
             scores.setdefault(episode.prompt.index, []).append(episode.score)
         if episode.reward is not None:
@@ -130,8 +134,8 @@ def _source_metrics(finished: Sequence[Trajectory], *, k: int) -> dict[str, floa
     metrics[f"pass{k}"] = _mean(list(map(max, scores.values())))
     metrics["pass1"] = _mean(means)
     metrics["reward_mean"] = _mean(rewards)
-    metrics["response_length_mean"] = _mean([episode.num_actions for episode in finished])
-    metrics["truncated_rate"] = _mean([episode.truncated for episode in finished])
+    metrics["response_length_mean"] = _mean(lengths)
+    metrics["truncated_rate"] = _mean(truncated)
     return metrics
 
 

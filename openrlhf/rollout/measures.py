@@ -27,7 +27,14 @@ class Period(NamedTuple):
 
 def generation_metrics(costs: Sequence[SampleCost]) -> dict[str, Metric]:
     """Return the metrics of a step's samples."""
-    periods = concurrency((cost.asked, cost.asked + cost.seconds) for cost in costs)
+    spans: list[tuple[float, float]] = []
+    prompt_tokens = 0
+    cached_tokens = 0
+    for cost in costs:
+        spans.append((cost.asked, cost.asked + cost.seconds))
+        prompt_tokens += cost.prompt_tokens
+        cached_tokens += cost.cached_tokens
+    periods = concurrency(spans)
     peak = max((period.running for period in periods), default=0)
     busy_s = 0.0
     tail_s = 0.0
@@ -35,8 +42,6 @@ def generation_metrics(costs: Sequence[SampleCost]) -> dict[str, Metric]:
         busy_s += period.seconds
         if 10 * period.running < peak:
             tail_s += period.seconds
-    prompt_tokens = sum(cost.prompt_tokens for cost in costs)
-    cached_tokens = sum(cost.cached_tokens for cost in costs)
     return {
         "timing/prefill_cached": Mean(cached_tokens, prompt_tokens),
         "timing/tail_share": Mean(tail_s, busy_s),

@@ -1,9 +1,8 @@
-"""The rollout engine on the true stack: Ray, vLLM on the CPU, gloo, and a Transformers model in
-this process as the trainer.
+"""The rollout engine on the real stack: Ray, vLLM on the CPU, and gloo.
 
-Two engines serve the whole module: one whose model ties its head to its embeddings and whose folder
-has no tokenizer, and one with a head and a tokenizer of its own. The vocabulary of 100 is no
-multiple of 64, so vLLM pads it.
+The trainer is a Transformers model in this process. Two engines serve the whole module: one whose
+model ties its head to its embeddings and whose folder has no tokenizer, and one with a head and a
+tokenizer of its own. The vocabulary of 100 is not a multiple of 64, so vLLM pads it.
 """
 
 from __future__ import annotations
@@ -58,25 +57,26 @@ PROMPTS = [[5, 6, 7, 8], [40, 41, 42], [9, 90, 11, 70, 13, 50], [33]]
 
 
 class FaultyEngine(RolloutEngine):
-    """A rollout engine whose receiving half can be made to go wrong: its worker lives in the same
-    process.
+    """A rollout engine whose receiving half can be made to fail.
+
+    Its worker runs in the same process.
     """
 
     def core(self) -> Any:
-        """The engine's core, which runs in a thread of this process."""
+        """Return the engine's core, which runs in a thread of this process."""
         [thread] = (t for t in threading.enumerate() if t.name == "vllm-engine-core")
         return thread._args[-1].result()
 
     async def held(self) -> list[str]:
-        """The samples whose tokens wait in the core for the last one."""
+        """Return the requests whose tokens wait in the core for their last token."""
         return list(self.core()._held)
 
     async def tokens_under_way(self) -> list[int]:
-        """How many tokens each sample has that is not done yet."""
+        """Return the number of tokens of each unfinished sample."""
         return [request.num_output_tokens for request in self.core().scheduler.running]
 
     async def sabotage(self, fault: str) -> None:
-        """Let every update go wrong in one way, until `repair`."""
+        """Make every update fail in one way until `repair`."""
         from openrlhf.rollout import engine_worker
         from openrlhf.weights import receiver, transport
 
@@ -115,7 +115,7 @@ class FaultyEngine(RolloutEngine):
         channel.receive, receiver.unpack, engine_worker.repack_linears = self.originals
 
     async def poison(self) -> None:
-        """Let the next step of the engine's core fail."""
+        """Make the next step of the engine's core fail."""
 
         def step():
             raise RuntimeError("poisoned")
@@ -125,7 +125,7 @@ class FaultyEngine(RolloutEngine):
 
 @dataclass
 class Stand:
-    """An engine, and the trainer's model and sender that go with it."""
+    """An engine with the trainer's model and sender."""
 
     engine: ray.actor.ActorHandle
     settings: EngineSettings
@@ -150,9 +150,8 @@ class Stand:
         try:
             self.sender.send(manifest, tensors or self.model.named_parameters())
         finally:
-            receipts = ray.get(
-                receiving, timeout=TIMEOUT_S
-            )  # where the engine fails, it knows more than the sender
+            # If the engine fails, its error says more than the sender's.
+            receipts = ray.get(receiving, timeout=TIMEOUT_S)
         return receipts
 
     def publish(self) -> tuple[WorkerReceipt, ...]:
@@ -163,7 +162,7 @@ class Stand:
     def sample(
         self, prompts: Sequence[list[int]] = PROMPTS, **params
     ) -> list[tuple[list[int], Generation]]:
-        """One sample of every prompt, with seeds of their own."""
+        """Return one sample of every prompt, each with its own seed."""
         chosen = [
             SamplingParams(**{"max_tokens": 24, "seed": i, "ignore_eos": True} | params)
             for i in range(len(prompts))
@@ -189,7 +188,7 @@ def manifest_of(
 
 
 def group_of(workers: int, name: str | None = None, timeout_s: float = TIMEOUT_S) -> WeightGroup:
-    """A sender and so many engine workers."""
+    """Return a group of a sender and `workers` engine workers."""
     return WeightGroup(
         host="127.0.0.1",
         port=free_port(),
@@ -203,7 +202,7 @@ def group_of(workers: int, name: str | None = None, timeout_s: float = TIMEOUT_S
 def join(
     sender: WeightSender, engines: Sequence[ray.actor.ActorHandle], *, workers: int = 1
 ) -> None:
-    """Bring the sender and the engines, of so many workers each, into one group."""
+    """Bring the sender and the engines, each of `workers` workers, into one group."""
     group = group_of(workers * len(engines))
     joining = [engine.join.remote(group, 1 + workers * i) for i, engine in enumerate(engines)]
     sender.join(group)
@@ -214,7 +213,7 @@ def join(
 def differences(
     model: PreTrainedModel, samples: Sequence[tuple[list[int], Generation]]
 ) -> torch.Tensor:
-    """|log π of the engine − log π of `model`| of every sampled token, one row per sample."""
+    """Return |log π of the engine − log π of `model`| of each token, one row per sample."""
     rows = []
     for prompt, generation in samples:
         tokens = torch.tensor([prompt + generation.tokens])
@@ -253,7 +252,7 @@ def build_model(*, tied: bool) -> Qwen2ForCausalLM:
 
 
 def noisy_copy(model: PreTrainedModel, names: Sequence[str], scale: float) -> PreTrainedModel:
-    """A copy of the model with noise of standard deviation `scale` on the named tensors."""
+    """Copy the model, with noise of standard deviation `scale` on the named tensors."""
     copy = type(model)(model.config).eval()
     copy.load_state_dict(model.state_dict())
     generator = torch.Generator().manual_seed(0)
@@ -281,7 +280,7 @@ def launch(
     stop_strings: bool = False,
     **flags: Any,
 ) -> Stand:
-    """An engine for the model, which is saved for it to load. The engine is not started yet."""
+    """Save the model, and create an engine for it, which is not started yet."""
     model.save_pretrained(folder)
     environment = {"env_vars": engine_environment("cpu") | {"HF_HUB_OFFLINE": "1"}}
     actor = ray.remote(FaultyEngine).options(num_cpus=0, runtime_env=environment)
@@ -338,17 +337,14 @@ def untied(stands) -> Stand:
 
 
 class TestSampling:
-    def test_logprobs_are_those_of_the_model(self, untied):
+    def test_logprobs_equal_those_of_the_model(self, untied):
         off = differences(untied.model, untied.sample())
         assert off.max() < 1e-4 and off.mean() < 1e-5
 
-    def test_the_same_seed_gives_the_same_tokens_whatever_is_in_the_batch(self, tied):
+    def test_seed_gives_the_same_tokens_whatever_is_in_the_batch(self, tied):
         alone = [tied.sample([p], seed=7)[0][1] for p in PROMPTS]
-        others = [
-            {"seed": 1},
-            {"seed": None},
-            {"seed": None, "temperature": 0.0},
-        ]  # vLLM treats each kind differently
+        # vLLM treats each of these kinds differently.
+        others = [{"seed": 1}, {"seed": None}, {"seed": None, "temperature": 0.0}]
         kinds = [SamplingParams(max_tokens=40, **each) for each in others]
         crowd = [tied.engine.generate.remote([i, 3], kinds) for i in range(8)]
         together = tied.sample(seed=7)
@@ -356,17 +352,17 @@ class TestSampling:
         assert [g.tokens for _, g in together] == [g.tokens for g in alone]
         assert [g.logprobs for _, g in together] == [g.logprobs for g in alone]
 
-    def test_samples_of_one_prompt_follow_their_own_parameters(self, tied):
+    def test_each_sample_of_a_prompt_follows_its_own_parameters(self, tied):
         params = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True) for n in (3, 9, 5)]
         samples = tied.call("generate", PROMPTS[0], params)
         assert [len(g.tokens) for g in samples] == [3, 9, 5]
         assert all(g.finish_reason == "length" and g.text is None for g in samples)
 
-    def test_a_long_prompt_with_a_seed_does_not_kill_the_engine(self, tied):
+    def test_long_prompt_with_a_seed_does_not_kill_the_engine(self, tied):
         prompts = [[5 + (i + j) % 90 for j in range(300)] for i in range(12)]
         assert len(tied.sample(prompts, max_tokens=2)) == 12
 
-    def test_a_cancelled_sample_leaves_nothing_in_the_core(self, tied):
+    def test_cancelled_sample_leaves_nothing_in_the_core(self, tied):
         params = [SamplingParams(max_tokens=400, seed=i, ignore_eos=True) for i in range(2)]
         running = tied.engine.generate.remote([5, 6, 7], params)
         tied.await_held(2)
@@ -374,7 +370,7 @@ class TestSampling:
         tied.await_held(0)
         assert_serves(tied, tied.model, tied.version)
 
-    def test_the_end_token_and_stop_tokens_end_a_sample_and_are_kept(self, tied):
+    def test_end_token_and_stop_tokens_end_a_sample_and_are_kept(self, tied):
         [(_, free)] = tied.sample([PROMPTS[0]], temperature=0.0)
         stop = free.tokens[4]
         expected = free.tokens[: free.tokens.index(stop) + 1]
@@ -389,7 +385,7 @@ class TestSampling:
         assert ended and all(g.tokens.index(END_TOKEN) == len(g.tokens) - 1 for g in ended)
         assert {g.stop_reason for g in ended} == {None}
 
-    def test_a_stop_string_ends_a_sample_and_is_left_out_of_its_text(self, untied):
+    def test_stop_string_ends_a_sample_and_is_left_out_of_its_text(self, untied):
         [(_, free)] = untied.sample([PROMPTS[0]], temperature=0.0)
         stop = f"w{free.tokens[4]}"
         cut = free.tokens.index(free.tokens[4]) + 1
@@ -404,7 +400,7 @@ class TestSampling:
             ([5], SamplingParams(stop="x"), "stop_strings"),
         ],
     )
-    def test_a_bad_request_is_an_error_of_ours_and_the_engine_lives(
+    def test_bad_request_raises_engine_error_and_leaves_the_engine_alive(
         self, tied, prompt, params, reason
     ):
         with pytest.raises(EngineError, match=reason):
@@ -500,7 +496,7 @@ class TestPublication:
         stand.call("stop")
         ray.kill(stand.engine)
 
-    def test_an_engine_asked_to_pause_waits_and_then_answers(self, tied):
+    def test_paused_engine_answers_after_resume(self, tied):
         tied.call("pause")
         waiting = tied.engine.generate.remote(PROMPTS[0], [SamplingParams(max_tokens=4, seed=0)])
         assert ray.wait([waiting], timeout=0.5)[0] == []
@@ -650,7 +646,7 @@ class TestFailure:
             ray.get(joining, timeout=TIMEOUT_S)
         tied.join()
 
-    def test_a_dead_core_is_noticed(self, ray_session, tmp_path):
+    def test_dead_core_raises_engine_error(self, ray_session, tmp_path):
         stand = launch(build_model(tied=True), tmp_path)
         stand.call("start", stand.settings)
         stand.call("poison")
@@ -703,8 +699,9 @@ def test_every_parameter_of_an_architecture_reaches_the_engine(ray_session, tmp_
 def test_longrope_has_the_frequencies_of_the_longest_sequence_in_engine_and_trainer(
     ray_session, tmp_path, original
 ):
-    """The engine chooses them by its max_model_len: the long ones above `original` positions,
-    whatever a sample's length.
+    """The engine chooses the frequencies by its max_model_len: long ones above `original` positions.
+
+    The length of a sample does not matter.
     """
     rope = {
         "rope_type": "longrope",
