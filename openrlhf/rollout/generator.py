@@ -272,7 +272,8 @@ class RolloutGenerator:
         if spec.purpose != "train":
             return generations
         for generation in generations:
-            self._costs.append(  # never assigned here: another thread takes the list away
+            # The list is never replaced here: another thread takes it in `metrics`.
+            self._costs.append(
                 SampleCost(
                     asked=asked,
                     seconds=generation.seconds,
