@@ -268,8 +268,8 @@ class Fleet:
             if member.actor:
                 ray.kill(member.actor)
             if not self.hosts:
-                left = {machine.id for machine in machines(self.on_gpus, free=True)}
-                if member.slots.machine.id not in left:
+                present = {machine.id for machine in machines(self.on_gpus, free=True)}
+                if member.slots.machine.id not in present:
                     member.slots.release()
                     slots = self._room()
                     if slots is None:
