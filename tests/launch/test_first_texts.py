@@ -1,5 +1,6 @@
-"""What --dry_run of each offline command shows: the first texts as the model will see them, with
-their targets.
+"""--dry_run of each offline command: it prints the first texts as the model sees them.
+
+The targets of a text are in brackets.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.tiny import save_tiny_model, tiny_config
 
 
 def tokenizer_that_decodes() -> PreTrainedTokenizerFast:
-    """The tokenizer whose ids are known; decoded tokens are joined without spaces."""
+    """Return the tokenizer whose ids are known. It joins decoded tokens without spaces."""
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     tokenizer.backend_tokenizer.decoder = Fuse()
     return tokenizer
@@ -55,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def dry_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Show:
-    """What a command prints for a file of rows."""
+    """Return a function that returns what a command prints for rows."""
 
     def show(task: str, rows: list[dict[str, Any]], flags: str = "") -> str:
         file = tmp_path / "rows.jsonl"
@@ -67,7 +68,7 @@ def dry_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     return show
 
 
-def test_sft_shows_every_turn_and_which_are_learned(dry_run: Show) -> None:
+def test_sft_shows_every_turn_and_its_targets(dry_run: Show) -> None:
     turns = [*CHAT, CHAT[0], BAD[1] | {"loss": False}, *CHAT]
     printed = dry_run("sft", [{"messages": turns}], "--data.apply_chat_template --data.multiturn")
     assert "Template: --data.apply_chat_template." in printed
@@ -78,14 +79,14 @@ def test_sft_shows_every_turn_and_which_are_learned(dry_run: Show) -> None:
     ) in printed
 
 
-def test_only_the_first_process_of_a_launcher_shows_them(
+def test_only_the_first_process_of_a_launcher_shows_texts(
     dry_run: Show, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     assert dry_run("sft", [{"input": "a", "output": "ok"}]) == ""
 
 
-def test_a_tracker_that_is_not_installed_is_named_before_the_reference_scores_all_rows(
+def test_missing_tracker_package_is_an_error_before_the_reference_scores_rows(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     strategy = SimpleNamespace(
@@ -104,21 +105,21 @@ def test_a_tracker_that_is_not_installed_is_named_before_the_reference_scores_al
     words = f"{line} --run.dir {tmp_path}/run --logger.wandb.key mine".split()
     with pytest.raises(SystemExit):
         VERBS["dpo"].run(words)
-    assert "the package wandb is not installed" in capsys.readouterr().err
+    assert "wandb" in capsys.readouterr().err
 
 
-def test_every_turn_of_a_recognised_chat_may_be_learned(dry_run: Show) -> None:
+def test_multiturn_has_targets_in_every_turn_of_a_recognised_chat(dry_run: Show) -> None:
     printed = dry_run("sft", [{"messages": [*CHAT, *CHAT]}], "--data.multiturn")
     assert printed.count("⟦ok<|end|>") == 2
 
 
-def test_distillation_shows_what_sft_shows(dry_run: Show, model: Path) -> None:
+def test_distillation_shows_texts_like_sft(dry_run: Show, model: Path) -> None:
     printed = dry_run("kd", [{"input": "a", "output": "ok"}], f"--kd.teacher_model {model}")
     assert "Template: --data.input_template $'User: {}\\nAssistant: '." in printed
     assert "User: a\nAssistant: ⟦ok <|end|>⟧" in printed
 
 
-def test_preferences_show_both_texts_with_what_is_judged(dry_run: Show) -> None:
+def test_preferences_show_both_texts_with_targets_and_margins(dry_run: Show) -> None:
     rows = [{"chosen": CHAT, "rejected": BAD}]
     printed = dry_run("dpo", rows)
     assert (
@@ -132,7 +133,7 @@ def test_preferences_show_both_texts_with_what_is_judged(dry_run: Show) -> None:
     assert "<|assistant|>no⟦<|end|>⟧" in printed
 
 
-def test_labels_of_one_kind_are_a_notice_at_start(
+def test_labels_of_one_kind_print_a_notice_at_start(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "rows.jsonl"
@@ -142,7 +143,7 @@ def test_labels_of_one_kind_are_a_notice_at_start(
     assert "--data.label_key label" in capsys.readouterr().err
 
 
-def test_labelled_answers_show_their_label_and_no_text_of_the_kl(dry_run: Show) -> None:
+def test_kto_shows_labels_and_no_texts_of_the_kl_estimate(dry_run: Show) -> None:
     printed = dry_run(
         "kto", [{"prompt": "a", "completion": "ok", "label": True}] * 2, "--train.batch_size 2"
     )
@@ -168,7 +169,7 @@ def test_labelled_answers_show_their_label_and_no_text_of_the_kl(dry_run: Show) 
         ([0.25, None], "--prm.reward_tokens + -", "⟦<think> = 0.25⟧b<think>"),
     ],
 )
-def test_steps_are_shown_with_their_labels(
+def test_prm_shows_steps_with_their_labels(
     dry_run: Show, labels: list[Any], tokens: str, shown: str
 ) -> None:
     rows = [{"input": "a<think>b<think>", "label": labels}]
@@ -177,8 +178,8 @@ def test_steps_are_shown_with_their_labels(
     assert f"a{shown}" in printed
 
 
-def test_the_rows_are_those_of_the_first_step(dry_run: Show) -> None:
-    """The order of seed 42."""
+def test_rows_of_the_first_step_are_shown(dry_run: Show) -> None:
+    """The order is that of seed 42."""
     rows = [{"input": str(number), "output": "ok"} for number in range(9)]
     first = torch.randperm(9, generator=torch.Generator().manual_seed(42)).tolist()[:2]
     printed = dry_run("sft", rows)
@@ -187,7 +188,7 @@ def test_the_rows_are_those_of_the_first_step(dry_run: Show) -> None:
     ]
 
 
-def test_a_prompt_has_no_targets_and_a_long_text_shows_both_ends() -> None:
+def test_prompt_has_no_targets_and_a_long_text_shows_both_ends() -> None:
     tokenizer = tokenizer_that_decodes()
     tokens = tokenizer("a" * LONGEST + "b" * LONGEST)["input_ids"]
     shown = show_text("prompt", tokens, tokenizer)
@@ -195,7 +196,7 @@ def test_a_prompt_has_no_targets_and_a_long_text_shows_both_ends() -> None:
     assert shown.endswith("a" * 10 + " … " + "b" * (LONGEST // 2))
 
 
-def test_the_brackets_are_around_the_targets_token_by_token() -> None:
+def test_brackets_enclose_each_run_of_targets() -> None:
     tokenizer = tokenizer_that_decodes()
     batch = TokenRows.from_lists([[58, 106, 9, 106], [58]], [[False, True, False, True], [False]])
     shown = list(show_batch(batch, tokenizer, ["text", ""]))
@@ -205,23 +206,21 @@ def test_the_brackets_are_around_the_targets_token_by_token() -> None:
 @pytest.mark.parametrize(
     ("task", "flag"), [("dpo", "--ref.model_name_or_path"), ("kd", "--kd.teacher_model")]
 )
-def test_a_frozen_model_with_another_vocabulary_is_refused(
+def test_frozen_model_with_another_vocabulary_is_an_error(
     task: str, flag: str, dry_run: Show, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = save_tiny_model(tmp_path / "other")
     columns = "--data.input_key input --data.output_key output" if task == "kd" else ""
     with pytest.raises(SystemExit):
         dry_run(task, [], f"{columns} {flag} {other}")
-    assert (
-        f"{flag} {other} has another vocabulary than --model.model_name_or_path"
-        in capsys.readouterr().err
-    )
+    errors = capsys.readouterr().err
+    assert f"{flag} {other} " in errors and "--model.model_name_or_path" in errors
 
 
-def test_rows_are_rendered_with_the_day_on_which_the_run_was_first_started(
+def test_rows_are_rendered_with_the_date_of_the_first_start(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newest checkpoint has the day. What follows the rendering is not run."""
+    """The date is in the newest checkpoint. The run stops before it renders the rows."""
     written = Checkpoint(
         directory=tmp_path,
         tag="global_step1",

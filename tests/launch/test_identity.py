@@ -1,4 +1,4 @@
-"""Two runs are told apart by what they learn from, what they train and what they minimise."""
+"""Identities of runs differ if their data, their models or their losses differ."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def names(then: Identity, now: Identity) -> list[str]:
     return [difference.partition(":")[0] for difference in differences(then, now)]
 
 
-def test_a_run_is_the_same_as_itself(model: str) -> None:
+def test_identity_is_the_same_for_the_same_flags_and_rows(model: str) -> None:
     assert differences(offline(model), offline(model)) == differences(rl(model), rl(model)) == []
 
 
-def test_another_task_another_row_and_another_loss_are_named(model: str) -> None:
+def test_difference_names_task_rows_and_loss(model: str) -> None:
     assert names(offline(model), offline(model, "rm"))[0] == "task"
     changed = [*ROWS[:-1], ROWS[-1] | {"output": "x"}]
     assert names(offline(model), offline(model, rows=changed)) == [
@@ -96,7 +96,7 @@ def test_another_task_another_row_and_another_loss_are_named(model: str) -> None
     ]
 
 
-def test_another_estimator_label_and_policy_are_named(model: str, tmp_path: Path) -> None:
+def test_difference_names_estimator_labels_and_policy(model: str, tmp_path: Path) -> None:
     assert names(
         rl(model),
         rl(model, line="--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 2"),
@@ -106,7 +106,7 @@ def test_another_estimator_label_and_policy_are_named(model: str, tmp_path: Path
     assert names(rl(model), rl(other)) == ["--actor.model_name_or_path"]
 
 
-def test_another_reference_and_another_teacher_are_named(model: str, tmp_path: Path) -> None:
+def test_difference_names_reference_and_teacher(model: str, tmp_path: Path) -> None:
     other = save_tiny_model(tmp_path, seed=1)
     for command, flag in (("kto", "--ref.model_name_or_path"), ("kd", "--kd.teacher_model")):
         runs = [offline(model, command, line=f"{flag} {path}") for path in (model, other)]
@@ -117,7 +117,7 @@ def test_another_reference_and_another_teacher_are_named(model: str, tmp_path: P
     ]
 
 
-def test_a_model_is_the_same_in_another_folder(model: str, tmp_path: Path) -> None:
+def test_model_is_the_same_in_another_folder(model: str, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "copy")
     assert of_model(model) == of_model(str(tmp_path / "copy"))
 
@@ -125,49 +125,48 @@ def test_a_model_is_the_same_in_another_folder(model: str, tmp_path: Path) -> No
 # ---- every row counts
 
 
-def asked(rows: Any) -> list[Prompt]:
-    return [
-        Prompt(index=n, text=row["input"], tokens=[], label=row["output"])
-        for n, row in enumerate(rows)
-    ]
+def prompts_of(rows: Any) -> list[Prompt]:
+    prompts = []
+    for index, row in enumerate(rows):
+        prompts.append(Prompt(index=index, text=row["input"], tokens=[], label=row["output"]))
+    return prompts
 
 
 @pytest.mark.parametrize("place", [0, 1, 17, 98, 99])
-def test_a_change_of_any_row_is_named(place: int, model: str) -> None:
+def test_change_of_any_row_is_a_difference(place: int, model: str) -> None:
     changed = [*ROWS[:place], ROWS[place] | {"output": "x", "chosen": "x"}, *ROWS[place + 1 :]]
-    rows = ["all rows of --data.dataset, tokenized"]
-    assert names(offline(model), offline(model, rows=changed)) == rows
-    for command, line in (("rm", ""), ("kto", "--data.layout columns")):
-        assert (
-            names(offline(model, command, line=line), offline(model, command, changed, line))
-            == rows
-        )
+    for command, line in (("sft", ""), ("rm", ""), ("kto", "--data.layout columns")):
+        before = offline(model, command, line=line)
+        after = offline(model, command, changed, line)
+        assert names(before, after) == ["all rows of --data.dataset, tokenized"]
     assert len(names(rl(model), rl(model, changed))) == 1
     config: Any = parse_config(
         BatchInferenceConfig, LINE.format(model).split(), command="batch_inference"
     )
-    there, here = (inference_identity(config, asked(rows)) for rows in (ROWS, changed))
-    assert names(there, here) == ["rows of --data.dataset, rendered"]
+    before = inference_identity(config, prompts_of(ROWS))
+    assert names(before, inference_identity(config, prompts_of(changed))) == [
+        "rows of --data.dataset, rendered"
+    ]
 
 
-def test_the_rows_of_a_plug_in_are_compared_as_it_collates_them(model: str) -> None:
+def test_rows_of_a_plug_in_are_compared_as_the_task_collates_them(model: str) -> None:
     task: Any = SFTTask(parse_config(SFTConfig, LINE.format(model).split()[:4], command="sft"))
     rows = [SFTRow(tokens=[5, n], loss_mask=[False, True]) for n in range(100)]
-    there = offline_identity(task, Listed(rows))
-    assert names(there, offline_identity(task, Listed(list(rows)))) == []
+    before = offline_identity(task, Listed(rows))
+    assert names(before, offline_identity(task, Listed(list(rows)))) == []
     changed = [*rows[:17], replace(rows[17], tokens=[5, 200]), *rows[18:]]
-    assert names(there, offline_identity(task, Listed(changed))) == [
+    assert names(before, offline_identity(task, Listed(changed))) == [
         "all rows of --data.dataset, tokenized"
     ]
 
 
 class Listed(list[Any]):
-    """Rows of a task that keeps them in a list."""
+    """Rows of a plug-in that keeps them in a list."""
 
     summary = "rows"
 
 
-def test_the_bytes_of_rows_do_not_depend_on_how_they_are_stored() -> None:
+def test_contents_of_rows_do_not_depend_on_their_storage() -> None:
     rows = [
         {"t": [n] * (n % 7), "m": [bool(n % 2), True] * (n % 5), "s": "é" * (n % 3)}
         for n in range(3000)
@@ -177,22 +176,17 @@ def test_the_bytes_of_rows_do_not_depend_on_how_they_are_stored() -> None:
     chosen = plain.select(range(2999, -1, -1)).select(range(2999, -1, -1))
     saved = b"".join(contents_of(plain))
     assert b"".join(contents_of(parts)) == b"".join(contents_of(chosen)) == saved
-    for changed in ({"m": [True]}, {"s": "e"}, {"t": []}, {"t": None}):
-        assert (
-            b"".join(
-                contents_of(Dataset.from_list([*rows[:2000], rows[2000] | changed, *rows[2001:]]))
-            )
-            != saved
-        )
+    for change in ({"m": [True]}, {"s": "e"}, {"t": []}, {"t": None}):
+        changed = Dataset.from_list([*rows[:2000], rows[2000] | change, *rows[2001:]])
+        assert b"".join(contents_of(changed)) != saved
 
 
 @pytest.mark.parametrize("label", [["a", "b"], {"a": list(range(2000))}, 0.5, None])
-def test_labels_of_any_kind_are_compared(label: Any) -> None:
-    said = [
-        b"".join(contents_of(Dataset.from_list([{"label": value}] * 3)))
-        for value in (label, label, "other")
-    ]
-    assert said[0] == said[1] != said[2]
-    if isinstance(label, dict):  # to the last of its numbers
+def test_contents_differ_for_different_labels_of_any_kind(label: Any) -> None:
+    def contents(value: Any) -> bytes:
+        return b"".join(contents_of(Dataset.from_list([{"label": value}] * 3)))
+
+    assert contents(label) == contents(label) != contents("other")
+    if isinstance(label, dict):  # every one of its numbers counts
         other = {"a": [*range(1000), -1, *range(1001, 2000)]}
-        assert b"".join(contents_of(Dataset.from_list([{"label": other}] * 3))) != said[0]
+        assert contents(other) != contents(label)

@@ -1,6 +1,4 @@
-"""Runs of RL whose samples pass through models one by one are found at start, with sizes that a run
-accepts.
-"""
+"""The warning about RL runs whose samples pass through models one by one, and its advice."""
 
 from __future__ import annotations
 
@@ -26,15 +24,14 @@ GRPO = "--algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 8 -
 
 
 def advised(config: PPOConfig, longest: int = 28, *, on_gpus: bool = False) -> dict[str, int]:
-    """The sizes that a warning names; none where there is no warning."""
+    """Return the sizes that the warning names by flag; no sizes if there is no warning."""
     found = check_pass_sizes(config, longest, on_gpus=on_gpus)
     assert (found.level is Level.WARNING) == bool(found.fix)
-    return {
-        path: int(size) for path, size in re.findall(r"--([\w.]+micro_batch_size) (\d+)", found.fix)
-    }
+    sizes = re.findall(r"--([\w.]+micro_batch_size) (\d+)", found.fix)
+    return {path: int(size) for path, size in sizes}
 
 
-def test_samples_that_pass_one_by_one_are_found_with_the_sizes_that_fit() -> None:
+def test_warning_advises_sizes_that_fit_into_a_pass() -> None:
     assert advised(ppo(GRPO)) == {
         "train.micro_batch_size": 8,
         "rollout.micro_batch_size": CPU_TOKENS // 128,
@@ -48,7 +45,7 @@ def test_samples_that_pass_one_by_one_are_found_with_the_sizes_that_fit() -> Non
 @pytest.mark.parametrize("batch", [96, 100, 128, 1])
 @pytest.mark.parametrize("longest", [1, 28, 500, 5000])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_the_advised_sizes_are_accepted_and_end_the_warning(
+def test_advised_sizes_are_valid_flags_and_end_the_warning(
     batch: int, longest: int, ranks: int
 ) -> None:
     line = f"{GRPO} --rollout.batch_size {batch} --train.batch_size {4 * batch} --actor.num_gpus_per_node {ranks}"
@@ -68,11 +65,11 @@ def test_the_advised_sizes_are_accepted_and_end_the_warning(
     ],
     ids=["given", "by tokens", "larger", "long samples"],
 )
-def test_sizes_that_were_given_or_cannot_be_larger_are_no_finding(line: str) -> None:
+def test_sizes_that_are_set_or_cannot_be_larger_give_no_warning(line: str) -> None:
     assert advised(ppo(f"{GRPO} {line}")) == {}
 
 
-def test_no_command_of_the_first_pages_and_the_demo_has_the_finding() -> None:
+def test_commands_of_the_first_pages_and_the_demo_set_their_sizes() -> None:
     commands: list[str] = []
     for page in PAGES:
         text = (ROOT / page).read_text().replace("\\\n", " ")

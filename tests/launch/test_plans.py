@@ -1,5 +1,6 @@
-"""Launch scripts of clusters, with today's and with older names: who would go where, on clusters
-that are only declared.
+"""The placement of the roles of launch scripts on declared clusters.
+
+The scripts use the flag names of today and of older releases.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def planned(line: str, cluster: str) -> str:
     return plan.describe(plan.check(expected_machines(plan.on_gpus, cluster)))
 
 
-def test_a_teacher_asks_for_the_resources_of_the_reference() -> None:
+def test_teacher_has_the_resources_of_the_reference() -> None:
     teacher = (
         "--algo.distill.teacher org/t --algo.kl.init_coef 0 --algo.advantage.estimator reinforce"
     )
@@ -62,19 +63,18 @@ def test_a_teacher_asks_for_the_resources_of_the_reference() -> None:
     config = parse_config(
         PPOConfig, [*line, "--placement.ref.resources", '{"big": 1}'], command="train_ppo_ray"
     )
-    assert {group.name: group.wants for group in plan_placement(config, "cuda").groups}[
-        "teacher"
-    ] == {"big": 1}
+    groups = {group.name: group for group in plan_placement(config, "cuda").groups}
+    assert groups["teacher"].wants == {"big": 1}
 
 
-def test_a_hybrid_script_has_everything_on_one_node() -> None:
+def test_hybrid_script_has_all_roles_on_one_node() -> None:
     assert planned(HYBRID, "1x8") == (
         "actor, ref, critic, reward: 8 process(es): 8 on node 0\n"
         "vllm: 4 process(es), 2 GPUs each: 4 on node 0, on devices of actor, ref, critic, reward"
     )
 
 
-def test_groups_of_a_large_script_have_whole_nodes() -> None:
+def test_groups_of_a_large_script_fill_whole_nodes() -> None:
     assert planned(SEPARATE, "8x8") == (
         "actor, ref: 16 process(es): 8 on node 0, 8 on node 1\n"
         "critic, reward: 16 process(es): 8 on node 2, 8 on node 3\n"
@@ -82,18 +82,16 @@ def test_groups_of_a_large_script_have_whole_nodes() -> None:
     )
 
 
-def test_engines_of_an_asynchronous_script_have_devices_of_their_own() -> None:
+def test_engines_of_an_asynchronous_script_have_their_own_devices() -> None:
     assert planned(ASYNC, "1x8") == (
         "actor, ref: 4 process(es): 4 on node 0\nvllm: 2 process(es), 2 GPUs each: 2 on node 0"
     )
 
 
-def test_a_cluster_that_is_too_small_is_refused_with_the_sum() -> None:
-    with pytest.raises(
-        PlacementError, match=r"needs 64 GPUs .* the cluster has 56 \(7 x 8\)\. Roles can share"
-    ):
+def test_too_small_cluster_raises_an_error_with_the_number_of_gpus() -> None:
+    with pytest.raises(PlacementError, match=r"64 GPUs .*56 \(7 x 8\)"):
         planned(SEPARATE, "7x8")
     with pytest.raises(
-        ConfigError, match=r"--vllm\.num_engines 8 x --vllm\.tensor_parallel_size 2 = 16 are more"
+        ConfigError, match=r"--vllm\.num_engines 8 .*--vllm\.tensor_parallel_size 2 .*16"
     ):
         planned(HYBRID.replace("--vllm_num_engines 4", "--vllm_num_engines 8"), "2x8")

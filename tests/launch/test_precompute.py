@@ -1,6 +1,4 @@
-"""--ref.precompute: the scores in a file are taken by runs with these rows and this reference, and
-by no others.
-"""
+"""--ref.precompute: runs with the same rows and the same reference share a file of scores."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Runs:
-    """Runs of DPO that keep their scores in one folder."""
+    """Runs of DPO that store their scores in one folder."""
 
     def __init__(self, folder: Path, model: str) -> None:
         self.line = (
@@ -42,7 +40,7 @@ class Runs:
         self.scored = 0
 
     def scores(self, line: str = "", rows: list[dict[str, str]] = ROWS) -> bool:
-        """Whether a run with more flags computes scores."""
+        """Return whether a run with additional flags computes scores."""
         task: Any = PreferenceTask(
             parse_config(DPOConfig, f"{self.line} {line}".split(), command="dpo")
         )
@@ -60,7 +58,7 @@ class Runs:
 
 @pytest.fixture
 def runs(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    """One run has kept its scores."""
+    """Return runs of which the first one has stored its scores."""
     runs = Runs(tmp_path / "checkpoints", model)
     monkeypatch.setattr(precompute, "reference_sums", runs.sums)
     assert runs.scores()
@@ -76,13 +74,11 @@ def runs(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Runs:
         "--ds.zero_stage 3",
     ],
 )
-def test_another_objective_takes_the_scores_that_are_there(line: str, runs: Runs) -> None:
+def test_stored_scores_are_used_with_another_objective(line: str, runs: Runs) -> None:
     assert not runs.scores(line)
 
 
-def test_another_reference_or_another_way_to_compute_it_has_scores_of_its_own(
-    runs: Runs, other: str
-) -> None:
+def test_another_reference_or_precision_computes_new_scores(runs: Runs, other: str) -> None:
     lora = "--ds.lora.rank 2"
     assert not runs.scores(lora)  # the reference is the policy without its adapter
     for line in (
@@ -96,7 +92,7 @@ def test_another_reference_or_another_way_to_compute_it_has_scores_of_its_own(
 
 
 @pytest.mark.parametrize("place", [0, 1, 100, 199])
-def test_any_other_row_has_scores_of_its_own(place: int, runs: Runs) -> None:
+def test_change_of_any_row_computes_new_scores(place: int, runs: Runs) -> None:
     changed = [*ROWS[:place], ROWS[place] | {"rejected": "x"}, *ROWS[place + 1 :]]
     assert runs.scores(rows=changed)
     assert not runs.scores(rows=changed)

@@ -1,4 +1,4 @@
-"""A command whose Ray has died restarts unless it has been asked to end."""
+"""The end or the restart of a command whose Ray has died."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_command_that_is_asked_to_end_while_it_closes_does_not_restart(
     assert (done.returncode, done.stderr.strip()) == end
 
 
-def test_what_is_closed_in_a_block_that_fails_is_not_closed_again() -> None:
+def test_closing_is_removed_if_its_block_raises() -> None:
     loss = RayLoss()
     with pytest.raises(ValueError), loss.closing(lambda: None):
         raise ValueError

@@ -1,4 +1,4 @@
-"""The command that replaces a command whose Ray has died."""
+"""Restarts of a command whose Ray has died, by another process with the same flags."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_restarted_command_continues_from_checkpoints_of_other_runs_only_if_the_
 
 
 def save(config: PPOConfig, step: int, run_dir: Path) -> None:
-    """Save a checkpoint of a run."""
+    """Save a checkpoint of the run in the folder `run_dir`."""
     manager = CheckpointManager(config.ckpt)
     staged = manager.begin(step)
     for place in staged.places:

@@ -1,4 +1,4 @@
-"""What follows from the flags of RL for the workers and the loop."""
+"""The settings of workers and loop that are made from the flags of RL."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ON_POLICY = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configurations of a model without dropout, and of one with it."""
+    """Configurations of a model without dropout, with dropout, and with dropout in a nested part."""
     made = tmp_path_factory.mktemp("models")
     tiny_config("qwen2-tied").save_pretrained(made / "plain")
     tiny_config("qwen2-tied", attention_dropout=0.1).save_pretrained(made / "dropout")
@@ -69,7 +69,7 @@ def test_only_padded_rows_are_sorted_by_length(folder: Path, packed: bool) -> No
     assert {reward_settings(config).limits.packed, training.packed} == {packed}
 
 
-def test_reward_models_are_not_held_in_4_bits_because_the_policy_is(folder: Path) -> None:
+def test_reward_models_of_rl_are_not_loaded_in_4_bits_with_the_policy(folder: Path) -> None:
     scored = {
         "reward.verifier": None,
         "data.label_key": None,
@@ -81,14 +81,12 @@ def test_reward_models_are_not_held_in_4_bits_because_the_policy_is(folder: Path
     )
     judges = reward_settings(config)
     assert judges.process_model
-    assert [spec.ds.load_in_4bit for spec in (*judges.models, judges.process_model)] == [
-        False,
-        False,
-    ]
+    for spec in (*judges.models, judges.process_model):
+        assert not spec.ds.load_in_4bit
     assert trained_settings(config, str(folder / "plain"), 1).load.ds.load_in_4bit
 
 
-def test_a_command_that_only_scores_may_hold_its_reward_model_in_4_bits(folder: Path) -> None:
+def test_reward_model_of_batch_inference_is_loaded_in_4_bits(folder: Path) -> None:
     flags = {
         "task": "rm",
         "model.model_name_or_path": folder / "plain",
@@ -100,7 +98,7 @@ def test_a_command_that_only_scores_may_hold_its_reward_model_in_4_bits(folder: 
     assert [spec.ds.load_in_4bit for spec in reward_settings(config).models] == [True]
 
 
-def test_a_strictly_on_policy_update_needs_no_old_logprobs(folder: Path) -> None:
+def test_strictly_on_policy_update_needs_no_old_logprobs(folder: Path) -> None:
     assert not needs_old_logprobs(config_of(folder))
     assert not needs_old_logprobs(config_of(folder, **{"algo.kl.init_coef": 0.0}))
 
@@ -110,13 +108,13 @@ def test_a_strictly_on_policy_update_needs_no_old_logprobs(folder: Path) -> None
     [
         {"train.batch_size": 4},  # two optimizer steps per batch
         {"train.max_epochs": 2},
-        {"algo.kl.use_loss": None},  # the KL in the reward is that of the rollout's policy
+        {"algo.kl.use_loss": None},  # the KL is in the reward, which needs π_old
         {"model": "dropout"},  # a second forward would not give the same numbers
         {"model": "nested dropout"},
     ],
     ids=str,
 )
-def test_anything_that_looks_at_the_old_policy_has_its_logprobs_computed(
+def test_old_logprobs_are_needed_unless_the_ratio_is_one(
     folder: Path, changes: dict[str, Any]
 ) -> None:
     assert needs_old_logprobs(config_of(folder, **changes))
@@ -129,7 +127,7 @@ def test_anything_that_looks_at_the_old_policy_has_its_logprobs_computed(
     episodes=st.integers(1, 3),
 )
 @hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_learning_rate_schedule_is_as_long_as_the_run(
+def test_learning_rate_schedule_has_the_steps_of_the_run(
     folder: Path, prompts: int, steps_per_batch: int, epochs: int, episodes: int
 ) -> None:
     changes = {
@@ -147,12 +145,10 @@ def test_the_learning_rate_schedule_is_as_long_as_the_run(
 
 
 @pytest.mark.parametrize(("flag", "frozen"), [(None, 0), (-1, 0), (0, 0), (2, 2)])
-def test_the_policys_schedule_leaves_out_the_steps_that_train_the_critic_alone(
+def test_policy_schedule_excludes_steps_that_train_only_the_critic(
     folder: Path, flag: int | None, frozen: int
 ) -> None:
-    """With one optimizer step a batch: a schedule that is shorter than the run would begin again
-    and again.
-    """
+    """Each batch has one optimizer step. A schedule shorter than the run would start again."""
     config = config_of(folder, **{"algo.advantage.estimator": "gae", "critic.freezing_steps": flag})
     assert config.frozen_steps == frozen
     assert optimizer_steps(config, 40, after=config.frozen_steps) == 10 - frozen
@@ -161,11 +157,11 @@ def test_the_policys_schedule_leaves_out_the_steps_that_train_the_critic_alone(
 @pytest.mark.parametrize(
     ("asynchronous", "steps", "sizes"), [(True, 5, [4] * 5), (False, 6, [4, 4, 2] * 2)]
 )
-def test_a_dry_run_counts_the_steps_that_the_run_takes(
+def test_dry_run_prints_the_number_of_steps_of_the_run(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     asynchronous: bool, steps: int, sizes: list[int],
 ) -> None:  # fmt: skip
-    """Asynchronous batches reach into the next epoch."""
+    """Asynchronous batches continue in the next epoch, so no batch is short."""
     config = config_of(
         folder, **{"train.async_enable": asynchronous or None, "train.num_episodes": 2}
     )

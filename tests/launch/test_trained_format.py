@@ -1,5 +1,6 @@
-"""The text format that an export records is the default of later commands: of every command, for
-every way to build a text.
+"""The text format that an export records is the default of later commands.
+
+It holds for every command and every way to build a text.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model_trained_with(trained: TextFormat | None, weights: Path) -> str:
-    """A model in `weights` whose last training had this format."""
+    """Save a tokenizer to `weights` that records a format. Return the folder of the model."""
     tokenizer = build_tokenizer(PLAIN_CHAT)
     tokenizer.backend_tokenizer.decoder = Fuse()
     record(tokenizer, trained)
@@ -82,7 +83,7 @@ def write_rows(folder: Path, row: dict[str, Any]) -> Path:
 
 
 def first_text(task: str, model: str, rows: Path, flags: str = "", *, follows: bool = True) -> str:
-    """The first training text of an offline command."""
+    """Return the first training text of an offline command."""
     line = f"--model.model_name_or_path {model} --data.dataset {rows} {LINES.get(task, '')} {flags}"
     words = line.replace("{model}", model).split()
     config = parse_config(ROOTS[f"train_{task}"], words, command=f"train_{task}")
@@ -96,7 +97,7 @@ def first_text(task: str, model: str, rows: Path, flags: str = "", *, follows: b
 def first_prompt(
     command: str, model: str, rows: Path, flags: str = "", *, follows: bool = True
 ) -> tuple[str, PreTrainedTokenizerBase]:
-    """The first prompt of a command that generates, and its tokenizer."""
+    """Return the first prompt of a command that generates, and its tokenizer."""
     line = f"{PROMPTS[command].format(model=model, rows=rows)} {flags}"
     config = parse_config(ROOTS[command], line.split(), command=command)
     if command == "train_ppo_ray":
@@ -106,9 +107,9 @@ def first_prompt(
         candidate = read_candidate(config, "model")
         return candidate.prompts[0].text, candidate.tokenizer
     tokenizer = policy_tokenizer(config, model, flag="--model.model_name_or_path")
-    return read_inference_rows(config, tokenizer, load_inference_rows(config), follows=follows)[
-        0
-    ].text, tokenizer
+    rows_read = load_inference_rows(config)
+    prompts = read_inference_rows(config, tokenizer, rows_read, follows=follows)
+    return prompts[0].text, tokenizer
 
 
 @pytest.mark.parametrize("trained", [TEMPLATE, CHAT])
@@ -136,10 +137,8 @@ def test_commands_that_generate_use_the_recorded_format_by_default(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    model, rows = (
-        model_trained_with(trained, weights),
-        write_rows(tmp_path, {"input": "ab", "label": "2"}),
-    )
+    model = model_trained_with(trained, weights)
+    rows = write_rows(tmp_path, {"input": "ab", "label": "2"})
     prompt, tokenizer = first_prompt(command, model, rows)
     assert prompt == RENDERED[trained]
     assert capsys.readouterr().err.count("was trained with") == 1
@@ -151,13 +150,12 @@ def test_commands_that_generate_use_the_recorded_format_by_default(
 @pytest.mark.parametrize(
     "flags", ["--data.input_template {}", "--data.input_template Z{}", "--data.apply_chat_template"]
 )
-def test_a_template_flag_wins_over_the_recorded_format(
+def test_template_flag_overrides_the_recorded_format(
     flags: str, weights: Path, tmp_path: Path
 ) -> None:
     model = model_trained_with(TEMPLATE, weights)
-    expected = {"{}": "ab", "Z{}": "Zab", "--data.apply_chat_template": RENDERED[CHAT]}[
-        flags.split()[-1]
-    ]
+    texts = {"{}": "ab", "Z{}": "Zab", "--data.apply_chat_template": RENDERED[CHAT]}
+    expected = texts[flags.split()[-1]]
     text = first_text("dpo", model, write_rows(tmp_path, ROWS["dpo"]), flags)
     assert text.startswith(f"{expected}ok")
     prompt, _ = first_prompt(
@@ -167,7 +165,7 @@ def test_a_template_flag_wins_over_the_recorded_format(
 
 
 @pytest.mark.parametrize("trained", [None, NONE])
-def test_the_defaults_of_the_flags_stay_for_models_without_a_recorded_template(
+def test_flag_defaults_apply_to_models_without_a_recorded_template(
     trained: TextFormat | None, weights: Path, tmp_path: Path
 ) -> None:
     model = model_trained_with(trained, weights)
@@ -179,10 +177,11 @@ def test_the_defaults_of_the_flags_stay_for_models_without_a_recorded_template(
 
 
 @pytest.mark.parametrize("trained", [TEMPLATE, CHAT])
-def test_rows_that_have_the_recorded_format_are_not_put_into_it_again(
+def test_rows_in_the_recorded_format_are_not_rendered_again(
     trained: TextFormat, weights: Path, tmp_path: Path
 ) -> None:
-    model, whole = model_trained_with(trained, weights), RENDERED[trained]
+    model = model_trained_with(trained, weights)
+    whole = RENDERED[trained]
     prompt, tokenizer = first_prompt(
         "train_ppo_ray", model, write_rows(tmp_path, {"input": whole, "label": "2"})
     )
@@ -197,7 +196,7 @@ def test_rows_that_have_the_recorded_format_are_not_put_into_it_again(
 
 
 @pytest.mark.parametrize("trained", [TEMPLATE, CHAT])
-def test_pairs_of_whole_texts_have_no_prompt_to_put_into_a_template(
+def test_pairs_of_whole_texts_are_not_rendered(
     trained: TextFormat, weights: Path, tmp_path: Path
 ) -> None:
     model = model_trained_with(trained, weights)
@@ -207,7 +206,7 @@ def test_pairs_of_whole_texts_have_no_prompt_to_put_into_a_template(
     )
 
 
-def test_a_prompt_ends_before_a_space_that_training_joined_with_the_answer(
+def test_prompt_ends_before_a_space_that_the_tokenizer_merges_with_the_answer(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = write_rows(tmp_path, {"input": "a", "label": "2"})
@@ -224,15 +223,13 @@ def test_a_prompt_ends_before_a_space_that_training_joined_with_the_answer(
 
 
 @pytest.mark.parametrize("task", ROWS)
-def test_a_flag_leaves_out_the_space_before_the_end(
-    task: str, weights: Path, tmp_path: Path
-) -> None:
+def test_no_space_before_eos_removes_the_space(task: str, weights: Path, tmp_path: Path) -> None:
     model, rows = model_trained_with(None, weights), write_rows(tmp_path, ROWS[task])
     assert first_text(task, model, rows).endswith("ok <eos>")
     assert first_text(task, model, rows, "--data.no_space_before_eos").endswith("ok<eos>")
 
 
-def test_an_end_without_space_is_recorded_and_used_by_the_next_stage(
+def test_recorded_ending_without_space_is_used_by_the_next_stage(
     weights: Path, tmp_path: Path
 ) -> None:
     model, rows = model_trained_with(UNSPACED, weights), write_rows(tmp_path, ROWS["dpo"])
@@ -241,10 +238,10 @@ def test_an_end_without_space_is_recorded_and_used_by_the_next_stage(
     assert first_text("dpo", model, rows, "--data.input_template Z{}") == "Zabok<eos>"
 
 
-# ---- runs that began before
+# ---- runs of older releases
 
 
-def test_a_run_from_before_continues_without_the_recorded_format(
+def test_resumed_run_of_an_older_release_ignores_the_recorded_format(
     weights: Path, tmp_path: Path
 ) -> None:
     assert RunState(step=1).first_start.trained_format is False
@@ -257,7 +254,7 @@ def test_a_run_from_before_continues_without_the_recorded_format(
         assert first_prompt(command, model, rows, follows=False)[0] == "ab"
 
 
-def test_results_so_far_say_whether_texts_have_the_recorded_format(tmp_path: Path) -> None:
+def test_journal_records_whether_texts_have_the_recorded_format(tmp_path: Path) -> None:
     final = tmp_path / "out.jsonl"
     assert start_of_results(final).trained_format is True
     Journal(final, {"first start": "2026-01-01T00:00:00"})
