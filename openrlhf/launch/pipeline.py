@@ -99,11 +99,11 @@ class Pipeline:
         Errors about the results of other stages are left out: a result may not exist yet, or may be
         made again.
         """
-        error = self.error_in_entry(stage)
+        error = self.check_entry(stage)
         if error:
             return [error]
         if not stage.command:
-            return self.own_inputs(stage)
+            return self.check_own_folder(stage)
         taken = sorted(PLACES.keys() & stage.values.keys())
         if taken:
             return [f"the pipeline sets --{path} itself: remove the flag." for path in taken]
@@ -121,9 +121,9 @@ class Pipeline:
             return violations
         finally:
             machine.cluster_gpus = declared_gpus
-        return self.own_inputs(stage)
+        return self.check_own_folder(stage)
 
-    def error_in_entry(self, stage: Stage) -> str:
+    def check_entry(self, stage: Stage) -> str:
         """Return the first error in the entry of a stage, before its flags are parsed, or ""."""
         if not re.fullmatch(r"[\w-]+", stage.name) or stage.name == "earlier":
             return (
@@ -132,9 +132,9 @@ class Pipeline:
         if bool(stage.command) == bool(stage.run):
             return "set either `command` or `run`."
         if not isinstance(stage.flags, dict):
-            return f"`flags` is {stage.flags!r}, but it must map names to values."
+            return f"`flags` is a {type(stage.flags).__name__}, but it must map names to values."
         if stage.run and (stage.flags or stage.launcher):
-            return "`flags` and `launcher` go with `command`: a program of `run` has neither."
+            return "`flags` and `launcher` go with `command`: remove them from a stage with `run`."
         try:
             words = [*shlex.split(stage.run), *shlex.split(stage.launcher)]
         except (ValueError, AttributeError) as error:
@@ -159,7 +159,7 @@ class Pipeline:
                 )
         return ""
 
-    def own_inputs(self, stage: Stage) -> list[str]:
+    def check_own_folder(self, stage: Stage) -> list[str]:
         """Return an error for each input in the stage's own folder.
 
         The folder is moved away before the stage runs again.

@@ -25,7 +25,7 @@ from openrlhf.workers.frozen import RewardModelSettings
 # Commands with engines and reward models.
 Sampling = PPOConfig | EvaluationConfig | BatchInferenceConfig
 Engines = PPOConfig | EngineCommand
-PROBED_TOKENS = 8  # tokens per prompt that engines sample for the comparison with the trainer
+ENGINE_PROBE_TOKENS = 8  # tokens per prompt that engines sample for the comparison with the trainer
 # The largest mean difference of log-probabilities, in nats, that rounding may explain.
 FP32_TOLERANCE = 0.01
 BF16_TOLERANCE = 0.2
@@ -139,7 +139,7 @@ def engine_probe(config: PPOConfig, prompts: Sequence[list[int]]) -> Probe | Non
     """
     if config.vllm.quantization:
         return None
-    room = max(1, config.data.max_len - PROBED_TOKENS)
+    room = max(1, config.data.max_len - ENGINE_PROBE_TOKENS)
     tolerance = BF16_TOLERANCE
     if config.vllm.dtype == config.ds.param_dtype == "fp32":
         tolerance = FP32_TOLERANCE
@@ -147,7 +147,7 @@ def engine_probe(config: PPOConfig, prompts: Sequence[list[int]]) -> Probe | Non
         prompts=[prompt[-room:] for prompt in prompts],
         params=SamplingParams(
             temperature=config.rollout.temperature,
-            max_tokens=PROBED_TOKENS,
+            max_tokens=ENGINE_PROBE_TOKENS,
             ignore_eos=True,
             seed=train_sampling(config).seed,
         ),
