@@ -44,7 +44,7 @@ def recorded_run(config: EvaluationConfig | BatchInferenceConfig) -> Iterator[Re
 
 @contextmanager
 def engines(
-    config: settings.Engines,
+    config: settings.SamplingCommand,
     path: str,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -70,7 +70,7 @@ def engines(
 
 
 @contextmanager
-def reward_models(config: settings.Sampling, *, logs: Path) -> Iterator[EarlyStages]:
+def reward_models(config: settings.SamplingCommand, *, logs: Path) -> Iterator[EarlyStages]:
     """Run the reward models until the block exits."""
     group = reward_hosts(config)
     plan = exclusive(group)
@@ -100,7 +100,7 @@ def largest_phase(config: EvaluationConfig | BatchInferenceConfig) -> Placement:
     return exclusive(max(phases, key=lambda group: group.slots))
 
 
-def reward_hosts(config: settings.Sampling) -> HostGroup:
+def reward_hosts(config: settings.SamplingCommand) -> HostGroup:
     """Return the processes of the reward models."""
     reward = config.reward
     return HostGroup(
@@ -108,7 +108,7 @@ def reward_hosts(config: settings.Sampling) -> HostGroup:
     )
 
 
-def announce_engines(recorder: Recorder, config: settings.Engines, path: str) -> None:
+def announce_engines(recorder: Recorder, config: settings.SamplingCommand, path: str) -> None:
     """Print that engines are loading a model. They print nothing until they have started."""
     recorder.display.status("starting engines")
     recorder.display.note(

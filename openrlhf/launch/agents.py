@@ -11,7 +11,7 @@ from openrlhf.launch import settings
 
 
 def make_agents(
-    config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, **more: Any
+    config: settings.SamplingCommand, tokenizer: PreTrainedTokenizerBase, **more: Any
 ) -> AgentEpisodes | None:
     """Return the agents of --train.agent_func_path, or None. `more`: see `AgentEpisodes`.
 
@@ -25,7 +25,7 @@ def make_agents(
     )
 
 
-def check_agents(config: settings.Sampling, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_agents(config: settings.SamplingCommand, tokenizer: PreTrainedTokenizerBase) -> None:
     """Load the file of --train.agent_func_path. Raises ConfigError.
 
     It is called before a model is loaded.

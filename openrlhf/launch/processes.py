@@ -16,7 +16,7 @@ from openrlhf.rollout.fleet import Fleet
 from openrlhf.training.layout import RankLayout
 
 if TYPE_CHECKING:  # its import takes seconds, because it loads trainers and workers
-    from openrlhf.launch.settings import Sampling
+    from openrlhf.launch.settings import SamplingCommand
 
 
 class Processes:
@@ -62,7 +62,7 @@ def make_hosts(
     return HostHandles(group, machines, layout, on_gpus=on_gpus, threads=threads)
 
 
-def connect_hosts(config: Sampling, hosts: HostHandles, *, log_dir: str) -> None:
+def connect_hosts(config: SamplingCommand, hosts: HostHandles, *, log_dir: str) -> None:
     """Join the processes to a process group, without models."""
     hosts.connect(
         {

@@ -101,7 +101,7 @@ def policy_tokenizer(config: ModelCommand, path: str, *, flag: str) -> PreTraine
     return tokenizer
 
 
-def scorer_tokenizer(config: settings.Sampling) -> PreTrainedTokenizerBase:
+def scorer_tokenizer(config: settings.SamplingCommand) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a command without a policy: that of the first reward model.
 
     Raises DataError or ModelError.
@@ -130,7 +130,7 @@ def check_critic(config: PPOConfig, path: str) -> None:
 
 
 def read_prompts(
-    config: settings.Sampling,
+    config: settings.SamplingCommand,
     rows_of: Callable[..., T],
     tokenizer: PreTrainedTokenizerBase,
     spec: str,
@@ -147,7 +147,7 @@ def read_prompts(
 
 
 def prompts_of(
-    config: settings.Sampling,
+    config: settings.SamplingCommand,
     rows_of: Callable[..., T],
     tokenizer: PreTrainedTokenizerBase,
     rows: Table,
@@ -181,7 +181,7 @@ def prompts_of(
 
 
 def look_at_prompts(
-    config: settings.Sampling,
+    config: settings.SamplingCommand,
     prompts: PromptDataset,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -219,7 +219,7 @@ def look_at_prompts(
     notice(*notices)
 
 
-def check_prompts(config: settings.Sampling, prompts: PromptDataset) -> None:
+def check_prompts(config: settings.SamplingCommand, prompts: PromptDataset) -> None:
     """Check the length and the label of every prompt. Raises DataError.
 
     Agents make their own prompts, so nothing is checked with --train.agent_func_path.
@@ -241,7 +241,7 @@ def check_prompts(config: settings.Sampling, prompts: PromptDataset) -> None:
 
 
 def check_reward_formats(
-    config: settings.Sampling, used: first_look.TextFormat, texts: Sequence[str]
+    config: settings.SamplingCommand, used: first_look.TextFormat, texts: Sequence[str]
 ) -> None:
     """Print a notice about each reward model that was trained on prompts of another format.
 
@@ -257,7 +257,7 @@ def check_reward_formats(
 
 
 def ends_of_generation(
-    config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, policy: str
+    config: settings.SamplingCommand, tokenizer: PreTrainedTokenizerBase, policy: str
 ) -> set[str]:
     """Return the texts at which the engine stops.
 
@@ -288,7 +288,7 @@ def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase)
 
 
 def check_reward_models(
-    config: settings.Sampling, tokenizer: PreTrainedTokenizerBase, *, policy: str
+    config: settings.SamplingCommand, tokenizer: PreTrainedTokenizerBase, *, policy: str
 ) -> None:
     """Raise an error for a reward model that cannot score the policy's samples.
 

@@ -166,7 +166,7 @@ def show_plan(config: PPOConfig, data: PromptData, plan: Placement) -> None:
 
 
 def show_prompts(
-    config: settings.Sampling, prompts: PromptDataset, rows: Iterable[int] | None = None
+    config: settings.SamplingCommand, prompts: PromptDataset, rows: Iterable[int] | None = None
 ) -> None:
     """Print the format of the prompts, and the first of them as the policy sees them.
 

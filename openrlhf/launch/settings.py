@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.checkpoints.manifest import EngineLayout
 from openrlhf.config.commands import ModelCommand
 from openrlhf.config.evaluation import EvaluationConfig
-from openrlhf.config.inference import BatchInferenceConfig, EngineCommand
+from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.shared import GroupConfig
 from openrlhf.models.loading import LoadSpec, configuration
@@ -23,8 +23,7 @@ from openrlhf.workers.base import MicroBatchLimits, RoleSettings
 from openrlhf.workers.frozen import RewardModelSettings
 
 # Commands with engines and reward models.
-Sampling = PPOConfig | EvaluationConfig | BatchInferenceConfig
-Engines = PPOConfig | EngineCommand
+SamplingCommand = PPOConfig | EvaluationConfig | BatchInferenceConfig
 ENGINE_PROBE_TOKENS = 8  # tokens per prompt that engines sample for the comparison with the trainer
 # The largest mean difference of log-probabilities, in nats, that rounding may explain.
 FP32_TOLERANCE = 0.01
@@ -93,7 +92,7 @@ def trained_settings(config: PPOConfig, path: str, steps: int) -> RoleSettings:
     return RoleSettings(config=config, load=load, total_steps=steps)
 
 
-def judge_spec(config: Sampling, path: str) -> LoadSpec:
+def judge_spec(config: SamplingCommand, path: str) -> LoadSpec:
     """Return the settings for loading a reward model."""
     spec = load_spec(config, path)
     if isinstance(config, PPOConfig):  # here --ds.load_in_4bit is about the trained models
@@ -101,7 +100,7 @@ def judge_spec(config: Sampling, path: str) -> LoadSpec:
     return spec
 
 
-def reward_settings(config: Sampling) -> RewardModelSettings:
+def reward_settings(config: SamplingCommand) -> RewardModelSettings:
     """Return the settings of the reward workers."""
     process_model = None
     if config.reward.process_model:
@@ -116,7 +115,7 @@ def reward_settings(config: Sampling) -> RewardModelSettings:
 
 
 def engine_settings(
-    config: Engines, path: str, kind: Device, tokenizer: PreTrainedTokenizerBase
+    config: SamplingCommand, path: str, kind: Device, tokenizer: PreTrainedTokenizerBase
 ) -> EngineSettings:
     """Return the settings of the engines of a model."""
     return EngineSettings(
@@ -165,7 +164,7 @@ def transport(config: PPOConfig, kind: Device) -> Transport:
     return cast(Transport, config.vllm.sync_backend)
 
 
-def train_sampling(config: Engines) -> SamplingSpec:
+def train_sampling(config: SamplingCommand) -> SamplingSpec:
     """Return the sampling settings for training."""
     seed = None
     if config.rollout.seeded == "on":

@@ -188,7 +188,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
     if isinstance(config, ChatConfig):
         yield settings.load_spec(config, "m"), config.csft.suffix
     if isinstance(config, EngineCommand | PPOConfig):
-        assert isinstance(config, settings.Sampling)
+        assert isinstance(config, settings.SamplingCommand)
         yield settings.reward_settings(config)
         yield pretrained_options(settings.load_spec(config, "m"))
         yield inference_config(config.ds)
