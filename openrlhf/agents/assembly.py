@@ -17,7 +17,7 @@ FINISHED = {"stop", "length", "abort"}  # finish reasons of samples that can be 
 
 
 class EpisodeMistake(UserCodeError):
-    """The result of an executor is not an episode. The message has the value seen."""
+    """A result of an executor that is not an episode. The message has the value seen."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Failure.RESULT)

@@ -44,7 +44,7 @@ class Engine(Protocol):
 
 
 class AgentExecutorBase(ABC):
-    """A player of episodes; each call of `execute` plays one. Constructed without arguments.
+    """An executor of episodes; each call of `execute` plays one. Constructed without arguments.
 
     `max_turns` is --rollout.max_turns, if the flag is given.
     """
@@ -109,12 +109,12 @@ class AgentInstanceBase(ABC):
 
 
 class MultiTurnAgentExecutor(AgentExecutorBase):
-    """A player of episodes in which the policy and an environment take turns.
+    """An executor of episodes in which the policy and an environment take turns.
 
     An episode ends when the environment is done, or when no tokens or turns are left. Each turn
-    samples at most `sampling_params.max_tokens` tokens. Sampled tokens are never tokenised again,
-    only the environment's text is tokenised. With `turn_rewards` each turn is credited with its own
-    reward instead of the sum.
+    samples at most `sampling_params.max_tokens` tokens. Sampled tokens are kept; only the
+    environment's text is tokenized. With `turn_rewards` each turn is credited with its own reward
+    instead of the sum.
     """
 
     def __init__(
@@ -202,8 +202,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
 class _Episode(TrajectoryBuilder):
     """The tokens and the text so far.
 
-    An episode begins with `text`, of which only the last tokens are kept that leave room for an
-    action.
+    An episode begins with the last tokens of `text` that leave room for an action.
     """
 
     def __init__(
@@ -301,7 +300,7 @@ class _Episode(TrajectoryBuilder):
 
 
 class SingleTurnAgentExecutor(AgentExecutorBase):
-    """A player of episodes of one sample.
+    """An executor of episodes of one sample.
 
     `remote_rm_url` is a file with `reward_func`, or reward servers. Without it the episode has no
     reward yet.
@@ -359,7 +358,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
 
 
 class ContractMistake(ValueError):
-    """An agent, its environment or its reward returned a value that the contract does not allow."""
+    """A value that the contract does not allow, from an agent, its environment or its reward."""
 
     def __init__(self, message: str, failure: Failure | None = Failure.RESULT) -> None:
         super().__init__(message)

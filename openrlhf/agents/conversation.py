@@ -1,6 +1,6 @@
 """A conversation of a chat client with the policy, kept as tokens.
 
-Replies keep their sampled tokens. Only new messages are rendered and tokenised.
+Replies keep their sampled tokens. Only new messages are rendered and tokenized.
 """
 
 import json
@@ -42,7 +42,7 @@ class ContextFull(ChatMistake):
 def check_size(text: str, max_length: int) -> None:
     """Raise ContextFull for a text so long that it cannot fit into `max_length` tokens.
 
-    Tokenising the text would take long.
+    Tokenizing the text would take long.
     """
     limit = most_characters(max_length)
     if len(text) > limit:
@@ -258,7 +258,7 @@ class Conversation:
             ours = self.tokenizer.convert_ids_to_tokens(new[place : place + 8])
             theirs = self.tokenizer.convert_ids_to_tokens(expected[place : place + 8])
             self.notices["border"] = (
-                f"the text after a reply is tokenised as {ours}, but as {theirs} in the whole "
+                f"the text after a reply is tokenized as {ours}, but as {theirs} in the whole "
                 "conversation, because the tokenizer merges it with the end of the reply. The "
                 "reply keeps its sampled tokens"
             )

@@ -2,7 +2,7 @@
 
 Any agent that speaks the API can be trained. Every session is one episode, of one conversation or
 several. Samples are kept as tokens with their log-probabilities. The text that clients receive is
-never tokenised again.
+never tokenized again.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Session:
 
 
 class OpenAIAgentExecutor(AgentExecutorBase):
-    """A player of episodes that calls `run_agent`, with a session at the endpoint for each episode.
+    """An executor that calls `run_agent` once per episode, with a session at the endpoint.
 
     A client's `base_url` is `self.session_url(session_id)`; or `self.base_url`, with `session_id`
     in the body of requests.
@@ -128,7 +128,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         llm_engine: Engine,
         images: Any = None,
     ) -> dict[str, Any]:
-        """Play one episode: the requests of the agent to its session, and the replies."""
+        """Play one episode: the agent's requests to its session, and the replies."""
         self._tokenizer = hf_tokenizer
         self._max_length = max_length
         if self._serving is None:
@@ -176,8 +176,8 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         """Listen at a free port. Clients that connect before the server runs wait."""
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        # Clients keep connections for later turns. A request that meets the end of its connection
-        # is lost.
+        # Clients keep connections for later turns. A request sent while the server closes its
+        # connection is lost.
         settings = uvicorn.Config(
             self._app(),
             log_level="warning",

@@ -1,7 +1,4 @@
-"""Agents instead of single samples.
-
-Every sample of a prompt is an episode that the user's agent plays in a user process.
-"""
+"""Episodes of the user's agent, one for each sample of a prompt, played in user processes."""
 
 import asyncio
 import logging

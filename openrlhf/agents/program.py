@@ -25,7 +25,7 @@ RESULT_KEYS = {
     "observation_tokens", "action_ranges", "rollout_log_probs", "reward", "scores", "extra_logs",
     "truncated", "turn_rewards", "notices", "earlier",
 }  # fmt: skip
-# Parameters of vLLM that change nothing here.
+# Parameters of vLLM without effect here.
 IGNORED_PARAMS = {"detokenize", "output_kind", "flat_logprobs", "skip_clone"}
 OLD_QUEUE = """\
 is written for releases 0.8.7 to 0.9.0. Let its class take no arguments, let its method be

@@ -1,6 +1,6 @@
 """A conversation is kept as tokens.
 
-Replies are never rendered or tokenised again. The rest is exactly the template's text.
+Replies are never rendered or tokenized again. The rest is exactly the template's text.
 """
 
 from __future__ import annotations

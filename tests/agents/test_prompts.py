@@ -217,7 +217,7 @@ def check_prompts(engine: ScriptedEngine, requests: list[Request], notices: dict
 
 @st.composite
 def replies(draw: st.DrawFn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str]:
-    """Draw a sample, tokenised as usual or by characters, ended by the end token or cut."""
+    """Draw a sample, tokenized as usual or by characters, ended by the end token or cut."""
     special = st.sampled_from(["ab! c", '<tool_call>{"name": "zebra"}</tool_call>'])
     text = draw(st.one_of(WORDS, special))
     tokens: list[int] = []
@@ -668,7 +668,7 @@ def test_feedback_continues_the_tokens_before_it_or_has_a_notice(
 
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
-def test_feedback_after_an_end_token_is_tokenised_as_in_the_whole_text(kind: str) -> None:
+def test_feedback_after_an_end_token_is_tokenized_as_in_the_whole_text(kind: str) -> None:
     tokenizer = chat_tokenizer(kind, CHATML)
     engine = ScriptedEngine(
         tokenizer=tokenizer, script=[([*ids(tokenizer, "a b"), tokenizer.eos_token_id], "stop")]
