@@ -1,5 +1,6 @@
-"""One rank of the split tests of the offline tasks: two optimizer steps of a tiny model in every
-layout asked for.
+"""One rank of the split tests of the offline tasks.
+
+It runs two optimizer steps of a tiny model in every given layout.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ ADAPTERS = {
 }
 FLAGS: dict[str, Any] = {
     "adam.lr": 1.0,
-    "adam.eps": 1.0,  # nearly linear in the gradient, so that weights compare as tightly as gradients do
+    # With a large epsilon, an update is nearly linear in the gradient, so that weights can be
+    # compared as tightly as gradients.
+    "adam.eps": 1.0,
     "lr_scheduler": "constant",
     "lr_warmup_ratio": 0.0,
     "max_norm": 0.5,
@@ -60,14 +63,14 @@ FLAGS: dict[str, Any] = {
 
 
 def words(step: int) -> list[list[int]]:
-    """A prompt and two answers for each row, the same in every process."""
+    """Return a prompt and two answers for each row, the same in every process."""
     generator = torch.Generator().manual_seed(step)
     lengths = torch.randint(2, 9, (3 * ROWS,), generator=generator).tolist()
     return [torch.randint(4, 60, (n,), generator=generator).tolist() for n in lengths]
 
 
 def pairs(step: int) -> list[PairRow]:
-    """The pairs of an optimizer step."""
+    """Return the pairs of an optimizer step."""
     drawn = words(step)
     return [
         PairRow(chosen=p + a, rejected=p + b, prompt_length=len(p))
@@ -76,7 +79,7 @@ def pairs(step: int) -> list[PairRow]:
 
 
 def answers(step: int) -> list[LabelledRow]:
-    """The labelled answers of an optimizer step."""
+    """Return the labelled answers of an optimizer step."""
     return [
         LabelledRow(
             tokens=row.chosen,
@@ -88,12 +91,15 @@ def answers(step: int) -> list[LabelledRow]:
 
 
 def responses(step: int) -> list[SFTRow]:
-    """The texts of an optimizer step, whose responses are targets."""
+    """Return the texts of an optimizer step, whose responses are targets."""
     return [SFTRow(tokens=row.tokens, loss_mask=row.loss_mask) for row in answers(step)]
 
 
 def solutions(step: int, kind: str) -> list[StepRow]:
-    """The texts of an optimizer step, with labels of up to three steps each: numbers, or tokens."""
+    """Return the texts of an optimizer step, with labels of up to three steps each.
+
+    The labels are numbers or tokens, depending on `kind`.
+    """
     generator = torch.Generator().manual_seed(100 + step)
     rows: list[StepRow] = []
     for row in pairs(step):
@@ -109,7 +115,7 @@ def solutions(step: int, kind: str) -> list[StepRow]:
 
 
 def task_of(name: str, model: str, other: str, ds: DeepSpeedConfig) -> OfflineTask[Any, Any, Any]:
-    """The task of a name; the rest of the name is a choice of the task."""
+    """Return the task of a name such as `kd_top`; the second part is a choice of the task."""
     kind, _, choice = name.partition("_")
     common = {**FLAGS, "model.model_name_or_path": model, "ds": ds}
     reference = None if ds.lora.rank else other
@@ -147,7 +153,7 @@ def task_of(name: str, model: str, other: str, ds: DeepSpeedConfig) -> OfflineTa
 
 
 def rows_of(name: str, step: int) -> list[Any]:
-    """The rows of an optimizer step of a task."""
+    """Return the rows of an optimizer step of a task."""
     kind, _, choice = name.partition("_")
     if kind == "prm":
         return solutions(step, choice)
@@ -157,7 +163,7 @@ def rows_of(name: str, step: int) -> list[Any]:
 def train(
     strategy: Strategy, name: str, task: OfflineTask[Any, Any, Any], limits: MicroBatchLimits
 ) -> dict[str, Any]:
-    """Norms, metrics and final weights."""
+    """Train, and return gradient norms, metrics and final weights."""
     engine: TrainEngine = load_models(task, strategy, STEPS, CheckpointManager(task.config.ckpt))
     norms, logged = [], []
     for step in range(STEPS):
@@ -178,8 +184,9 @@ def train(
 
 
 def main() -> None:
-    """Arguments: model folder, folder of the reference or teacher, output file, then layouts like
-    `dpo-zero2-micro1-packed`.
+    """Train in all layouts, such as `dpo-zero2-micro1-packed`.
+
+    Arguments: model folder, folder of the reference or teacher, output file, then the layouts.
     """
     model, other, out, *layouts = sys.argv[1:]
     results = {}

@@ -1,5 +1,6 @@
-"""--train.enable_ema of the offline trainers: what is averaged, exported and resumed, and what a
-reward model stores of it.
+"""--train.enable_ema of the offline trainers.
+
+The export and a resumed run have the average, and a reward model stores the scale of its rewards.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def exported(folder: Path, case: str, run: str) -> Path:
 def test_the_export_is_the_average_over_the_steps_that_were_applied(
     folder: Path, case: str
 ) -> None:
-    """p̄ ← β p̄ + (1 − β) p, from the first weights on; a step with a gradient that is NaN does not
-    count.
+    """p̄ ← β p̄ + (1 − β) p, from the initial weights on.
+
+    A step whose gradient is NaN does not count.
     """
     path = torch.load(folder / case / "path.pt")
     tensors = load_file(exported(folder, case, "whole"))

@@ -1,5 +1,6 @@
-"""The offline tasks: an optimizer step is the same however its rows are split, and that of a plain
-loop in float64.
+"""The update of the offline tasks.
+
+An optimizer step is the same however its rows are split, and equals a plain loop in float64.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Policy and reference, with other weights."""
+    """Save a policy and a reference with different weights."""
     folder = tmp_path_factory.mktemp("models")
     return save_tiny_model(folder / "policy", seed=1), save_tiny_model(folder / "reference", seed=2)
 
 
 def total(hf: Any, tokens: list[int], start: int) -> torch.Tensor:
-    """Σ log π of the tokens from `start` on."""
+    """Return Σ log π of the tokens from `start` on."""
     logprobs = torch.log_softmax(hf(torch.tensor([tokens])).logits[0], -1)
     return torch.stack(
         [logprobs[t - 1, tokens[t]] for t in range(max(1, start), len(tokens))]
@@ -182,7 +183,7 @@ def loss_of(name: str, hf: Any, other: Any, step: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def expected(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
-    """Norms and weights of plain loops in float64, one text at a time."""
+    """Return norms and weights of plain loops in float64, one text at a time."""
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(layout.split("-")[0] for layout in LAYOUTS):
         hf, reference = (
@@ -232,7 +233,7 @@ def test_the_update_does_not_depend_on_the_split(
             ), layout
 
 
-# ---- adapters: the reference is the policy without them
+# ---- adapters: the reference is the policy without adapters
 
 ADAPTED = [
     *(
@@ -253,8 +254,9 @@ def sft_loss(hf: Any, step: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def expected_adapted(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
-    """Norms and merged weights of plain loops in float64 through PEFT, with the same first
-    adapters; none of reward models.
+    """Return norms and merged weights of plain loops in float64 with PEFT.
+
+    The loops begin with the same adapters. Reward models are left out.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, kind in dict.fromkeys(
@@ -308,7 +310,7 @@ def test_the_update_of_adapters_does_not_depend_on_the_split(
                 first["metrics"][step], rel=1e-4, abs=1e-5
             ), layout
         assert result["norms"] == pytest.approx(first["norms"], rel=1e-4), layout
-        if name == "dpo":  # at first the policy is its reference, exactly
+        if name == "dpo":  # before the first step, the policy equals its reference
             assert (
                 result["metrics"][0]["train/chosen_reward"]
                 == result["metrics"][0]["train/reject_reward"]
@@ -348,7 +350,7 @@ def test_adapters_beside_weights_of_4_bits_are_trained_alike_on_any_number_of_ra
             )
 
 
-def test_every_loss_is_in_the_flags() -> None:
+def test_every_registered_preference_loss_is_a_choice_of_its_flag() -> None:
     from openrlhf.config import choices
 
     registered = {name: PREFERENCE_LOSSES[name].needs_reference for name in PREFERENCE_LOSSES}

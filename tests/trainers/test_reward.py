@@ -1,4 +1,4 @@
-"""What a reward model's evaluation says about its rewards."""
+"""The scale of the rewards that a reward model's evaluation measures."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ TASK = RewardTask(RMConfig())
 
 
 def evaluation(rewards: list[float], *, pairs_at_once: int) -> dict[str, float]:
-    """The numbers of an evaluation; `rewards`: of the chosen and the rejected answer of each pair,
-    in turn.
+    """Return the numbers of an evaluation.
+
+    `rewards` are the rewards of the chosen and the rejected answer of each pair, in turn.
     """
     batch = TASK.collate([PairRow(chosen=[4, 5], rejected=[4, 6])] * (len(rewards) // 2))
     metrics = []
@@ -35,14 +36,12 @@ def evaluation(rewards: list[float], *, pairs_at_once: int) -> dict[str, float]:
     return values(TASK.evaluation_names(merge_all(metrics)))
 
 
-def test_rewards_that_are_all_the_same_have_no_deviation_beyond_the_smallest_that_is_stored() -> (
-    None
-):
+def test_deviation_of_equal_rewards_is_the_smallest_that_is_stored() -> None:
     assert evaluation([0.7] * 14, pairs_at_once=2)["eval/reward_std"] == 1e-8
 
 
 @pytest.mark.parametrize("pairs_at_once", [1, 3, 8])
-def test_the_deviation_is_exact_beside_a_large_mean(pairs_at_once: int) -> None:
+def test_deviation_is_exact_beside_a_large_mean(pairs_at_once: int) -> None:
     rewards = [50 + 0.0117 * math.sin(number) for number in range(16)]
     seen = [float(torch.tensor(reward)) for reward in rewards]  # float32
     numbers = evaluation(rewards, pairs_at_once=pairs_at_once)
@@ -51,8 +50,8 @@ def test_the_deviation_is_exact_beside_a_large_mean(pairs_at_once: int) -> None:
 
 
 @pytest.mark.parametrize(("pairs", "measured"), [(1, 1), (50, 50), (200, 100), (20_000, 200)])
-def test_the_scale_of_the_rewards_comes_from_a_hundredth_of_the_pairs_and_from_a_hundred_at_least(
+def test_scale_of_rewards_is_measured_on_one_percent_of_the_pairs_and_on_at_least_100(
     pairs: int, measured: int
 ) -> None:
-    """Mean and deviation of one pair would be those that --reward.normalize_enable divides by."""
+    """--reward.normalize_enable would divide by the deviation of a single pair."""
     assert len(TASK.measured_rows(range(pairs))) == measured

@@ -1,5 +1,7 @@
-"""The offline loop's rows: each batch of each epoch, from any step on; evaluation counts each row
-once on any number of ranks.
+"""The rows of the offline loop.
+
+Every epoch has whole batches, a resumed run sees the remaining rows, and an evaluation counts each
+row once on any number of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from tests.tiny import character_tokenizer
 
 
 class Numbers:
-    """Rows that are their own numbers."""
+    """Rows that are their own row numbers."""
 
     summary = "numbers"
 
@@ -43,9 +45,7 @@ class Numbers:
 
 
 class CountingTask(OfflineTask[Any, int, TokenRows]):
-    """Remembers the rows of every forward, and what was counted of them. Its models are never asked
-    for.
-    """
+    """A task without models that keeps the rows of every forward and the evaluated numbers."""
 
     rows = load_model = None  # pyright: ignore
 
@@ -74,7 +74,7 @@ class CountingTask(OfflineTask[Any, int, TokenRows]):
 
 
 class OneOfMany:
-    """A rank's place; what the others would say is not there."""
+    """The strategy of one rank, without the other ranks: collectives return this rank's values."""
 
     device = torch.device("cpu")
     is_main = False
@@ -93,7 +93,7 @@ class OneOfMany:
 
 
 class NoEngine:
-    """A model that is never asked."""
+    """An engine that is never called."""
 
     module = nn.Linear(1, 1)
     evaluating = staticmethod(nullcontext)
@@ -126,7 +126,7 @@ def trainer(
 
 
 def batches(made: SupervisedTrainer[int, TokenRows], *, from_step: int = 0) -> list[list[int]]:
-    """The rows of every optimizer step that is left, in order."""
+    """Return the rows of every remaining optimizer step, in order."""
     made.step = from_step
     seen = []
     for window in made.windows():
@@ -136,7 +136,7 @@ def batches(made: SupervisedTrainer[int, TokenRows], *, from_step: int = 0) -> l
     return seen
 
 
-def test_every_epoch_has_whole_batches_of_different_rows_in_an_order_of_its_own(
+def test_every_epoch_has_whole_batches_of_distinct_rows_in_its_own_order(
     tmp_path: Path,
 ) -> None:
     steps = batches(trainer(tmp_path, CountingTask()))
@@ -147,12 +147,12 @@ def test_every_epoch_has_whole_batches_of_different_rows_in_an_order_of_its_own(
 
 
 @pytest.mark.parametrize("step", range(10))
-def test_a_run_taken_up_at_any_step_sees_the_rows_that_were_left(tmp_path: Path, step: int) -> None:
+def test_run_resumed_at_any_step_sees_the_remaining_rows(tmp_path: Path, step: int) -> None:
     made = trainer(tmp_path, CountingTask())
     assert batches(made, from_step=step) == batches(made)[step:]
 
 
-def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+def test_rows_of_a_step_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     alone = batches(trainer(tmp_path, CountingTask()))
     ranks = [batches(trainer(tmp_path, CountingTask(), rank=r, ranks=2)) for r in range(2)]
     assert [sorted(a + b) for a, b in zip(*ranks, strict=True)] == [sorted(step) for step in alone]
@@ -160,19 +160,18 @@ def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(tmp_path: Path)
 
 @pytest.mark.parametrize("rows", [1, 6, 13])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_an_evaluation_looks_at_every_row_once(tmp_path: Path, rows: int, ranks: int) -> None:
+def test_evaluation_counts_every_row_once(tmp_path: Path, rows: int, ranks: int) -> None:
     seen: list[int] = []
     for rank in range(ranks):
         task = CountingTask()
         trainer(tmp_path, task, rows=rows, rank=rank, ranks=ranks).evaluate()
         seen += [row for forward in task.forwards for row in forward]
     assert set(seen) == set(range(rows))
-    assert all(
-        seen.count(row) == 1 for row in range(1, rows)
-    )  # row 0 also fills up ranks with fewer rows, uncounted
+    # Row 0 also fills up ranks with fewer rows, uncounted.
+    assert all(seen.count(row) == 1 for row in range(1, rows))
 
 
-def test_an_evaluation_is_a_mean_over_rows_though_the_last_micro_batch_is_short(
+def test_evaluation_is_a_mean_over_rows_if_the_last_micro_batch_is_short(
     tmp_path: Path,
 ) -> None:
     task = CountingTask()
@@ -182,11 +181,12 @@ def test_an_evaluation_is_a_mean_over_rows_though_the_last_micro_batch_is_short(
 
 @pytest.mark.parametrize("rows", [1, 6, 13])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_every_rank_runs_as_many_forwards_as_the_one_with_most_rows(
+def test_every_rank_runs_as_many_forwards_as_the_rank_with_the_most_rows(
     tmp_path: Path, rows: int, stage: int
 ) -> None:
-    """A rank that ran fewer would leave the others waiting: in a forward of ZeRO 3, or for its
-    answer whether to go on.
+    """A rank with fewer forwards would leave the other ranks waiting.
+
+    They would wait in a forward of ZeRO 3, or in the check for an interruption.
     """
     forwards = set()
     for rank in range(3):
@@ -199,7 +199,7 @@ def test_every_rank_runs_as_many_forwards_as_the_one_with_most_rows(
 
 
 @pytest.mark.parametrize("after", range(4))
-def test_an_evaluation_ends_after_the_forward_in_which_the_process_is_asked_to_end(
+def test_evaluation_ends_after_the_forward_during_which_the_process_is_asked_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     task = CountingTask()
@@ -207,13 +207,12 @@ def test_an_evaluation_ends_after_the_forward_in_which_the_process_is_asked_to_e
     monkeypatch.setattr(termination, "asked", lambda: 143 if len(task.forwards) >= after else 0)
     made.evaluate()
     assert len(task.forwards) == after and not task.numbers
-    assert made.best.evaluated_at == -1  # so that it is made again
-    assert made.measure() == {
-        "mean": pytest.approx(3.5)
-    }  # of the weights that are exported: not to be interrupted
+    assert made.best.evaluated_at == -1  # a resumed run evaluates again
+    # The measurement of exported weights is not interruptible.
+    assert made.measure() == {"mean": pytest.approx(3.5)}
 
 
-def test_an_evaluation_asks_the_ranks_once_per_forward_whether_to_end(tmp_path: Path) -> None:
+def test_evaluation_checks_for_an_interruption_once_per_forward(tmp_path: Path) -> None:
     task = CountingTask()
     made = trainer(tmp_path, task, rows=8)
     made.evaluate()
@@ -223,7 +222,7 @@ def test_an_evaluation_asks_the_ranks_once_per_forward_whether_to_end(tmp_path: 
     assert strategy.reductions == 4
 
 
-# ---- what a checkpoint can continue
+# ---- which run can continue a checkpoint
 
 IDENTITY = {
     "task": "sft",
@@ -265,11 +264,11 @@ def complaints(checkpoint: Checkpoint) -> str:
     return ""
 
 
-def test_a_checkpoint_of_the_same_run_can_be_continued() -> None:
+def test_checkpoint_of_the_same_run_can_be_continued() -> None:
     assert complaints(checkpoint_of()) == ""
 
 
-def test_what_a_checkpoint_does_not_know_is_no_difference() -> None:
+def test_identity_entries_missing_from_a_checkpoint_are_not_compared() -> None:
     older = checkpoint_of()
     assert (
         complaints(replace(older, state=replace(older.state, identity={"task": "sft", "gone": 1})))
@@ -278,7 +277,7 @@ def test_what_a_checkpoint_does_not_know_is_no_difference() -> None:
 
 
 @pytest.mark.parametrize(("then", "now"), [(100, 200), (200, 100), (100, 100), (0, 100)])
-def test_another_number_of_optimizer_steps_draws_a_notice_with_both_numbers_if_the_checkpoint_has_one(
+def test_changed_number_of_optimizer_steps_prints_a_notice_with_both_numbers(
     capsys: pytest.CaptureFixture[str], then: int, now: int
 ) -> None:
     older = checkpoint_of()
@@ -306,13 +305,13 @@ def test_another_number_of_optimizer_steps_draws_a_notice_with_both_numbers_if_t
         ),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused_with_both_values(
+def test_checkpoint_of_another_run_is_rejected_with_both_values(
     changes: dict[str, Any], words: list[str]
 ) -> None:
     message = complaints(checkpoint_of(**changes))
     assert all(word in message for word in [*words, "global_step4 in --ckpt.path"]), message
 
 
-def test_all_reasons_are_given_at_once() -> None:
+def test_checkpoint_of_another_run_is_rejected_with_all_differences_at_once() -> None:
     message = complaints(checkpoint_of(world_size=2, task="rm"))
     assert "number of processes" in message and "task: rm there" in message

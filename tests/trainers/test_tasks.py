@@ -1,4 +1,4 @@
-"""Single decisions of the offline tasks, with models that say what they are told to."""
+"""Single decisions of the offline tasks, with models that return fixed numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from datasets import Dataset
 from openrlhf.algorithms.preference_losses import PREFERENCE_LOSSES
 from openrlhf.config.options import parse_config
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig
-from openrlhf.core.batches import Answers
+from openrlhf.core.batches import Answers, TokenRows
 from openrlhf.data.errors import DataError
 from openrlhf.data.feedback import LabelledRow
 from openrlhf.trainers.distill import TEACHER, DistillationTask
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Teacher:
-    """Says nothing, and counts how often it makes room."""
+    """A teacher that counts how often it is offloaded."""
 
     def __init__(self) -> None:
         self.rested = 0
@@ -41,7 +41,7 @@ class Teacher:
         self.rested += 1
 
 
-def test_a_teacher_makes_room_before_the_student_computes(model: str) -> None:
+def test_offloaded_teacher_rests_before_the_student_computes(model: str) -> None:
     line = f"--model.model_name_or_path {model} --kd.teacher_model {model} --data.dataset d --kd.teacher_offload"
     task = DistillationTask(parse_config(KDConfig, line.split(), command="kd"))
     teacher = Teacher()
@@ -50,7 +50,21 @@ def test_a_teacher_makes_room_before_the_student_computes(model: str) -> None:
     assert teacher.rested == 1
 
 
-def test_labels_of_steps_are_tokens_in_all_datasets_or_numbers_in_all(model: str) -> None:
+def test_served_teacher_has_logprobs_of_the_token_after_each_position(model: str) -> None:
+    """A token above the student's vocabulary is dropped; a missing token has probability 0."""
+    line = f"--model.model_name_or_path {model} --kd.teacher_model http://localhost:1/v1 --kd.top_k 2 --data.dataset d"
+    task = DistillationTask(parse_config(KDConfig, line.split(), command="kd"))
+    returned = [[[(-0.1, 7), (-2.0, 10_000)], [(-0.3, 8), (-1.5, 9)]], [[(-0.2, 5)]]]
+    task.server.likeliest = lambda rows: returned  # pyright: ignore[reportAttributeAccessIssue]
+    rows = TokenRows.from_lists([[1, 2, 3], [4, 5]], [[False, True, True], [False, True]])
+    logits, tokens = task.ask_server(rows, torch.tensor([True, True, False, True, False]))
+    assert tokens is not None
+    assert tokens.tolist() == [[7, 0], [8, 9], [5, 0]]
+    expected = torch.tensor([[-0.1, -math.inf], [-0.3, -1.5], [-0.2, -math.inf]])
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0)
+
+
+def test_step_labels_of_two_kinds_in_two_datasets_are_rejected(model: str) -> None:
     line = f"--model.model_name_or_path {model} --data.dataset d --prm.placeholder_token ? --prm.reward_tokens + -"
     hard, soft = ([{"input": "a?b?", "label": labels}] for labels in (["+", "-"], [0.9, 0.1]))
     for first, second in ((hard, soft), (soft, hard)):
@@ -62,8 +76,8 @@ def test_labels_of_steps_are_tokens_in_all_datasets_or_numbers_in_all(model: str
 
 
 @pytest.mark.parametrize("loss", sorted(PREFERENCE_LOSSES))
-def test_the_rewards_of_a_pair_are_those_that_the_loss_compares(loss: str) -> None:
-    """The chosen answer is likelier per token, and longer."""
+def test_logged_rewards_of_a_pair_are_the_numbers_that_the_loss_compares(loss: str) -> None:
+    """The chosen answer has a higher probability per token, and is longer."""
     line = (
         f"--model.model_name_or_path m --data.dataset d --model.loss_type {loss} --model.beta 0.5"
     )
@@ -83,8 +97,8 @@ def test_the_rewards_of_a_pair_are_those_that_the_loss_compares(loss: str) -> No
     assert metrics["train/acc"].value == float(compares_means)
 
 
-def test_the_loss_on_the_terminal_is_the_one_that_is_minimised() -> None:
-    """With --model.nll_loss_coef it is more than the loss of the pair."""
+def test_logged_loss_mean_is_the_minimised_loss() -> None:
+    """With --model.nll_loss_coef, the minimised loss is larger than the loss of the pair."""
     line = "--model.model_name_or_path m --data.dataset d --model.nll_loss_coef 2"
     task = PreferenceTask(parse_config(DPOConfig, line.split(), command="dpo"))
 
@@ -109,7 +123,8 @@ def kto_task(flags: str = "") -> KTOTask:
     return KTOTask(parse_config(KTOConfig, line.split(), command="kto"))
 
 
-def test_kto_refuses_a_dataset_of_one_row_whose_kl_would_be_its_own_log_ratio() -> None:
+def test_kto_rejects_a_dataset_of_one_row() -> None:
+    """The KL of a single row would be its own log-ratio."""
     rows = [{"input": "a", "output": "b", "label": True}]
     with pytest.raises(DataError, match="at least 2"):
         kto_task().rows(Dataset.from_list(rows), character_tokenizer())
@@ -119,7 +134,7 @@ def test_kto_refuses_a_dataset_of_one_row_whose_kl_would_be_its_own_log_ratio() 
 @pytest.mark.parametrize(
     ("max_len", "mixed"), [(8, [4, 5, 8, 9, 2]), (5, [4, 5, 8, 9, 2]), (4, [4, 5, 8, 2])]
 )
-def test_a_mismatched_text_of_kto_ends_with_end_of_text_if_it_is_cut(
+def test_mismatched_text_of_kto_ends_with_end_of_text_if_it_is_cut(
     max_len: int, mixed: list[int]
 ) -> None:
     row = LabelledRow(
