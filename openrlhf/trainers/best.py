@@ -19,7 +19,9 @@ class BestMetric:
     """
 
     def __init__(self, key: str, *, ending: str, patience: int | None = None) -> None:
-        self.key, self.ending, self.patience = key.removeprefix("eval/"), ending, patience
+        self.key = key.removeprefix("eval/")
+        self.ending = ending
+        self.patience = patience
         self.value: float | None = None
         self.step: int | None = None  # of the best
         self.waited = 0  # evaluations since then
@@ -27,39 +29,48 @@ class BestMetric:
         self.last: float | None = None  # the value of the last evaluation
 
     def improves(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Note an evaluation of the weights after `step`. True if its value is better than every
-        earlier value.
+        """Note an evaluation of the weights after `step`.
 
-        An evaluation without the metric is ignored. A value that is not finite is never the best.
+        Returns whether its value is better than every earlier value. An evaluation without the
+        metric is ignored. A value that is not finite is never the best.
         """
-        self.evaluated_at, self.last = step, None
+        self.evaluated_at = step
+        self.last = None
         if self.key == "none":
             return False
         plain = {name.removeprefix("eval/"): value for name, value in metrics.items()}
-        self.key = self.key or min(
-            (name for name in plain if name.endswith(self.ending)), default=""
-        )
+        if not self.key:
+            self.key = min((name for name in plain if name.endswith(self.ending)), default="")
         self.last = value = plain.get(self.key)
         if value is None:
             wanted = self.key or f"*{self.ending}"
             notice(
-                f"--ckpt.best_metric_key {wanted} is no metric of the evaluation: {', '.join(plain)}."
+                f"--ckpt.best_metric_key {wanted} is no metric of the evaluation: "
+                f"{', '.join(plain)}."
             )
             return False
         if not self._is_best(value):
             self.waited += 1
             return False
-        self.value, self.step, self.waited = value, step, 0
+        self.value = value
+        self.step = step
+        self.waited = 0
         return True
 
     def _is_best(self, value: float) -> bool:
-        if self.value is None or not math.isfinite(value):
-            return math.isfinite(value)
-        return value < self.value if is_minimised(self.key) else value > self.value
+        if not math.isfinite(value):
+            return False
+        if self.value is None:
+            return True
+        if is_minimised(self.key):
+            return value < self.value
+        return value > self.value
 
     def value_of(self, step: int) -> float | None:
-        """The value of the weights after `step`, if the last evaluation measured these weights."""
-        return self.last if self.evaluated_at == step else None
+        """Return the value of the weights after `step`, or None if they were not evaluated last."""
+        if self.evaluated_at != step:
+            return None
+        return self.last
 
     @property
     def exhausted(self) -> bool:
@@ -68,11 +79,13 @@ class BestMetric:
 
     @property
     def followed(self) -> str | None:
-        """The name of the metric; None if the name is not known yet, or no metric is followed."""
-        return None if self.key in ("", "none") else self.key
+        """The name of the metric; None if it is not known yet, or if no metric is followed."""
+        if self.key in ("", "none"):
+            return None
+        return self.key
 
     def state(self) -> dict[str, Any]:
-        """The fields of `RunState` for a checkpoint."""
+        """Return the fields of `RunState` for a checkpoint."""
         return {
             "best_metric_key": self.followed,
             "best_metric_value": self.value,
@@ -85,37 +98,40 @@ class BestMetric:
         """Continue with the best value of a checkpoint, if it has the same metric."""
         self.evaluated_at = state.evaluated_at
         if state.best_metric_key and self.key in ("", state.best_metric_key):
-            self.key, self.value = state.best_metric_key, state.best_metric_value
-            self.step, self.waited = state.best_step, state.evaluations_since_best
+            self.key = state.best_metric_key
+            self.value = state.best_metric_value
+            self.step = state.best_step
+            self.waited = state.evaluations_since_best
 
     def to_export(
         self, step: int, checkpoints: CheckpointManager, say: Callable[[str], None]
     ) -> Checkpoint | None:
-        """With --eval.patience, the checkpoint of the best evaluation; None to export the weights
-        after `step`.
+        """Return the checkpoint of the best evaluation, or None to export the weights after `step`.
 
-        `say` gets a sentence: which weights are exported, why, and whether the patience ended the
-        run.
+        Without --eval.patience, the last weights are exported. `say` gets a sentence: which weights
+        are exported, why, and whether the patience ended the run.
         """
         if self.patience is None:
             return None
-        ended = (
-            f"--eval.patience {self.patience} ends the run after step {step}. "
-            if self.exhausted
-            else ""
-        )
+        ended = ""
+        if self.exhausted:
+            ended = f"--eval.patience {self.patience} ends the run after step {step}. "
         if self.value is None:
-            say(
-                f"{ended}The export has the last weights: no evaluation had a value of {self.followed or self.ending}."
-            )
+            metric = self.followed or self.ending
+            say(f"{ended}The export has the last weights: no evaluation had a value of {metric}.")
             return None
-        best = f"the weights of step {self.step}, with the best {self.key} of all evaluations, {self.value:.6g}"
-        found = checkpoints.find(self.step, best=True) if self.step not in (None, step) else None
+        best = (
+            f"the weights of step {self.step}, with the best {self.key} of all evaluations, "
+            f"{self.value:.6g}"
+        )
+        found = None
+        if self.step not in (None, step):
+            found = checkpoints.find(self.step, best=True)
         if found or self.step == step:
             say(f"{ended}The export has {best}.")
         else:
             say(
-                f"{ended}The export has the last weights: --ckpt.path {checkpoints.root} has no complete checkpoint of "
-                f"{best}."
+                f"{ended}The export has the last weights: --ckpt.path {checkpoints.root} has no "
+                f"complete checkpoint of {best}."
             )
         return found

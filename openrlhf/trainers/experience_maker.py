@@ -1,6 +1,4 @@
-"""From finished episodes to a batch to learn from: forwards of the workers first, then pure
-functions.
-"""
+"""From finished episodes to a batch to learn from: forwards of the workers, then pure functions."""
 
 import time
 from collections import Counter
@@ -30,7 +28,7 @@ from openrlhf.core.batches import Experience, turn_reward_column
 from openrlhf.core.trajectory import Trajectory
 from openrlhf.observability.metrics import Last, Mean, Metric
 from openrlhf.trainers.remote_teacher import RemoteTeacher
-from openrlhf.trainers.stages import RewardModels, Stage
+from openrlhf.trainers.stages import Pending, RewardModels, Stage
 from openrlhf.workers.policy import kl_metrics
 
 
@@ -53,15 +51,20 @@ class Annotated:
 
 
 def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list[int]:
-    """The indices of the episodes to train on: not failed, not filtered, with sampled tokens.
+    """Return the places of the episodes to train on: not failed, not filtered, with sampled tokens.
 
     If samples of a prompt are compared (`needs_groups`), single samples are left out too.
     """
-    finished = [
-        i for i, t in enumerate(trajectories) if not t.failed and not t.filtered and t.num_actions
-    ]
-    peers = Counter(trajectories[i].prompt.index for i in finished)
-    return [i for i in finished if not needs_groups or peers[trajectories[i].prompt.index] > 1]
+    finished: list[int] = []
+    peers: Counter[int] = Counter()  # finished samples of every prompt
+    for place, trajectory in enumerate(trajectories):
+        if trajectory.failed or trajectory.filtered or not trajectory.num_actions:
+            continue
+        finished.append(place)
+        peers[trajectory.prompt.index] += 1
+    if not needs_groups:
+        return finished
+    return [place for place in finished if peers[trajectories[place].prompt.index] > 1]
 
 
 @dataclass(eq=False, repr=False)
@@ -69,8 +72,8 @@ class ExperienceMaker:
     """Annotates a batch with the columns of the workers, and assigns credit to its tokens.
 
     `stages` are the columns that the update needs. `reward_models` is None if the sums of the
-    rewards are there already, because dynamic filtering needed them. `kl`: the coefficient of the
-    KL term, fixed or following a target. `teacher`: the one behind a server, if
+    rewards are there already, because dynamic filtering needed them. `kl` has the coefficient of
+    the KL term, fixed or following a target. `teacher` is the one behind a server, if
     --algo.distill.teacher names one.
     """
 
@@ -79,19 +82,22 @@ class ExperienceMaker:
     reward_models: RewardModels | None = None
 
     def __post_init__(self) -> None:
-        kl, name = self.config.algo.kl, self.config.remote_teacher
-        self.teacher = RemoteTeacher.named(name) if name else None
+        kl = self.config.algo.kl
         self.kl = KLController(kl.init_coef, target=kl.target, horizon=kl.horizon)
+        self.teacher: RemoteTeacher | None = None
+        if self.config.remote_teacher:
+            self.teacher = RemoteTeacher.named(self.config.remote_teacher)
 
     def annotate(self, trajectories: Sequence[Trajectory]) -> Annotated:
-        """R, log π_old, log π_ref, log π_teacher and V, if something needs them; the workers
-        compute them in parallel.
+        """Compute R, log π_old, log π_ref, log π_teacher and V, as far as something needs them.
 
-        The metrics are the seconds of each column from the common start. A column that nothing
-        needs has no metric.
+        The workers compute side by side. The metrics are the seconds of each column from the common
+        start. A column that nothing needs has no metric.
         """
-        start, timing = time.perf_counter(), dict[str, Metric]()
-        timeout_s, needs_groups = self.config.train.step_timeout, self.config.estimator.needs_groups
+        start = time.perf_counter()
+        timing: dict[str, Metric] = {}
+        timeout_s = self.config.train.step_timeout
+        needs_groups = self.config.estimator.needs_groups
 
         def clock(name: str) -> None:
             timing[f"timing/{name}"] = Last(time.perf_counter() - start)
@@ -99,35 +105,34 @@ class ExperienceMaker:
         if self.teacher:
             trajectories = self.teacher.annotated(trajectories)
             clock("teacher_logprobs")
-        kept = [trajectories[i] for i in trainable(trajectories, needs_groups=needs_groups)]
+        places = trainable(trajectories, needs_groups=needs_groups)
+        kept = [trajectories[place] for place in places]
         experience = Experience.from_trajectories(kept)
-        if not kept:
-            return Annotated(
-                experience=experience, trajectories=list(trajectories), kept=kept, timing=timing
-            )
-        pending_rewards = self.reward_models.launch(experience) if self.reward_models else None
-        missing = [stage for stage in self.stages if getattr(experience, stage.writes) is None]
-        columns = {stage.writes: stage.launch(experience) for stage in missing}
-        if self.reward_models and pending_rewards:
-            kept = pending_rewards.added_to(kept, timeout_s)
-            if self.reward_models.workers:
-                clock("reward_models")
-            place = {(t.prompt.index, t.sample_index): t for t in kept}
-            trajectories = [place.get((t.prompt.index, t.sample_index), t) for t in trajectories]
-            rewards = torch.tensor([t.reward or 0.0 for t in kept])[experience.episode_of_row]
-            experience = replace(experience, rewards=rewards, turn_rewards=turn_reward_column(kept))
-        for name, pending in columns.items():
-            experience = replace(experience, **{name: pending.collect(timeout_s)})
-            clock(name)
-        rows = trainable(
-            kept, needs_groups=needs_groups
-        )  # a reward model's number may not have been finite
-        if len(rows) < len(kept):
-            experience = experience.select(experience.rows_of(rows))
-            kept = [kept[i] for i in rows]
-        return Annotated(
-            experience=experience, trajectories=list(trajectories), kept=kept, timing=timing
-        )
+        trajectories = list(trajectories)
+        if kept:
+            pending_rewards = None
+            if self.reward_models:
+                pending_rewards = self.reward_models.launch(experience)
+            columns: dict[str, Pending] = {}
+            for stage in self.stages:
+                if getattr(experience, stage.writes) is None:
+                    columns[stage.writes] = stage.launch(experience)
+            if self.reward_models and pending_rewards:
+                kept = pending_rewards.added_to(kept, timeout_s)
+                if self.reward_models.workers:
+                    clock("reward_models")
+                for place, trajectory in zip(places, kept, strict=True):
+                    trajectories[place] = trajectory
+                experience = _with_rewards(experience, kept)
+            for name, pending in columns.items():
+                experience = replace(experience, **{name: pending.collect(timeout_s)})
+                clock(name)
+            # A reward model's number may not have been finite.
+            rows = trainable(kept, needs_groups=needs_groups)
+            if len(rows) < len(kept):
+                experience = experience.select(experience.rows_of(rows))
+                kept = [kept[row] for row in rows]
+        return Annotated(experience=experience, trajectories=trajectories, kept=kept, timing=timing)
 
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         """Return the rows to train on with r_t, Â_t and Ĝ_t, and the metrics of the batch.
@@ -136,13 +141,13 @@ class ExperienceMaker:
         of their prompts, but are not among the rows, so no loss has them in its numerator or
         denominator.  DAPO, section 3.4, arXiv:2503.14476 (overlong filtering)
         """
-        algo, advantage = self.config.algo, self.config.algo.advantage
+        algo = self.config.algo
+        advantage = algo.advantage
         estimator = ADVANTAGE_ESTIMATORS[advantage.estimator]
         assert experience.values is not None or not estimator.needs_critic
         rewards = self._penalised(experience)
-        once = (
-            experience.last_rows
-        )  # an episode counts once in a baseline, however many conversations it has
+        # An episode counts once in a baseline, however many conversations it has.
+        once = experience.last_rows
         try:
             shaped = shape_rewards(rewards[once], experience.group_ids[once], estimator)
         except EstimatorError as error:
@@ -158,9 +163,8 @@ class ExperienceMaker:
         if experience.teacher_logprobs is not None:
             gap = self._teacher_kl(experience)
             columns["advantages"] -= algo.distill.coef * gap
-            metrics["train/teacher_kl"] = Mean(
-                float(gap.sum()), float(experience.action_mask.sum())
-            )
+            actions = float(experience.action_mask.sum())
+            metrics["train/teacher_kl"] = Mean(float(gap.sum()), actions)
         credited = replace(experience, rewards=rewards, **columns)
         metrics |= self._metrics(credited, kl)
         if algo.loss.mask_truncated:
@@ -170,23 +174,24 @@ class ExperienceMaker:
     def _assign_credit(
         self, experience: Experience, shaped: Tensor, kl: Tensor | None
     ) -> dict[str, Tensor]:
-        """Return the columns r_t, Â_t (not yet normalised) and Ĝ_t, from the shaped reward of each
-        row (B,).
+        """Return the columns r_t, Â_t (not yet normalised) and Ĝ_t, all (N,).
+
+        `shaped` (B,) is the shaped reward of each row; `kl` (N,) is the KL in the reward.
         """
         advantage = self.config.algo.advantage
         estimator = ADVANTAGE_ESTIMATORS[advantage.estimator]
+        size = experience.num_tokens
         columns = {
-            name: torch.zeros(experience.num_tokens)
-            for name in ("token_rewards", "advantages", "returns")
+            "token_rewards": torch.zeros(size),
+            "advantages": torch.zeros(size),
+            "returns": torch.zeros(size),
         }
+        # Estimators that compare whole samples have no use for the turns of one sample.
+        turns = None if estimator.per_group else experience.turn_rewards
         row_of_token = experience.sample_of_token()
-        for block in experience.blocks():
-            rows = row_of_token[
-                block.positions[:, 0]
-            ]  # of the batch: a block has rows of similar lengths
+        for block in experience.blocks():  # rows of similar lengths
+            rows = row_of_token[block.positions[:, 0]]
             mask = block.gather(experience.action_mask)
-            # Estimators that compare whole samples have no use for the turns of one sample.
-            turns = experience.turn_rewards if not estimator.per_group else None
             per_token = token_rewards(
                 shaped[rows],
                 None if kl is None else block.gather(kl),
@@ -194,35 +199,32 @@ class ExperienceMaker:
                 self.kl.coef,
                 None if turns is None else block.gather(turns),
             )
-            values = (
-                torch.zeros_like(per_token)
-                if experience.values is None
-                else block.gather(experience.values)
-            )
+            values = torch.zeros_like(per_token)
+            if experience.values is not None:
+                values = block.gather(experience.values)
             advantages, returns = estimator.credit(
                 per_token, values, mask, gamma=advantage.gamma, lam=advantage.lambd
             )
-            for name, computed in zip(columns, (per_token, advantages, returns), strict=True):
-                block.scatter(computed, columns[name])
+            block.scatter(per_token, columns["token_rewards"])
+            block.scatter(advantages, columns["advantages"])
+            block.scatter(returns, columns["returns"])
         return columns
 
     def _teacher_kl(self, experience: Experience) -> Tensor:
-        """log π_old − log π_teacher of every sampled token: its part of KL(π ‖ teacher), which
-        distillation lowers.
+        """Return log π_old − log π_teacher of every sampled token (N,), which distillation lowers.
 
-        Only the token itself is credited, no token before it. Lu et al. 2025, On-Policy
-        Distillation, thinkingmachines.ai/blog/on-policy-distillation; Agarwal et al. 2024,
-        arXiv:2306.13649
+        It is the token's part of KL(π ‖ teacher). Only the token itself is credited, no token
+        before it. Lu et al. 2025, On-Policy Distillation,
+        thinkingmachines.ai/blog/on-policy-distillation; Agarwal et al. 2024, arXiv:2306.13649
         """
         assert experience.old_logprobs is not None and experience.teacher_logprobs is not None
-        return (
-            kl_estimate(experience.old_logprobs, experience.teacher_logprobs, "k1")
-            * experience.action_mask
-        )
+        gap = kl_estimate(experience.old_logprobs, experience.teacher_logprobs, "k1")
+        return gap * experience.action_mask
 
     def _penalised(self, experience: Experience) -> Tensor:
-        """Rewards after the length penalties, logged as `train/reward`."""
-        flags, rewards = self.config.reward, experience.rewards
+        """Return the rewards (B,) after the length penalties, logged as `train/reward`."""
+        flags = self.config.reward
+        rewards = experience.rewards
         if flags.overlong_buffer_len is not None:
             prompts = experience.lengths - experience.num_actions
             penalties = overlong_penalty(
@@ -241,49 +243,62 @@ class ExperienceMaker:
         return rewards
 
     def _reward_kl(self, experience: Experience) -> Tensor | None:
-        """KL per token from the rollout, log π_old against log π_ref; None if the KL is not in the
-        reward.
+        """Return the KL of the rollout per token (N,), log π_old against log π_ref.
+
+        Returns None if the KL is not in the reward.
         """
-        if not self.config.algo.kl.in_reward or experience.ref_logprobs is None:
+        kl = self.config.algo.kl
+        if not kl.in_reward or experience.ref_logprobs is None:
             return None
         assert experience.old_logprobs is not None
-        return kl_estimate(
-            experience.old_logprobs, experience.ref_logprobs, self.config.algo.kl.estimator
-        )
+        return kl_estimate(experience.old_logprobs, experience.ref_logprobs, kl.estimator)
 
     def _metrics(self, experience: Experience, kl: Tensor | None) -> dict[str, Metric]:
         once = experience.last_rows
-        count, actions = len(once), experience.num_actions
-        mask = experience.action_mask
+        episodes = len(once)
+        rows = experience.num_samples
+        actions = experience.num_actions
         assert experience.token_rewards is not None
+        full = experience.lengths >= self.config.data.max_len
         metrics: dict[str, Metric] = {
-            "train/reward": Mean(float(experience.rewards[once].sum()), count),
-            "train/return": Mean(float(experience.token_rewards.sum()), experience.num_samples),
-            "train/response_length": Mean(float(actions.sum()), count),
-            "train/total_length": Mean(float(experience.num_tokens), count),
-            "train/truncated": Mean(float(experience.truncated[once].sum()), count),
-            "train/response_clip_ratio": Mean(
-                float((experience.lengths >= self.config.data.max_len).sum()),
-                experience.num_samples,
-            ),
+            "train/reward": Mean(float(experience.rewards[once].sum()), episodes),
+            "train/return": Mean(float(experience.token_rewards.sum()), rows),
+            "train/response_length": Mean(float(actions.sum()), episodes),
+            "train/total_length": Mean(float(experience.num_tokens), episodes),
+            "train/truncated": Mean(float(experience.truncated[once].sum()), episodes),
+            "train/response_clip_ratio": Mean(float(full.sum()), rows),
         }
         metrics |= group_metrics(experience.rewards[once], experience.group_ids[once])
         if kl is not None:
             assert experience.old_logprobs is not None and experience.ref_logprobs is not None
-            metrics |= kl_metrics(kl, experience.old_logprobs - experience.ref_logprobs, mask)
+            difference = experience.old_logprobs - experience.ref_logprobs
+            metrics |= kl_metrics(kl, difference, experience.action_mask)
         return metrics
 
 
+def _with_rewards(experience: Experience, kept: Sequence[Trajectory]) -> Experience:
+    """Return the batch with the rewards that its episodes have now."""
+    rewards = torch.tensor([trajectory.reward or 0.0 for trajectory in kept])
+    return replace(
+        experience,
+        rewards=rewards[experience.episode_of_row],
+        turn_rewards=turn_reward_column(kept),
+    )
+
+
 def group_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Metric]:
-    """Spread of the rewards of a prompt's samples, as means over the prompts with two samples or
-    more.
+    """Return the spread of the rewards of a prompt's samples.
+
+    The metrics are means over the prompts with two samples or more.
     """
     stats = group_statistics(rewards, groups)
     share_of_group = (stats.size > 1) / stats.size  # the samples of a group count as one
     number = float(share_of_group.sum())
     if not number:
         return {}
+    spread = (stats.std * share_of_group).sum()
+    dead = share_of_group[stats.std == 0].sum()
     return {
-        "train/group_reward_std": Mean(float((stats.std * share_of_group).sum()), number),
-        "train/dead_groups": Mean(float(share_of_group[stats.std == 0].sum()), number),
+        "train/group_reward_std": Mean(float(spread), number),
+        "train/dead_groups": Mean(float(dead), number),
     }

@@ -1,5 +1,6 @@
-"""Dynamic filtering: prompts that teach nothing are replaced before the step.  DAPO, section 3.2,
-arXiv:2503.14476
+"""Dynamic filtering: prompts that teach nothing are replaced before the step.
+
+DAPO, section 3.2, arXiv:2503.14476
 """
 
 from collections.abc import Sequence
@@ -25,19 +26,25 @@ class DynamicFilter:
     high: float
 
     def rejects(self, group: Sequence[Trajectory]) -> bool:
-        """Whether the samples of a prompt teach nothing."""
-        scores = [t.score for t in group if not t.failed and t.score is not None]
-        return not (scores and self.low < fmean(scores) < self.high)
+        """Return whether the samples of a prompt teach nothing."""
+        scores: list[float] = []
+        for trajectory in group:
+            if not trajectory.failed and trajectory.score is not None:
+                scores.append(trajectory.score)
+        return not scores or not self.low < fmean(scores) < self.high
 
     def marked(self, group: Group) -> Group:
-        """The group. Samples of a rejected group are marked as filtered: they are logged, but lose
-        their tokens.
+        """Return the group; if it is rejected, marked as filtered.
+
+        Samples of a rejected group are logged, but lose their tokens.
         """
-        return [thrown_away(t) for t in group] if self.rejects(group) else group
+        if not self.rejects(group):
+            return group
+        return [thrown_away(trajectory) for trajectory in group]
 
 
 def thrown_away(trajectory: Trajectory) -> Trajectory:
-    """An episode of a rejected prompt, marked as filtered and without its tokens."""
+    """Return an episode of a rejected prompt: marked as filtered, and without its tokens."""
     return replace(
         trajectory,
         filtered=True,
@@ -50,6 +57,8 @@ def thrown_away(trajectory: Trajectory) -> Trajectory:
 
 
 def pass_rate(trajectories: Sequence[Trajectory]) -> Mean:
-    """The percentage of the sampled prompts that were kept."""
-    kept = {t.prompt.index: not t.filtered for t in trajectories}
+    """Return the percentage of the sampled prompts that were kept."""
+    kept: dict[int, bool] = {}
+    for trajectory in trajectories:
+        kept[trajectory.prompt.index] = not trajectory.filtered
     return Mean(100.0 * sum(kept.values()), len(kept))

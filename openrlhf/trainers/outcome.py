@@ -1,5 +1,6 @@
-"""Counts of a run's episodes by outcome, for the last message of a run that ran out of prompts or
-learned nothing.
+"""Counts of a run's episodes by outcome.
+
+The last message of a run shows them if it ran out of prompts or learned nothing.
 """
 
 from dataclasses import dataclass, field
@@ -10,13 +11,14 @@ from openrlhf.trainers.filtering import DynamicFilter
 
 
 class NothingLearned(UserError, RuntimeError):
-    """The run ended without an optimizer step; the message says what happened to the episodes."""
+    """A run ended without an optimizer step. The message says what happened to the episodes."""
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Counts of the episodes of a run, since its start or its resume. `keep`: the run's dynamic
-    filter.
+    """Counts of the episodes of a run, since its start or its resume.
+
+    `keep` is the dynamic filter of the run.
     """
 
     keep: DynamicFilter | None
@@ -26,13 +28,12 @@ class Outcome:
     alone: int = 0  # finished, but without another sample of the prompt to compare
     truncated: int = 0  # finished, with a sample to compare
     first_error: str | None = None
-    scores: dict[int, list[float]] = field(
-        default_factory=dict[int, list[float]]
-    )  # of prompts that the filter rejected
+    # Of every prompt that the filter rejected.
+    scores: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
 
     def see(self, batch: Annotated) -> None:
         """Count the episodes of a batch."""
-        used = {(t.prompt.index, t.sample_index) for t in batch.kept}
+        used = {(each.prompt.index, each.sample_index) for each in batch.kept}
         for trajectory in batch.trajectories:
             self.episodes += 1
             if trajectory.failed:
@@ -40,7 +41,8 @@ class Outcome:
                 self.first_error = self.first_error or trajectory.error
             elif trajectory.filtered:
                 scores = self.scores.setdefault(trajectory.prompt.index, [])
-                scores += [] if trajectory.score is None else [trajectory.score]
+                if trajectory.score is not None:
+                    scores.append(trajectory.score)
             elif (trajectory.prompt.index, trajectory.sample_index) not in used:
                 self.alone += 1
             else:
@@ -52,26 +54,34 @@ class Outcome:
         if not self.keep or not self.scores:
             return ""
         means = [sum(scores) / len(scores) for scores in self.scores.values() if scores]
-        seen = f", from {min(means):.4g} to {max(means):.4g}" if means else ""
+        seen = ""
+        if means:
+            seen = f", from {min(means):.4g} to {max(means):.4g}"
         return (
-            f" --algo.dynamic_filtering_range {self.keep.low:g} {self.keep.high:g} rejected {len(self.scores)} prompts "
-            f"for their mean scores{seen}."
+            f" --algo.dynamic_filtering_range {self.keep.low:g} {self.keep.high:g} rejected "
+            f"{len(self.scores)} prompts for their mean scores{seen}."
         )
 
     def check(self) -> None:
         """Raise NothingLearned if no batch was trained on."""
         if self.updates:
             return
-        left_out = [f"{self.failed} failed"] if self.failed else []
+        left_out: list[str] = []
+        if self.failed:
+            left_out.append(f"{self.failed} failed")
         if self.alone:
             left_out.append(
                 f"{self.alone} had no other finished sample of their prompt to compare with"
             )
         if self.truncated:
             left_out.append(f"{self.truncated} are truncated (--algo.loss.mask_truncated)")
-        counts = f" Of {self.episodes} episodes {', '.join(left_out)}." if left_out else ""
-        error = f" The first error:\n{self.first_error}" if self.first_error else ""
+        counts = ""
+        if left_out:
+            counts = f" Of {self.episodes} episodes {', '.join(left_out)}."
+        error = ""
+        if self.first_error:
+            error = f" The first error:\n{self.first_error}"
         raise NothingLearned(
-            f"the run ended without an optimizer step: the weights are unchanged, and no model is written."
-            f"{counts}{self.rejections}{error}"
+            "the run ended without an optimizer step: the weights are unchanged, and no model is "
+            f"written.{counts}{self.rejections}{error}"
         )

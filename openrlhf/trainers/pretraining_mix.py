@@ -17,11 +17,14 @@ class PretrainingMix:
     """
 
     def __init__(self, rows: SFTDataset, *, batch_size: int, seed: int) -> None:
-        self.rows, self.batch_size, self.seed = rows, batch_size, seed
+        self.rows = rows
+        self.batch_size = batch_size
+        self.seed = seed
 
     def draw(self, step: int) -> list[int]:
-        """Row numbers of optimizer step `step`."""
-        first, drawn = step * self.batch_size, list[int]()
+        """Return the row numbers of an optimizer step."""
+        first = step * self.batch_size
+        drawn: list[int] = []
         while len(drawn) < self.batch_size:
             order = ResumableSampler(
                 len(self.rows), seed=self.seed, consumed=first + len(drawn), drop_last=False
@@ -30,16 +33,19 @@ class PretrainingMix:
         return drawn
 
     def for_ranks(self, steps: Sequence[int], ranks: int) -> list[list[TokenRows]]:
-        """For each rank, its rows of each optimizer step. A rank without rows gets one row with an
-        empty loss mask.
+        """Return the rows of each rank, one block per optimizer step.
+
+        A rank without rows gets one row with an empty loss mask.
         """
         per_rank: list[list[TokenRows]] = [[] for _ in range(ranks)]
         for step in steps:
             texts = [self.rows[row] for row in self.draw(step)]
-            for rank, mine in enumerate(
-                share([len(text.tokens) for text in texts], range(len(texts)), ranks)
-            ):
-                tokens = [texts[i].tokens for i in mine or [0]]
-                masks = [texts[i].loss_mask for i in mine] or [[False] * len(tokens[0])]
+            lengths = [len(text.tokens) for text in texts]
+            for rank, places in enumerate(share(lengths, range(len(texts)), ranks)):
+                tokens = [texts[place].tokens for place in places]
+                masks = [texts[place].loss_mask for place in places]
+                if not places:
+                    tokens = [texts[0].tokens]
+                    masks = [[False] * len(texts[0].tokens)]
                 per_rank[rank].append(TokenRows.from_lists(tokens, masks))
         return per_rank

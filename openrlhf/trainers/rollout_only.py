@@ -14,7 +14,9 @@ class RolloutOnly:
     """Generates, rewards and measures every step. The maker has no stages but the rewards."""
 
     def __init__(self, source: Source, maker: ExperienceMaker, recorder: Recorder) -> None:
-        self.source, self.maker, self.recorder = source, maker, recorder
+        self.source = source
+        self.maker = maker
+        self.recorder = recorder
         self.step = 0
 
     def fit(self) -> None:
@@ -27,13 +29,14 @@ class RolloutOnly:
             outcome.see(batch)
             self.recorder.samples(self.step + 1, batch.trajectories)
             self.source.errors.check(batch.trajectories)
-            if all(t.filtered for t in trajectories):  # the rest of an epoch gives no step
+            if batch.is_filtered:
                 continue
-            metrics, seconds = step_metrics(self.source, batch), time.perf_counter() - began
-            metrics |= {name: Last(seconds) for name in ("timing/generation", "timing/step_total")}
-            metrics["timing/tokens_per_second"] = Last(
-                sum(len(t.tokens) for t in batch.kept) / seconds
-            )
+            metrics = step_metrics(self.source, batch)
+            seconds = time.perf_counter() - began
+            tokens = sum(len(trajectory.tokens) for trajectory in batch.kept)
+            metrics["timing/generation"] = Last(seconds)
+            metrics["timing/step_total"] = Last(seconds)
+            metrics["timing/tokens_per_second"] = Last(tokens / seconds)
             self.step += 1
             self.recorder.step(self.step, values(metrics))
             began = time.perf_counter()

@@ -34,12 +34,12 @@ READ_TOGETHER = 64  # prompts
 
 @dataclass(eq=False, repr=False)
 class Source(ABC):
-    """The loop's only view of generation: the batch of each step that is left, and how far the
-    prompts are used up.
+    """The loop's only view of generation: the batch of each remaining step, and how far the prompts
+    are used up.
 
-    `annotated` adds the scores that the filter `keep` reads; `errors` says how many episodes may
-    fail. `consumed`: prompts drawn, or had by steps, over all epochs; kept in checkpoints.
-    `total_steps`: of the whole run, at most: filtering may use up the prompts earlier.
+    `annotated` adds the scores that the filter `keep` reads. `errors` says how many episodes may
+    fail. `consumed` counts the prompts of all epochs that are used up; checkpoints keep it.
+    `total_steps` is the number of steps of the whole run; filtering may use up the prompts earlier.
     """
 
     prompts: PromptDataset
@@ -52,18 +52,20 @@ class Source(ABC):
     total_steps: int = field(init=False)
 
     def __post_init__(self) -> None:
-        algo, self.train = self.config.algo, self.config.train
-        self.keep = (
-            DynamicFilter(*algo.dynamic_filtering_range) if algo.dynamic_filtering_enable else None
-        )
+        algo = self.config.algo
+        self.train = self.config.train
+        self.keep: DynamicFilter | None = None
+        if algo.dynamic_filtering_enable:
+            self.keep = DynamicFilter(*algo.dynamic_filtering_range)
         self.errors = ErrorBudget(self.config.reward)
         self.total_steps = len(self.config.step_sizes(len(self.prompts)))
-        self.step = self.consumed = 0  # steps handed out; prompts
+        self.step = 0  # steps handed out
+        self.consumed = 0  # prompts
         self._drawn = 0  # prompts handed to the generator, over all epochs
 
     @abstractmethod
     def __iter__(self) -> Iterator[list[Trajectory]]:
-        """The batch of each step that is left."""
+        """Yield the batch of each remaining step."""
 
     @property
     @abstractmethod
@@ -71,33 +73,38 @@ class Source(ABC):
         """Whether no prompt is left."""
 
     def resume(self, *, step: int, consumed: int, folder: Path) -> None:
-        """Continue after `step`, when `consumed` prompts had been used. `folder`: where `save`
-        wrote.
+        """Continue after `step`, when `consumed` prompts had been used.
+
+        `folder` is the one that `save` wrote to.
         """
-        self.step, self.consumed = step, consumed
+        self.step = step
+        self.consumed = consumed
 
     def save(self, folder: Path) -> None:  # noqa: B027 — a source may have nothing to keep
-        """Write what has been drawn and not been trained on; by default nothing, because it is
-        drawn again.
+        """Write what has been drawn and not been trained on.
+
+        By default nothing is written, because it is drawn again.
         """
 
     def publishing(self, version: int) -> AbstractContextManager[bool]:
-        """Yield True if weights can be published in the block. By default, no sample is in progress
-        between steps.
+        """Yield whether weights can be published in the block.
+
+        By default they can, because no sample is in progress between steps.
         """
         return nullcontext(True)
 
     def close(self) -> None:  # noqa: B027 — or to end
-        """End what is under way."""
+        """End what is in progress."""
 
     @property
     def epoch(self) -> int:
-        """Number of complete passes over the prompts."""
+        """The number of complete passes over the prompts."""
         return self.consumed // len(self.prompts)
 
     def rest_of_epoch(self, drawn: int) -> Iterator[Prompt]:
-        """The prompts that are left of an epoch when `drawn` have been drawn in all epochs,
-        numbered as they are drawn.
+        """Yield the prompts that are left of an epoch, numbered as they are drawn.
+
+        `drawn` prompts have been drawn before, in all epochs.
         """
         loader = DataLoader(
             self.prompts,
@@ -111,8 +118,9 @@ class Source(ABC):
             yield replace(prompt, index=self._drawn - 1)
 
     def prompt(self, number: int) -> Prompt:
-        """The prompt that is drawn after `number` others."""
-        return replace(self.prompts[next(iter(self._order(number)))], index=number)
+        """Return the prompt that is drawn after `number` others."""
+        row = next(iter(self._order(number)))
+        return replace(self.prompts[row], index=number)
 
     def _order(self, drawn: int) -> ResumableSampler:
         return ResumableSampler(
@@ -120,25 +128,27 @@ class Source(ABC):
         )
 
     async def judged(self, group: Group) -> Group:
-        """The group with all scores that the filter reads, marked if the filter rejects it."""
+        """Return the group with all scores that the filter reads, marked if it is rejected."""
         group = await self.annotated(group)
-        return self.keep.marked(group) if self.keep else group
+        if self.keep is None:
+            return group
+        return self.keep.marked(group)
 
     def metrics(self) -> dict[str, Metric]:
-        """The cost of generation since the last call."""
+        """Return the cost of generation since the last call."""
         return self.generator.metrics()
 
 
 @dataclass(eq=False, repr=False)
 class SyncSource(Source):
-    """Generates when the loop asks for a step and no finished step is waiting, with the weights of
-    the last publication.
+    """Generates with the weights of the last publication, when the loop asks for a step and no
+    finished step is waiting.
 
-    `batch_size`: prompts per step, without rejected prompts; the last batch of an epoch may be
-    short. `at_once`: prompts generated together, at least one step. If they make several steps, the
-    later steps train weights newer than the weights that sampled them. `last_step`: the generator
-    gives nothing after that step. `consumed`: prompts that steps have had. A resumed run starts
-    there, and draws the waiting prompts again.
+    `batch_size` is the number of prompts per step, without rejected prompts; the last batch of an
+    epoch may be short. `at_once` is the number of prompts that are generated together, at least one
+    step. If they make several steps, the later steps train weights newer than the weights that
+    sampled them. `last_step`: the generator gives nothing after that step. `consumed` counts the
+    prompts that steps have had. A resumed run starts there, and draws the waiting prompts again.
     """
 
     last_step: int | None = None
@@ -151,9 +161,9 @@ class SyncSource(Source):
     @property
     def exhausted(self) -> bool:
         """Whether all epochs have ended, or the generator gives nothing more."""
-        return self.epoch >= self.train.num_episodes or (
-            self.last_step is not None and self.step >= self.last_step
-        )
+        if self.last_step is not None and self.step >= self.last_step:
+            return True
+        return self.epoch >= self.train.num_episodes
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
         while not self.exhausted:
@@ -161,8 +171,9 @@ class SyncSource(Source):
             self.consumed = self._drawn
 
     def _steps_of_epoch(self, prompts: Iterator[Prompt]) -> Iterator[list[Trajectory]]:
-        """The samples of each step. Samples of a rejected prompt belong to the step of the
-        preceding kept group.
+        """Yield the samples of each step.
+
+        Samples of a rejected prompt belong to the step of the kept group before them.
         """
         waiting: list[Group] = []  # the groups of later steps
         while not self.exhausted:
@@ -171,14 +182,19 @@ class SyncSource(Source):
             if not waiting:
                 return
             # A step ends before the first kept group that is one too many.
-            end = next(iter(_kept(waiting)[self.batch_size :]), len(waiting))
-            step, waiting = waiting[:end], waiting[end:]
-            self.consumed = waiting[0][0].prompt.index if waiting else self._drawn
-            self.step += bool(_kept(step))  # no step if the rest of an epoch teaches nothing
+            too_many = _kept(waiting)[self.batch_size :]
+            end = too_many[0] if too_many else len(waiting)
+            step = waiting[:end]
+            waiting = waiting[end:]
+            self.consumed = self._drawn
+            if waiting:
+                self.consumed = waiting[0][0].prompt.index
+            if _kept(step):  # the rest of an epoch may teach nothing
+                self.step += 1
             yield list(chain.from_iterable(step))
 
     def _generate(self, prompts: Iterator[Prompt]) -> list[Group]:
-        """The groups of the next prompts, in prompt order; none if the epoch is over.
+        """Return the groups of the next prompts, in prompt order; none if the epoch is over.
 
         If so many samples have failed that the errors exceed their budget in any case, the batch
         ends early and the loop reports the errors. A batch of several steps never ends early,
@@ -187,12 +203,14 @@ class SyncSource(Source):
         request = Request(spec=self.spec, step=self.step + 1, annotated=self.judged)
         may_end_early = self.keep is not None or self.at_once == self.batch_size
         groups: list[Group] = []
-        failed = samples = 0
+        failed = 0
+        samples = 0
         lost = False
         stream = self.generator.stream(prompts, request, groups=self.at_once)
         for group in self.loop.iterate(stream, self.train.step_timeout):
             groups.append(group)
-            failed, samples = failed + sum(t.failed for t in group), samples + len(group)
+            failed += sum(trajectory.failed for trajectory in group)
+            samples += len(group)
             planned = max(samples, self.at_once * self.spec.n_samples)
             lost = self.errors.exceeded_by(failed, of=planned)
             if may_end_early and lost:
@@ -200,14 +218,17 @@ class SyncSource(Source):
         groups.sort(key=lambda group: group[0].prompt.index)
         if self.keep and groups and not _kept(groups) and not lost:
             logger.warning(
-                "The last %d prompts of an epoch teach nothing: none has a mean score between %g and %g (--algo.dynamic_filtering_range).",
-                len(groups), self.keep.low, self.keep.high,
-            )  # fmt: skip
+                "The last %d prompts of an epoch teach nothing: none has a mean score between %g "
+                "and %g (--algo.dynamic_filtering_range).",
+                len(groups),
+                self.keep.low,
+                self.keep.high,
+            )
         return groups
 
 
 def _kept(groups: Sequence[Sequence[Trajectory]]) -> list[int]:
-    """The indices of the groups that are trained on."""
+    """Return the places of the groups that are trained on."""
     return [place for place, group in enumerate(groups) if not group[0].filtered]
 
 
@@ -221,15 +242,13 @@ def evaluate(
     timeout_s: float,
     finished: Callable[[Group], None] = lambda group: None,
 ) -> list[Trajectory]:
-    """Episodes of every evaluation prompt for the weights after `step`, as many prompts at a time
-    as training has in a step.
+    """Return the episodes of every evaluation prompt, with the weights after `step`.
 
-    `finished` is called with the episodes of each prompt when they have finished.
+    As many prompts are generated at a time as training has in a step. `finished` is called with the
+    episodes of each prompt when they have finished.
     """
-    every_prompt, request = (
-        (prompts[row] for row in range(len(prompts))),
-        Request(spec=spec, step=step),
-    )
+    every_prompt = (prompts[row] for row in range(len(prompts)))
+    request = Request(spec=spec, step=step)
     stream = generator.stream(
         every_prompt, request, groups=len(prompts), at_once=spec.rollout.batch_size
     )

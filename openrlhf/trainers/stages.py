@@ -1,6 +1,4 @@
-"""Columns that workers compute: the workers and inputs of each column, and the transport of its
-rows.
-"""
+"""Columns that workers compute: who computes each column from what, and how its rows travel."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -19,8 +17,9 @@ from openrlhf.workers.frozen import RewardWorker
 
 
 class Pending:
-    """A column, or a matrix of several, on its way: rows cut into data slices, results put back in
-    place.
+    """A column, or a matrix of several, that is being computed.
+
+    The rows are cut into data slices, and the results put back in their places.
     """
 
     def __init__(
@@ -31,7 +30,9 @@ class Pending:
         *,
         per_sample: bool = False,
     ) -> None:
-        self.batch, self.group, self.per_sample = batch, group, per_sample
+        self.batch = batch
+        self.group = group
+        self.per_sample = per_sample
         lengths = batch.lengths.tolist()
         # A slice without rows repeats the first row, because some forwards are collective. The
         # result is the same.
@@ -39,20 +40,24 @@ class Pending:
         self.calls = group.launch(method, batch.split(self.parts))
 
     def collect(self, timeout_s: float) -> Tensor:
-        """(N,) if workers gave every token a number; (B,) or (B, K) if they gave every row numbers."""
+        """Return (N,) if workers give every token a number; (B,) or (B, K) if every row."""
         doing = f"score the batch ({self.group.role})"
         results: Sequence[Tensor] = gather(self.calls, timeout_s=timeout_s, doing=doing)
         size = self.batch.num_samples if self.per_sample else self.batch.num_tokens
         column = torch.zeros(size, *results[0].shape[1:])
         for rows, scored in zip(self.parts, results, strict=True):
-            column[rows if self.per_sample else self.batch.places_of(rows)] = scored
+            if self.per_sample:
+                column[rows] = scored
+            else:
+                column[self.batch.places_of(rows)] = scored
         return column
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A per-token column of `Experience`. `writes` is its name; `reads` gives the only columns that
-    the workers get.
+    """A per-token column of `Experience`: its name, and who computes it.
+
+    `reads` gives the only columns that the workers get.
     """
 
     writes: str
@@ -61,23 +66,24 @@ class Stage:
     reads: Callable[[Experience], Ragged] = Experience.targets
 
     def launch(self, experience: Experience) -> Pending:
-        """Send the rows to the ranks. The result is on its way."""
+        """Send the rows to the ranks, and return the column that they compute."""
         return Pending(self.reads(experience), self.by, self.method)
 
 
 class RewardModels:
-    """The reward workers, if there are any. Their rewards are added to the reward function's with
-    the weights of the flags.
+    """The reward workers, if there are any.
+
+    Their rewards are added to the reward function's, with the weights of the flags.
     """
 
     def __init__(self, workers: WorkerGroup | None, reward: RewardConfig) -> None:
-        self.workers, self.reward = workers, reward
+        self.workers = workers
+        self.reward = reward
 
     def launch(self, experience: Experience) -> "PendingRewards":
-        """The rewards of every model for every episode, on their way. Models read the last
-        conversation of an episode.
-        """
-        whole = steps = None
+        """Have every model score every episode. Models read the last conversation of an episode."""
+        whole = None
+        steps = None
         if experience.trajectory_ids is not None:
             experience = experience.select(experience.last_rows)
         if self.workers and self.reward.scalars:
@@ -89,24 +95,24 @@ class RewardModels:
 
 @dataclass(frozen=True, kw_only=True)
 class PendingRewards:
-    """The rewards of models on their way: of whole episodes (B, K), and of steps (N,)."""
+    """The rewards that models are computing: of whole episodes (B, K), and of steps (N,)."""
 
     whole: Pending | None
     steps: Pending | None
     weights: Sequence[float]
 
     def added_to(self, trajectories: Sequence[Trajectory], timeout_s: float) -> list[Trajectory]:
-        """The episodes with the weighted sum of these rewards and their own."""
-        whole, steps = [[] for _ in trajectories], [[] for _ in trajectories]
+        """Return the episodes with the weighted sum of these rewards and their own."""
+        whole: list[list[float]] = [[] for _ in trajectories]
+        steps: list[list[float]] = [[] for _ in trajectories]
         if self.whole:
             whole = self.whole.collect(timeout_s).tolist()
         if self.steps:
-            steps = [
-                row.tolist()
-                for row in self.steps.collect(timeout_s).split(self.steps.batch.lengths.tolist())
-            ]
-        rows = zip(trajectories, whole, steps, strict=True)
-        return [combined(t, by_models, self.weights, by_steps) for t, by_models, by_steps in rows]
+            steps = rows_of(self.steps.collect(timeout_s), self.steps.batch)
+        rewarded: list[Trajectory] = []
+        for trajectory, by_models, by_steps in zip(trajectories, whole, steps, strict=True):
+            rewarded.append(combined(trajectory, by_models, self.weights, by_steps))
+        return rewarded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,27 +124,35 @@ class EarlyStages:
     timeout_s: float
 
     async def of_group(self, group: list[Trajectory]) -> list[Trajectory]:
-        """`annotated` for the samples of one prompt, while other prompts are still being sampled."""
+        """Annotate the samples of one prompt while other prompts are still being sampled."""
         return await asyncio.to_thread(self.annotated, group)
 
     def annotated(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The episodes; finished ones have the sum of all their rewards, and the columns. Workers
-        compute side by side.
+        """Return the episodes; finished ones have the sum of their rewards, and the columns.
+
+        Workers compute side by side.
         """
-        finished = [t for t in trajectories if not t.failed]
+        finished = [trajectory for trajectory in trajectories if not trajectory.failed]
         if not finished:
             return list(trajectories)
-        experience = Experience.from_trajectories(
-            finished if self.models.workers or self.stages else []
-        )  # for workers
+        has_workers = self.models.workers or self.stages
+        experience = Experience.from_trajectories(finished if has_workers else [])
         rewards = self.models.launch(experience)
         pending = {stage.writes: stage.launch(experience) for stage in self.stages}
         done = rewards.added_to(finished, self.timeout_s)
         for name, column in pending.items():
-            rows = column.collect(self.timeout_s).split(experience.lengths.tolist())
-            done = with_column(done, name, [row.tolist() for row in rows])
-        of = {id(before): after for before, after in zip(finished, done, strict=True)}
-        return [of.get(id(t), t) for t in trajectories]
+            rows = rows_of(column.collect(self.timeout_s), experience)
+            done = with_column(done, name, rows)
+        in_order = iter(done)
+        annotated: list[Trajectory] = []
+        for trajectory in trajectories:
+            annotated.append(trajectory if trajectory.failed else next(in_order))
+        return annotated
+
+
+def rows_of(column: Tensor, batch: Ragged) -> list[list[float]]:
+    """Cut a column (N,) into the rows of its batch."""
+    return [row.tolist() for row in column.split(batch.lengths.tolist())]
 
 
 def with_column(
@@ -148,9 +162,9 @@ def with_column(
     left = iter(rows)
     done: list[Trajectory] = []
     for trajectory in trajectories:
-        conversations = [
-            replace(conversation, columns={**conversation.columns, name: next(left)})
-            for conversation in trajectory.conversations
-        ]
+        conversations: list[Trajectory] = []
+        for conversation in trajectory.conversations:
+            columns = {**conversation.columns, name: next(left)}
+            conversations.append(replace(conversation, columns=columns))
         done.append(replace(conversations[-1], earlier=tuple(conversations[:-1])))
     return done

@@ -1,8 +1,7 @@
-"""The rows that each rank trains on in each optimizer step, decided once for all ranks before
-anything is sent.
+"""The rows that each rank trains on in each optimizer step.
 
-The set of rows of an optimizer step does not depend on the number of ranks; only their assignment
-to ranks does.
+They are decided once for all ranks, before anything is sent. The set of rows of an optimizer step
+does not depend on the number of ranks; only their assignment to ranks does.
 """
 
 from collections.abc import Sequence
@@ -16,8 +15,8 @@ from openrlhf.data.batching import balanced_partition
 
 @dataclass(frozen=True, kw_only=True)
 class RankUpdate:
-    """One rank's rows of an update. `steps` has the indices into `rows` of each optimizer step,
-    perhaps none.
+    """One rank's rows of an update. `steps` has the places in `rows` of each optimizer step, or
+    none.
     """
 
     rows: list[int]
@@ -42,10 +41,7 @@ def plan_update(
     """
     generator = torch.Generator().manual_seed(seed)
     per_rank: list[list[list[int]]] = [[] for _ in range(ranks)]
-    rows_of: dict[int, list[int]] = {}  # by episode
-    for row, episode in enumerate(range(len(lengths)) if episodes is None else episodes):
-        rows_of.setdefault(episode, []).append(row)
-    every_episode = list(rows_of.values())
+    every_episode = _rows_by_episode(range(len(lengths)) if episodes is None else episodes)
     for _ in range(epochs):
         order = torch.randperm(len(every_episode), generator=generator).tolist()
         for first in range(0, len(order), batch_size):
@@ -56,22 +52,37 @@ def plan_update(
 
 
 def share(lengths: Sequence[int], rows: Sequence[int], ranks: int) -> list[list[int]]:
-    """Divide `rows` over the ranks so that their token counts are close. A rank may get none if
-    there are few.
+    """Divide `rows` over the ranks so that their token counts are close.
 
-    Each rank's rows are in order: samples of a prompt are neighbours, and a packed micro-batch
-    computes their prompt once.
+    A rank may get none if there are few. Each rank's rows are in order: samples of a prompt are
+    neighbours, and a packed micro-batch computes their prompt once.
     """
     if len(rows) < ranks:
-        return [[row] for row in rows] + [[] for _ in range(ranks - len(rows))]
-    parts = balanced_partition([lengths[row] for row in rows], ranks)
-    return [sorted(rows[i] for i in part) for part in parts]
+        alone = [[row] for row in rows]
+        return alone + [[] for _ in range(ranks - len(rows))]
+    parts: list[list[int]] = []
+    for places in balanced_partition([lengths[row] for row in rows], ranks):
+        parts.append(sorted(rows[place] for place in places))
+    return parts
+
+
+def _rows_by_episode(episodes: Sequence[int]) -> list[list[int]]:
+    """Return the rows of every episode, given the episode of every row."""
+    rows: dict[int, list[int]] = {}
+    for row, episode in enumerate(episodes):
+        rows.setdefault(episode, []).append(row)
+    return list(rows.values())
 
 
 def _with_local_rows(steps: list[list[int]]) -> RankUpdate:
-    """A rank without any row gets the first, because some forwards are collective. No step trains
-    on it.
+    """Collect the rows of a rank once, and let its steps say their places among these.
+
+    A rank without any row gets the first, because some forwards are collective. No step trains on
+    it.
     """
-    rows = sorted({row for step in steps for row in step})
-    place = {row: i for i, row in enumerate(rows)}
-    return RankUpdate(rows=rows or [0], steps=[[place[row] for row in step] for step in steps])
+    rows = sorted(set(chain.from_iterable(steps)))
+    place = {row: number for number, row in enumerate(rows)}
+    local: list[list[int]] = []
+    for step in steps:
+        local.append([place[row] for row in step])
+    return RankUpdate(rows=rows or [0], steps=local)

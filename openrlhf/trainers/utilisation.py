@@ -9,14 +9,20 @@ from openrlhf.rollout.measures import concurrency
 
 
 def utilisation(groups: Sequence[Sequence[Span]], seconds: float) -> dict[str, Metric]:
-    """Metrics of a step of so many seconds. `groups`: when the roles of each group of processes
-    worked, one at a time.
+    """Return the metrics of a step of so many seconds.
+
+    `groups` says when the roles of each group of processes worked, one role at a time.
     """
-    working = concurrency(chain.from_iterable(groups))
-    busy = sum(number * time for number, time in working)
+    busy = 0.0  # seconds, summed over the groups
+    some_busy = 0.0
+    several_busy = 0.0
+    for number, time in concurrency(chain.from_iterable(groups)):
+        busy += number * time
+        some_busy += time
+        if number > 1:
+            several_busy += time
+    available = len(groups) * seconds
     return {
-        "timing/models_idle": Mean(max(0.0, len(groups) * seconds - busy), len(groups) * seconds),
-        "timing/models_overlap": Mean(
-            sum(time for number, time in working if number > 1), sum(time for _, time in working)
-        ),
+        "timing/models_idle": Mean(max(0.0, available - busy), available),
+        "timing/models_overlap": Mean(several_busy, some_busy),
     }
