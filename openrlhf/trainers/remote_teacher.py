@@ -1,5 +1,7 @@
-"""A teacher behind a vLLM server, which returns log-probabilities of the tokens it is sent, and of
-the likeliest in their places.
+"""A teacher behind a vLLM server.
+
+The server returns log-probabilities of the tokens that it is sent, and of the likeliest tokens in
+their places.
 """
 
 import logging
@@ -26,66 +28,63 @@ UNREADABLE = "\ufffd"  # part of a character
 class RemoteTeacher:
     """The teacher in a vLLM server, which has `prompt_logprobs`. The temperature is 1.
 
-    `flag`: the flag that names it, with its value. `best`: how many of the likeliest tokens it is
-    asked for.
+    `flag` is the flag that names the teacher, with its value. `best` is the number of likeliest
+    tokens that the teacher is asked for.
     """
 
     def __init__(self, flag: str, engine: RemoteEngine, *, best: int = 0) -> None:
-        self.flag, self.engine, self.best = flag, engine, best
+        self.flag = flag
+        self.engine = engine
+        self.best = best
 
     def likeliest(self, rows: Sequence[list[int]]) -> list[list[list[tuple[float, int]]]]:
-        """Log-probability (nats) and id of the likeliest tokens in the place of every token but the
-        first, by row.
+        """Return the likeliest tokens in the place of every token but the first, by row.
 
-        Raises UserError if the server does not answer.
+        Each is a log-probability (nats) and an id. Raises UserError if the server does not answer.
         """
-
-        async def of_row(tokens: list[int]) -> list[list[tuple[float, int]]]:
-            return [
-                [
-                    (each["logprob"], int(token))
-                    for token, each in entry.items()
-                    if each.get("rank", 0) <= self.best
-                ]
-                for entry in await self._entries(tokens)
-            ]
-
+        pending = [in_background(self._likeliest(tokens)) for tokens in rows]
         try:
-            return [
-                answer.result() for answer in [in_background(of_row(tokens)) for tokens in rows]
-            ]
+            return [answer.result() for answer in pending]
         except ServerError as error:
             raise UserError(f"{self.flag}: {error}") from error
 
+    async def _likeliest(self, tokens: Sequence[int]) -> list[list[tuple[float, int]]]:
+        places: list[list[tuple[float, int]]] = []
+        for entry in await self._entries(tokens):
+            best: list[tuple[float, int]] = []
+            for token, judged in entry.items():
+                if judged.get("rank", 0) <= self.best:
+                    best.append((judged["logprob"], int(token)))
+            places.append(best)
+        return places
+
     @classmethod
     def named(cls, name: str) -> Self:
-        """The teacher that --algo.distill.teacher names, one of the remote engines."""
+        """Return the teacher that --algo.distill.teacher names, one of the remote engines."""
         return cls(f"--algo.distill.teacher {name}", remote_engine(name))
 
     def annotated(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The episodes, with log π_teacher if they are trained on. An episode without an answer has
-        failed.
+        """Return the episodes, with log π_teacher if they are trained on.
+
+        An episode without an answer has failed.
         """
-        return [
-            answer.result()
-            for answer in [in_background(self._annotated(each)) for each in trajectories]
-        ]
+        pending = [in_background(self._annotated(trajectory)) for trajectory in trajectories]
+        return [answer.result() for answer in pending]
 
     async def _annotated(self, trajectory: Trajectory) -> Trajectory:
         if trajectory.failed or trajectory.filtered:
             return trajectory
+        scored: list[list[float]] = []
         try:
-            # nats; 0.0 for the first token
-            scored = [
-                await self._logprobs(conversation.tokens)
-                for conversation in trajectory.conversations
-            ]
-            [annotated] = with_column([trajectory], "teacher_logprobs", scored)
-            return annotated
+            for conversation in trajectory.conversations:
+                scored.append(await self._logprobs(conversation.tokens))
         except ServerError as error:
             return trajectory.failing(f"{self.flag}: {error}", error.failure)
+        [annotated] = with_column([trajectory], "teacher_logprobs", scored)
+        return annotated
 
     async def _logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Return the log-probability of every token (nats), 0.0 for the first one."""
         judged = await self._judged(tokens)
         logprobs = [self.engine.read(entry, "logprob", kind=float) for entry in judged]
         if not all(map(math.isfinite, logprobs)):
@@ -93,16 +92,17 @@ class RemoteTeacher:
         return [0.0, *logprobs]
 
     async def _judged(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
-        """What the server says of every token but the first."""
+        """Return what the server says of every token but the first."""
         entries = await self._entries(tokens)
-        return [
-            self.engine.read(entry, str(token), kind=dict)
-            for entry, token in zip(entries, tokens[1:], strict=True)
-        ]
+        judged: list[dict[str, Any]] = []
+        for entry, token in zip(entries, tokens[1:], strict=True):
+            judged.append(self.engine.read(entry, str(token), kind=dict))
+        return judged
 
     async def _entries(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
-        """By token, what the server says of it and of the likeliest in the place of every token but
-        the first.
+        """Return what the server says of every place but the first.
+
+        Each entry has the token that is there and the likeliest ones, by their ids.
         """
         wanted = {"prompt": list(tokens), "prompt_logprobs": self.best, "max_tokens": 1}
         answered = await self.engine.ask("/completions", wanted)
@@ -110,39 +110,48 @@ class RemoteTeacher:
         return [self.engine.read(listed, place, kind=dict) for place in range(1, len(tokens))]
 
     def check(self, tokenizer: PreTrainedTokenizerBase, *, max_len: int) -> None:
-        """Raise ConfigError if the teacher cannot score episodes of `max_len` tokens, DataError for
-        another vocabulary.
+        """Check that the teacher can score episodes of `max_len` tokens, with the policy's tokens.
 
-        A server returns only the texts of the tokens it is sent, so some tokens of the vocabulary
-        are compared, not all.
+        A server returns only the texts of the tokens that it is sent, so some tokens of the
+        vocabulary are compared, not all. Raises ConfigError if the server cannot teach, DataError
+        if it has another vocabulary.
         """
         try:
             room = in_background(self.engine.room()).result()
-            spread = sorted({i * (len(tokenizer) - 1) // (PROBED - 1) for i in range(PROBED)})
-            probe = spread[:: -(-len(spread) // max_len)]
+            probe = probed_tokens(len(tokenizer), max_len)
             judged = in_background(self._judged(probe)).result()
         except ServerError as error:
             raise ConfigError(
-                f"{self.flag} cannot teach: it must be a vLLM server with the policy's vocabulary. {error}"
+                f"{self.flag} cannot teach: it must be a vLLM server with the policy's vocabulary. "
+                f"{error}"
             ) from error
         if room is not None and room <= max_len:
             raise ConfigError(
-                f"{self.flag} takes {room} tokens, one of them generated, fewer than --data.max_len {max_len}: start the "
-                "server with a larger --max-model-len."
+                f"{self.flag} takes {room} tokens, one of them generated, fewer than "
+                f"--data.max_len {max_len}: start the server with a larger --max-model-len."
             )
         for token, entry in zip(probe[1:], judged, strict=True):
-            ours, theirs = tokenizer.decode([token]), entry.get("decoded_token")
+            theirs = entry.get("decoded_token")
             if theirs is None:
                 logger.warning(
-                    "%s does not return the texts of tokens: make sure that its vocabulary is the policy's.",
+                    "%s does not return the texts of tokens: make sure that its vocabulary is the "
+                    "policy's.",
                     self.flag,
                 )
                 return
-            if (
-                theirs not in (ours, tokenizer.convert_ids_to_tokens(token))
-                and UNREADABLE not in ours + theirs
-            ):
+            ours = tokenizer.decode([token])
+            if UNREADABLE in ours + theirs:
+                continue
+            if theirs not in (ours, tokenizer.convert_ids_to_tokens(token)):
                 raise DataError(
-                    f"{self.flag} has another vocabulary than the policy: token {token} is {theirs!r} there and "
-                    f"{ours!r} here. Serve a model with the policy's tokenizer."
+                    f"{self.flag} has another vocabulary than the policy: token {token} is "
+                    f"{theirs!r} there and {ours!r} here. Serve a model with the policy's "
+                    "tokenizer."
                 )
+
+
+def probed_tokens(vocabulary: int, max_len: int) -> list[int]:
+    """Return at most `max_len` tokens, spread over a vocabulary of so many tokens."""
+    spread = sorted({number * (vocabulary - 1) // (PROBED - 1) for number in range(PROBED)})
+    stride = math.ceil(len(spread) / max_len)
+    return spread[::stride]
