@@ -40,7 +40,7 @@ class EvaluationBatch(NamedTuple, Generic[Micro]):
 
     micro: Micro
     numbers: Mapping[str, float]
-    counts: bool  # False if another rank counts the rows
+    counted: bool  # False for a row that another rank counts
 
 
 @dataclass(eq=False, repr=False)
@@ -214,17 +214,17 @@ class SupervisedTrainer(Generic[Row, Micro]):
         parts: list[dict[str, Metric]] = []
         with self.engine.evaluating(), torch.no_grad():
             batches: list[EvaluationBatch[Micro]] = []
-            for rows, counts in self._evaluation_batches():
+            for rows, counted in self._evaluation_batches():
                 if interruptible and self.task.has_first_pass:
                     self._interrupt_if_asked()
                 micro = self.task.collate(rows).to(self.strategy.device)
-                batches.append(EvaluationBatch(*self.task.before(self.engine, micro), counts))
+                batches.append(EvaluationBatch(*self.task.before(self.engine, micro), counted))
             totals = self._totals(batches)
             for batch in batches:
                 if interruptible:
                     self._interrupt_if_asked()
                 _, metrics = self._loss(batch.micro, totals)  # collective: every rank runs it
-                if batch.counts:
+                if batch.counted:
                     parts.append(metrics)
         merged = merge_all(chain.from_iterable(self.strategy.gather(parts)))
         numbers = values(self.task.evaluation_names(merged))
@@ -237,7 +237,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
             raise EvaluationInterrupted
 
     def _evaluation_batches(self) -> Iterator[tuple[list[Any], bool]]:
-        """Yield this rank's evaluation rows, and whether they count.
+        """Yield this rank's evaluation rows in micro-batches, and whether they are counted here.
 
         Every rank runs as many forwards as rank 0, which has the most rows: under ZeRO 3 a forward
         is collective, and so is the check for an interruption.
@@ -260,7 +260,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         """Return the sums of counts and of first-pass numbers over all ranks. Collective."""
         own: list[dict[str, float]] = []
         for batch in batches:
-            if batch.counts:
+            if batch.counted:
                 own.append({**self.task.counts(batch.micro), **batch.numbers})
         every = list(chain.from_iterable(self.strategy.gather(own)))
         totals: dict[str, float] = {}
