@@ -110,7 +110,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     ray.shutdown()
 
 
-def test_engine_check_fails_for_different_weights_and_passes_for_published_ones(
+def test_engine_comparison_fails_for_different_weights_and_passes_for_published_ones(
     stack: Stack,
 ) -> None:
     params = SamplingParams(temperature=TEMPERATURE, max_tokens=8, ignore_eos=True)
