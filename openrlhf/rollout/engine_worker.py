@@ -1,4 +1,4 @@
-"""What a publication needs of vLLM's workers: load the weights that arrive, report what was loaded.
+"""The part of a publication that is vLLM's: load the weights that arrive, report what was loaded.
 
 vLLM mixes `WorkerExtension` into its worker class, and `RolloutEngine` calls the methods through
 `collective_rpc`. This is not one of vLLM's weight-transfer backends, because they return nothing to

@@ -20,10 +20,10 @@ class Encoder:
     """One way to encode weights. `blanks` and `gathered` yield the same names in the same order."""
 
     blanks: Iterable[NamedTensor]  # the trainer's tensors on the meta device
-    # Yields the trainer's tensors in buckets of so many bytes. Collective over the ranks; a bucket
-    # is valid until the next one is requested.
+    # Yields the trainer's tensors in buckets of a number of bytes. Collective over the ranks; a
+    # bucket is valid until the next one is requested.
     gathered: Callable[[int], Iterable[list[NamedTensor]]]
-    # Returns the engine's names and parts of one of the trainer's tensors.
+    # Returns the engine's tensors, under the engine's names, for a tensor of the trainer.
     stored: Callable[[str, torch.Tensor], Iterable[NamedTensor]]
     adapter: dict[str, Any] | None = None  # see `WeightManifest.adapter`
 

@@ -1,6 +1,6 @@
 """The receiver: the engine's half of a publication, in each worker of an engine.
 
-It knows nothing of vLLM: the loader is handed to it. It must never import DeepSpeed.
+It does not depend on vLLM: the loader is an argument. It must never import DeepSpeed.
 """
 
 from collections import Counter

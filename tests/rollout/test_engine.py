@@ -104,10 +104,11 @@ class FaultyEngine(RolloutEngine):
             receiver.unpack = unpack_all_but_one
         elif fault == "double":
             receiver.unpack = unpack_one_twice
-        elif fault == "no re-packing":
+        elif fault == "no repacking":
             engine_worker.repack_linears = lambda model: None
 
     async def repair(self) -> None:
+        """Undo `sabotage`."""
         from openrlhf.rollout import engine_worker
         from openrlhf.weights import receiver, transport
 
@@ -425,7 +426,9 @@ class TestPublication:
             ("untied", "model.layers.0.mlp.gate_proj.weight", 0.1),
         ],
     )
-    def test_a_change_of_one_tensor_reaches_the_engine(self, stands, kind, name, scale):
+    def test_engine_serves_a_publication_in_which_one_tensor_changed(
+        self, stands, kind, name, scale
+    ):
         stand = stands[kind]
         old, stand.model = stand.model, noisy_copy(stand.model, [name], scale)
         stand.publish()
@@ -433,10 +436,8 @@ class TestPublication:
         assert differences(old, stand.sample()).max() > 1e-2
 
     @pytest.mark.parametrize("kind", ["tied", "untied"])
-    def test_samples_under_way_go_on_with_the_new_weights(self, stands, kind):
-        """The engine of the untied model looks for stop strings, so that its core sends every token
-        by itself.
-        """
+    def test_samples_under_way_continue_with_the_new_weights(self, stands, kind):
+        """The engine of the untied model looks for stop strings: its core sends every token alone."""
         stand: Stand = stands[kind]
         old = stand.model
         names = [name for name, _ in old.named_parameters()]
@@ -476,12 +477,10 @@ class TestPublication:
             stand.join()
             stand.publish()
 
-    def test_every_worker_of_an_engine_of_several_ranks_takes_in_the_weights(
+    def test_every_worker_of_a_tensor_parallel_engine_loads_the_weights(
         self, ray_session, tmp_path
     ):
-        """Two processes that share each layer: each has a rank in the weight group, and a receipt
-        of its own.
-        """
+        """Each of the two workers has a rank in the weight group, and a receipt of its own."""
         stand = launch(build_model(tied=True), tmp_path, tensor_parallel_size=2)
         stand.workers = 2
         ray.get(stand.engine.start.remote(stand.settings), timeout=400)
@@ -504,7 +503,7 @@ class TestPublication:
         assert len(ray.get(waiting, timeout=TIMEOUT_S)) == 1
 
     @pytest.mark.skipif(Version("0.28") > VLLM, reason="this vLLM has no kernel for it on a CPU")
-    def test_rounded_weights_are_rounded_anew_at_every_publication(self, ray_session, tmp_path):
+    def test_quantized_engine_quantizes_every_publication(self, ray_session, tmp_path):
         first = build_model(tied=False)
         second = noisy_copy(first, [name for name, _ in first.named_parameters()], 0.05)
         stand = launch(first, tmp_path, dtype="bf16", quantization="fp8_per_channel")
@@ -525,10 +524,8 @@ class TestPublication:
 
 class TestFailedPublication:
     @pytest.fixture(autouse=True)
-    def heals(self, tied) -> Iterator[None]:
-        """Whatever went wrong: a paused engine, which refuses to serve, and one good publication
-        later all is well.
-        """
+    def recovers(self, tied) -> Iterator[None]:
+        """After any fault the engine refuses to serve until the next complete publication."""
         yield
         with pytest.raises(EngineError, match="unverified"):
             tied.call("resume")
@@ -538,7 +535,7 @@ class TestFailedPublication:
     @pytest.mark.parametrize(
         ("fault", "message"),
         [
-            ("flip", "hash .* for bucket 0, sent was"),
+            ("flip", "hash .* bucket 0"),
             (
                 "drop",
                 r"loaded model.layers.1.mlp.up_proj.weight 0 times.*old values in .*gate_up_proj",
@@ -546,7 +543,7 @@ class TestFailedPublication:
             # the layer was full before: vLLM's loader itself gives up
             ("double", "weight_loader" if Version("0.25") <= VLLM else "loaded .* 2 times"),
             pytest.param(
-                "no re-packing",
+                "no repacking",
                 "repack lm_head",
                 marks=pytest.mark.skipif(
                     Version("0.28") > VLLM, reason="there a tied head is the embeddings themselves"
@@ -554,7 +551,7 @@ class TestFailedPublication:
             ),
         ],
     )
-    def test_a_version_that_did_not_arrive_whole_is_refused(self, tied, fault, message):
+    def test_incomplete_version_is_refused(self, tied, fault, message):
         tied.call("sabotage", fault)
         manifest = tied.manifest()
         try:
@@ -569,14 +566,14 @@ class TestFailedPublication:
     @pytest.mark.parametrize(
         "name", ["model.layers.0.self_attn.k_proj.weight", "model.norm.weight"]
     )
-    def test_a_manifest_that_forgets_a_tensor_is_refused(self, tied, name):
+    def test_manifest_without_a_tensor_is_refused(self, tied, name):
         manifest = tied.manifest()
         manifest = replace(manifest, specs=tuple(s for s in manifest.specs if s.name != name))
         tensors = [item for item in tied.model.named_parameters() if item[0] != name]
         with pytest.raises(PublicationError, match="old values in"):
             tied.receive(manifest, tensors)
 
-    def test_a_tensor_the_engine_does_not_know_is_refused(self, tied):
+    def test_tensor_that_the_engine_does_not_have_is_refused(self, tied):
         manifest = tied.manifest()
         specs = [
             replace(s, name="model.surprise") if s.name == "model.norm.weight" else s
@@ -590,7 +587,7 @@ class TestFailedPublication:
 
 
 def send_until_killed(group: WeightGroup, folder: str, version: int) -> None:
-    """A trainer that dies when it is asked for the tensor behind the first q_proj."""
+    """Send as a trainer that dies when the tensor after the first q_proj is requested."""
     model = Qwen2ForCausalLM.from_pretrained(folder)
 
     def tensors():
@@ -605,11 +602,12 @@ def send_until_killed(group: WeightGroup, folder: str, version: int) -> None:
 
 
 class TestFailure:
-    def test_the_engine_outlives_a_sender_that_is_killed_in_the_middle_of_a_layer(
+    def test_engine_recovers_from_a_sender_that_is_killed_in_the_middle_of_a_layer(
         self, tied, tmp_path
     ):
-        """One tensor a bucket; q_proj comes, k_proj does not. vLLM must not count q_proj twice
-        later.
+        """With one tensor per bucket, q_proj arrives and k_proj does not.
+
+        vLLM must not count q_proj twice in the next publication.
         """
         tied.model.save_pretrained(tmp_path)
         running = tied.engine.generate.remote(
@@ -637,7 +635,7 @@ class TestFailure:
         assert len(survivor.tokens) == 400 and survivor.weight_versions[-1] == tied.version
         assert_serves(tied, tied.model, tied.version)
 
-    def test_a_member_that_never_comes_is_named(self, tied):
+    def test_member_that_never_joins_is_named(self, tied):
         group = group_of(2, "lonely", timeout_s=1.0)
         joining = tied.engine.join.remote(group, 1)
         with pytest.raises(PublicationError, match=r"ranks \[2\] did not join within 1 s"):
