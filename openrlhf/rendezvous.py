@@ -1,5 +1,4 @@
-"""Rendezvous stores of process groups: torch's TCPStore, made to listen on a single address of its
-machine.
+"""Rendezvous stores of process groups: torch's TCPStore, listening on a single address.
 
 By default the store listens on all interfaces, and it never requires a password.
 """
@@ -18,19 +17,17 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 logger = logging.getLogger(__name__)
 
-INIT_METHOD = (
-    "openrlhf://"  # of `init_process_group`: the variables of env://, and this module's store
-)
-BACKLOG = 2048  # connections of ranks that wait to be accepted
+# For `init_process_group`: reads the variables of env://, and uses this module's store.
+INIT_METHOD = "openrlhf://"
+MAX_WAITING_CONNECTIONS = 2048
 
 
 def host_store(host: str, port: int, *, timeout: timedelta, world_size: int | None = None) -> Store:
-    """Return the store of rank 0, which listens on `host` only. With `world_size`, wait until all
-    ranks have connected.
+    """Return the store of rank 0, which listens on `host` only.
 
-    It listens on all interfaces if `host` is a name, which can mean loopback here and another
-    address elsewhere, or if this machine does not have the address (for example, behind NAT).
-    Raises RuntimeError, as torch does.
+    With `world_size`, wait until all ranks have connected. The store listens on all interfaces if
+    `host` is a name, which can mean loopback here and another address elsewhere, or if this machine
+    does not have the address (for example, behind NAT). Raises RuntimeError, as torch does.
     """
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         host,
@@ -44,8 +41,9 @@ def host_store(host: str, port: int, *, timeout: timedelta, world_size: int | No
 
 
 def join_store(host: str, port: int, *, timeout: timedelta) -> Store:
-    """Return the store of another rank, connected to that of rank 0. Raises RuntimeError, as torch
-    does.
+    """Return the store of another rank, connected to the store of rank 0.
+
+    Raises RuntimeError, as torch does.
     """
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         host, port, is_master=False, timeout=timeout, wait_for_workers=False
@@ -53,35 +51,42 @@ def join_store(host: str, port: int, *, timeout: timedelta) -> Store:
 
 
 def _listen(host: str, port: int) -> int | None:
-    """Return the descriptor of a socket that listens on `host`; None if the store must listen on
-    all interfaces.
+    """Return the descriptor of a socket that listens on `host`.
+
+    Returns None if the store must listen on all interfaces.
     """
-    address = "127.0.0.1" if host == "localhost" else host
+    address = host
+    if host == "localhost":
+        address = "127.0.0.1"
     try:
         version = ipaddress.ip_address(address).version
     except ValueError:
         return None
-    family = socket.AF_INET if version == 4 else socket.AF_INET6
+    family = socket.AF_INET
+    if version == 6:
+        family = socket.AF_INET6
     try:
-        return socket.create_server((address, port), family=family, backlog=BACKLOG).detach()
+        listener = socket.create_server(
+            (address, port), family=family, backlog=MAX_WAITING_CONNECTIONS
+        )
     except OSError as error:
         logger.warning(
             "The rendezvous store %s:%d listens on all interfaces: %s", host, port, error.strerror
         )
         return None
+    return listener.detach()
 
 
 def _meet(url: str, timeout: timedelta, **settings: Any) -> Iterator[tuple[Store, int, int]]:
     """Yield store, rank and number of ranks, as torch's env:// does."""
     rank = int(os.environ["RANK"])
-    of_torchrun = (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    )  # which has opened the store itself
-    if rank > 0 or of_torchrun:
+    torchrun_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank > 0 or torchrun_has_store:
         yield from rendezvous("env://", timeout=timeout)
         return
     world_size = int(os.environ["WORLD_SIZE"])
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     yield host_store(host, port, timeout=timeout, world_size=world_size), rank, world_size
 
 

@@ -79,6 +79,7 @@ WITHIN_BOUNDS = [
     "rewards",
     "rollout",
     "serving",
+    "training",
     "weights",
     "workers",
 ]

@@ -1,6 +1,4 @@
-"""Meeting points of process groups: where they listen. Those of real groups are looked at in
-`window_worker`.
-"""
+"""Addresses on which rendezvous stores listen. `window_worker` checks those of real groups."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ WAIT = timedelta(seconds=30)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_a_store_listens_at_the_address_of_its_group_alone(host: str) -> None:
+def test_store_listens_only_on_the_address_of_its_group(host: str) -> None:
     port = free_port()
     store = host_store(host, port, timeout=WAIT)
     assert listening_addresses(port) == {"::1" if ":" in host else "127.0.0.1"}
@@ -29,7 +27,7 @@ def test_a_store_listens_at_the_address_of_its_group_alone(host: str) -> None:
 @pytest.mark.parametrize(
     "host", [socket.gethostname(), "203.0.113.7"], ids=["a name", "an address elsewhere"]
 )
-def test_a_store_listens_on_all_interfaces_where_its_address_cannot_be_bound(host: str) -> None:
+def test_store_listens_on_all_interfaces_if_its_address_cannot_be_bound(host: str) -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         hosting = pool.submit(host_store, host, port, timeout=timedelta(seconds=1))
@@ -37,4 +35,4 @@ def test_a_store_listens_on_all_interfaces_where_its_address_cannot_be_bound(hos
         assert listening_addresses(port) <= {"0.0.0.0", "::"}
         client.set("key", "value")
         assert client.get("key") == b"value"
-        hosting.exception()  # of the second: the address is of nobody
+        hosting.exception()  # with the second address, which does not exist

@@ -39,6 +39,7 @@ from openrlhf.trainers.supervised import SupervisedTrainer, layout_of
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows, load_spec
 from openrlhf.training.averaging import WeightAverage
 from openrlhf.training.engine import TrainEngine
+from openrlhf.training.gathered import exported_bytes
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import FrozenModel, Strategy
 
@@ -247,11 +248,11 @@ def load_models(
     task.frozen = frozen
     prove_layout(engine.module)
     if strategy.is_main:
-        check_disk_room(config.ckpt.output_dir, engine.exported_bytes)
+        check_disk_room(config.ckpt.output_dir, exported_bytes(engine))
         if config.ckpt.resumable:
             needed = engine.checkpoint_bytes
             if config.ckpt.save_hf:
-                needed += engine.exported_bytes
+                needed += exported_bytes(engine)
             notice(*checkpoints.check_room(needed))
     for model in frozen.values():
         prove_layout(model.on_device())

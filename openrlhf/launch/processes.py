@@ -66,7 +66,7 @@ def connect_hosts(config: SamplingCommand, hosts: HostHandles, *, log_dir: str) 
     """Join the processes to a process group, without models."""
     hosts.connect(
         {
-            "engine": config.ds,
+            "ds": config.ds,
             "seed": config.train.seed,
             "full_determinism": config.train.full_determinism_enable,
         },

@@ -1,1 +1,1 @@
-"""One process among its peers: ranks, the optimizer step, DeepSpeed's engine, optimizers."""
+"""Training of a model by several ranks: layout, DeepSpeed engine, optimizer step, optimizers."""

@@ -21,100 +21,106 @@ logger = logging.getLogger(__name__)
 
 
 class WeightAverage:
-    """p̄ ← β·p̄ + (1 − β)·p for every trained weight, in float32. The average starts at the current
-    weights.
+    """p̄ ← β·p̄ + (1 − β)·p for every trained weight, in float32, from the current weights on.
 
     In bfloat16 training, the float32 masters are averaged. With ZeRO 3 each rank averages its
     shards. Otherwise rank 0 averages whole weights.
     """
 
     def __init__(self, module: nn.Module, strategy: Strategy, beta: float) -> None:
-        self.beta, self.strategy = beta, strategy
+        """Start an average at the current weights of `module`. Collective."""
+        self.beta = beta
+        self.strategy = strategy
         self.sharded = strategy.config.zero_stage == 3
-        self.masters = strategy.config.param_dtype != "fp32"
+        self.has_masters = strategy.config.param_dtype != "fp32"
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.averages = self._copied(torch.float32)
+        self.averages = self._copy_weights(torch.float32)
 
-    def _held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights by name: this rank's shards with ZeRO 3, else whole ones. Collective."""
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and weights: this rank's shards with ZeRO 3, else whole ones. Collective."""
         for name, parameter in self.parameters.items():
-            if not self.masters:
+            if not self.has_masters:
                 yield name, _model_weight(parameter)
             elif self.sharded:
                 yield name, own_shard(parameter)
             else:
                 yield name, whole_master(parameter)
 
-    def _copied(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Copies of the weights that this rank averages."""
-        averages = self.sharded or self.strategy.is_main
-        return {name: held.to("cpu", dtype, copy=True) for name, held in self._held() if averages}
+    def _copy_weights(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Return copies, on the CPU, of the weights that this rank averages. Collective."""
+        averages_here = self.sharded or self.strategy.is_main
+        copies: dict[str, Tensor] = {}
+        for name, weight in self._weights():
+            if averages_here:
+                copies[name] = weight.to("cpu", dtype, copy=True)
+        return copies
 
     def update(self) -> None:
-        """Add the current weights to the average, once per applied optimizer step."""
-        for name, held in self._held():
+        """Add the current weights to the average, once per applied optimizer step. Collective."""
+        for name, weight in self._weights():
             if name in self.averages:
-                self.averages[name].lerp_(held.float().cpu(), 1 - self.beta)
+                self.averages[name].lerp_(weight.float().cpu(), 1 - self.beta)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it, the model has the average as its weights, on every rank. Collective."""
-        kept = self._copied()
-        self._set(self.averages)
+        """Replace the model's weights by the average until the block exits. Collective."""
+        current = self._copy_weights()
+        self._set_weights(self.averages)
         try:
             yield
         finally:
-            self._set(kept)
+            self._set_weights(current)
 
-    def _set(self, weights: dict[str, Tensor]) -> None:
-        """Set the model's weights, and its masters if it has some, on every rank. Collective."""
+    def _set_weights(self, weights: dict[str, Tensor]) -> None:
+        """Set the model's weights, and its masters if it has any, on every rank. Collective."""
         for name, parameter in self.parameters.items():
-            held = _model_weight(parameter)
-            weight = torch.empty_like(held, dtype=torch.float32)
+            model_weight = _model_weight(parameter)
+            weight = torch.empty_like(model_weight, dtype=torch.float32)
             if name in weights:
                 weight.copy_(weights[name])
             if not self.sharded:
                 torch.distributed.broadcast(weight, src=0)
-            held.copy_(weight)
-            if self.masters and self.sharded:
+            model_weight.copy_(weight)
+            if self.has_masters and self.sharded:
                 set_own_shard(parameter, weight)
-            elif self.masters:
+            elif self.has_masters:
                 set_own_master(parameter, own_part(parameter, weight))
 
     @property
     def whole_weights(self) -> dict[str, Tensor]:
-        """The average by the names of the Transformers model; empty under ZeRO 3, where no rank has
-        whole weights.
+        """The average by parameter name of the Transformers model.
+
+        Empty with ZeRO 3, where no rank has whole weights.
         """
         if self.sharded:
             return {}
         return {name.removeprefix("hf."): weight for name, weight in self.averages.items()}
 
     def save(self, directory: str, tag: str) -> None:
-        """Write the average beside the engine's files."""
+        """Write this rank's part of the average next to the engine's files."""
         if self.averages:
             torch.save(self.averages, self._file(directory, tag))
 
     def load(self, directory: str, tag: str) -> None:
-        """Read the files of `save`. If the checkpoint has no average, the average starts at its
-        weights.
+        """Read the files of `save`.
+
+        If the checkpoint has no average, the average restarts at the weights of the checkpoint.
         """
         file = self._file(directory, tag)
         if file.exists():
             self.averages = torch.load(file)
         elif self.averages:
             logger.warning(
-                "%s has no average of the weights: it starts at the weights of this checkpoint.",
+                "%s has no average of the weights. The average restarts at the weights of this "
+                "checkpoint.",
                 file.parent,
             )
-            self.averages = self._copied(torch.float32)
+            self.averages = self._copy_weights(torch.float32)
 
     def _file(self, directory: str, tag: str) -> Path:
         return Path(directory) / tag / f"average_{self.strategy.rank}.pt"
 
 
 def _model_weight(parameter: nn.Parameter) -> Tensor:
-    """Return the weight that the model computes with. ZeRO 3 leaves an empty parameter with the
-    shard as an attribute.
-    """
+    """Return the weight that the model computes with: with ZeRO 3, this rank's shard of it."""
     return getattr(parameter, "ds_tensor", parameter).data

@@ -1,6 +1,4 @@
-"""The device kind of this process, and the environment variables to set before torch and DeepSpeed
-are imported.
-"""
+"""Machine-level settings of a training process: device kind, ports, environment, output."""
 
 import os
 import random
@@ -15,35 +13,34 @@ import torch
 
 from openrlhf.config.machine import cluster_settings
 
-OWN_PORTS = range(20_000, 32_768)
+OWN_PORTS = range(20_000, 32_768)  # neither ephemeral ports of Linux nor worker ports of Ray
 
 
 def device_kind() -> str:
-    """`cuda` if torch sees a GPU, otherwise `cpu`."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """Return `cuda` if torch sees a GPU, otherwise `cpu`."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "cpu"
 
 
 def free_port() -> int:
-    """A TCP port of this machine that is free now.
+    """Return a TCP port that is free now. Raises OSError if no port of `OWN_PORTS` is free.
 
-    The kernel and Ray give no port of this range to other sockets, because the port is bound
-    seconds later.
+    The port is bound seconds later, so it comes from a range that the kernel and Ray do not assign.
     """
     for port in random.SystemRandom().sample(OWN_PORTS, len(OWN_PORTS)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
             return port
-    raise OSError(f"no TCP port of {OWN_PORTS.start} to {OWN_PORTS.stop - 1} is free")
+    raise OSError(f"no TCP port from {OWN_PORTS.start} to {OWN_PORTS.stop - 1} is free")
 
 
 def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
-    """Environment variables of a training process, to be set before torch and DeepSpeed are
-    imported.
+    """Return the environment variables of a training process.
 
-    `threads`: OpenMP threads of the process. Idle OpenMP threads must sleep, because spinning
-    threads take the cores of the engine.
+    Set them before torch and DeepSpeed are imported. `threads`: OpenMP threads of the process.
     """
-    common = {
+    environment = {
         "NCCL_DEBUG": "WARN",
         **cluster_settings(),
         "TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "true"),
@@ -51,29 +48,31 @@ def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "OMP_NUM_THREADS": str(threads),  # Ray's own choice is 1
     }
-    # A node may have GPUs that are not Ray's.
-    on_cpu = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_WAIT_POLICY": "passive"}
-    return common if kind == "cuda" else common | on_cpu
+    if kind != "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # a node may have GPUs that Ray does not manage
+        environment["DS_ACCELERATOR"] = "cpu"
+        # Idle OpenMP threads sleep: spinning threads would take the cores of the engine.
+        environment["OMP_WAIT_POLICY"] = "passive"
+    return environment
 
 
 @contextmanager
 def silenced_stderr() -> Iterator[None]:
-    """Within it, standard error of C code and child processes is dropped. Exceptions are raised as
-    usual.
-    """
+    """Drop standard error, including that of C code and child processes, until the block exits."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    original = os.dup(2)
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(original, 2)
+        os.close(original)
+        os.close(devnull)
 
 
 def redirect_output(path: str) -> None:
-    """Send standard output and error of this process to a file, including the output of C++ code."""
+    """Append standard output and error of this process, including that of C++ code, to a file."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
@@ -83,15 +82,13 @@ def redirect_output(path: str) -> None:
     os.close(log)
 
 
-def note(what: str) -> None:
-    """Print a line with the time into the log of this process."""
-    print(f"{time.time():.3f} {what}", flush=True)
+def note(event: str) -> None:
+    """Write a line with the time in seconds to the log of this process."""
+    print(f"{time.time():.3f} {event}", flush=True)
 
 
 def complete_launcher_environment() -> None:
-    """Set the variables that a launcher would have set, so that one plain process is a world of
-    one.
-    """
+    """Set the variables of a launcher if there is none: a plain process is a world of one."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(free_port())

@@ -1,77 +1,88 @@
-"""From our configuration to DeepSpeed's dictionaries. Pure functions: no process group, no device."""
+"""DeepSpeed's configuration dictionaries, from the flags. Pure: no process group, no device."""
 
 from typing import Any
 
 from openrlhf.config.shared import DeepSpeedConfig
 
 
-def training_config(engine: DeepSpeedConfig, *, max_norm: float, ranks: int) -> dict[str, Any]:
-    """DeepSpeed's configuration of a model that `ranks` processes train.
+def training_config(ds: DeepSpeedConfig, *, max_norm: float, ranks: int) -> dict[str, Any]:
+    """Return DeepSpeed's configuration of a model that `ranks` processes train.
 
     The optimizer-step window is ours. With `managed_gradient_accumulation` off, every backward
     accumulates and every step steps, so the caller owns boundaries and denominators.
     """
-    return _common(engine) | {
+    zero = _zero_config(ds, training_stage(ds, ranks))
+    if ds.adam_offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if ds.param_offload == "cpu":
+        zero["offload_param"] = {"device": "cpu"}
+    return _common_config(ds) | {
         "managed_gradient_accumulation": False,
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": max_norm,
-        "zero_optimization": _zero(engine, training_stage(engine, ranks))
-        | _offloaded(optimizer=engine.adam_offload, param=engine.param_offload == "cpu"),
+        "zero_optimization": zero,
     }
 
 
-def training_stage(engine: DeepSpeedConfig, ranks: int) -> int:
-    """The ZeRO stage in which a model is trained: stage 1 or 2 in three cases in which it computes
-    the same.
+def training_stage(ds: DeepSpeedConfig, ranks: int) -> int:
+    """Return the ZeRO stage that trains a model, which may differ from --ds.zero_stage.
 
-    Stage 0 in bfloat16: DeepSpeed's stage 0 cannot sum bfloat16 gradients in float32. Stage 2 of
-    one process, which has nobody to share gradients with: it would copy the gradients of every
-    micro-batch once more. Stages 0 and 1 in bfloat16 with --ds.enable_sleep run as stage 2, because
-    DeepSpeed's optimizer of the others cannot be moved.
+    Stages 0 and 1 in bfloat16 with --ds.enable_sleep run as stage 2: DeepSpeed cannot move the
+    state of their optimizer. Stage 0 in bfloat16 runs as stage 1: DeepSpeed's stage 0 cannot sum
+    bfloat16 gradients in float32. Stage 2 of one process runs as stage 1: there is no other process
+    to share gradients with, and stage 2 copies the gradients of every micro-batch once more. The
+    stages compute the same numbers.
     """
-    if engine.sleeps and engine.param_dtype == "bf16":
-        return max(2, engine.zero_stage)
-    unsummed = engine.zero_stage == 0 and engine.param_dtype == "bf16"
-    alone = engine.zero_stage == 2 and ranks == 1
-    return 1 if unsummed or alone else engine.zero_stage
+    if ds.sleeps and ds.param_dtype == "bf16":
+        return max(2, ds.zero_stage)
+    if ds.zero_stage == 0 and ds.param_dtype == "bf16":
+        return 1
+    if ds.zero_stage == 2 and ranks == 1:
+        return 1
+    return ds.zero_stage
 
 
-def inference_config(engine: DeepSpeedConfig, *, offload: bool = False) -> dict[str, Any]:
-    """DeepSpeed's configuration of a frozen model: sharded with ZeRO 3 if the trained model is,
-    otherwise whole.
-    """
-    zero = _zero(engine, 3) | _offloaded(param=offload) if engine.zero_stage == 3 else {"stage": 0}
-    return _common(engine) | {"zero_optimization": zero}
+def inference_config(ds: DeepSpeedConfig, *, offload: bool = False) -> dict[str, Any]:
+    """Return DeepSpeed's configuration of a frozen model, sharded if the flags ask for ZeRO 3."""
+    zero: dict[str, Any] = {"stage": 0}
+    if ds.zero_stage == 3:
+        zero = _zero_config(ds, 3)
+        if offload:
+            zero["offload_param"] = {"device": "cpu"}
+    return _common_config(ds) | {"zero_optimization": zero}
 
 
-def _common(engine: DeepSpeedConfig) -> dict[str, Any]:
+def _common_config(ds: DeepSpeedConfig) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": 1,  # required by DeepSpeed; the real sizes are the window's
+        # Required by DeepSpeed and unused: the sizes are those of the window.
+        "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 10**9,
         "log_level": "error",
-        "bf16": {"enabled": engine.param_dtype == "bf16"},
-        "fp16": {"enabled": engine.param_dtype == "fp16"},
+        "bf16": {"enabled": ds.param_dtype == "bf16"},
+        "fp16": {"enabled": ds.param_dtype == "fp16"},
         # Gradients of bfloat16 weights are summed in float32: a window may have many micro-batches.
-        "data_types": {"grad_accum_dtype": engine.grad_accum_dtype or "fp32"},
+        "data_types": {"grad_accum_dtype": ds.grad_accum_dtype or "fp32"},
     }
 
 
-def _zero(engine: DeepSpeedConfig, stage: int) -> dict[str, Any]:
-    return {"stage": stage} | ({"overlap_comm": True} if engine.overlap_comm and stage >= 2 else {})
-
-
-def _offloaded(**parts: bool) -> dict[str, Any]:
-    return {f"offload_{part}": {"device": "cpu"} for part, on in parts.items() if on}
+def _zero_config(ds: DeepSpeedConfig, stage: int) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
+    if ds.overlap_comm and stage >= 2:
+        zero["overlap_comm"] = True
+    return zero
 
 
 def with_bucket_sizes(config: dict[str, Any], hidden_size: int) -> dict[str, Any]:
-    """The configuration; with ZeRO 3, bucket sizes are those of Transformers' integration for this
-    hidden size.
+    """Return the configuration with ZeRO 3's bucket sizes for a hidden size.
+
+    The sizes are those of Transformers' integration. Other stages keep DeepSpeed's defaults.
     """
     zero = config["zero_optimization"]
+    if zero["stage"] != 3:
+        return config
     sizes = {
         "reduce_bucket_size": hidden_size * hidden_size,
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
         "stage3_param_persistence_threshold": 10 * hidden_size,
     }
-    return config | {"zero_optimization": zero | sizes if zero["stage"] == 3 else zero}
+    return config | {"zero_optimization": zero | sizes}

@@ -1,5 +1,6 @@
-"""Which rank has which part of the data, of a sequence and of a weight. Pure: no process group, no
-device.
+"""Layout of ranks: which rank has which part of the data, of a sequence and of a weight.
+
+Pure: no process group, no device.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ class Place(NamedTuple):
 class RankLayout:
     """`dp` data slices, every sequence split over `sp` ranks, every split weight over `tp` ranks.
 
-    Neighbouring ranks split a weight, the ranks next to them a sequence: the busiest traffic stays
+    Neighboring ranks split a weight, the ranks next to them a sequence: the busiest traffic stays
     on one node.
 
     Example, dp 2, sp 1, tp 2: ranks 0 and 1 work on slice 0, ranks 2 and 3 on slice 1. Ranks 0 and
@@ -34,35 +35,42 @@ class RankLayout:
 
     @classmethod
     def from_flags(cls, ds: DeepSpeedConfig, *, processes: int) -> "RankLayout":
-        """Return the layout of a number of processes: --ds.ring_attn_size of them share a sequence,
-        --ds.tensor_parallel_size a weight.
+        """Return the layout of `processes` ranks by the flags of sequence and tensor parallelism.
 
-        Raises UserError if the processes cannot be divided so.
+        Raises UserError if the number of processes is not a multiple of the ranks per data slice.
         """
         layout = cls(dp=ds.data_slices(processes), sp=ds.ring_attn_size, tp=ds.tensor_parallel_size)
         if layout.world_size != processes:
             raise UserError(
                 f"{processes} process(es) cannot be divided by --ds.ring_attn_size {layout.sp} x "
-                f"--ds.tensor_parallel_size {layout.tp}: start a multiple of {layout.sp * layout.tp}."
+                f"--ds.tensor_parallel_size {layout.tp}. Start a multiple of "
+                f"{layout.ranks_per_slice} processes."
             )
         return layout
 
     @property
+    def ranks_per_slice(self) -> int:
+        """Number of ranks that work on the same data slice."""
+        return self.sp * self.tp
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.dp * self.sp * self.tp
+        return self.dp * self.ranks_per_slice
 
     def place(self, rank: int) -> Place:
-        """The position of a rank on each axis."""
+        """Return the position of a rank on each axis."""
         return Place(
-            dp=rank // (self.sp * self.tp), sp=rank // self.tp % self.sp, tp=rank % self.tp
+            dp=rank // self.ranks_per_slice,
+            sp=rank // self.tp % self.sp,
+            tp=rank % self.tp,
         )
 
     def slice_ranks(self) -> list[list[int]]:
-        """The ranks that work on each data slice. Results are taken from the first rank of a slice."""
-        size = self.sp * self.tp
+        """Return the ranks of each data slice. The first rank of a slice returns its results."""
+        size = self.ranks_per_slice
         return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
 
     def noise_seed(self, seed: int, rank: int) -> int:
-        """The seed of a rank's random numbers (dropout): one per data slice and part of a sequence."""
+        """Return the seed of a rank's dropout: ranks that split a weight share one."""
         return seed + rank // self.tp

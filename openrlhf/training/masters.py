@@ -1,10 +1,9 @@
-"""Float32 master weights: the optimizer updates them, and a bfloat16 model has their rounded
-values.
+"""Float32 master weights, which the optimizer updates; a bfloat16 model has their rounded values.
 
 DeepSpeed makes the masters from the rounded weights, so a float32 checkpoint would lose its low
-bits before the first step. `restore_masters` puts them back. Each rank holds the masters of a part
-of every weight: under ZeRO 3, of its shard; under ZeRO 1 and 2, of the elements in its partition of
-the optimizer's state.
+bits before the first step. `restore_masters` restores them. Each rank has the masters of a part of
+every weight: with ZeRO 3, of its shard; with ZeRO 1 and 2, of the elements in its partition of the
+optimizer's state.
 """
 
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from openrlhf.training.quiet_deepspeed import deepspeed
 from openrlhf.training.stored import read_stored_weights
 from openrlhf.training.whole import full_shape
 
-SAMPLED = 4_000_000  # weights per rank: 8 MB, and a share of 1 % is measured to within 0.005 %
+MAX_SAMPLED_WEIGHTS = 4_000_000  # per rank: 8 MB; a share of 1 % is measured to within 0.005 %
 
 
 def round_new_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -29,11 +28,8 @@ def round_new_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor
     """
     exact: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
-        if (
-            parameter.requires_grad
-            and parameter.dtype == torch.float32
-            and not hasattr(parameter, "ds_id")
-        ):
+        is_sharded = hasattr(parameter, "ds_id")
+        if parameter.requires_grad and parameter.dtype == torch.float32 and not is_sharded:
             exact[name] = parameter.data
             parameter.data = parameter.data.to(dtype)
     return exact
@@ -41,19 +37,22 @@ def round_new_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor
 
 @torch.no_grad()
 def restore_masters(module: nn.Module, new: Mapping[str, Tensor]) -> None:
-    """Set the masters of a DeepSpeed engine's module to values that were not rounded.
+    """Set the masters of a DeepSpeed engine's module to the values before rounding.
 
-    The values are those of `new`, from `round_new_weights`, and those of the checkpoint's files. A
+    The values come from `new`, the result of `round_new_weights`, and from the model's files. A
     weight that is not the rounded value from its files keeps its master.
     """
-    trained = {
-        name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
-    }
+    trained: dict[str, nn.Parameter] = {}
+    has_stored_weights = False
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            trained[name] = parameter
+            if name not in new and ".lora_" not in name:
+                has_stored_weights = True
     for name, value in new.items():
         set_own_master(trained[name], own_part(trained[name], value))
-    hf = module.get_submodule("hf") if hasattr(module, "hf") else None
-    from_files = any(".lora_" not in name for name in trained.keys() - new.keys())
-    if not isinstance(hf, PreTrainedModel) or not hf.name_or_path or not from_files:
+    hf = getattr(module, "hf", None)
+    if not has_stored_weights or not isinstance(hf, PreTrainedModel) or not hf.name_or_path:
         return
     weights = dict(hf.named_parameters(remove_duplicate=False))
 
@@ -71,43 +70,42 @@ def restore_masters(module: nn.Module, new: Mapping[str, Tensor]) -> None:
 
 
 class ChangedShare:
-    """The share of the rounded weights that an optimizer step changed, measured in an evenly spaced
-    sample.
+    """The share of the rounded weights that an optimizer step changed, in an evenly spaced sample.
 
-    If a rank has at most `SAMPLED` trained weights, all of them are counted.
+    If a rank has at most `MAX_SAMPLED_WEIGHTS` trained weights, all of them are counted.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._parameters = [
-            parameter for parameter in module.parameters() if parameter.requires_grad
-        ]
-        spans = [own_span(parameter) for parameter in self._parameters]
-        total = sum(span.stop - span.start for span in spans)
-        self._stride = (
-            max(1, total // SAMPLED) | 1
-        )  # odd, so that the sample does not align with matrix columns
+        self._parameters: list[nn.Parameter] = []
+        total = 0
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                self._parameters.append(parameter)
+                span = own_span(parameter)
+                total += span.stop - span.start
+        stride = max(1, total // MAX_SAMPLED_WEIGHTS)
+        self._stride = stride | 1  # odd, so that the sample does not align with matrix columns
 
     def sample(self) -> Tensor:
         """Return a copy of the sampled weights."""
         return torch.cat([own_weight(parameter)[:: self._stride] for parameter in self._parameters])
 
     def since(self, before: Tensor) -> tuple[float, float]:
-        """Return how many weights of an earlier sample have changed since, and how many there are,
-        on this rank.
-        """
+        """Return how many weights of an earlier sample have changed, and its size, on this rank."""
         return float((self.sample() != before).sum()), float(len(before))
 
 
 def own_span(parameter: Any) -> slice:
-    """Return the place of this rank's part in the flat weight. The part may be empty."""
+    """Return the span of this rank's part in the flat weight. The part may be empty."""
     if hasattr(parameter, "ds_id"):
-        size, end = parameter.ds_tensor.numel(), parameter.ds_numel
+        size = parameter.ds_tensor.numel()
+        end = parameter.ds_numel  # without the padding of the last shard
         start = min(dist.get_rank(parameter.ds_process_group) * size, end)
-        return slice(start, min(start + size, end))  # without the padding of the last shard
+        return slice(start, min(start + size, end))
     if parameter._hp_mapping is None:
         return slice(0, 0)
-    place = parameter._hp_mapping.lp_fragment_address
-    return slice(place.start, place.start + place.numel)
+    address = parameter._hp_mapping.lp_fragment_address
+    return slice(address.start, address.start + address.numel)
 
 
 def own_part(parameter: nn.Parameter, whole: Tensor) -> Tensor:
@@ -124,7 +122,7 @@ def own_weight(parameter: Any) -> Tensor:
 
 
 def set_own_master(parameter: Any, exact: Tensor) -> None:
-    """Set the masters of this rank's part, flat. The rounded weight stays as it is."""
+    """Set the masters of this rank's part, flat. The rounded weight does not change."""
     if hasattr(parameter, "ds_id"):
         padded = exact.new_zeros(parameter.ds_tensor.numel(), dtype=torch.float32)
         padded[: len(exact)] = exact
@@ -134,15 +132,13 @@ def set_own_master(parameter: Any, exact: Tensor) -> None:
 
 
 def own_shard(parameter: nn.Parameter) -> Tensor:
-    """Return the masters of this rank's shard under ZeRO 3, flat, with the padding of the last
-    shard.
-    """
+    """Return the masters of this rank's ZeRO 3 shard, flat, with the padding of the last shard."""
     shard: Any = deepspeed.utils.safe_get_local_fp32_param(parameter)
     return shard
 
 
 def set_own_shard(parameter: nn.Parameter, exact: Tensor) -> None:
-    """Set the masters of this rank's shard under ZeRO 3."""
+    """Set the masters of this rank's ZeRO 3 shard, flat, with the padding of the last shard."""
     deepspeed.utils.safe_set_local_fp32_param(parameter, exact)
 
 

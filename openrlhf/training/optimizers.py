@@ -13,9 +13,9 @@ from transformers import get_scheduler
 from openrlhf.algorithms.registry import Registry
 from openrlhf.config.shared import OptimizerConfig
 
-# Parameters whose names end like this are not decayed (biases and normalisations).
-NO_DECAY = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
-DECAYING = 0.1  # of the steps, the last ones of warmup_stable_decay
+# Endings of the names of parameters without weight decay: biases and normalizations.
+NO_DECAY_SUFFIXES = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
+DECAY_SHARE = 0.1  # of the steps: the decay at the end of warmup_stable_decay
 
 logger = logging.getLogger(__name__)
 OPTIMIZERS: Registry[Callable[[list[dict[str, Any]], OptimizerConfig], Optimizer]] = Registry(
@@ -25,14 +25,18 @@ OPTIMIZERS: Registry[Callable[[list[dict[str, Any]], OptimizerConfig], Optimizer
 
 @OPTIMIZERS.register("adam")
 def adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimizer:
-    """AdamW.  Loshchilov & Hutter 2019, arXiv:1711.05101"""
+    """Return AdamW.
+
+    Loshchilov & Hutter 2019, arXiv:1711.05101
+    """
     adam = settings.adam
     return torch.optim.AdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps, fused=True)
 
 
 def adamw_in_cpu_memory(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimizer:
-    """AdamW on CPU cores: DeepSpeed's, which is compiled once (a minute), or torch's where it
-    cannot be compiled.
+    """Return AdamW for CPU cores: DeepSpeed's, or torch's if DeepSpeed's cannot be compiled.
+
+    The first use compiles DeepSpeed's for about a minute.
     """
     adam = settings.adam
     try:
@@ -41,7 +45,7 @@ def adamw_in_cpu_memory(groups: list[dict[str, Any]], settings: OptimizerConfig)
         return DeepSpeedCPUAdam(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps)
     except Exception as error:  # a compiler fails in many ways
         logger.warning(
-            "--ds.adam_offload uses torch's AdamW: DeepSpeedCPUAdam did not compile here (%s).",
+            "--ds.adam_offload uses torch's AdamW: DeepSpeedCPUAdam could not be compiled (%s).",
             error,
         )
         return adamw(groups, settings)
@@ -53,38 +57,46 @@ def make_optimizer(
     *,
     offload: bool = False,
 ) -> Optimizer:
-    """The optimizer of --optim over the trained parameters. Raises ValueError for an unregistered
-    name.
+    """Return the optimizer of --optim over the trained parameters.
 
-    `offload`: its state is in CPU memory, and Adam steps there.
+    `offload`: the optimizer's state is in CPU memory, and Adam steps there. Raises ValueError for
+    an unregistered name.
     """
-    make = (
-        adamw_in_cpu_memory if offload and settings.optim == "adam" else OPTIMIZERS[settings.optim]
-    )
-    return make(parameter_groups(named_parameters, settings.adam.weight_decay), settings)
+    groups = parameter_groups(named_parameters, settings.adam.weight_decay)
+    if offload and settings.optim == "adam":
+        return adamw_in_cpu_memory(groups, settings)
+    return OPTIMIZERS[settings.optim](groups, settings)
 
 
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Two parameter groups, with and without weight decay. Empty groups are left out: schedulers
-    fail on them.
+    """Return the groups of trained parameters with and without weight decay.
+
+    An empty group is left out, because schedulers fail on it.
     """
-    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
-    decayed = [p for name, p in trained if not name.endswith(NO_DECAY)]
-    spared = [p for name, p in trained if name.endswith(NO_DECAY)]
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": spared, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    decayed: list[nn.Parameter] = []
+    undecayed: list[nn.Parameter] = []
+    for name, parameter in named_parameters:
+        if not parameter.requires_grad:
+            continue
+        if name.endswith(NO_DECAY_SUFFIXES):
+            undecayed.append(parameter)
+        else:
+            decayed.append(parameter)
+    groups: list[dict[str, Any]] = []
+    if decayed:
+        groups.append({"params": decayed, "weight_decay": weight_decay})
+    if undecayed:
+        groups.append({"params": undecayed, "weight_decay": 0.0})
+    return groups
 
 
 def make_schedule(optimizer: Any, settings: OptimizerConfig, total_steps: int) -> Any:
-    """Transformers' schedule over `total_steps` optimizer steps. Three schedules use
-    `min_lr_ratio`.
+    """Return Transformers' schedule over `total_steps` optimizer steps.
 
-    The first step of a warm-up has a learning rate of 0, so a single step does not warm up.
+    Three schedules use `min_lr_ratio`. The first step of a warmup has a learning rate of 0, so a
+    run with a single step has no warmup.
     """
     options: dict[str, float] = {}
     if settings.lr_scheduler in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
@@ -92,14 +104,15 @@ def make_schedule(optimizer: Any, settings: OptimizerConfig, total_steps: int) -
     if settings.lr_scheduler == "warmup_stable_decay":
         options = {
             "min_lr_ratio": settings.min_lr_ratio,
-            "num_decay_steps": math.ceil(total_steps * DECAYING),
+            "num_decay_steps": math.ceil(total_steps * DECAY_SHARE),
         }
+    warmup_steps = 0
+    if total_steps > 1:
+        warmup_steps = math.ceil(total_steps * settings.lr_warmup_ratio)
     return get_scheduler(
         settings.lr_scheduler,
         optimizer,
-        num_warmup_steps=math.ceil(total_steps * settings.lr_warmup_ratio)
-        if total_steps > 1
-        else 0,
+        num_warmup_steps=warmup_steps,
         num_training_steps=total_steps,
         scheduler_specific_kwargs=options,
     )

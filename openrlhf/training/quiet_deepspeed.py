@@ -1,4 +1,4 @@
-"""DeepSpeed, imported without noise: the only place that imports it."""
+"""DeepSpeed, imported without warnings. Other modules import DeepSpeed from this one."""
 
 import os
 import warnings
@@ -6,8 +6,8 @@ import warnings
 from openrlhf.training import devices
 
 if devices.device_kind() == "cpu":
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed guesses, and warns
-# At import DeepSpeed asks the linker for libraries. The linker's errors are harmless.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed guesses, with a warning
+# DeepSpeed asks the linker for libraries at import. The linker's errors are harmless.
 with devices.silenced_stderr():
     import deepspeed
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum

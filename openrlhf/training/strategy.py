@@ -1,4 +1,4 @@
-"""This process among its peers: device, ranks, reductions, and frozen models."""
+"""A process among its peers, with its device and collectives; and frozen models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,27 +25,27 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 
 class Strategy:
-    """This process among its peers."""
+    """A process among its peers: its device, its rank, and collectives over all ranks."""
 
     def __init__(
         self,
-        engine: DeepSpeedConfig,
+        ds: DeepSpeedConfig,
         layout: RankLayout,
         *,
         seed: int,
         full_determinism: bool = False,
     ) -> None:
-        self.config = engine
-        self.kind = devices.device_kind()
+        """Join the process group, or continue in the one that this process has joined before."""
+        self.config = ds
+        self.layout = layout
         devices.complete_launcher_environment()
-        self.local_rank = int(os.environ["LOCAL_RANK"])
-        if self.kind == "cuda":
-            torch.cuda.set_device(self.local_rank)
-        self.device = (
-            torch.device("cuda", self.local_rank) if self.kind == "cuda" else torch.device("cpu")
-        )
+        self.device = torch.device("cpu")
+        backend = "gloo"
+        if devices.device_kind() == "cuda":
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(self.device)
+            backend = "nccl"
         if not dist.is_initialized():
-            backend = "nccl" if self.kind == "cuda" else "gloo"
             deepspeed.init_distributed(
                 backend,
                 timeout=COLLECTIVE_TIMEOUT,
@@ -54,41 +54,49 @@ class Strategy:
             )
             if backend == "gloo":  # whose threads may abort a process that unloads its libraries
                 atexit.register(dist.destroy_process_group)
-        assert dist.get_world_size() == layout.world_size, (dist.get_world_size(), layout)
-        self.rank, self.layout = dist.get_rank(), layout
-        self.is_main = self.rank == 0  # this process writes, prints and decides
-        self.dp_rank, self.dp_size = self.layout.place(self.rank).dp, self.layout.dp
-        seed = self.layout.noise_seed(seed, self.rank)
-        enable_full_determinism(seed) if full_determinism else set_seed(seed)
+        assert dist.get_world_size() == layout.world_size
+        self.rank = dist.get_rank()
+        self.is_main = self.rank == 0  # the process that writes, prints and decides
+        self.dp_rank = layout.place(self.rank).dp
+        self.dp_size = layout.dp
+        noise_seed = layout.noise_seed(seed, self.rank)
+        if full_determinism:
+            enable_full_determinism(noise_seed)
+        else:
+            set_seed(noise_seed)
 
-    def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
-        """Sums over the data slices, or `max` over all ranks, of a few numbers.
+    def all_reduce(self, values: Sequence[float], op: Literal["sum", "max"] = "sum") -> list[float]:
+        """Return the sum over the data slices, or the maximum over all ranks, of each number.
 
         Ranks of one slice must have the same numbers.
         """
         block = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(block, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op])
-        return (block / (self.layout.sp * self.layout.tp) if op == "sum" else block).tolist()
+        if op == "max":
+            dist.all_reduce(block, op=dist.ReduceOp.MAX)
+        else:
+            dist.all_reduce(block, op=dist.ReduceOp.SUM)
+            block /= self.layout.ranks_per_slice
+        return block.tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of each data slice, on every rank: that of the slice's first rank.
+        """Return the value of the first rank of each data slice, on every rank.
 
-        Values are pickled: for small objects.
+        Values are pickled: keep them small.
         """
         values = self.gather_ranks(value)
         return [values[ranks[0]] for ranks in self.layout.slice_ranks()]
 
     def gather_ranks(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, on every rank. Values are pickled: for small objects."""
+        """Return the value of each rank, on every rank. Values are pickled: keep them small."""
         values: list[Any] = [None] * self.layout.world_size
         dist.all_gather_object(values, value)
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        """Return rank 0's value, on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -96,56 +104,57 @@ class Strategy:
 
     @contextmanager
     def loading(self, config: dict[str, Any]) -> Iterator[None]:
-        """Within it, Transformers loads weights directly into ZeRO-3 shards if `config` asks for
-        stage 3.
-        """
-        live = HfDeepSpeedConfig(config) if config["zero_optimization"]["stage"] == 3 else None
+        """Load weights directly into shards until the block exits, if `config` has ZeRO 3."""
+        sharding: HfDeepSpeedConfig | None = None
+        if config["zero_optimization"]["stage"] == 3:
+            sharding = HfDeepSpeedConfig(config)
         try:
             yield
         finally:
-            del live  # Transformers has a weak reference to it: while it lives, every model is loaded sharded
+            # Transformers has a weak reference to it. While it lives, every model loads sharded.
+            del sharding
 
 
 class FrozenModel:
-    """A model for forwards only. Under ZeRO 3 it is sharded like the trained model.
+    """A model that is not trained. With ZeRO 3 it is sharded like the trained model.
 
-    If it is offloaded, it is on the device from a use until `rest`; ZeRO 3 brings single layers by
-    itself.
+    An offloaded model is on the device from its first use until `rest`. With ZeRO 3, DeepSpeed
+    itself moves one layer at a time.
     """
 
     def __init__(
         self, strategy: Strategy, load: Callable[[], nn.Module], *, offload: bool = False
     ) -> None:
-        config, self._device = (
-            ds_config.inference_config(strategy.config, offload=offload),
-            strategy.device,
-        )
+        config = ds_config.inference_config(strategy.config, offload=offload)
+        self._device = strategy.device
         sharded = config["zero_optimization"]["stage"] == 3
         with strategy.loading(config):
             self._module = load().requires_grad_(False).eval()
         if sharded:
             self._module = initialize(config, self._module)
-            self._module.eval()  # returns None, unlike the method of a module
+            self._module.eval()  # DeepSpeed's method returns None
         elif not offload:
             self._module.to(self._device)
-        self._moves = offload and not sharded
+        self._moves = offload and not sharded  # between the device and CPU memory
 
     def on_device(self) -> nn.Module:
-        """The model, where it can be called."""
-        return self._module.to(self._device) if self._moves else self._module
+        """Return the model, on the device."""
+        if self._moves:
+            return self._module.to(self._device)
+        return self._module
 
     def __call__(self, *args: Any) -> Any:
         return self.on_device()(*args)
 
     def rest(self) -> None:
-        """Make room for others."""
+        """Free the device's memory until the next use, if the model is offloaded."""
         if self._moves:
             self._module.to("cpu")
 
 
-def initialize(config: dict[str, Any], module: nn.Module, **parts: Any) -> Any:
-    """A DeepSpeed engine. DeepSpeed's printed reports about memory are dropped."""
+def initialize(config: dict[str, Any], module: nn.Module, **arguments: Any) -> Any:
+    """Return a DeepSpeed engine for a model. DeepSpeed's printed memory reports are dropped."""
     model_config: Any = module.config
     sized = ds_config.with_bucket_sizes(config, model_config.get_text_config().hidden_size)
     with redirect_stdout(io.StringIO()):
-        return deepspeed.initialize(model=module, config=sized, **parts)[0]
+        return deepspeed.initialize(model=module, config=sized, **arguments)[0]

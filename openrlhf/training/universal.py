@@ -1,6 +1,4 @@
-"""DeepSpeed's universal checkpoints: the state of an optimizer by parameter instead of by rank, for
-any number of ranks.
-"""
+"""DeepSpeed's universal checkpoints: optimizer state by parameter, for any number of ranks."""
 
 import os
 import shutil
@@ -13,52 +11,53 @@ from pathlib import Path
 from openrlhf.config.flags import UserError
 from openrlhf.training.strategy import Strategy
 
-CONVERTER = ("-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state")
+CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 
 
-def was_sharded_otherwise(checkpoint: Path, ranks: int) -> bool:
-    """Whether the optimizer's state in `checkpoint` is cut for another number of ranks. ZeRO 0 does
-    not cut it.
+def is_sharded_for_other_ranks(checkpoint: Path, ranks: int) -> bool:
+    """Return whether the optimizer state in `checkpoint` is sharded for another number of ranks.
+
+    ZeRO 0 does not shard it.
     """
     return len(list(checkpoint.glob("*_optim_states.pt"))) not in (0, ranks)
 
 
 @contextmanager
 def converted(strategy: Strategy, directory: str, tag: str) -> Iterator[str]:
-    """Within it, there is a directory with the checkpoint `directory/tag` in universal format.
-    Collective.
+    """Convert the checkpoint `directory/tag`, and delete the copy when the block exits. Collective.
 
-    Rank 0 converts, in CPU memory. The copy needs as much room as the checkpoint, twice while it is
-    made.
+    Yields the directory of the copy. Rank 0 converts, in CPU memory. The copy needs as much disk
+    space as the checkpoint, and twice as much during the conversion.
     """
-    aside = Path(directory, f".universal-{tag}")
+    copy = Path(directory, f".universal-{tag}")
     if strategy.is_main:
-        _convert(Path(directory), tag, aside.name)
+        _convert(Path(directory), tag, copy.name)
     strategy.barrier()
-    yield str(aside)
+    yield str(copy)
     strategy.barrier()
     if strategy.is_main:
-        shutil.rmtree(aside)
+        shutil.rmtree(copy)
 
 
-def _convert(directory: Path, tag: str, aside: str) -> None:
-    """Write the copy `aside/tag` in another process, which gives its memory back. Raises UserError."""
-    shutil.rmtree(directory / aside, ignore_errors=True)  # of a conversion that was killed
-    (directory / aside).mkdir()
-    # Relative paths: the converter takes what it is given as patterns, in which brackets have a
-    # meaning.
-    command = [
-        sys.executable,
-        *CONVERTER,
-        "--input_folder",
-        tag,
-        "--output_folder",
-        f"{aside}/{tag}",
-    ]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+def _convert(directory: Path, tag: str, copy: str) -> None:
+    """Write `copy/tag` in another process, which frees its memory when it ends.
+
+    Raises UserError if the conversion fails.
+    """
+    shutil.rmtree(directory / copy, ignore_errors=True)  # of a conversion that was killed
+    (directory / copy).mkdir()
+    # Relative paths, because the converter reads paths as glob patterns: a folder's name may have
+    # brackets.
+    folders = ["--input_folder", tag, "--output_folder", f"{copy}/{tag}"]
+    done = subprocess.run(
+        [sys.executable, "-m", CONVERTER, "--inject_missing_state", *folders],
+        cwd=directory,
+        env=os.environ | {"DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
-        why = done.stderr.strip()[-2000:]
+        cause = done.stderr.strip()[-2000:]
         raise UserError(
-            f"{tag} in {directory} could not be converted (--ds.use_universal_ckpt): {why}"
+            f"{tag} in {directory} could not be converted (--ds.use_universal_ckpt): {cause}"
         )

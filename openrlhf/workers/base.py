@@ -21,6 +21,7 @@ from openrlhf.models.probe import probe_logits
 from openrlhf.models.proof import prove_layout
 from openrlhf.observability.metrics import Last, Max, Mean, merge_all
 from openrlhf.training.engine import Metrics, StepResult, TrainEngine
+from openrlhf.training.gathered import exported_bytes, exported_parameters
 from openrlhf.training.strategy import Strategy
 
 Rows = TypeVar("Rows", bound=Ragged)
@@ -169,7 +170,7 @@ class TrainedWorker(ABC, Generic[Job]):
         )
         prove_layout(self.engine.module)
         if strategy.is_main:
-            check_disk_room(self.config.ckpt.output_dir, self.engine.exported_bytes)
+            check_disk_room(self.config.ckpt.output_dir, exported_bytes(self.engine))
 
     @abstractmethod
     def counts(self, micro: Any) -> Mapping[str, float]:
@@ -238,7 +239,7 @@ class TrainedWorker(ABC, Generic[Job]):
         """
         estimate = self.engine.checkpoint_bytes
         if self.config.ckpt.save_hf and self.name == "actor":
-            estimate += self.engine.exported_bytes
+            estimate += exported_bytes(self.engine)
         return estimate
 
     def save_checkpoint(self, directory: str, tag: str) -> None:
@@ -293,7 +294,7 @@ def export_trained(
         max_len=getattr(engine.module, "max_len", None),
         averages=averages,
     )
-    buckets = engine.exported_parameters(bucket_bytes, masters=masters)
+    buckets = exported_parameters(engine, bucket_bytes, masters=masters)
     export_hf(
         buckets, engine.hf, tokenizer, path, writes=strategy.is_main, trained=trained, final=final
     )

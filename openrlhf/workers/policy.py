@@ -25,8 +25,9 @@ from openrlhf.observability.metrics import Max, Mean
 from openrlhf.training.averaging import WeightAverage
 from openrlhf.training.devices import free_port
 from openrlhf.training.engine import Metrics
+from openrlhf.training.gathered import exported_parameters, full_parameters
 from openrlhf.training.strategy import Strategy
-from openrlhf.training.whole import Whole, trained_tensors, whole_tensors
+from openrlhf.training.whole import WholeTensor, trained_tensors, whole_tensors
 from openrlhf.weights.buckets import NamedTensor
 from openrlhf.weights.encoders import Encoder
 from openrlhf.weights.manifest import WeightManifest
@@ -266,13 +267,13 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         if self.served_adapter:
             return Encoder(
                 blanks=blanks_of(trained_tensors(model)),
-                gathered=self.engine.exported_parameters,
+                gathered=partial(exported_parameters, self.engine),
                 stored=lambda name, tensor: [(stored_name(name), tensor)],
                 adapter=scale_settings(self.served_adapter),
             )
         return Encoder(
             blanks=blanks_of(whole_tensors(model)),
-            gathered=self.engine.full_parameters,
+            gathered=partial(full_parameters, self.engine),
             stored=partial(stored_tensors, model),
         )
 
@@ -296,7 +297,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
             pass
 
 
-def blanks_of(tensors: Iterable[Whole]) -> Iterator[NamedTensor]:
+def blanks_of(tensors: Iterable[WholeTensor]) -> Iterator[NamedTensor]:
     """Yield each tensor's name, and its shape as an empty tensor on the meta device."""
     for tensor in tensors:
         yield tensor.name, torch.empty(tensor.shape, device="meta")

@@ -16,6 +16,7 @@ from openrlhf.config.machine import world_size
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.models.scalar import ScalarModel, last_token_scores, load_scalar
 from openrlhf.training.engine import TrainEngine
+from openrlhf.training.gathered import full_parameters
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import FrozenModel, Strategy
 from tests.loading import load_spec
@@ -51,7 +52,7 @@ def run(stage: int, path: str, out: str) -> dict[str, Any]:
     for _ in range(3):
         assert engine.optimize([None], counts=lambda _: {"rows": 4.0}, loss=loss).applied
     assert isinstance(engine.module, ScalarModel)
-    buckets = engine.full_parameters(1 << 14)
+    buckets = full_parameters(engine, 1 << 14)
     export_hf(buckets, engine.module.hf, character_tokenizer(), out, writes=strategy.is_main)
     strategy.barrier()
     return {"before": before, "frozen": frozen_scores, "after": values(engine), "export": out}

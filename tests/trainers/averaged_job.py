@@ -22,6 +22,7 @@ from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.launch.offline import load_models
 from openrlhf.observability.metrics import Metric
 from openrlhf.trainers.supervised import SupervisedTrainer
+from openrlhf.training.gathered import exported_parameters
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
 from tests.checkpoints.kept import checkpoints_in
@@ -56,7 +57,7 @@ class Watched(SupervisedTrainer[Any, Any]):
         """Return a copy of the trained weights."""
         return {
             name: tensor.clone()
-            for bucket in self.engine.exported_parameters(1 << 14)
+            for bucket in exported_parameters(self.engine, 1 << 14)
             for name, tensor in bucket
         }
 

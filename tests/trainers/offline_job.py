@@ -37,6 +37,7 @@ from openrlhf.trainers.reward import RewardTask
 from openrlhf.trainers.sft import SFTTask
 from openrlhf.trainers.tasks import OfflineTask
 from openrlhf.training.engine import TrainEngine
+from openrlhf.training.gathered import full_parameters
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
 from openrlhf.workers.base import MicroBatchLimits
@@ -178,7 +179,7 @@ def train(
         norms.append(result.grad_norm)
         logged.append(values(merge_all(strategy.gather(result.metrics))))
     weights = {
-        n: t.float().clone() for bucket in engine.full_parameters(1 << 16) for n, t in bucket
+        n: t.float().clone() for bucket in full_parameters(engine, 1 << 16) for n, t in bucket
     }
     return {"norms": norms, "metrics": logged, "weights": weights}
 

@@ -68,7 +68,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     group = HostGroup(name="actor", roles=("actor",), nodes=1, per_node=1)
     hosts = HostHandles(group, machines(on_gpus=False), RankLayout(dp=1), on_gpus=False, threads=1)
     hosts.connect(
-        {"engine": DeepSpeedConfig(param_dtype="fp32"), "seed": 0},
+        {"ds": DeepSpeedConfig(param_dtype="fp32"), "seed": 0},
         log_dir=str(folder),
         timeout_s=300,
     )

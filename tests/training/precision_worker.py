@@ -1,6 +1,4 @@
-"""One rank of the precision tests: the masters of new engines, and steps smaller than the spacing
-of bfloat16 around a weight.
-"""
+"""One rank of the precision tests: masters of new engines, and steps below bfloat16's spacing."""
 
 from __future__ import annotations
 
@@ -20,6 +18,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scalar import load_scalar
 from openrlhf.training.averaging import WeightAverage
 from openrlhf.training.engine import TrainEngine
+from openrlhf.training.gathered import exported_parameters, full_parameters
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.masters import whole_master
 from openrlhf.training.strategy import Strategy
@@ -28,14 +27,14 @@ from tests.loading import load_spec
 STEPS, RATE, BETA = 64, 1e-3, 0.75
 CHOSEN, REJECTED, DPO_STEPS, DPO_RATE, DPO_BETA = [5, 9, 20, 7], [5, 9, 31, 40, 12], 6, 1e-5, 40.0
 # Near 1 the spacing of bfloat16 is 2⁻⁸ = 0.0039 below and 0.0078 above: a step of 0.001 alone
-# rounds to no step.
+# would be rounded away.
 OPTIMIZER = OptimizerConfig(
     adam=AdamConfig(lr=RATE), lr_scheduler="constant", lr_warmup_ratio=0.0, max_norm=0.0
 )
 
 
 class Ones(nn.Module):
-    """A weight of ones, whose gradient is one: AdamW lowers it by the learning rate in every step."""
+    """A weight of ones with a gradient of one: AdamW lowers it by the learning rate in each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +47,7 @@ class Ones(nn.Module):
 
 
 def train(strategy: Strategy) -> Tensor:
-    """The weight after `STEPS` steps."""
+    """Return the weight after `STEPS` steps."""
     engine = TrainEngine(strategy, Ones, OPTIMIZER, total_steps=STEPS)
     for _ in range(STEPS):
         engine.optimize(
@@ -56,37 +55,38 @@ def train(strategy: Strategy) -> Tensor:
             counts=lambda _: {"rows": 1.0},
             loss=lambda inputs, totals: (engine(inputs).float().sum() / totals["rows"], {}),
         )
-    [(_, weight)] = [pair for bucket in engine.full_parameters(1 << 16) for pair in bucket]
+    [(_, weight)] = [pair for bucket in full_parameters(engine, 1 << 16) for pair in bucket]
     return weight.float().clone()
 
 
 def load(path: str, kind: str, param_dtype: str) -> PolicyModel | Any:
-    """The model of a case: a policy, a policy with adapters, or a scalar model with a new head."""
+    """Load the model of a case: a policy, a policy with adapters, or a scalar model with a new head."""
     rank = 4 if kind == "adapters" else 0
     spec = load_spec(path, param_dtype=param_dtype, lora=LoraConfig(rank=rank), seed=7)
     return load_scalar(spec, seed=7) if kind == "scalar" else PolicyModel.load(spec)
 
 
 def masters_of(strategy: Strategy, path: str, kind: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """The masters of a new engine and its rounded weights, by name."""
+    """Return the masters and the rounded weights of a new engine, by name."""
     engine = TrainEngine(strategy, lambda: load(path, kind, "bf16"), OPTIMIZER, total_steps=STEPS)
     parameters = dict(engine.hf.named_parameters())
     return {
         name: (whole_master(parameters[name]).cpu().clone(), rounded.cpu().clone())
-        for bucket in engine.exported_parameters(1 << 16)
+        for bucket in exported_parameters(engine, 1 << 16)
         for name, rounded in bucket
     }
 
 
 def masters_in(engine: TrainEngine) -> dict[str, Tensor]:
-    """Copies of the masters by name."""
-    buckets = engine.exported_parameters(1 << 16, masters=True)
+    """Return copies of the masters by name."""
+    buckets = exported_parameters(engine, 1 << 16, masters=True)
     return {name: tensor.cpu().clone() for bucket in buckets for name, tensor in bucket}
 
 
 def averaged(strategy: Strategy, path: str) -> dict[str, Any]:
-    """The masters before and after each of two steps, and what an export has of their average:
-    masters and weights.
+    """Return the masters around each of two steps, and the masters and weights of an export.
+
+    An export has the average.
     """
     optimizer = replace(OPTIMIZER, adam=AdamConfig(lr=1e-5))
     engine = TrainEngine(
@@ -106,13 +106,13 @@ def averaged(strategy: Strategy, path: str) -> dict[str, Any]:
         )
         course.append(masters_in(engine))
         changed.append(result.changed)
-    weights = {n: t.clone() for bucket in engine.exported_parameters(1 << 16) for n, t in bucket}
+    weights = {n: t.clone() for bucket in exported_parameters(engine, 1 << 16) for n, t in bucket}
     with engine.averaged():
         masters = masters_in(engine)
         rounded = {
-            n: t.cpu().clone() for bucket in engine.exported_parameters(1 << 16) for n, t in bucket
+            n: t.cpu().clone() for bucket in exported_parameters(engine, 1 << 16) for n, t in bucket
         }
-    after = {n: t.clone() for bucket in engine.exported_parameters(1 << 16) for n, t in bucket}
+    after = {n: t.clone() for bucket in exported_parameters(engine, 1 << 16) for n, t in bucket}
     assert all(torch.equal(after[name], weight) for name, weight in weights.items())
     return {
         "course": course,
@@ -124,7 +124,7 @@ def averaged(strategy: Strategy, path: str) -> dict[str, Any]:
 
 
 def preferred(strategy: Strategy, path: str) -> list[float]:
-    """The DPO loss of a pair before each of `DPO_STEPS` steps. Every rank has the pair."""
+    """Return the DPO loss of a pair before each of `DPO_STEPS` steps. Every rank has the pair."""
     optimizer = OptimizerConfig(adam=AdamConfig(lr=DPO_RATE), lr_scheduler="constant")
     engine = TrainEngine(
         strategy, lambda: load(path, "policy", "bf16"), optimizer, total_steps=DPO_STEPS
@@ -153,7 +153,7 @@ def preferred(strategy: Strategy, path: str) -> list[float]:
 
 
 def main() -> None:
-    """Arguments: output file, and the cases of masters as `stage,offload,kind,model folder`."""
+    """Run all cases. Arguments: output file, then cases as `stage,offload,kind,model folder`."""
     out, *cases = sys.argv[1:]
     weights: dict[int, Tensor] = {}
     masters: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Which rank does what: laws that hold for every layout of ranks."""
+"""Laws that hold for every layout of ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ layouts = st.builds(RankLayout, dp=sizes, sp=sizes, tp=sizes)
 
 
 @given(layouts)
-def test_every_place_belongs_to_one_rank(layout: RankLayout) -> None:
+def test_each_place_belongs_to_exactly_one_rank(layout: RankLayout) -> None:
     places = [layout.place(rank) for rank in range(layout.world_size)]
     assert places == sorted(places) and len(set(places)) == layout.dp * layout.sp * layout.tp
     assert max(places) == Place(layout.dp - 1, layout.sp - 1, layout.tp - 1)
 
 
 @given(layouts)
-def test_each_slice_has_its_ranks_side_by_side(layout: RankLayout) -> None:
+def test_ranks_of_a_slice_are_neighbors(layout: RankLayout) -> None:
     slices = layout.slice_ranks()
     assert [rank for ranks in slices for rank in ranks] == list(range(layout.world_size))
     assert [[layout.place(rank).dp for rank in ranks] for ranks in slices] == [
@@ -31,14 +31,14 @@ def test_each_slice_has_its_ranks_side_by_side(layout: RankLayout) -> None:
 
 
 @given(layouts)
-def test_ranks_draw_the_same_noise_if_and_only_if_they_share_a_weight(layout: RankLayout) -> None:
+def test_noise_seeds_are_equal_only_for_ranks_that_share_a_weight(layout: RankLayout) -> None:
     seeds = [layout.noise_seed(42, rank) for rank in range(layout.world_size)]
     for rank, seed in enumerate(seeds):
         sharing = [
             layout.place(peer)[:2] == layout.place(rank)[:2] for peer in range(layout.world_size)
         ]
         assert [other == seed for other in seeds] == sharing
-    assert seeds[0] == 42  # one process draws what it would draw without a layout
+    assert seeds[0] == 42  # a single process keeps the seed of the flags
 
 
 @given(layout=layouts)
@@ -49,7 +49,7 @@ def test_layout_from_flags_divides_processes_by_sequence_and_weight_ranks(
     assert RankLayout.from_flags(ds, processes=layout.world_size) == layout
 
 
-def test_layout_from_flags_refuses_processes_that_cannot_be_divided() -> None:
+def test_layout_from_flags_rejects_processes_that_cannot_be_divided() -> None:
     ds = DeepSpeedConfig(ring_attn_size=2, tensor_parallel_size=2)
     with pytest.raises(
         UserError, match=r"6 .*--ds\.ring_attn_size 2 .*--ds\.tensor_parallel_size 2"

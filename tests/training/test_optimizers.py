@@ -1,4 +1,4 @@
-"""Optimizers by name, what they decay, and the schedule against Transformers' own."""
+"""Optimizers by name, their weight decay, and the schedule compared with Transformers'."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def model() -> nn.Module:
     return layers
 
 
-def test_matrices_are_decayed_and_biases_norms_and_frozen_weights_are_not() -> None:
+def test_weight_decay_applies_to_matrices_and_not_to_biases_and_norms() -> None:
     optimizer = make_optimizer(model().named_parameters(), OptimizerConfig(adam=ADAM))
     groups = [
         (group["weight_decay"], [tuple(p.shape) for p in group["params"]])
@@ -32,7 +32,7 @@ def test_matrices_are_decayed_and_biases_norms_and_frozen_weights_are_not() -> N
     )
 
 
-def test_an_optimizer_that_is_not_there_is_an_error_and_never_another_one() -> None:
+def test_unregistered_optimizer_raises_error_with_registered_names() -> None:
     with pytest.raises(ValueError, match=r"optimizer 'muon'.* adam"):
         make_optimizer(model().named_parameters(), OptimizerConfig(optim="muon"))
     assert list(OPTIMIZERS) == ["adam"]
@@ -40,7 +40,7 @@ def test_an_optimizer_that_is_not_there_is_an_error_and_never_another_one() -> N
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("steps", [2, 7, 40])
-def test_every_schedule_is_transformers_own_over_the_steps_of_the_run(
+def test_schedule_equals_that_of_transformers_over_the_steps_of_the_run(
     name: str, steps: int
 ) -> None:
     settings = OptimizerConfig(lr_scheduler=name, lr_warmup_ratio=0.11, min_lr_ratio=0.2)
@@ -60,14 +60,8 @@ def test_every_schedule_is_transformers_own_over_the_steps_of_the_run(
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_run_of_a_single_step_trains(name: str) -> None:
-    """The first step of a warm-up has a learning rate of 0, and would be all of it."""
-    optimizer = make_optimizer(
-        model().named_parameters(), OptimizerConfig(lr_scheduler=name, adam=ADAM)
-    )
-    assert (
-        min(
-            make_schedule(optimizer, OptimizerConfig(lr_scheduler=name, adam=ADAM), 1).get_last_lr()
-        )
-        > 0
-    )
+def test_run_with_a_single_step_has_a_positive_learning_rate(name: str) -> None:
+    """The first step of a warmup has a learning rate of 0, and would be the whole run."""
+    settings = OptimizerConfig(lr_scheduler=name, adam=ADAM)
+    optimizer = make_optimizer(model().named_parameters(), settings)
+    assert min(make_schedule(optimizer, settings, 1).get_last_lr()) > 0

@@ -1,4 +1,4 @@
-"""A process that Ray kills because the machine's memory is used up."""
+"""A process that Ray kills because the machine runs out of memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_BYTES, PART_BYTES = 2 << 30, 64 << 20
 
 
 class Hungry:
-    """Takes memory until it is killed."""
+    """An actor that takes memory until Ray kills it."""
 
     def eat(self) -> None:
         held: list[bytearray] = []
@@ -27,7 +27,7 @@ class Hungry:
 
 @pytest.fixture
 def hungry() -> Iterator[Any]:
-    """An actor of a Ray that has 2 % of the machine's memory left."""
+    """Start Ray with 2 % of the machine's memory left, and yield an actor."""
     threshold = psutil.virtual_memory().percent / 100 + 0.02
     limits = {"memory_usage_threshold": threshold, "memory_monitor_refresh_ms": 100}
     ray.init(
@@ -38,7 +38,7 @@ def hungry() -> Iterator[Any]:
     ray.shutdown()
 
 
-def test_a_process_that_ray_kills_for_its_memory_is_named_with_what_to_do(hungry: Any) -> None:
+def test_worker_error_after_out_of_memory_kill_names_log_and_fix(hungry: Any) -> None:
     call = Call((hungry.eat.remote(),), ("hungry.log",))
     with pytest.raises(WorkerError, match=r"eat.*memory.*micro-batches.*hungry\.log") as caught:
         gather([call], timeout_s=240, doing="eat")

@@ -1,4 +1,4 @@
-"""Weights in bfloat16 are trained in float32, from the values of the checkpoint."""
+"""Float32 masters of bfloat16 weights: they start at the values of the checkpoint, unrounded."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ Measured = Callable[[Case], Any]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of models, whose files have the data type in their name. All configurations say
-    float32.
-    """
+    """Return a folder with a model per data type of the files. All configurations say float32."""
     folder = tmp_path_factory.mktemp("models")
     for stored, kind in STORED.items():
         save_tiny_model(folder / stored, kind)
@@ -79,7 +77,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def measured(models: Path) -> Measured:
-    """What the ranks saw of a case. The quick cases share one run, and so do the others."""
+    """Return a function from a case to its results.
+
+    The quick cases share one run, and the other cases share another one.
+    """
 
     @cache
     def run(quick: bool) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def name_of(models: Path, case: Case) -> str:
 
 
 def by_case(cases: list[Case]) -> pytest.MarkDecorator:
-    """Run a test for each case; those that are not quick in `make verify`."""
+    """Run a test for each case: quick ones always, others in `make verify`."""
     marked = [
         pytest.param(
             case, marks=() if case in QUICK else pytest.mark.verify, id="-".join(map(str, case))
@@ -113,9 +114,7 @@ def by_case(cases: list[Case]) -> pytest.MarkDecorator:
 
 
 def check(found: dict[str, tuple[Tensor, Tensor]], path: Path, kind: str) -> None:
-    """Masters are the weights of a float32 run bit for bit, and the bfloat16 weights are the
-    rounded masters.
-    """
+    """Check that masters equal the weights of a float32 run, and that rounding gives the weights."""
     exact = dict(load(str(path), kind, "fp32").hf.named_parameters())
     assert found.keys() == {name for name, weight in exact.items() if weight.requires_grad}
     for name, (master, weight) in found.items():
@@ -126,22 +125,22 @@ def check(found: dict[str, tuple[Tensor, Tensor]], path: Path, kind: str) -> Non
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.verify), 2])
-def test_steps_below_the_spacing_of_bfloat16_add_up_in_every_zero_stage(
+def test_steps_below_bfloat16_spacing_add_up_in_every_zero_stage(
     tmp_path: Path, ranks: int
 ) -> None:
     run_ranks(ranks, "tests.training.precision_worker", str(tmp_path / "results.pt"))
     one, step = torch.ones((), dtype=torch.bfloat16), torch.tensor(RATE, dtype=torch.bfloat16)
-    assert one - step == one  # without float32 the weight would stay where it is
+    assert one - step == one  # without masters the weight would not change
     for stage, weight in torch.load(tmp_path / "results.pt")["weights"].items():
         expected = torch.full((8, 8), 1 - STEPS * RATE)
         torch.testing.assert_close(weight, expected, atol=2**-8, rtol=0, msg=f"ZeRO stage {stage}")
 
 
 @by_case(EVERY_STAGE + OTHER_FILES)
-def test_masters_of_a_new_engine_are_not_rounded(
+def test_masters_of_new_engine_are_not_rounded(
     models: Path, measured: Measured, case: Case
 ) -> None:
-    """Neither the weights of the files nor adapters and new heads, which a float32 run draws alike."""
+    """A float32 run draws the same adapters and new heads, so those are compared too."""
     kind, stored, _, _ = case
     found = measured(case)
     check(found, models / stored, kind)
@@ -153,7 +152,7 @@ def test_masters_of_a_new_engine_are_not_rounded(
 
 
 @by_case(AVERAGED)
-def test_average_is_of_the_masters_and_a_step_counts_the_weights_that_it_changed(
+def test_average_is_of_masters_and_steps_count_changed_weights(
     measured: Measured, case: Case
 ) -> None:
     found = measured(case)
@@ -166,9 +165,8 @@ def test_average_is_of_the_masters_and_a_step_counts_the_weights_that_it_changed
             found["masters"][name].double(), average, atol=1e-8, rtol=1e-6, msg=name
         )
         assert torch.equal(found["rounded"][name], found["masters"][name].to(torch.bfloat16)), name
-        assert torch.equal(found["after"][name], path[-1][name]), (
-            name
-        )  # the training goes on from its own masters
+        # Training continues with its own masters.
+        assert torch.equal(found["after"][name], path[-1][name]), name
     for (before, after), share in zip(pairwise(found["course"]), found["changed"], strict=True):
         changed = sum(int((after[n].bfloat16() != before[n].bfloat16()).sum()) for n in start)
         assert share == pytest.approx(changed / sum(weight.numel() for weight in start.values()))
@@ -176,12 +174,10 @@ def test_average_is_of_the_masters_and_a_step_counts_the_weights_that_it_changed
 
 
 @by_case(PREFERRED)
-def test_dpo_in_bfloat16_learns_like_float32_weights_under_autocast(
+def test_dpo_in_bfloat16_learns_like_float32_under_autocast(
     models: Path, measured: Measured, case: Case
 ) -> None:
-    """With masters made from rounded weights hardly a weight would move, and the loss would stay
-    where it is.
-    """
+    """With masters from rounded weights, few weights would change, and the loss would stay."""
     losses, expected = measured(case), autocast_losses(models / case[1])
     assert losses[0] == expected[0] == pytest.approx(0.6931, abs=1e-4)
     fall, expected_fall = losses[0] - losses[-1], expected[0] - expected[-1]
@@ -190,7 +186,7 @@ def test_dpo_in_bfloat16_learns_like_float32_weights_under_autocast(
 
 
 def autocast_losses(path: Path) -> list[float]:
-    """The same losses by a plain loop."""
+    """Return the same losses from a plain loop."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=DPO_RATE, betas=(0.9, 0.95), weight_decay=0.0
@@ -216,7 +212,7 @@ def autocast_losses(path: Path) -> list[float]:
 
 
 @by_case(OFFLOADED)
-def test_masters_in_cpu_memory_are_not_rounded(
+def test_masters_offloaded_to_cpu_memory_are_not_rounded(
     models: Path, measured: Measured, case: Case
 ) -> None:
     kind, stored, _, _ = case

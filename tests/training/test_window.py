@@ -1,6 +1,4 @@
-"""The optimizer-step window: its result does not depend on how it was split, and a non-finite step
-touches nothing.
-"""
+"""The optimizer-step window: its result is independent of the split; non-finite steps are skipped."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def plain(model: str) -> dict[str, Any]:
-    """The same two steps as a plain torch loop through whole logits, one row at a time, in float64."""
+    """Take the same steps in a plain torch loop in float64, with whole logits of one row at a time."""
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     optimizer = torch.optim.AdamW(
         hf.parameters(),
@@ -64,7 +62,7 @@ def plain(model: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.verify), 2])
-def test_loss_and_gradient_do_not_depend_on_the_split(
+def test_window_result_is_independent_of_the_split_and_skips_nonfinite_steps(
     model: str, plain: dict[str, Any], ranks: int, tmp_path: Path
 ) -> None:
     out = tmp_path / "results.pt"
@@ -78,16 +76,13 @@ def test_loss_and_gradient_do_not_depend_on_the_split(
             )
         assert len(results[layout]["weights"]) == len(plain["weights"])
         assert results[layout]["skipped"] == 0
-        assert results[layout][
-            "training"
-        ]  # with dropout and gradient checkpointing, from the first step on
+        # With dropout and gradient checkpointing.
+        assert results[layout]["training"]
     check_poisoned(results)
 
 
 def check_poisoned(results: dict[str, Any]) -> None:
-    """Step 0 was NaN on one rank: it is skipped everywhere and counted, and step 1 starts from
-    untouched weights.
-    """
+    """Check that step 0, NaN on one rank, was skipped and counted on all ranks, and step 1 applied."""
     for layout in POISONED:
         result = results[layout]
         assert result["applied"] == [False, True], layout

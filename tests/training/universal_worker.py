@@ -1,6 +1,4 @@
-"""One rank of the tests of universal checkpoints: trains a tiny model for some steps, after a
-checkpoint or from the start, and saves it.
-"""
+"""One rank of the tests of universal checkpoints: trains a tiny model for some steps."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ from openrlhf.core.batches import TokenRows
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.training.engine import TrainEngine
+from openrlhf.training.gathered import full_parameters
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
 from tests.loading import load_spec
 from tests.training.window_worker import batch
 
-# A large epsilon makes AdamW nearly linear in the gradient: weights compare as tightly as gradients
-# do.
+# A large epsilon makes AdamW nearly linear in the gradient: weights are as close as gradients.
 OPTIMIZER = OptimizerConfig(
     adam=AdamConfig(lr=1.0, eps=1.0, betas=(0.9, 0.95)),
     lr_scheduler="linear",
@@ -36,8 +34,9 @@ TOTAL_STEPS = 8
 def train(
     strategy: Strategy, model: str, steps: range, source: Path | None, target: Path
 ) -> tuple[list[float], list[float]]:
-    """Learning rates and gradient norms of some steps, after the checkpoint `source`. Saves to
-    `target`.
+    """Train from the checkpoint `source` or from the start, and save to `target`.
+
+    Returns the learning rate and the gradient norm of each step.
     """
     spec = load_spec(
         path=model, param_dtype=strategy.config.param_dtype, attention="sdpa", packing=True
@@ -69,7 +68,7 @@ def train(
     files = [file.stat().st_size for file in (target / "saved").glob("*_states.pt")]
     assert 0.9 < sum(files) / engine.checkpoint_bytes < 1.2, (files, engine.checkpoint_bytes)
     weights = {
-        name: t.float().clone() for bucket in engine.full_parameters(1 << 16) for name, t in bucket
+        name: t.float().clone() for bucket in full_parameters(engine, 1 << 16) for name, t in bucket
     }
     if strategy.is_main:
         torch.save(weights, target / "weights.pt")
@@ -77,8 +76,9 @@ def train(
 
 
 def main() -> None:
-    """Arguments: model folder, then runs as JSON: stage, dtype, first and last step, folders to
-    continue from and to save in.
+    """Run all trainings. Arguments: model folder, then runs as JSON.
+
+    A run is: stage, dtype, first and last step, folder to resume from, folder to save in.
     """
     model, runs = sys.argv[1], json.loads(sys.argv[2])
     for stage, dtype, first, last, source, target in runs:

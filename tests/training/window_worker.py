@@ -1,6 +1,4 @@
-"""One rank of the window tests: trains a tiny model for two optimizer steps in every layout asked
-for.
-"""
+"""One rank of the window tests: trains a tiny model for two optimizer steps in each layout."""
 
 from __future__ import annotations
 
@@ -17,21 +15,21 @@ from openrlhf.core.batches import TokenRows
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.training.engine import TrainEngine
+from openrlhf.training.gathered import full_parameters
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
 from tests.listening import listening_addresses
 from tests.loading import load_spec
 
 STEPS = 2
-# A large epsilon makes AdamW nearly linear in the gradient, so that weights compare as tightly as
-# gradients do.
+# A large epsilon makes AdamW nearly linear in the gradient: weights are as close as gradients.
 OPTIMIZER = OptimizerConfig(
     adam=AdamConfig(lr=1.0, eps=1.0), lr_scheduler="constant", lr_warmup_ratio=0.0, max_norm=0.5
 )
 
 
 def batch(step: int) -> TokenRows:
-    """Eight rows of different lengths, the same in every process."""
+    """Return eight rows of different lengths, the same in every process."""
     generator = torch.Generator().manual_seed(step)
     lengths = torch.randint(2, 14, (8,), generator=generator).tolist()
     tokens = [torch.randint(4, 60, (n,), generator=generator).tolist() for n in lengths]
@@ -48,8 +46,7 @@ def train(
     folder: Path,
     poison: int | None = None,
 ) -> dict[str, Any]:
-    """Norms and final weights of a run, and the skipped steps that its checkpoint in `folder`
-    remembers.
+    """Return norms and final weights of a run, and the skipped steps in its checkpoint in `folder`.
 
     In step `poison` the loss is NaN on the last rank.
     """
@@ -85,7 +82,7 @@ def train(
         applied.append(result.applied)
     training = all(module.training for module in engine.module.modules())
     weights = {
-        n: t.float().clone() for bucket in engine.full_parameters(1 << 16) for n, t in bucket
+        n: t.float().clone() for bucket in full_parameters(engine, 1 << 16) for n, t in bucket
     }
     engine.save(str(folder), "end")
     engine.nonfinite_steps = -1
@@ -100,7 +97,7 @@ def train(
 
 
 def main() -> None:
-    """Arguments: model folder, output file, then layouts like `zero2-micro1-packed`."""
+    """Run all layouts. Arguments: model folder, output file, layouts like `zero2-micro1-packed`."""
     model, out, *layouts = sys.argv[1:]
     results = {}
     for layout in layouts:

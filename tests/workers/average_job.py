@@ -17,6 +17,7 @@ from openrlhf.config.machine import world_size
 from openrlhf.config.shared import DeepSpeedConfig, LoraConfig
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.trainers.update_plan import plan_update
+from openrlhf.training.gathered import exported_parameters, full_parameters
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
 from openrlhf.workers.base import MicroBatchLimits
@@ -30,11 +31,11 @@ BETA = 0.75
 def weights(policy: PolicyWorker) -> dict[str, torch.Tensor]:
     """Return the weights that are averaged, which are the masters in bfloat16 training."""
     if policy.engine.changed_share and not policy.engine.partial:
-        buckets = policy.engine.exported_parameters(1 << 14, masters=True)
+        buckets = exported_parameters(policy.engine, 1 << 14, masters=True)
         return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
     return {
         name: tensor.clone()
-        for bucket in policy.engine.full_parameters(1 << 14)
+        for bucket in full_parameters(policy.engine, 1 << 14)
         for name, tensor in bucket
     }
 

@@ -14,7 +14,7 @@ from openrlhf.config.flags import amend
 from openrlhf.core.batches import Experience
 from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import values
-from openrlhf.training.engine import NonFiniteError
+from openrlhf.training.nonfinite import NonFiniteError
 from openrlhf.training.strategy import Strategy
 from openrlhf.workers.base import MicroBatchLimits, RoleSettings, Update
 from openrlhf.workers.critic import CriticWorker

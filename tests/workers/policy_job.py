@@ -31,6 +31,7 @@ from openrlhf.models.loading import LoadSpec
 from openrlhf.observability.metrics import merge_all, values
 from openrlhf.trainers.update_plan import plan_update, share
 from openrlhf.training.engine import Metrics
+from openrlhf.training.gathered import full_parameters
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
 from openrlhf.workers.base import MicroBatchLimits, RoleSettings
@@ -176,7 +177,7 @@ def weights_of(policy: PolicyWorker) -> dict[str, torch.Tensor]:
     """Return the weights that a publication would send."""
     return {
         name: tensor.clone()
-        for bucket in policy.engine.full_parameters(1 << 14)
+        for bucket in full_parameters(policy.engine, 1 << 14)
         for name, tensor in bucket
     }
 

@@ -1,0 +1,65 @@
+"""Whole parameters of a model in training, gathered from the ranks bucket by bucket.
+
+Names are those of the Transformers model. The generators are collective. The tensors of a bucket are valid until the next bucket is requested.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+
+from openrlhf.training.engine import TrainEngine
+from openrlhf.training.masters import whole_master
+from openrlhf.training.quiet_deepspeed import deepspeed
+from openrlhf.training.whole import WholeTensor, trained_tensors, whole_tensors
+from openrlhf.weights.buckets import NamedTensor, cut_into_buckets
+
+
+def full_parameters(engine: TrainEngine, bucket_bytes: int) -> Iterator[list[NamedTensor]]:
+    """Return the parameters of the plain model: adapters are merged, tied weights come once."""
+    return _gathered(engine, whole_tensors(engine.hf), bucket_bytes)
+
+
+def exported_parameters(
+    engine: TrainEngine, bucket_bytes: int, *, masters: bool = False
+) -> Iterator[list[NamedTensor]]:
+    """Yield the parameters of an export: of the plain model, or of the adapters if there are any.
+
+    `masters`: the float32 masters instead of the rounded weights. The engine must be awake.
+    """
+    if not masters or engine.changed_share is None:
+        yield from _gathered(engine, _exported_tensors(engine), bucket_bytes)
+        return
+    frozen: list[WholeTensor] = []
+    trained: list[WholeTensor] = []
+    for tensor in _exported_tensors(engine):
+        if tensor.parts[0].requires_grad:
+            trained.append(tensor)
+        else:
+            frozen.append(tensor)
+    for tensors in cut_into_buckets(trained, WholeTensor.nbytes, bucket_bytes):
+        yield [(tensor.name, whole_master(tensor.parts[0])) for tensor in tensors]
+    for bucket in _gathered(engine, frozen, bucket_bytes):
+        yield [(name, weight.float()) for name, weight in bucket]
+
+
+def exported_bytes(engine: TrainEngine) -> int:
+    """Return the size of an export. An average in float32 counts like the weights."""
+    weights = sum(math.prod(tensor.shape) for tensor in _exported_tensors(engine))
+    return weights * engine.hf.dtype.itemsize
+
+
+def _exported_tensors(engine: TrainEngine) -> Iterator[WholeTensor]:
+    if hasattr(engine.hf, "peft_config"):
+        return trained_tensors(engine.hf)
+    return whole_tensors(engine.hf)
+
+
+def _gathered(
+    engine: TrainEngine, tensors: Iterable[WholeTensor], bucket_bytes: int
+) -> Iterator[list[NamedTensor]]:
+    engine.free_gathered()
+    for bucket in cut_into_buckets(tensors, WholeTensor.nbytes, bucket_bytes):
+        parameters = []
+        for tensor in bucket:
+            parameters += tensor.parts
+        with deepspeed.zero.GatheredParameters(parameters, enabled=engine.sharded):
+            yield [(tensor.name, tensor.make()) for tensor in bucket]

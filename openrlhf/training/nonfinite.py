@@ -1,0 +1,81 @@
+"""Causes of an optimizer step whose loss or gradient is NaN or infinite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from openrlhf.config.flags import UserError
+from openrlhf.observability.metrics import Metric, values
+from openrlhf.training.strategy import Strategy
+
+
+class NonFiniteError(UserError, RuntimeError):
+    """The loss or gradient of too many optimizer steps in a row was NaN or infinite."""
+
+
+class LossShare(NamedTuple):
+    """The contribution of a micro-batch to the window's loss, and its metrics."""
+
+    loss: Tensor
+    metrics: dict[str, Metric]
+
+
+@contextmanager
+def watched_gradients(module: nn.Module, *, enabled: bool) -> Iterator[list[str]]:
+    """Collect the names of parameters that get a non-finite gradient before the block exits.
+
+    The parameter nearest to the loss comes first. ZeRO drops the gradients before their norm is
+    known. Checking each gradient takes time, so it is `enabled` only after a skipped step.
+    """
+    broken: list[str] = []
+
+    def check(name: str, gradient: Tensor) -> None:
+        if not gradient.isfinite().all():
+            broken.append(name)
+
+    hooks = []
+    if enabled:
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                hooks.append(parameter.register_hook(partial(check, name)))
+    yield broken
+    for hook in hooks:
+        hook.remove()
+
+
+def describe_cause(strategy: Strategy, shares: Sequence[LossShare], broken: Sequence[str]) -> str:
+    """Return the first non-finite loss of any rank, with its metrics, or else the gradients.
+
+    `broken` are the names from `watched_gradients`. Collective.
+    """
+    losses: list[str] = []
+    for place, share in enumerate(shares, 1):
+        if not share.loss.isfinite():
+            losses.append(
+                f"the loss of micro-batch {place} of {len(shares)} on rank {strategy.rank} was "
+                f"{float(share.loss)} ({_non_finite_metrics(share.metrics)})"
+            )
+    names: dict[str, None] = {}  # in order, each once
+    for rank_losses, rank_broken in strategy.gather_ranks((losses, broken)):
+        if rank_losses:
+            return rank_losses[0]
+        names |= dict.fromkeys(rank_broken)
+    if not names:
+        return "every loss was finite, but not the gradients"
+    first_names = ", ".join(list(names)[:3])
+    return (
+        f"every loss was finite, but not the gradient of {first_names} "
+        f"({len(names)} parameter(s) in all)"
+    )
+
+
+def _non_finite_metrics(metrics: dict[str, Metric]) -> str:
+    numbers = values(metrics)
+    broken = [name for name in numbers if not math.isfinite(numbers[name])]
+    return ", ".join(f"{name} = {numbers[name]}" for name in broken) or "its metrics were finite"
