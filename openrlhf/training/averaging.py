@@ -105,17 +105,21 @@ class WeightAverage:
         """Read the files of `save`.
 
         If the checkpoint has no average, the average restarts at the weights of the checkpoint.
+        Collective.
         """
         file = self._file(directory, tag)
         if file.exists():
             self.averages = torch.load(file)
-        elif self.averages:
+        # Rank 0 decides for all ranks, because copying whole masters is collective.
+        if self.strategy.broadcast(file.exists()):
+            return
+        if self.averages:
             logger.warning(
                 "%s has no average of the weights. The average restarts at the weights of this "
                 "checkpoint.",
                 file.parent,
             )
-            self.averages = self._copy_weights(torch.float32)
+        self.averages = self._copy_weights(torch.float32)
 
     def _file(self, directory: str, tag: str) -> Path:
         return Path(directory) / tag / f"average_{self.strategy.rank}.pt"

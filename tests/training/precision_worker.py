@@ -114,12 +114,14 @@ def averaged(strategy: Strategy, path: str) -> dict[str, Any]:
         }
     after = {n: t.clone() for bucket in exported_parameters(engine, 1 << 16) for n, t in bucket}
     assert all(torch.equal(after[name], weight) for name, weight in weights.items())
+    engine.average.load(path, "without-average")
     return {
         "course": course,
         "changed": changed,
         "masters": masters,
         "rounded": rounded,
         "after": masters_in(engine),
+        "restarted": engine.average.whole_weights,
     }
 
 
