@@ -1,6 +1,7 @@
 """Whole parameters of a model in training, gathered from the ranks bucket by bucket.
 
-Names are those of the Transformers model. The generators are collective. The tensors of a bucket are valid until the next bucket is requested.
+Names are those of the Transformers model. The generators are collective. The tensors of a bucket
+are valid until the next bucket is requested.
 """
 
 import math
