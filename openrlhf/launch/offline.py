@@ -168,7 +168,7 @@ def make_plan(
     tokenizer: PreTrainedTokenizerBase,
     first_start: FirstStart,
 ) -> Plan:
-    """Read the rows, and count the optimizer steps. A chat template writes the day of `first_start`.
+    """Read the rows, and count the optimizer steps. Templates write the day of `first_start`.
 
     Raises DataError if the rows do not fill one batch.
     """

@@ -70,7 +70,7 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
             rows = LabelledDataset(dataset, tokenizer, data)
         if len(rows) == 1:
             raise DataError(
-                f"{source_of(dataset)} has 1 usable row. KTO needs at least 2, because its KL pairs "
+                f"{source_of(dataset)} has 1 usable row. KTO needs at least 2: its KL pairs "
                 f"each prompt with another row's answer. {rows.summary}"
             )
         return rows
@@ -95,7 +95,7 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         return super().prompt_column(dataset)
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
-        """Return the format of prompts; None if it is unknown, because pairs contain the prompts."""
+        """Return the format of prompts; None if it is unknown, as where pairs contain them."""
         if not self.has_prompts:
             return None
         return super().text_format(tokenizer, ending)

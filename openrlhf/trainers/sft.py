@@ -21,7 +21,7 @@ from openrlhf.trainers.tasks import LanguageTask, offline_task
 
 @offline_task("sft")
 class SFTTask(LanguageTask[SFTConfig, SFTRow, TokenRows]):
-    """ℓ_t = −log π(token_t) for target tokens, mean over the window's target tokens of all ranks."""
+    """ℓ_t = −log π(token_t), mean over the window's target tokens of all ranks."""
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
         """Return prompts and responses, conversations or plain texts, depending on the flags."""

@@ -45,7 +45,7 @@ class EvaluationBatch(NamedTuple, Generic[Micro]):
 
 @dataclass(eq=False, repr=False)
 class SupervisedTrainer(Generic[Row, Micro]):
-    """The training of a task: train, log, evaluate, checkpoint, export. One instance per process."""
+    """The training of a task: train, log, evaluate, save, export. One instance per process."""
 
     task: OfflineTask[Any, Row, Micro]
     engine: TrainEngine

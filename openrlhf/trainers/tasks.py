@@ -239,7 +239,7 @@ def offline_task(name: str) -> Callable[[Kind], Kind]:
 
 
 def load_spec(config: SupervisedConfig, path: str | None = None) -> LoadSpec:
-    """Return the settings for loading the model at `path`, or the model as it is before training."""
+    """Return the settings for loading the model at `path`, or the one before training."""
     return LoadSpec.of(config, path or config.model.model_name_or_path)
 
 
