@@ -82,10 +82,14 @@ def train(
 ) -> None:
     """Train a task from its start, or from a checkpoint, to the export."""
     ds = task.config.ds
-    flags = task.config.train
     layout = RankLayout.from_flags(ds, processes=world_size())
     # Before the rows, which the processes of a machine share.
-    strategy = Strategy(ds, layout, seed=flags.seed, full_determinism=flags.full_determinism_enable)
+    strategy = Strategy(
+        ds,
+        layout,
+        seed=task.config.train.seed,
+        full_determinism=task.config.train.full_determinism_enable,
+    )
     checkpoint: Checkpoint | None = None
     if task.config.ckpt.load_enable:
         checkpoint = newest(checkpoints, strategy)

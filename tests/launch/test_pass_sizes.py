@@ -74,7 +74,7 @@ def test_commands_of_the_first_pages_and_the_demo_set_their_sizes() -> None:
     for page in PAGES:
         text = (ROOT / page).read_text().replace("\\\n", " ")
         commands += re.findall(r"^(?:openrlhf ppo|.*train_ppo_ray) +(--.*)$", text, re.MULTILINE)
-    assert len(commands) == 6
+    assert len(commands) == 7
     for line in commands:
         given = " ".join(shlex.quote(word) for word in shlex.split(line, comments=True))
         sized = [path in given for path in ("train.micro_batch_size", "rollout.micro_batch_size")]
