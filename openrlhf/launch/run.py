@@ -28,15 +28,10 @@ from openrlhf.rollout.fleet import Fleet
 from openrlhf.rollout.generator import Generator, RolloutGenerator, as_sampled
 from openrlhf.rollout.recorded import DumpingGenerator, ReplayGenerator
 from openrlhf.trainers.async_source import AsyncSource
-from openrlhf.trainers.best import BestMetric
-from openrlhf.trainers.checkpointing import Checkpointing
-from openrlhf.trainers.clock import Clock
 from openrlhf.trainers.engine_comparison import EngineComparison
-from openrlhf.trainers.evaluation import Evaluate, Evaluation
+from openrlhf.trainers.evaluation import Evaluate
 from openrlhf.trainers.experience_maker import ExperienceMaker
-from openrlhf.trainers.exporting import Exporting
-from openrlhf.trainers.model_update import ModelUpdate
-from openrlhf.trainers.ppo import PPOTrainer
+from openrlhf.trainers.ppo import PPOTrainer, assemble
 from openrlhf.trainers.rollout_only import RolloutOnly
 from openrlhf.trainers.sources import Source, SyncSource, evaluate
 from openrlhf.trainers.stages import EarlyStages, RewardModels, Stage
@@ -72,10 +67,6 @@ class Run:
         self.loop = BackgroundLoop()
         self.fleet = self.processes.fleet
         self.reward: Reward | None = None
-        self.clock = Clock(self.recorder.display.status)
-        patience = self.config.eval.patience
-        key = self.config.ckpt.best_metric_key
-        self.best = BestMetric(key, ending="_pass1", patience=patience)
 
     @contextmanager
     def started(self) -> Iterator[PPOTrainer | RolloutOnly]:
@@ -177,74 +168,24 @@ class Run:
         scored = EarlyStages(models=models, timeout_s=config.train.step_timeout)
         source = self._make_source(generator, scored, stages)
         self.ends.callback(source.close)
-        if source.keep or config.train.async_enable:  # the source has scored the episodes
-            maker = ExperienceMaker(config, stages, None)
-        else:
-            maker = ExperienceMaker(config, stages, models)
+        scored_by_source = source.keep or config.train.async_enable
+        maker = ExperienceMaker(config, stages, None if scored_by_source else models)
         if config.rollout.only:
             return RolloutOnly(source, maker, self.recorder)
-        evaluation = Evaluation(
-            play=self._make_play(generator, scored),
-            best=self.best,
-            errors=source.errors,
-            recorder=self.recorder,
-            clock=self.clock,
-            config=config,
-        )
-        return self._make_ppo(groups, source, maker, evaluation)
-
-    def _make_ppo(
-        self,
-        groups: dict[str, WorkerGroup],
-        source: Source,
-        maker: ExperienceMaker,
-        evaluation: Evaluation,
-    ) -> PPOTrainer:
-        config = self.config
-        policy = groups["actor"]
-        critic = groups.get("critic")
-        trained = {"_actor": policy}
-        if critic:
-            trained["_critic"] = critic
-        weights = self._make_publisher(policy)
-        models = ModelUpdate(
-            policy=policy,
-            critic=critic,
-            weights=weights,
-            pretraining=self.data.pretraining,
-            config=config,
-        )
-        exporting = Exporting(
-            policy=policy,
-            critic=critic,
-            tokenizer=self.data.tokenizer,
-            recorder=self.recorder,
-            config=config,
-        )
-        checkpointing = Checkpointing(
-            manager=self.checkpoints,
-            models=trained,
-            source=source,
-            kl=maker.kl,
-            best=self.best,
-            exporting=exporting,
-            recorder=self.recorder,
-            clock=self.clock,
-            config=config,
-            start=self.start,
-        )
-        return PPOTrainer(
+        return assemble(
             source,
             maker,
-            models,
-            weights,
-            evaluation=evaluation,
-            checkpointing=checkpointing,
-            exporting=exporting,
+            self._make_publisher(groups["actor"]),
+            policy=groups["actor"],
+            critic=groups.get("critic"),
+            play=self._make_play(generator, scored),
+            pretraining=self.data.pretraining,
+            manager=self.checkpoints,
+            tokenizer=self.data.tokenizer,
             recorder=self.recorder,
-            clock=self.clock,
             hosts=self.processes.hosts,
             config=config,
+            start=self.start,
         )
 
     def _make_publisher(self, policy: WorkerGroup) -> WeightPublisher:
@@ -317,11 +258,9 @@ class Run:
         annotated = as_sampled
         if config.algo.dynamic_filtering_enable:
             annotated = scored.of_group
-        if not self.replay:
-            return SyncSource(*common, annotated=annotated, last_step=None)
-        last_step = self.replay.last_step
+        last_step = self.replay.last_step if self.replay else None
         source = SyncSource(*common, annotated=annotated, last_step=last_step)
-        if last_step < source.total_steps:
+        if last_step is not None and last_step < source.total_steps:
             self.recorder.display.note(
                 f"--rollout.replay_dir ends with step {last_step} of the {source.total_steps} "
                 "steps that the prompts allow."

@@ -2,7 +2,7 @@
 evaluation.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 from openrlhf.algorithms.kl import KLController
 from openrlhf.checkpoints.manager import SAVE_FAILED, CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StagedCheckpoint
-from openrlhf.cluster.worker_group import WorkerGroup, gather
+from openrlhf.cluster.worker_group import gather
 from openrlhf.config.learning import RLFlags
 from openrlhf.observability.recorder import Recorder
 from openrlhf.trainers.best import BestMetric
@@ -24,12 +24,9 @@ SOURCE = "_source"  # the part with the samples that wait, beside those of the m
 
 @dataclass(kw_only=True)
 class Checkpointing:
-    """Saves a run of RL and continues it. `models` are the trained models by their name in a
-    checkpoint.
-    """
+    """Saves a run of RL and continues it."""
 
     manager: CheckpointManager
-    models: Mapping[str, WorkerGroup]
     source: Source
     kl: KLController
     best: BestMetric
@@ -41,10 +38,13 @@ class Checkpointing:
     saved: int = field(default=-1, init=False)  # the step of the newest checkpoint
     resumed: bool = field(default=False, init=False)
 
-    def is_due(self, step: int, *, last: bool) -> bool:
-        """Return whether --ckpt.save_steps asks for a checkpoint; that of the last step always."""
+    def is_due(self, step: int, *, stopped: bool) -> bool:
+        """Return whether a run that writes checkpoints writes one after `step`.
+
+        It does every --ckpt.save_steps steps, and when it is stopped before its prompts end.
+        """
         every = self.config.ckpt.save_steps
-        return every > 0 and (last or step % every == 0)
+        return every > 0 and (stopped or step % every == 0)
 
     def save(self, step: int, *, best: bool = False) -> None:
         """Write a checkpoint. One that cannot be written is reported and does not end the run."""
@@ -96,7 +96,10 @@ class Checkpointing:
         self, method: Callable[..., None], files: StagedCheckpoint, doing: str
     ) -> None:
         """Have all trained models write or read their files."""
-        for name, group in self.models.items():
+        models = {"_actor": self.exporting.policy}
+        if self.exporting.critic:
+            models["_critic"] = self.exporting.critic
+        for name, group in models.items():
             launched = group.broadcast(method, files.engine_dir(name), files.tag)
             gather(launched, timeout_s=self.config.train.step_timeout, doing=doing)
 

@@ -117,7 +117,7 @@ class DistillationTask(SFTTask):
 
         A token that the server did not return has −∞.
         """
-        rows = [row.tolist() for row in micro.tokens.split(micro.lengths.tolist())]
+        rows = micro.cut(micro.tokens)
         size = (len(micro.tokens), self.server.best)
         logprobs = torch.full(size, -torch.inf)
         tokens = torch.zeros(size, dtype=torch.long)

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 
+from transformers import PreTrainedTokenizerBase
+
 from openrlhf import termination
-from openrlhf.checkpoints.manager import note_of_end
-from openrlhf.checkpoints.manifest import Checkpoint
-from openrlhf.cluster.worker_group import HostHandles
+from openrlhf.checkpoints.manager import CheckpointManager, note_of_end
+from openrlhf.checkpoints.manifest import Checkpoint, RunState
+from openrlhf.cluster.worker_group import HostHandles, WorkerGroup
 from openrlhf.config.learning import RLFlags
 from openrlhf.core.batches import Experience
 from openrlhf.core.trajectory import Trajectory
@@ -18,14 +20,16 @@ from openrlhf.observability.recorder import Recorder
 from openrlhf.rewards.budget import RewardErrors
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.episode_metrics import rollout_metrics
+from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.checkpointing import Checkpointing
 from openrlhf.trainers.clock import Clock
-from openrlhf.trainers.evaluation import Evaluation
+from openrlhf.trainers.evaluation import Evaluate, Evaluation
 from openrlhf.trainers.experience_maker import Annotated, ExperienceMaker
 from openrlhf.trainers.exporting import Exporting
 from openrlhf.trainers.filtering import pass_rate
 from openrlhf.trainers.model_update import ModelUpdate
 from openrlhf.trainers.outcome import Outcome
+from openrlhf.trainers.pretraining_mix import PretrainingMix
 from openrlhf.trainers.sources import Source
 from openrlhf.trainers.utilisation import utilisation
 from openrlhf.weights.publisher import WeightPublisher
@@ -69,7 +73,7 @@ class PPOTrainer:
                     self.end_step(merge_all(metrics))
                 if self.evaluation.is_due(self.step, last=self.is_last_step):
                     self.evaluate()
-                if self.checkpointing.is_due(self.step, last=self.stopped):
+                if self.checkpointing.is_due(self.step, stopped=self.stopped):
                     self.save()
                 if self.stopped:
                     break
@@ -234,6 +238,64 @@ class PPOTrainer:
             if note := note_of_end(ckpt, saved=self.checkpointing.saved, step=self.step):
                 self.recorder.display.note(note)
             raise
+
+
+def assemble(
+    source: Source,
+    maker: ExperienceMaker,
+    weights: WeightPublisher,
+    *,
+    policy: WorkerGroup,
+    critic: WorkerGroup | None,
+    play: Evaluate | None,
+    pretraining: PretrainingMix | None,
+    manager: CheckpointManager,
+    tokenizer: PreTrainedTokenizerBase,
+    recorder: Recorder,
+    hosts: Sequence[HostHandles],
+    config: RLFlags,
+    start: RunState,
+) -> PPOTrainer:
+    """Put the parts of the loop together.
+
+    `play` generates the held-out episodes, if there are any; `start` is the state before the first
+    step.
+    """
+    clock = Clock(recorder.display.status)
+    best = BestMetric(config.ckpt.best_metric_key, ending="_pass1", patience=config.eval.patience)
+    models = ModelUpdate(
+        policy=policy, critic=critic, weights=weights, pretraining=pretraining, config=config
+    )
+    evaluation = Evaluation(
+        play=play, best=best, errors=source.errors, recorder=recorder, clock=clock, config=config
+    )
+    exporting = Exporting(
+        policy=policy, critic=critic, tokenizer=tokenizer, recorder=recorder, config=config
+    )
+    checkpointing = Checkpointing(
+        manager=manager,
+        source=source,
+        kl=maker.kl,
+        best=best,
+        exporting=exporting,
+        recorder=recorder,
+        clock=clock,
+        config=config,
+        start=start,
+    )
+    return PPOTrainer(
+        source,
+        maker,
+        models,
+        weights,
+        evaluation=evaluation,
+        checkpointing=checkpointing,
+        exporting=exporting,
+        recorder=recorder,
+        clock=clock,
+        hosts=hosts,
+        config=config,
+    )
 
 
 def step_metrics(source: Source, batch: Annotated) -> dict[str, Metric]:

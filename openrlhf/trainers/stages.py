@@ -108,7 +108,7 @@ class PendingRewards:
         if self.whole:
             whole = self.whole.collect(timeout_s).tolist()
         if self.steps:
-            steps = rows_of(self.steps.collect(timeout_s), self.steps.batch)
+            steps = self.steps.batch.cut(self.steps.collect(timeout_s))
         rewarded: list[Trajectory] = []
         for trajectory, by_models, by_steps in zip(trajectories, whole, steps, strict=True):
             rewarded.append(combined(trajectory, by_models, self.weights, by_steps))
@@ -141,18 +141,13 @@ class EarlyStages:
         pending = {stage.writes: stage.launch(experience) for stage in self.stages}
         done = rewards.added_to(finished, self.timeout_s)
         for name, column in pending.items():
-            rows = rows_of(column.collect(self.timeout_s), experience)
+            rows = experience.cut(column.collect(self.timeout_s))
             done = with_column(done, name, rows)
         in_order = iter(done)
         annotated: list[Trajectory] = []
         for trajectory in trajectories:
             annotated.append(trajectory if trajectory.failed else next(in_order))
         return annotated
-
-
-def rows_of(column: Tensor, batch: Ragged) -> list[list[float]]:
-    """Cut a column (N,) into the rows of its batch."""
-    return [row.tolist() for row in column.split(batch.lengths.tolist())]
 
 
 def with_column(

@@ -170,8 +170,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
         # One collective operation for both.
         gathered = self.strategy.gather((metrics, termination.asked()))
         parts, statuses = zip(*gathered, strict=True)
+        merged = merge_all(parts)
         if self.recorder:
-            merged = merge_all(parts)
             logged = {name: m for name, m in merged.items() if name.startswith("train/")}
             self.recorder.step(self.step, values(logged))
         return max(statuses)

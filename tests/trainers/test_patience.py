@@ -25,13 +25,8 @@ from openrlhf.config.supervised import RMConfig
 from openrlhf.core.batches import Experience
 from openrlhf.observability.metrics import Last, Metric
 from openrlhf.rewards.budget import ErrorBudget
-from openrlhf.trainers.best import BestMetric
-from openrlhf.trainers.checkpointing import Checkpointing
-from openrlhf.trainers.clock import Clock
-from openrlhf.trainers.evaluation import Evaluation
 from openrlhf.trainers.experience_maker import Annotated
-from openrlhf.trainers.exporting import Exporting
-from openrlhf.trainers.ppo import PPOTrainer
+from openrlhf.trainers.ppo import assemble
 from openrlhf.trainers.supervised import SupervisedTrainer
 from openrlhf.training.engine import StepResult
 from openrlhf.workers.base import TrainedWorker
@@ -188,7 +183,7 @@ def annotated(trajectories: list[Any]) -> Annotated:
     return Annotated(experience=experience, trajectories=trajectories, kept=trajectories, timing={})
 
 
-class OnPolicy(PPOTrainer):
+class OnPolicy:
     """The loop of RL; an update is a count."""
 
     def __init__(
@@ -221,50 +216,30 @@ class OnPolicy(PPOTrainer):
         log: Any = self.log
         kl: Any = SimpleNamespace(coef=None)
         maker: Any = SimpleNamespace(annotate=annotated, credit=lambda e: (e, {}), kl=kl)
-        models: Any = SimpleNamespace(improve=improve)
         publisher: Any = SimpleNamespace(publish=lambda _: None)
-        clock = Clock(lambda _: None)
-        best = BestMetric("", ending="_pass1", patience=patience)
-        tokenizer = character_tokenizer()
-        exporting = Exporting(
-            policy=policy, critic=None, tokenizer=tokenizer, recorder=log, config=config
-        )
-        super().__init__(
+        self.loop: Any = assemble(
             source,
             maker,
-            models,
             publisher,
-            evaluation=Evaluation(
-                play=play,
-                best=best,
-                errors=source.errors,
-                recorder=log,
-                clock=clock,
-                config=config,
-            ),
-            checkpointing=Checkpointing(
-                manager=checkpoints_in(folder, parts=["_actor"], max_num=STEPS),
-                models={"_actor": policy},
-                source=source,
-                kl=kl,
-                best=best,
-                exporting=exporting,
-                recorder=log,
-                clock=clock,
-                config=config,
-                start=RunState(step=0, run_dir=str(folder)),
-            ),
-            exporting=exporting,
+            policy=policy,
+            critic=None,
+            play=play,
+            pretraining=None,
+            manager=checkpoints_in(folder, parts=["_actor"], max_num=STEPS),
+            tokenizer=character_tokenizer(),
             recorder=log,
-            clock=clock,
             hosts=[],
             config=config,
+            start=RunState(step=0, run_dir=str(folder)),
         )
+        self.loop.models = SimpleNamespace(improve=improve)
+        self.fit = self.loop.fit
+        self.resume = self.loop.resume
 
     @property
     def saved(self) -> CheckpointManager:
         """The checkpoints of the run."""
-        return self.checkpointing.manager
+        return self.loop.checkpointing.manager
 
 
 @pytest.fixture(autouse=True)
@@ -424,11 +399,10 @@ def test_a_run_that_is_terminated_in_its_export_saves_no_other_weights_as_those_
         raise SystemExit(143)
 
     trainer = OnPolicy(tmp_path, [*SCORES, 0.1, 0.1], patience=patience, save_steps=100)
-    exporting: Any = SimpleNamespace(write_result=terminated)
-    trainer.exporting = exporting
+    trainer.loop.exporting = SimpleNamespace(write_result=terminated)
     with pytest.raises(SystemExit):
         trainer.fit()
-    last = checkpoints_in(tmp_path, parts=["_actor"]).find(trainer.step, best=False)
+    last = checkpoints_in(tmp_path, parts=["_actor"]).find(trainer.loop.step, best=False)
     assert bool(last) == saved and trainer.weights_made.made_by == (8 if saved else 2)
 
 

@@ -23,14 +23,10 @@ from openrlhf.observability.metrics import Metric, values
 from openrlhf.rewards.budget import ErrorBudget, RewardErrors
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.episode_metrics import rollout_metrics
-from openrlhf.trainers.best import BestMetric
-from openrlhf.trainers.checkpointing import Checkpointing
-from openrlhf.trainers.clock import Clock
-from openrlhf.trainers.evaluation import Evaluation
 from openrlhf.trainers.experience_maker import Annotated, trainable
 from openrlhf.trainers.filtering import DynamicFilter, thrown_away
 from openrlhf.trainers.outcome import NothingLearned
-from openrlhf.trainers.ppo import PPOTrainer
+from openrlhf.trainers.ppo import assemble
 from tests.trainers.episodes import episode, failed
 
 # ---- metrics of the rollout
@@ -199,16 +195,6 @@ class Nothing:
         return experience, {}
 
 
-class NotedCheckpoints(Checkpointing):
-    """Notes the steps that are saved; with --ckpt.save_steps 1, saves them."""
-
-    def save(self, step: int, *, best: bool = False) -> None:
-        if self.config.ckpt.save_steps == 1:
-            return super().save(step, best=best)
-        self.recorder.display.note(f"save {step}")
-        self.saved = step
-
-
 def events(
     steps: list[list[Trajectory]],
     *,
@@ -252,51 +238,44 @@ def trainer(
     manager: Any = None,
     ends: tuple[BaseException, int] | None = None,
 ) -> Any:
-    """Return the loop without models, over these steps."""
+    """Return the loop without models, over these steps. Notes say what it saves and exports.
+
+    With --ckpt.save_steps 1, it saves as a run does.
+    """
     nothing: Any = Nothing()
     recorder: Any = notes
     source: Any = Steps(steps, ends)
+    policy: Any = SimpleNamespace(broadcast=lambda *_: [])
+    tokenizer: Any = None
     config = RLFlags(
         train=RLTrainConfig(batch_size=2), rollout=RolloutConfig(batch_size=2), eval=RLEvalConfig(steps=eval_steps),
         ckpt=CheckpointConfig(best_metric_key="none", save_steps=save_steps), critic=CriticConfig(freezing_steps=freezing_steps),
     )  # fmt: skip
-    clock = Clock(notes.status)
-    best = BestMetric("none", ending="_pass1")
-    untrained: Any = SimpleNamespace(improve=lambda experience, **_: {})
-    exporting: Any = SimpleNamespace(write_result=lambda: notes.note("export"))
-    evaluation = Evaluation(
+    made: Any = assemble(
+        source,
+        nothing,
+        nothing,
+        policy=policy,
+        critic=None,
         play=lambda step: [],
-        best=best,
-        errors=source.errors,
-        recorder=recorder,
-        clock=clock,
-        config=config,
-    )
-    checkpointing = NotedCheckpoints(
+        pretraining=None,
         manager=manager,
-        models={},
-        source=source,
-        kl=KLController(0.0),
-        best=best,
-        exporting=exporting,
+        tokenizer=tokenizer,
         recorder=recorder,
-        clock=clock,
+        hosts=[],
         config=config,
         start=RunState(step=0),
     )
-    return PPOTrainer(
-        source,
-        nothing,
-        untrained,
-        nothing,
-        evaluation=evaluation,
-        checkpointing=checkpointing,
-        exporting=exporting,
-        recorder=recorder,
-        clock=clock,
-        hosts=[],
-        config=config,
-    )
+
+    def save(step: int, *, best: bool = False) -> None:
+        notes.note(f"save {step}")
+        made.checkpointing.saved = step
+
+    if save_steps != 1:
+        made.checkpointing.save = save
+    made.models = SimpleNamespace(improve=lambda experience, **_: {})
+    made.exporting = SimpleNamespace(write_result=lambda: notes.note("export"))
+    return made
 
 
 def terminated(*_: Any) -> Any:

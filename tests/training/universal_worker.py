@@ -12,14 +12,10 @@ import torch
 from openrlhf.config.machine import world_size
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.core.batches import TokenRows
-from openrlhf.models.loading import load_causal_lm
-from openrlhf.models.policy import PolicyModel
-from openrlhf.training.engine import TrainEngine
 from openrlhf.training.gathered import full_parameters
 from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
-from tests.loading import load_spec
-from tests.training.window_worker import batch
+from tests.training.window_worker import batch, new_engine
 
 # A large epsilon makes AdamW nearly linear in the gradient: weights are as close as gradients.
 OPTIMIZER = OptimizerConfig(
@@ -38,15 +34,7 @@ def train(
 
     Returns the learning rate and the gradient norm of each step.
     """
-    spec = load_spec(
-        path=model, param_dtype=strategy.config.param_dtype, attention="sdpa", packing=True
-    )
-    engine = TrainEngine(
-        strategy,
-        lambda: PolicyModel(load_causal_lm(spec), packing=True),
-        OPTIMIZER,
-        total_steps=TOTAL_STEPS,
-    )
+    engine = new_engine(strategy, model, OPTIMIZER, packing=True, total_steps=TOTAL_STEPS)
     if source:
         engine.load(str(source), "saved")
     rates, norms = [], []

@@ -37,6 +37,26 @@ def batch(step: int) -> TokenRows:
     return TokenRows.from_lists(tokens, [[False, *mask[1:]] for mask in masks])
 
 
+def new_engine(
+    strategy: Strategy,
+    model: str,
+    optimizer: OptimizerConfig,
+    *,
+    packing: bool,
+    total_steps: int,
+) -> TrainEngine:
+    """Return an engine that trains the model in the folder `model`."""
+    spec = load_spec(
+        path=model, param_dtype=strategy.config.param_dtype, attention="sdpa", packing=packing
+    )
+    return TrainEngine(
+        strategy,
+        lambda: PolicyModel(load_causal_lm(spec), packing=packing),
+        optimizer,
+        total_steps=total_steps,
+    )
+
+
 def train(
     strategy: Strategy,
     model: str,
@@ -50,15 +70,7 @@ def train(
 
     In step `poison` the loss is NaN on the last rank.
     """
-    spec = load_spec(
-        path=model, param_dtype=strategy.config.param_dtype, attention="sdpa", packing=packing
-    )
-    engine = TrainEngine(
-        strategy,
-        lambda: PolicyModel(load_causal_lm(spec), packing=packing),
-        OPTIMIZER,
-        total_steps=STEPS,
-    )
+    engine = new_engine(strategy, model, OPTIMIZER, packing=packing, total_steps=STEPS)
     norms, applied = [], []
     for step in range(STEPS):
         rows = batch(step)
