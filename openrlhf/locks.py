@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from openrlhf.reporting import notice
+
 LOCK = ".lock"
 LONGEST_RECORD_BYTES = 4096
 
@@ -127,10 +129,8 @@ def _is_open_file(descriptor: int, path: Path) -> bool:
 
 
 def _report_no_lock(path: Path, error: OSError) -> None:
-    print(
-        f"[notice] Cannot lock {path} ({error.strerror}). A second run in this folder will not be "
-        "detected.",
-        file=sys.stderr,
+    notice(
+        f"Cannot lock {path} ({error.strerror}). A second run in this folder will not be detected."
     )
 
 

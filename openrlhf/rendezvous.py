@@ -4,7 +4,6 @@ By default the store listens on all interfaces, and it never requires a password
 """
 
 import ipaddress
-import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-logger = logging.getLogger(__name__)
+from openrlhf.reporting import warn
 
 # For `init_process_group`: reads the variables of env://, and uses this module's store.
 INIT_METHOD = "openrlhf://"
@@ -70,9 +69,7 @@ def _listen(host: str, port: int) -> int | None:
             (address, port), family=family, backlog=MAX_WAITING_CONNECTIONS
         )
     except OSError as error:
-        logger.warning(
-            "The rendezvous store %s:%d listens on all interfaces: %s", host, port, error.strerror
-        )
+        warn(f"The rendezvous store {host}:{port} listens on all interfaces: {error.strerror}")
         return None
     return listener.detach()
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+from openrlhf.reporting import alert, is_first
+
 STOPPING = b"\nStopping after the current step. Press Ctrl-C again to stop immediately.\n"
 ENDINGS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}  # signal → last word
 HOLD_SIGNAL = signal.SIGURG  # sent by `hold_main_thread`; ignored by default
@@ -30,7 +32,7 @@ def end_quietly(number: int, _: object) -> NoReturn:
 
 def _write_on_rank_0(message: bytes) -> None:
     """Write to stderr. Unlike `print`, a signal handler may call this function."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first():
         with suppress(OSError):
             os.write(2, message)
 
@@ -135,7 +137,7 @@ def end_at_once() -> NoReturn:
 def _report_end() -> None:
     ending = ENDINGS[signal.Signals(_State.status - 128)]
     with suppress(OSError):  # the reader of a pipe may have been terminated too
-        print(f"\n{ending}", file=sys.stderr, flush=True)
+        alert(f"\n{ending}")
 
 
 def hold_main_thread() -> None:

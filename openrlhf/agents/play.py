@@ -1,7 +1,6 @@
 """Episodes of the user's agent, one for each sample of a prompt, played in user processes."""
 
 import asyncio
-import logging
 import os
 import pickle
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RolloutConfig, RuleConfig
 from openrlhf.core.trajectory import Prompt, StopReason, Trajectory, TrajectoryBuilder
 from openrlhf.isolation.pool import Asked, ProcessPool, UserCall, UserCodeError, loading
+from openrlhf.reporting import warn
 from openrlhf.rollout.engine import RequestRefused
 from openrlhf.rollout.generator import Generate, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
-logger = logging.getLogger(__name__)
 EPISODES_PER_PROCESS = 128  # at a time; more wait outside, where no deadline runs
 NEW_CONVERSATION = "\n\n[new conversation]\n"  # between texts, in samples.jsonl
 CANCELLATION_GRACE_S = 5.0  # for a cancelled episode to end
@@ -153,7 +152,7 @@ class AgentEpisodes:
         for kind, sentence in episode.notices.items():
             if kind not in self._logged_notices:
                 self._logged_notices.add(kind)
-                logger.warning("The agent of %s: %s.", self.file, sentence)
+                warn(f"The agent of {self.file}: {sentence}.")
         return self._finished(draw, episode)
 
     def _finished(self, draw: _Draw, episode: Assembled) -> Trajectory:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal, Logprob, RequestOutput
 from openrlhf.agents.contract import AgentExecutorBase, ContractMistake
 from openrlhf.agents.old_steps import executor_of_step
-from openrlhf.config.flags import notice
 from openrlhf.isolation.loading import awaited, load_file, takes
 from openrlhf.isolation.program import ASK, Ask
+from openrlhf.reporting import notice
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
 if TYPE_CHECKING:

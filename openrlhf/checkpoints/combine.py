@@ -8,13 +8,14 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from openrlhf.checkpoints.export import replacing, write_model
 from openrlhf.config.combining import CombinerConfig
-from openrlhf.config.flags import UserError, notice
+from openrlhf.config.flags import UserError
 from openrlhf.config.shared import LoadingConfig
 from openrlhf.models.adapters import untie_adapted
 from openrlhf.models.loading import DTYPES, STEP_TOKENS, LoadSpec, load_causal_lm
 from openrlhf.models.probe import explain_gap, probe_logits
 from openrlhf.models.scalar import load_scalar
 from openrlhf.models.weights import require_finite
+from openrlhf.reporting import notice, say
 
 
 def combine(config: CombinerConfig) -> None:
@@ -67,7 +68,7 @@ def combine(config: CombinerConfig) -> None:
                 "written: its logits and those of the model with the unmerged adapter are "
                 f"{gap}."
             )
-    print(f"{config.output_path}: the merged model, in {config.ds.param_dtype} (--ds.param_dtype).")
+    say(f"{config.output_path}: the merged model, in {config.ds.param_dtype} (--ds.param_dtype).")
 
 
 def load_adapted(config: CombinerConfig, base: PreTrainedModel) -> Any:

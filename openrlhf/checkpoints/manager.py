@@ -19,7 +19,6 @@ time. `<ckpt.path>` is on one file system that all processes see.
 import errno
 import glob
 import json
-import logging
 import math
 import os
 import shutil
@@ -30,8 +29,8 @@ from pathlib import Path
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StagedCheckpoint
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.files import disk_of, fingerprint, move, sync, sync_tree, write_atomically
+from openrlhf.reporting import warn
 
-logger = logging.getLogger(__name__)
 SAVE_FAILED = "The run continues without a checkpoint of step {}: {}"
 RESUME_HINT = "Saved step {}. Resume with --ckpt.load_enable."
 NOTHING_SAVED = "No step was saved."
@@ -91,12 +90,12 @@ class CheckpointManager:
         for checkpoint in reversed(self.checkpoints()):
             tag = checkpoint.tag
             if not checkpoint.parts:
-                logger.warning("Skipped %s in %s: it is only an export.", tag, self.root)
+                warn(f"Skipped {tag} in {self.root}: it is only an export.")
                 continue
             damage = checkpoint.damage()
             if damage:
                 self._damaged.add(checkpoint.nonce)
-                logger.warning("Skipped %s in %s: it is incomplete: %s.", tag, self.root, damage)
+                warn(f"Skipped {tag} in {self.root}: it is incomplete: {damage}.")
                 continue
             missing = set(self.parts) - set(checkpoint.parts)
             if missing:
@@ -106,9 +105,8 @@ class CheckpointManager:
                     "leave out --ckpt.load_enable."
                 )
             return checkpoint
-        logger.warning(
-            "No complete checkpoint in --ckpt.path %s: the run starts from the beginning.",
-            self.root,
+        warn(
+            f"No complete checkpoint in --ckpt.path {self.root}: the run starts from the beginning."
         )
         return None
 
@@ -132,7 +130,7 @@ class CheckpointManager:
             try:
                 found.append(Checkpoint.read(path, root=self.root))
             except ValueError as error:
-                logger.warning("%s is damaged (%s): renamed to *.damaged.", path, error)
+                warn(f"{path} is damaged ({error}): renamed to *.damaged.")
                 os.rename(path, f"{path}.damaged")
         return sorted(found, key=lambda checkpoint: checkpoint.sequence)
 
@@ -183,11 +181,9 @@ class CheckpointManager:
                 write_atomically(self.root / part / "latest", checkpoint.tag)
             self._rotate(checkpoint.state.run_dir)
         except OSError as error:
-            logger.warning(
-                "Saved %s, but could not remove older checkpoints in %s: %s.",
-                staged.tag,
-                self.root,
-                error,
+            warn(
+                f"Saved {staged.tag}, but could not remove older checkpoints in {self.root}: "
+                f"{error}."
             )
         return checkpoint
 
@@ -278,11 +274,9 @@ class CheckpointManager:
                     move(self.root / place, self._aside(other) / place)
         for place in checkpoint.places:
             if (self.root / place).exists():  # no manifest names it: not ours to delete
-                logger.warning(
-                    "%s already exists, but belongs to no checkpoint: renamed to %s.%s.",
-                    place,
-                    place,
-                    staged.nonce,
+                warn(
+                    f"{place} already exists, but belongs to no checkpoint: renamed to "
+                    f"{place}.{staged.nonce}."
                 )
                 move(self.root / place, self.root / f"{place}.{staged.nonce}")
             move(staged.directory / place, self.root / place)
@@ -304,12 +298,9 @@ class CheckpointManager:
         self._settle()
         size = _total_size(self.checkpoints())
         if size > self.max_bytes:
-            logger.warning(
-                "The checkpoints that must stay in %s take %.4g GiB, "
-                "more than --ckpt.max_mem %g GiB.",
-                self.root,
-                size / GIB,
-                self.max_bytes / GIB,
+            warn(
+                f"The checkpoints that must stay in {self.root} take {size / GIB:.4g} GiB, "
+                f"more than --ckpt.max_mem {self.max_bytes / GIB:g} GiB."
             )
 
     def _settle(self) -> None:
@@ -435,4 +426,4 @@ def _remove(directory: Path) -> None:
     try:
         shutil.rmtree(directory)
     except OSError as error:
-        logger.warning("%s could not be removed: %s.", directory, error)
+        warn(f"{directory} could not be removed: {error}.")

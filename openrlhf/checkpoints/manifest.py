@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from openrlhf.config.flags import UserError, notice
+from openrlhf.config.flags import UserError
 from openrlhf.data.first_start import FirstStart, now
 from openrlhf.files import fingerprint
+from openrlhf.reporting import notice
 
 FORMAT = 1
 CONVERSION_HINT = (

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from openrlhf.config.flags import UserError, notice
+from openrlhf.config.flags import UserError
 from openrlhf.config.machine import free_memory
 from openrlhf.config.shared import LoadingConfig
 from openrlhf.models.adapters import (
@@ -32,6 +32,7 @@ from openrlhf.models.adapters import (
 )
 from openrlhf.models.loading import LoadSpec, pin_longrope, read_model
 from openrlhf.models.probe import are_of_another_model, explain_gap, probe_logits
+from openrlhf.reporting import notice
 from openrlhf.training.whole import full_shape
 from openrlhf.weights.buckets import bucket_hash
 

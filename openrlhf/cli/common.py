@@ -18,6 +18,7 @@ from openrlhf.config.flags import UserError, flags_of, toml_beside, value_at
 from openrlhf.config.options import parse_config
 from openrlhf.config.places import Output, model_in, outputs
 from openrlhf.locks import InUseError, locked
+from openrlhf.reporting import alert, is_first, notice
 from openrlhf.termination import ctrl_c_raises
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # variables of a launcher
@@ -88,7 +89,7 @@ def fail(error: object) -> NoReturn:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(OTHERS_WAIT_S)
-    print(f"error: {error}", file=sys.stderr)
+    alert(f"error: {error}")
     leave(2)
     raise SystemExit(2)
 
@@ -116,7 +117,7 @@ def plain_ends() -> Iterator[None]:
     except (UserError, InUseError) as error:
         fail(error)
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        alert("\ninterrupted")
         raise SystemExit(130) from None
 
 
@@ -125,7 +126,7 @@ def become_only_process() -> None:
 
     Commands that run as one process may be started by `deepspeed` or `torchrun`, too.
     """
-    if not machine.is_first():
+    if not is_first():
         raise SystemExit(0)
     for variable in list(os.environ):
         if variable in LAUNCHER or variable.startswith("TORCHELASTIC_"):
@@ -166,24 +167,22 @@ def check_folders(config: Command) -> None:
             )
         if not folder.is_absolute():
             relative.append(output.named)
-        if output.kind == "model" and machine.is_first():
+        if output.kind == "model":
             _notice_replaced_model(output)
     in_copy_by_ray = "working_dir_files" in Path.cwd().parts  # working directories of Ray's jobs
     if relative and in_copy_by_ray:
-        print(
-            f"[notice] {', '.join(relative)}: relative to {Path.cwd()}, the copy of the working "
-            "directory that Ray made for this job and may delete. Absolute paths outlive it.",
-            file=sys.stderr,
+        notice(
+            f"{', '.join(relative)}: relative to {Path.cwd()}, the copy of the working "
+            "directory that Ray made for this job and may delete. Absolute paths outlive it."
         )
 
 
 def _notice_replaced_model(output: Output) -> None:
     model = model_in(output.path)
     if model:
-        print(
-            f"[notice] {output.named} has a model ({model}). It is replaced when the new one is "
-            "complete. To keep both, choose another folder.",
-            file=sys.stderr,
+        notice(
+            f"{output.named} has a model ({model}). It is replaced when the new one is "
+            "complete. To keep both, choose another folder."
         )
 
 
@@ -197,7 +196,7 @@ def writing_alone(config: Command) -> Iterator[None]:
     """
     is_dry_run = "dry_run" in flags_of(type(config)) and value_at(config, "dry_run")
     with ExitStack() as locks:
-        if machine.is_first() and not is_dry_run:
+        if is_first() and not is_dry_run:
             for output in outputs(config):
                 if output.kind not in SHARED and not _is_locked_by_run_folder(config, output):
                     locks.enter_context(

@@ -21,6 +21,7 @@ from openrlhf.config.flags import did_you_mean, nearest
 from openrlhf.config.machine import quick_imports
 from openrlhf.config.methods import command_of_method
 from openrlhf.config.options import Reader
+from openrlhf.reporting import say
 from openrlhf.termination import in_order
 
 
@@ -81,16 +82,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif name in ("-h", "--help"):
         list_verbs()
     elif name == "--version":
-        print(f"openrlhf {__version__}")
+        say(f"openrlhf {__version__}")
     else:
         run_plugin_task(name, rest)
 
 
 def list_verbs() -> None:
     """Print each verb with a line about it."""
-    print("usage: openrlhf VERB [--flag VALUE ...]      openrlhf VERB --help lists its flags\n")
-    for name, verb in VERBS.items():
-        print(f"  {name:15} {verb.about}")
+    lines = [
+        "usage: openrlhf VERB [--flag VALUE ...]      openrlhf VERB --help lists its flags",
+        "",
+    ]
+    lines += [f"  {name:15} {verb.about}" for name, verb in VERBS.items()]
+    say(*lines)
 
 
 def run_plugin_task(name: str, argv: Sequence[str]) -> None:

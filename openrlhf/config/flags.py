@@ -9,7 +9,6 @@ import json
 import operator
 import os.path
 import re
-import sys
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -18,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, dataclass_transform
 
-from openrlhf.config.machine import is_first
-from openrlhf.config.secrets import HIDDEN, hide, without_secrets
+from openrlhf.masking import HIDDEN, hide, without_secrets
+from openrlhf.reporting import notice as notice
 
 T = TypeVar("T")
 Shape = Literal["switch", "one", "pair", "list", "json"]
@@ -44,12 +43,6 @@ class UserError(Exception):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*map(hide, args))
-
-
-def notice(*sentences: str) -> None:
-    """Print notices for the user, only in a launcher's first process."""
-    for sentence in sentences if is_first() else ():
-        print(f"[notice] {without_secrets(sentence)}", file=sys.stderr)
 
 
 class ConfigError(UserError, ValueError):

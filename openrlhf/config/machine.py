@@ -165,11 +165,6 @@ def openmp_threads(processes: int) -> int:
     return int(asked) if asked.isdecimal() else max(1, usable_cores() // processes)
 
 
-def is_first() -> bool:
-    """Whether this process is the first that the launcher started; True without a launcher."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def world_size() -> int:
     """Processes the launcher started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE") or 1)

@@ -5,7 +5,6 @@ at once; the command prints that to stderr and exits with status 2.
 """
 
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -26,10 +25,10 @@ from openrlhf.config.flags import (
 )
 from openrlhf.config.help import help_text
 from openrlhf.config.legacy import Group, takes_no_value
-from openrlhf.config.machine import is_first
 from openrlhf.config.plugins import load_plugins
-from openrlhf.config.secrets import hide, is_hidden, without_secrets
 from openrlhf.config.unsupported import is_refused
+from openrlhf.masking import hide, is_hidden
+from openrlhf.reporting import notice, say
 
 MOST_HINTS = 4
 # Flags that may change from one start of a run to the next without a notice: logging, devices,
@@ -52,7 +51,7 @@ def parse_config(root: type[R], argv: Sequence[str], *, command: str) -> R:
     """
     for place, word in enumerate(argv):
         if word in ("-h", "--help"):
-            print(help_text(root, command, topic="".join(argv[place + 1 : place + 2])), flush=True)
+            say(help_text(root, command, topic="".join(argv[place + 1 : place + 2])))
             raise SystemExit(0)
     reader = Reader(root, command).read(argv)
     config, notices = amend(root(), {**reader.given, "given": reader.given}).resolve(
@@ -61,11 +60,10 @@ def parse_config(root: type[R], argv: Sequence[str], *, command: str) -> R:
     # What follows from a mistake would only mislead.
     broken = [text for text in config.check() if not mentions(text, reader.doubtful)]
     violations = [*reader.problems, *broken]
-    if is_first():
-        for notice in reader.notices if violations else [*reader.notices, *notices]:
-            print(f"[notice] {without_secrets(notice)}", file=sys.stderr)
+    notice(*reader.notices)
     if violations:
         raise ConfigError(violations)
+    notice(*notices)
     return config
 
 

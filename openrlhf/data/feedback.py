@@ -11,7 +11,6 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.evaluation import EvaluatedDataConfig
-from openrlhf.config.flags import notice
 from openrlhf.config.supervised import KTODataConfig, PreferenceDataConfig
 from openrlhf.data import templates
 from openrlhf.data.errors import kind, row_error, text_of
@@ -23,6 +22,7 @@ from openrlhf.data.rows import Result, TokenizedRows, contents_of
 from openrlhf.data.sft import SFTDataset, SFTRow
 from openrlhf.data.templates import Encoded, Passage, Span, cut, fill_template, in_common
 from openrlhf.data.tokenizer import Ends
+from openrlhf.reporting import notice
 
 # Sections with the columns, the templates and `max_len` of pairs.
 PairSection = PreferenceDataConfig | KTODataConfig | EvaluatedDataConfig

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from openrlhf.config.flags import notice
 from openrlhf.data.errors import DataError
+from openrlhf.reporting import notice
 
 
 class Level(StrEnum):

@@ -10,11 +10,12 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.effects import unmet
-from openrlhf.config.flags import flags_of, notice, toml_beside
+from openrlhf.config.flags import flags_of, toml_beside
 from openrlhf.data.errors import DataError, check_columns, kind, list_columns, row_error, text_of
 from openrlhf.data.messages import TOOLS, Message, texts_in
 from openrlhf.data.templates import in_common
 from openrlhf.data.tokenizer import require_chat_template
+from openrlhf.reporting import notice
 
 Row = Mapping[str, Any]
 FIRST_ROWS = 8  # rows at the start of a dataset that decide about its layout and its template

@@ -10,10 +10,10 @@ from typing import Any
 import datasets
 from datasets import Dataset, DatasetDict, Features, Value, load_dataset_builder, load_from_disk
 
-from openrlhf.config.flags import notice
 from openrlhf.data.errors import DataError
 from openrlhf.data.rows import number_rows
 from openrlhf.data.text_files import ANY, AsWritten, read_as_written, without_added_nulls
+from openrlhf.reporting import notice
 
 TEXT_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
 FORMATS = {**TEXT_FORMATS, ".parquet": "parquet", ".arrow": "arrow"}

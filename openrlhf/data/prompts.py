@@ -8,7 +8,6 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.evaluation import EvaluatedDataConfig
-from openrlhf.config.flags import notice
 from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.learning import RLDataConfig
 from openrlhf.core.trajectory import Prompt
@@ -20,6 +19,7 @@ from openrlhf.data.rows import Result, TokenizedRows, contents_of, number_rows
 from openrlhf.data.sft import SFTDataset
 from openrlhf.data.templates import Encoded, Passage, cut, fill_template, render
 from openrlhf.data.text_files import without_added_nulls
+from openrlhf.reporting import notice
 
 # Sections with the columns and the templates of prompts.
 PromptSection = RLDataConfig | EvaluatedDataConfig | InferenceDataConfig

@@ -18,7 +18,6 @@ import torch.utils.data
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.config.flags import notice
 from openrlhf.config.machine import usable_cores, world_size
 from openrlhf.data.control_tokens import ControlTokens, check_control_tokens
 from openrlhf.data.errors import MALFORMED, ROW, SOURCE, DataError
@@ -27,6 +26,7 @@ from openrlhf.data.layouts import READERS, columns_read
 from openrlhf.data.lost_tools import ONLY_CALLS, check_tools
 from openrlhf.data.templates import Encoded, Passage, encode
 from openrlhf.data.text_files import without_added_nulls
+from openrlhf.reporting import notice
 from openrlhf.termination import asked
 
 MANY_ROWS = 20_000  # larger datasets are mapped by several processes, with their results on disk

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.config.flags import notice
 from openrlhf.config.inference import InferenceDataConfig
 from openrlhf.config.supervised import KTODataConfig, SFTDataConfig
 from openrlhf.data import templates
@@ -17,6 +16,7 @@ from openrlhf.data.messages import learned_turns, messages_of, tools_of
 from openrlhf.data.rows import Result, TokenizedRows
 from openrlhf.data.templates import Encoded, Passage, cut, fill_template
 from openrlhf.data.tokenizer import Ends
+from openrlhf.reporting import notice
 
 # Sections with the columns, the templates and `max_len` of texts.
 TextSection = SFTDataConfig | KTODataConfig | InferenceDataConfig

@@ -6,8 +6,8 @@ from typing import Any, Self
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from openrlhf.config.flags import notice
 from openrlhf.data.errors import DataError
+from openrlhf.reporting import notice
 
 # More than ordinary text has. A longer text cannot fit, and can take minutes to tokenize.
 CHARACTERS_PER_TOKEN = 64

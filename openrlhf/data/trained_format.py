@@ -11,11 +11,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.effects import unmet
-from openrlhf.config.flags import flags_of, notice
+from openrlhf.config.flags import flags_of
 from openrlhf.data.first_look import TextFormat, in_template, joined_border, recorded
 from openrlhf.data.layouts import FIRST_ROWS
 from openrlhf.data.loading import Table
 from openrlhf.data.templates import ANSWER, chat_marks, rendered_question
+from openrlhf.reporting import notice
 
 # Flags.
 TEMPLATE = "data.input_template"

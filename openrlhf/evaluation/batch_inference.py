@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.config.flags import UserError, notice
+from openrlhf.config.flags import UserError
 from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.data.clock import set_clock
@@ -52,6 +52,7 @@ from openrlhf.launch.prompt_data import (
 )
 from openrlhf.observability.recorder import Recorder
 from openrlhf.observability.run_folder import json_line
+from openrlhf.reporting import notice, say
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.engine_check import check_engine_args
 from openrlhf.rollout.engine_settings import engine_device
@@ -209,7 +210,7 @@ def show_rows(
 
     A reward is read at the marked last token.
     """
-    print(f"{len(prompts)} rows. {show_template(tokenizer)}")
+    say(f"{len(prompts)} rows. {show_template(tokenizer)}")
     room = config.data.max_len
     if config.samples_answers:
         room = settings.inference_sampling(config).prompt_room
@@ -217,7 +218,7 @@ def show_rows(
         marks: list[str | None] = []
         if not config.samples_answers:
             marks = [*[None] * (len(row.tokens) - 1), ""]
-        print(show_text(f"row {row.index + 1}", row.tokens[-room:], tokenizer, marks))
+        say(show_text(f"row {row.index + 1}", row.tokens[-room:], tokenizer, marks))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from openrlhf.data.tokenizer import end_ids, require_chat_template
 from openrlhf.launch import settings
 from openrlhf.launch.prompt_data import policy_tokenizer
 from openrlhf.models.loading import load_causal_lm
+from openrlhf.reporting import notice, say
 
 PLAIN = "User: {}\nAssistant: "  # for a model without a recorded format or chat template
 EXIT = ("/exit", "exit")
@@ -32,13 +33,13 @@ def run_chat(config: ChatConfig) -> None:
     template = "its chat template"
     if chat.template:
         template = f"the template {chat.template!r}"
-    print(f"{path}, with {template}.", flush=True)
+    say(f"{path}, with {template}.")
     if config.dry_run:
-        print(show_text("the prompt 'Hello'", chat.read("Hello"), tokenizer))
+        say(show_text("the prompt 'Hello'", chat.read("Hello"), tokenizer))
         return
     model = load_causal_lm(replace(settings.load_spec(config, path), spread=True)).eval()
     chat.config = decide_sampling(config, model)
-    print("/reset starts a new conversation, /exit quits, Ctrl-C stops an answer.", flush=True)
+    say("/reset starts a new conversation, /exit quits, Ctrl-C stops an answer.")
     cursor = ""
     if sys.stdin.isatty():
         cursor = "> "
@@ -95,7 +96,7 @@ class Printed(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print and keep a part of the answer."""
         self.whole += text
-        print(text, end="", flush=True)
+        say(text, end="")
 
 
 @dataclass(kw_only=True)
@@ -146,7 +147,7 @@ class Chat:
             if len(encoded.tokens) <= room or not self.turns:
                 return encoded.tokens[-room:]
             del self.turns[0]
-            print("[notice] The conversation exceeds --data.max_len: its oldest turn is dropped.")
+            notice("The conversation exceeds --data.max_len: its oldest turn is dropped.")
 
     @torch.no_grad()
     def answer(self, message: str, model: Any) -> None:
@@ -179,8 +180,8 @@ class Chat:
             )
         except KeyboardInterrupt:
             printed.end()
-            print(" [stopped]", end="")
+            say(" [stopped]", end="")
         if not printed.whole.strip():
-            print("(The answer is empty.)", end="")
-        print(flush=True)
+            say("(The answer is empty.)", end="")
+        say("")
         self.turns.append((message, printed.whole))

@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.config.secrets import hide
 from openrlhf.core.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
+from openrlhf.masking import hide
 from openrlhf.observability.run_folder import sample_row
 from openrlhf.rewards.judge import Judge, NoVerdict
 from openrlhf.rewards.servers import ServerError

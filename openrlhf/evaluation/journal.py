@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.checkpoints.manifest import differences
-from openrlhf.config.flags import notice
 from openrlhf.data.errors import DataError
 from openrlhf.data.first_start import FirstStart
 from openrlhf.files import write_atomically
 from openrlhf.observability.run_folder import json_line, set_aside
+from openrlhf.reporting import notice
 
 REQUEST = "request, before its rows were rendered"  # key of a record, beside those of the identity
 

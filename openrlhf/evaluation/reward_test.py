@@ -16,14 +16,15 @@ from typing import Any, NoReturn
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.reward_test import RewardTestConfig
-from openrlhf.config.secrets import without_secrets
 from openrlhf.data.errors import check_columns, text_of
 from openrlhf.data.findings import report
 from openrlhf.data.loading import load_datasets
 from openrlhf.data.messages import messages_of
 from openrlhf.data.templates import fill_template
 from openrlhf.data.tokenizer import get_tokenizer
+from openrlhf.masking import without_secrets
 from openrlhf.observability.tables import print_texts
+from openrlhf.reporting import say
 from openrlhf.rewards.labels import check_labels, math_answers
 from openrlhf.rewards.preview import answered, wrong_requests
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
@@ -75,12 +76,12 @@ def try_reward(config: RewardTestConfig) -> NoReturn:
     print_scores(scored[: len(requests)], seconds=seconds, at_once=at_once)
     wrong_rewards = rewards_of(scored[len(requests) :])
     if wrong_rewards:
-        print(
+        say(
             f"\nWrong answers (labels of other rows): {len(wrong_rewards):,}, mean reward "
             f"{fmean(wrong_rewards):.4g}"
         )
     if tokenizer is None:
-        print(
+        say(
             "\nResponses were scored unchanged. In a run, the tokenizer encodes and decodes them "
             "and adds the end token. To score them that way, pass --actor.model_name_or_path."
         )
@@ -96,8 +97,8 @@ def show_output(logs: Path) -> None:
     for log in sorted(logs.glob("*")):
         output += log.read_text(errors="replace")
     if output:
-        print(f"\nOutput of the reward, its end (complete in {logs}):")
-        print(output[-SHOWN_OUTPUT:].strip())
+        say(f"\nOutput of the reward, its end (complete in {logs}):")
+        say(output[-SHOWN_OUTPUT:].strip())
     elif logs.exists():
         shutil.rmtree(logs.parent)
 
@@ -189,13 +190,13 @@ def print_scores(rows: Sequence[Scored], *, seconds: float, at_once: int) -> Non
     `seconds` is the duration of all calls together.
     """
     for name, value in _facts(rows, seconds, at_once):
-        print(f" {name:<14}  {value}")
+        say(f" {name:<14}  {value}")
     examples = _examples(rows)
     if examples:
         print_texts("Scored", ("reward", "label", "response"), examples)
     for row in errors_of(rows)[:SHOWN_ERRORS]:
-        print(f"\n{row.result.failure}, with the response {_end(row.request.response)!r}")
-        print(without_secrets(row.result.error or "").strip())
+        say(f"\n{row.result.failure}, with the response {_end(row.request.response)!r}")
+        say(without_secrets(row.result.error or "").strip())
 
 
 def rewards_of(rows: Sequence[Scored]) -> list[float]:

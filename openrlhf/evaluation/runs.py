@@ -46,6 +46,7 @@ from openrlhf.observability.metrics import Metric
 from openrlhf.observability.recorder import Recorder
 from openrlhf.observability.run_folder import sample_row
 from openrlhf.observability.tables import print_sources
+from openrlhf.reporting import say
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rewards.judge import Judge
 from openrlhf.rewards.preview import check_reward
@@ -104,9 +105,9 @@ def run_rm_accuracy(config: EvaluationConfig) -> None:
     texts = texts_of(rows, key_columns(data))
     check_reward_formats(config, TextFormat.of(data, tokenizer), texts)
     if config.dry_run:
-        print(dataset.summary)
-        print(show_text("chosen", dataset[0].chosen, tokenizer))
-        print(show_text("rejected", dataset[0].rejected, tokenizer))
+        say(dataset.summary)
+        say(show_text("chosen", dataset[0].chosen, tokenizer))
+        say(show_text("rejected", dataset[0].rejected, tokenizer))
         return
     with recorded_run(config) as recorder:
         evaluation = Evaluation(config, recorder)

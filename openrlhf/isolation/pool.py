@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 
 from openrlhf.isolation.call import Asked, Limits, ProcessLost, UserCall, UserCodeError
 from openrlhf.isolation.process import UserProcess, log_size
-from openrlhf.observability.once import warn_once
+from openrlhf.reporting import warn_once
 
 __all__ = ["Asked", "ProcessPool", "UserCall", "UserCodeError"]
 

@@ -6,7 +6,6 @@ left.
 
 import asyncio
 import itertools
-import logging
 import marshal
 import os
 import pickle
@@ -25,8 +24,8 @@ from openrlhf.core.trajectory import Failure
 from openrlhf.isolation.call import Asked, Limits, ProcessLost, UserCall, UserCodeError
 from openrlhf.isolation.confinement import UIDS
 from openrlhf.isolation.program import DUMP_SIGNAL, LENGTH, MAX_MESSAGE_BYTES
+from openrlhf.reporting import warn
 
-logger = logging.getLogger(__name__)
 END_S = 5.0  # for a process to end with all that it started, before it is killed
 DUMP_S = 0.5  # for a call that ran out of time, to write down where it hangs
 SLOW_LOAD_S = 10.0  # after which a file that is still being loaded is announced
@@ -103,11 +102,8 @@ class UserProcess:
         await asyncio.shield(self._connected)
         announced = asyncio.get_running_loop().call_later(
             SLOW_LOAD_S,
-            logger.warning,
-            "%s has taken %g s so far; it may take %g s.",
-            setup.name,
-            SLOW_LOAD_S,
-            setup.seconds,
+            warn,
+            f"{setup.name} has taken {SLOW_LOAD_S:g} s so far; it may take {setup.seconds:g} s.",
         )
         try:
             return await self._run(setup)

@@ -13,8 +13,8 @@ from openrlhf.checkpoints.export import check_disk_room
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
 from openrlhf.config.effects import unmet
-from openrlhf.config.flags import flags_of, notice
-from openrlhf.config.machine import is_first, world_size
+from openrlhf.config.flags import flags_of
+from openrlhf.config.machine import world_size
 from openrlhf.config.supervised import PreferenceDataConfig, SFTDataConfig, SupervisedConfig
 from openrlhf.core.batches import TokenRows
 from openrlhf.data import clock, first_look
@@ -35,6 +35,7 @@ from openrlhf.models.loading import ModelError, configuration, end_tokens
 from openrlhf.models.proof import UNPROVEN, prove_layout
 from openrlhf.models.stored_files import check_can_be_exported
 from openrlhf.observability.recorder import Recorder
+from openrlhf.reporting import is_first, notice, say
 from openrlhf.trainers.supervised import SupervisedTrainer, layout_of
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows, load_spec
 from openrlhf.training.averaging import WeightAverage
@@ -72,7 +73,7 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     plan = make_plan(task, tokenizer, FirstStart.here())
     if is_first():
         shown = first_texts(task, plan.train_rows, tokenizer)
-        print(plan.summary, show_template(tokenizer), *shown, UNPROVEN, sep="\n")
+        say(plan.summary, show_template(tokenizer), *shown, UNPROVEN)
 
 
 def train(

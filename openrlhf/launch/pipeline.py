@@ -30,13 +30,14 @@ from openrlhf.config import machine
 from openrlhf.config.flags import ConfigError, did_you_mean, flags_of, nearest
 from openrlhf.config.options import parse_config
 from openrlhf.config.pipeline import PipelineConfig
-from openrlhf.config.secrets import hide, without_secrets
 from openrlhf.config.stages import STAGE_COMMANDS
 from openrlhf.files import HASH_BLOCK_BYTES, HASHED_BLOCKS, fingerprint, write_atomically
 from openrlhf.launch.pipeline_file import STAGE_REFERENCE, Stage, read_stages
 from openrlhf.launch.pipeline_report import Result, write_pipeline_report
 from openrlhf.locks import locked
+from openrlhf.masking import hide, without_secrets
 from openrlhf.observability.run_folder import set_aside
+from openrlhf.reporting import alert, say
 from openrlhf.termination import asked, in_order
 
 # Flags that the pipeline sets: places in the folder of the stage. "" is the place of the result.
@@ -276,10 +277,10 @@ class Pipeline:
                 for stage in self.stages:
                     self.run_stage(stage, lock, dry=dry)
             except (KeyboardInterrupt, SystemExit):
-                print("To resume, run the same command again.", file=sys.stderr)
+                alert("To resume, run the same command again.")
                 raise
         if not dry:
-            print(f"All stages are done. Report: {self.report()}")
+            say(f"All stages are done. Report: {self.report()}")
 
     def run_stage(self, stage: Stage, lock: int | None, *, dry: bool) -> None:
         """Run a stage, unless it is done and its inputs have not changed."""
@@ -297,7 +298,7 @@ class Pipeline:
             aside = set_aside(self.folder, [stage.name, f"{stage.name}.json"])
             if aside:
                 line += f". The old result is in {aside}."
-        print(line, flush=True)
+        say(line)
         if state != DONE and not dry:
             self.execute_stage(stage, record, lock, resumes=state == RESUMES)
 
@@ -315,7 +316,7 @@ class Pipeline:
             status = execute(self.words(stage, resumes=resumes), lock)
             if status == 0 and not self.has_result(stage.name):
                 missing = self.result(stage.name)
-                print(f"{self.file}: stage {stage.name} did not write {missing}.", file=sys.stderr)
+                alert(f"{self.file}: stage {stage.name} did not write {missing}.")
                 status = 1
         finally:
             record["seconds"] += time.monotonic() - start
@@ -325,10 +326,7 @@ class Pipeline:
             write_atomically(file, json.dumps(record, indent=1))
         self.report()
         if status:
-            print(
-                f"{self.file}: stage {stage.name} ended with status {status}; see {folder}.",
-                file=sys.stderr,
-            )
+            alert(f"{self.file}: stage {stage.name} ended with status {status}; see {folder}.")
             if status < 0:  # killed by a signal
                 status = 128 - status
             raise SystemExit(status)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from openrlhf.config.flags import notice
 from openrlhf.files import write_atomically
 from openrlhf.launch.identity import FLAGS, texts_identity
+from openrlhf.reporting import notice
 from openrlhf.trainers.tasks import Rows
 from openrlhf.training.engine import TrainEngine
 

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.commands import ModelCommand
-from openrlhf.config.flags import notice
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTDataConfig
 from openrlhf.data import first_look
@@ -25,6 +24,7 @@ from openrlhf.data.trained_format import kept_format, with_trained_format
 from openrlhf.launch import settings
 from openrlhf.models.loading import check_causal_lm, check_positions, step_tokens
 from openrlhf.models.scalar import check_is_scalar, check_scalar_weights
+from openrlhf.reporting import notice
 from openrlhf.rewards.labels import check_labels
 from openrlhf.trainers.pretraining_mix import PretrainingMix
 

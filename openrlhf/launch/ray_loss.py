@@ -18,6 +18,7 @@ from openrlhf import termination
 from openrlhf.cluster.ray_cluster import kill_started_ray
 from openrlhf.cluster.ray_watch import LostRay
 from openrlhf.isolation.confinement import killed_some
+from openrlhf.reporting import alert
 
 CLOSE_TIMEOUT_S = 10.0  # for reports and trackers
 KILL_TIMEOUT_S = 5.0
@@ -61,7 +62,7 @@ class RayLoss:
             if not self.finished and not termination.asked():
                 flags = self._restart(lost)
                 if flags is None:
-                    print(f"error: {lost} {self._advice()}", file=sys.stderr, flush=True)
+                    alert(f"error: {lost} {self._advice()}")
             self._close()
         with suppress(Exception):
             kill_processes(of_ray=lost.own)

@@ -9,7 +9,6 @@ from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
 from openrlhf.cluster.placement import Placement
 from openrlhf.cluster.ray_cluster import expected_machines
-from openrlhf.config.flags import notice
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.findings import report
@@ -27,6 +26,7 @@ from openrlhf.launch.run_length import check_steps
 from openrlhf.models.proof import UNPROVEN
 from openrlhf.models.stored_files import check_can_be_exported
 from openrlhf.models.weights import require_finite_files
+from openrlhf.reporting import notice, say
 from openrlhf.rewards.preview import check_reward
 from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rollout.engine_check import check_engine_args
@@ -150,7 +150,7 @@ def check_exports(config: PPOConfig, data: PromptData) -> None:
 
 def show_plan(config: PPOConfig, data: PromptData, plan: Placement) -> None:
     """Print the host groups, the number of steps and the first prompts, for --dry_run."""
-    print(plan.describe(plan.check(expected_machines(plan.on_gpus, config.placement.cluster))))
+    say(plan.describe(plan.check(expected_machines(plan.on_gpus, config.placement.cluster))))
     sizes = config.step_sizes(len(data.train))
     largest = max(sizes)
     steps = "1 step" if len(sizes) == 1 else f"{len(sizes)} steps"
@@ -159,10 +159,10 @@ def show_plan(config: PPOConfig, data: PromptData, plan: Placement) -> None:
     short = ""
     if largest < config.rollout.batch_size:
         short = f" (--rollout.batch_size {config.rollout.batch_size})"
-    print(f"{len(data.train)} prompts, {steps} of {largest} prompts{short}")
+    say(f"{len(data.train)} prompts, {steps} of {largest} prompts{short}")
     order = ResumableSampler(len(data.train), seed=config.train.seed, drop_last=False)
     show_prompts(config, data.train, order)
-    print(UNPROVEN)
+    say(UNPROVEN)
 
 
 def show_prompts(
@@ -172,7 +172,7 @@ def show_prompts(
 
     Prompts that are too long are cut.
     """
-    print(show_template(prompts.tokenizer))
+    say(show_template(prompts.tokenizer))
     order = range(len(prompts)) if rows is None else rows
     for index in islice(order, SHOWN):
         row = prompts[index]
@@ -182,4 +182,4 @@ def show_prompts(
             tokens = tokens[-settings.train_sampling(config).prompt_room :]
         if len(tokens) < len(row.tokens):
             title += f", the end of {len(row.tokens)} tokens"
-        print(show_text(title, tokens, prompts.tokenizer))
+        say(show_text(title, tokens, prompts.tokenizer))

@@ -158,7 +158,7 @@ class Run:
             asked, timeout_s=self.config.train.setup_timeout, doing="tell the size of a checkpoint"
         )
         for sentence in self.checkpoints.check_room(sum(sizes)):
-            self.recorder.display.note(f"Notice: {sentence}")
+            self.recorder.display.notice(sentence)
 
     def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer | RolloutOnly:
         config = self.config

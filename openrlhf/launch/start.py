@@ -31,6 +31,7 @@ from openrlhf.launch.ray_loss import (
     can_replace_process,
     inherited,
 )
+from openrlhf.reporting import alert, notice
 from openrlhf.rollout.engine_settings import engine_device
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def run_ppo(config: PPOConfig) -> None:
                         raise
                     if not restarts.left:
                         raise WorkerError(f"{error} {how_to_continue(config)}") from error
-                    print(f"{error}\n{restarts.again()}", file=sys.stderr)
+                    alert(f"{error}\n{restarts.again()}")
 
 
 def train(run: Run, loss: RayLoss) -> None:
@@ -138,8 +139,7 @@ class Restarts:
         if not self.left:
             return None
         if obstacle := obstacle_to_restart(lost):
-            notice = f"No restart (--train.max_restarts {self.most}): {obstacle}."
-            print(f"[notice] {notice}", file=sys.stderr)
+            notice(f"No restart (--train.max_restarts {self.most}): {obstacle}.")
             return None
         flags: list[str] = []
         given = self.config.given
@@ -149,7 +149,7 @@ class Restarts:
         if not loads_already and newest_checkpoint(self.config):
             flags.append(f"--{LOAD_ENABLE}")
             self.continues_itself = True
-        print(f"{lost}\n{self.again()}", file=sys.stderr, flush=True)
+        alert(f"{lost}\n{self.again()}")
         os.environ[RESTARTS] = str(self.done)
         os.environ[CONTINUES_ITSELF] = str(int(self.continues_itself))
         return flags

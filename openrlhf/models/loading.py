@@ -24,11 +24,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from openrlhf.config.commands import ModelCommand
-from openrlhf.config.flags import notice
 from openrlhf.config.shared import LoadingConfig, LoraConfig, TrainedModelConfig
 from openrlhf.models import packed_attention
 from openrlhf.models.adapters import unadapted_experts, with_adapters
 from openrlhf.models.weights import ModelError, StoredWeights, odd_experts, require_finite
+from openrlhf.reporting import notice
 
 # Configuration entries by which some architectures transform logits after the output layer.
 LOGIT_TRANSFORMS = (

@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
+from openrlhf.masking import without_secrets
 from openrlhf.observability.lines import Part, clock_time, evaluation_parts, join_parts, step_parts
 from openrlhf.observability.run_folder import json_line
+from openrlhf.reporting import NOTICE
 
 
 class Display:
@@ -109,6 +111,10 @@ class Display:
             self._write_event("note", text=text)
         else:
             self.console.print(Text(text), soft_wrap=True)
+
+    def notice(self, sentence: str) -> None:
+        """Print a notice about the run, with secrets masked."""
+        self.note(f"{NOTICE} {without_secrets(sentence)}")
 
     def close(self) -> None:
         """Stop the progress bar and restore the terminal."""

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from openrlhf.config.flags import notice
+from openrlhf.reporting import notice
 
 MAX_PENDING_BYTES = 64 * 2**20
 

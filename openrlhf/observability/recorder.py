@@ -6,9 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from openrlhf.config.commands import RecordedCommand
-from openrlhf.config.flags import notice
 from openrlhf.config.options import changed_flags, dump_yaml
-from openrlhf.config.secrets import without_secrets
 from openrlhf.core.trajectory import Failure, Trajectory
 from openrlhf.observability.display import Display
 from openrlhf.observability.health import Health
@@ -23,6 +21,7 @@ from openrlhf.observability.run_folder import (
     sample_row,
 )
 from openrlhf.observability.trackers import make_trackers
+from openrlhf.reporting import notice
 
 # For each step, samples.jsonl gets at most this many episodes, this many filtered and this many
 # failed ones.
@@ -162,7 +161,7 @@ class Recorder:
 
     def _show_notices(self, notices: Iterable[str]) -> None:
         for sentence in notices:
-            self.display.note(f"Notice: {without_secrets(sentence)}")
+            self.display.notice(sentence)
 
 
 def _summarize_error(error: str) -> str:

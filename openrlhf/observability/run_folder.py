@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from openrlhf.config.places import OWNED
-from openrlhf.config.secrets import hide
 from openrlhf.core.trajectory import Trajectory
 from openrlhf.files import write_atomically
 from openrlhf.locks import locked
+from openrlhf.masking import hide
 from openrlhf.observability.log_file import LogFile, report_failed_write
 
 CONFIG = "config.yaml"

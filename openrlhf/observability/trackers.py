@@ -7,7 +7,6 @@ flag is set but whose package is not installed. It is raised before a model is l
 
 import importlib
 import importlib.util
-import logging
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,8 +19,7 @@ from openrlhf.config.options import ConfigError
 from openrlhf.config.shared import LoggerConfig, WandbConfig
 from openrlhf.locks import locked
 from openrlhf.observability.run_folder import WANDB_ID
-
-logger = logging.getLogger(__name__)
+from openrlhf.reporting import warn
 
 SAMPLES_NAME = "train/generated_samples"
 WANDB_KEY_LENGTH = 40  # a shorter --logger.wandb.key means that this machine's login is used
@@ -53,7 +51,7 @@ class Trackers:
             except Exception as error:
                 self._trackers.remove(tracker)
                 name = type(tracker).__name__
-                logger.warning("%s failed. The run continues without it: %r", name, error)
+                warn(f"{name} failed. The run continues without it: {error!r}")
 
 
 class TensorBoardTracker:
@@ -174,5 +172,5 @@ def make_trackers(
         try:
             started.append(start())
         except Exception as error:
-            logger.warning("%s could not start. The run continues without it: %r", name, error)
+            warn(f"{name} could not start. The run continues without it: {error!r}")
     return Trackers(started)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RuleConfig
 from openrlhf.isolation.pool import ProcessPool, UserCodeError
-from openrlhf.observability.once import warn_once
+from openrlhf.reporting import warn_once
 from openrlhf.rewards.protocol import Reward, RewardRequest, columns
 
 ARGUMENTS = ("queries", "prompts", "labels")  # of a reward function, in this order

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.config.rollout import RuleConfig
-from openrlhf.observability.once import warn_once
+from openrlhf.reporting import warn_once
 from openrlhf.rewards.protocol import Reward, RewardRequest, request_of, shown
 from openrlhf.rewards.rule import reward_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from openrlhf.config.rollout import RuleConfig
 from openrlhf.isolation.pool import ProcessPool
-from openrlhf.observability.once import warn_once
+from openrlhf.reporting import warn_once
 from openrlhf.rewards.function import FunctionReward
 from openrlhf.rewards.labels import label_text
 from openrlhf.rewards.protocol import Reward, RewardRequest, columns

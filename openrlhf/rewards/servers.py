@@ -1,7 +1,6 @@
 """HTTP servers that this run did not start: routing, retries, back-off, error messages."""
 
 import asyncio
-import logging
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +10,9 @@ import httpx
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RuleConfig
-from openrlhf.config.secrets import without_secrets
 from openrlhf.core.trajectory import Failure
-
-logger = logging.getLogger(__name__)
+from openrlhf.masking import without_secrets
+from openrlhf.reporting import warn
 
 IN_FLIGHT = 128  # concurrent requests; further requests wait, and their deadlines do not run yet
 LONGEST_PAUSE_S = 30.0
@@ -50,7 +48,7 @@ class _Server:
         now = asyncio.get_running_loop().time()
         if now >= self.rests_until:  # requests that were under way together count as one failure
             if self.failures == 0:
-                logger.warning(f"{self.kind} %s: %s", self.name, problem)
+                warn(f"{self.kind} {self.name}: {problem}")
             self.failures = min(self.failures + 1, 10)
             pause = min(0.5 * 2**self.failures, LONGEST_PAUSE_S)
             self.rests_until = now + pause * random.uniform(0.5, 1.0)
@@ -179,7 +177,7 @@ async def _await_server(client: httpx.AsyncClient, url: str) -> str | None:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             problem = f"{without_secrets(url)} does not answer: {_message(error)}"
         if second == 0:
-            logger.warning("%s; waiting up to %d s for it", problem, START_S)
+            warn(f"{problem}; waiting up to {START_S:d} s for it")
         await asyncio.sleep(1)
     return problem
 

@@ -23,10 +23,10 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
-from openrlhf.config.secrets import hide
 from openrlhf.core.trajectory import Trajectory
 from openrlhf.data.errors import DataError
 from openrlhf.files import write_atomically
+from openrlhf.masking import hide
 from openrlhf.observability.run_folder import set_aside
 
 FORMAT = 1

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.rollout import RolloutConfig
 from openrlhf.core.trajectory import Failure, Prompt, StopReason, Trajectory, TrajectoryBuilder
 from openrlhf.observability.metrics import Metric
-from openrlhf.observability.once import warn_once
+from openrlhf.reporting import warn_once
 from openrlhf.rewards.protocol import Reward, RewardResult, request_of
 from openrlhf.rollout.measures import SampleCost, generation_metrics
 from openrlhf.rollout.sampling import Generation, SamplingParams

@@ -1,13 +1,13 @@
 """POST /get_reward and GET /health: requests, responses and refusals."""
 
 import asyncio
-import logging
 import math
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
+from traceback import format_exc
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -17,11 +17,10 @@ from starlette.requests import ClientDisconnect
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.serving import ServeConfig
+from openrlhf.reporting import say, warn
 from openrlhf.serving.batcher import Batcher, Texts
 from openrlhf.serving.connections import MAX_CONNECTIONS, Connection, raise_connection_limit
 from openrlhf.serving.scorer import load_scorer
-
-logger = logging.getLogger(__name__)
 
 PIECE_CHARACTERS = 1 << 18  # tokenized at once, before another request gets its turn
 SHUTDOWN_TIMEOUT_S = 10  # for the requests in progress when the server stops
@@ -40,7 +39,7 @@ def run_server(config: ServeConfig) -> None:
         tokenize, batcher, max_texts=config.max_request_texts, max_mib=config.max_request_mib
     )
     if config.dry_run:
-        print(f"{config.reward.model_name_or_path} can be served.")
+        say(f"{config.reward.model_name_or_path} can be served.")
         return
     settings = uvicorn.Config(
         app,
@@ -54,7 +53,7 @@ def run_server(config: ServeConfig) -> None:
     if ":" in host:
         host = f"[{host}]"
     url = f"http://{host}:{listener.getsockname()[1]}/get_reward"
-    print(f"serving {config.reward.model_name_or_path} at {url}", flush=True)
+    say(f"serving {config.reward.model_name_or_path} at {url}")
     uvicorn.Server(settings).run(sockets=[listener])
 
 
@@ -115,7 +114,7 @@ def reward_app(
         try:
             scores = await batcher.scores(texts)
         except Exception as error:
-            logger.exception("A request with %d texts could not be scored.", len(texts))
+            warn(f"A request with {len(texts)} texts could not be scored.\n{format_exc()}")
             raise HTTPException(
                 500, f"The texts could not be scored: {type(error).__name__}: {error}"
             ) from error

@@ -8,7 +8,7 @@ from typing import Any
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState, is_minimised
-from openrlhf.config.flags import notice
+from openrlhf.reporting import notice
 
 
 class BestMetric:

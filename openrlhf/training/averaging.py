@@ -1,6 +1,5 @@
 """An exponential moving average of the weights of a trained model, kept on the CPU."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from openrlhf.reporting import warn
 from openrlhf.training.masters import (
     own_part,
     own_shard,
@@ -16,8 +16,6 @@ from openrlhf.training.masters import (
     whole_master,
 )
 from openrlhf.training.strategy import Strategy
-
-logger = logging.getLogger(__name__)
 
 
 class WeightAverage:
@@ -114,10 +112,9 @@ class WeightAverage:
         if self.strategy.broadcast(file.exists()):
             return
         if self.averages:
-            logger.warning(
-                "%s has no average of the weights. The average restarts at the weights of this "
-                "checkpoint.",
-                file.parent,
+            warn(
+                f"{file.parent} has no average of the weights. The average restarts at the "
+                "weights of this checkpoint."
             )
         self.averages = self._copy_weights(torch.float32)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from openrlhf.config.machine import cluster_settings
+from openrlhf.reporting import say
 
 OWN_PORTS = range(20_000, 32_768)  # neither ephemeral ports of Linux nor worker ports of Ray
 
@@ -84,7 +85,7 @@ def redirect_output(path: str) -> None:
 
 def note(event: str) -> None:
     """Write a line with the time in seconds to the log of this process."""
-    print(f"{time.time():.3f} {event}", flush=True)
+    say(f"{time.time():.3f} {event}")
 
 
 def complete_launcher_environment() -> None:

@@ -1,6 +1,5 @@
 """Optimizers by name, and the learning-rate schedules of Transformers."""
 
-import logging
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,12 +11,12 @@ from transformers import get_scheduler
 
 from openrlhf.algorithms.registry import Registry
 from openrlhf.config.shared import OptimizerConfig
+from openrlhf.reporting import warn
 
 # Endings of the names of parameters without weight decay: biases and normalizations.
 NO_DECAY_SUFFIXES = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
 DECAY_SHARE = 0.1  # of the steps: the decay at the end of warmup_stable_decay
 
-logger = logging.getLogger(__name__)
 OPTIMIZERS: Registry[Callable[[list[dict[str, Any]], OptimizerConfig], Optimizer]] = Registry(
     "optimizer"
 )
@@ -44,9 +43,9 @@ def adamw_in_cpu_memory(groups: list[dict[str, Any]], settings: OptimizerConfig)
 
         return DeepSpeedCPUAdam(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps)
     except Exception as error:  # a compiler fails in many ways
-        logger.warning(
-            "--ds.adam_offload uses torch's AdamW: DeepSpeedCPUAdam could not be compiled (%s).",
-            error,
+        warn(
+            "--ds.adam_offload uses torch's AdamW: DeepSpeedCPUAdam could not be compiled "
+            f"({error})."
         )
         return adamw(groups, settings)
 

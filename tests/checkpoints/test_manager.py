@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import shutil
@@ -166,10 +165,10 @@ def test_commit_refuses_the_state_of_another_step(tmp_path: Path) -> None:
 
 
 def test_latest_warns_and_returns_none_for_an_empty_or_missing_path(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert checkpoints_in(tmp_path / "none").latest() is None
-    assert f"--ckpt.path {tmp_path / 'none'}" in caplog.text
+    assert f"--ckpt.path {tmp_path / 'none'}" in capsys.readouterr().err
     (tmp_path / "_actor").mkdir()
     assert checkpoints_in(tmp_path, parts=RL).latest() is None
     assert not (tmp_path / "none").exists()
@@ -208,7 +207,7 @@ def flip(path: Path) -> None:
     ],
 )
 def test_latest_skips_a_damaged_checkpoint_with_a_warning_that_names_the_damage(
-    harm, place: str, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    harm, place: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manager = checkpoints_in(tmp_path, parts=RL)
     first = save(manager, 1)
@@ -216,7 +215,7 @@ def test_latest_skips_a_damaged_checkpoint_with_a_warning_that_names_the_damage(
     harm(tmp_path / place)
     manager = checkpoints_in(tmp_path, parts=RL)
     assert manager.latest() == first
-    assert message in caplog.text
+    assert message in capsys.readouterr().err
     again = save(manager, 2)
     assert checkpoints_in(tmp_path, parts=RL).latest() == again
 
@@ -373,13 +372,13 @@ def test_max_mem_counts_the_bytes_of_all_parts(tmp_path: Path) -> None:
 
 
 def test_newest_checkpoint_over_max_mem_is_kept_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manager = checkpoints_in(tmp_path, max_mem_gib=1e-9)
     save(manager, 1)
     save(manager, 2)
     assert tags(manager) == ["global_step2"]
-    assert "--ckpt.max_mem" in caplog.text
+    assert "--ckpt.max_mem" in capsys.readouterr().err
 
 
 def test_metric_that_is_not_finite_counts_as_none(tmp_path: Path) -> None:
@@ -550,7 +549,7 @@ def test_error_names_a_path_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_save_succeeds_if_older_checkpoints_cannot_be_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manager = checkpoints_in(tmp_path, max_num=1)
     save(manager, 1)
@@ -561,7 +560,7 @@ def test_save_succeeds_if_older_checkpoints_cannot_be_deleted(
     with monkeypatch.context() as context:
         context.setattr(shutil, "rmtree", refuse)
         second = save(manager, 2)
-    assert str(tmp_path / ".tmp-global_step1") in caplog.text
+    assert str(tmp_path / ".tmp-global_step1") in capsys.readouterr().err
     assert manager.latest() == second
     assert not list(tmp_path.glob(".*"))  # removed by the next call
 
@@ -617,10 +616,10 @@ def test_fingerprint_reads_at_most_16_mib_of_a_terabyte(tmp_path: Path) -> None:
     assert checkpoint_files.fingerprint(path)
 
 
-def test_ordinary_run_logs_no_warnings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ordinary_run_logs_no_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manager = checkpoints_in(tmp_path, parts=RL, max_num=1)
     for step in (1, 2):
         save(manager, step, best=True)
         save(manager, step, hf=True)
     assert manager.latest() is not None
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert capsys.readouterr().err == ""

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from openrlhf.config.flags import ConfigError, Flag, amend, flags_of, notice
+from openrlhf.config.flags import ConfigError, Flag, amend, flags_of
 from openrlhf.config.options import dump_yaml, parse_config
-from openrlhf.config.secrets import hide, is_hidden, without_secrets
+from openrlhf.masking import hide, is_hidden, without_secrets
+from openrlhf.reporting import notice
 from tests.config.commands import COMMANDS, ppo, violations
 
 SECRET = "hunter2"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.config.flags import notice
 from openrlhf.data.errors import DataError
 from openrlhf.data.tokenizer import get_tokenizer, require_chat_template
+from openrlhf.reporting import notice
 from tests.data.small import PLAIN_CHAT, build_tokenizer
 
 

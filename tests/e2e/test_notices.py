@@ -28,9 +28,9 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def notices(printed: str, report: Path) -> list[str]:
     """The notices on the terminal, each of which has to be in the report once."""
     found = [
-        line.removeprefix("Notice: ")
+        line.removeprefix("[notice] ")
         for line in printed.splitlines()
-        if line.startswith("Notice: ")
+        if line.startswith("[notice] ")
     ]
     page = html.unescape(report.read_text())
     assert [page.count(notice) for notice in found] == [1] * len(found)

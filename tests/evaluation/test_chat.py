@@ -112,7 +112,7 @@ def test_oldest_turns_are_dropped_with_a_notice_until_the_answer_has_room(
         talk.answer(message, parrot)
     assert parrot.asked == ["q1a", "q1abb\nq2a", "q2abb\nq3a"]
     assert parrot.budgets == [10, 10, 10]
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().err
     assert "[notice]" in printed and "--data.max_len" in printed
     talk.answer("123456789012", parrot)
     assert parrot.asked[-1] == "456789012a"

@@ -181,12 +181,12 @@ def test_notice_appears_once_on_terminal_and_in_report(
 ) -> None:
     made = recorder(tmp_path)
     log_dead_groups(made, 1, 4)
-    assert "Notice" not in capsys.readouterr().out
+    assert "[notice]" not in capsys.readouterr().out
     log_dead_groups(made, 5, 20)
     made.close()
     printed = capsys.readouterr().out
     notice = "Steps 1 to 5: train/dead_groups is 1. "
-    assert printed.count("Notice: ") == printed.count(notice) == 1
+    assert printed.count("[notice] ") == printed.count(notice) == 1
     assert (tmp_path / "report.html").read_text().count(notice) == 1
 
 
@@ -195,9 +195,9 @@ def test_resumed_run_continues_curves_and_repeats_no_notice(
 ) -> None:
     log_dead_groups(recorder(tmp_path), 1, 3)
     log_dead_groups(recorder(tmp_path, resume_step=3), 4, 6)
-    assert "Notice: Steps 1 to 5: " in capsys.readouterr().out
+    assert "[notice] Steps 1 to 5: " in capsys.readouterr().out
     log_dead_groups(recorder(tmp_path, resume_step=6), 7, 20)
-    assert "Notice" not in capsys.readouterr().out
+    assert "[notice]" not in capsys.readouterr().out
 
 
 def test_notice_of_rule_at_end_is_printed_by_close(
@@ -206,9 +206,11 @@ def test_notice_of_rule_at_end_is_printed_by_close(
     made = recorder(tmp_path)
     for step, score in ((0, 0.5), (8, 0.3)):
         made.evaluation(step, {"eval/eval_x_pass1": score, "eval/eval_x_score_stderr": 0.02})
-    assert "Notice" not in capsys.readouterr().out
+    assert "[notice]" not in capsys.readouterr().out
     made.close()
-    assert "Notice: Step 8: eval/eval_x_pass1 is 0.3 (at the start 0.5)." in capsys.readouterr().out
+    assert (
+        "[notice] Step 8: eval/eval_x_pass1 is 0.3 (at the start 0.5)." in capsys.readouterr().out
+    )
 
 
 def test_close_writes_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

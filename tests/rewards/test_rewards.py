@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RewardConfig, RuleConfig
 from openrlhf.core.trajectory import Prompt, StopReason, Trajectory
 from openrlhf.isolation.pool import ProcessPool
-from openrlhf.observability.once import warn_once
+from openrlhf.reporting import warn_once
 from openrlhf.rewards.budget import ErrorBudget, RewardErrors
 from openrlhf.rewards.function import FunctionReward
 from openrlhf.rewards.protocol import RewardRequest, RewardResult, read_rewards, request_of
@@ -92,14 +91,13 @@ def test_functions_of_other_signatures_and_tensors_are_accepted(
 
 
 def test_a_function_without_labels_or_a_dict_is_noticed_once(
-    pool: ProcessPool, caplog: pytest.LogCaptureFixture
+    pool: ProcessPool, capsys: pytest.CaptureFixture[str]
 ):
     warn_once.cache_clear()
-    with caplog.at_level(logging.WARNING, "openrlhf"):
-        for _ in range(2):
-            reward = function(pool, "legacy.py", "without_labels")
-            assert rewards_of(score(reward, request("4"), request("four"))) == [5.0, 8.0]
-    messages = [record.getMessage() for record in caplog.records]
+    for _ in range(2):
+        reward = function(pool, "legacy.py", "without_labels")
+        assert rewards_of(score(reward, request("4"), request("four"))) == [5.0, 8.0]
+    messages = capsys.readouterr().err.splitlines()
     assert len(messages) == 2
     assert (
         "without_labels takes no labels" in messages[0] and "returns rewards alone" in messages[1]
@@ -116,22 +114,21 @@ def test_a_function_whose_names_mean_something_else_is_refused(pool: ProcessPool
 
 
 def test_a_function_with_names_of_its_own_is_told_what_it_gets(
-    pool: ProcessPool, caplog: pytest.LogCaptureFixture
+    pool: ProcessPool, capsys: pytest.CaptureFixture[str]
 ):
     warn_once.cache_clear()
     asyncio.run(function(pool, "legacy.py", "other_names").check())
     assert (
         "takes (texts, starts, answers), but is called with (queries, prompts, labels)"
-        in caplog.text
+        in capsys.readouterr().err
     )
 
 
 def test_a_function_that_follows_the_contract_is_not_remarked_on(
-    pool: ProcessPool, caplog: pytest.LogCaptureFixture
+    pool: ProcessPool, capsys: pytest.CaptureFixture[str]
 ):
-    with caplog.at_level(logging.WARNING, "openrlhf"):
-        score(function(pool, "exact.py"), request("4", "4"))
-    assert not caplog.records
+    score(function(pool, "exact.py"), request("4", "4"))
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -117,12 +117,13 @@ def test_body_without_a_content_length_is_refused_once_it_is_too_large() -> None
 
 
 def test_error_of_the_model_is_status_500_for_the_client_and_a_traceback_in_the_log(
-    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     answer = post({"query": ["x" * 13]})
     assert answer.status_code == 500
     assert "RuntimeError: cannot score 13" in answer.json()["detail"]
-    assert "Traceback" in caplog.text and "cannot score 13" in caplog.text
+    log = capsys.readouterr().err
+    assert "Traceback" in log and "cannot score 13" in log
 
 
 def test_score_that_is_not_finite_is_status_500_with_its_place() -> None:
@@ -169,12 +170,15 @@ def test_short_request_is_tokenized_before_the_end_of_an_earlier_long_one() -> N
     assert order[0] == "l" and "s" in order[1:4] and len(order) == 11
 
 
-def test_texts_of_a_request_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_texts_of_a_request_are_not_logged(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     with caplog.at_level("DEBUG", logger="openrlhf"):
         post({"query": ["secret"]})
         post({"query": ["secretsecret?"]})  # has 13 tokens, and so cannot be scored
-    assert "cannot score 13" in caplog.text
-    assert "secret" not in caplog.text
+    printed = capsys.readouterr()
+    assert "cannot score 13" in printed.err
+    assert "secret" not in caplog.text + printed.out + printed.err
 
 
 def test_address_that_cannot_be_used_is_refused_before_the_model_is_loaded() -> None:

@@ -1,0 +1,60 @@
+"""Masking of passwords, tokens and keys in flag values and in texts, wherever they would be
+written.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+HIDDEN = "***"
+NAME = (
+    r"[\w.-]*(?:key|token|secret|passwd|password|pwd|auth|authorization|signature|sig|sas|"
+    r"credentials?|code)"
+)
+PARAMETER = re.compile(rf"(?<=[?&;#])({NAME}=)[^&;#\s,'\"]+", re.IGNORECASE)
+USER = re.compile(r"(?<=://)[^/?#\s]*@")  # with a password or without: a token may be the user
+KINDS = r"(?:access|api|auth|bearer|hf|hub|id|private|refresh|secret|session)[_-]?(?:key|token)"
+# Of a JSON value, which has other tokens and keys too, such as `eos_token`.
+ENTRY = re.compile(
+    rf"(?:.*[_-])?(?:{KINDS}|secret|passwd|password|authorization|credentials?)|token",
+    re.IGNORECASE,
+)
+MARK = re.compile(rf"://{re.escape(HIDDEN)}@|[?&;#]{NAME}={re.escape(HIDDEN)}", re.IGNORECASE)
+
+
+def without_secrets(text: str) -> str:
+    """Return the text with the user and the secret parameters of its URLs hidden.
+
+    Example: `http://me:pw@host/v1?token=t&model=m` becomes `http://***@host/v1?token=***&model=m`.
+    """
+    return PARAMETER.sub(rf"\g<1>{HIDDEN}", USER.sub(f"{HIDDEN}@", text))
+
+
+def hide(value: Any) -> Any:
+    """Return the value of a flag with the secrets in its texts and entries masked."""
+    if isinstance(value, str):
+        return without_secrets(value)
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[str, Any]", value)
+        return {name: _hide_entry(name, entry) for name, entry in entries.items()}
+    if isinstance(value, list | tuple):
+        return [hide(each) for each in cast("Sequence[Any]", value)]
+    return value
+
+
+def is_hidden(value: Any) -> bool:
+    """Return whether a part of the value of a flag was hidden when it was written."""
+    if isinstance(value, str):
+        return MARK.search(value) is not None
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[str, Any]", value)
+        return any(entry == HIDDEN or is_hidden(entry) for entry in entries.values())
+    if isinstance(value, list | tuple):
+        return any(is_hidden(each) for each in cast("Sequence[Any]", value))
+    return False
+
+
+def _hide_entry(name: str, entry: Any) -> Any:
+    if isinstance(entry, str) and ENTRY.fullmatch(name):
+        return HIDDEN
+    return hide(entry)

@@ -1,0 +1,55 @@
+"""The one place from which sentences go to the person who started a command.
+
+| call | where the text goes | who writes it |
+|---|---|---|
+| `say` | standard output: results and progress | this process |
+| `notice` | standard error, `[notice] …`: what a user may want to change | a launcher's first |
+| `warn` | standard error, `[warning] …`: what failed while the run continues | this process |
+| `warn_once` | like `warn` | this process, once per sentence |
+| `alert` | standard error, unmarked: why a command ends or restarts | this process |
+
+A launcher's first process has rank 0. Processes of Ray and of user code write to their logs.
+Passwords and tokens in URLs are masked on standard error. Lines about the steps of a run go through
+`observability.display`, which handles --run.quiet and --run.json. Standard library only.
+"""
+
+import os
+import sys
+from functools import cache
+
+from openrlhf.masking import without_secrets
+
+NOTICE = "[notice]"
+
+
+def is_first() -> bool:
+    """Return whether this process is the first of its launcher; True without a launcher."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(*lines: str, end: str = "\n") -> None:
+    """Print lines that a command was started for. `end` is printed after the last line."""
+    print(*lines, sep="\n", end=end, flush=True)
+
+
+def alert(text: str) -> None:
+    """Print a text to standard error, with secrets masked."""
+    print(without_secrets(text), file=sys.stderr, flush=True)
+
+
+def notice(*sentences: str) -> None:
+    """Print notices for the user, only in a launcher's first process."""
+    if is_first():
+        for sentence in sentences:
+            alert(f"{NOTICE} {sentence}")
+
+
+def warn(sentence: str) -> None:
+    """Print a warning about this process."""
+    alert(f"[warning] {sentence}")
+
+
+@cache
+def warn_once(sentence: str) -> None:
+    """Print a warning, unless this process has already printed the same one."""
+    warn(sentence)
