@@ -6,13 +6,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Any, ClassVar, Self
 
-from openrlhf.config import machine, places, rules, shared
-from openrlhf.config.effects import Effects, Sentences, combined, without_effect
-from openrlhf.config.flags import Section, amend, bound_violations, mentions, option, spelled_out
+from openrlhf.config import places, rules, shared, training_rules
+from openrlhf.config.effects import without_effect
+from openrlhf.config.flags import (
+    Section,
+    Unused,
+    amend,
+    bound_violations,
+    mentions,
+    option,
+    spelled_out,
+)
 from openrlhf.config.unsupported import refusals
 
 
@@ -21,20 +29,10 @@ class Command(Section):
     are defaults.
     """
 
-    always: ClassVar[bool] = True  # `!always` is a condition that never holds
-    effects: ClassVar[
-        Effects
-    ] = {}  # conditions of this command, and the flags and sections that have them
-
     given: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
     plugin: tuple[str, ...] = option(
         (), "Your file with registrations.", metavar="FILE.py", holds="place"
     )
-
-    @property
-    def uses_gpus(self) -> bool:
-        """Whether there are GPUs."""
-        return machine.count_gpus() > 0
 
     def resolve(self, *, command: str) -> tuple[Self, list[str]]:
         """A copy with all derived values, and notices."""
@@ -49,7 +47,7 @@ class Command(Section):
         """
         refused = dict(refusals(self))
         broken = [
-            text for text in spelled_out(self, self.mistakes()) if not mentions(text, refused)
+            text for text in spelled_out(self, self.violations()) if not mentions(text, refused)
         ]
         return [*bound_violations(self), *refused.values(), *broken]
 
@@ -65,15 +63,18 @@ class Command(Section):
         """What follows in several commands once a command's own values are derived, by path."""
         return {}
 
-    def notices(self) -> Sentences:
-        """What the user may have to know of this resolved configuration, besides flags without an
-        effect.
-        """
-        return []
+    def notices(self) -> Iterator[str]:
+        """Yield what the user may have to know of this resolved configuration.
 
-    def mistakes(self) -> Sentences:
-        """What may be wrong with this resolved configuration."""
-        return [*rules.sources_exist(self), *places.overwriting(self)]
+        Flags without an effect come from `unused`. In a sentence, <train.seed> stands for the flag
+        as it is typed: --train.seed 42.
+        """
+        yield from ()
+
+    def violations(self) -> Iterator[str]:
+        """Yield what is wrong with this resolved configuration, in sentences as of `notices`."""
+        yield from rules.sources_exist(self)
+        yield from places.overwriting(self)
 
     def idle_places(self) -> set[str]:
         """The paths of output flags whose folders or files this command does not write, given its
@@ -99,21 +100,15 @@ class ModelCommand(Command):
         """The attention that is used."""
         return {"ds.attn_implementation": rules.attention_in_effect(self.ds, self.given)}
 
-    def notices(self) -> Sentences:
-        """What the user may not expect of attention and data type."""
-        return [*super().notices(), *rules.loading_notices(self.ds, self.given)]
+    def notices(self) -> Iterator[str]:
+        """Yield notices about attention and data type."""
+        yield from super().notices()
+        yield from rules.loading_notices(self.ds, self.given)
 
-    def mistakes(self) -> Sentences:
-        """Attention is known, and goes together with the data type."""
-        attention = self.ds.attn_implementation
-        return [
-            *super().mistakes(),
-            ("/" not in attention and attention not in rules.ATTENTIONS,
-             f"<ds.attn_implementation> is unknown: use {', '.join(rules.ATTENTIONS)}, or OWNER/KERNEL of the hub."),
-            *combined(self, "refused", "model"),
-            (self.ds.param_dtype == "fp32" and "flash_attention" in attention,
-             "<ds.param_dtype> needs --ds.attn_implementation sdpa: FlashAttention has no fp32."),
-        ]
+    def violations(self) -> Iterator[str]:
+        """Yield what is wrong: also with attention and data type."""
+        yield from super().violations()
+        yield from rules.loading_violations(self.ds)
 
 
 class RecordedCommand(ModelCommand):
@@ -132,16 +127,17 @@ class RecordedCommand(ModelCommand):
             "data.input_template": template if "{}" in template else None,
         }
 
-    def notices(self) -> Sentences:
-        """Templates that are not what they seem to be."""
-        template = self.given.get("data.input_template")
-        return [
-            *super().notices(),
-            (template is not None and self.data.input_template is None,
-             f"--data.input_template {template!r} has no {{}} for the prompt and is not used."),
-            ("\\n" in (self.data.input_template or ""), "--data.input_template has a backslash and "
-             "an n, not a line break; in bash a line break is written $'\\n'."),
-        ]
+    def notices(self) -> Iterator[str]:
+        """Yield notices, also about a template that is not what it seems to be."""
+        yield from super().notices()
+        typed, template = self.given.get("data.input_template"), self.data.input_template
+        if typed is not None and template is None:
+            yield f"--data.input_template {typed!r} has no {{}} for the prompt and is not used."
+        if template and "\\n" in template:
+            yield (
+                "--data.input_template has a backslash and an n, not a line break; in bash a line "
+                "break is written $'\\n'."
+            )
 
 
 class Root(RecordedCommand):
@@ -165,12 +161,25 @@ class Root(RecordedCommand):
         writes = (ckpt.saves or self.keeps_best) and (ckpt.save_hf or not ckpt.disable_ds)
         return set() if writes or ckpt.load_enable else {"ckpt.path"}
 
-    def notices(self) -> Sentences:
-        """Checkpoints that hold nothing."""
-        return [*super().notices(), *combined(self, "noticed", "training")]
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        yield from super().unused()
+        if not (self.ckpt.saves or self.eval.dataset):
+            saving = ["ckpt.save_hf", "ckpt.disable_ds", "ckpt.max_num", "ckpt.max_mem"]
+            yield Unused(saving, "without --ckpt.save_steps or --eval.dataset")
+        if not (self.eval.dataset or self.measures_training_rows):
+            yield Unused(["ckpt.best_metric_key", "eval.steps"], "without --eval.dataset")
+        if not self.ckpt.load_enable:
+            yield Unused(["ds.use_universal_ckpt"], "without --ckpt.load_enable")
 
-    def mistakes(self) -> Sentences:
-        """Adapters, precision and offload go together; patience has evaluations, a metric and a
-        checkpoint to wait for.
-        """
-        return [*super().mistakes(), *combined(self, "refused", "training")]
+    def notices(self) -> Iterator[str]:
+        """Yield notices, also about checkpoints."""
+        yield from super().notices()
+        yield from training_rules.checkpoint_notices(self.ckpt)
+
+    def violations(self) -> Iterator[str]:
+        """Yield what is wrong: also with adapters, precision, offload and early stopping."""
+        yield from super().violations()
+        yield from training_rules.weight_violations(self.ds)
+        yield from training_rules.average_violations(self.ds, self.train)
+        yield from training_rules.patience_violations(self.eval, self.ckpt)

@@ -2,44 +2,85 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import Any
 
-from openrlhf.config import rules, shared
+from openrlhf.config import rules, sampling_rules, shared
 from openrlhf.config.commands import RecordedCommand
-from openrlhf.config.effects import EFFECTS, Effects, Sentences, combined
-from openrlhf.config.flags import Section, option, required
-from openrlhf.config.inference import EngineCommand
+from openrlhf.config.flags import Section, Unused, option, required
+from openrlhf.config.inference import SCORING_FLAGS, TRAINING_FLAGS, EngineCommand
 from openrlhf.config.learning import RLEvalConfig
-from openrlhf.config.rollout import PromptColumns, RewardConfig, RolloutConfig
+from openrlhf.config.rollout import (
+    AGENT,
+    FUNCTION,
+    PromptColumns,
+    RewardConfig,
+    RolloutConfig,
+    unused_by_agents,
+    unused_by_rewards,
+    unused_without,
+)
 from openrlhf.config.supervised import PairColumns, RMDeepSpeedConfig
 
+# Flags of the model's answers.
+SAMPLING_FLAGS = (
+    "model.model_name_or_path",
+    "vllm",
+    "rollout.batch_size",
+    "rollout.max_new_tokens",
+    "rollout.stop",
+    "rollout.stop_token_ids",
+    "rollout.top_p",
+    "rollout.top_k",
+    "rollout.remote_engines",
+    "reward.remote_url",
+    "reward.verifier",
+    "train.agent_func_path",
+    "data.input_key",
+    "data.label_key",
+    "eval.temperature",
+    "eval.n_samples_per_prompt",
+)
 
-# fmt: off
+
 class AgainstConfig(Section):
     """What the model's answers are compared with."""
-    model_name_or_path: str | None = option(None, "Folder or hub name of the other model.", holds="model")
+
+    model_name_or_path: str | None = option(
+        None, "Folder or hub name of the other model.", holds="model"
+    )
     answer_key: str | None = option(None, "Column with the other answers, instead of a model.")
+
 
 class JudgeConfig(Section):
     """A language model that compares answers."""
-    url: str | None = option(None, "OpenAI-compatible server, as http://host:8000/v1; OPENAI_API_KEY is its key.")
+
+    url: str | None = option(
+        None, "OpenAI-compatible server, as http://host:8000/v1; OPENAI_API_KEY is its key."
+    )
     model: str | None = option(None, "Name of the model there.")
     max_tokens: int = option(512, "Tokens of a judgement.", ge=1)
 
+
 class EvaluationSetConfig(RLEvalConfig):
     """Prompts or pairs, and how answers are sampled."""
+
     dataset: str = required("Files, folders or hub names, by comma.", holds="dataset")
+
 
 class EvaluatedDataConfig(PairColumns, PromptColumns, shared.EndedTextConfig, shared.DataConfig):
     """Tokenizer and columns."""
 
+
 class EvaluationConfig(EngineCommand, RecordedCommand):
     """Evaluation of a checkpoint by itself."""
-    effects: ClassVar[Effects] = EFFECTS["evaluation"]
 
     task: str = option(
-        "pass_k", "pass@k per data source; how often reward models prefer the chosen answer of a pair; or how often "
-        "the model's answers win against others.", choices=("pass_k", "rm_accuracy", "win_rate"))
+        "pass_k",
+        "pass@k per data source; how often reward models prefer the chosen answer of a pair; or how often "
+        "the model's answers win against others.",
+        choices=("pass_k", "rm_accuracy", "win_rate"),
+    )
     eval: EvaluationSetConfig = EvaluationSetConfig()
     data: EvaluatedDataConfig = EvaluatedDataConfig()
     reward: RewardConfig = RewardConfig()
@@ -54,24 +95,96 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
         return self.task != "rm_accuracy"
 
     def derived_values(self) -> dict[str, Any]:
-        """What follows from the flags, by path."""
+        """Return what follows from the flags, by path."""
         shared = self.eval.n_samples_per_prompt > 1 or self.train.agent_func_path is not None
         own = self.unless_given({"data.max_len": rules.room(self)})
         return own | rules.machine_values(self) | self.engine_values(shared=shared)
 
-    def notices(self) -> Sentences:
-        """What the user may have to know of this resolved configuration."""
-        return [*rules.single_process_notices(self), *super().notices()]
+    def notices(self) -> Iterator[str]:
+        """Yield what the user may have to know of this resolved configuration."""
+        yield from rules.single_process_notices(self)
+        yield from super().notices()
 
-    def mistakes(self) -> Sentences:
-        """What may be wrong with this resolved configuration."""
-        judge, own = self.judge, [*super().mistakes(), *combined(self, "refused", "evaluation")]
-        if not self.samples_answers:
-            return [*own, *rules.sum_mistakes(self.reward, len(self.reward.models))]
-        return [
-            *own,
-            *self.engine_mistakes(),
-            *rules.reward_mistakes(self),
-            *rules.remote_engine_mistakes(self.rollout),
-            (judge.url and not judge.url.startswith(("http://", "https://")), "<judge.url> is no http(s) URL."),
-        ]
+    def violations(self) -> Iterator[str]:
+        """Yield what is wrong with this resolved configuration."""
+        yield from super().violations()
+        reward, agent = self.reward, self.train.agent_func_path
+        if self.task == "rm_accuracy":
+            if not reward.scalars:
+                yield "<task> judges reward models: give --reward.model_name_or_path."
+            yield from sampling_rules.sum_violations(reward, len(reward.models))
+            return
+        if self.task == "win_rate":
+            yield from self._win_rate_violations()
+        elif not sampling_rules.is_rewarded(reward, agent):
+            yield sampling_rules.NOTHING_REWARDS
+        yield from self.engine_violations()
+        yield from sampling_rules.reward_violations(reward, agent)
+        if self.data.layout == "columns":
+            yield from sampling_rules.label_violations(reward, self.data.label_key)
+        yield from sampling_rules.remote_engine_violations(self.rollout)
+        if self.judge.url and not rules.is_url(self.judge.url):
+            yield "<judge.url> is no http(s) URL."
+
+    def _win_rate_violations(self) -> Iterator[str]:
+        """Yield what is wrong with the other answers, and with what tells which is better."""
+        against, judge = self.against, self.judge
+        reward, agent = self.reward, self.train.agent_func_path
+        if not against.model_name_or_path and not against.answer_key:
+            yield (
+                "<task> compares with the answers of one other: give --against.model_name_or_path, or "
+                "the column of those in the dataset with --against.answer_key."
+            )
+        if against.model_name_or_path and against.answer_key:
+            yield (
+                "<task> compares with the answers of one other: give either "
+                "--against.model_name_or_path or --against.answer_key."
+            )
+        is_rewarded = sampling_rules.is_rewarded(reward, agent)
+        if judge.url and is_rewarded:
+            yield (
+                "<task> has one way to tell which answer is better: give either <judge.url>, or "
+                "rewards."
+            )
+        if not judge.url and not is_rewarded:
+            yield (
+                "<task> has no way to tell which answer is better: give --judge.url, or one or more of "
+                "--reward.remote_url, --reward.verifier and --reward.model_name_or_path."
+            )
+        if agent and against.answer_key:
+            yield (
+                "<against.answer_key> has no agent that could reward it: compare with "
+                "--against.model_name_or_path, or leave out --train.agent_func_path."
+            )
+        if judge.url and reward.on_error not in ("fail", "drop"):
+            yield "<reward.on_error> is no verdict of <judge.url>: use fail or drop."
+        if judge.url and not judge.model:
+            yield "<judge.url> may have several models: name one with --judge.model."
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        training = ["eval.steps", "eval.patience", "eval.at_start", "rollout.temperature"]
+        shaping = ["clip_range", "overlong_buffer_len", "overlong_penalty_factor"]
+        rewards = [f"reward.{name}" for name in [*shaping, "stop_properly_penalty_coef"]]
+        yield Unused([*TRAINING_FLAGS, *training, *rewards], "with this command")
+        if self.task == "rm_accuracy":
+            yield Unused(SAMPLING_FLAGS, "with --task rm_accuracy")
+        else:
+            keys = ["prompt_key", "chosen_key", "rejected_key", "space_before_eos"]
+            yield Unused([f"data.{key}" for key in keys], "without --task rm_accuracy")
+        if self.task != "win_rate":
+            yield Unused(["against", "judge"], "without --task win_rate")
+        if not self.reward.models:
+            scoring = [*SCORING_FLAGS, "reward.normalize_enable"]
+            yield Unused(scoring, "without --reward.model_name_or_path")
+        if self.rollout.max_tokens_per_gpu:
+            yield Unused(["rollout.micro_batch_size"], "with --rollout.max_tokens_per_gpu")
+        yield from self._unused_by_episodes()
+        yield from super().unused()
+
+    def _unused_by_episodes(self) -> Iterator[Unused]:
+        agent, judges = {AGENT: self.train.agent_func_path}, {"--judge.url": self.judge.url}
+        yield from unused_by_agents(self.train.agent_func_path)
+        yield from unused_by_rewards(self.reward, self.rollout, agents=agent, judges=judges)
+        askers = {**agent, FUNCTION: self.reward.function_path}
+        yield from unused_without(askers, "rollout.remote_engines")

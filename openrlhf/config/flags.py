@@ -77,7 +77,6 @@ class Flag:
         None  # paths or hub names, by comma; a path of this machine
     )
     writes: str = ""  # the kind of output that the command writes to this place: `places`
-    needs: tuple[str, ...] = ()  # conditions under which it has an effect: `effects`
     required: bool = False  # None until it is given; `check()` asks for it
     saved: bool = True  # False: left out of configuration files
     secret: bool = False  # never shown
@@ -104,6 +103,18 @@ class Flag:
         return " ".join([self.name, *(words if self.shape != "switch" else [])])
 
 
+@dataclass(frozen=True)
+class Unused:
+    """Flags and sections that have no effect, and why.
+
+    In a section, the names of flags are relative to it, in `why` too: "without --rank".
+    """
+
+    names: Sequence[str]
+    why: str
+    but: Sequence[str] = ()  # parts of these sections that do have an effect
+
+
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Section:
     """A base that makes frozen, keyword-only dataclasses of flags and of sections below.
@@ -115,15 +126,14 @@ class Section:
         cls.__doc__ = cls.__doc__ or cls.__mro__[1].__doc__
         dataclass(frozen=True, kw_only=True)(cls)
 
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        yield from ()
 
-def option(default: T, help: str, *, needs: str = "", **info: Any) -> T:
-    """A field that is a flag. `needs`: its conditions, joined by &; `info`: fields of `Flag` that
-    have a default.
-    """
-    conditions = tuple(needs.split(" & ")) if needs else ()
-    return field(
-        default_factory=lambda: copy(default), metadata={"help": help, "needs": conditions, **info}
-    )
+
+def option(default: T, help: str, **info: Any) -> T:
+    """A field that is a flag. `info`: fields of `Flag` that have a default."""
+    return field(default_factory=lambda: copy(default), metadata={"help": help, **info})
 
 
 def derived(help: str, **info: Any) -> Any:
@@ -183,10 +193,9 @@ def items(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
-def spelled_out(config: Any, rows: Iterable[tuple[object, str]]) -> list[str]:
-    """The sentences that hold, each <flag> as it is typed: <train.seed> becomes --train.seed 42."""
+def spelled_out(config: Any, sentences: Iterable[str]) -> list[str]:
+    """Return sentences with each <flag> as it is typed: <train.seed> becomes --train.seed 42."""
     typed = {flag.path: flag.typed(value) for flag, value in flags_in(config)}
-    sentences = [sentence for holds, sentence in rows if holds]
     return [re.sub(r"<([\w.]+)>", lambda m: typed.get(m[1], m[0]), text) for text in sentences]
 
 

@@ -5,73 +5,122 @@ all flags of RL.
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from collections.abc import Iterator
 
 from openrlhf.config import choices, shared
 from openrlhf.config.commands import Root
-from openrlhf.config.effects import EFFECTS, Effects
-from openrlhf.config.flags import Section, derived, option
+from openrlhf.config.flags import Section, Unused, derived, option
 from openrlhf.config.rollout import (
+    AGENT,
+    FUNCTION,
     PlacementConfig,
     PromptConfig,
     RewardConfig,
     RolloutConfig,
     VLLMConfig,
+    unused_by_agents,
+    unused_by_rewards,
+    unused_without,
 )
 
-# Conditions: see `effects`.
-CRITIC = "estimator.needs_critic"
-FROZEN = "has_frozen_policy"
+# What flags need, as notices call it.
+CRITIC = "a critic (--algo.advantage.estimator gae)"
+FROZEN = (
+    "a reference (--algo.kl.init_coef above 0, no --ds.lora.rank) or --algo.distill.teacher PATH"
+)
+REWARD_MODEL = "--reward.model_name_or_path"
 
 
-# fmt: off
 class ActorConfig(shared.GroupConfig, shared.TrainedModelConfig, shared.OptimizerConfig):
     """The policy; also the reference."""
+
     policy_loss_type: str = option("ppo", "Policy loss.", choices=choices.POLICY_LOSSES)
     eps_clip: float = option(0.2, "Clip range of the ratio, both sides.", gt=0)
     eps_clip_low_high: tuple[float, float] = derived("Clip below, above 1; unset: eps_clip.", ge=0)
     dual_clip: float | None = option(None, "Bound of the loss where the advantage is < 0.", gt=1)
-    entropy_coef: float | None = option(None, "Weight of the entropy bonus; 0: only log it; unset: do not compute it.")
+    entropy_coef: float | None = option(
+        None, "Weight of the entropy bonus; 0: only log it; unset: do not compute it."
+    )
     freeze_visual_encoder: bool = option(False, "Train only the language part of a vision model.")
     adam: shared.AdamConfig = shared.AdamConfig(lr=1e-6)
 
+
 class CriticConfig(shared.GroupConfig, shared.OptimizerConfig):
     """The critic (estimator gae)."""
+
     model_name_or_path: str | None = option(
-        None, "Folder or hub name; unset: first reward model, else the policy's.", holds="model")
+        None, "Folder or hub name; unset: first reward model, else the policy's.", holds="model"
+    )
     value_clip: float = option(0.5, "Clip range of the values.", gt=0)
     freezing_steps: int = option(-1, "Steps that train the critic alone.", ge=-1)
     save_value_network: bool = option(False, "Export the critic at the end.")
     adam: shared.AdamConfig = shared.AdamConfig(lr=9e-6)
 
+
 class RefConfig(shared.GroupConfig):
     """The reference policy."""
+
     offload: bool = option(False, "Keep it in CPU memory between uses.")
+
 
 class AdvantageConfig(Section):
     """Advantage estimation."""
+
     estimator: str = option("gae", "Estimator.", choices=choices.ESTIMATORS)
-    gamma: float = option(1.0, "Discount per token.", ge=0, le=1, needs="!estimator.needs_groups")
-    lambd: float = option(1.0, "Lambda of GAE.", ge=0, le=1, needs=CRITIC)
+    gamma: float = option(1.0, "Discount per token.", ge=0, le=1)
+    lambd: float = option(1.0, "Lambda of GAE.", ge=0, le=1)
     no_std_norm: bool = option(
-        False, "Centre a batch's advantages, do not divide by deviation.", needs="estimator.whitened")
+        False,
+        "Centre a batch's advantages, do not divide by deviation.",
+    )
     is_correction_enable: bool = option(False, "Correct the loss for engine-trainer differences.")
-    is_correction_type: str = option("tis", "Preset of the correction.", choices=choices.CORRECTIONS, needs="is_correction_enable")
-    is_correction_threshold: tuple[float, float] = option((0.5, 5.0), "Bounds of the ratio pi_old / pi_rollout.", ge=0)
+    is_correction_type: str = option(
+        "tis",
+        "Preset of the correction.",
+        choices=choices.CORRECTIONS,
+    )
+    is_correction_threshold: tuple[float, float] = option(
+        (0.5, 5.0), "Bounds of the ratio pi_old / pi_rollout.", ge=0
+    )
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        if self.traits.needs_groups:
+            yield Unused(["gamma"], f"with --estimator {self.estimator}")
+        if not self.traits.needs_critic:
+            yield Unused(["lambd"], "without a critic (--estimator gae)")
+        if not self.traits.whitened:
+            yield Unused(
+                ["no_std_norm"],
+                "without an --estimator that whitens, as gae, reinforce and reinforce_baseline do",
+            )
+        if not self.is_correction_enable:
+            yield Unused(["is_correction_type"], "without --is_correction_enable")
+
+    @property
+    def traits(self) -> choices.EstimatorTraits:
+        """What the estimator asks for."""
+        return choices.ESTIMATORS[self.estimator]
+
 
 class CorrectionConfig(Section):
     """Correction of engine-trainer differences, by its axes."""
+
     level: str | None = option(None, "Level of ratios.", choices=("token", "sequence", "geometric"))
-    mode: str | None = option(None, "What happens outside the band.", choices=("clip", "mask", "truncate"))
+    mode: str | None = option(
+        None, "What happens outside the band.", choices=("clip", "mask", "truncate")
+    )
     band: tuple[float, float] | None = option(None, "Lower and upper bound.", ge=0)
+
 
 class KLConfig(Section):
     """Distance to the reference."""
+
     init_coef: float = option(0.01, "Coefficient; 0: no reference is loaded.", ge=0)
-    estimator: str = option("k1", "Estimator.", choices=choices.KL_ESTIMATORS, needs="init_coef")
-    use_loss: bool = option(False, "Put the KL into the loss instead of the rewards.", needs="init_coef")
+    estimator: str = option("k1", "Estimator.", choices=choices.KL_ESTIMATORS)
+    use_loss: bool = option(False, "Put the KL into the loss instead of the rewards.")
     target: float | None = option(None, "Adapt the coefficient to this KL, nats per token.", gt=0)
-    horizon: int = option(10000, "Samples over which the coefficient adapts.", ge=1, needs="target")
+    horizon: int = option(10000, "Samples over which the coefficient adapts.", ge=1)
     stop_update: float | None = option(None, "KL that ends a batch's updates, nats/token.", gt=0)
     stop_run: float | None = option(None, "KL that ends the run, nats per token.", gt=0)
 
@@ -80,28 +129,59 @@ class KLConfig(Section):
         """Whether the KL is a part of the rewards."""
         return self.init_coef > 0 and not self.use_loss
 
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        if not self.init_coef:
+            yield Unused(["estimator", "use_loss"], "without --init_coef")
+        if not self.target:
+            yield Unused(["horizon"], "without --target")
+
+
 class LossConfig(Section):
     """The policy loss of a window."""
+
     aggregation: str = option(
-        "token", "Mean over tokens, mean of sequence means, or sum over a constant length; "
-        "unset with gspo: sequence.", choices=("token", "sequence", "constant"))
+        "token",
+        "Mean over tokens, mean of sequence means, or sum over a constant length; "
+        "unset with gspo: sequence.",
+        choices=("token", "sequence", "constant"),
+    )
     mask_truncated: bool = option(False, "Leave truncated samples out of all losses.")
+
 
 class DistillConfig(Section):
     """On-policy distillation."""
+
     teacher: str | None = option(
-        None, "Folder or hub name of the teacher, or the name of one of rollout.remote_engines.", holds="model")
-    coef: float = option(1.0, "Weight of the teacher.", ge=0, needs="teacher")
+        None,
+        "Folder or hub name of the teacher, or the name of one of rollout.remote_engines.",
+        holds="model",
+    )
+    coef: float = option(1.0, "Weight of the teacher.", ge=0)
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        if not self.teacher:
+            yield Unused(["coef"], "without --teacher")
+
 
 class PtxConfig(Section):
     """Pretraining text mixed into the updates."""
+
     dataset: str | None = option(None, "Files, folders, hub names, by comma.", holds="dataset")
-    probs: str | None = option(None, "Probability of each dataset, by comma.", needs="dataset")
-    split: str = option("train", "Split of each dataset; a file has one.", needs="dataset")
-    coef: float = option(0.05, "Weight of the loss of this text.", ge=0, needs="dataset")
+    probs: str | None = option(None, "Probability of each dataset, by comma.")
+    split: str = option("train", "Split of each dataset; a file has one.")
+    coef: float = option(0.05, "Weight of the loss of this text.", ge=0)
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        if not self.dataset:
+            yield Unused(["probs", "split", "coef"], "without --dataset")
+
 
 class AlgoConfig(Section):
     """The algorithm."""
+
     advantage: AdvantageConfig = AdvantageConfig()
     kl: KLConfig = KLConfig()
     loss: LossConfig = LossConfig()
@@ -109,26 +189,43 @@ class AlgoConfig(Section):
     distill: DistillConfig = DistillConfig()
     ptx: PtxConfig = PtxConfig()
     dynamic_filtering_enable: bool = option(False, "Replace prompts outside the range of scores.")
-    dynamic_filtering_range: tuple[float, float] = option((0.0, 1.0), "Mean scores to keep, ends excluded.", needs="dynamic_filtering_enable")
+    dynamic_filtering_range: tuple[float, float] = option(
+        (0.0, 1.0), "Mean scores to keep, ends excluded."
+    )
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        if not self.dynamic_filtering_enable:
+            yield Unused(["dynamic_filtering_range"], "without --dynamic_filtering_enable")
+
 
 class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
     """Batches, epochs, seed, placement, pipeline."""
+
     num_episodes: int = option(1, "Epochs over the prompts.", ge=1)
     dynamic_batch_enable: bool = option(False, "Micro-batches by tokens; implies packing.")
     max_tokens_per_gpu: int = option(
-        16192, "Tokens of such a micro-batch; a longer sample has one of its own.", ge=1, needs="dynamic_batch_enable")
-    colocate_actor_ref: bool = option(False, "Policy and reference share devices.", needs=FROZEN)
-    colocate_critic_reward: bool = option(
-        False, "Critic and reward models share devices.", needs=f"{CRITIC} & reward.models")
+        16192,
+        "Tokens of such a micro-batch; a longer sample has one of its own.",
+        ge=1,
+    )
+    colocate_actor_ref: bool = option(False, "Policy and reference share devices.")
+    colocate_critic_reward: bool = option(False, "Critic and reward models share devices.")
     colocate_all: bool = option(False, "All models and the engines share devices.")
     async_enable: bool = option(False, "Generate and train at the same time.")
     async_queue_size: int = option(
-        1, "Batches in generation or waiting at most, besides the one in training.", ge=1, needs="async_enable")
-    max_staleness: int = derived(
-        "Versions a sample may lag; unset: train.async_queue_size.", ge=1, needs="async_enable")
+        1,
+        "Batches in generation or waiting at most, besides the one in training.",
+        ge=1,
+    )
+    max_staleness: int = derived("Versions a sample may lag; unset: train.async_queue_size.", ge=1)
     partial_rollout_enable: bool = option(
-        False, "Publish while samples are under way; they go on under the new weights.", needs="async_enable")
-    max_restarts: int = option(0, "Restarts of the run after a worker, or the Ray that it started, has died.", ge=0)
+        False,
+        "Publish while samples are under way; they go on under the new weights.",
+    )
+    max_restarts: int = option(
+        0, "Restarts of the run after a worker, or the Ray that it started, has died.", ge=0
+    )
     publish_timeout: float = option(600.0, "Seconds to bring weights to the engines.", gt=0)
 
     @property
@@ -139,19 +236,34 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
         pairs = [("actor", "ref", "teacher")] * self.colocate_actor_ref
         return pairs + [("critic", "reward")] * self.colocate_critic_reward
 
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        yield from super().unused()
+        if not self.dynamic_batch_enable:
+            yield Unused(["max_tokens_per_gpu"], "without --dynamic_batch_enable")
+        if not self.async_enable:
+            asynchronous = ["async_queue_size", "max_staleness", "partial_rollout_enable"]
+            yield Unused(asynchronous, "without --async_enable")
+
+
 class RLLoraConfig(shared.LoraConfig):
-    publish: str = option("merged", "What engines are sent.", choices=("merged", "adapter"), needs="rank")
+    publish: str = option("merged", "What engines are sent.", choices=("merged", "adapter"))
 
     @property
     def served_rank(self) -> int:
         """The rank of the adapter that engines are sent; 0 if they are sent whole weights."""
         return self.rank if self.publish == "adapter" else 0
 
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        yield from super().unused()
+        if not self.rank:
+            yield Unused(["publish"], "without --rank")
+
+
 class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
-    enable_sleep: bool = option(
-        False, "Move the training state to CPU memory between updates.", needs="!adam_offload")
-    value_head_prefix: str = option(
-        "score", "Name of the scalar head; a stored one wins.", needs=f"{CRITIC}|reward.models")
+    enable_sleep: bool = option(False, "Move the training state to CPU memory between updates.")
+    value_head_prefix: str = option("score", "Name of the scalar head; a stored one wins.")
     lora: RLLoraConfig = RLLoraConfig()
 
     @property
@@ -159,19 +271,34 @@ class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
         """Whether the training state waits in CPU memory between updates."""
         return self.enable_sleep and not self.adam_offload
 
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        yield from super().unused()
+        if self.adam_offload:
+            yield Unused(["enable_sleep"], "with --adam_offload")
+
+
 class RLDataConfig(PromptConfig, shared.DataConfig):
     """Tokenizer and prompts."""
-    image_key: str = option("images", "Column with images.", needs="train.agent_func_path")
+
+    image_key: str = option("images", "Column with images.")
     max_images_per_prompt: int = option(0, "Images of a prompt; 0: text only.", ge=0)
 
+
 class RLEvalConfig(shared.EvalConfig):
-    temperature: float = option(0.6, "Temperature; 0: greedy.", ge=0, le=2, needs="dataset")
-    n_samples_per_prompt: int = option(4, "Responses per prompt: the k of pass@k.", ge=1, needs="dataset")
-    at_start: bool = option(False, "Evaluate before the first step too.", needs="dataset")
+    temperature: float = option(0.6, "Temperature; 0: greedy.", ge=0, le=2)
+    n_samples_per_prompt: int = option(4, "Responses per prompt: the k of pass@k.", ge=1)
+    at_start: bool = option(False, "Evaluate before the first step too.")
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        yield from super().unused()
+        if not self.dataset:
+            yield Unused(["temperature", "n_samples_per_prompt", "at_start"], "without --dataset")
+
 
 class RLFlags(Root):
     """Reinforcement learning."""
-    effects: ClassVar[Effects] = EFFECTS["reinforcement"]
 
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
@@ -185,8 +312,12 @@ class RLFlags(Root):
     eval: RLEvalConfig = RLEvalConfig()
     ds: RLDeepSpeedConfig = RLDeepSpeedConfig()
     placement: PlacementConfig = PlacementConfig()
-    ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_ppo_ray", max_mem=float("inf"))
-    logger: shared.LoggerConfig = shared.LoggerConfig(wandb=shared.WandbConfig(project="openrlhf_train_ppo"))
+    ckpt: shared.CheckpointConfig = shared.CheckpointConfig(
+        path="./ckpt/checkpoints_ppo_ray", max_mem=float("inf")
+    )
+    logger: shared.LoggerConfig = shared.LoggerConfig(
+        wandb=shared.WandbConfig(project="openrlhf_train_ppo")
+    )
 
     @property
     def keeps_best(self) -> bool:
@@ -201,9 +332,13 @@ class RLFlags(Root):
 
     def further_places(self) -> list[tuple[str, str, str]]:
         """The folder of the critic."""
-        writes_critic = self.estimator.needs_critic and self.critic.save_value_network and not self.rollout.only
+        writes_critic = (
+            self.estimator.needs_critic and self.critic.save_value_network and not self.rollout.only
+        )
         folder = f"{self.ckpt.output_dir}_critic"
-        return [(f"{folder} (--critic.save_value_network)", folder, "model")] if writes_critic else []
+        return (
+            [(f"{folder} (--critic.save_value_network)", folder, "model")] if writes_critic else []
+        )
 
     @property
     def samples(self) -> int:
@@ -259,7 +394,7 @@ class RLFlags(Root):
     @property
     def estimator(self) -> choices.EstimatorTraits:
         """What the advantage estimator asks for."""
-        return choices.ESTIMATORS[self.algo.advantage.estimator]
+        return self.algo.advantage.traits
 
     @property
     def remote_teacher(self) -> str | None:
@@ -271,3 +406,84 @@ class RLFlags(Root):
     def local_teacher(self) -> str | None:
         """The teacher's folder or hub name, where it is loaded here."""
         return None if self.remote_teacher else self.algo.distill.teacher
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        if self.rollout.only:
+            yield from self._unused_without_training()
+        if self.rollout.replay_dir:
+            yield from self._unused_in_replay()
+        yield from self._unused_by_models()
+        yield from self._unused_by_episodes()
+        yield from super().unused()
+
+    def _unused_without_training(self) -> Iterator[Unused]:
+        sections = ["actor", "critic", "ref", "algo", "eval", "ckpt", "train"]
+        generation = [
+            "actor.model_name_or_path",
+            "algo.advantage.estimator",
+            "algo.dynamic_filtering_enable",
+            "algo.dynamic_filtering_range",
+            "train.seed",
+            "train.num_episodes",
+            "train.setup_timeout",
+            "train.step_timeout",
+            "train.full_determinism_enable",
+            "train.agent_func_path",
+        ]
+        reward_models = ["train.dynamic_batch_enable", "train.max_tokens_per_gpu"]
+        yield Unused(sections, "with --rollout.only", but=[*generation, *reward_models])
+
+    def _unused_in_replay(self) -> Iterator[Unused]:
+        sections = ["vllm", "placement.vllm", "eval"]
+        sampling = ["top_p", "top_k", "stop", "stop_token_ids", "seeded"]
+        episodes = ["max_turns", "step_timeout", "episode_timeout", "dump_dir"]
+        rewards = [
+            "remote_url",
+            "verifier",
+            "batch",
+            "timeout",
+            "retries",
+            "workers",
+            "memory_gib",
+        ]
+        names = [
+            *sections,
+            "train.agent_func_path",
+            *[f"rollout.{name}" for name in [*sampling, *episodes]],
+            *[f"reward.{name}" for name in rewards],
+        ]
+        yield Unused(names, "with --rollout.replay_dir")
+
+    def _unused_by_models(self) -> Iterator[Unused]:
+        critic, models = self.estimator.needs_critic, self.reward.models
+        shared_by_critic = "train.colocate_critic_reward"
+        yield from unused_without({CRITIC: critic}, "critic", "placement.critic", shared_by_critic)
+        yield from unused_without(
+            {FROZEN: self.has_frozen_policy}, "ref", "placement.ref", "train.colocate_actor_ref"
+        )
+        yield from unused_without({REWARD_MODEL: models}, "placement.reward", shared_by_critic)
+        yield from unused_without({REWARD_MODEL: models, CRITIC: critic}, "reward.normalize_enable")
+        yield from unused_without({CRITIC: critic, REWARD_MODEL: models}, "ds.value_head_prefix")
+
+    def _unused_by_episodes(self) -> Iterator[Unused]:
+        train, agent = self.train, self.train.agent_func_path
+        yield from unused_by_agents(agent)
+        yield from unused_without({AGENT: agent}, "data.image_key")
+        yield from unused_by_rewards(self.reward, self.rollout, agents={AGENT: agent}, judges={})
+        askers = {
+            AGENT: agent,
+            FUNCTION: self.reward.function_path,
+            "--algo.distill.teacher NAME": self.remote_teacher,
+        }
+        yield from unused_without(askers, "rollout.remote_engines")
+        if self.hybrid:
+            yield Unused(["vllm.max_engines"], "with --train.colocate_all")
+        if not train.colocate_all:
+            yield Unused(["vllm.enable_sleep"], "without --train.colocate_all")
+        if train.async_enable:
+            yield Unused(["rollout.vllm_generate_batch_size"], "with --train.async_enable")
+        if train.dynamic_batch_enable:
+            yield Unused(["rollout.micro_batch_size"], "with --train.dynamic_batch_enable")
+        else:
+            yield Unused(["rollout.max_tokens_per_gpu"], "without --train.dynamic_batch_enable")

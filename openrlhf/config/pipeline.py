@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from openrlhf.config.commands import Command
-from openrlhf.config.effects import Effects, Sentences
-from openrlhf.config.flags import Section, derived, option, required
+from openrlhf.config.flags import Section, Unused, derived, option, required
 
 
-# fmt: off
 class PipelineRunConfig(Section):
     """Where everything goes."""
-    dir: str = derived("Folder of all stages; unset: ./runs/<name of the file>, with --settings behind it.", holds="place", writes="stages")
+
+    dir: str = derived(
+        "Folder of all stages; unset: ./runs/<name of the file>, with --settings behind it.",
+        holds="place",
+        writes="stages",
+    )
+
 
 class PipelineConfig(Command):
     """Stages in a file, one after the other."""
-    effects: ClassVar[Effects] = {"!always": ["plugin"]}
 
-    file: str = required("YAML file with the stages; may also be the first word.", metavar="FILE.yaml", holds="place")
+    file: str = required(
+        "YAML file with the stages; may also be the first word.", metavar="FILE.yaml", holds="place"
+    )
     settings: str = option("", "Which settings of the file; unset: its first.")
     dry_run: bool = option(False, "Check everything, say what would run, stop.", saved=False)
     run: PipelineRunConfig = PipelineRunConfig()
 
     def derived_values(self) -> dict[str, Any]:
-        """The folder."""
-        name = "-".join([Path(self.file or "").stem, *filter(None, [self.settings])])
+        """Return the folder of all stages."""
+        name = Path(self.file or "").stem
+        if self.settings:
+            name += f"-{self.settings}"
         return {"run.dir": self.run.dir or f"./runs/{name}"}
 
-    def mistakes(self) -> Sentences:
-        """The file is there."""
-        return [*super().mistakes(), (self.file and not os.path.isfile(self.file), "<file> is no file on this machine.")]
+    def violations(self) -> Iterator[str]:
+        """Yield what is wrong with this resolved configuration."""
+        yield from super().violations()
+        if self.file and not os.path.isfile(self.file):
+            yield "<file> is no file on this machine."
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        yield Unused(["plugin"], "with this command")

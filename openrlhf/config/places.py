@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from openrlhf.config.effects import Sentences, unmet
+from openrlhf.config.effects import unused_flags
 from openrlhf.config.flags import Flag, flags_in, items
 
 # By kind of output, the names in its folder that the command writes, replaces or moves.
@@ -82,9 +82,9 @@ class Input:
 
 def outputs(config: Any) -> Iterator[Output]:
     """The folders and files that a command with these flags writes."""
-    idle = config.idle_places()
+    idle = config.idle_places() | unused_flags(config).keys()
     for flag, value in flags_in(config):
-        if flag.writes and value and flag.path not in idle and not unmet(config, flag):
+        if flag.writes and value and flag.path not in idle:
             yield Output(named=flag.typed(value), path=value, kind=flag.writes)
     for named, path, kind in config.further_places():
         yield Output(named=named, path=path, kind=kind)
@@ -110,29 +110,29 @@ def inputs(config: Any) -> list[Input]:
     return list(found.values())
 
 
-def overwriting(config: Any) -> Sentences:
-    """Return an error for each output that would overwrite an input of the command, or a file of
+def overwriting(config: Any) -> Iterator[str]:
+    """Yield a violation for each output that would overwrite an input of the command, or a file of
     another output.
     """
-    mistakes: list[str] = []
     written, read = list(outputs(config)), inputs(config)
     for output in written:
         for source in read:
             name = f"{source.flag.name} {source.path}"
             if output.changes(source.path):
-                mistakes.append(
-                    f"{output.named} would overwrite {name}, which this command reads: choose another path."
+                yield (
+                    f"{output.named} would overwrite {name}, which this command reads: choose "
+                    "another path."
                 )
             elif source.flag.holds == "dataset" and output.lies_in(source.path):
-                mistakes.append(
-                    f"{output.named} is inside {name}, whose files are all read as data: choose another path."
+                yield (
+                    f"{output.named} is inside {name}, whose files are all read as data: choose "
+                    "another path."
                 )
         for other in written:
             if output.is_file and not other.is_file and other.changes(output.path):
-                mistakes.append(
+                yield (
                     f"{output.named} has the name of a file of {other.named}: choose another name."
                 )
-    return [(True, sentence) for sentence in mistakes]
 
 
 def model_in(folder: str) -> str | None:

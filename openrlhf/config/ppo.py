@@ -1,140 +1,136 @@
-"""Root of RL: what follows from its flags, what the user may have to know, and what may be wrong."""
+"""Root of RL, and what follows from its flags."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Self
 
-from openrlhf.config import choices, machine, ppo_rules, rules
-from openrlhf.config.effects import Sentences, combined
+from openrlhf.config import choices, machine, ppo_notices, ppo_rules, rules
 from openrlhf.config.flags import value_at
 from openrlhf.config.learning import RLFlags
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
+from openrlhf.config.training_rules import held_out_notices
 
 
 def group_sizes(config: RLFlags) -> dict[str, Any]:
-    """What follows from this machine; and a role that shares another's devices has the same size."""
+    """Return the sizes of roles that follow from this machine, by path.
+
+    A role that shares the devices of another has the same size.
+    """
     sizes = rules.machine_values(config)
-    owners = {
-        role: roles[0]
-        for roles in config.train.colocated
-        for role in roles[1:]
-        if role != "teacher"
-    }
-    for role, owner in owners.items():
-        for leaf in ("num_nodes", "num_gpus_per_node"):
-            if f"{role}.{leaf}" not in config.given:
-                path = f"{owner}.{leaf}"
-                sizes[f"{role}.{leaf}"] = sizes.get(path, value_at(config, path))
+    for owner, *others in config.train.colocated:
+        for role in others:
+            if role != "teacher":
+                sizes |= _sizes_of_owner(config, role, owner, sizes)
     return sizes
 
 
+def _sizes_of_owner(
+    config: RLFlags, role: str, owner: str, sizes: dict[str, Any]
+) -> dict[str, Any]:
+    copied: dict[str, Any] = {}
+    for leaf in ("num_nodes", "num_gpus_per_node"):
+        path = f"{owner}.{leaf}"
+        copied[f"{role}.{leaf}"] = sizes.get(path, value_at(config, path))
+    return config.unless_given(copied)
+
+
 def learning_values(config: RLFlags) -> dict[str, Any]:
-    """What follows for rewards, critic and losses, by path."""
-    actor, train, reward = config.actor, config.train, config.reward
-    gamma, loss = config.algo.advantage.gamma, choices.POLICY_LOSSES[actor.policy_loss_type]
-    clip = None if "actor.eps_clip" in config.given else loss.clip
-    critic = config.critic.model_name_or_path or next(
-        iter(reward.scalars), actor.model_name_or_path
-    )
-    advantage, preset = config.algo.advantage, ppo_rules.correction_preset(config)
-    own = {
-        "actor.eps_clip_low_high": clip or (actor.eps_clip, actor.eps_clip),
-        "algo.loss.aggregation": loss.aggregation,
-    } | (preset if advantage.is_correction_enable else {})
-    return config.unless_given(own) | {
-        "critic.model_name_or_path": critic if config.estimator.needs_critic else None,
-        "reward.remote_url": None if train.agent_func_path else reward.remote_url,
-        "algo.advantage.gamma": 1.0 if config.estimator.needs_groups else gamma,
-        "train.max_staleness": train.max_staleness or train.async_queue_size,
-        "ckpt.load_enable": config.ckpt.load_enable and not config.rollout.only,
-    }
+    """Return what follows for rewards, critic and losses, by path."""
+    own = clip_values(config)
+    if config.algo.advantage.is_correction_enable:
+        own |= ppo_rules.correction_preset(config)
+    values = config.unless_given(own)
+    values["critic.model_name_or_path"] = None
+    if config.estimator.needs_critic:
+        values["critic.model_name_or_path"] = critic_source(config)
+    if config.estimator.needs_groups:
+        values["algo.advantage.gamma"] = 1.0
+    if config.train.agent_func_path:
+        values["reward.remote_url"] = None
+    if config.rollout.only:
+        values["ckpt.load_enable"] = False
+    staleness = config.train.max_staleness or config.train.async_queue_size
+    return values | {"train.max_staleness": staleness}
+
+
+def clip_values(config: RLFlags) -> dict[str, Any]:
+    """Return the clip range and the aggregation that belong to the policy loss, by path."""
+    loss, eps_clip = choices.POLICY_LOSSES[config.actor.policy_loss_type], config.actor.eps_clip
+    clip = (eps_clip, eps_clip)
+    if loss.clip and "actor.eps_clip" not in config.given:
+        clip = loss.clip
+    return {"actor.eps_clip_low_high": clip, "algo.loss.aggregation": loss.aggregation}
+
+
+def critic_source(config: RLFlags) -> str:
+    """Return the model from which the critic starts."""
+    if config.critic.model_name_or_path:
+        return config.critic.model_name_or_path
+    for reward_model in config.reward.scalars:
+        return reward_model
+    return config.actor.model_name_or_path
 
 
 def rollout_values(config: RLFlags) -> dict[str, Any]:
-    """What follows for engines, sampling and micro-batches, by path."""
-    train, rollout, vllm, ds = config.train, config.rollout, config.vllm, config.ds
-    tokens = rollout.max_tokens_per_gpu or train.max_tokens_per_gpu
+    """Return what follows for engines, sampling and micro-batches, by path."""
+    train, rollout, vllm = config.train, config.rollout, config.vllm
     shared = rollout.n_samples_per_prompt > 1 or train.agent_func_path is not None
-    return engine_values(vllm, rollout, ds.param_dtype, shared=shared) | {
-        "rollout.max_tokens_per_gpu": tokens if train.dynamic_batch_enable else None,
-        "vllm.enable_sleep": vllm.enable_sleep and config.hybrid,
-        "ds.packing_samples": ds.packing_samples or train.dynamic_batch_enable,
-    }
+    values = engine_values(vllm, rollout, config.ds.param_dtype, shared=shared)
+    values["vllm.enable_sleep"] = vllm.enable_sleep and config.hybrid
+    values["rollout.max_tokens_per_gpu"] = None
+    if train.dynamic_batch_enable:
+        tokens = rollout.max_tokens_per_gpu or train.max_tokens_per_gpu
+        values["rollout.max_tokens_per_gpu"] = tokens
+        values["ds.packing_samples"] = True
+    return values
 
 
 def engine_values(
     vllm: VLLMConfig, rollout: RolloutConfig, param_dtype: str, *, shared: bool
 ) -> dict[str, Any]:
-    """What follows for engines in RL and evaluation; `shared`: samples share prefixes."""
-    seeded = "off" if machine.count_gpus() else "on"  # on GPUs it costs time and is not exact
+    """Return what follows for engines in RL and evaluation, by path.
+
+    `shared`: samples share prefixes.
+    """
+    dtype, seeded, sync_backend = vllm.dtype, rollout.seeded, vllm.sync_backend
+    if dtype == "auto":
+        dtype = param_dtype
+    if seeded == "auto":
+        seeded = "on"
+        if machine.count_gpus():
+            seeded = "off"  # on GPUs seeds cost time and are not exact
+    if sync_backend == "nccl" and not machine.count_gpus():
+        sync_backend = "gloo"
+    caches = vllm.enable_prefix_caching or shared
     return {
         "rollout.vllm_generate_batch_size": rollout.vllm_generate_batch_size or rollout.batch_size,
-        "rollout.seeded": seeded if rollout.seeded == "auto" else rollout.seeded,
+        "rollout.seeded": seeded,
         "vllm.max_engines": vllm.max_engines or vllm.num_engines,
-        "vllm.dtype": param_dtype if vllm.dtype == "auto" else vllm.dtype,
-        "vllm.sync_backend": "gloo"
-        if vllm.sync_backend == "nccl" and not machine.count_gpus()
-        else vllm.sync_backend,
-        "vllm.enable_prefix_caching": (vllm.enable_prefix_caching or shared)
-        and not vllm.disable_prefix_caching,
+        "vllm.dtype": dtype,
+        "vllm.sync_backend": sync_backend,
+        "vllm.enable_prefix_caching": caches and not vllm.disable_prefix_caching,
     }
 
 
-# fmt: off
 class PPOConfig(RLFlags):
     def resolve(self, *, command: str) -> tuple[Self, list[str]]:
-        """As for every command. The GPUs are those of --placement.cluster, if it is given."""
+        """Resolve as every command does. The GPUs are those of --placement.cluster, if given."""
         if gpus := sum(machine.declared_machines(self.placement.cluster or "")):
             machine.cluster_gpus = gpus
         return super().resolve(command=command)
 
     def derived_values(self) -> dict[str, Any]:
-        """What follows from the flags of RL, by path."""
+        """Return what follows from the flags of RL, by path."""
         return group_sizes(self) | learning_values(self) | rollout_values(self)
 
-    def notices(self) -> Sentences:
-        """What the user may have to know of this resolved configuration."""
-        combinations = combined(self, "noticed", "reinforcement")
-        held_out = rules.held_out_notices(self, "data.prompt_dataset", "data.prompt_split")
-        return [*self._device_notices(), *self._algorithm_notices(), *combinations, *held_out, *super().notices()]
+    def notices(self) -> Iterator[str]:
+        """Yield what the user may have to know of this resolved configuration."""
+        yield from ppo_notices.notices(self)
+        yield from held_out_notices(self, "data.prompt_dataset", "data.prompt_split")
+        yield from super().notices()
 
-    def mistakes(self) -> Sentences:
-        """What may be wrong with this resolved configuration."""
-        own = (row for rule in ppo_rules.RULES for row in rule(self))
-        return [*super().mistakes(), *rules.reward_mistakes(self), *own]
-
-    def _device_notices(self) -> Sentences:
-        """Where processes run, what they share, and how samples become optimizer steps."""
-        train, rollout, trains = self.train, self.rollout, not self.rollout.only
-        micro = f"{train.max_tokens_per_gpu} tokens" if train.dynamic_batch_enable else train.micro_batch_size
-        steps = self.samples // max(1, train.batch_size) * train.max_epochs
-        ahead = rollout.vllm_generate_batch_size > rollout.batch_size and not train.async_enable
-        corrected = self.algo.advantage.is_correction_enable or self.algo.correction.level
-        return [
-            *rules.single_process_notices(self),
-            (trains and ahead, f"--rollout.vllm_generate_batch_size {rollout.vllm_generate_batch_size} generates for more "
-             "than one step: the later steps train on samples of older weights"
-             + ("." if corrected else ". Without --algo.advantage.is_correction_enable the loss is not corrected for that.")),
-            (trains, f"Each iteration: {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
-             f"{self.samples} samples, {steps} optimizer step(s) of {train.batch_size} on "
-             f"{self.data_slices} rank(s), micro-batches of {micro}."),
-        ]
-
-    def _algorithm_notices(self) -> Sentences:
-        """What is used in an unusual way."""
-        actor, kl, kinds = self.actor, self.algo.kl, choices.KL_ESTIMATORS
-        clip, both = actor.eps_clip_low_high, {"actor.eps_clip", "actor.eps_clip_low_high"} <= self.given.keys()
-        fitting = [name for name in kinds if ("loss" if kl.use_loss else "reward") in kinds[name]]
-        return [
-            (both and clip != (actor.eps_clip, actor.eps_clip),
-             "--actor.eps_clip has no effect beside --actor.eps_clip_low_high."),
-            (actor.policy_loss_type == "gspo" and max(clip) > 0.01,  # ratios of sequences move little
-             "With gspo <actor.eps_clip_low_high> hardly ever binds: its paper uses 3e-4 4e-4."),
-            (kl.init_coef and kl.use_loss and kl.estimator not in fitting,
-             "<algo.kl.estimator> as a loss has an expected gradient of zero: with --algo.kl.use_loss "
-             f"use {' or '.join(fitting)}."),
-            (kl.in_reward and kl.estimator not in fitting,
-             f"<algo.kl.estimator> is meant for --algo.kl.use_loss: in the rewards use {' or '.join(fitting)}."),
-            (kl.stop_update and self.samples * self.train.max_epochs <= self.train.batch_size,
-             "--algo.kl.stop_update has no effect: each batch makes one optimizer step."),
-        ]
+    def violations(self) -> Iterator[str]:
+        """Yield what is wrong with this resolved configuration."""
+        yield from super().violations()
+        yield from ppo_rules.violations(self)

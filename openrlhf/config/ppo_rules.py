@@ -1,116 +1,323 @@
-"""What may be wrong with a configuration of RL; `rules` says what a row of sentences is."""
+"""Rules of RL by topic; `rules` says what a rule is."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
-from openrlhf.config import choices, machine, rules
-from openrlhf.config.effects import Sentences, combined
-from openrlhf.config.engine_args import engine_args_mistakes
+from openrlhf.config import choices, machine, sampling_rules, training_rules
 from openrlhf.config.flags import value_at
 from openrlhf.config.learning import RLFlags
+from openrlhf.config.rules import probability_violations
+
+RANGES = (
+    "algo.dynamic_filtering_range",
+    "algo.advantage.is_correction_threshold",
+    "algo.correction.band",
+    "reward.clip_range",
+)
+LARGEST_SERVED_RANK = 512  # of vLLM
 
 
 def correction_preset(config: RLFlags) -> dict[str, Any]:
-    """The axes that `is_correction_type` and `is_correction_threshold` stand for, by path."""
+    """Return what `is_correction_type` and `is_correction_threshold` stand for, by path."""
     advantage = config.algo.advantage
     level, mode = choices.CORRECTIONS[advantage.is_correction_type]
     axes = {"level": level, "mode": mode, "band": advantage.is_correction_threshold}
     return {f"algo.correction.{name}": value for name, value in axes.items()}
 
 
-# fmt: off
-def algorithm_mistakes(config: RLFlags) -> Sentences:
-    """Comparisons have something to compare, ranges go up, parts belong together."""
-    algo = config.algo
-    axes = vars(algo.correction)
-    missing = [f"--algo.correction.{name}" for name in axes if axes[name] is None]
-    ranges = ("algo.dynamic_filtering_range", "algo.advantage.is_correction_threshold",
-              "algo.correction.band", "reward.clip_range")
-    return [
-        *combined(config, "refused", "reinforcement"),
-        *((low >= high, f"--{path} is {low:g} {high:g}: the first must be below the second.")
-          for path in ranges for low, high in [value_at(config, path) or (0.0, 1.0)]),
-        (0 < len(missing) < len(axes), f"The correction also needs {' and '.join(missing)}."),
-        (algo.advantage.is_correction_enable
-         and any(value_at(config, path) != value for path, value in correction_preset(config).items()),
-         "--algo.advantage.is_correction_enable means the preset <algo.advantage.is_correction_type>, and "
-         "--algo.correction.* says something else: give one of the two."),
-    ]
+def violations(config: RLFlags) -> Iterator[str]:
+    """Yield everything that is wrong with a configuration of RL."""
+    yield from training_rules.router_violations(config.actor, "actor")
+    yield from reward_violations(config)
+    yield from estimator_violations(config)
+    yield from loss_violations(config)
+    yield from range_violations(config)
+    yield from correction_violations(config)
+    yield from adapter_violations(config)
+    yield from async_violations(config)
+    yield from rollout_violations(config)
+    yield from batch_violations(config)
+    yield from device_violations(config)
 
 
-def engine_mistakes(config: Any) -> Sentences:
-    """Engines are there, a prompt has room in them, and their extra arguments leave
-    log-probabilities alone.
-    """
-    extra = engine_args_mistakes(config.vllm, config.rollout, config.data.max_len)
-    return [*combined(config, "refused", "engines"), *extra]
+def reward_violations(config: RLFlags) -> Iterator[str]:
+    """Yield what is wrong with rewards and teachers."""
+    reward, agent, teacher = config.reward, config.train.agent_func_path, config.algo.distill
+    taught = teacher.teacher or config.rollout.replay_dir
+    if not taught and not sampling_rules.is_rewarded(reward, agent):
+        yield sampling_rules.NOTHING_REWARDS
+    yield from sampling_rules.reward_violations(reward, agent)
+    if config.data.layout == "columns":
+        yield from sampling_rules.label_violations(reward, config.data.label_key)
+    if teacher.teacher and not teacher.coef:
+        yield (
+            "<algo.distill.coef> makes --algo.distill.teacher useless: raise it, or leave both out."
+        )
+    if config.remote_teacher and config.rollout.temperature != 1:
+        yield (
+            "<rollout.temperature> is another than that of the server of <algo.distill.teacher>, "
+            "which knows log-probabilities at 1 only: use 1, or a teacher that is loaded here: "
+            "--algo.distill.teacher PATH."
+        )
+    longest = config.rollout.max_new_tokens or config.data.max_len
+    if reward.overlong_buffer_len and reward.overlong_buffer_len > longest:
+        yield (
+            f"<reward.overlong_buffer_len> is more than the longest response, {longest} tokens "
+            "(--rollout.max_new_tokens, else --data.max_len)."
+        )
 
 
-def rollout_mistakes(config: RLFlags) -> Sentences:
-    """Engines can work, and a sample has log-probabilities, and is trained on."""
-    rollout, data = config.rollout, config.data
-    longest, overlong = rollout.max_new_tokens or data.max_len, config.reward.overlong_buffer_len
-    return [
-        *engine_mistakes(config),
-        *rules.remote_engine_mistakes(rollout),
-        (rollout.replay_dir and not os.path.isdir(rollout.replay_dir),
-         "<rollout.replay_dir> is no folder on this machine: write one with --rollout.dump_dir."),
-        (overlong and overlong > longest,
-         f"<reward.overlong_buffer_len> is more than the longest response, {longest} tokens "
-         "(--rollout.max_new_tokens, else --data.max_len)."),
-    ]
+def estimator_violations(config: RLFlags) -> Iterator[str]:
+    """Yield a violation if samples of a prompt are compared, and there is only one."""
+    if config.rollout.n_samples_per_prompt != 1:
+        return
+    if config.estimator.needs_groups:
+        yield (
+            "<algo.advantage.estimator> compares samples of one prompt, but "
+            "--rollout.n_samples_per_prompt is 1. Set it to 2 or more, or use reinforce."
+        )
+    if config.algo.dynamic_filtering_enable:
+        yield (
+            "--algo.dynamic_filtering_enable judges a prompt by several samples, but "
+            "--rollout.n_samples_per_prompt is 1. Set it to 2 or more."
+        )
 
 
-def batch_mistakes(config: RLFlags) -> Sentences:
-    """Batch sizes divide each other, and probabilities fit their datasets."""
-    train, rollout, dynamic = config.train, config.rollout, config.train.dynamic_batch_enable
-    product = f"<rollout.batch_size> x <rollout.n_samples_per_prompt> = {config.samples} samples"
-    ranks = config.data_slices
-    prompts = rules.probabilities_fit(config, "data.prompt_dataset", "data.prompt_probs")
-    return prompts if rollout.only else [
-        *prompts,
-        (config.samples % max(1, train.batch_size), f"{product} are no multiple of <train.batch_size>: "
-         "change one of them, so that every optimizer step is full."),
-        *rules.batch_fits_ranks(
-            train.batch_size, ranks, micro=1 if dynamic else train.micro_batch_size,
-            what="<actor.num_nodes> x <actor.num_gpus_per_node>"),
-        (not dynamic and config.samples < rollout.micro_batch_size * ranks,
-         f"{product} are fewer than <rollout.micro_batch_size> for each of {ranks} rank(s): lower it."),
-        *rules.probabilities_fit(config, "algo.ptx.dataset", "algo.ptx.probs"),
-    ]
+def loss_violations(config: RLFlags) -> Iterator[str]:
+    """Yield what is wrong with the terms of the loss, and with what ends a run."""
+    actor, kl, evaluation = config.actor, config.algo.kl, config.eval
+    if actor.policy_loss_type == "cispo" and actor.dual_clip:
+        yield (
+            "<actor.dual_clip> has no meaning with --actor.policy_loss_type cispo, which bounds "
+            "every weight: leave it out."
+        )
+    if config.algo.ptx.dataset and not config.algo.ptx.coef:
+        yield "<algo.ptx.coef> makes --algo.ptx.dataset useless: raise it, or leave both out."
+    limits = {"target": kl.target, "stop_run": kl.stop_run}
+    for name, limit in limits.items():
+        if limit and not kl.init_coef:
+            yield (
+                f"<algo.kl.{name}> is about the KL to the reference, which --algo.kl.init_coef 0 "
+                "does not load: start above 0."
+            )
+    if evaluation.patience and evaluation.dataset and evaluation.steps in (-1, 0):
+        yield "<eval.patience> waits for a better evaluation: set --eval.steps."
 
 
-def device_mistakes(config: RLFlags) -> Sentences:
-    """Roles that share devices have as many; engines fit on the devices that they share."""
-    train, vllm, cluster = config.train, config.vllm, config.placement.cluster
-    groups = {"actor": config.actor, "ref": config.ref, "critic": config.critic, "reward": config.reward}
+def range_violations(config: RLFlags) -> Iterator[str]:
+    """Yield a violation for each range that does not go up."""
+    for path in RANGES:
+        bounds = value_at(config, path)
+        if bounds and bounds[0] >= bounds[1]:
+            yield (f"--{path} is {bounds[0]:g} {bounds[1]:g}: the first must be below the second.")
+
+
+def correction_violations(config: RLFlags) -> Iterator[str]:
+    """Yield what is wrong with the correction of engine-trainer differences."""
+    axes = vars(config.algo.correction)
+    missing = [f"--algo.correction.{name}" for name, value in axes.items() if value is None]
+    if missing and len(missing) < len(axes):
+        yield f"The correction also needs {' and '.join(missing)}."
+    if not config.algo.advantage.is_correction_enable:
+        return
+    for path, value in correction_preset(config).items():
+        if value_at(config, path) != value:
+            yield (
+                "--algo.advantage.is_correction_enable means the preset "
+                "<algo.advantage.is_correction_type>, and --algo.correction.* says something else: "
+                "give one of the two."
+            )
+            return
+
+
+def adapter_violations(config: RLFlags) -> Iterator[str]:
+    """Yield what keeps engines from using the adapter alone."""
+    ds = config.ds
+    if ds.lora.publish != "adapter":
+        return
+    if ds.lora.rank > LARGEST_SERVED_RANK:
+        yield (
+            "--ds.lora.rank is above 512, the largest of engines' adapters: lower it, or use "
+            "--ds.lora.publish merged."
+        )
+    if ds.lora.dora:
+        yield (
+            "<ds.lora.publish>: engines cannot add an adapter of --ds.lora.dora to the model's "
+            "weights: use merged."
+        )
+    if ds.load_in_4bit:
+        yield (
+            "<ds.lora.publish>: engines would add the adapter to other weights than those that "
+            "--ds.load_in_4bit rounds: use merged."
+        )
+    if config.vllm.pipeline_parallel_size != 1:
+        yield (
+            "<ds.lora.publish>: the parts of an engine of <vllm.pipeline_parallel_size> do not "
+            "tell which layers they adapt: use merged, or 1."
+        )
+
+
+def async_violations(config: RLFlags) -> Iterator[str]:
+    """Yield what cannot be used while samples are generated and trained on at the same time."""
+    if not config.train.async_enable:
+        return
+    if config.given.get("vllm.enable_sleep"):
+        yield (
+            "--vllm.enable_sleep frees devices between rollouts, but the engines of "
+            "--train.async_enable never rest: leave it out."
+        )
+    rollout = config.rollout
+    stepwise = {
+        "only": rollout.only,
+        "dump_dir": rollout.dump_dir,
+        "replay_dir": rollout.replay_dir,
+    }
+    for name, value in stepwise.items():
+        if value:
+            yield (
+                f"<rollout.{name}> and --train.async_enable do not go together: leave out one of "
+                "them."
+            )
+
+
+def rollout_violations(config: RLFlags) -> Iterator[str]:
+    """Yield what is wrong with engines and sampling."""
+    rollout = config.rollout
+    if rollout.temperature == 0:
+        yield (
+            "<rollout.temperature> is greedy, and log-probabilities at it do not exist. Use a "
+            "value above 0; evaluation may be greedy: --eval.temperature 0."
+        )
+    if rollout.only and rollout.replay_dir:
+        yield (
+            "--rollout.only generates and <rollout.replay_dir> trains from what was generated: "
+            "give one of them."
+        )
+    if rollout.replay_dir and not os.path.isdir(rollout.replay_dir):
+        yield (
+            "<rollout.replay_dir> is no folder on this machine: write one with --rollout.dump_dir."
+        )
+    at_once = rollout.vllm_generate_batch_size
+    if at_once < rollout.batch_size and not config.train.async_enable:
+        yield (
+            "<rollout.vllm_generate_batch_size> is less than <rollout.batch_size>: raise it, or "
+            "leave it out."
+        )
+    if at_once > rollout.batch_size and (rollout.dump_dir or rollout.replay_dir):
+        yield (
+            "<rollout.vllm_generate_batch_size> generates for several steps at once, and the files "
+            "of --rollout.dump_dir and --rollout.replay_dir are of one step each: leave it out."
+        )
+    yield from sampling_rules.engine_violations(config.vllm, rollout, config.data.max_len)
+    yield from sampling_rules.remote_engine_violations(rollout)
+
+
+def batch_violations(config: RLFlags) -> Iterator[str]:
+    """Yield what is wrong with batch sizes, and with probabilities of datasets."""
+    train, rollout, samples = config.train, config.rollout, config.samples
+    yield from probability_violations(config, "data.prompt_dataset", "data.prompt_probs")
+    if rollout.only:
+        return
+    product = f"<rollout.batch_size> x <rollout.n_samples_per_prompt> = {samples} samples"
+    if samples % max(1, train.batch_size):
+        yield (
+            f"{product} are no multiple of <train.batch_size>: change one of them, so that every "
+            "optimizer step is full."
+        )
+    ranks, micro = config.data_slices, train.micro_batch_size
+    if train.dynamic_batch_enable:
+        micro = 1
+    elif samples < rollout.micro_batch_size * ranks:
+        yield (
+            f"{product} are fewer than <rollout.micro_batch_size> for each of {ranks} rank(s): "
+            "lower it."
+        )
+    devices = "<actor.num_nodes> x <actor.num_gpus_per_node>"
+    yield from training_rules.rank_violations(train.batch_size, ranks, micro=micro, what=devices)
+    yield from probability_violations(config, "algo.ptx.dataset", "algo.ptx.probs")
+
+
+def device_violations(config: RLFlags) -> Iterator[str]:
+    """Yield what is wrong with devices: of roles that share them, of engines, and of resources."""
+    if config.ds.enable_sleep and config.ds.zero_stage == 0:
+        yield "<ds.enable_sleep> needs --ds.zero_stage 1, 2 or 3."
+    yield from _shared_device_violations(config)
+    if config.hybrid and not (config.rollout.only or config.rollout.replay_dir):
+        yield from _hybrid_violations(config)
+    yield from _placement_violations(config)
+
+
+def _shared_device_violations(config: RLFlags) -> Iterator[str]:
+    """Yield a violation if roles that share devices do not have the same number of processes."""
+    train = config.train
+    groups = {
+        "actor": config.actor,
+        "ref": config.ref,
+        "critic": config.critic,
+        "reward": config.reward,
+    }
     sizes = {role: (group.num_nodes, group.num_gpus_per_node) for role, group in groups.items()}
-    used = {"actor": True, "ref": config.has_frozen_policy,
-            "critic": config.estimator.needs_critic, "reward": config.reward.models}
-    sharing = [[role for role in roles if used.get(role)] for roles in train.colocated]
-    unequal = next(((roles[0], role) for roles in sharing for role in roles[1:]
-                    if sizes[role] != sizes[roles[0]]), None)
-    first, other = unequal or ("actor", "ref")
-    wanted = [(role, name, amount) for role in (*groups, "vllm") for name, amount in config.placement.wants([role]).items()]
-    wrong = [f"{name} of {role} is {amount!r}" for role, name, amount in wanted
-             if not isinstance(amount, str) and not (isinstance(amount, int | float) and amount > 0)]
-    flags = [name for name in ("colocate_all", "colocate_actor_ref", "colocate_critic_reward") if getattr(train, name)]
-    devices, per_node = vllm.devices, config.actor.num_gpus_per_node
-    engines = "<vllm.num_engines> x <vllm.tensor_parallel_size>" + (
-        " x <vllm.pipeline_parallel_size>" if vllm.pipeline_parallel_size > 1 else "")
-    hybrid = config.hybrid and not (config.rollout.only or config.rollout.replay_dir)
-    return [
-        (unequal, f"--train.{' and --train.'.join(flags)} needs equal sizes, but they are <{first}.num_nodes> "
-         f"<{first}.num_gpus_per_node> and <{other}.num_nodes> <{other}.num_gpus_per_node>."),
-        (hybrid and vllm.num_engines * devices > config.actor_ranks,
-         f"--train.colocate_all has the engines on the devices of the models: {engines} = {vllm.num_engines * devices} are "
-         f"more than <actor.num_nodes> x <actor.num_gpus_per_node> = {config.actor_ranks}. Lower --vllm.num_engines."),
-        (hybrid and per_node % devices,
-         f"With --train.colocate_all an engine shares devices of one machine: its {devices} do not divide "
-         "<actor.num_gpus_per_node>. Change --vllm.tensor_parallel_size."),
-        (wrong, f"--placement.*.resources: {', '.join(wrong)}; an amount above 0 is a Ray resource, a text is a label."),
-        (cluster and not machine.declared_machines(cluster), "<placement.cluster> is no cluster: write 2x8 for two machines of 8 GPUs."),
-    ]
+    used = ["actor"]
+    if config.has_frozen_policy:
+        used.append("ref")
+    if config.estimator.needs_critic:
+        used.append("critic")
+    if config.reward.models:
+        used.append("reward")
+    switches = {
+        "colocate_all": train.colocate_all,
+        "colocate_actor_ref": train.colocate_actor_ref,
+        "colocate_critic_reward": train.colocate_critic_reward,
+    }
+    flags = [f"--train.{name}" for name, is_on in switches.items() if is_on]
+    for roles in train.colocated:
+        sharing = [role for role in roles if role in used]
+        for other in sharing[1:]:
+            first = sharing[0]
+            if sizes[other] != sizes[first]:
+                yield (
+                    f"{' and '.join(flags)} needs equal sizes, but they are <{first}.num_nodes> "
+                    f"<{first}.num_gpus_per_node> and <{other}.num_nodes> "
+                    f"<{other}.num_gpus_per_node>."
+                )
+                return
 
 
-RULES = (algorithm_mistakes, rollout_mistakes, batch_mistakes, device_mistakes)
+def _hybrid_violations(config: RLFlags) -> Iterator[str]:
+    """Yield a violation if engines do not fit on the devices of the models."""
+    vllm, devices = config.vllm, config.vllm.devices
+    if vllm.num_engines * devices > config.actor_ranks:
+        engines = "<vllm.num_engines> x <vllm.tensor_parallel_size>"
+        if vllm.pipeline_parallel_size > 1:
+            engines += " x <vllm.pipeline_parallel_size>"
+        yield (
+            "--train.colocate_all has the engines on the devices of the models: "
+            f"{engines} = {vllm.num_engines * devices} are more than <actor.num_nodes> x "
+            f"<actor.num_gpus_per_node> = {config.actor_ranks}. Lower --vllm.num_engines."
+        )
+    if config.actor.num_gpus_per_node % devices:
+        yield (
+            f"With --train.colocate_all an engine shares devices of one machine: its {devices} do "
+            "not divide <actor.num_gpus_per_node>. Change --vllm.tensor_parallel_size."
+        )
+
+
+def _placement_violations(config: RLFlags) -> Iterator[str]:
+    """Yield what is wrong with Ray resources and a declared cluster."""
+    wrong: list[str] = []
+    for role in ("actor", "ref", "critic", "reward", "vllm"):
+        for name, amount in config.placement.wants([role]).items():
+            is_amount = isinstance(amount, int | float) and amount > 0
+            if not is_amount and not isinstance(amount, str):
+                wrong.append(f"{name} of {role} is {amount!r}")
+    if wrong:
+        yield (
+            f"--placement.*.resources: {', '.join(wrong)}; an amount above 0 is a Ray resource, a "
+            "text is a label."
+        )
+    cluster = config.placement.cluster
+    if cluster and not config.dry_run:
+        yield "<placement.cluster> is a cluster that is not there: it needs --dry_run."
+    if cluster and not machine.declared_machines(cluster):
+        yield "<placement.cluster> is no cluster: write 2x8 for two machines of 8 GPUs."

@@ -2,45 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from openrlhf.config import rules
+from openrlhf.config import rules, sampling_rules
 from openrlhf.config.commands import Command
-from openrlhf.config.effects import Sentences, combined
-from openrlhf.config.flags import Section, option
-from openrlhf.config.rollout import PromptConfig, RemoteEnginesConfig, RuleConfig
+from openrlhf.config.flags import Section, Unused, option
+from openrlhf.config.rollout import (
+    FUNCTION,
+    PromptConfig,
+    RemoteEnginesConfig,
+    RuleConfig,
+    unused_by_rewards,
+    unused_without,
+)
 
 
-# fmt: off
 class ScoredDataConfig(PromptConfig):
     """The rows to score."""
-    output_key: str | None = option(None, "Column with the response; unset: the label is scored, as a right answer.")
+
+    output_key: str | None = option(
+        None, "Column with the response; unset: the label is scored, as a right answer."
+    )
     max_samples: int = option(1000, "Rows to score, the first ones.", ge=1)
     input_template: str | None = option(None, "Text with {} as prompt.")
 
+
 class ScoredPolicyConfig(Section):
     """The model that a run would train."""
+
     model_name_or_path: str | None = option(
-        None, "Its tokenizer encodes and decodes responses as in a run, and ends them with the end token; unset: responses are "
-        "scored as they stand.", holds="model")
+        None,
+        "Its tokenizer encodes and decodes responses as in a run, and ends them with the end token; unset: responses are "
+        "scored as they stand.",
+        holds="model",
+    )
+
 
 class RewardTestConfig(Command):
     """Try a reward on a dataset, before any training."""
+
     actor: ScoredPolicyConfig = ScoredPolicyConfig()
     reward: RuleConfig = RuleConfig()
     rollout: RemoteEnginesConfig = RemoteEnginesConfig()
     data: ScoredDataConfig = ScoredDataConfig()
 
     def derived_values(self) -> dict[str, Any]:
-        """The number of user processes."""
+        """Return the number of user processes."""
         return rules.machine_values(self)
 
-    def mistakes(self) -> Sentences:
-        """What may be wrong with this resolved configuration."""
-        return [
-            *super().mistakes(),
-            *combined(self, "refused", "reward_test"),
-            *rules.rule_mistakes(self),
-            *rules.remote_engine_mistakes(self.rollout),
-            *rules.probabilities_fit(self, "data.prompt_dataset", "data.prompt_probs"),
-        ]
+    def violations(self) -> Iterator[str]:
+        """Yield what is wrong with this resolved configuration."""
+        yield from super().violations()
+        reward, data = self.reward, self.data
+        if not reward.remote_url and not reward.verifier:
+            yield (
+                "There is no reward to try: give --reward.remote_url (a .py file or a URL) or "
+                "--reward.verifier."
+            )
+        yield from sampling_rules.label_violations(reward, data.label_key)
+        if not data.output_key and not data.label_key:
+            yield (
+                "There is nothing to score: name the column of the responses with --data.output_key, "
+                "or that of right answers with --data.label_key."
+            )
+        yield from sampling_rules.source_violations(reward)
+        yield from sampling_rules.remote_engine_violations(self.rollout)
+        yield from rules.probability_violations(self, "data.prompt_dataset", "data.prompt_probs")
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        yield from unused_by_rewards(self.reward, self.rollout, agents={}, judges={})
+        yield from unused_without({FUNCTION: self.reward.function_path}, "rollout.remote_engines")

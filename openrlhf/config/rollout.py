@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from openrlhf.config.flags import Section, derived, items, option, required
+from openrlhf.config import machine
+from openrlhf.config.flags import Section, Unused, derived, items, option, required
 
-# Conditions: see `effects`.
-AGENT = "train.agent_func_path"
-CODE = f"reward.function_path|reward.verifier|{AGENT}"
-SERVER = "reward.urls|judge.url|rollout.remote_engines"
-CODE_OR_SERVER = "reward.remote_url|reward.verifier|judge.url|rollout.remote_engines"
+# What flags need, as notices call it.
+AGENT = "--train.agent_func_path"
+FUNCTION = "--reward.remote_url FILE.py"
+VERIFIER = "--reward.verifier"
+REMOTE_ENGINES = "--rollout.remote_engines"
 
 
-# fmt: off
 class VLLMConfig(Section):
     """Rollout engines (vLLM)."""
+
     num_engines: int = option(1, "Engines; at least one.", ge=1)
-    max_engines: int = derived("Engines may join up to this number; unset: vllm.num_engines.", ge=1, needs="!hybrid")
+    max_engines: int = derived("Engines may join up to this number; unset: vllm.num_engines.", ge=1)
     max_restarts: int = option(3, "Restarts of an engine before the run gives up.", ge=0)
-    hang_timeout: float = option(600.0, "Seconds without an answer after which an engine is restarted.", ge=1)
+    hang_timeout: float = option(
+        600.0, "Seconds without an answer after which an engine is restarted.", ge=1
+    )
     tensor_parallel_size: int = option(1, "GPUs that share each layer of an engine.", ge=1)
     pipeline_parallel_size: int = option(1, "Groups of layers of an engine.", ge=1)
     dtype: str = option("auto", "Type; auto: ds.param_dtype.", choices=("auto", "fp32", "bf16"))
     quantization: str | None = option(None, "vLLM's quantization, such as fp8.")
-    gpu_memory_utilization: float = option(0.95, "Fraction of a GPU's memory to take.", gt=0, le=1, needs="uses_gpus")
-    enforce_eager: bool = option(False, "No CUDA graphs.", needs="uses_gpus")
+    gpu_memory_utilization: float = option(0.95, "Fraction of a GPU's memory to take.", gt=0, le=1)
+    enforce_eager: bool = option(False, "No CUDA graphs.")
     enable_prefix_caching: bool = option(False, "Cache prefixes; on for several samples or agents.")
     disable_prefix_caching: bool = option(False, "Never cache them.")
-    enable_sleep: bool = option(False, "Free the GPU between rollouts.", needs="train.colocate_all")
+    enable_sleep: bool = option(False, "Free the GPU between rollouts.")
     sync_backend: str = option("nccl", "Transport of the weights; gloo where there is no GPU.")
-    sync_with_ray: bool = option(False, "No effect: weights do not go through Ray.", needs="!always")
+    sync_with_ray: bool = option(False, "No effect: weights do not go through Ray.")
     engine_args: Mapping[str, Any] = option({}, "More arguments of vLLM's engine.", metavar="JSON")
 
     @property
@@ -39,12 +42,22 @@ class VLLMConfig(Section):
         """Device slots of an engine, one for each of its workers."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        yield Unused(["sync_with_ray"], "with this command")
+        if not machine.count_gpus():
+            yield Unused(["gpu_memory_utilization", "enforce_eager"], "without a GPU")
+
+
 class RemoteEnginesConfig(Section):
     """Engines that the run did not start."""
+
     remote_engines: tuple[str, ...] = option(
-        (), "OpenAI-compatible servers that agents and reward functions ask by name, as judge=http://host:8000/v1; the name "
-        "of a URL alone is its place, from 0.", metavar="NAME=URL",
-        needs="train.agent_func_path|reward.function_path|remote_teacher")
+        (),
+        "OpenAI-compatible servers that agents and reward functions ask by name, as judge=http://host:8000/v1; the name "
+        "of a URL alone is its place, from 0.",
+        metavar="NAME=URL",
+    )
 
     @property
     def named_engines(self) -> list[tuple[str, str]]:
@@ -52,11 +65,15 @@ class RemoteEnginesConfig(Section):
         named = [text.partition("=") for text in self.remote_engines]
         return [
             (str(place), text) if "://" in name or not (name and url) else (name, url)
-            for place, (text, (name, _, url)) in enumerate(zip(self.remote_engines, named, strict=True))
+            for place, (text, (name, _, url)) in enumerate(
+                zip(self.remote_engines, named, strict=True)
+            )
         ]
+
 
 class SamplingConfig(Section):
     """Sampling."""
+
     max_new_tokens: int | None = option(None, "Tokens of a response; unset: rest of max_len.", ge=1)
     temperature: float = option(1.0, "Temperature; log-probabilities are taken at it.", ge=0, le=2)
     top_p: float = option(1.0, "Sample from the smallest set with this mass.", gt=0, le=1)
@@ -64,39 +81,57 @@ class SamplingConfig(Section):
     stop: tuple[str, ...] = option((), "Texts that end a response.")
     stop_token_ids: tuple[int, ...] = option((), "Tokens that end a response.")
 
+
 class RolloutConfig(RemoteEnginesConfig, SamplingConfig):
     """Sampling."""
+
     batch_size: int = option(1024, "Prompts per iteration.", ge=1)
-    vllm_generate_batch_size: int = derived(
-        "Prompts generated at once; unset: batch_size.", ge=1, needs="!train.async_enable")
-    micro_batch_size: int = option(
-        1, "Samples per forward pass without gradient.", ge=1, needs="!train.dynamic_batch_enable")
+    vllm_generate_batch_size: int = derived("Prompts generated at once; unset: batch_size.", ge=1)
+    micro_batch_size: int = option(1, "Samples per forward pass without gradient.", ge=1)
     max_tokens_per_gpu: int | None = option(
-        None, "Tokens of such a pass with dynamic batches; unset: as in training. A longer sample passes alone.", ge=1,
-        needs="train.dynamic_batch_enable")
+        None,
+        "Tokens of such a pass with dynamic batches; unset: as in training. A longer sample passes alone.",
+        ge=1,
+    )
     n_samples_per_prompt: int = option(1, "Responses per prompt.", ge=1)
     seeded: str = option("auto", "Seed samples; auto: on CPUs.", choices=("auto", "on", "off"))
-    max_turns: int | None = option(None, "Turns of an episode with an agent.", ge=1, needs=AGENT)
-    step_timeout: float = option(600.0, "Seconds for one step of an agent.", gt=0, needs=AGENT)
-    episode_timeout: float = option(3600.0, "Seconds for a whole episode.", gt=0, needs=AGENT)
-    dump_dir: str | None = option(None, "Write every episode into this folder, a file per step.", holds="place", writes="episodes")
-    replay_dir: str | None = option(None, "Train from the episodes in this folder, without engines.", holds="place")
+    max_turns: int | None = option(None, "Turns of an episode with an agent.", ge=1)
+    step_timeout: float = option(600.0, "Seconds for one step of an agent.", gt=0)
+    episode_timeout: float = option(3600.0, "Seconds for a whole episode.", gt=0)
+    dump_dir: str | None = option(
+        None,
+        "Write every episode into this folder, a file per step.",
+        holds="place",
+        writes="episodes",
+    )
+    replay_dir: str | None = option(
+        None, "Train from the episodes in this folder, without engines.", holds="place"
+    )
     only: bool = option(False, "Generate and reward, and do not train.")
+
 
 class RuleConfig(Section):
     """Rewards by function, server or verifier."""
+
     remote_url: str | None = option(
-        None, "HTTP servers, by comma, or a .py file with reward_func.", holds="place", needs="!train.agent_func_path")
+        None,
+        "HTTP servers, by comma, or a .py file with reward_func.",
+        holds="place",
+    )
     verifier: str | None = option(
-        None, "Built-in check of a response. The label is for math an answer, for code tests as JSON, for format "
+        None,
+        "Built-in check of a response. The label is for math an answer, for code tests as JSON, for format "
         "a regular expression (none: <think> once, then an answer), for length words, 200 or 100-200.",
-        choices=("math", "code", "format", "length"))
-    batch: bool = option(False, "Call the function once per group of samples.", needs="remote_url")
-    max_error_rate: float = option(0.1, "Fraction of failed episodes that ends the run.", ge=0, le=1)
-    timeout: float = option(180.0, "Seconds for one call.", gt=0, needs=CODE_OR_SERVER)
-    retries: int = option(5, "Further attempts after a failed call of a server.", ge=0, needs=SERVER)
-    workers: int = derived("Host processes; unset: the number of cores.", ge=1, needs=CODE)
-    memory_gib: float = option(4.0, "GiB of memory of a host process.", gt=0, needs=CODE)
+        choices=("math", "code", "format", "length"),
+    )
+    batch: bool = option(False, "Call the function once per group of samples.")
+    max_error_rate: float = option(
+        0.1, "Fraction of failed episodes that ends the run.", ge=0, le=1
+    )
+    timeout: float = option(180.0, "Seconds for one call.", gt=0)
+    retries: int = option(5, "Further attempts after a failed call of a server.", ge=0)
+    workers: int = derived("Host processes; unset: the number of cores.", ge=1)
+    memory_gib: float = option(4.0, "GiB of memory of a host process.", gt=0)
 
     @property
     def needs_labels(self) -> bool:
@@ -118,27 +153,45 @@ class RuleConfig(Section):
         """The HTTP reward servers."""
         return [part for part in self.sources if not part.endswith(".py")]
 
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        if not self.remote_url:
+            yield Unused(["batch"], "without --remote_url")
+
+
 class RewardConfig(RuleConfig):
     """Rewards."""
+
     model_name_or_path: str | None = option(None, "Models, by comma; scores add up.", holds="model")
-    process_model: str | None = option(None, "Process reward model: rewards the ends of steps.", holds="model")
-    step_separator: str = option("\n", "Text that ends a step of an answer.", needs="process_model")
+    process_model: str | None = option(
+        None, "Process reward model: rewards the ends of steps.", holds="model"
+    )
+    step_separator: str = option("\n", "Text that ends a step of an answer.")
     weights: tuple[float, ...] | None = option(
-        None, "Weights of the rewards in their sum: each model, the process model, the rule; unset: 1 each.")
+        None,
+        "Weights of the rewards in their sum: each model, the process model, the rule; unset: 1 each.",
+    )
     on_error: str = option(
-        "fail", "An episode whose reward failed: fail counts it towards reward.max_error_rate, "
-        "drop leaves it out, a number becomes its reward.", metavar="fail|drop|NUMBER")
+        "fail",
+        "An episode whose reward failed: fail counts it towards reward.max_error_rate, "
+        "drop leaves it out, a number becomes its reward.",
+        metavar="fail|drop|NUMBER",
+    )
     normalize_enable: bool = option(
-        False, "Normalise by stored mean and deviation; values too.", needs="models|estimator.needs_critic")
+        False,
+        "Normalise by stored mean and deviation; values too.",
+    )
     clip_range: tuple[float, float] = option((-10.0, 10.0), "Bounds of an episode's shaped reward.")
     overlong_buffer_len: float | None = option(
-        None, "Tokens before the limit in which the length penalty grows (DAPO).", gt=0)
-    overlong_penalty_factor: float = option(1.0, "Largest value of that penalty.", ge=0, needs="overlong_buffer_len")
+        None, "Tokens before the limit in which the length penalty grows (DAPO).", gt=0
+    )
+    overlong_penalty_factor: float = option(1.0, "Largest value of that penalty.", ge=0)
     stop_properly_penalty_coef: float | None = option(
-        None, "Truncated responses: 0 to 1 multiplies the reward, below 0 replaces it.", le=1)
-    offload: bool = option(False, "Keep the models in CPU memory between uses.", needs="models")
-    num_nodes: int = option(1, "Nodes of the reward models.", ge=1, needs="models")
-    num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1, needs="models")
+        None, "Truncated responses: 0 to 1 multiplies the reward, below 0 replaces it.", le=1
+    )
+    offload: bool = option(False, "Keep the models in CPU memory between uses.")
+    num_nodes: int = option(1, "Nodes of the reward models.", ge=1)
+    num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
 
     @property
     def fallback(self) -> float | None:
@@ -155,27 +208,54 @@ class RewardConfig(RuleConfig):
         """All reward models."""
         return [*self.scalars, *filter(None, [self.process_model])]
 
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        yield from super().unused()
+        if not self.process_model:
+            yield Unused(["step_separator"], "without --process_model")
+        if not self.models:
+            yield Unused(
+                ["offload", "num_nodes", "num_gpus_per_node"], "without --model_name_or_path"
+            )
+        if not self.overlong_buffer_len:
+            yield Unused(["overlong_penalty_factor"], "without --overlong_buffer_len")
+
+
 class PromptColumns(Section):
     """Columns of prompts."""
+
     columns: ClassVar = ("input_key", "label_key")  # what is read of a row
     input_key: str = option("input", "Column with the prompt, text or chat.")
     label_key: str | None = option(None, "Column handed to the reward function as label.")
 
+
 class PromptConfig(PromptColumns):
     """Prompts."""
+
     prompt_dataset: str = required("Prompts: files, folders, hub names, by comma.", holds="dataset")
     prompt_probs: str | None = option(None, "Probabilities, by comma; unset: one after the other.")
     prompt_split: str = option("train", "Split of each dataset; a file has one.")
 
+
 class RolePlacement(Section):
     """Ray resources of one role."""
+
     resources: Mapping[str, Any] = option(
-        {}, "What each process needs: amounts of Ray resources, labels of nodes.", metavar="JSON", needs="!cluster")
+        {},
+        "What each process needs: amounts of Ray resources, labels of nodes.",
+        metavar="JSON",
+    )
+
 
 class PlacementConfig(Section):
     """Ray resources per role."""
+
     cluster: str | None = option(
-        None, "Plan for this cluster instead of the one that is there, with dry_run.", metavar="NODESxGPUS", saved=False)
+        None,
+        "Plan for this cluster instead of the one that is there, with dry_run.",
+        metavar="NODESxGPUS",
+        saved=False,
+    )
     actor: RolePlacement = RolePlacement()
     critic: RolePlacement = RolePlacement()
     ref: RolePlacement = RolePlacement()
@@ -184,5 +264,50 @@ class PlacementConfig(Section):
 
     def wants(self, roles: Sequence[str]) -> dict[str, Any]:
         """What a process needs that hosts all these roles. A declared cluster has everything."""
-        sections = [getattr(self, {"teacher": "ref"}.get(role, role)) for role in roles if not self.cluster]
+        sections = [
+            getattr(self, {"teacher": "ref"}.get(role, role)) for role in roles if not self.cluster
+        ]
         return {name: value for section in sections for name, value in section.resources.items()}
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        if self.cluster:
+            roles = ["actor", "critic", "ref", "reward", "vllm"]
+            yield Unused(roles, "with --cluster")
+
+
+def unused_without(alternatives: Mapping[str, object], *names: str) -> Iterator[Unused]:
+    """Yield flags that need one of these alternatives, if there is none of them.
+
+    The keys are what a notice calls the alternatives.
+    """
+    if not any(alternatives.values()):
+        yield Unused(names, f"without {' or '.join(alternatives)}")
+
+
+def unused_by_rewards(
+    reward: RuleConfig,
+    rollout: RemoteEnginesConfig,
+    *,
+    agents: Mapping[str, object],
+    judges: Mapping[str, object],
+) -> Iterator[Unused]:
+    """Yield the flags about functions and servers that this reward does not have.
+
+    `agents` and `judges`: what else uses them in a command, as in `unused_without`.
+    """
+    servers = {**judges, REMOTE_ENGINES: rollout.remote_engines}
+    rules = {"--reward.remote_url": reward.remote_url, VERIFIER: reward.verifier}
+    code = {FUNCTION: reward.function_path, VERIFIER: reward.verifier}
+    yield from unused_without({**rules, **servers}, "reward.timeout")
+    yield from unused_without({"--reward.remote_url URL": reward.urls, **servers}, "reward.retries")
+    yield from unused_without({**code, **agents}, "reward.workers", "reward.memory_gib")
+
+
+def unused_by_agents(agent: str | None) -> Iterator[Unused]:
+    """Yield the flags about episodes that this agent, or a run without agent, does not use."""
+    if agent:
+        yield Unused(["reward.remote_url"], f"with {AGENT}")
+    else:
+        turns = ["rollout.max_turns", "rollout.step_timeout", "rollout.episode_timeout"]
+        yield Unused(turns, f"without {AGENT}")

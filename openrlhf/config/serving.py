@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from openrlhf.config import shared
 from openrlhf.config.commands import ModelCommand
-from openrlhf.config.effects import Sentences, combined
 from openrlhf.config.flags import Section, option, required
 
 
-# fmt: off
 class ServedModelConfig(Section):
     """The reward model."""
-    model_name_or_path: str = required("Folder or hub name of a reward model, with its tokenizer.", holds="model")
+
+    model_name_or_path: str = required(
+        "Folder or hub name of a reward model, with its tokenizer.", holds="model"
+    )
     normalize_enable: bool = option(False, "Normalise by stored mean and deviation.")
 
 
@@ -23,27 +25,51 @@ class ServedLoadingConfig(shared.LoadingConfig):
 
 class ServeConfig(ModelCommand):
     """HTTP server of a reward model."""
+
     reward: ServedModelConfig = ServedModelConfig()
     ds: ServedLoadingConfig = ServedLoadingConfig()
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0: every address of this machine.")
     port: int = option(5000, "TCP port; 0: any free port.", ge=0, le=65535)
     truncation_side: str = option(
-        "left", "Side on which texts over data.max_len are cut; an end-of-text token stays.", choices=("left", "right"))
-    batch_size: int | None = option(None, "Texts in one forward pass; unset: as max_batch_tokens allows.", ge=1)
+        "left",
+        "Side on which texts over data.max_len are cut; an end-of-text token stays.",
+        choices=("left", "right"),
+    )
+    batch_size: int | None = option(
+        None, "Texts in one forward pass; unset: as max_batch_tokens allows.", ge=1
+    )
     max_batch_tokens: int = option(
-        16192, "Tokens in one forward pass, padding included; unset: at least data.max_len.", ge=1)
-    max_batch_wait: float = option(0.005, "Seconds a free model waits for as many requests as it last had.", ge=0)
+        16192, "Tokens in one forward pass, padding included; unset: at least data.max_len.", ge=1
+    )
+    max_batch_wait: float = option(
+        0.005, "Seconds a free model waits for as many requests as it last had.", ge=0
+    )
     max_request_texts: int = option(1024, "Texts in one request.", ge=1)
     max_request_mib: float = option(16.0, "MiB of one request.", gt=0)
 
     def derived_values(self) -> dict[str, Any]:
-        """A forward pass has room for the longest text."""
-        return self.unless_given({"max_batch_tokens": max(self.max_batch_tokens, self.data.max_len)})
+        """Return the room of a forward pass, which is enough for the longest text."""
+        longest = max(self.max_batch_tokens, self.data.max_len)
+        return self.unless_given({"max_batch_tokens": longest})
 
-    def notices(self) -> Sentences:
-        """Who can reach the server."""
-        return [*combined(self, "noticed", "serve_rm"), *super().notices()]
+    def notices(self) -> Iterator[str]:
+        """Yield who can reach the server."""
+        if self.host in ("127.0.0.1", "localhost", "::1"):
+            yield (
+                "<host>: only programs on this machine can connect. For trainers on other nodes use "
+                "--host 0.0.0.0."
+            )
+        else:
+            yield (
+                "<host>: whoever reaches that address can ask this server, which knows no passwords."
+            )
+        yield from super().notices()
 
-    def mistakes(self) -> Sentences:
-        """What may be wrong with this resolved configuration."""
-        return [*super().mistakes(), *combined(self, "refused", "serve_rm")]
+    def violations(self) -> Iterator[str]:
+        """Yield what is wrong with this resolved configuration."""
+        yield from super().violations()
+        if self.max_batch_tokens < self.data.max_len:
+            yield (
+                "<max_batch_tokens> has no room for a text of <data.max_len>: raise it, or leave it "
+                "out."
+            )

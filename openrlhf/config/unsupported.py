@@ -3,23 +3,19 @@
 from collections.abc import Iterator
 from typing import Any
 
-from openrlhf.config.effects import look_up
-from openrlhf.config.flags import flags_in, flags_of, tables
+from openrlhf.config.effects import unused_flags
+from openrlhf.config.flags import flags_in, mentions, tables
 
 NOT_YET = tables(__file__)["instead"]  # what to do instead of a flag, or of the flags of a section
 
 
 def is_refused(path: str, root: Any) -> bool:
-    """Whether a flag, a section it is in, or the feature it belongs to is refused at any value but
-    its default.
+    """Return whether a flag, a section it is in, or the feature it belongs to is refused at any
+    value but its default.
     """
-    needed = [
-        look_up(root, path, term)
-        for need in flags_of(root.__class__)[path].needs
-        for term in need.split("|")
-    ]
-    paths = [path, *(found[0] for found in needed if found)]
-    return any(part in NOT_YET for each in paths for part in _sections(each))
+    if any(part in NOT_YET for part in _sections(path)):
+        return True
+    return mentions(unused_flags(root).get(path, ""), NOT_YET)
 
 
 def _sections(path: str) -> list[str]:

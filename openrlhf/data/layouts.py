@@ -9,8 +9,8 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.config.effects import unmet
-from openrlhf.config.flags import flags_of, toml_beside
+from openrlhf.config.effects import unused_flags
+from openrlhf.config.flags import toml_beside
 from openrlhf.data.errors import DataError, check_columns, kind, list_columns, row_error, text_of
 from openrlhf.data.messages import TOOLS, Message, texts_in
 from openrlhf.data.templates import in_common
@@ -252,12 +252,12 @@ def _flags_with_effect(found: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
     An empty value becomes None.
     """
-    declared = flags_of(config.__class__)
+    unused = unused_flags(config)
     flags: dict[str, Any] = {}
     for flag, value in found.items():
         if flag not in vars(config.data):
             continue
-        if flag.endswith("_key") and unmet(config, declared[f"data.{flag}"]):
+        if flag.endswith("_key") and f"data.{flag}" in unused:
             continue
         flags[flag] = value or None
     return flags

@@ -10,8 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.config.effects import unmet
-from openrlhf.config.flags import flags_of
+from openrlhf.config.effects import unused_flags
 from openrlhf.data.first_look import TextFormat, in_template, joined_border, recorded
 from openrlhf.data.layouts import FIRST_ROWS
 from openrlhf.data.loading import Table
@@ -93,7 +92,7 @@ def follows_template(
     """
     if TEMPLATE in config.given or CHAT in config.given or data.apply_chat_template:
         return False
-    if not prompts or unmet(config, flags_of(type(config))[CHAT]):
+    if not prompts or CHAT in unused_flags(config):
         return False
     if trained.chat_template and not tokenizer.chat_template:
         return False
@@ -113,7 +112,7 @@ def follows_ending(
         return False
     if trained.ending != tokenizer.eos_token:
         return False
-    return not unmet(config, flags_of(type(config))[SPACE])
+    return SPACE not in unused_flags(config)
 
 
 def has_format(

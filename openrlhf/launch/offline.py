@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.checkpoints.export import check_disk_room
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
-from openrlhf.config.effects import unmet
-from openrlhf.config.flags import flags_of
+from openrlhf.config.effects import unused_flags
 from openrlhf.config.machine import world_size
 from openrlhf.config.supervised import PreferenceDataConfig, SFTDataConfig, SupervisedConfig
 from openrlhf.core.batches import TokenRows
@@ -357,7 +356,7 @@ def look_at_first_rows(
     used = task.text_format(tokenizer, ending)
     model = f"--model.model_name_or_path {config.model.model_name_or_path}"
     applied = config.data.apply_chat_template
-    if not unmet(config, flags_of(type(config))["data.apply_chat_template"]):
+    if "data.apply_chat_template" not in unused_flags(config):
         found += first_look.unused_chat_template(model, tokenizer, texts, applied=applied)
     if applied:
         report(first_look.dated_template(tokenizer))

@@ -10,6 +10,7 @@ configuration) is made here too, and for the rest `READ_IN` names the modules th
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -21,7 +22,6 @@ import torch
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.config import machine
-from openrlhf.config.effects import WORDS, conditions_of, terms_of
 from openrlhf.config.flags import Flag, Section, amend, flags_of, mentions
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig, EngineCommand
 from openrlhf.config.ppo import PPOConfig
@@ -69,13 +69,10 @@ BESIDE = {
     "vllm.disable_prefix_caching": "--rollout.n_samples_per_prompt 2",
     "vllm.enable_prefix_caching": "--eval.n_samples_per_prompt 1",
 }
-# How a condition that is not about a flag is met.
-MET = {
-    "ckpt.saves": "--ckpt.save_steps 1",
-    "estimator.needs_critic": "--algo.advantage.estimator gae",
-    "estimator.needs_groups": "",
-    "estimator.whitened": "",
-    "reward.models": "--reward.model_name_or_path r",
+# What a notice asks for if it does not name a flag alone, and the flags that follow it.
+ASKED_FOR = {
+    "--ckpt.save_steps": "--ckpt.save_steps 1",
+    "a critic (--algo.advantage.estimator gae)": "--algo.advantage.estimator gae",
 }
 # Modules that a command hands whole sections to, or reads flags in: `READ.section.flag` must stand
 # in one of them.
@@ -235,26 +232,40 @@ def everything(config: Any) -> list[Any]:
 # ---- the walk
 
 
+def reason(notices: list[str], path: str) -> str:
+    """Why a flag has no effect, according to the notices: "without --ds.zero_stage 2 or 3"."""
+    for text in notices:
+        names, found, why = text.removesuffix(".").partition(": no effect ")
+        if found and mentions(names, [path]):
+            return why
+    return ""
+
+
+def followed(command: str, advice: str) -> str:
+    """The words that follow the first advice of a notice: of "--ds.zero_stage 2 or 3", with 2."""
+    flags, first = flags_of(COMMANDS[command]), advice.partition(" or ")[0]
+    if first in ASKED_FOR:
+        return ASKED_FOR[first]
+    name, _, value = first.partition(" ")
+    path = name.removeprefix("--")
+    if path not in flags or value.isupper():
+        return ""
+    return first if value else other_words(flags[path])
+
+
 def enabling(command: str, flag: Flag, line: str) -> str:
-    """What has to be added to a command line so that every condition of a flag is met."""
-    root, more = COMMANDS[command], ""
-    for condition in conditions_of(root, flag):
-        config, _ = resolved(command, f"{line} {more}")
-        terms = terms_of(config, flag.path, condition)
-        if not terms or any(holds(term, value) for term, (_, value) in terms):
-            continue
-        term, (path, _) = terms[0]
-        if path in MET:
-            more += f" {MET[path]}"
-        elif path in flags_of(root) and not term.startswith("!"):
-            value = term.partition("=")[2].partition(",")[0]
-            more += f" --{path} {value}" if value else f" {other_words(flags_of(root)[path])}"
-    return more
-
-
-def holds(term: str, value: Any) -> bool:
-    _, equals, values = term.partition("=")
-    return (str(value) in values.split(",") if equals else bool(value)) != term.startswith("!")
+    """What has to be added to a command line until no notice says that a flag lacks something."""
+    more = ""
+    while True:
+        _, notices = resolved(command, f"{line} {more}")
+        why = reason(notices, flag.path)
+        words = (
+            followed(command, why.removeprefix("without ")) if why.startswith("without ") else ""
+        )
+        if not words:
+            return more
+        assert words not in more, f"{words} does not help: {why}"
+        more += f" {words}"
 
 
 @pytest.mark.parametrize(("command", "path"), EVERY_FLAG)
@@ -272,17 +283,16 @@ def test_a_flag_does_something_or_is_said_to_do_nothing(command: str, path: str)
         mentions(text, [path]) for text in config.check() if NOT_YET in text
     ):
         return
-    said = [text for text in notices if mentions(text, [path]) and "no effect" in text]
-    if said and (
-        "!always" in conditions_of(COMMANDS[command], flag) or is_refused(path, COMMANDS[command]())
-    ):
+    why = reason(notices, path)
+    named = re.findall(r"--([\w.]*\w)", why)
+    assert [name for name in named if name not in flags_of(COMMANDS[command])] == []
+    if why == "with this command" or (why and is_refused(path, COMMANDS[command]())):
         return  # never an effect here, or not before the feature it belongs to is there
     more = enabling(command, flag, line)
-    assert bool(more) <= bool(said), "without what it needs, nothing says that it has no effect"
-    if said and not more:
+    if why and not more:
         return
     config, notices = resolved(command, f"{line} {more}")
-    assert not [text for text in notices if mentions(text, [path]) and "no effect" in text]
+    assert reason(notices, path) == ""
     before, _ = resolved(command, f"{beside} {more}")
     changed = everything(before) != everything(config)
     assert changed or is_read(command, path) or path in SHOWN_BY, f"{line} {more}"
@@ -297,20 +307,6 @@ def is_read(command: str, path: str) -> bool:
         for module in READERS[command].split()
         for name in {last} | ALSO_CALLED.get(last, set())
     )
-
-
-@pytest.mark.parametrize(("command", "path"), EVERY_FLAG)
-def test_a_condition_of_a_flag_has_a_name_in_the_notice_that_it_is_not_met(
-    command: str, path: str
-) -> None:
-    root = COMMANDS[command]
-    conditions = conditions_of(root, flags_of(root)[path])
-    named = [
-        {found for _, (found, _) in terms_of(root(), path, condition)} for condition in conditions
-    ]
-    assert [
-        terms for terms in named if terms and not terms & (flags_of(root).keys() | WORDS.keys())
-    ] == []
 
 
 @cache

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from openrlhf.config import machine
-from openrlhf.config.commands import ModelCommand, Root
-from openrlhf.config.effects import COMBINATIONS, look_up
-from openrlhf.config.flags import amend, bound_violations, spelled_out
+from openrlhf.config.flags import amend, bound_violations, flags_of, spelled_out
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.pipeline import PipelineConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.reward_test import RewardTestConfig
-from openrlhf.config.rules import sources_exist
-from openrlhf.config.supervised import SFTConfig, SupervisedConfig
 from tests.config.commands import ROOTS, SMALLEST, parse, ppo, read_flags, sft, violations
+from tests.sources import package
 
 SFT, RL = "train_sft", "train_ppo_ray"
+RULE = re.compile(r"\w*(violations|notices)")  # names of functions that yield sentences
 GROUPS = "--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 2"
 
 # command, flags that break it, what the sentence must contain
@@ -224,54 +226,68 @@ def test_a_broken_rule_names_the_flag_and_the_value(
     assert not [text for text in found if re.search(r"<\w+\.", text)], "a flag without its value"
 
 
-def test_every_rule_has_a_command_line_that_breaks_it(
-    gpu_machine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rules: dict[tuple[str, int], str] = {}
-    broken: set[tuple[str, int]] = set()
-    for command, line in [
-        *((command, line) for command, line, _ in BROKEN),
-        (SFT, "--local_rank 2"),
-    ]:
-        monkeypatch.setenv("WORLD_SIZE", "3" if "local_rank" in line else "1")
-        config = unchecked(command, line, gpu_machine)
-        sources = len(sources_exist(config))
-        rows = config.mistakes()[sources:]
-        base = Root if isinstance(config, Root) else ModelCommand  # its rules come first
-        shared = len(base.mistakes(config)) - sources
-        family = SFTConfig if isinstance(config, SFTConfig) else SupervisedConfig
-        inherited = (
-            len(family.mistakes(config)) - sources if isinstance(config, SupervisedConfig) else 0
-        )
-        gpu_machine(0, flash_attention=False)
-        for number, (holds, sentence) in enumerate(rows):
-            rule = ("shared" if number < shared else SFT if number < inherited else command, number)
-            rules[rule] = sentence
-            broken |= {rule} if holds else set()
-    assert len(rules) > 50
-    assert [sentence for rule, sentence in rules.items() if rule not in broken] == []
+# Command lines that draw a notice, besides those above.
+NOTICED: list[tuple[str, str, str]] = [
+    (SFT, "--data.input_template Q:", "--data.input_template 'Q:' has no {} for the prompt"),
+]  # fmt: skip
 
 
-# The commands that read a table of combinations; one of them, where they have the same flags.
-READERS = {
-    "model": "serve_rm", "training": "train_sft", "sft": "train_kd", "reinforcement": "train_ppo_ray",
-    "rewards": "eval", "engines": "train_ppo_ray", "sampling": "eval", "evaluation": "eval", "batch_inference": "batch_inference",
-    "serve_rm": "serve_rm",
-}  # fmt: skip
+@dataclass(frozen=True)
+class Yield:
+    """A sentence in a rule or among the notices, where it is yielded."""
+
+    file: str
+    lines: range
+    text: str
 
 
-@pytest.mark.parametrize(
-    ("kind", "table"), [(kind, table) for kind in COMBINATIONS for table in COMBINATIONS[kind]]
-)
-def test_a_combination_is_of_flags_that_its_command_has(kind: str, table: str) -> None:
-    root = RewardTestConfig if table == "reward_test" else ROOTS[READERS[table]]
-    config = amend(root(), {}).resolve(command="")[0]
-    for conditions, sentence in COMBINATIONS[kind][table].items():
-        terms = [term for condition in conditions.split(" & ") for term in condition.split("|")]
-        assert [term for term in terms if look_up(config, "root", term) is None] == []
-        assert not [
-            text for text in spelled_out(config, [(True, sentence)]) if re.search(r"<\w+[.>]", text)
-        ], sentence
+def sentences() -> list[Yield]:
+    """Every sentence that the rules and notices of `config` may yield."""
+    found: list[Yield] = []
+    for module in package().values():
+        if module.room != "config":
+            continue
+        for function in ast.walk(module.tree):
+            if not isinstance(function, ast.FunctionDef) or not RULE.fullmatch(function.name):
+                continue
+            for node in ast.walk(function):
+                if isinstance(node, ast.Yield) and node.value:
+                    lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                    found.append(Yield(str(module.path), lines, ast.unparse(node.value)))
+    return found
+
+
+def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any) -> None:
+    """The same holds for notices. Each sentence names flags of its command."""
+    run: set[tuple[str, int]] = set()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if "/openrlhf/config/" not in frame.f_code.co_filename:
+            return None
+        run.add((frame.f_code.co_filename, frame.f_lineno))
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for command, line, _ in [*BROKEN, *NOTICED]:
+            config = unchecked(command, line, gpu_machine)
+            found = spelled_out(config, [*config.violations(), *config.notices()])
+            assert not [text for text in found if re.search(r"<\w+[.>]", text)], line
+            gpu_machine(0, flash_attention=False)
+    finally:
+        sys.settrace(before)
+    rules = sentences()
+    assert len(rules) > 100
+    unseen = [each for each in rules if not any((each.file, line) in run for line in each.lines)]
+    assert [each.text for each in unseen] == []
+
+
+@pytest.mark.parametrize("sentence", sentences(), ids=lambda each: f"{each.file}:{each.lines[0]}")
+def test_a_sentence_names_flags_that_a_command_has(sentence: Yield) -> None:
+    named = re.findall(r"<([a-z]\w*(?:\.\w+)*)>", sentence.text)
+    known = {path for root in [*ROOTS.values(), RewardTestConfig] for path in flags_of(root)}
+    assert [name for name in named if name not in known] == []
 
 
 def test_all_broken_rules_are_reported_at_once() -> None:

@@ -1,0 +1,131 @@
+"""Rules of rewards and engines; `rules` says what a rule is."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from openrlhf.config import machine
+from openrlhf.config.engine_args import engine_args_violations
+from openrlhf.config.rollout import (
+    RemoteEnginesConfig,
+    RewardConfig,
+    RolloutConfig,
+    RuleConfig,
+    SamplingConfig,
+    VLLMConfig,
+)
+from openrlhf.config.rules import has_host, is_file, is_number, is_url
+
+NOTHING_REWARDS = (
+    "Nothing rewards the samples: give --reward.remote_url (a .py file or a URL), "
+    "--reward.verifier, --reward.model_name_or_path or --train.agent_func_path."
+)
+
+
+def is_rewarded(reward: RewardConfig, agent: str | None) -> bool:
+    """Return whether a function, server, verifier, model or agent rewards samples."""
+    return bool(reward.remote_url or reward.verifier or agent or reward.models)
+
+
+def reward_violations(reward: RewardConfig, agent: str | None) -> Iterator[str]:
+    """Yield what is wrong with models, functions, servers and agents that score the samples."""
+    if agent and reward.on_error not in ("fail", "drop"):
+        yield (
+            "<reward.on_error> cannot reward an episode that an agent did not finish: use fail or "
+            "drop."
+        )
+    if agent and (reward.remote_url or reward.verifier):
+        yield (
+            "The agent of <train.agent_func_path> rewards: leave out --reward.remote_url and "
+            "--reward.verifier."
+        )
+    yield from source_violations(reward)
+    if agent and not (agent.endswith(".py") and is_file(agent)):
+        yield "<train.agent_func_path> is not a .py file on this machine."
+    parts = len(reward.models)
+    if reward.remote_url or reward.verifier or agent:
+        parts += 1
+    yield from sum_violations(reward, parts)
+
+
+def source_violations(reward: RuleConfig) -> Iterator[str]:
+    """Yield a violation unless the reward is URLs, one Python file that exists, or a verifier."""
+    if reward.remote_url and reward.verifier:
+        yield (
+            "<reward.remote_url> together with <reward.verifier> is not available yet: leave out "
+            "one of them."
+        )
+    wrong = [url for url in reward.urls if not is_url(url)]
+    if wrong:
+        yield f"--reward.remote_url {','.join(wrong)} is neither an http(s) URL nor a .py file."
+    file = reward.function_path
+    if file and len(reward.sources) > 1:
+        yield "<reward.remote_url> mixes a .py file with others: give one."
+    if file and not is_file(file):
+        yield f"--reward.remote_url {file} does not exist on this machine."
+
+
+def label_violations(reward: RuleConfig, label_key: str | None) -> Iterator[str]:
+    """Yield a violation if no column has the labels of a verifier."""
+    if reward.needs_labels and not label_key:
+        yield (
+            "<reward.verifier> checks responses against labels: name their column with "
+            "--data.label_key."
+        )
+
+
+def sum_violations(reward: RewardConfig, parts: int) -> Iterator[str]:
+    """Yield a violation unless each of these rewards has a weight, and failed ones a policy."""
+    if reward.weights and len(reward.weights) != parts:
+        yield (
+            f"<reward.weights> has {len(reward.weights)} numbers for {parts} rewards: one for each "
+            "of --reward.model_name_or_path, then one for --reward.remote_url or "
+            "--reward.verifier."
+        )
+    if reward.on_error not in ("fail", "drop") and not is_number(reward.on_error):
+        yield f"--reward.on_error takes fail, drop or a number, not {reward.on_error!r}."
+
+
+def remote_engine_violations(rollout: RemoteEnginesConfig) -> Iterator[str]:
+    """Yield a violation unless each remote engine has its own name, and a URL with a host."""
+    wrong = [url for _, url in rollout.named_engines if not has_host(url)]
+    if wrong:
+        yield (
+            f"--rollout.remote_engines {' '.join(wrong)} is no http(s) URL: write "
+            "NAME=http://host:port/v1."
+        )
+    counts = Counter(name for name, _ in rollout.named_engines)
+    repeated = sorted(name for name, count in counts.items() if count > 1)
+    if repeated:
+        yield (
+            f"<rollout.remote_engines> has the name {', '.join(repeated)} twice: give each its own."
+        )
+
+
+def engine_violations(vllm: VLLMConfig, rollout: RolloutConfig, max_len: int) -> Iterator[str]:
+    """Yield what is wrong with engines, the room for prompts, and extra arguments of vLLM."""
+    if vllm.max_engines < vllm.num_engines:
+        yield "<vllm.max_engines> is less than <vllm.num_engines>: raise it, or leave it out."
+    yield from room_violations(rollout, max_len)
+    if vllm.sync_backend not in ("nccl", "gloo"):
+        yield (
+            "<vllm.sync_backend> is unknown here: use nccl, or gloo, which goes through CPU memory."
+        )
+    if vllm.pipeline_parallel_size != 1 and not machine.count_gpus():
+        yield (
+            "<vllm.pipeline_parallel_size>: vLLM on CPUs cannot split an engine by layers. Use 1."
+        )
+    if vllm.quantization and vllm.dtype == "fp32":
+        yield (
+            "<vllm.quantization> rounds weights of 16 bits, and <vllm.dtype> is what it gets: use "
+            "--vllm.dtype bf16."
+        )
+    yield from engine_args_violations(vllm, rollout, max_len)
+
+
+def room_violations(sampling: SamplingConfig, max_len: int) -> Iterator[str]:
+    """Yield a violation if a response leaves no room for its prompt."""
+    if sampling.max_new_tokens and sampling.max_new_tokens >= max_len:
+        yield (
+            "<rollout.max_new_tokens> leaves no room for a prompt in <data.max_len>, which counts "
+            "both. Raise data.max_len or lower it."
+        )
