@@ -83,7 +83,7 @@ class Command(Section):
         return set()
 
     def further_places(self) -> list[tuple[str, str, str]]:
-        """Outputs of the command that have no flag of their own: name, path, and kind (`places`)."""
+        """Return the outputs without a flag of their own: name, path, and kind (`places`)."""
         return []
 
 
@@ -120,12 +120,12 @@ class RecordedCommand(ModelCommand):
 
     def common_values(self, command: str) -> dict[str, Any]:
         """The folder of the run, and a template that has a place for the prompt."""
-        template = self.data.input_template or ""
-        return {
-            **super().common_values(command),
-            "run.dir": self.run.dir or f"./runs/{command}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
-            "data.input_template": template if "{}" in template else None,
-        }
+        values = super().common_values(command)
+        start = time.strftime("%Y%m%d-%H%M%S")
+        values["run.dir"] = self.run.dir or f"./runs/{command}-{start}-{os.getpid()}"
+        if "{}" not in (self.data.input_template or ""):
+            values["data.input_template"] = None
+        return values
 
     def notices(self) -> Iterator[str]:
         """Yield notices, also about a template that is not what it seems to be."""
@@ -152,7 +152,8 @@ class Root(RecordedCommand):
     @property
     def keeps_best(self) -> bool:
         """Whether the checkpoint of the best evaluation is kept."""
-        key, evaluates = self.ckpt.best_metric_key, bool(self.eval.dataset) or self.measures_training_rows
+        key = self.ckpt.best_metric_key
+        evaluates = bool(self.eval.dataset) or self.measures_training_rows
         return evaluates and key != "none" and bool(key or self.eval.patience)
 
     def idle_places(self) -> set[str]:

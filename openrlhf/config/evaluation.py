@@ -77,8 +77,8 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
 
     task: str = option(
         "pass_k",
-        "pass@k per data source; how often reward models prefer the chosen answer of a pair; or how often "
-        "the model's answers win against others.",
+        "pass@k per data source; how often reward models prefer the chosen answer of a pair; or "
+        "how often the model's answers win against others.",
         choices=("pass_k", "rm_accuracy", "win_rate"),
     )
     eval: EvaluationSetConfig = EvaluationSetConfig()
@@ -132,8 +132,9 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
         reward, agent = self.reward, self.train.agent_func_path
         if not against.model_name_or_path and not against.answer_key:
             yield (
-                "<task> compares with the answers of one other: give --against.model_name_or_path, or "
-                "the column of those in the dataset with --against.answer_key."
+                "<task> compares with the answers of one other: give "
+                "--against.model_name_or_path, or the column of those in the dataset with "
+                "--against.answer_key."
             )
         if against.model_name_or_path and against.answer_key:
             yield (
@@ -148,8 +149,8 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
             )
         if not judge.url and not is_rewarded:
             yield (
-                "<task> has no way to tell which answer is better: give --judge.url, or one or more of "
-                "--reward.remote_url, --reward.verifier and --reward.model_name_or_path."
+                "<task> has no way to tell which answer is better: give --judge.url, or one or "
+                "more of --reward.remote_url, --reward.verifier and --reward.model_name_or_path."
             )
         if agent and against.answer_key:
             yield (

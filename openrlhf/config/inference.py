@@ -88,7 +88,8 @@ class RepetitionConfig(Section):
 
     repetition_penalty: float = option(
         1.0,
-        "Above 1, tokens that have occurred become less likely. In a chat, the default is the value in the model's generation configuration.",
+        "Above 1, tokens that have occurred become less likely. In a chat, the default is the "
+        "value in the model's generation configuration.",
         gt=0,
     )
 
@@ -109,7 +110,7 @@ class CsftConfig(Section):
 
     @property
     def suffix(self) -> str:
-        """The text behind a prompt, which the default of --reward_template puts there in training."""
+        """The text after a prompt. In training, the default of --reward_template adds it."""
         if not self.enable:
             return ""
         return f" {self.prompt.strip()} "
@@ -141,7 +142,8 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
         choices=("generate", "generate_vllm", "rm"),
     )
     output_path: str = required(
-        "File for the results, one JSON object per line. After a kill, the same command continues it.",
+        "File for the results, one JSON object per line. After a kill, the same command continues "
+        "it.",
         holds="place",
         writes="file",
     )
@@ -151,8 +153,8 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
     )
     post_processor: str = option(
         "none",
-        "What is written of scored answers: all; the best of each input (rs); all, with the reward in the input "
-        "(csft); the best and the worst of each input as a pair (iter_dpo).",
+        "What is written of scored answers: all; the best of each input (rs); all, with the "
+        "reward in the input (csft); the best and the worst of each input as a pair (iter_dpo).",
         choices=("none", "rs", "csft", "iter_dpo"),
     )
     reward_template: str = option("{input} <rm_score>: {reward} ", "Input with the reward in it.")

@@ -33,8 +33,8 @@ class ScoredPolicyConfig(Section):
 
     model_name_or_path: str | None = option(
         None,
-        "Its tokenizer encodes and decodes responses as in a run, and ends them with the end token; unset: responses are "
-        "scored as they stand.",
+        "Its tokenizer encodes and decodes responses as in a run, and ends them with the end "
+        "token; unset: responses are scored as they stand.",
         holds="model",
     )
 
@@ -63,8 +63,8 @@ class RewardTestConfig(Command):
         yield from sampling_rules.label_violations(reward, data.label_key)
         if not data.output_key and not data.label_key:
             yield (
-                "There is nothing to score: name the column of the responses with --data.output_key, "
-                "or that of right answers with --data.label_key."
+                "There is nothing to score: name the column of the responses with "
+                "--data.output_key, or that of right answers with --data.label_key."
             )
         yield from sampling_rules.source_violations(reward)
         yield from sampling_rules.remote_engine_violations(self.rollout)

@@ -54,8 +54,8 @@ class RemoteEnginesConfig(Section):
 
     remote_engines: tuple[str, ...] = option(
         (),
-        "OpenAI-compatible servers that agents and reward functions ask by name, as judge=http://host:8000/v1; the name "
-        "of a URL alone is its place, from 0.",
+        "OpenAI-compatible servers that agents and reward functions ask by name, as "
+        "judge=http://host:8000/v1; the name of a URL alone is its place, from 0.",
         metavar="NAME=URL",
     )
 
@@ -90,7 +90,8 @@ class RolloutConfig(RemoteEnginesConfig, SamplingConfig):
     micro_batch_size: int = option(1, "Samples per forward pass without gradient.", ge=1)
     max_tokens_per_gpu: int | None = option(
         None,
-        "Tokens of such a pass with dynamic batches; unset: as in training. A longer sample passes alone.",
+        "Tokens of such a pass with dynamic batches; unset: as in training. A longer sample "
+        "passes alone.",
         ge=1,
     )
     n_samples_per_prompt: int = option(1, "Responses per prompt.", ge=1)
@@ -120,8 +121,9 @@ class RuleConfig(Section):
     )
     verifier: str | None = option(
         None,
-        "Built-in check of a response. The label is for math an answer, for code tests as JSON, for format "
-        "a regular expression (none: <think> once, then an answer), for length words, 200 or 100-200.",
+        "Built-in check of a response. The label is for math an answer, for code tests as JSON, "
+        "for format a regular expression (none: <think> once, then an answer), for length words, "
+        "200 or 100-200.",
         choices=("math", "code", "format", "length"),
     )
     batch: bool = option(False, "Call the function once per group of samples.")
@@ -169,7 +171,8 @@ class RewardConfig(RuleConfig):
     step_separator: str = option("\n", "Text that ends a step of an answer.")
     weights: tuple[float, ...] | None = option(
         None,
-        "Weights of the rewards in their sum: each model, the process model, the rule; unset: 1 each.",
+        "Weights of the rewards in their sum: each model, the process model, the rule; unset: 1 "
+        "each.",
     )
     on_error: str = option(
         "fail",

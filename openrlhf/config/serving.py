@@ -56,12 +56,13 @@ class ServeConfig(ModelCommand):
         """Yield who can reach the server."""
         if self.host in ("127.0.0.1", "localhost", "::1"):
             yield (
-                "<host>: only programs on this machine can connect. For trainers on other nodes use "
-                "--host 0.0.0.0."
+                "<host>: only programs on this machine can connect. For trainers on other nodes "
+                "use --host 0.0.0.0."
             )
         else:
             yield (
-                "<host>: whoever reaches that address can ask this server, which knows no passwords."
+                "<host>: whoever reaches that address can ask this server, which knows no "
+                "passwords."
             )
         yield from super().notices()
 
@@ -70,6 +71,6 @@ class ServeConfig(ModelCommand):
         yield from super().violations()
         if self.max_batch_tokens < self.data.max_len:
             yield (
-                "<max_batch_tokens> has no room for a text of <data.max_len>: raise it, or leave it "
-                "out."
+                "<max_batch_tokens> has no room for a text of <data.max_len>: raise it, or leave "
+                "it out."
             )

@@ -53,8 +53,9 @@ class CheckpointConfig(Section):
     load_enable: bool = option(False, "Continue from the newest complete checkpoint.")
     best_metric_key: str = option(
         "",
-        "Evaluation metric of the best checkpoint; less is better if its name ends in loss, truncated_rate or "
-        "failed_episodes. none: keep no best; empty: first *_pass1 in RL; else first *loss, with --eval.patience only.",
+        "Evaluation metric of the best checkpoint; less is better if its name ends in loss, "
+        "truncated_rate or failed_episodes. none: keep no best; empty: first *_pass1 in RL; else "
+        "first *loss, with --eval.patience only.",
     )
 
     @property
@@ -167,7 +168,8 @@ class EvalConfig(Section):
     split: str = option("train", "Split of the dataset; a file has one.")
     patience: int | None = option(
         None,
-        "Stop after so many in a row without a new best (--ckpt.best_metric_key); the best weights are exported.",
+        "Stop after so many in a row without a new best (--ckpt.best_metric_key); the best "
+        "weights are exported.",
         ge=1,
     )
 
@@ -207,7 +209,8 @@ class LoadingConfig(Section):
     packing_samples: bool = option(False, "Concatenate samples instead of padding them.")
     load_in_4bit: bool = option(
         False,
-        "QLoRA: hold the frozen weights in 4 bits (NF4), a teacher's and a separate reference's too; reward models of RL stay whole.",
+        "QLoRA: hold the frozen weights in 4 bits (NF4), a teacher's and a separate reference's "
+        "too; reward models of RL stay whole.",
     )
 
 
@@ -292,7 +295,8 @@ class DataConfig(FormatConfig):
     max_samples: int = option(1_000_000, "Rows to use, per dataset and of their blend.", ge=1)
     layout: str = option(
         "auto",
-        "Layout of the rows. auto: recognised by the columns, unless *_key flags are given; columns: as the flags say.",
+        "Layout of the rows. auto: recognised by the columns, unless *_key flags are given; "
+        "columns: as the flags say.",
         choices=choices.LAYOUTS,
     )
 

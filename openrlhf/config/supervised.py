@@ -45,8 +45,8 @@ class SupervisedConfig(shared.OptimizerConfig, Root):
         template = self.data.tokenizer_chat_template
         if template and "{" not in template:
             yield (
-                "<data.tokenizer_chat_template> is neither a template, which has {{ or {% in it, nor a "
-                "file on this machine."
+                "<data.tokenizer_chat_template> is neither a template, which has {{ or {% in it, "
+                "nor a file on this machine."
             )
         ranks, train = self.ds.data_slices(machine.world_size()), self.train
         yield from training_rules.rank_violations(
@@ -102,7 +102,8 @@ class SFTConfig(SupervisedConfig):
         if (is_keyed or data.layout == "columns") and not finds_response:
             yield (
                 "No column has the response: name it with --data.output_key, or use "
-                "--data.apply_chat_template for chats, or --model.pretrain_mode_enable for plain text."
+                "--data.apply_chat_template for chats, or --model.pretrain_mode_enable for plain "
+                "text."
             )
 
     def unused(self) -> Iterator[Unused]:
@@ -283,8 +284,8 @@ class KTOConfig(ReferencedConfig):
         yield from super().violations()
         if self.train.batch_size == 1:
             yield (
-                "<train.batch_size> leaves no other answer for KTO's KL, which pairs each prompt with "
-                "the next row's answer. Use 2 or more."
+                "<train.batch_size> leaves no other answer for KTO's KL, which pairs each prompt "
+                "with the next row's answer. Use 2 or more."
             )
 
 
@@ -292,7 +293,8 @@ class KDLossConfig(Section):
     """Distillation."""
 
     teacher_model: str = required(
-        "Folder or hub name of the teacher, or URL of a vLLM server with it. It has the student's vocabulary.",
+        "Folder or hub name of the teacher, or URL of a vLLM server with it. It has the student's "
+        "vocabulary.",
         holds="model",
     )
     teacher_offload: bool = option(False, "Keep the teacher in CPU memory between uses.")
@@ -331,8 +333,8 @@ class KDConfig(SFTConfig):
         yield from super().violations()
         if self.kd.served and not self.kd.top_k:
             yield (
-                "<kd.teacher_model> is a server, which says the probabilities of its likeliest tokens "
-                "only: say of how many with --kd.top_k, as 20."
+                "<kd.teacher_model> is a server, which says the probabilities of its likeliest "
+                "tokens only: say of how many with --kd.top_k, as 20."
             )
 
 

@@ -49,7 +49,7 @@ def average_violations(ds: DeepSpeedConfig, train: TrainConfig) -> Iterator[str]
 
 
 def router_violations(model: TrainedModelConfig, section: str) -> Iterator[str]:
-    """Yield a violation if a loss does not reach the routers of a model, the one of this section."""
+    """Yield a violation if the loss of the experts does not reach the model's routers."""
     reentrant = model.gradient_checkpointing_enable and model.gradient_checkpointing_reentrant
     if model.aux_loss_coef and reentrant:
         yield (

@@ -18,8 +18,7 @@ from openrlhf.config.flags import amend, bound_violations, flags_of, spelled_out
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.pipeline import PipelineConfig
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.reward_test import RewardTestConfig
-from tests.config.commands import ROOTS, SMALLEST, parse, ppo, read_flags, sft, violations
+from tests.config.commands import COMMANDS, ROOTS, SMALLEST, parse, ppo, read_flags, sft, violations
 from tests.sources import package
 
 SFT, RL = "train_sft", "train_ppo_ray"
@@ -205,15 +204,22 @@ BROKEN: list[tuple[str, str, str]] = [
 
 
 def unchecked(command: str, line: str, gpu_machine: Any) -> Any:
-    """The resolved configuration of a line, before its rules are asked."""
-    machine.cluster_gpus = None  # another line may have declared a cluster
+    """The resolved configuration of the smallest command line and `line`, before its rules are
+    asked.
+    """
     if "flash_attention_2" in line:  # rules for machines with a GPU
         gpu_machine(1, flash_attention="fp32" in line)
     smallest = SMALLEST[command] if line else ""
     if "--reward.remote_url" in line:  # one reward is enough
         smallest = smallest.replace("--reward.verifier math", "")
-    given, _ = read_flags(ROOTS[command], [*smallest.split(), *line.split()], command=command)
-    return amend(ROOTS[command](), {**given, "given": given}).resolve(command=command)[0]
+    return resolved(command, f"{smallest} {line}")
+
+
+def resolved(command: str, line: str) -> Any:
+    """The resolved configuration of a command line, before its rules are asked."""
+    machine.cluster_gpus = None  # another line may have declared a cluster
+    given, _ = read_flags(COMMANDS[command], line.split(), command=command)
+    return amend(COMMANDS[command](), {**given, "given": given}).resolve(command=command)[0]
 
 
 @pytest.mark.parametrize(("command", "line", "sentence"), BROKEN)
@@ -226,9 +232,59 @@ def test_a_broken_rule_names_the_flag_and_the_value(
     assert not [text for text in found if re.search(r"<\w+\.", text)], "a flag without its value"
 
 
-# Command lines that draw a notice, besides those above.
-NOTICED: list[tuple[str, str, str]] = [
+REWARD_TEST, BATCH, CHAT = "reward_test", "batch_inference", "interactive_chat"
+AGENT = f"--train.agent_func_path {__file__}"
+WIN_RATE = "--task win_rate"
+# Whole command lines that break another rule, or draw a notice, and what it must contain.
+WHOLE_LINES: list[tuple[str, str, str]] = [
+    ("eval", "", "Nothing rewards the samples: give --reward.remote_url"),
+    ("eval", "", "--model.model_name_or_path must be given"),
+    ("eval", "--judge.url localhost", "--judge.url localhost is no http(s) URL"),
+    ("eval", "--ds.param_dtype fp16", "--ds.param_dtype fp16 is no type of an engine's"),
+    ("eval", "--task rm_accuracy", "--task rm_accuracy judges reward models: give --reward.model_name_or_path"),
+    ("eval", WIN_RATE, "give --against.model_name_or_path, or the column of those in the dataset"),
+    ("eval", WIN_RATE, "--task win_rate has no way to tell which answer is better: give --judge.url"),
+    ("eval", f"{WIN_RATE} --against.model_name_or_path m --against.answer_key k",
+     "give either --against.model_name_or_path or --against.answer_key"),
+    ("eval", f"{WIN_RATE} --judge.url http://h/v1 --reward.verifier math", "give either --judge.url http://h/v1, or rewards"),
+    ("eval", f"{WIN_RATE} {AGENT} --against.answer_key k", "--against.answer_key k has no agent that could reward it"),
+    ("eval", f"{WIN_RATE} --judge.url http://h/v1 --reward.on_error 0", "--reward.on_error 0 is no verdict of --judge.url"),
+    ("eval", f"{WIN_RATE} --judge.url http://h/v1", "--judge.url http://h/v1 may have several models: name one with --judge.model"),
+    (BATCH, "--output_path .", "--output_path . is a folder"),
+    (BATCH, "--post_processor csft --reward_template {input}", "--reward_template {input} needs both {input} and {reward}"),
+    (BATCH, "--reward.process_model p", "--reward.process_model p judges answers while they are sampled"),
+    (BATCH, "--task rm", "--task rm needs the reward model: give --reward.model_name_or_path"),
+    (CHAT, "--data.input_template Q:", "--data.input_template Q: has no {} for the message"),
+    (CHAT, "--preamble gone.txt", "--preamble gone.txt is no file on this machine"),
+    ("pipeline", "--file gone.yaml", "--file gone.yaml is no file on this machine"),
+    (REWARD_TEST, "", "There is no reward to try: give --reward.remote_url (a .py file or a URL) or --reward.verifier"),
+    (REWARD_TEST, "", "name the column of the responses with --data.output_key"),
+    ("train_dpo", "--model.ipo_enable --model.loss_type hinge", "--model.ipo_enable is not --model.loss_type hinge"),
     (SFT, "--data.input_template Q:", "--data.input_template 'Q:' has no {} for the prompt"),
+    (SFT, r"--data.input_template {}\nA:", "--data.input_template has a backslash and an n"),
+    (SFT, "", "--ds.param_dtype bf16 takes 5 to 20 times as long as --ds.param_dtype fp32"),
+    (SFT, "--ds.attn_implementation flash_attention_2", "--ds.attn_implementation sdpa instead of flash_attention_2"),
+    (SFT, "--ckpt.save_steps 5 --ckpt.disable_ds", "--ckpt.save_steps saves nothing: --ckpt.disable_ds is on"),
+    (SFT, "--ckpt.save_steps 5 --ckpt.path EARLIER", "has checkpoints of an earlier run"),
+    (SFT, "--data.dataset d --eval.dataset d", "--eval.dataset d is the training data (--data.dataset)"),
+    (SFT, "--train.batch_size 4", "--train.micro_batch_size is 4: a rank has no more of --train.batch_size 4"),
+    ("serve_rm", "--host 0.0.0.0", "--host 0.0.0.0: whoever reaches that address"),
+    (RL, "", "There is no GPU: --actor.num_gpus_per_node"),
+    (RL, "", "Each iteration: 1024 prompts x 1 = 1024 samples"),
+    (RL, "--train.dynamic_batch_enable", "--train.dynamic_batch_enable turns --ds.packing_samples on"),
+    (RL, "--actor.eps_clip 0.1 --actor.eps_clip_low_high 0.2 0.2", "--actor.eps_clip has no effect beside"),
+    (RL, "--actor.policy_loss_type gspo", "With gspo --actor.eps_clip_low_high 0.2 0.2 hardly ever binds"),
+    (RL, "--algo.kl.use_loss", "--algo.kl.estimator k1 as a loss has an expected gradient of zero"),
+    (RL, "--algo.kl.estimator k3", "--algo.kl.estimator k3 is meant for --algo.kl.use_loss"),
+    (RL, "--algo.kl.stop_update 1 --train.batch_size 1024", "--algo.kl.stop_update has no effect"),
+    (RL, "--algo.distill.teacher t", "Only --algo.distill.teacher teaches"),
+    (RL, "--reward.remote_url r.py", "--data.label_key is not given"),
+    (RL, "--vllm.enable_prefix_caching --vllm.disable_prefix_caching", "--vllm.disable_prefix_caching wins"),
+    (RL, "--vllm.hang_timeout 5 --train.publish_timeout 9", "--vllm.hang_timeout 5 is less than --train.publish_timeout 9"),
+    (RL, "--train.async_enable --train.async_queue_size 2 --train.max_staleness 1",
+     "--train.max_staleness 1 lets fewer batches wait than --train.async_queue_size 2"),
+    (RL, "--rollout.top_p 0.5", "--rollout.top_p 0.5 and --rollout.top_k -1: the engine's log-probabilities"),
+    (RL, "--eval.dataset e", "--eval.dataset is never used: set --eval.steps or --eval.at_start"),
 ]  # fmt: skip
 
 
@@ -257,26 +313,46 @@ def sentences() -> list[Yield]:
     return found
 
 
-def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any) -> None:
-    """The same holds for notices. Each sentence names flags of its command."""
+@pytest.fixture
+def slow_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A CPU without AVX-512. Returns a folder with checkpoints of an earlier run."""
+    monkeypatch.setattr(machine, "has_quick_bfloat16", lambda: False)
+    (tmp_path / "global_step5.manifest.json").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(("command", "line", "sentence"), WHOLE_LINES)
+def test_whole_command_line_is_refused_or_noticed(
+    command: str, line: str, sentence: str, slow_machine: Path
+) -> None:
+    config = resolved(command, line.replace("EARLIER", str(slow_machine)))
+    found = spelled_out(config, [*config.violations(), *config.notices()])
+    assert [text for text in found if sentence in text], found
+
+
+def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any, slow_machine: Path) -> None:
+    """The same holds for notices. No sentence has a flag in it that the command does not have."""
     run: set[tuple[str, int]] = set()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if "/openrlhf/config/" not in frame.f_code.co_filename:
+        if not RULE.fullmatch(frame.f_code.co_name):
             return None
         run.add((frame.f_code.co_filename, frame.f_lineno))
         return trace
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        for command, line, _ in [*BROKEN, *NOTICED]:
-            config = unchecked(command, line, gpu_machine)
-            found = spelled_out(config, [*config.violations(), *config.notices()])
-            assert not [text for text in found if re.search(r"<\w+[.>]", text)], line
-            gpu_machine(0, flash_attention=False)
-    finally:
+    def ask(config: Any) -> None:
+        sys.settrace(trace)
+        texts = [*bound_violations(config), *config.violations(), *config.notices()]
         sys.settrace(before)
+        found = spelled_out(config, texts)
+        assert not [text for text in found if re.search(r"<[a-z]\w*(\.\w+)*>", text)], found
+
+    before = sys.gettrace()
+    for command, line, _ in BROKEN:
+        ask(unchecked(command, line, gpu_machine))
+        gpu_machine(0, flash_attention=False)
+    for command, line, _ in WHOLE_LINES:
+        ask(resolved(command, line.replace("EARLIER", str(slow_machine))))
     rules = sentences()
     assert len(rules) > 100
     unseen = [each for each in rules if not any((each.file, line) in run for line in each.lines)]
@@ -286,7 +362,7 @@ def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any) -> None:
 @pytest.mark.parametrize("sentence", sentences(), ids=lambda each: f"{each.file}:{each.lines[0]}")
 def test_a_sentence_names_flags_that_a_command_has(sentence: Yield) -> None:
     named = re.findall(r"<([a-z]\w*(?:\.\w+)*)>", sentence.text)
-    known = {path for root in [*ROOTS.values(), RewardTestConfig] for path in flags_of(root)}
+    known = {path for root in COMMANDS.values() for path in flags_of(root)}
     assert [name for name in named if name not in known] == []
 
 
