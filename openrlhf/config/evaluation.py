@@ -124,7 +124,7 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
             yield from sampling_rules.label_violations(reward, self.data.label_key)
         yield from sampling_rules.remote_engine_violations(self.rollout)
         if self.judge.url and not rules.is_url(self.judge.url):
-            yield "<judge.url> is no http(s) URL."
+            yield "<judge.url> is not an http(s) URL."
 
     def _win_rate_violations(self) -> Iterator[str]:
         """Yield what is wrong with the other answers, and with what tells which is better."""
@@ -132,33 +132,32 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
         reward, agent = self.reward, self.train.agent_func_path
         if not against.model_name_or_path and not against.answer_key:
             yield (
-                "<task> compares with the answers of one other: give "
-                "--against.model_name_or_path, or the column of those in the dataset with "
-                "--against.answer_key."
+                "<task> needs other answers to compare with: give --against.model_name_or_path, "
+                "or name their column in the dataset with --against.answer_key."
             )
         if against.model_name_or_path and against.answer_key:
             yield (
-                "<task> compares with the answers of one other: give either "
+                "<task> compares with the answers of one other source: give either "
                 "--against.model_name_or_path or --against.answer_key."
             )
         is_rewarded = sampling_rules.is_rewarded(reward, agent)
         if judge.url and is_rewarded:
             yield (
-                "<task> has one way to tell which answer is better: give either <judge.url>, or "
+                "<task> decides in one way which answer is better: give either <judge.url> or "
                 "rewards."
             )
         if not judge.url and not is_rewarded:
             yield (
-                "<task> has no way to tell which answer is better: give --judge.url, or one or "
+                "<task> has no way to decide which answer is better: give --judge.url, or one or "
                 "more of --reward.remote_url, --reward.verifier and --reward.model_name_or_path."
             )
         if agent and against.answer_key:
             yield (
-                "<against.answer_key> has no agent that could reward it: compare with "
+                "<against.answer_key> names answers that the agent cannot reward: compare with "
                 "--against.model_name_or_path, or leave out --train.agent_func_path."
             )
         if judge.url and reward.on_error not in ("fail", "drop"):
-            yield "<reward.on_error> is no verdict of <judge.url>: use fail or drop."
+            yield "<reward.on_error> is no verdict that <judge.url> could return: use fail or drop."
         if judge.url and not judge.model:
             yield "<judge.url> may have several models: name one with --judge.model."
 

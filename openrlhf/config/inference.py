@@ -79,7 +79,7 @@ class EngineCommand(ModelCommand):
         if not self.model.model_name_or_path:
             yield "--model.model_name_or_path must be given."
         if self.vllm.dtype == "fp16":
-            yield "<ds.param_dtype> is no type of an engine's: give --vllm.dtype bf16 or fp32."
+            yield "<ds.param_dtype> is not a data type of engines: give --vllm.dtype bf16 or fp32."
         yield from sampling_rules.engine_violations(self.vllm, self.rollout, self.data.max_len)
 
 
@@ -284,7 +284,7 @@ class ChatConfig(ModelCommand):
         if template is not None and "{}" not in template:
             yield "<data.input_template> has no {} for the message."
         if self.preamble and not rules.is_file(self.preamble):
-            yield "<preamble> is no file on this machine."
+            yield "<preamble> is not a file on this machine."
         yield from sampling_rules.room_violations(self.rollout, self.data.max_len)
 
     def unused(self) -> Iterator[Unused]:

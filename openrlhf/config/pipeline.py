@@ -42,7 +42,7 @@ class PipelineConfig(Command):
         """Yield what is wrong with this resolved configuration."""
         yield from super().violations()
         if self.file and not os.path.isfile(self.file):
-            yield "<file> is no file on this machine."
+            yield "<file> is not a file on this machine."
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags without an effect under these values."""

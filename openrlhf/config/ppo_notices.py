@@ -24,7 +24,7 @@ def step_notices(config: RLFlags) -> Iterator[str]:
     train, rollout, evaluation = config.train, config.rollout, config.eval
     yield from single_process_notices(config)
     if rollout.only:
-        yield "--rollout.only trains, evaluates and saves nothing."
+        yield "--rollout.only does not train, evaluate or save a model."
     else:
         steps = config.samples // max(1, train.batch_size) * train.max_epochs
         micro = str(train.micro_batch_size)
@@ -37,7 +37,7 @@ def step_notices(config: RLFlags) -> Iterator[str]:
         )
     if rollout.replay_dir:
         yield (
-            "A replay starts no engine, calls no reward function or agent, and evaluates nothing."
+            "A replay starts no engines, calls no reward function or agent, and does not evaluate."
         )
     if evaluation.dataset and evaluation.steps in (-1, 0) and not evaluation.at_start:
         yield "--eval.dataset is never used: set --eval.steps or --eval.at_start."
@@ -108,8 +108,8 @@ def engine_notices(config: RLFlags) -> Iterator[str]:
         )
     if vllm.quantization and not config.algo.correction.level:
         yield (
-            "With <vllm.quantization> samples come from rounded weights, not quite the policy's: "
-            "--algo.advantage.is_correction_enable corrects the loss for that."
+            "With <vllm.quantization> samples come from rounded weights, which differ from the "
+            "policy's: --algo.advantage.is_correction_enable corrects the loss for that."
         )
 
 
@@ -134,7 +134,7 @@ def staleness_notices(config: RLFlags) -> Iterator[str]:
         yield "<train.max_staleness> lets fewer batches wait than <train.async_queue_size>."
     if not level:
         yield (
-            "--train.async_enable trains on samples of older weights, by as many versions as "
-            "<train.max_staleness> says, and the loss is not corrected for that: set "
+            "--train.async_enable trains on samples of weights that are up to "
+            "<train.max_staleness> versions old, and the loss is not corrected for that: set "
             "--algo.advantage.is_correction_enable."
         )

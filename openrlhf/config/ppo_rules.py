@@ -56,9 +56,9 @@ def reward_violations(config: RLFlags) -> Iterator[str]:
         )
     if config.remote_teacher and config.rollout.temperature != 1:
         yield (
-            "<rollout.temperature> is another than that of the server of <algo.distill.teacher>, "
-            "which knows log-probabilities at 1 only: use 1, or a teacher that is loaded here: "
-            "--algo.distill.teacher PATH."
+            "<rollout.temperature> differs from the temperature of <algo.distill.teacher>, a "
+            "server that returns log-probabilities at 1 only: use 1, or load the teacher here "
+            "with --algo.distill.teacher PATH."
         )
     longest = config.rollout.max_new_tokens or config.data.max_len
     if reward.overlong_buffer_len and reward.overlong_buffer_len > longest:
@@ -98,11 +98,11 @@ def loss_violations(config: RLFlags) -> Iterator[str]:
     for name, limit in limits.items():
         if limit and not kl.init_coef:
             yield (
-                f"<algo.kl.{name}> is about the KL to the reference, which --algo.kl.init_coef 0 "
-                "does not load: start above 0."
+                f"<algo.kl.{name}> needs the KL to the reference, but with --algo.kl.init_coef 0 "
+                "no reference is loaded: start above 0."
             )
     if evaluation.patience and evaluation.dataset and evaluation.steps in (-1, 0):
-        yield "<eval.patience> waits for a better evaluation: set --eval.steps."
+        yield "<eval.patience> counts evaluations, but there are none: set --eval.steps."
 
 
 def range_violations(config: RLFlags) -> Iterator[str]:
@@ -125,8 +125,8 @@ def correction_violations(config: RLFlags) -> Iterator[str]:
         if value_at(config, path) != value:
             yield (
                 "--algo.advantage.is_correction_enable means the preset "
-                "<algo.advantage.is_correction_type>, and --algo.correction.* says something else: "
-                "give one of the two."
+                "<algo.advantage.is_correction_type>, and --algo.correction.* says something "
+                "else: give one of the two."
             )
             return
 
@@ -148,13 +148,13 @@ def adapter_violations(config: RLFlags) -> Iterator[str]:
         )
     if ds.load_in_4bit:
         yield (
-            "<ds.lora.publish>: engines would add the adapter to other weights than those that "
-            "--ds.load_in_4bit rounds: use merged."
+            "<ds.lora.publish>: engines would add the adapter to other weights than the rounded "
+            "ones of --ds.load_in_4bit: use merged."
         )
     if config.vllm.pipeline_parallel_size != 1:
         yield (
-            "<ds.lora.publish>: the parts of an engine of <vllm.pipeline_parallel_size> do not "
-            "tell which layers they adapt: use merged, or 1."
+            "<ds.lora.publish>: with <vllm.pipeline_parallel_size>, the parts of an engine do not "
+            "report which layers they adapt: use merged, or --vllm.pipeline_parallel_size 1."
         )
 
 
@@ -176,7 +176,7 @@ def async_violations(config: RLFlags) -> Iterator[str]:
     for name, value in stepwise.items():
         if value:
             yield (
-                f"<rollout.{name}> and --train.async_enable do not go together: leave out one of "
+                f"<rollout.{name}> cannot be combined with --train.async_enable: leave out one of "
                 "them."
             )
 
@@ -186,17 +186,18 @@ def rollout_violations(config: RLFlags) -> Iterator[str]:
     rollout = config.rollout
     if rollout.temperature == 0:
         yield (
-            "<rollout.temperature> is greedy, and log-probabilities at it do not exist. Use a "
+            "<rollout.temperature> is greedy, so the samples have no log-probabilities. Use a "
             "value above 0; evaluation may be greedy: --eval.temperature 0."
         )
     if rollout.only and rollout.replay_dir:
         yield (
-            "--rollout.only generates and <rollout.replay_dir> trains from what was generated: "
-            "give one of them."
+            "--rollout.only generates and <rollout.replay_dir> trains on what an earlier run "
+            "generated: give one of them."
         )
     if rollout.replay_dir and not os.path.isdir(rollout.replay_dir):
         yield (
-            "<rollout.replay_dir> is no folder on this machine: write one with --rollout.dump_dir."
+            "<rollout.replay_dir> is not a folder on this machine: write one with "
+            "--rollout.dump_dir."
         )
     at_once = rollout.vllm_generate_batch_size
     if at_once < rollout.batch_size and not config.train.async_enable:
@@ -206,8 +207,8 @@ def rollout_violations(config: RLFlags) -> Iterator[str]:
         )
     if at_once > rollout.batch_size and (rollout.dump_dir or rollout.replay_dir):
         yield (
-            "<rollout.vllm_generate_batch_size> generates for several steps at once, and the files "
-            "of --rollout.dump_dir and --rollout.replay_dir are of one step each: leave it out."
+            "<rollout.vllm_generate_batch_size> generates for several steps at once, but each "
+            "file of --rollout.dump_dir and --rollout.replay_dir holds one step: leave it out."
         )
     yield from sampling_rules.engine_violations(config.vllm, rollout, config.data.max_len)
     yield from sampling_rules.remote_engine_violations(rollout)
@@ -222,8 +223,8 @@ def batch_violations(config: RLFlags) -> Iterator[str]:
     product = f"<rollout.batch_size> x <rollout.n_samples_per_prompt> = {samples} samples"
     if samples % max(1, train.batch_size):
         yield (
-            f"{product} are no multiple of <train.batch_size>: change one of them, so that every "
-            "optimizer step is full."
+            f"{product} are not a multiple of <train.batch_size>: change one of them, so that "
+            "every optimizer step is full."
         )
     ranks, micro = config.data_slices, train.micro_batch_size
     if train.dynamic_batch_enable:
@@ -292,14 +293,15 @@ def _hybrid_violations(config: RLFlags) -> Iterator[str]:
         if vllm.pipeline_parallel_size > 1:
             engines += " x <vllm.pipeline_parallel_size>"
         yield (
-            "--train.colocate_all has the engines on the devices of the models: "
-            f"{engines} = {vllm.num_engines * devices} are more than <actor.num_nodes> x "
+            f"--train.colocate_all puts the engines on the devices of the models: {engines} = "
+            f"{vllm.num_engines * devices} are more than <actor.num_nodes> x "
             f"<actor.num_gpus_per_node> = {config.actor_ranks}. Lower --vllm.num_engines."
         )
     if config.actor.num_gpus_per_node % devices:
         yield (
-            f"With --train.colocate_all an engine shares devices of one machine: its {devices} do "
-            "not divide <actor.num_gpus_per_node>. Change --vllm.tensor_parallel_size."
+            "With --train.colocate_all, an engine shares the devices of one machine: its "
+            f"{devices} devices do not divide <actor.num_gpus_per_node>. Change "
+            "--vllm.tensor_parallel_size."
         )
 
 
@@ -313,11 +315,14 @@ def _placement_violations(config: RLFlags) -> Iterator[str]:
                 wrong.append(f"{name} of {role} is {amount!r}")
     if wrong:
         yield (
-            f"--placement.*.resources: {', '.join(wrong)}; an amount above 0 is a Ray resource, a "
-            "text is a label."
+            f"--placement.*.resources: {', '.join(wrong)}; give a number above 0 for a Ray "
+            "resource, or a text for a label."
         )
     cluster = config.placement.cluster
     if cluster and not config.dry_run:
-        yield "<placement.cluster> is a cluster that is not there: it needs --dry_run."
+        yield "<placement.cluster> is a plan for another cluster and requires --dry_run."
     if cluster and not machine.declared_machines(cluster):
-        yield "<placement.cluster> is no cluster: write 2x8 for two machines of 8 GPUs."
+        yield (
+            "<placement.cluster> does not describe a cluster: write 2x8 for two machines with "
+            "8 GPUs each."
+        )

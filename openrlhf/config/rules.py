@@ -70,12 +70,12 @@ def loading_violations(ds: LoadingConfig) -> Iterator[str]:
     attention = ds.attn_implementation
     if "/" not in attention and attention not in ATTENTIONS:
         yield (
-            f"<ds.attn_implementation> is unknown: use {', '.join(ATTENTIONS)}, or OWNER/KERNEL of "
-            "the hub."
+            f"<ds.attn_implementation> is unknown: use {', '.join(ATTENTIONS)}, or OWNER/KERNEL "
+            "of the hub."
         )
     if ds.load_in_4bit and ds.param_dtype != "bf16":
         yield (
-            "<ds.param_dtype> does not go together with --ds.load_in_4bit, which computes in bf16."
+            "<ds.param_dtype> cannot be combined with --ds.load_in_4bit, which computes in bf16."
         )
     if ds.param_dtype == "fp32" and "flash_attention" in attention:
         yield ("<ds.param_dtype> needs --ds.attn_implementation sdpa: FlashAttention has no fp32.")

@@ -35,8 +35,8 @@ def reward_violations(reward: RewardConfig, agent: str | None) -> Iterator[str]:
         )
     if agent and (reward.remote_url or reward.verifier):
         yield (
-            "The agent of <train.agent_func_path> rewards: leave out --reward.remote_url and "
-            "--reward.verifier."
+            "The agent of <train.agent_func_path> computes the rewards: leave out "
+            "--reward.remote_url and --reward.verifier."
         )
     yield from source_violations(reward)
     if agent and not (agent.endswith(".py") and is_file(agent)):
@@ -77,8 +77,8 @@ def sum_violations(reward: RewardConfig, parts: int) -> Iterator[str]:
     """Yield a violation unless each of these rewards has a weight, and failed ones a policy."""
     if reward.weights and len(reward.weights) != parts:
         yield (
-            f"<reward.weights> has {len(reward.weights)} numbers for {parts} rewards: one for each "
-            "of --reward.model_name_or_path, then one for --reward.remote_url or "
+            f"<reward.weights> has {len(reward.weights)} numbers for {parts} rewards: one for "
+            "each of --reward.model_name_or_path, then one for --reward.remote_url or "
             "--reward.verifier."
         )
     if reward.on_error not in ("fail", "drop") and not is_number(reward.on_error):
@@ -90,7 +90,7 @@ def remote_engine_violations(rollout: RemoteEnginesConfig) -> Iterator[str]:
     wrong = [url for _, url in rollout.named_engines if not has_host(url)]
     if wrong:
         yield (
-            f"--rollout.remote_engines {' '.join(wrong)} is no http(s) URL: write "
+            f"--rollout.remote_engines {' '.join(wrong)} is not an http(s) URL: write "
             "NAME=http://host:port/v1."
         )
     counts = Counter(name for name, _ in rollout.named_engines)
@@ -107,17 +107,15 @@ def engine_violations(vllm: VLLMConfig, rollout: RolloutConfig, max_len: int) ->
         yield "<vllm.max_engines> is less than <vllm.num_engines>: raise it, or leave it out."
     yield from room_violations(rollout, max_len)
     if vllm.sync_backend not in ("nccl", "gloo"):
-        yield (
-            "<vllm.sync_backend> is unknown here: use nccl, or gloo, which goes through CPU memory."
-        )
+        yield ("<vllm.sync_backend> is unknown: use nccl, or gloo, which goes through CPU memory.")
     if vllm.pipeline_parallel_size != 1 and not machine.count_gpus():
         yield (
             "<vllm.pipeline_parallel_size>: vLLM on CPUs cannot split an engine by layers. Use 1."
         )
     if vllm.quantization and vllm.dtype == "fp32":
         yield (
-            "<vllm.quantization> rounds weights of 16 bits, and <vllm.dtype> is what it gets: use "
-            "--vllm.dtype bf16."
+            "<vllm.quantization> rounds 16-bit weights and cannot be combined with <vllm.dtype>: "
+            "use --vllm.dtype bf16."
         )
     yield from engine_args_violations(vllm, rollout, max_len)
 

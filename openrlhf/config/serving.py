@@ -61,7 +61,7 @@ class ServeConfig(ModelCommand):
             )
         else:
             yield (
-                "<host>: whoever reaches that address can ask this server, which knows no "
+                "<host>: every program that reaches this address can use the server, which has no "
                 "passwords."
             )
         yield from super().notices()

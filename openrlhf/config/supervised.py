@@ -34,7 +34,7 @@ class SupervisedConfig(shared.OptimizerConfig, Root):
         """Yield what the user may have to know of this resolved configuration."""
         micro, default = self.train.micro_batch_size, type(self)().train.micro_batch_size
         if micro != default and "train.micro_batch_size" not in self.given:
-            yield f"--train.micro_batch_size is {micro}: a rank has no more of <train.batch_size>."
+            yield f"--train.micro_batch_size is {micro}, the share of a rank in <train.batch_size>."
         yield from training_rules.held_out_notices(self, "data.dataset", "data.dataset_split")
         yield from super().notices()
 
@@ -284,8 +284,8 @@ class KTOConfig(ReferencedConfig):
         yield from super().violations()
         if self.train.batch_size == 1:
             yield (
-                "<train.batch_size> leaves no other answer for KTO's KL, which pairs each prompt "
-                "with the next row's answer. Use 2 or more."
+                "<train.batch_size> is too small for the KL of KTO, which pairs each prompt with "
+                "the answer of the next row. Use 2 or more."
             )
 
 
@@ -333,8 +333,8 @@ class KDConfig(SFTConfig):
         yield from super().violations()
         if self.kd.served and not self.kd.top_k:
             yield (
-                "<kd.teacher_model> is a server, which says the probabilities of its likeliest "
-                "tokens only: say of how many with --kd.top_k, as 20."
+                "<kd.teacher_model> is a server, which returns only the probabilities of its top "
+                "tokens. Set how many with --kd.top_k, e.g. 20."
             )
 
 

@@ -17,15 +17,15 @@ from openrlhf.config.shared import (
 def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
     """Yield what is wrong with adapters, data types and offload."""
     if ds.lora.rank and not ds.lora.target_modules:
-        yield "--ds.lora.target_modules names no layer: leave it out for all of them."
+        yield "--ds.lora.target_modules names no layer: leave it out to adapt every layer."
     if ds.lora.dora and ds.zero_stage == 3:
         yield (
-            "<ds.lora.dora> reads whole weights, of which each rank has a part with "
-            "<ds.zero_stage>: use 0, 1 or 2."
+            "<ds.lora.dora> reads whole weights, but with <ds.zero_stage> each rank has only a "
+            "part of them: use 0, 1 or 2."
         )
     if ds.load_in_4bit and not ds.lora.rank:
         yield (
-            "<ds.load_in_4bit> freezes the model's weights: train adapters beside them with "
+            "<ds.load_in_4bit> freezes the weights of the model: train adapters with "
             "--ds.lora.rank."
         )
     if ds.param_dtype == "fp16":
@@ -43,8 +43,8 @@ def average_violations(ds: DeepSpeedConfig, train: TrainConfig) -> Iterator[str]
     if ds.use_universal_ckpt and ds.zero_stage == 3 and train.enable_ema:
         yield (
             "--ds.use_universal_ckpt cannot convert the average of --train.enable_ema, which "
-            "<ds.zero_stage> has cut: continue with as many processes as before, or leave out the "
-            "average."
+            "<ds.zero_stage> has partitioned: continue with the same number of processes, or "
+            "leave out --train.enable_ema."
         )
 
 
@@ -53,8 +53,8 @@ def router_violations(model: TrainedModelConfig, section: str) -> Iterator[str]:
     reentrant = model.gradient_checkpointing_enable and model.gradient_checkpointing_reentrant
     if model.aux_loss_coef and reentrant:
         yield (
-            f"<{section}.aux_loss_coef> would not reach the routers: they run without a graph "
-            f"under --{section}.gradient_checkpointing_reentrant. Leave that out."
+            f"<{section}.aux_loss_coef> would not reach the routers, which run without a graph "
+            f"under --{section}.gradient_checkpointing_reentrant. Leave out that flag."
         )
 
 
@@ -63,11 +63,11 @@ def patience_violations(evaluation: EvalConfig, ckpt: CheckpointConfig) -> Itera
     if not evaluation.patience:
         return
     if not evaluation.dataset:
-        yield "<eval.patience> waits for a better evaluation: give --eval.dataset."
+        yield "<eval.patience> counts evaluations, but there are none: give --eval.dataset."
     if ckpt.best_metric_key == "none":
         yield (
-            "<eval.patience> waits for a better --ckpt.best_metric_key, which is none: name a "
-            "metric, or leave it out."
+            "<eval.patience> follows --ckpt.best_metric_key, which is none: name a metric, or "
+            "leave it out."
         )
     if ckpt.disable_ds:
         yield (
@@ -85,8 +85,8 @@ def checkpoint_notices(ckpt: CheckpointConfig) -> Iterator[str]:
     if ckpt.has_earlier and not ckpt.load_enable:
         yield (
             "<ckpt.path> has checkpoints of an earlier run: this run replaces those of the same "
-            "steps. --ckpt.load_enable goes on from the newest one; another --ckpt.path keeps them "
-            "all."
+            "steps. --ckpt.load_enable continues from the newest one; another --ckpt.path keeps "
+            "them all."
         )
 
 

@@ -472,7 +472,7 @@ def test_a_server_that_others_can_reach_is_said_to_be_one(
 ) -> None:
     parse("serve_rm", "--host 0.0.0.0")
     assert (
-        "--host 0.0.0.0: whoever reaches that address can ask this server"
+        "--host 0.0.0.0: every program that reaches this address can use the server"
         in capsys.readouterr().err
     )
     parse("serve_rm")

@@ -53,13 +53,13 @@ BATCH, CHAT = "batch_inference", "interactive_chat"
             "--reward.process_model p",
             "--reward.process_model p judges answers while they are sampled",
         ),
-        (BATCH, "--ds.param_dtype fp16", "--ds.param_dtype fp16 is no type of an engine's"),
+        (BATCH, "--ds.param_dtype fp16", "--ds.param_dtype fp16 is not a data type of engines"),
         (
             BATCH,
             "--post_processor best",
             "--post_processor takes one of none, rs, csft, iter_dpo, not 'best'",
         ),
-        (CHAT, "--preamble gone.txt", "--preamble gone.txt is no file on this machine"),
+        (CHAT, "--preamble gone.txt", "--preamble gone.txt is not a file on this machine"),
         (CHAT, "--data.input_template=x", "--data.input_template x has no {} for the message"),
         (CHAT, "--model.model_name_or_path=", "--model.model_name_or_path must be given"),
         (

@@ -276,7 +276,7 @@ def test_an_asynchronous_job_trains_as_printed(cluster: Cluster, workspace: Path
     (row,) = numbers(workspace / "ahead")
     assert (row["rollout/num_samples"], row["rollout/lag_max"]) == (PROMPTS, 0.0)
     assert (
-        "--train.async_enable trains on samples of older weights, by as many versions as --train.max_staleness 2 says"
+        "--train.async_enable trains on samples of weights that are up to --train.max_staleness 2 versions old"
         in done.printed
     )
 
