@@ -1,5 +1,5 @@
-"""What commands have in common: the flags of every command, of those with a model, with a run
-folder, and of training.
+"""Bases of the commands: the flags of every command, and of commands with a model, with a run
+folder, and with training.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from openrlhf.config.unsupported import refusals
 
 
 class Command(Section):
-    """What every command has. `given`: the values by path that flags and a file gave; all others
-    are defaults.
+    """The base of every command.
+
+    `given`: the values by path that flags and a file gave; all others are defaults.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
@@ -35,15 +36,15 @@ class Command(Section):
     )
 
     def resolve(self, *, command: str) -> tuple[Self, list[str]]:
-        """A copy with all derived values, and notices."""
+        """Return a copy with all derived values, and the notices."""
         values = self.derived_values()
         copy = amend(self, values | amend(self, values).common_values(command))
         return copy, spelled_out(copy, [*without_effect(copy, self.given), *copy.notices()])
 
     def check(self) -> list[str]:
-        """All that is wrong, one sentence each: out of bounds, not available yet, broken rules.
+        """Return a sentence for everything that is wrong: bounds, missing features, broken rules.
 
-        A rule about a flag that is refused anyway says nothing.
+        Broken rules about a flag that is refused anyway are left out.
         """
         refused = dict(refusals(self))
         broken = [
@@ -52,15 +53,15 @@ class Command(Section):
         return [*bound_violations(self), *refused.values(), *broken]
 
     def derived_values(self) -> dict[str, Any]:
-        """What follows from the flags of this command, by path."""
+        """Return what follows from the flags of this command, by path."""
         return {}
 
     def unless_given(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Those of these values by path whose flags were not given."""
+        """Return the values whose flags were not given, by path."""
         return {path: value for path, value in values.items() if path not in self.given}
 
     def common_values(self, command: str) -> dict[str, Any]:
-        """What follows in several commands once a command's own values are derived, by path."""
+        """Return what follows in several commands once `derived_values` are set, by path."""
         return {}
 
     def notices(self) -> Iterator[str]:
@@ -77,8 +78,8 @@ class Command(Section):
         yield from places.overwriting(self)
 
     def idle_places(self) -> set[str]:
-        """The paths of output flags whose folders or files this command does not write, given its
-        other flags.
+        """Return the output flags whose folders or files the command does not write with these
+        values.
         """
         return set()
 
@@ -89,7 +90,7 @@ class Command(Section):
 
 # fmt: off
 class ModelCommand(Command):
-    """What every command with a model has."""
+    """The base of commands with a model."""
     model: shared.ModelSourceConfig = shared.ModelSourceConfig()
     data: shared.TokenizerConfig = shared.TokenizerConfig()
     ds: shared.LoadingConfig = shared.LoadingConfig()
@@ -97,7 +98,7 @@ class ModelCommand(Command):
     use_ms: bool = option(False, "Download from ModelScope instead of the Hugging Face hub.")
 
     def common_values(self, command: str) -> dict[str, Any]:
-        """The attention that is used."""
+        """Return the attention that is used."""
         return {"ds.attn_implementation": rules.attention_in_effect(self.ds, self.given)}
 
     def notices(self) -> Iterator[str]:
@@ -112,14 +113,14 @@ class ModelCommand(Command):
 
 
 class RecordedCommand(ModelCommand):
-    """What every command with a run folder has."""
+    """The base of commands with a run folder."""
     data: shared.DataConfig = shared.DataConfig()
     ds: shared.DeepSpeedConfig = shared.DeepSpeedConfig()
     logger: shared.LoggerConfig = shared.LoggerConfig()
     run: shared.RunConfig = shared.RunConfig()
 
     def common_values(self, command: str) -> dict[str, Any]:
-        """The folder of the run, and a template that has a place for the prompt."""
+        """Return the folder of the run, and no template if it has no place for the prompt."""
         values = super().common_values(command)
         start = time.strftime("%Y%m%d-%H%M%S")
         values["run.dir"] = self.run.dir or f"./runs/{command}-{start}-{os.getpid()}"
@@ -141,7 +142,7 @@ class RecordedCommand(ModelCommand):
 
 
 class Root(RecordedCommand):
-    """What every training command has."""
+    """The base of training commands."""
     measures_training_rows: ClassVar[bool] = False  # evaluates without --eval.dataset too
 
     train: shared.TrainConfig = shared.TrainConfig()
@@ -151,13 +152,13 @@ class Root(RecordedCommand):
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the checkpoint of the best evaluation is kept."""
+        """True if the checkpoint of the best evaluation is kept."""
         key = self.ckpt.best_metric_key
         evaluates = bool(self.eval.dataset) or self.measures_training_rows
         return evaluates and key != "none" and bool(key or self.eval.patience)
 
     def idle_places(self) -> set[str]:
-        """The folder of checkpoints, if the run neither writes nor reads there."""
+        """Return the folder of checkpoints if the run neither writes nor reads there."""
         ckpt = self.ckpt
         writes = (ckpt.saves or self.keeps_best) and (ckpt.save_hf or not ckpt.disable_ds)
         return set() if writes or ckpt.load_enable else {"ckpt.path"}

@@ -1,4 +1,4 @@
-"""Root of `eval`: what is evaluated, on which prompts or pairs, and who judges."""
+"""Configuration of `eval`: the model, the prompts or pairs, and the judge."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SAMPLING_FLAGS = (
 
 
 class AgainstConfig(Section):
-    """What the model's answers are compared with."""
+    """The answers that the model's answers are compared with."""
 
     model_name_or_path: str | None = option(
         None, "Folder or hub name of the other model.", holds="model"
@@ -91,7 +91,7 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
 
     @property
     def samples_answers(self) -> bool:
-        """Whether engines are needed."""
+        """True if engines are needed."""
         return self.task != "rm_accuracy"
 
     def derived_values(self) -> dict[str, Any]:

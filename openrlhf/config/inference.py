@@ -1,5 +1,5 @@
-"""Roots of the commands that answer and train nothing: what those with engines share,
-`batch_inference`, `interactive_chat`.
+"""Configurations of `batch_inference` and `interactive_chat`, and the base of commands with engines
+that train nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SampledModelConfig(shared.ModelSourceConfig):
 
 
 class EngineCommand(ModelCommand):
-    """What every command has that uses engines and trains nothing."""
+    """The base of commands that use engines and train nothing."""
 
     model: SampledModelConfig = SampledModelConfig()
     vllm: VLLMConfig = VLLMConfig()
@@ -170,7 +170,7 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
 
     @property
     def samples_answers(self) -> bool:
-        """Whether the model answers prompts; else reward models score answers."""
+        """True if the model answers prompts; otherwise reward models score answers."""
         return self.task != "rm"
 
     def derived_values(self) -> dict[str, Any]:

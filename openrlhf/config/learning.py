@@ -1,5 +1,5 @@
-"""Sections of RL that say what is learnt: models, algorithm, training loop, data; and the tree of
-all flags of RL.
+"""Sections of RL about learning (models, algorithm, training loop, data), and the tree of all flags
+of RL.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class AdvantageConfig(Section):
 
     @property
     def traits(self) -> choices.EstimatorTraits:
-        """What the estimator asks for."""
+        """The properties of the estimator."""
         return choices.ESTIMATORS[self.estimator]
 
 
@@ -126,7 +126,7 @@ class KLConfig(Section):
 
     @property
     def in_reward(self) -> bool:
-        """Whether the KL is a part of the rewards."""
+        """True if the KL is part of the rewards."""
         return self.init_coef > 0 and not self.use_loss
 
     def unused(self) -> Iterator[Unused]:
@@ -230,11 +230,15 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
 
     @property
     def colocated(self) -> list[tuple[str, ...]]:
-        """Roles that share devices, as far as a run has them."""
+        """Groups of roles that share devices. A run may not have all of these roles."""
         if self.colocate_all:
             return [("actor", "ref", "teacher", "critic", "reward")]
-        pairs = [("actor", "ref", "teacher")] * self.colocate_actor_ref
-        return pairs + [("critic", "reward")] * self.colocate_critic_reward
+        groups: list[tuple[str, ...]] = []
+        if self.colocate_actor_ref:
+            groups.append(("actor", "ref", "teacher"))
+        if self.colocate_critic_reward:
+            groups.append(("critic", "reward"))
+        return groups
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags without an effect under these values."""
@@ -268,7 +272,7 @@ class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
 
     @property
     def sleeps(self) -> bool:
-        """Whether the training state waits in CPU memory between updates."""
+        """True if the training state waits in CPU memory between updates."""
         return self.enable_sleep and not self.adam_offload
 
     def unused(self) -> Iterator[Unused]:
@@ -321,38 +325,37 @@ class RLFlags(Root):
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the checkpoint of the best evaluation is kept. Without a name, pass@1 is
-        followed.
-        """
+        """True if the checkpoint of the best evaluation is kept. The default metric is pass@1."""
         return bool(self.eval.dataset) and self.ckpt.best_metric_key != "none"
 
     def idle_places(self) -> set[str]:
-        """All folders of models, if nothing is trained."""
-        return {"ckpt.path", "ckpt.output_dir"} if self.rollout.only else super().idle_places()
+        """Return all folders of models if nothing is trained."""
+        if self.rollout.only:
+            return {"ckpt.path", "ckpt.output_dir"}
+        return super().idle_places()
 
     def further_places(self) -> list[tuple[str, str, str]]:
-        """The folder of the critic."""
-        writes_critic = (
-            self.estimator.needs_critic and self.critic.save_value_network and not self.rollout.only
-        )
+        """Return the folder of the critic, if the run writes it."""
+        exports = self.estimator.needs_critic and self.critic.save_value_network
+        if self.rollout.only or not exports:
+            return []
         folder = f"{self.ckpt.output_dir}_critic"
-        return (
-            [(f"{folder} (--critic.save_value_network)", folder, "model")] if writes_critic else []
-        )
+        return [(f"{folder} (--critic.save_value_network)", folder, "model")]
 
     @property
     def samples(self) -> int:
-        """Samples of one iteration."""
+        """The number of samples of an iteration."""
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt
 
     def updates_of(self, prompts: int) -> int:
-        """Optimizer steps for a batch of so many prompts."""
+        """Return the number of optimizer steps for a batch of this many prompts."""
         samples = prompts * self.rollout.n_samples_per_prompt
         return self.train.max_epochs * math.ceil(samples / self.train.batch_size)
 
     def step_sizes(self, prompts: int) -> list[int]:
-        """Prompts of each step of the run, if no prompt is filtered. Asynchronous steps may reach
-        into the next epoch.
+        """Return the number of prompts of each step of the run, if no prompt is filtered.
+
+        Asynchronous steps may reach into the next epoch.
         """
         size, epochs = self.rollout.batch_size, self.train.num_episodes
         if self.train.async_enable:
@@ -361,50 +364,48 @@ class RLFlags(Root):
 
     @property
     def frozen_steps(self) -> int:
-        """Steps that train the critic alone; 0 if the estimator has no critic or the flag is unset
-        (−1).
-        """
+        """The number of steps that train only the critic; 0 without a critic or with −1."""
         return max(0, self.critic.freezing_steps) if self.estimator.needs_critic else 0
 
     @property
     def has_reference(self) -> bool:
-        """Whether a reference is loaded. With adapters it is the policy without them."""
+        """True if a reference is loaded. With adapters it is the policy without them."""
         return self.algo.kl.init_coef > 0 and not self.ds.lora.rank
 
     @property
     def has_frozen_policy(self) -> bool:
-        """Whether a reference or a teacher is loaded."""
+        """True if a reference or a teacher is loaded."""
         return self.has_reference or self.local_teacher is not None
 
     @property
     def hybrid(self) -> bool:
-        """Whether the engines are on the devices of the models."""
+        """True if the engines are on the devices of the models."""
         return self.train.colocate_all and not self.train.async_enable
 
     @property
     def actor_ranks(self) -> int:
-        """Processes of the policy."""
+        """The number of processes of the policy."""
         return self.actor.num_nodes * self.actor.num_gpus_per_node
 
     @property
     def data_slices(self) -> int:
-        """Parts into which the policy's processes divide a batch."""
+        """The number of parts into which the processes of the policy divide a batch."""
         return self.ds.data_slices(self.actor_ranks)
 
     @property
     def estimator(self) -> choices.EstimatorTraits:
-        """What the advantage estimator asks for."""
+        """The properties of the advantage estimator."""
         return self.algo.advantage.traits
 
     @property
     def remote_teacher(self) -> str | None:
-        """The teacher's name, where it is one of the remote engines."""
+        """The name of the teacher, if it is one of the remote engines."""
         teacher = self.algo.distill.teacher
         return teacher if teacher in dict(self.rollout.named_engines) else None
 
     @property
     def local_teacher(self) -> str | None:
-        """The teacher's folder or hub name, where it is loaded here."""
+        """The folder or Hub name of the teacher, if it is loaded here."""
         return None if self.remote_teacher else self.algo.distill.teacher
 
     def unused(self) -> Iterator[Unused]:

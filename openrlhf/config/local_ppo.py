@@ -1,5 +1,5 @@
-"""Root of `train_ppo`: RL with all models on the devices of one machine, and the defaults that this
-command always had.
+"""Configuration of `train_ppo`: RL with all models on the devices of one machine, and the defaults
+that this command always had.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LocalPPOConfig(PPOConfig):
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_ppo")
 
     def derived_values(self) -> dict[str, Any]:
-        """What follows from the flags, by path: every model and the engines are on every GPU."""
+        """Return what follows from the flags, by path. All models and engines are on all GPUs."""
         gpus = self.given.get("actor.num_gpus_per_node") or machine.count_gpus() or 1
         own = self.unless_given(
             {

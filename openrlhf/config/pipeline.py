@@ -1,4 +1,4 @@
-"""Flags of `pipeline`."""
+"""Configuration of `pipeline`."""
 
 from __future__ import annotations
 

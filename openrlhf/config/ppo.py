@@ -1,4 +1,4 @@
-"""Root of RL, and what follows from its flags."""
+"""Configuration of RL, and the values that follow from its flags."""
 
 from __future__ import annotations
 

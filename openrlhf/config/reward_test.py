@@ -1,4 +1,4 @@
-"""Root of `reward_test`: a reward, and the rows it is tried on."""
+"""Configuration of `reward_test`: a reward, and the rows to try it on."""
 
 from __future__ import annotations
 

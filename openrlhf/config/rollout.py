@@ -1,4 +1,4 @@
-"""Sections of RL that say where samples come from: engines, sampling, rewards, placement."""
+"""Sections of RL about generation: engines, sampling, rewards, placement."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class VLLMConfig(Section):
 
     @property
     def devices(self) -> int:
-        """Device slots of an engine, one for each of its workers."""
+        """The number of device slots of an engine, one for each of its workers."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def unused(self) -> Iterator[Unused]:
@@ -61,14 +61,15 @@ class RemoteEnginesConfig(Section):
 
     @property
     def named_engines(self) -> list[tuple[str, str]]:
-        """Name and URL of each remote engine."""
-        named = [text.partition("=") for text in self.remote_engines]
-        return [
-            (str(place), text) if "://" in name or not (name and url) else (name, url)
-            for place, (text, (name, _, url)) in enumerate(
-                zip(self.remote_engines, named, strict=True)
-            )
-        ]
+        """The name and the URL of each remote engine."""
+        engines: list[tuple[str, str]] = []
+        for place, text in enumerate(self.remote_engines):
+            name, _, url = text.partition("=")
+            if name and url and "://" not in name:
+                engines.append((name, url))
+            else:
+                engines.append((str(place), text))
+        return engines
 
 
 class SamplingConfig(Section):
@@ -137,7 +138,7 @@ class RuleConfig(Section):
 
     @property
     def needs_labels(self) -> bool:
-        """Whether the verifier compares responses with labels."""
+        """True if the verifier compares responses with labels."""
         return self.verifier in ("math", "code", "length")
 
     @property
@@ -266,11 +267,21 @@ class PlacementConfig(Section):
     vllm: RolePlacement = RolePlacement()
 
     def wants(self, roles: Sequence[str]) -> dict[str, Any]:
-        """What a process needs that hosts all these roles. A declared cluster has everything."""
-        sections = [
-            getattr(self, {"teacher": "ref"}.get(role, role)) for role in roles if not self.cluster
-        ]
-        return {name: value for section in sections for name, value in section.resources.items()}
+        """Return the resources of a process with these roles. A declared cluster has everything."""
+        resources: dict[str, Any] = {}
+        if self.cluster:
+            return resources
+        sections = {
+            "actor": self.actor,
+            "critic": self.critic,
+            "ref": self.ref,
+            "teacher": self.ref,
+            "reward": self.reward,
+            "vllm": self.vllm,
+        }
+        for role in roles:
+            resources |= sections[role].resources
+        return resources
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags without an effect under these values."""

@@ -1,4 +1,4 @@
-"""Root of `serve_rm`: a trained reward model behind HTTP."""
+"""Configuration of `serve_rm`, the HTTP server of a reward model."""
 
 from __future__ import annotations
 

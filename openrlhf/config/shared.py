@@ -60,17 +60,17 @@ class CheckpointConfig(Section):
 
     @property
     def saves(self) -> bool:
-        """Whether checkpoints are written at regular steps."""
+        """True if checkpoints are written at regular steps."""
         return self.save_steps > 0
 
     @property
     def resumable(self) -> bool:
-        """Whether a later run can go on from the checkpoints."""
+        """True if a later run can go on from the checkpoints."""
         return self.saves and not self.disable_ds
 
     @property
     def has_earlier(self) -> bool:
-        """Whether an earlier run has left checkpoints in the folder."""
+        """True if an earlier run has left checkpoints in the folder."""
         return any(Path(self.path).glob("*.manifest.json"))
 
 
@@ -241,7 +241,7 @@ class DeepSpeedConfig(LoadingConfig):
 
     @property
     def sleeps(self) -> bool:
-        """Whether the training state waits in CPU memory between updates."""
+        """True if the training state waits in CPU memory between updates."""
         return False
 
     def data_slices(self, ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""Roots of the offline commands: their own flags and defaults, derived values and rules."""
+"""Configurations of the offline commands: flags, defaults, derived values and rules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from openrlhf.config.flags import Section, Unused, option, required, text_of
 
 
 class SupervisedConfig(shared.OptimizerConfig, Root):
-    """What the offline commands share."""
+    """The base of the offline commands."""
 
     model: shared.ModelConfig = shared.ModelConfig()
     ds: shared.DeepSpeedConfig = shared.LMDeepSpeedConfig()
@@ -183,14 +183,12 @@ class ReferencedConfig(SupervisedConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss reads a reference."""
+        """True if the loss reads a reference."""
         return True
 
     @property
     def reference_is_policy(self) -> bool:
-        """Whether the reference is the trained model with its adapters switched off, not a second
-        model.
-        """
+        """True if the reference is the trained model without its adapters, not a second model."""
         return self.ds.lora.rank > 0 and self.ref.model_name_or_path in (
             None,
             self.model.model_name_or_path,
@@ -223,7 +221,7 @@ class DPOConfig(ReferencedConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss reads a reference."""
+        """True if the loss reads a reference."""
         return choices.PREFERENCE_LOSSES[self.model.loss_type]
 
     def idle_places(self) -> set[str]:
@@ -307,7 +305,7 @@ class KDLossConfig(Section):
 
     @property
     def served(self) -> bool:
-        """Whether a server has the teacher."""
+        """True if the teacher is behind a server."""
         return rules.has_host(self.teacher_model or "")
 
     def unused(self) -> Iterator[Unused]:
