@@ -163,15 +163,27 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags without an effect under these values."""
-        training = ["eval.steps", "eval.patience", "eval.at_start", "rollout.temperature"]
-        shaping = ["clip_range", "overlong_buffer_len", "overlong_penalty_factor"]
-        rewards = [f"reward.{name}" for name in [*shaping, "stop_properly_penalty_coef"]]
-        yield Unused([*TRAINING_FLAGS, *training, *rewards], "with this command")
+        training = [
+            "eval.steps",
+            "eval.patience",
+            "eval.at_start",
+            "rollout.temperature",
+            "reward.clip_range",
+            "reward.overlong_buffer_len",
+            "reward.overlong_penalty_factor",
+            "reward.stop_properly_penalty_coef",
+        ]
+        yield Unused([*TRAINING_FLAGS, *training], "with this command")
         if self.task == "rm_accuracy":
             yield Unused(SAMPLING_FLAGS, "with --task rm_accuracy")
         else:
-            keys = ["prompt_key", "chosen_key", "rejected_key", "space_before_eos"]
-            yield Unused([f"data.{key}" for key in keys], "without --task rm_accuracy")
+            pairs = [
+                "data.prompt_key",
+                "data.chosen_key",
+                "data.rejected_key",
+                "data.space_before_eos",
+            ]
+            yield Unused(pairs, "without --task rm_accuracy")
         if self.task != "win_rate":
             yield Unused(["against", "judge"], "without --task win_rate")
         if not self.reward.models:

@@ -34,6 +34,21 @@ TRAINING_FLAGS = (
     "ds.use_universal_ckpt",
     "ds.lora",
 )
+# Flags of answers to prompts in `batch_inference`.
+ANSWERING_FLAGS = (
+    "vllm",
+    "best_of_n",
+    "csft.enable",
+    "csft.prompt",
+    "rollout.max_new_tokens",
+    "rollout.temperature",
+    "rollout.top_p",
+    "rollout.top_k",
+    "rollout.stop",
+    "rollout.stop_token_ids",
+    "rollout.seeded",
+    "rollout.repetition_penalty",
+)
 # Flags of a command's reward models.
 SCORING_FLAGS = (
     "rollout.micro_batch_size",
@@ -216,14 +231,11 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
     def unused(self) -> Iterator[Unused]:
         """Yield the flags without an effect under these values."""
         yield from self._unused_ever()
-        sampling = ["max_new_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids"]
-        answering = [f"rollout.{name}" for name in [*sampling, "seeded", "repetition_penalty"]]
         if self.samples_answers:
             scoring = ["reward", "post_processor", "data.output_key", "data.space_before_eos"]
             yield Unused([*scoring, *SCORING_FLAGS], "without --task rm")
         else:
-            csft = ["csft.enable", "csft.prompt"]
-            yield Unused(["vllm", "best_of_n", *csft, *answering], "with --task rm")
+            yield Unused(ANSWERING_FLAGS, "with --task rm")
         if self.post_processor != "csft":
             yield Unused(["reward_template"], "without --post_processor csft")
         if self.rollout.max_tokens_per_gpu:
@@ -233,19 +245,25 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
         yield from super().unused()
 
     def _unused_ever(self) -> Iterator[Unused]:
-        names = [
-            *TRAINING_FLAGS,
+        episodes = [
             "rollout.remote_engines",
             "rollout.max_turns",
             "rollout.step_timeout",
             "rollout.episode_timeout",
             "train.agent_func_path",
             "vllm.enable_prefix_caching",
-            "reward",
         ]
-        models = ["model_name_or_path", "process_model", "normalize_enable", "weights", "offload"]
-        scoring = [f"reward.{name}" for name in [*models, "num_nodes", "num_gpus_per_node"]]
-        yield Unused(names, "with this command", but=scoring)
+        reward_models = [
+            "reward.model_name_or_path",
+            "reward.process_model",
+            "reward.normalize_enable",
+            "reward.weights",
+            "reward.offload",
+            "reward.num_nodes",
+            "reward.num_gpus_per_node",
+        ]
+        names = [*TRAINING_FLAGS, *episodes, "reward"]
+        yield Unused(names, "with this command", but=reward_models)
 
 
 class ChatModelConfig(shared.ModelSourceConfig):

@@ -436,23 +436,27 @@ class RLFlags(Root):
         yield Unused(sections, "with --rollout.only", but=[*generation, *reward_models])
 
     def _unused_in_replay(self) -> Iterator[Unused]:
-        sections = ["vllm", "placement.vllm", "eval"]
-        sampling = ["top_p", "top_k", "stop", "stop_token_ids", "seeded"]
-        episodes = ["max_turns", "step_timeout", "episode_timeout", "dump_dir"]
-        rewards = [
-            "remote_url",
-            "verifier",
-            "batch",
-            "timeout",
-            "retries",
-            "workers",
-            "memory_gib",
-        ]
         names = [
-            *sections,
+            "vllm",
+            "placement.vllm",
+            "eval",
             "train.agent_func_path",
-            *[f"rollout.{name}" for name in [*sampling, *episodes]],
-            *[f"reward.{name}" for name in rewards],
+            "rollout.max_turns",
+            "rollout.step_timeout",
+            "rollout.episode_timeout",
+            "rollout.dump_dir",
+            "rollout.top_p",
+            "rollout.top_k",
+            "rollout.stop",
+            "rollout.stop_token_ids",
+            "rollout.seeded",
+            "reward.remote_url",
+            "reward.verifier",
+            "reward.batch",
+            "reward.timeout",
+            "reward.retries",
+            "reward.workers",
+            "reward.memory_gib",
         ]
         yield Unused(names, "with --rollout.replay_dir")
 

@@ -109,14 +109,14 @@ class SFTConfig(SupervisedConfig):
     def unused(self) -> Iterator[Unused]:
         """Yield the flags without an effect under these values."""
         if self.model.pretrain_mode_enable:
-            keys = [
-                "output_key",
-                "apply_chat_template",
-                "input_template",
-                "layout",
-                "space_before_eos",
+            formats = [
+                "data.output_key",
+                "data.apply_chat_template",
+                "data.input_template",
+                "data.layout",
+                "data.space_before_eos",
             ]
-            yield Unused([f"data.{key}" for key in keys], "with --model.pretrain_mode_enable")
+            yield Unused(formats, "with --model.pretrain_mode_enable")
         yield from super().unused()
 
 
@@ -369,9 +369,14 @@ class PRMConfig(SupervisedConfig):
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags without an effect under these values."""
-        formats = ["input_template", "apply_chat_template", "tokenizer_chat_template"]
-        names = [*formats, "layout", "space_before_eos"]
-        yield Unused([f"data.{name}" for name in names], "with this command")
+        formats = [
+            "data.input_template",
+            "data.apply_chat_template",
+            "data.tokenizer_chat_template",
+            "data.layout",
+            "data.space_before_eos",
+        ]
+        yield Unused(formats, "with this command")
         yield from super().unused()
 
 
