@@ -106,7 +106,7 @@ def single_process_notices(config: Any) -> Iterator[str]:
 
 
 def _sizes_not_given(config: Any) -> list[str]:
-    sizes = [path for path in flags_of(type(config)) if path.endswith(".num_gpus_per_node")]
+    sizes = [path for path in flags_of(config.__class__) if path.endswith(".num_gpus_per_node")]
     return [path for path in sizes if path not in config.given]
 
 

@@ -227,7 +227,7 @@ def test_a_broken_rule_names_the_flag_and_the_value(
     command: str, line: str, sentence: str, gpu_machine: Any
 ) -> None:
     config = unchecked(command, line, gpu_machine)
-    found = [*bound_violations(config), *spelled_out(config, config.mistakes())]
+    found = [*bound_violations(config), *spelled_out(config, config.violations())]
     assert [text for text in found if sentence in text], found
     assert not [text for text in found if re.search(r"<\w+\.", text)], "a flag without its value"
 
