@@ -48,6 +48,10 @@ def all_places(command: str) -> dict[str, str]:
     return {flag.path: flag.path for flag in flags_of(COMMANDS[command]).values() if flag.writes}
 
 
+def refusals(config: Any) -> list[str]:
+    return list(overwriting(config))
+
+
 def value_of(flag: Flag, path: Path) -> Any:
     return (str(path),) if flag.shape == "list" else str(path)
 
@@ -77,13 +81,13 @@ def test_an_output_over_any_input_of_the_command_is_refused(
         if output.path == "rollout.dump_dir" and source.path == "rollout.replay_dir":
             continue  # nothing is written by a replay
         config = with_values(command, {source.path: value_of(source, reads), output.path: spelled})
-        sentences = [text for _, text in overwriting(config)]
+        sentences = refusals(config)
         assert len(sentences) == 1, source.path
         assert output.name in sentences[0] and source.name in sentences[0]
         elsewhere = with_values(
             command, {source.path: value_of(source, tmp_path / "input"), output.path: spelled}
         )
-        assert overwriting(elsewhere) == [], source.path
+        assert refusals(elsewhere) == [], source.path
 
 
 def test_every_output_of_every_command_is_declared() -> None:
@@ -123,15 +127,15 @@ def test_only_what_an_export_replaces_is_refused(
         "train_sft",
         {"model.model_name_or_path": read, "ckpt.output_dir": "ckpt", "ckpt.path": "saved"},
     )
-    assert bool(overwriting(config)) == refused
+    assert bool(refusals(config)) == refused
 
 
 def test_a_model_exported_beside_a_checkpoint_is_not_read_while_that_checkpoint_may_be_replaced() -> (
     None
 ):
     values = {"model.model_name_or_path": "saved/global_step5_hf", "ckpt.path": "saved"}
-    assert overwriting(with_values("train_sft", values))
-    assert not overwriting(with_values("train_sft", values | {"ckpt.save_steps": -1})), (
+    assert refusals(with_values("train_sft", values))
+    assert not refusals(with_values("train_sft", values | {"ckpt.save_steps": -1})), (
         "no checkpoint is written"
     )
 
@@ -143,14 +147,14 @@ def test_a_folder_of_data_is_not_written_to(tmp_path: Path) -> None:
             "train_sft",
             {"data.dataset": f"hub/name,{tmp_path}/rows", output: f"{tmp_path}/rows/out"},
         )
-        assert len(overwriting(config)) == 1, output
+        assert len(refusals(config)) == 1, output
 
 
 def test_a_file_of_answers_is_not_a_file_of_the_run() -> None:
-    assert overwriting(
+    assert refusals(
         with_values("batch_inference", {"run.dir": "a", "output_path": "a/samples.jsonl"})
     )
-    assert not overwriting(
+    assert not refusals(
         with_values("batch_inference", {"run.dir": "a", "output_path": "a/answers.jsonl"})
     )
 
@@ -171,7 +175,7 @@ def test_a_run_without_checkpoints_does_not_claim_their_folder() -> None:
 
 def test_the_critic_is_an_output_if_it_is_saved() -> None:
     line = "--critic.save_value_network --algo.advantage.estimator gae --critic.model_name_or_path ckpt_critic"
-    (sentence,) = [text for _, text in overwriting(parse_unchecked(line))]
+    (sentence,) = refusals(parse_unchecked(line))
     assert (
         "--critic.save_value_network" in sentence
         and "--critic.model_name_or_path ckpt_critic" in sentence
