@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from openrlhf.config.flags import toml_beside
 
@@ -23,75 +23,79 @@ class Point(NamedTuple):
     error: float
 
 
-@dataclass(frozen=True, kw_only=True)
+Curve = Sequence[Point]
+Shape = Literal[
+    "above",
+    "below",
+    "far from 0",
+    "zero",
+    "not finite",
+    "mean below",
+    "leap above",
+    "constant",
+    "rising",
+    "fallen",
+]
+
+
+@dataclass(frozen=True)
 class Rule:
     """A problem, the metrics that show it, and the shape of their curves if a run has it.
 
     `metric` is a regular expression for whole names. The rule applies if the latest `points` of a
-    curve (0: the whole curve) have the shape that `looks` names; `has_shape` lists the shapes and
-    what the limit means for each. The limit is `limit`, plus `of_start` times the first value of
-    the curve. The rule needs a curve with at least `least` points; with `at_end`, it is only
-    checked once the run has ended.
+    curve (0: the whole curve) have the shape that `looks` names; `holds` defines what the limit
+    means for each shape. The limit is `limit`, plus `of_start` times the first value of the curve.
+    The rule needs a curve with at least `least` points; with `at_end`, it is only checked once the
+    run has ended.
     """
 
     problem: str
     metric: str
-    looks: str
-    points: int
+    looks: Shape
     limit: float = 0.0
+    points: int = 5
     of_start: float = 0.0
     at_end: bool = False
     least: int = 1
 
-    def latest(self, curve: Sequence[Point]) -> Sequence[Point]:
+    def latest(self, curve: Curve) -> Curve:
         """Return the points of the curve that the rule checks."""
-        if self.points == 0:
-            return curve
         return curve[-self.points :]
 
-    def holds(self, curve: Sequence[Point]) -> bool:
+    def holds(self, curve: Curve) -> bool:
         """Return whether the curve shows the problem."""
         latest = self.latest(curve)
         if len(latest) < max(self.points, self.least):
             return False
+        start = curve[0]
         limit = self.limit
         if self.of_start:
-            limit += self.of_start * curve[0].value
-        return has_shape(self.looks, limit, first=curve[0], latest=latest)
-
-
-def has_shape(shape: str, limit: float, *, first: Point, latest: Sequence[Point]) -> bool:
-    """Return whether the latest points of a curve that begins with `first` have a shape."""
-    values = [point.value for point in latest]
-    match shape:
-        case "above":
-            return all(value > limit for value in values)
-        case "below":
-            return all(value < limit for value in values)
-        case "far from 0":
-            return all(abs(value) > limit for value in values)
-        case "zero":
-            return not any(values)
-        case "not finite":
-            return not any(map(math.isfinite, values))
-        case "mean below":
-            return fmean(values) < limit
-        case "leap above":
-            return values[-1] - values[0] > limit
-        case "constant":
-            return max(values) - min(values) <= limit * max(map(abs, values))
-        case "rising":
-            return values == sorted(values) and values[-1] > limit * values[0]
-        case "fallen":
-            return all(_has_fallen(first, point, limit) for point in latest)
-        case _:
-            raise ValueError(f"unknown shape of a curve: {shape!r}")
-
-
-def _has_fallen(first: Point, latest: Point, limit: float) -> bool:
-    """Return whether a value fell by more than `limit` standard errors of the difference."""
-    standard_error = math.hypot(first.error, latest.error)
-    return first.value - latest.value > limit * standard_error
+            limit += self.of_start * start.value
+        values = [point.value for point in latest]
+        match self.looks:
+            case "above":
+                return all(value > limit for value in values)
+            case "below":
+                return all(value < limit for value in values)
+            case "far from 0":
+                return all(abs(value) > limit for value in values)
+            case "zero":
+                return not any(values)
+            case "not finite":
+                return not any(map(math.isfinite, values))
+            case "mean below":
+                return fmean(values) < limit
+            case "leap above":
+                return values[-1] - values[0] > limit
+            case "constant":
+                return max(values) - min(values) <= limit * max(map(abs, values))
+            case "rising":
+                return values == sorted(values) and values[-1] > limit * values[0]
+            case "fallen":  # by more than `limit` standard errors of the difference
+                return all(
+                    start.value - point.value > limit * math.hypot(start.error, point.error)
+                    for point in latest
+                )
 
 
 class Health:
@@ -162,7 +166,7 @@ def _nan_if_none(number: float | None) -> float:
     return number
 
 
-def _notice(rule: Rule, name: str, curve: Sequence[Point]) -> str:
+def _notice(rule: Rule, name: str, curve: Curve) -> str:
     latest = rule.latest(curve)
     begin = latest[0].step
     end = latest[-1].step
@@ -181,7 +185,39 @@ def _rules_of(name: str) -> list[int]:
     return [index for index, rule in enumerate(RULES) if re.fullmatch(rule.metric, name)]
 
 
-_TABLES = toml_beside(__file__)
-MEANING: dict[str, str] = _TABLES["meaning"]  # of each problem, and what to check
-CAUSES: dict[str, str] = _TABLES["causes"]  # a problem is not reported after its cause
-RULES = [Rule(**row) for row in _TABLES["rule"]]  # in the order of reporting
+MEANING: dict[str, str] = toml_beside(__file__)  # of each problem, and what to check
+CAUSES = {  # a problem is not reported after its cause
+    "no update": "same rewards",
+    "rounded away": "no update",
+}
+RULES = [  # in the order of reporting
+    Rule("not finite", "train/nonfinite_steps", "above", points=1),
+    Rule("not finite", r"train/(\w+_)?(loss|grad_norm|kl|reward|values)", "not finite", points=1),
+    Rule("same rewards", "train/dead_groups", "above", 0.999999999),
+    Rule("same rewards", "train/reward", "constant", 1e-6),
+    Rule("nothing kept", "rollout/num_samples", "zero"),
+    Rule("nothing kept", "rollout/num_samples", "zero", points=0, at_end=True),
+    Rule("no update", "train/(actor_|critic_)?(lr|grad_norm)", "zero"),
+    Rule("no update", "train/(gpt_loss|loss|kto_loss|prm_loss)", "constant", 1e-6),
+    # The first step of a warm-up has a learning rate of 0. It is the only step of a run that is
+    # interrupted right after it.
+    Rule("no update", "train/(actor_)?lr", "zero", points=0, least=2, at_end=True),
+    Rule("rounded away", "train/(actor_|critic_)?changed_weights", "below", 0.001),
+    Rule("divergence", "train/(gpt_loss|loss|kto_loss|prm_loss)", "above", 0.5, of_start=1.5),
+    Rule("overfitting", "eval/(eval gpt_loss|eval_loss|eval prm_loss)", "rising", 1.05, points=3),
+    Rule("drift", "train/kl", "far from 0", 1, points=3),
+    # Held-out scores fell with leaps of 0.19 or more, and did not with leaps up to 0.08:
+    # docs/results/learning_rates.md.
+    Rule("leap", "train/kl", "leap above", 0.15, points=2),
+    Rule("entropy collapse", "train/entropy_loss", "below", of_start=0.01),
+    Rule("entropy growth", "train/entropy_loss", "above", 1, of_start=2),
+    Rule("chance", "train/acc", "mean below", 0.53, points=30, at_end=True),
+    Rule("less likely answers", "train/chosen_logratio", "below", -5),
+    Rule("truncation", "train/truncated", "above", 0.95),
+    Rule("mismatch", "train/logprob_gap_mean", "above", 0.1, points=3),
+    Rule("mismatch", "train/rollout_ratio", "above", 1.2, points=3),
+    Rule("mismatch", "train/rollout_ratio", "below", 0.8, points=3),
+    Rule("empty responses", "train/response_length", "below", 1.000001),
+    Rule("regression", "eval/eval_.+_pass1", "fallen", 2, points=2),
+    Rule("regression", "eval/eval_.+_pass1", "fallen", 2, points=1, at_end=True),
+]

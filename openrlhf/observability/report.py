@@ -17,10 +17,8 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader
 
-from openrlhf.config.flags import toml_beside
 from openrlhf.files import write_atomically
-from openrlhf.observability import charts
-from openrlhf.observability.charts import Chart, draw
+from openrlhf.observability.charts import Curve, Line, make_lines
 from openrlhf.observability.glossary import find_spec
 from openrlhf.observability.health import notices_of
 from openrlhf.observability.lines import clock_time, compact, evaluation_label
@@ -35,25 +33,58 @@ from openrlhf.observability.run_folder import (
 )
 
 Row = dict[str, Any]  # one line of a .jsonl file
-Series = dict[str, list[tuple[int, float]]]  # (step, value) by metric name
+Series = dict[str, list[tuple[float, float]]]  # the curve of each metric
 
 HUGE = 1e100  # a larger number only shows that something broke
 MAX_SAMPLE_PAIRS = 4
 MAX_ERRORS = 10
 MAX_MORE_PANELS = 60
 MAX_TILES = 6
-SHOWN = toml_beside(__file__)
+
+# Regular expressions for whole names of metrics that a run is judged by, the most important first.
+MAIN_NUMBERS = (
+    r"eval/eval_.+_pass\d+",
+    r"train/reward",
+    r"eval/(eval gpt_loss|eval_loss|eval prm_loss)",
+    r"eval/(acc_mean|eval acc)",
+    r"train/(gpt_loss|loss|kto_loss|prm_loss)",
+    r"train/acc",
+    r"train/kl",
+    r"train/response_length",
+)
+# Title of each panel and its metrics, which have the same unit.
+PANELS = {
+    "Pass rate": r"eval/eval_.+_pass\d+",
+    "Reward": r"train/reward|rollout/reward_mean",
+    "Loss": r"train/(gpt_loss|loss|kto_loss|prm_loss)|eval/(eval (gpt|prm)_loss|eval_loss)",
+    "Accuracy": r"train/acc|eval/(acc_mean|eval acc)",
+    "Rewards of chosen and rejected": r"train/(chosen|reject)_reward",
+    "KL to the reference": r"train/kl",
+    "Spread of rewards within a prompt": r"train/group_reward_std",
+    "Response length": r"train/response_length|eval/eval_response_length_mean",
+    "Entropy": r"train/entropy_loss",
+    "Turns and conversations per episode": r"rollout/(turns|conversations)_mean",
+    "Truncated": r"train/truncated|eval/eval_truncated_rate",
+    "Policy loss": r"train/policy_loss",
+    "Clipped tokens": r"train/ppo_clip_ratio",
+    "Log-prob gap, mean": r"train/(logprob_gap_mean|vllm_kl)",
+    "Log-prob gap, largest": r"train/logprob_gap_max",
+    "Critic loss": r"train/critic_loss",
+    "Gradient norm": r"train/(actor_|critic_)?grad_norm",
+    "Learning rate": r"train/(actor_|critic_)?lr",
+    "Time per step": r"timing/(step_total|generation|make_experience|ppo_train|broadcast)",
+    "Throughput": r"timing/tokens_per_second",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One chart and its texts. `last` has the newest value of each curve, by the curve's label."""
+    """One chart and its texts."""
 
     title: str
     unit: str
     definition: str
-    last: Mapping[str, str]
-    chart: Chart
+    lines: Sequence[Line]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,32 +96,35 @@ class Samples:
 
     caption: str
     pairs: Sequence[tuple[Row | None, Row | None]]
-    errors: Sequence[Row]
+    errors: Sequence[str]
     error_count: int
 
 
 class MainNumber(NamedTuple):
-    """A metric that a stage is judged by, with its value at the beginning and at the end."""
+    """A metric that a stage is judged by, with its value at the beginning and at the end.
+
+    Each value is the mean over `steps` steps.
+    """
 
     name: str
     first: float
     last: float
+    steps: int
 
-
-class Tile(NamedTuple):
-    """A main number as the page shows it."""
-
-    label: str
-    first: str
-    last: str
+    @property
+    def label(self) -> str:
+        """Readable name of the metric."""
+        return short_label(self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageView:
     """Contents of the page's section about a stage."""
 
+    folder: Path
     facts: Sequence[str]
-    tiles: Sequence[Tile]
+    series: Series
+    tiles: Sequence[MainNumber]
     panels: Sequence[Panel]
     more: Sequence[Panel]
     notices: Sequence[str]
@@ -117,23 +151,20 @@ def write_report(
     `tables`: the rows of each table at the top of the page, column headings first, e.g.
     [["", "before", "after"], ["pass@1", 0.41, 0.62]].
     """
-
-    def link_to_report(folder: Path) -> str:
-        report = folder / REPORT
-        if not report.exists():
-            return ""
-        return os.path.relpath(report, path.parent)
-
     path.parent.mkdir(parents=True, exist_ok=True)
+    views = {name: read_stage(folder) for name, folder in stages.items()}
+    links: dict[str, str] = {}
+    for name, folder in stages.items():
+        if (folder / REPORT).exists():
+            links[name] = os.path.relpath(folder / REPORT, path.parent)
     page = _ENVIRONMENT.get_template("report.html.jinja").render(
         title=title,
         written=time.strftime("%Y-%m-%d %H:%M"),
         tables=tables,
-        folders=stages,
-        views={name: read_stage(folder) for name, folder in stages.items()},
+        comparison=compare({name: view.series for name, view in views.items()}),
+        views=views,
+        links=links,
         cell=_format_cell,
-        charts=charts,
-        link=link_to_report,
     )
     write_atomically(path, page)
     return path
@@ -146,33 +177,46 @@ def read_stage(folder: Path) -> StageView:
     samples = read_samples(read_lines(folder / SAMPLES))
     panels: list[Panel] = []
     shown: set[str] = set()
-    for title, pattern in SHOWN["panels"].items():
+    for title, pattern in PANELS.items():
         names = [name for name in _matching(pattern, series) if name not in shown]
         if names:
-            panels.append(make_panel(title, names, series))
+            curves = {short_label(name): series[name] for name in names}
+            panels.append(make_panel(title, names, curves))
             shown.update(names)
     more: list[Panel] = []
-    for name in sorted(series):
-        if name not in shown and len(series[name]) > 1 and len(more) < MAX_MORE_PANELS:
-            more.append(make_panel(name, [name], series))
-    config = folder / RESOLVED
-    if not config.exists():
-        config = folder / CONFIG
+    for name in sorted(series.keys() - shown):
+        if len(series[name]) > 1:
+            more.append(make_panel(name, [name], {short_label(name): series[name]}))
+    config = _read(folder / RESOLVED) or _read(folder / CONFIG)
     return StageView(
+        folder=folder,
         facts=_facts(rows),
-        tiles=make_tiles(series),
+        series=series,
+        tiles=main_numbers(series)[:MAX_TILES],
         panels=panels,
-        more=more,
+        more=more[:MAX_MORE_PANELS],
         notices=[*notices_of(rows), *_failures(series, samples)],
         samples=samples,
         texts=_read(folder / TEXTS),
-        config=_read(config),
+        config=config,
     )
 
 
-def _matching(pattern: str, series: Series) -> list[str]:
+def compare(runs: Mapping[str, Series]) -> list[Panel]:
+    """Return a panel for each main number that several runs logged, with a line for each run."""
+    logged = set[str]().union(*runs.values())
+    panels: list[Panel] = []
+    for pattern in MAIN_NUMBERS:
+        for name in _matching(pattern, logged):
+            curves = {run: series[name] for run, series in runs.items() if name in series}
+            if len(curves) > 1:
+                panels.append(make_panel(short_label(name), [name], curves))
+    return panels
+
+
+def _matching(pattern: str, names: Iterable[str]) -> list[str]:
     """Return the metrics whose whole name matches the pattern, sorted."""
-    return [name for name in sorted(series) if re.fullmatch(pattern, name)]
+    return [name for name in sorted(names) if re.fullmatch(pattern, name)]
 
 
 def read_series(rows: Iterable[Row]) -> Series:
@@ -180,7 +224,7 @@ def read_series(rows: Iterable[Row]) -> Series:
 
     If a step was logged twice, the later number replaces the earlier one.
     """
-    points: dict[str, dict[int, float]] = {}
+    points: dict[str, dict[float, float]] = {}
     for row in rows:
         for name, value in row.items():
             if name in ("step", "time") or not isinstance(value, int | float):
@@ -197,29 +241,25 @@ class _PromptHistory:
     first: dict[str, Row] = field(default_factory=dict[str, Row])  # of the first step
     repeated: dict[str, Row] = field(default_factory=dict[str, Row])  # newest, of the same prompts
     latest: dict[str, Row] = field(default_factory=dict[str, Row])  # of the newest later step
+    step: int | None = None
 
     def add(self, row: Row) -> None:
         """Add the next sample of samples.jsonl."""
+        if self.step is None:
+            self.latest = self.first
+        elif row["step"] != self.step:
+            self.latest = {}
+        self.step = row["step"]
         prompt = str(row.get("prompt"))
-        if not self.first or row["step"] == _step_of(self.first):
-            self.first.setdefault(prompt, row)
+        if prompt in self.latest:
             return
         if prompt in self.first:
-            known = self.repeated.get(prompt)
-            if known is None or known["step"] != row["step"]:
-                self.repeated[prompt] = row
-        if self.latest and row["step"] != _step_of(self.latest):
-            self.latest = {}
-        self.latest.setdefault(prompt, row)
+            self.repeated[prompt] = row
+        self.latest[prompt] = row
 
     def repeated_pairs(self) -> list[tuple[Row | None, Row | None]]:
         """Return the first and the newest sample of each prompt that was drawn again."""
         return [(self.first[prompt], row) for prompt, row in self.repeated.items()]
-
-
-def _step_of(samples: Mapping[str, Row]) -> int:
-    """Return the step of samples that all have the same step."""
-    return next(iter(samples.values()))["step"]
 
 
 def read_samples(rows: Iterable[Row]) -> Samples:
@@ -229,13 +269,14 @@ def read_samples(rows: Iterable[Row]) -> Samples:
     training step that was drawn again. If there is no such prompt, samples of the first and of the
     newest step are paired.
     """
-    errors: deque[Row] = deque(maxlen=MAX_ERRORS)
+    errors: deque[str] = deque(maxlen=MAX_ERRORS)
     error_count = 0
     evaluation = _PromptHistory()
     training = _PromptHistory()
     for row in rows:
         if row.get("error"):
-            errors.append(row)
+            place = f"step {row['step']}, prompt {row.get('prompt_index')}"
+            errors.append(f"{place}, sample {row.get('sample_index')}\n\n{row['error']}")
             error_count += 1
         elif row.get("evaluation"):
             evaluation.add(row)
@@ -248,7 +289,7 @@ def read_samples(rows: Iterable[Row]) -> Samples:
     elif training.repeated:
         caption = "training prompts: first and newest sample of each"
         pairs = training.repeated_pairs()
-    elif training.latest:
+    elif training.latest is not training.first:
         caption = "first and newest step; no prompt of the first step was drawn again"
         pairs = list(zip_longest(training.first.values(), training.latest.values()))
     else:
@@ -262,29 +303,16 @@ def read_samples(rows: Iterable[Row]) -> Samples:
     )
 
 
-def make_panel(title: str, names: Sequence[str], series: Series) -> Panel:
-    """Return the chart of metrics of one unit, with unit and definitions from the glossary."""
+def make_panel(title: str, names: Iterable[str], curves: Mapping[str, Curve]) -> Panel:
+    """Return the chart of curves by label. The glossary has the unit and definitions of `names`."""
     unit = ""
-    definitions: list[str] = []
+    definitions: dict[str, None] = {}
     for name in names:
         spec = find_spec(name)
-        if spec is None:
-            continue
-        if not definitions:
+        if spec:
             unit = spec.unit
-        if spec.definition not in definitions:
-            definitions.append(spec.definition)
-    newest: dict[str, str] = {}
-    for name in names:
-        _, value = series[name][-1]
-        newest[short_label(name)] = compact(value)
-    return Panel(
-        title=title,
-        unit=unit,
-        definition=" ".join(definitions),
-        last=newest,
-        chart=draw([series[name] for name in names]),
-    )
+            definitions[spec.definition] = None
+    return Panel(title=title, unit=unit, definition=" ".join(definitions), lines=make_lines(curves))
 
 
 def main_numbers(series: Series) -> list[MainNumber]:
@@ -294,36 +322,16 @@ def main_numbers(series: Series) -> list[MainNumber]:
     those of evaluations are not averaged.
     """
     found: list[MainNumber] = []
-    for pattern in SHOWN["tiles"]:
+    for pattern in MAIN_NUMBERS:
         for name in _matching(pattern, series):
             values = [value for _, value in series[name]]
-            count = averaged_steps(name, series)
-            first = sum(values[:count]) / count
-            last = sum(values[-count:]) / count
-            found.append(MainNumber(name, first, last))
+            steps = 1
+            if not name.startswith("eval/"):
+                steps = max(1, len(values) // 20)
+            first = sum(values[:steps]) / steps
+            last = sum(values[-steps:]) / steps
+            found.append(MainNumber(name, first, last, steps))
     return found
-
-
-def make_tiles(series: Series) -> list[Tile]:
-    """Return the tiles of the first main numbers. The label of a mean has its number of steps."""
-    tiles: list[Tile] = []
-    for number in main_numbers(series)[:MAX_TILES]:
-        label = short_label(number.name)
-        count = averaged_steps(number.name, series)
-        if count > 1:
-            label += f", means of the first and last {count} steps"
-        tiles.append(Tile(label, compact(number.first), compact(number.last)))
-    return tiles
-
-
-def averaged_steps(name: str, series: Series) -> int:
-    """Return the number of steps at each end that a main number is averaged over.
-
-    This is a twentieth of all steps, or one for an evaluation.
-    """
-    if name.startswith("eval/"):
-        return 1
-    return max(1, len(series[name]) // 20)
 
 
 def short_label(name: str) -> str:
@@ -351,10 +359,7 @@ def _format_cell(value: object) -> str:
 
 
 def _facts(rows: Sequence[Row]) -> list[str]:
-    times: list[float] = []
-    for row in rows:
-        if isinstance(row.get("time"), int | float):
-            times.append(row["time"])
+    times = [row["time"] for row in rows if row.get("time")]
     if not times:
         return []
     last_step = max(row["step"] for row in rows)

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import pytest
 
 from openrlhf.observability.report import (
+    compare,
     main_numbers,
-    make_tiles,
     read_samples,
     read_series,
     read_stage,
@@ -76,12 +76,12 @@ def page_of(path) -> Page:
 
 def test_page_shows_curves_numbers_config_and_samples(run):
     page = page_of(report_run(run.path))
-    assert page.count("svg") == 3  # reward, pass@1, and the user's own number
+    assert page.count("figure") == 3  # reward, pass@1, and the user's own number
     assert "40 steps" in page.text
     assert "gsm8k pass@1" in page.text
     assert "init_coef: 0.01" in page.text
-    assert "step 1 reward 0 ended by stop 2+2= 5" in page.text
-    assert "step 40 reward 1.000 ended by stop 2+2= 4" in page.text
+    assert "step 1 · reward 0 · ended by stop 2+2= 5" in page.text
+    assert "step 40 · reward 1.000 · ended by stop 2+2= 4" in page.text
 
 
 def test_page_refers_to_no_other_files(run):
@@ -124,17 +124,22 @@ def test_page_of_several_stages_has_table_and_links(run, tmp_path):
 
 def test_page_has_data_of_every_chart(run):
     page = page_of(report_run(run.path))
-    charts = [json.loads(attrs["data-chart"] or "") for tag, attrs in page.tags if tag == "svg"]
-    assert charts[0] == {"range": [39.5, 40.5], "lines": [{"x": [40], "y": [0.5]}]}
-    assert [len(line["x"]) for chart in charts for line in chart["lines"]] == [1, 40, 40]
-    assert [attrs["d"][:2] for tag, attrs in page.tags if tag == "path"] == ["M1", "M4", "M4"]
+    charts = [json.loads(attrs["data-lines"] or "") for tag, attrs in page.tags if tag == "figure"]
+    assert charts[0] == [["gsm8k pass@1", 0, False, [40], [0.5]]]
+    assert [len(steps) for (_, _, _, steps, _), *_ in charts] == [1, 40, 40]
+
+
+def test_page_without_scripts_has_first_and_last_number_of_every_chart(run):
+    page = page_of(report_run(run.path))
+    assert page.count("noscript") == 3
+    assert "reward 0.025 → 1.000" in page.text
 
 
 def test_page_of_empty_run_has_no_charts(tmp_path):
     RunFolder(tmp_path)
     page = page_of(report_run(tmp_path))
     assert "No metrics were logged" in page.text
-    assert page.count("svg") == 0
+    assert page.count("figure") == 0
 
 
 def test_page_of_long_run_has_bounded_size(tmp_path):
@@ -239,20 +244,34 @@ def test_main_numbers_average_first_and_last_steps():
         "eval/eval_gsm8k_pass1": [(1, 0.25), (100, 0.5)],
     }
     assert main_numbers(series) == [
-        ("eval/eval_gsm8k_pass1", 0.25, 0.5),
-        ("train/reward", 0.0, 1.0),
+        ("eval/eval_gsm8k_pass1", 0.25, 0.5, 1),
+        ("train/reward", 0.0, 1.0, 5),
     ]
 
 
-@pytest.mark.parametrize(("steps", "averaged"), [(100, "5 steps"), (40, "2 steps"), (39, "")])
-def test_label_of_tile_has_number_of_averaged_steps(steps: int, averaged: str) -> None:
-    series = {
-        "train/reward": [(step, 1.0) for step in range(steps)],
-        "eval/eval_gsm8k_pass1": [(steps, 0.5)],
+@pytest.mark.parametrize(("steps", "averaged"), [(100, 5), (40, 2), (39, 1)])
+def test_tile_has_number_of_averaged_steps(tmp_path, steps: int, averaged: int) -> None:
+    folder = RunFolder(tmp_path)
+    for step in range(steps):
+        folder.log_metrics(step, {"train/reward": 1.0})
+    folder.log_metrics(steps, {"eval/eval_gsm8k_pass1": 0.5})
+    evaluation, reward = read_stage(tmp_path).tiles
+    assert (evaluation.steps, reward.steps) == (1, averaged)
+    text = page_of(report_run(tmp_path)).text
+    assert (f"first and last {averaged} steps" in text) == (averaged > 1)
+
+
+def test_compare_has_line_for_each_run_that_logged_the_metric():
+    points = [(1, 0.25), (2, 0.5)]
+    runs = {
+        "SFT": {"train/gpt_loss": points},
+        "PPO": {"train/reward": points, "train/kl": points},
+        "GRPO": {"train/reward": points, "train/entropy_loss": points},
     }
-    (evaluation, _, _), (reward, _, _) = make_tiles(series)
-    assert "steps" not in evaluation
-    assert averaged in reward and ("steps" in reward) == bool(averaged)
+    (panel,) = compare(runs)
+    assert panel.title == "reward"
+    assert [line.label for line in panel.lines] == ["PPO", "GRPO"]
+    assert compare({"PPO": runs["PPO"]}) == []
 
 
 def test_short_label_makes_names_readable():
