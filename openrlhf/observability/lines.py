@@ -8,13 +8,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rich.text import Text
 
-from openrlhf.config.flags import toml_beside
-
 MIN_SHOWN_TRUNCATED = 0.1  # a smaller share of truncated episodes is not on the line
+FAILED = "train/failed_"  # followed by the kind of failure
+FAILED_EPISODES = f"{FAILED}episodes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +45,36 @@ class Part:
         return Text(" ").join(pieces)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ShownMetric:
-    """A number of a step's line: the first of `metrics` that was logged, in the format `form`."""
+    """A number of a step's line: the first of `names` that was logged, in the format `form`."""
 
-    metrics: Sequence[str]
-    form: str = ""  # empty: as `compact` writes it
-    label: str = ""
-    unit: str = ""
+    label: str
+    names: Sequence[str]
+    form: str = "{:6.3f}"
     rank: int = 0
+    unit: str = ""
+
+
+SHOWN_METRICS = (  # in the order of the line
+    ShownMetric("reward", ["train/reward", "rollout/reward_mean"]),
+    ShownMetric("loss", ["train/loss_mean", "train/loss"]),
+    ShownMetric("accuracy", ["train/acc"], "{:4.0%}"),
+    ShownMetric("kl", ["train/kl"], "{:7.4f}", rank=1),
+    ShownMetric("entropy", ["train/entropy_loss"], rank=5),
+    ShownMetric("gap", ["train/logprob_gap_mean"], "{:.0e}", rank=6),
+    ShownMetric(
+        "length", ["train/response_length", "rollout/response_length_mean"], "{:4.0f}", rank=3
+    ),
+    ShownMetric("lr", ["train/lr"], "{:.1e}", rank=4),
+    ShownMetric("", ["timing/tokens_per_second"], "", rank=4, unit="tokens/s"),
+)
+SHOWN_STAGES = {  # of a step, after its total duration
+    "timing/generation": "generate",
+    "timing/make_experience": "score",
+    "timing/ppo_train": "train",
+    "timing/broadcast": "publish",
+}
 
 
 def join_parts(parts: Sequence[Part], *, width: int | None = None) -> Text:
@@ -93,7 +113,7 @@ def step_parts(
     truncated = values.get("train/truncated", 0)
     if truncated >= MIN_SHOWN_TRUNCATED:
         parts.append(Part(value=f"{truncated:.0%}", unit="cut off", style="yellow"))
-    if values.get(_FAILED_EPISODES, 0) > 0:
+    if values.get(FAILED_EPISODES, 0) > 0:
         parts.append(_failures_part(values))
     nonfinite_steps = values.get("train/nonfinite_steps", 0)
     if nonfinite_steps > 0:
@@ -105,14 +125,11 @@ def step_parts(
 
 def _metric_parts(values: Mapping[str, float]) -> list[Part]:
     parts: list[Part] = []
-    for shown in _SHOWN_METRICS:
-        number = next((values[name] for name in shown.metrics if name in values), None)
-        if number is None:
+    for shown in SHOWN_METRICS:
+        numbers = [values[name] for name in shown.names if name in values]
+        if not numbers:
             continue
-        if shown.form:
-            text = shown.form.format(number)
-        else:
-            text = f"{compact(number):>5}"
+        text = shown.form.format(numbers[0]) or f"{compact(numbers[0]):>5}"
         style = ""
         if shown.rank == 0:
             style = "bold"
@@ -125,7 +142,7 @@ def _metric_parts(values: Mapping[str, float]) -> list[Part]:
 def _time_part(values: Mapping[str, float]) -> Part:
     """Return the duration of the step, with the durations of its stages as the detail."""
     stages: list[str] = []
-    for name, verb in _SHOWN_STAGES.items():
+    for name, verb in SHOWN_STAGES.items():
         if name in values:
             stages.append(f"{verb} {seconds(values[name])}")
     total = seconds(values["timing/step_total"])
@@ -136,12 +153,12 @@ def _failures_part(values: Mapping[str, float]) -> Part:
     """Return the number of failed episodes, with the number of each kind of failure."""
     kinds: list[str] = []
     for name in sorted(values):
-        if name.startswith(_FAILED) and name != _FAILED_EPISODES:
-            kinds.append(f"{values[name]:.0f} {name.removeprefix(_FAILED)}")
+        if name.startswith(FAILED) and name != FAILED_EPISODES:
+            kinds.append(f"{values[name]:.0f} {name.removeprefix(FAILED)}")
     unit = "failed episodes"
     if kinds:
         unit += f" ({', '.join(kinds)})"
-    return Part(value=f"{values[_FAILED_EPISODES]:.0f}", unit=unit, style="bold red")
+    return Part(value=f"{values[FAILED_EPISODES]:.0f}", unit=unit, style="bold red")
 
 
 def evaluation_parts(step: int, values: Mapping[str, float]) -> list[Part]:
@@ -234,10 +251,3 @@ def clock_time(duration: float) -> str:
     if hours:
         return f"{hours}:{minutes:02d}:{rest:02d}"
     return f"{minutes}:{rest:02d}"
-
-
-_TABLES: dict[str, Any] = toml_beside(__file__)
-_SHOWN_METRICS = [ShownMetric(**row) for row in _TABLES["shown"]]
-_SHOWN_STAGES: dict[str, str] = _TABLES["stages"]
-_FAILED = "train/failed_"
-_FAILED_EPISODES = f"{_FAILED}episodes"
