@@ -33,16 +33,10 @@ class Part:
     @property
     def text(self) -> Text:
         """Label, value, unit and detail, separated by spaces."""
-        pieces: list[Text] = []
-        if self.label:
-            pieces.append(Text(self.label, "dim"))
-        if self.value:
-            pieces.append(Text(self.value, self.style))
-        if self.unit:
-            pieces.append(Text(self.unit))
+        pieces = [Text(self.label, "dim"), Text(self.value, self.style), Text(self.unit)]
         if self.detail:
             pieces.append(Text(f"({self.detail})", "dim"))
-        return Text(" ").join(pieces)
+        return Text(" ").join(filter(None, pieces))
 
 
 @dataclass(frozen=True)
@@ -166,26 +160,19 @@ def evaluation_parts(step: int, values: Mapping[str, float]) -> list[Part]:
 
     The standard error of a data source follows its pass@1, as a detail.
     """
-    pass_rates: list[Part] = []
-    others: list[Part] = []
+    parts: list[Part] = []
     for name in values:
-        if not name.startswith("eval/") or name.endswith("_score_stderr"):
-            continue
-        part = _evaluation_part(name, values)
-        if "pass@" in part.label:
-            pass_rates.append(part)
-        else:
-            others.append(part)
-    heading = Part(value="eval", unit=f"after step {step}", style="bold green")
-    return [heading, *pass_rates, *others]
+        if name.startswith("eval/") and not name.endswith("_score_stderr"):
+            parts.append(_evaluation_part(name, values))
+    parts.sort(key=lambda part: "pass@" not in part.label)
+    return [Part(value="eval", unit=f"after step {step}", style="bold green"), *parts]
 
 
 def _evaluation_part(name: str, values: Mapping[str, float]) -> Part:
     label = evaluation_label(name)
+    text = compact(values[name])
     if name.endswith("rate"):
-        text = percent(values[name]).strip()
-    else:
-        text = compact(values[name])
+        text = f"{values[name]:.0%}"
     detail = ""
     error = values.get(f"{name.removesuffix('_pass1')}_score_stderr")
     if error is not None:
@@ -226,13 +213,6 @@ def compact(number: float) -> str:
     if abs(number) < 100:
         return f"{number:.1f}{suffix}"
     return f"{number:.0f}{suffix}"
-
-
-def percent(share: float) -> str:
-    """Return a share as "  2%", wide enough for 100%, so that the shares of several lines align."""
-    if not math.isfinite(share):
-        return str(share)
-    return f"{100 * share:3.0f}%"
 
 
 def seconds(duration: float) -> str:

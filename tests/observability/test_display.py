@@ -12,7 +12,6 @@ from openrlhf.observability.lines import (
     compact,
     evaluation_parts,
     join_parts,
-    percent,
     step_parts,
 )
 
@@ -159,9 +158,14 @@ def test_compact_writes_numbers_in_few_characters(number, text):
     assert compact(number) == text
 
 
-def test_clock_time_and_percent_format_durations_and_shares():
+def test_clock_time_formats_durations():
     assert [clock_time(s) for s in (0, 59.6, 83, 3723)] == ["0:00", "1:00", "1:23", "1:02:03"]
-    assert [percent(s).strip() for s in (0.02, 1.0, float("nan"))] == ["2%", "100%", "nan"]
+
+
+@pytest.mark.parametrize(("share", "text"), [(0.02, "2%"), (1.0, "100%"), (float("nan"), "nan%")])
+def test_rate_of_evaluation_is_shown_in_percent(share, text):
+    _, part = evaluation_parts(1, {"eval/eval_truncated_rate": share})
+    assert part.value == text
 
 
 def test_display_is_live_only_on_terminal_without_quiet_and_json():
