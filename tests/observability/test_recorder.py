@@ -217,7 +217,7 @@ def test_close_writes_report(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     made = recorder(tmp_path)
     log_steps(made, 1, 2)
     made.close()
-    assert "Loss: loss" in (tmp_path / "report.html").read_text()  # the name of a curve
+    assert "loss 1.000 → 2.000" in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert str(tmp_path / "report.html") in capsys.readouterr().out
 
 
