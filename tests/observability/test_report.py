@@ -2,10 +2,13 @@
 
 import json
 import math
+import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
+from openrlhf.observability import report
 from openrlhf.observability.report import (
     compare,
     main_numbers,
@@ -286,3 +289,12 @@ def test_report_skips_unfinished_last_line(run):
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "train/rew')
     assert "40 steps" in page_of(report_run(run.path)).text
+
+
+def test_version_of_bundled_library_is_in_its_notices():
+    vendor = Path(report.__file__).parent / "vendor"
+    banner = (vendor / "uPlot.iife.min.js").read_text(encoding="utf-8")[:100]
+    version = re.search(r"uPlot \(v([\d.]+)\)", banner)
+    assert version
+    for notice in (vendor / "README.md", Path(__file__).parents[2] / "NOTICE"):
+        assert version[1] in notice.read_text(encoding="utf-8")
