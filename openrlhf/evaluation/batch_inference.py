@@ -1,10 +1,8 @@
 """`openrlhf batch_inference`: answers to the prompts of a dataset, or rewards of its answers."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, redirect_stderr
-from copy import deepcopy
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from statistics import fmean, stdev
 from time import monotonic
@@ -24,13 +22,7 @@ from openrlhf.data.prompts import AnsweredDataset, PromptDataset
 from openrlhf.data.shown import SHOWN, show_template, show_text
 from openrlhf.data.templates import encode
 from openrlhf.evaluation.comparing import given_text
-from openrlhf.evaluation.journal import (
-    REQUEST,
-    Journal,
-    has_another_request,
-    read_record,
-    start_of_results,
-)
+from openrlhf.evaluation.journal import Journal, start_of_request
 from openrlhf.evaluation.post_processing import POST_PROCESSORS, Rows, by_input
 from openrlhf.evaluation.processes import (
     Progress,
@@ -75,7 +67,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     final = Path(config.output_path)
     rows = load_rows(config)
     request = request_identity(config, rows, tokenizer)
-    first_start = start_of_request(config, tokenizer, rows, final, request)
+    first_start = start_of_request(final, request)
     prompts, identity = rendered_rows(config, tokenizer, rows, first_start)
     if config.dry_run:
         show_rows(config, tokenizer, prompts)
@@ -113,31 +105,6 @@ def load_rows(config: BatchInferenceConfig) -> Table:
         max_samples=data.max_samples,
         seed=config.train.seed,
     )
-
-
-def start_of_request(
-    config: BatchInferenceConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Table,
-    final: Path,
-    request: str,
-) -> FirstStart:
-    """Return the first start of this request.
-
-    If the final file belongs to another request, returns the start of this command.
-    """
-    begun = start_of_results(final)
-    finished = read_record(final)
-    if finished.get(REQUEST, request) != request:
-        return FirstStart.here()
-    if finished and REQUEST not in finished:
-        # An older release recorded only the identity of the rendered rows. Notices are printed when
-        # the rows are rendered for the run.
-        with redirect_stderr(StringIO()):
-            _, identity = rendered_rows(config, deepcopy(tokenizer), rows, begun)
-        if has_another_request(final, identity):
-            return FirstStart.here()
-    return begun
 
 
 def rendered_rows(

@@ -16,15 +16,18 @@ from openrlhf.reporting import notice
 REQUEST = "request, before its rows were rendered"  # key of a record, beside those of the identity
 
 
-def start_of_results(final: Path) -> FirstStart:
+def start_of_request(final: Path, request: str) -> FirstStart:
     """Return the first start of the command that began or wrote the final file.
 
-    If no command did, returns the start of this command.
+    If there is no such command, or it finished another request, returns the start of this command.
     """
     for begun in (part_of(final), record_of(final)):
         if begun.exists():
             with suppress(ValueError):
-                return FirstStart.of(json.loads(begun.read_bytes().partition(b"\n")[0]))
+                header = json.loads(begun.read_bytes().partition(b"\n")[0])
+                if is_complete(final) and header.get(REQUEST, request) != request:
+                    break
+                return FirstStart.of(header)
     return FirstStart.here()
 
 
@@ -41,22 +44,6 @@ def is_complete(final: Path) -> bool:
 def record_of(final: Path) -> Path:
     """Return the path of the record: identity and request of the command that wrote the file."""
     return final.with_name(f"{final.name}.request")
-
-
-def read_record(final: Path) -> dict[str, Any]:
-    """Return the record of a complete final file, or an empty one if there is none.
-
-    A record of an older release has no request.
-    """
-    record = record_of(final)
-    if not is_complete(final) or not record.exists():
-        return {}
-    return json.loads(record.read_bytes())
-
-
-def has_another_request(final: Path, identity: Mapping[str, Any]) -> bool:
-    """Return whether the final file is complete, and its record has another identity."""
-    return bool(differences(read_record(final), json.loads(json_line(identity))))
 
 
 class Journal:
@@ -99,12 +86,12 @@ class Journal:
             self._write(self._header)
 
     def _set_final_file_aside(self) -> None:
-        if not has_another_request(self.final, self._identity):
+        record = record_of(self.final)
+        if not record.exists() or not differences(json.loads(record.read_bytes()), self._identity):
             raise DataError(
                 f"--output_path {self.final} already exists. Delete it, or choose another path."
             )
-        names = [self.final.name, record_of(self.final).name]
-        folder = set_aside(self.final.parent, names)
+        folder = set_aside(self.final.parent, [self.final.name, record.name])
         notice(
             f"--output_path {self.final} had the results of another request, which are now in "
             f"{folder}."

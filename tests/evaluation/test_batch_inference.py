@@ -22,7 +22,7 @@ from openrlhf.data.first_start import FirstStart
 from openrlhf.data.prompts import AnsweredDataset
 from openrlhf.evaluation import batch_inference, processes
 from openrlhf.evaluation.batch_inference import keep
-from openrlhf.evaluation.journal import Journal
+from openrlhf.evaluation.journal import Journal, start_of_request
 from openrlhf.evaluation.post_processing import POST_PROCESSORS
 from openrlhf.launch.identity import request_identity
 from openrlhf.observability.display import Display
@@ -298,10 +298,9 @@ def dry_run(
 DATED = "{% for m in messages %}{{ strftime_now('%Y-%m-%d') + m['content'] }}{% endfor %}"
 
 
-@pytest.mark.parametrize("record", ["request", "older release"])
 @pytest.mark.parametrize("other", ["", "seed", "row"])
 def test_rows_are_rendered_with_the_date_of_the_first_start_of_their_own_request(
-    models: Path, tmp_path: Path, other: str, record: str
+    models: Path, tmp_path: Path, other: str
 ) -> None:
     """The date of a finished file of another request is not used."""
     source = tmp_path / "rows.jsonl"
@@ -318,7 +317,7 @@ def test_rows_are_rendered_with_the_date_of_the_first_start_of_their_own_request
     rows = batch_inference.load_rows(config)
     prompts, identity = batch_inference.rendered_rows(config, tokenizer, rows, begun)
     assert prompts[0].text == "2027-01-15x"
-    request = request_identity(config, rows, tokenizer) if record == "request" else ""
+    request = request_identity(config, rows, tokenizer)
     journal = Journal(final, identity, request=request)
     final.touch()
     journal.finish()
@@ -331,7 +330,7 @@ def test_rows_are_rendered_with_the_date_of_the_first_start_of_their_own_request
         source.write_text('{"question": "x"}\n{"question": "y"}\n')
     rows = batch_inference.load_rows(config)
     request = request_identity(config, rows, tokenizer)
-    found = batch_inference.start_of_request(config, tokenizer, rows, final, request)
+    found = start_of_request(final, request)
     assert (found == begun) == (not other)
     prompts, identity = batch_inference.rendered_rows(config, tokenizer, rows, found)
     assert (prompts[0].text == "2027-01-15x") == (not other)
