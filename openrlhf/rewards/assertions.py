@@ -130,7 +130,7 @@ def read_assertions(tests: str, entry: str) -> Assertions | None:
     return Assertions(calls=reader.calls, tests=codes)
 
 
-class _Reader:
+class _Reader(ast.NodeTransformer):
     """A reader of statements, one after the other."""
 
     def __init__(self, entry: str) -> None:
@@ -171,7 +171,7 @@ class _Reader:
     def outside(self, test: ast.expr) -> ast.expr:
         """Return an assertion with names for the values of its calls. Raises _NotOutside."""
         before = len(self.calls)
-        rewritten = self._rewritten(test)
+        rewritten = self.visit(test)
         if len(self.calls) > before:
             return rewritten
         for node in ast.walk(test):
@@ -180,7 +180,7 @@ class _Reader:
                 raise _NotOutside
         return rewritten
 
-    def _rewritten(self, node: Any) -> Any:
+    def visit(self, node: Any) -> Any:
         """Return a part of an assertion, with calls of the program replaced. Raises _NotOutside."""
         if isinstance(node, ast.Compare):
             of_program = [side for side in (node.left, *node.comparators) if not is_constant(side)]
@@ -195,28 +195,16 @@ class _Reader:
             function = function_of(node)
             if function is None or (function == "range" and not is_constant(node)):
                 raise _NotOutside
-            node = ast.Call(
-                func=ast.Name(id=function, ctx=ast.Load()), args=node.args, keywords=node.keywords
+            return ast.Call(
+                func=ast.Name(id=function, ctx=ast.Load()),
+                args=[self.visit(argument) for argument in node.args],
+                keywords=[self.visit(argument) for argument in node.keywords],
             )
-        elif not isinstance(node, PLAIN):
+        if not isinstance(node, PLAIN):
             raise _NotOutside
         if isinstance(node, ast.BinOp) and isinstance(node.op, GROWING) and not is_constant(node):
             raise _NotOutside
-        if isinstance(node, ast.Call):
-            node.args = [self._rewritten(argument) for argument in node.args]
-            node.keywords = [self._rewritten(argument) for argument in node.keywords]
-            return node
-        for name, value in ast.iter_fields(node):
-            if isinstance(value, list):
-                rewritten: list[Any] = []
-                for item in value:
-                    if item is not None:
-                        item = self._rewritten(item)
-                    rewritten.append(item)
-                setattr(node, name, rewritten)
-            elif isinstance(value, ast.AST):
-                setattr(node, name, self._rewritten(value))
-        return node
+        return self.generic_visit(node)
 
 
 class _Renamed(ast.NodeTransformer):

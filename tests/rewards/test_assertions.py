@@ -1,6 +1,4 @@
-"""Asserts of a label that are checked outside the program's process: which they are, and that
-cheats do not pass them.
-"""
+"""Assertions of a label that are checked outside the program's process, and programs that cheat."""
 
 from __future__ import annotations
 
@@ -75,9 +73,7 @@ CHEATS = {"equal": ALWAYS_EQUAL, "patched": PATCHED, "frames": FRAMES, "token": 
 
 @pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
 @pytest.mark.parametrize("tests", OUTSIDE.values(), ids=OUTSIDE)
-def test_a_program_that_cheats_fails_and_one_that_solves_the_task_passes(
-    tests: str, cheat: str
-) -> None:
+def test_cheating_program_fails_and_correct_program_passes(tests: str, cheat: str) -> None:
     assert reward(cheat, tests) == 0.0
     assert reward(RIGHT, tests) == 1.0
 
@@ -106,7 +102,7 @@ def test_a_program_that_cheats_fails_and_one_that_solves_the_task_passes(
         ("__import__('enum').IntEnum('Color', 'RED')['RED']", "f() == 1"),
     ],
 )
-def test_data_is_compared_outside_as_in_the_process_of_the_program(value: str, test: str) -> None:
+def test_values_compare_outside_as_they_do_inside_the_program(value: str, test: str) -> None:
     assert read_assertions(f"assert {test}", "")
     assert reward(f"def f(): return {value}", f"assert {test}") == 1.0
 
@@ -124,12 +120,12 @@ def test_data_is_compared_outside_as_in_the_process_of_the_program(value: str, t
         ("1 / 0", "f() == 1"),
     ],
 )
-def test_other_values_fail(value: str, test: str) -> None:
+def test_wrong_values_fail(value: str, test: str) -> None:
     assert read_assertions(f"assert {test}", "")
     assert reward(f"def f(): return {value}", f"assert {test}") == 0.0
 
 
-def test_a_method_of_a_class_can_be_asked() -> None:
+def test_method_call_can_be_checked_outside() -> None:
     program = "class Solution:\n    def __init__(self, k): self.k = k\n    def f(self, x): return self.k + x"
     tests = "assert Solution(3).f(x=4) == 7"
     assert read_assertions(tests, "")
@@ -166,11 +162,11 @@ def test_a_method_of_a_class_can_be_asked() -> None:
         "assert " + "(" * 500 + "f(3)" + ")" * 500,
     ],
 )
-def test_tests_that_need_more_than_values_run_in_the_process_of_the_program(tests: str) -> None:
+def test_assertions_that_need_more_than_values_run_inside_the_program(tests: str) -> None:
     assert read_assertions(tests + "\ncheck(f)" * ("def check" in tests), "f") is None
 
 
-def test_tests_in_the_process_of_the_program_pass_as_before() -> None:
+def test_assertions_inside_the_program_tell_right_from_wrong() -> None:
     tests = "for x in range(3):\n    assert square(x) == x * x"
     assert reward(RIGHT, tests) == 1.0
     program = "import datetime\ndef day(n): return datetime.date(2020, 1, n)"
@@ -193,7 +189,7 @@ def test_tests_in_the_process_of_the_program_pass_as_before() -> None:
         '[{"a": 1}]',
     ],
 )
-def test_an_answer_that_is_no_data_fails(answer: str) -> None:
+def test_output_that_is_not_data_fails(answer: str) -> None:
     assertions = read_assertions("assert f(3) == 9", "")
     assert assertions
     assert not assertions.hold(answer)
