@@ -19,12 +19,8 @@ from openrlhf.rewards.assertions import Assertions, read_assertions
 TEST_SECONDS = 10.0  # of CPU time for one test
 LEAST_TEST_SECONDS = 0.1  # with less time left, a test is not started
 PART_OF_TIMEOUT = 0.8  # of the call, for all tests of a program; the rest is for starting sandboxes
-PYTHON_BLOCKS = (
-    "python",
-    "python3",
-    "py",
-    "",
-)  # languages of fenced blocks that may be the program
+# Languages of fenced blocks that may be the program.
+PYTHON_BLOCKS = ("python", "python3", "py", "")
 _FENCED = re.compile(r"```(\w*)[^\n]*\n(.*?)```", re.DOTALL)
 _RANGE = re.compile(r"\s*(?:(\d+)\s*-\s*)?(\d+)\s*")
 

@@ -11,21 +11,24 @@ import re
 import threading
 from typing import Any
 
+from latex2sympy2_extended import NormalizationConfig, normalize_latex
 from math_verify import parse, verify
 
 from openrlhf.config.flags import toml_beside
 from openrlhf.rewards.labels import math_answers
 
 SYMBOLIC_SECONDS = 5  # for reading, and again for comparing, a pair of answers
-LONGEST_ANSWER = (
-    1000  # characters; longer answers are not parsed, so that a babbling policy costs little
-)
+# Characters. Longer answers are not parsed, so that a babbling policy costs little.
+LONGEST_ANSWER = 1000
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings repeat the whole response
 
 TABLES = toml_beside(__file__)
-SPELLING_RULES = TABLES["latex"] + TABLES["spelling"]
-VALUE_RULES = TABLES["words"] + TABLES["latex"] + TABLES["value"]
+SPELLING_RULES = TABLES["signs"] + TABLES["spelling"]
+VALUE_RULES = TABLES["signs"] + TABLES["value"]
+# Not its units, among which are variables such as t.
+NORMAL_FORM = NormalizationConfig(malformed_operators=True, boxed="none")
 _MIXED = re.compile(r"(?<![\w^.])(\d+) +(\d+)/(\d+)")
+# math-verify's extraction joins neighbouring boxes, and reads a box that has no end.
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 _GSM8K = re.compile(r"####\s*\$?\s*(-?[\d,./]*\d)")
 _FRACTION = re.compile(r"-?\d+/\d+")
@@ -133,7 +136,7 @@ def _as_fraction(mixed: re.Match[str]) -> str:
 
 
 def _rewrite(text: str, rules: list[list[str]]) -> str:
-    text = text.strip()
+    text = normalize_latex(text, NORMAL_FORM)
     for pattern, replacement in rules:
         text = re.sub(pattern, replacement, text)
     return text

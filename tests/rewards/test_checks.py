@@ -1,4 +1,4 @@
-"""Built-in verifiers: what counts as a right format, a right length, a right program."""
+"""Built-in verifiers of format, length and code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from openrlhf.rewards.rule import VerifierReward
         ("", 0.0),
     ],
 )
-def test_without_a_label_a_response_thinks_once_and_then_answers(
+def test_format_without_label_requires_one_thought_before_the_answer(
     response: str, expected: float
 ) -> None:
     assert grade_format(response, "") == expected
@@ -48,7 +48,7 @@ def test_without_a_label_a_response_thinks_once_and_then_answers(
         (r"^\d+$", "42nd", 0.0),
     ],
 )
-def test_a_label_is_a_regular_expression_for_the_whole_response(
+def test_format_label_must_match_the_whole_response(
     pattern: str, response: str, expected: float
 ) -> None:
     assert grade_format(response, pattern) == expected
@@ -61,19 +61,19 @@ def test_a_label_is_a_regular_expression_for_the_whole_response(
         ("4-10", 3, 0.75), ("4-10", 4, 1.0), (" 4 - 10 ", 10, 1.0), ("4-10", 15, 0.5), ("4-10", 0, 0.0),
     ],
 )  # fmt: skip
-def test_a_length_in_words_is_right_within_its_bounds_and_less_so_outside(
+def test_length_reward_falls_linearly_outside_the_bounds(
     label: str, words: int, expected: float
 ) -> None:
     assert grade_length("word " * words, label) == expected
 
 
 @pytest.mark.parametrize("label", ["", "short", "-3", "10-5", "0", "1.5"])
-def test_a_label_that_is_no_length_is_an_error(label: str) -> None:
+def test_length_label_that_is_not_a_range_raises(label: str) -> None:
     with pytest.raises(ValueError, match="takes a label like 200 or 100-200"):
         grade_length("word", label)
 
 
-def test_the_program_is_the_last_block_of_python_or_everything() -> None:
+def test_program_is_the_last_python_block_or_the_whole_response() -> None:
     assert (
         program_in("Try\n```python\nprint(1)\n```\nno:\n```py\nprint(2)\n```\nDone.")
         == "print(2)\n"
@@ -97,14 +97,14 @@ def test_the_program_is_the_last_block_of_python_or_everything() -> None:
         ("", "", True),
     ],
 )
-def test_outputs_are_compared_word_by_word_and_decimals_up_to_a_millionth(
+def test_outputs_compare_by_word_with_tolerance_for_decimals(
     output: str, expected: str, same: bool
 ) -> None:
     assert same_output(output, expected) is same
 
 
 def code(program: str, label: Any) -> tuple[float, float]:
-    """Reward and share of passed tests."""
+    """Return the reward and the fraction of passed tests."""
     graded = grade_code(f"```python\n{program}\n```", json.dumps(label), 60)
     return graded["rewards"], graded["extra_logs"]["tests_passed"]
 
@@ -140,7 +140,7 @@ RIGHT = "def square(x):\n    return x * x\n"
         ),
     ],
 )
-def test_a_program_is_right_where_all_of_its_tests_pass(
+def test_program_is_rewarded_only_if_all_its_tests_pass(
     program: str, label: Any, expected: tuple[float, float]
 ) -> None:
     assert code(program, label) == expected
@@ -162,12 +162,12 @@ def test_a_program_is_right_where_all_of_its_tests_pass(
         "",
     ],
 )
-def test_a_program_that_ends_before_its_tests_has_not_passed_them(trick: str, label: Any) -> None:
+def test_program_that_exits_before_its_tests_fails(trick: str, label: Any) -> None:
     assert code(trick, label) == (0.0, 0.0)
     assert code(f"{trick}\n{RIGHT}", label)[0] == (1.0 if not trick else 0.0)
 
 
-def test_after_a_test_that_ran_out_of_time_no_other_is_tried() -> None:
+def test_tests_after_a_timeout_are_skipped() -> None:
     sleeper = "import time\nif input() == '2': time.sleep(1000)\nprint(9)"
     label = json.dumps({"inputs": ["3", "2", "3"], "outputs": ["9", "4", "9"]})
     graded = grade_code(sleeper, label, timeout=5)
@@ -183,7 +183,7 @@ def test_after_a_test_that_ran_out_of_time_no_other_is_tried() -> None:
         ('{"inputs": ["1"], "outputs": []}', "has 1 inputs and 0 outputs"),
     ],
 )
-def test_a_label_without_tests_is_an_error_and_no_wrong_answer(label: str, said: str) -> None:
+def test_code_label_without_tests_raises(label: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         grade_code("print(1)", label, 60)
 
@@ -208,7 +208,7 @@ def score(
     return asyncio.run(reward.score([request]))[0]
 
 
-def test_verifiers_are_rewards_and_read_the_response_without_special_tokens(
+def test_verifiers_read_the_response_without_special_tokens(
     pool: ProcessPool,
 ) -> None:
     assert score(pool, "format", "ok", "ok") == RewardResult(reward=1.0, score=1.0)
@@ -219,12 +219,12 @@ def test_verifiers_are_rewards_and_read_the_response_without_special_tokens(
     assert graded == RewardResult(reward=0.0, score=0.0, extra_logs={"tests_passed": 0.5})
 
 
-def test_a_regular_expression_that_never_ends_is_cut_at_the_deadline(pool: ProcessPool) -> None:
+def test_endless_regular_expression_times_out(pool: ProcessPool) -> None:
     result = score(pool, "format", "a" * 40 + "!", "(a|a)*b", timeout=0.5)
     assert (result.reward, result.failure) == (None, Failure.TIMEOUT)
 
 
-def test_a_label_that_a_verifier_cannot_read_fails_the_sample(pool: ProcessPool) -> None:
+def test_unreadable_label_fails_the_sample(pool: ProcessPool) -> None:
     result = score(pool, "length", "one", "long")
     assert (result.reward, result.failure) == (None, Failure.EXCEPTION)
     assert "takes a label like 200" in str(result.error)

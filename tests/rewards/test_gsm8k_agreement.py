@@ -1,4 +1,4 @@
-"""The math verifier against GSM8K's own graded solutions: 1,319 problems, four models each."""
+"""The math verifier against GSM8K's graded solutions: 1,319 problems, four models each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def problems() -> list[dict[str, Any]]:
 
 
 def disagreements(rows: list[dict[str, Any]], style: str) -> list[tuple[str, str, bool]]:
-    """(end of the solution, right answer, GSM8K's verdict) wherever the verifier says otherwise."""
+    """Return the end of the solution, the correct answer and GSM8K's verdict of each disagreement."""
     found = []
     for row in rows:
         label = row["ground_truth"].rpartition("A:")[2].strip()
