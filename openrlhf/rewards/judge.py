@@ -30,7 +30,7 @@ class Judge:
         """Connect to the server. Its key is the environment variable OPENAI_API_KEY."""
         assert judge.url
         base = judge.url.rstrip("/").removesuffix("/chat/completions")
-        self.engine = RemoteEngine.at(
+        self.engine = RemoteEngine(
             base, reward, model=judge.model, kind="judge", flag="--judge.url"
         )
         self.max_tokens = judge.max_tokens

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
 from openrlhf.rewards.servers import HTTPServers, ServerError
@@ -42,28 +42,23 @@ class RemoteEngine:
     async, and may be called from any thread. Requests of a process share their connections.
     """
 
-    def __init__(self, servers: HTTPServers, model: str | None = None) -> None:
-        self.servers = servers
-        self._model = model
-        self._first: str | None = None  # in the server's list, until the server refuses something
-
-    @classmethod
-    def at(
-        cls,
+    def __init__(
+        self,
         url: str,
         rule: RuleConfig,
         *,
         model: str | None = None,
         key: str | None = None,
         **names: str,
-    ) -> Self:
-        """Return the engine at this URL.
+    ) -> None:
+        """Use the server at this URL.
 
         The credential is `key`, or else OPENAI_API_KEY. `names` are arguments of `HTTPServers`.
         """
         key = key or os.environ.get("OPENAI_API_KEY")
-        servers = HTTPServers([url.rstrip("/")], rule, key=key, **names)
-        return cls(servers, model)
+        self.servers = HTTPServers([url.rstrip("/")], rule, key=key, **names)
+        self._model = model
+        self._first: str | None = None  # in the server's list, until the server refuses something
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> str:
         """Return the text of the reply to a conversation."""
@@ -119,10 +114,9 @@ class RemoteEngine:
             found = None
         if not isinstance(found, kind):
             place = ".".join(map(str, path))
-            servers = self.servers
             raise ServerError(
-                f"{servers.kind} {servers.servers[0].name} sent no {kind.__name__} at {place}: "
-                f"{str(answered)[:200]!r}"
+                f"{self.servers.kind} {self.servers.servers[0].name} sent no {kind.__name__} at "
+                f"{place}: {str(answered)[:200]!r}"
             )
         return found
 
@@ -148,7 +142,7 @@ def _engine(
     url: str, model: str | None, rule: RuleConfig, key: str | None, process: int
 ) -> RemoteEngine:
     """Return the engine that equal calls in a process share: a fork lacks its parent's threads."""
-    return RemoteEngine.at(url, rule, model=model, key=key, kind="remote engine", flag=FLAG)
+    return RemoteEngine(url, rule, model=model, key=key, kind="remote engine", flag=FLAG)
 
 
 @cache

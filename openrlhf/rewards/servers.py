@@ -4,9 +4,11 @@ import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 import httpx
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RuleConfig
@@ -29,30 +31,19 @@ class ServerError(RuntimeError):
 @dataclass
 class _Server:
     url: str
-    kind: str
     in_flight: int = 0
     failures: int = 0  # since it last answered
-    rests_until: float = 0.0  # time of the event loop
+    rests_until: float = 0.0  # by the monotonic clock
 
     @property
     def name(self) -> str:
         """The URL without secrets, for messages."""
         return without_secrets(self.url)
 
-    def answered(self) -> None:
-        self.failures = 0
-        self.rests_until = 0.0
-
-    def failed(self, problem: str) -> ServerError:
-        """Let the server rest, twice as long after each failure in a row; return the error."""
-        now = asyncio.get_running_loop().time()
-        if now >= self.rests_until:  # requests that were under way together count as one failure
-            if self.failures == 0:
-                warn(f"{self.kind} {self.name}: {problem}")
-            self.failures = min(self.failures + 1, 10)
-            pause = min(0.5 * 2**self.failures, LONGEST_PAUSE_S)
-            self.rests_until = now + pause * random.uniform(0.5, 1.0)
-        return ServerError(f"{self.kind} {self.name}: {problem}")
+    @property
+    def rest(self) -> float:
+        """The seconds for which it still rests."""
+        return max(0.0, self.rests_until - monotonic())
 
 
 class HTTPServers:
@@ -72,18 +63,22 @@ class HTTPServers:
         kind: str,
         flag: str,
         key: str | None = None,
-        limit: str = "",
+        limit: str = "--reward.timeout",
     ) -> None:
-        self.servers = [_Server(url, kind) for url in urls]
+        self.servers = [_Server(url) for url in urls]
         self.timeout = rule.timeout
         self.retries = rule.retries
         self.kind = kind
         self.flag = flag
-        self.limit = limit or "--reward.timeout"
-        self.headers: dict[str, str] = {}
+        self.limit = limit
+        headers: dict[str, str] = {}
         if key:
-            self.headers["Authorization"] = f"Bearer {key}"
-        self._client: httpx.AsyncClient | None = None  # of the loop that `ask` runs in
+            headers["Authorization"] = f"Bearer {key}"
+        limits = httpx.Limits(max_connections=IN_FLIGHT, max_keepalive_connections=IN_FLIGHT)
+        # Of the event loop that `ask` runs in.
+        self._client = httpx.AsyncClient(
+            timeout=None, follow_redirects=True, limits=limits, headers=headers
+        )
         self._turns = asyncio.Semaphore(IN_FLIGHT)
 
     async def check(self) -> None:
@@ -103,13 +98,16 @@ class HTTPServers:
         or TypeError if the answer is not JSON.
         """
         tried: list[str] = []
-        while True:
-            try:
-                return await self._attempt(body, path, tried)
-            except ServerError as error:
-                if len(tried) > self.retries:
-                    raise ServerError(f"{error} (attempt {len(tried)} of {len(tried)})") from error
-            await asyncio.sleep(min(map(self._rest, self.servers)))
+        attempts = AsyncRetrying(
+            retry=retry_if_exception_type(ServerError),
+            stop=stop_after_attempt(self.retries + 1),
+            wait=lambda _: min(server.rest for server in self.servers),
+            reraise=True,
+        )
+        try:
+            return await attempts(self._attempt, body, path, tried)
+        except ServerError as error:
+            raise ServerError(f"{error} (attempt {len(tried)} of {len(tried)})") from error
 
     async def _attempt(self, body: Mapping[str, Any] | None, path: str, tried: list[str]) -> Any:
         """Return the answer of one server, if possible one not yet `tried`.
@@ -118,8 +116,7 @@ class HTTPServers:
         """
         async with self._turns:
             server = min(
-                self.servers,
-                key=lambda each: (tried.count(each.url), self._rest(each), each.in_flight),
+                self.servers, key=lambda each: (tried.count(each.url), each.rest, each.in_flight)
             )
             tried.append(server.url)
             server.in_flight += 1
@@ -127,7 +124,8 @@ class HTTPServers:
                 response = await self._send(server, body, path)
             finally:
                 server.in_flight -= 1
-        server.answered()
+        server.failures = 0
+        server.rests_until = 0.0
         if response.is_error:
             raise ValueError(f"{server.name}{path} answered {_refusal(response)}")
         try:
@@ -140,29 +138,30 @@ class HTTPServers:
     async def _send(
         self, server: _Server, body: Mapping[str, Any] | None, path: str
     ) -> httpx.Response:
-        if self._client is None:
-            limits = httpx.Limits(max_connections=IN_FLIGHT, max_keepalive_connections=IN_FLIGHT)
-            self._client = httpx.AsyncClient(
-                timeout=None, follow_redirects=True, limits=limits, headers=self.headers
-            )
+        method = "POST"
+        if body is None:
+            method = "GET"
         try:
             async with asyncio.timeout(self.timeout):
-                method = "POST"
-                if body is None:
-                    method = "GET"
                 response = await self._client.request(method, _below(server.url, path), json=body)
         except TimeoutError as error:
             late = f"no answer within {self.timeout:g} s ({self.limit})"
-            raise server.failed(late) from error
+            raise self._failed(server, late) from error
         except httpx.HTTPError as error:
-            raise server.failed(_message(error)) from error
+            raise self._failed(server, _message(error)) from error
         if response.status_code in RETRIED:
-            raise server.failed(_refusal(response))
+            raise self._failed(server, _refusal(response))
         return response
 
-    def _rest(self, server: _Server) -> float:
-        """Return the seconds for which a server still rests."""
-        return max(0.0, server.rests_until - asyncio.get_running_loop().time())
+    def _failed(self, server: _Server, problem: str) -> ServerError:
+        """Let the server rest, twice as long after each failure in a row; return the error."""
+        if not server.rest:  # requests that were under way together count as one failure
+            if not server.failures:
+                warn(f"{self.kind} {server.name}: {problem}")
+            server.failures = min(server.failures + 1, 10)
+            pause = min(0.5 * 2**server.failures, LONGEST_PAUSE_S)
+            server.rests_until = monotonic() + pause * random.uniform(0.5, 1.0)
+        return ServerError(f"{self.kind} {server.name}: {problem}")
 
 
 async def _await_server(client: httpx.AsyncClient, url: str) -> str | None:

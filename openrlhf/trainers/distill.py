@@ -61,9 +61,7 @@ class DistillationTask(SFTTask):
     def server(self) -> RemoteTeacher:
         """The teacher's server."""
         url = self.kd.teacher_model
-        engine = RemoteEngine.at(
-            url, RuleConfig(), kind="server", flag=TEACHER, limit="of a request"
-        )
+        engine = RemoteEngine(url, RuleConfig(), kind="server", flag=TEACHER, limit="of a request")
         return RemoteTeacher(f"{TEACHER} {url}", engine, best=self.kd.top_k or 0)
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:

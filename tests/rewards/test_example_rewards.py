@@ -1,4 +1,4 @@
-"""The reward functions in examples/rewards, called as a run calls them."""
+"""The reward functions in examples/rewards, called as in a run."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def score(pool: ProcessPool, file: str, response: str, label: str) -> RewardResu
         ("code_share.py", "print(4)", SQUARES, RewardResult(reward=0, score=0)),
     ],
 )  # fmt: skip
-def test_an_example_scores_as_its_first_line_says(
+def test_example_scores_as_its_docstring_says(
     pool: ProcessPool, file: str, response: str, label: str, expected: RewardResult
 ) -> None:
     assert score(pool, file, response, label) == expected
 
 
-def test_every_example_is_tried() -> None:
+def test_every_example_is_covered() -> None:
     assert {file.name for file in EXAMPLES.glob("*.py")} == {
         "math_answers.py",
         "math_format.py",
@@ -64,7 +64,7 @@ def test_every_example_is_tried() -> None:
     "end",
     ["</s>", "<|im_end|>", "<|eot_id|>", "<eos>", "<end_of_turn>\n", "<｜end▁of▁sentence｜>", ""],
 )
-def test_the_first_function_of_the_page_on_rewards_ignores_the_end_token(
+def test_first_function_in_rewards_page_ignores_the_end_token(
     pool: ProcessPool, tmp_path: Path, end: str
 ) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/rewards.md").read_text(), re.DOTALL)

@@ -1,6 +1,4 @@
-"""A judge behind a server: what it is asked, how its answers are read, and what its failures
-become.
-"""
+"""A judge behind a server: requests, verdicts and failures."""
 
 from __future__ import annotations
 
@@ -38,19 +36,19 @@ def compare(server: JudgeServer, model: str, first: str, second: str) -> float:
     return asyncio.run(judge.compare("say e", first, second))
 
 
-def test_the_better_answer_wins_wherever_it_stands(server: JudgeServer) -> None:
+def test_better_answer_wins_in_either_position(server: JudgeServer) -> None:
     assert compare(server, "letters", "eee", "x") == 1.0
     assert compare(server, "letters", "x", "eee") == 0.0
 
 
-def test_both_orders_are_asked_so_that_a_judge_of_places_says_nothing(server: JudgeServer) -> None:
+def test_judge_that_prefers_a_position_calls_a_tie(server: JudgeServer) -> None:
     assert compare(server, "first", "eee", "x") == 0.5
     asked = [body["messages"][0]["content"] for body in server.bodies]
     assert sorted(map(answers_in, asked)) == [("eee", "x"), ("x", "eee")]
     assert all("<message>\nsay e\n</message>" in text for text in asked)
 
 
-def test_a_request_is_an_openai_chat_completion_with_the_key(
+def test_request_is_a_chat_completion_with_the_key(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
@@ -64,7 +62,7 @@ def test_a_request_is_an_openai_chat_completion_with_the_key(
     assert server.keys == {"Bearer secret"}
 
 
-def test_an_answer_that_looks_like_a_place_in_the_question_is_only_an_answer(
+def test_placeholders_in_answers_are_not_filled_in(
     server: JudgeServer,
 ) -> None:
     compare(server, "letters", "{b}{message}", r"\1 {a}")
@@ -74,24 +72,24 @@ def test_an_answer_that_looks_like_a_place_in_the_question_is_only_an_answer(
     ]
 
 
-def test_reasons_may_come_before_the_last_line(server: JudgeServer) -> None:
+def test_reasons_may_precede_the_verdict(server: JudgeServer) -> None:
     assert compare(server, "chatty", "eee", "x") == 1.0
 
 
 @pytest.mark.parametrize(
     ("text", "letter"), [("A", "A"), (" b.\n", "B"), ("[[B]]", "B"), ("A wins?\nVerdict: A", "A")]
 )
-def test_a_last_line_of_one_letter_is_a_verdict(text: str, letter: str) -> None:
+def test_last_line_with_one_letter_is_a_verdict(text: str, letter: str) -> None:
     assert read_verdict(text) == letter
 
 
 @pytest.mark.parametrize("text", ["", "A or B", "A\nbecause it is short", "C", "neither"])
-def test_anything_else_is_none(text: str) -> None:
+def test_other_last_lines_are_no_verdict(text: str) -> None:
     with pytest.raises(NoVerdict, match="neither A nor B"):
         read_verdict(text)
 
 
-def test_a_busy_judge_is_asked_again(server: JudgeServer) -> None:
+def test_busy_judge_is_retried(server: JudgeServer) -> None:
     assert compare(server, "busy_once", "eee", "x") == 1.0
     assert len(server.bodies) == 3
 
@@ -109,7 +107,7 @@ def test_a_busy_judge_is_asked_again(server: JudgeServer) -> None:
         ("undecided", Failure.RESULT, "neither A nor B: .*Both A and B are fine"),
     ],
 )
-def test_no_verdict_is_an_error_that_says_why(
+def test_missing_verdict_reports_the_reason(
     server: JudgeServer, model: str, failure: Failure, error: str
 ) -> None:
     with pytest.raises((ServerError, NoVerdict), match=error) as caught:
@@ -117,7 +115,7 @@ def test_no_verdict_is_an_error_that_says_why(
     assert caught.value.failure is failure
 
 
-def test_a_judge_that_is_not_there_is_named_before_anything_is_sampled(
+def test_missing_judge_is_reported_before_sampling(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_servers, "START_S", 1)

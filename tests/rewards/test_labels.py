@@ -1,4 +1,4 @@
-"""Labels that a built-in verifier cannot read are found before a run."""
+"""Check of labels before a run."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ READABLE: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("verifier", "label"), UNREADABLE)
-def test_an_unreadable_label_is_a_failure_that_counts_and_names_the_first(
-    verifier: str, label: Any
-) -> None:
+def test_finding_counts_unreadable_labels_and_locates_the_first(verifier: str, label: Any) -> None:
     readable = next(each for name, each in READABLE if name == verifier)
     found = check_labels(
         verifier,
@@ -56,11 +54,11 @@ def test_an_unreadable_label_is_a_failure_that_counts_and_names_the_first(
 
 
 @pytest.mark.parametrize(("verifier", "label"), READABLE)
-def test_a_readable_label_passes(verifier: str, label: Any) -> None:
+def test_readable_label_passes(verifier: str, label: Any) -> None:
     assert check_labels(verifier, [label], column="answer", origin=str).level is Level.PASS
 
 
-def test_any_answer_in_a_list_of_labels_is_right() -> None:
+def test_any_answer_in_a_list_label_is_correct() -> None:
     assert [grade_math(rf"\boxed{{{answer}}}", [42, "43"]) for answer in (42, 43, 44)] == [
         1.0,
         1.0,
@@ -70,6 +68,6 @@ def test_any_answer_in_a_list_of_labels_is_right() -> None:
 
 
 @pytest.mark.parametrize("label", [each for name, each in UNREADABLE if name == "math"])
-def test_a_label_without_an_answer_is_an_error_and_no_reward_of_zero(label: Any) -> None:
+def test_math_label_without_answer_raises(label: Any) -> None:
     with pytest.raises(ValueError):
         grade_math("42", label)

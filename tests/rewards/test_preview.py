@@ -1,4 +1,4 @@
-"""What a reward says of labels before a run is what it says of them in the run."""
+"""Trial of a reward on labels before a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pool() -> Iterator[ProcessPool]:
 
 
 def line(pool: ProcessPool, folder: Path, body: str, labels: list[str] = LABELS) -> str | None:
-    """What is said of a reward function."""
+    """Return the warning about a reward function, if any."""
     file = folder / f"reward{len(list(folder.iterdir()))}.py"
     file.write_text(f"def reward_func(queries, prompts, labels):\n    {body}\n")
     reward = FunctionReward(RuleConfig(remote_url=str(file), timeout=60), pool)
@@ -37,7 +37,7 @@ def line(pool: ProcessPool, folder: Path, body: str, labels: list[str] = LABELS)
     return asyncio.run(reward_preview(reward, rows, TOKENIZER))
 
 
-def test_a_right_answer_ends_as_one_that_was_sampled() -> None:
+def test_correct_answer_ends_with_the_end_token() -> None:
     request = answered(TOKENIZER, "1+1=", "2", "2")
     assert (request.query, request.response, request.answer) == ("1+1=2<eos>", "2<eos>", "2")
     assert answered(TOKENIZER, "1+1=", "2", "2<eos>") == request
@@ -55,17 +55,17 @@ def test_preview_warns_about_reward_that_does_not_expect_the_end_token(
     assert said.count("[0.0, 0.0, 0.0]") == 2  # correct answers, and labels of other rows
 
 
-def test_a_reward_that_fails_is_quoted(pool: ProcessPool, tmp_path: Path) -> None:
+def test_preview_quotes_the_first_error(pool: ProcessPool, tmp_path: Path) -> None:
     said = line(pool, tmp_path, "raise ValueError('no such label')")
     assert said and said.startswith("The reward failed on 6 of 6") and "no such label" in said
 
 
-def test_labels_that_are_all_alike_or_absent_say_nothing(pool: ProcessPool, tmp_path: Path) -> None:
+def test_preview_is_silent_without_different_labels(pool: ProcessPool, tmp_path: Path) -> None:
     for labels in (["2", "2"], ["", ""]):
         assert line(pool, tmp_path, "return [0.0]", labels) is None
 
 
-def test_a_wrong_answer_is_the_next_label_that_differs() -> None:
+def test_wrong_answer_is_the_next_different_label() -> None:
     def wrong(*labels: str) -> list[str]:
         requests = [answered(None, "1+1=", label, label) for label in labels]
         return [request.query for request in wrong_requests(requests, None)]

@@ -1,4 +1,4 @@
-"""Rewards: what a user's function may look like and return, and what becomes of an error."""
+"""Rewards of user functions: signatures, return values and errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def rewards_of(results: list[RewardResult]) -> list[float | None]:
     return [result.reward for result in results]
 
 
-def test_a_function_is_called_once_per_sample_with_lists_of_length_one(pool: ProcessPool):
+def test_function_is_called_once_per_sample(pool: ProcessPool):
     results = score(
         function(pool, "exact.py"), request("4", "4"), request("5", "4"), request(" 4 ", "4")
     )
@@ -62,7 +62,7 @@ def test_a_function_is_called_once_per_sample_with_lists_of_length_one(pool: Pro
     ]
 
 
-def test_in_batch_mode_it_gets_all_samples_at_once_and_its_lists_are_dealt_out(pool: ProcessPool):
+def test_function_gets_all_samples_at_once_with_batch(pool: ProcessPool):
     results = score(function(pool, "exact.py", batch=True), request("5", "4"), request("4", "4"))
     assert results == [
         RewardResult(reward=0.0, score=0.0, extra_logs={"calls": 2.0}),
@@ -70,7 +70,7 @@ def test_in_batch_mode_it_gets_all_samples_at_once_and_its_lists_are_dealt_out(p
     ]
 
 
-def test_no_samples_need_no_call(pool: ProcessPool):
+def test_no_samples_make_no_call(pool: ProcessPool):
     assert score(function(pool, "exact.py", batch=True)) == score(function(pool, "exact.py")) == []
 
 
@@ -84,13 +84,11 @@ def test_no_samples_need_no_call(pool: ProcessPool):
         ("without_labels", 5.0),
     ],
 )
-def test_functions_of_other_signatures_and_tensors_are_accepted(
-    pool: ProcessPool, name: str, expected: float
-):
+def test_other_signatures_and_tensors_are_accepted(pool: ProcessPool, name: str, expected: float):
     assert rewards_of(score(function(pool, "legacy.py", name), request("4", "4"))) == [expected]
 
 
-def test_a_function_without_labels_or_a_dict_is_noticed_once(
+def test_missing_labels_and_bare_rewards_are_noticed_once(
     pool: ProcessPool, capsys: pytest.CaptureFixture[str]
 ):
     warn_once.cache_clear()
@@ -105,7 +103,7 @@ def test_a_function_without_labels_or_a_dict_is_noticed_once(
 
 
 @pytest.mark.parametrize("name", ["of_another_trainer", "of_a_response", "of_an_answer"])
-def test_a_function_whose_names_mean_something_else_is_refused(pool: ProcessPool, name: str):
+def test_function_with_foreign_parameter_names_is_refused(pool: ProcessPool, name: str):
     with pytest.raises(
         ConfigError,
         match=r"but is called with \(queries, prompts, labels\).* give its parameters these names",
@@ -113,7 +111,7 @@ def test_a_function_whose_names_mean_something_else_is_refused(pool: ProcessPool
         asyncio.run(function(pool, "legacy.py", name).check())
 
 
-def test_a_function_with_names_of_its_own_is_told_what_it_gets(
+def test_function_with_unknown_parameter_names_gets_a_notice(
     pool: ProcessPool, capsys: pytest.CaptureFixture[str]
 ):
     warn_once.cache_clear()
@@ -124,7 +122,7 @@ def test_a_function_with_names_of_its_own_is_told_what_it_gets(
     )
 
 
-def test_a_function_that_follows_the_contract_is_not_remarked_on(
+def test_function_that_follows_the_contract_gets_no_notice(
     pool: ProcessPool, capsys: pytest.CaptureFixture[str]
 ):
     score(function(pool, "exact.py"), request("4", "4"))
@@ -135,7 +133,7 @@ def test_a_function_that_follows_the_contract_is_not_remarked_on(
     ("label", "reward", "score_expected"),
     [("zero score", 2.0, 0.0), ("true", 1.0, 1.0), ("bare", 0.25, 0.25)],
 )
-def test_scores_are_the_rewards_unless_given_and_zero_counts_as_given(
+def test_scores_default_to_rewards_and_zero_is_kept(
     pool: ProcessPool, label: str, reward: float, score_expected: float
 ):
     [result] = score(function(pool, "returns.py", "returns"), request("", label))
@@ -158,7 +156,7 @@ def test_scores_are_the_rewards_unless_given_and_zero_counts_as_given(
         ("opaque", "returned type Opaque"),
     ],
 )
-def test_what_is_no_reward_becomes_an_error_that_says_what_it_was(
+def test_invalid_return_value_becomes_an_error_that_quotes_it(
     pool: ProcessPool, label: str, text: str
 ):
     bad, good = score(
@@ -169,7 +167,7 @@ def test_what_is_no_reward_becomes_an_error_that_says_what_it_was(
     assert good.reward == 0.25
 
 
-def test_in_batch_mode_one_bad_answer_fails_the_samples_of_its_call(pool: ProcessPool):
+def test_invalid_return_value_fails_the_whole_batch(pool: ProcessPool):
     results = score(
         function(pool, "returns.py", "returns", batch=True), request("", "two"), request("", "bare")
     )
@@ -182,7 +180,7 @@ def test_in_batch_mode_one_bad_answer_fails_the_samples_of_its_call(pool: Proces
     )
 
 
-def test_a_hanging_or_dying_function_fails_its_sample_only(tmp_path: Path, pool: ProcessPool):
+def test_hanging_or_exiting_function_fails_only_its_sample(tmp_path: Path, pool: ProcessPool):
     file = tmp_path / "moody.py"
     file.write_text(
         "import os, time\n"
@@ -199,7 +197,7 @@ def test_a_hanging_or_dying_function_fails_its_sample_only(tmp_path: Path, pool:
     )
 
 
-def test_a_file_that_cannot_be_loaded_is_a_mistake_in_the_flags(tmp_path: Path, pool: ProcessPool):
+def test_file_that_cannot_be_loaded_raises_config_error(tmp_path: Path, pool: ProcessPool):
     file = tmp_path / "broken.py"
     file.write_text("def reward_func(queries, prompts, labels)\n    return 1\n")
     reward = FunctionReward(RuleConfig(remote_url=str(file), timeout=1), pool)
@@ -210,7 +208,7 @@ def test_a_file_that_cannot_be_loaded_is_a_mistake_in_the_flags(tmp_path: Path, 
     assert "SyntaxError" in str(score(reward, request(""))[0].error)
 
 
-def test_several_samples_may_have_nested_lists_and_numbers_per_name():
+def test_rewards_may_be_nested_lists():
     results = read_rewards(
         {"rewards": [[1], [0.5]], "scores": None, "extra_logs": {"a": [3, 4]}}, 2
     )
@@ -220,13 +218,13 @@ def test_several_samples_may_have_nested_lists_and_numbers_per_name():
         read_rewards({"rewards": [1, 2], "extra_logs": {"a": 3}}, 2)
 
 
-def test_a_long_answer_is_quoted_in_part():
+def test_long_return_value_is_truncated_in_the_error():
     with pytest.raises(ValueError) as caught:
         read_rewards(list(range(10_000)), 1)
     assert "10000 rewards for 1 samples" in str(caught.value) and len(str(caught.value)) < 300
 
 
-def test_the_math_verifier_grades_responses_not_prompts(pool: ProcessPool):
+def test_math_verifier_grades_responses_and_ignores_prompts(pool: ProcessPool):
     reward = VerifierReward(RuleConfig(verifier="math", timeout=30), pool)
     asyncio.run(reward.check())
     results = score(
@@ -239,7 +237,7 @@ def test_the_math_verifier_grades_responses_not_prompts(pool: ProcessPool):
     assert rewards_of(results) == [1.0, 1.0, 0.0, 1.0]
 
 
-def test_what_a_reward_reads_is_decoded_for_it_and_nothing_else(pool: ProcessPool, tmp_path: Path):
+def test_only_texts_that_a_reward_reads_are_decoded(pool: ProcessPool, tmp_path: Path):
     file = tmp_path / "reward.py"
     file.write_text(
         "def reward_func(queries, prompts, labels):\n    return float(queries == ['1+1=2<eos>'])\n"
@@ -258,7 +256,7 @@ def test_what_a_reward_reads_is_decoded_for_it_and_nothing_else(pool: ProcessPoo
     assert request_of(tokenizer, "1+1=", "2", asked, []).response == ""
 
 
-def test_the_flags_say_whether_failures_count_and_which_reward_stands_in() -> None:
+def test_on_error_sets_error_budget_and_fallback_reward() -> None:
     flags = {
         text: RewardConfig(on_error=text, max_error_rate=0.25) for text in ("fail", "drop", "-1")
     }
@@ -283,7 +281,7 @@ def episodes(failed: int, total: int) -> list[Trajectory]:
     ]
 
 
-def test_the_run_stops_with_the_first_traceback_above_the_error_rate_and_not_at_it():
+def test_run_stops_above_the_error_rate_with_the_first_traceback():
     budget = ErrorBudget(RewardConfig(max_error_rate=0.1))
     budget.check(episodes(2, 20))
     budget.check([])
@@ -295,5 +293,5 @@ def test_the_run_stops_with_the_first_traceback_above_the_error_rate_and_not_at_
         ErrorBudget(RewardConfig(max_error_rate=0)).check(episodes(1, 1000))
 
 
-def test_dropped_episodes_stop_no_run():
+def test_dropped_episodes_do_not_stop_the_run():
     ErrorBudget(RewardConfig(max_error_rate=1.0)).check(episodes(5, 5))
