@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.config.rollout import RuleConfig
@@ -81,7 +82,7 @@ async def reward_preview(
     rewards = [result.reward or 0.0 for result in results]
     correct_rewards = rewards[: len(rows)]
     wrong_rewards = rewards[len(rows) :]
-    if not wrong_rewards or _mean(correct_rewards) > _mean(wrong_rewards):
+    if not wrong_rewards or fmean(correct_rewards) > fmean(wrong_rewards):
         return None
     return (
         f"The reward of correct answers (labels with the end token, such as "
@@ -89,10 +90,6 @@ async def reward_preview(
         f"{wrong_rewards}. If labels are answers, check what the reward compares: "
         "`openrlhf reward test` shows more."
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def check_reward(
