@@ -28,9 +28,9 @@ from openrlhf.algorithms.preference_losses import Judged, Strength, ipo, kto, or
 from openrlhf.algorithms.rewards import overlong_penalty, token_rewards
 from openrlhf.algorithms.supervised_losses import soft_cross_entropy
 from openrlhf.algorithms.tensors import linear_logprobs, masked_whiten
+from openrlhf.config.algorithm import AdvantageConfig
 from openrlhf.config.choices import CORRECTIONS
 from openrlhf.config.choices import POLICY_LOSSES as POLICY_LOSS_FLAGS
-from openrlhf.config.learning import AdvantageConfig
 from tests.algorithms.test_kl import exact_kl_gradient
 from tests.sources import ROOT
 

@@ -47,7 +47,7 @@ class AgainstConfig(Section):
     """The answers that the model's answers are compared with."""
 
     model_name_or_path: str | None = option(
-        None, "Folder or hub name of the other model.", holds="model"
+        None, "Folder or Hub name of the other model.", holds="model"
     )
     answer_key: str | None = option(None, "Column with the other answers, instead of a model.")
 
@@ -56,16 +56,16 @@ class JudgeConfig(Section):
     """A language model that compares answers."""
 
     url: str | None = option(
-        None, "OpenAI-compatible server, as http://host:8000/v1; OPENAI_API_KEY is its key."
+        None, "OpenAI-compatible server, e.g. http://host:8000/v1; OPENAI_API_KEY is its key."
     )
-    model: str | None = option(None, "Name of the model there.")
-    max_tokens: int = option(512, "Tokens of a judgement.", ge=1)
+    model: str | None = option(None, "Name of the model on that server.")
+    max_tokens: int = option(512, "Maximum tokens of a judgement.", ge=1)
 
 
 class EvaluationSetConfig(RLEvalConfig):
     """Prompts or pairs, and how answers are sampled."""
 
-    dataset: str = required("Files, folders or hub names, by comma.", holds="dataset")
+    dataset: str = required("Comma-separated files, folders or Hub names.", holds="dataset")
 
 
 class EvaluatedDataConfig(PairColumns, PromptColumns, shared.EndedTextConfig, shared.DataConfig):

@@ -72,7 +72,7 @@ class SampledModelConfig(shared.ModelSourceConfig):
     """The model."""
 
     model_name_or_path: str | None = option(
-        None, "Folder or hub name of a language model.", holds="model"
+        None, "Folder or Hub name of a language model.", holds="model"
     )
 
 
@@ -103,8 +103,8 @@ class RepetitionConfig(Section):
 
     repetition_penalty: float = option(
         1.0,
-        "Above 1, tokens that have occurred become less likely. In a chat, the default is the "
-        "value in the model's generation configuration.",
+        "Above 1: tokens that have occurred become less likely. In a chat, the default is the "
+        "value of the model's generation configuration.",
         gt=0,
     )
 
@@ -120,7 +120,9 @@ class ChatSamplingConfig(RepetitionConfig, SamplingConfig):
 class CsftConfig(Section):
     """Conditional fine-tuning."""
 
-    enable: bool = option(False, "Ask for answers of a reward: put csft.prompt behind each prompt.")
+    enable: bool = option(
+        False, "Ask for answers with a certain reward: append csft.prompt to each prompt."
+    )
     prompt: str = option("<rm_score>: 5.00", "The reward in words.")
 
     @property
@@ -144,7 +146,7 @@ class InferenceDataConfig(shared.EndedTextConfig, shared.DatasetConfig):
     multiturn: ClassVar[bool] = False
     input_key: str = option("input", "Column with the prompt, text or chat.")
     output_key: str | None = option(
-        "output", "Column with the answer to score; unset: of a chat, its last turn."
+        "output", "Column with the answer to score; unset: the last turn of the chat."
     )
 
 
@@ -164,12 +166,12 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
     )
     best_of_n: int = option(1, "Answers to each prompt.", ge=1)
     iter: int | None = option(
-        None, "Use the rows from iter x rollout.batch_size on, so many.", ge=0
+        None, "Use rollout.batch_size rows, from row iter x rollout.batch_size on.", ge=0
     )
     post_processor: str = option(
         "none",
-        "What is written of scored answers: all; the best of each input (rs); all, with the "
-        "reward in the input (csft); the best and the worst of each input as a pair (iter_dpo).",
+        "Scored answers to write: all; the best of each input (rs); all, with the reward in the "
+        "input (csft); the best and the worst of each input as a pair (iter_dpo).",
         choices=("none", "rs", "csft", "iter_dpo"),
     )
     reward_template: str = option("{input} <rm_score>: {reward} ", "Input with the reward in it.")
@@ -269,7 +271,7 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
 class ChatModelConfig(shared.ModelSourceConfig):
     """The model."""
 
-    model_name_or_path: str = required("Folder or hub name of a language model.", holds="model")
+    model_name_or_path: str = required("Folder or Hub name of a language model.", holds="model")
 
 
 class ChatConfig(ModelCommand):

@@ -1,6 +1,4 @@
-"""Sections of RL about learning (models, algorithm, training loop, data), and the tree of all flags
-of RL.
-"""
+"""Sections of RL about models, training loop and data, and the tree of all flags of RL."""
 
 from __future__ import annotations
 
@@ -8,8 +6,9 @@ import math
 from collections.abc import Iterator
 
 from openrlhf.config import choices, shared
+from openrlhf.config.algorithm import AlgoConfig
 from openrlhf.config.commands import Root
-from openrlhf.config.flags import Section, Unused, derived, option
+from openrlhf.config.flags import Unused, derived, option
 from openrlhf.config.rollout import (
     AGENT,
     FUNCTION,
@@ -49,10 +48,10 @@ class CriticConfig(shared.GroupConfig, shared.OptimizerConfig):
     """The critic (estimator gae)."""
 
     model_name_or_path: str | None = option(
-        None, "Folder or hub name; unset: first reward model, else the policy's.", holds="model"
+        None, "Folder or Hub name; unset: the first reward model, else the policy.", holds="model"
     )
     value_clip: float = option(0.5, "Clip range of the values.", gt=0)
-    freezing_steps: int = option(-1, "Steps that train the critic alone.", ge=-1)
+    freezing_steps: int = option(-1, "Steps that train only the critic.", ge=-1)
     save_value_network: bool = option(False, "Export the critic at the end.")
     adam: shared.AdamConfig = shared.AdamConfig(lr=9e-6)
 
@@ -63,142 +62,6 @@ class RefConfig(shared.GroupConfig):
     offload: bool = option(False, "Keep it in CPU memory between uses.")
 
 
-class AdvantageConfig(Section):
-    """Advantage estimation."""
-
-    estimator: str = option("gae", "Estimator.", choices=choices.ESTIMATORS)
-    gamma: float = option(1.0, "Discount per token.", ge=0, le=1)
-    lambd: float = option(1.0, "Lambda of GAE.", ge=0, le=1)
-    no_std_norm: bool = option(
-        False,
-        "Centre a batch's advantages, do not divide by deviation.",
-    )
-    is_correction_enable: bool = option(False, "Correct the loss for engine-trainer differences.")
-    is_correction_type: str = option(
-        "tis",
-        "Preset of the correction.",
-        choices=choices.CORRECTIONS,
-    )
-    is_correction_threshold: tuple[float, float] = option(
-        (0.5, 5.0), "Bounds of the ratio pi_old / pi_rollout.", ge=0
-    )
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
-        if self.traits.needs_groups:
-            yield Unused(["gamma"], f"with --estimator {self.estimator}")
-        if not self.traits.needs_critic:
-            yield Unused(["lambd"], "without a critic (--estimator gae)")
-        if not self.traits.whitened:
-            yield Unused(
-                ["no_std_norm"],
-                "without an --estimator that whitens, as gae, reinforce and reinforce_baseline do",
-            )
-        if not self.is_correction_enable:
-            yield Unused(["is_correction_type"], "without --is_correction_enable")
-
-    @property
-    def traits(self) -> choices.EstimatorTraits:
-        """The properties of the estimator."""
-        return choices.ESTIMATORS[self.estimator]
-
-
-class CorrectionConfig(Section):
-    """Correction of engine-trainer differences, by its axes."""
-
-    level: str | None = option(None, "Level of ratios.", choices=("token", "sequence", "geometric"))
-    mode: str | None = option(
-        None, "What happens outside the band.", choices=("clip", "mask", "truncate")
-    )
-    band: tuple[float, float] | None = option(None, "Lower and upper bound.", ge=0)
-
-
-class KLConfig(Section):
-    """Distance to the reference."""
-
-    init_coef: float = option(0.01, "Coefficient; 0: no reference is loaded.", ge=0)
-    estimator: str = option("k1", "Estimator.", choices=choices.KL_ESTIMATORS)
-    use_loss: bool = option(False, "Put the KL into the loss instead of the rewards.")
-    target: float | None = option(None, "Adapt the coefficient to this KL, nats per token.", gt=0)
-    horizon: int = option(10000, "Samples over which the coefficient adapts.", ge=1)
-    stop_update: float | None = option(None, "KL that ends a batch's updates, nats/token.", gt=0)
-    stop_run: float | None = option(None, "KL that ends the run, nats per token.", gt=0)
-
-    @property
-    def in_reward(self) -> bool:
-        """True if the KL is part of the rewards."""
-        return self.init_coef > 0 and not self.use_loss
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
-        if not self.init_coef:
-            yield Unused(["estimator", "use_loss"], "without --init_coef")
-        if not self.target:
-            yield Unused(["horizon"], "without --target")
-
-
-class LossConfig(Section):
-    """The policy loss of a window."""
-
-    aggregation: str = option(
-        "token",
-        "Mean over tokens, mean of sequence means, or sum over a constant length; "
-        "unset with gspo: sequence.",
-        choices=("token", "sequence", "constant"),
-    )
-    mask_truncated: bool = option(False, "Leave truncated samples out of all losses.")
-
-
-class DistillConfig(Section):
-    """On-policy distillation."""
-
-    teacher: str | None = option(
-        None,
-        "Folder or hub name of the teacher, or the name of one of rollout.remote_engines.",
-        holds="model",
-    )
-    coef: float = option(1.0, "Weight of the teacher.", ge=0)
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
-        if not self.teacher:
-            yield Unused(["coef"], "without --teacher")
-
-
-class PtxConfig(Section):
-    """Pretraining text mixed into the updates."""
-
-    dataset: str | None = option(None, "Files, folders, hub names, by comma.", holds="dataset")
-    probs: str | None = option(None, "Probability of each dataset, by comma.")
-    split: str = option("train", "Split of each dataset; a file has one.")
-    coef: float = option(0.05, "Weight of the loss of this text.", ge=0)
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
-        if not self.dataset:
-            yield Unused(["probs", "split", "coef"], "without --dataset")
-
-
-class AlgoConfig(Section):
-    """The algorithm."""
-
-    advantage: AdvantageConfig = AdvantageConfig()
-    kl: KLConfig = KLConfig()
-    loss: LossConfig = LossConfig()
-    correction: CorrectionConfig = CorrectionConfig()
-    distill: DistillConfig = DistillConfig()
-    ptx: PtxConfig = PtxConfig()
-    dynamic_filtering_enable: bool = option(False, "Replace prompts outside the range of scores.")
-    dynamic_filtering_range: tuple[float, float] = option(
-        (0.0, 1.0), "Mean scores to keep, ends excluded."
-    )
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
-        if not self.dynamic_filtering_enable:
-            yield Unused(["dynamic_filtering_range"], "without --dynamic_filtering_enable")
-
-
 class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
     """Batches, epochs, seed, placement, pipeline."""
 
@@ -206,7 +69,7 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
     dynamic_batch_enable: bool = option(False, "Micro-batches by tokens; implies packing.")
     max_tokens_per_gpu: int = option(
         16192,
-        "Tokens of such a micro-batch; a longer sample has one of its own.",
+        "Tokens of a dynamic micro-batch; a longer sample has its own.",
         ge=1,
     )
     colocate_actor_ref: bool = option(False, "Policy and reference share devices.")
@@ -215,18 +78,20 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
     async_enable: bool = option(False, "Generate and train at the same time.")
     async_queue_size: int = option(
         1,
-        "Batches in generation or waiting at most, besides the one in training.",
+        "Maximum batches being generated or waiting, besides the one in training.",
         ge=1,
     )
-    max_staleness: int = derived("Versions a sample may lag; unset: train.async_queue_size.", ge=1)
+    max_staleness: int = derived(
+        "Maximum age of a sample in weight versions; unset: train.async_queue_size.", ge=1
+    )
     partial_rollout_enable: bool = option(
         False,
-        "Publish while samples are under way; they go on under the new weights.",
+        "Publish weights during generation; unfinished samples continue with the new weights.",
     )
     max_restarts: int = option(
-        0, "Restarts of the run after a worker, or the Ray that it started, has died.", ge=0
+        0, "Maximum restarts of the run after a worker or its own Ray died.", ge=0
     )
-    publish_timeout: float = option(600.0, "Seconds to bring weights to the engines.", gt=0)
+    publish_timeout: float = option(600.0, "Seconds to publish weights to the engines.", gt=0)
 
     @property
     def colocated(self) -> list[tuple[str, ...]]:
@@ -251,7 +116,9 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
 
 
 class RLLoraConfig(shared.LoraConfig):
-    publish: str = option("merged", "What engines are sent.", choices=("merged", "adapter"))
+    publish: str = option(
+        "merged", "Weights that are sent to engines.", choices=("merged", "adapter")
+    )
 
     @property
     def served_rank(self) -> int:
@@ -267,7 +134,9 @@ class RLLoraConfig(shared.LoraConfig):
 
 class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
     enable_sleep: bool = option(False, "Move the training state to CPU memory between updates.")
-    value_head_prefix: str = option("score", "Name of the scalar head; a stored one wins.")
+    value_head_prefix: str = option(
+        "score", "Name of the scalar head; a stored name takes precedence."
+    )
     lora: RLLoraConfig = RLLoraConfig()
 
     @property
@@ -286,7 +155,7 @@ class RLDataConfig(PromptConfig, shared.DataConfig):
     """Tokenizer and prompts."""
 
     image_key: str = option("images", "Column with images.")
-    max_images_per_prompt: int = option(0, "Images of a prompt; 0: text only.", ge=0)
+    max_images_per_prompt: int = option(0, "Maximum images of a prompt; 0: text only.", ge=0)
 
 
 class RLEvalConfig(shared.EvalConfig):

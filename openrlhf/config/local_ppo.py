@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from openrlhf.config import learning, machine, rollout, shared
+from openrlhf.config import algorithm, learning, machine, rollout, shared
 from openrlhf.config.flags import amend
 from openrlhf.config.ppo import PPOConfig
 
@@ -19,7 +19,9 @@ class LocalPPOConfig(PPOConfig):
     rollout: rollout.RolloutConfig = rollout.RolloutConfig(
         batch_size=512, micro_batch_size=8, max_new_tokens=1024
     )
-    algo: learning.AlgoConfig = learning.AlgoConfig(advantage=learning.AdvantageConfig(lambd=0.95))
+    algo: algorithm.AlgoConfig = algorithm.AlgoConfig(
+        advantage=algorithm.AdvantageConfig(lambd=0.95)
+    )
     train: learning.RLTrainConfig = learning.RLTrainConfig(micro_batch_size=4, colocate_all=True)
     data: learning.RLDataConfig = learning.RLDataConfig()
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_ppo")

@@ -15,7 +15,7 @@ class PipelineRunConfig(Section):
     """Where everything goes."""
 
     dir: str = derived(
-        "Folder of all stages; unset: ./runs/<name of the file>, with --settings behind it.",
+        "Folder of all stages; unset: ./runs/<name of the file>, followed by --settings.",
         holds="place",
         writes="stages",
     )
@@ -27,8 +27,8 @@ class PipelineConfig(Command):
     file: str = required(
         "YAML file with the stages; may also be the first word.", metavar="FILE.yaml", holds="place"
     )
-    settings: str = option("", "Which settings of the file; unset: its first.")
-    dry_run: bool = option(False, "Check everything, say what would run, stop.", saved=False)
+    settings: str = option("", "Settings in the file to use; unset: the first.")
+    dry_run: bool = option(False, "Check everything, show what would run, and stop.", saved=False)
     run: PipelineRunConfig = PipelineRunConfig()
 
     def derived_values(self) -> dict[str, Any]:

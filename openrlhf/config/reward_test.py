@@ -22,9 +22,9 @@ class ScoredDataConfig(PromptConfig):
     """The rows to score."""
 
     output_key: str | None = option(
-        None, "Column with the response; unset: the label is scored, as a right answer."
+        None, "Column with the response; unset: score the label as a right answer."
     )
-    max_samples: int = option(1000, "Rows to score, the first ones.", ge=1)
+    max_samples: int = option(1000, "Number of rows to score, from the first.", ge=1)
     input_template: str | None = option(None, "Text with {} as prompt.")
 
 
@@ -33,8 +33,8 @@ class ScoredPolicyConfig(Section):
 
     model_name_or_path: str | None = option(
         None,
-        "Its tokenizer encodes and decodes responses as in a run, and ends them with the end "
-        "token; unset: responses are scored as they stand.",
+        "The tokenizer of this model encodes and decodes responses as in a run, and appends the "
+        "end token; unset: score responses as they are.",
         holds="model",
     )
 

@@ -20,22 +20,28 @@ class VLLMConfig(Section):
 
     num_engines: int = option(1, "Engines; at least one.", ge=1)
     max_engines: int = derived("Engines may join up to this number; unset: vllm.num_engines.", ge=1)
-    max_restarts: int = option(3, "Restarts of an engine before the run gives up.", ge=0)
+    max_restarts: int = option(3, "Maximum restarts of an engine before the run fails.", ge=0)
     hang_timeout: float = option(
         600.0, "Seconds without an answer after which an engine is restarted.", ge=1
     )
     tensor_parallel_size: int = option(1, "GPUs that share each layer of an engine.", ge=1)
     pipeline_parallel_size: int = option(1, "Groups of layers of an engine.", ge=1)
-    dtype: str = option("auto", "Type; auto: ds.param_dtype.", choices=("auto", "fp32", "bf16"))
+    dtype: str = option(
+        "auto", "Data type; auto: ds.param_dtype.", choices=("auto", "fp32", "bf16")
+    )
     quantization: str | None = option(None, "vLLM's quantization, such as fp8.")
     gpu_memory_utilization: float = option(0.95, "Fraction of a GPU's memory to take.", gt=0, le=1)
     enforce_eager: bool = option(False, "No CUDA graphs.")
-    enable_prefix_caching: bool = option(False, "Cache prefixes; on for several samples or agents.")
+    enable_prefix_caching: bool = option(
+        False, "Cache prefixes; on with several samples per prompt or agents."
+    )
     disable_prefix_caching: bool = option(False, "Never cache them.")
     enable_sleep: bool = option(False, "Free the GPU between rollouts.")
-    sync_backend: str = option("nccl", "Transport of the weights; gloo where there is no GPU.")
+    sync_backend: str = option("nccl", "Transport of the weights; gloo without GPUs.")
     sync_with_ray: bool = option(False, "No effect: weights do not go through Ray.")
-    engine_args: Mapping[str, Any] = option({}, "More arguments of vLLM's engine.", metavar="JSON")
+    engine_args: Mapping[str, Any] = option(
+        {}, "Further arguments of vLLM's engine.", metavar="JSON"
+    )
 
     @property
     def devices(self) -> int:
@@ -54,8 +60,8 @@ class RemoteEnginesConfig(Section):
 
     remote_engines: tuple[str, ...] = option(
         (),
-        "OpenAI-compatible servers that agents and reward functions ask by name, as "
-        "judge=http://host:8000/v1; the name of a URL alone is its place, from 0.",
+        "OpenAI-compatible servers that agents and reward functions call by name, e.g. "
+        "judge=http://host:8000/v1. The name of a URL without one is its position, from 0.",
         metavar="NAME=URL",
     )
 
@@ -75,10 +81,12 @@ class RemoteEnginesConfig(Section):
 class SamplingConfig(Section):
     """Sampling."""
 
-    max_new_tokens: int | None = option(None, "Tokens of a response; unset: rest of max_len.", ge=1)
-    temperature: float = option(1.0, "Temperature; log-probabilities are taken at it.", ge=0, le=2)
+    max_new_tokens: int | None = option(
+        None, "Maximum tokens of a response; unset: the rest of max_len.", ge=1
+    )
+    temperature: float = option(1.0, "Temperature, also of log-probabilities.", ge=0, le=2)
     top_p: float = option(1.0, "Sample from the smallest set with this mass.", gt=0, le=1)
-    top_k: int = option(-1, "Sample from so many tokens; -1: all.", ge=-1)
+    top_k: int = option(-1, "Sample from the top k tokens; -1: all.", ge=-1)
     stop: tuple[str, ...] = option((), "Texts that end a response.")
     stop_token_ids: tuple[int, ...] = option((), "Tokens that end a response.")
 
@@ -91,8 +99,8 @@ class RolloutConfig(RemoteEnginesConfig, SamplingConfig):
     micro_batch_size: int = option(1, "Samples per forward pass without gradient.", ge=1)
     max_tokens_per_gpu: int | None = option(
         None,
-        "Tokens of such a pass with dynamic batches; unset: as in training. A longer sample "
-        "passes alone.",
+        "Tokens of such a pass with dynamic batches; unset: as in training. A longer sample has "
+        "its own pass.",
         ge=1,
     )
     n_samples_per_prompt: int = option(1, "Responses per prompt.", ge=1)
@@ -102,7 +110,7 @@ class RolloutConfig(RemoteEnginesConfig, SamplingConfig):
     episode_timeout: float = option(3600.0, "Seconds for a whole episode.", gt=0)
     dump_dir: str | None = option(
         None,
-        "Write every episode into this folder, a file per step.",
+        "Write every episode to this folder, one file per step.",
         holds="place",
         writes="episodes",
     )
@@ -117,14 +125,14 @@ class RuleConfig(Section):
 
     remote_url: str | None = option(
         None,
-        "HTTP servers, by comma, or a .py file with reward_func.",
+        "Comma-separated HTTP servers, or a .py file with reward_func.",
         holds="place",
     )
     verifier: str | None = option(
         None,
-        "Built-in check of a response. The label is for math an answer, for code tests as JSON, "
-        "for format a regular expression (none: <think> once, then an answer), for length words, "
-        "200 or 100-200.",
+        "Built-in check of a response. The label for math is an answer; for code, tests as JSON; "
+        "for format, a regular expression (none: <think> once, then an answer); for length, words "
+        "such as 200 or 100-200.",
         choices=("math", "code", "format", "length"),
     )
     batch: bool = option(False, "Call the function once per group of samples.")
@@ -165,25 +173,27 @@ class RuleConfig(Section):
 class RewardConfig(RuleConfig):
     """Rewards."""
 
-    model_name_or_path: str | None = option(None, "Models, by comma; scores add up.", holds="model")
+    model_name_or_path: str | None = option(
+        None, "Comma-separated models; their scores are added.", holds="model"
+    )
     process_model: str | None = option(
-        None, "Process reward model: rewards the ends of steps.", holds="model"
+        None, "Process reward model, which scores the end of each step.", holds="model"
     )
     step_separator: str = option("\n", "Text that ends a step of an answer.")
     weights: tuple[float, ...] | None = option(
         None,
-        "Weights of the rewards in their sum: each model, the process model, the rule; unset: 1 "
-        "each.",
+        "Weights of the rewards in their sum: of each model, the process model and the rule; "
+        "unset: 1 each.",
     )
     on_error: str = option(
         "fail",
-        "An episode whose reward failed: fail counts it towards reward.max_error_rate, "
-        "drop leaves it out, a number becomes its reward.",
+        "Episodes whose reward failed: fail counts them towards reward.max_error_rate, drop "
+        "leaves them out, a number is their reward.",
         metavar="fail|drop|NUMBER",
     )
     normalize_enable: bool = option(
         False,
-        "Normalise by stored mean and deviation; values too.",
+        "Normalise rewards and values by the stored mean and deviation.",
     )
     clip_range: tuple[float, float] = option((-10.0, 10.0), "Bounds of an episode's shaped reward.")
     overlong_buffer_len: float | None = option(
@@ -230,15 +240,19 @@ class PromptColumns(Section):
 
     columns: ClassVar = ("input_key", "label_key")  # what is read of a row
     input_key: str = option("input", "Column with the prompt, text or chat.")
-    label_key: str | None = option(None, "Column handed to the reward function as label.")
+    label_key: str | None = option(None, "Column passed to the reward function as label.")
 
 
 class PromptConfig(PromptColumns):
     """Prompts."""
 
-    prompt_dataset: str = required("Prompts: files, folders, hub names, by comma.", holds="dataset")
-    prompt_probs: str | None = option(None, "Probabilities, by comma; unset: one after the other.")
-    prompt_split: str = option("train", "Split of each dataset; a file has one.")
+    prompt_dataset: str = required(
+        "Prompts: comma-separated files, folders or Hub names.", holds="dataset"
+    )
+    prompt_probs: str | None = option(
+        None, "Comma-separated probabilities; unset: use the datasets in order."
+    )
+    prompt_split: str = option("train", "Split of each dataset; files have a single split.")
 
 
 class RolePlacement(Section):
@@ -246,7 +260,7 @@ class RolePlacement(Section):
 
     resources: Mapping[str, Any] = option(
         {},
-        "What each process needs: amounts of Ray resources, labels of nodes.",
+        "Requirements of each process: amounts of Ray resources, labels of nodes.",
         metavar="JSON",
     )
 
@@ -256,7 +270,7 @@ class PlacementConfig(Section):
 
     cluster: str | None = option(
         None,
-        "Plan for this cluster instead of the one that is there, with dry_run.",
+        "Plan for this cluster instead of the present one; requires dry_run.",
         metavar="NODESxGPUS",
         saved=False,
     )

@@ -14,13 +14,15 @@ class ServedModelConfig(Section):
     """The reward model."""
 
     model_name_or_path: str = required(
-        "Folder or hub name of a reward model, with its tokenizer.", holds="model"
+        "Folder or Hub name of a reward model, with its tokenizer.", holds="model"
     )
-    normalize_enable: bool = option(False, "Normalise by stored mean and deviation.")
+    normalize_enable: bool = option(False, "Normalise by the stored mean and deviation.")
 
 
 class ServedLoadingConfig(shared.LoadingConfig):
-    value_head_prefix: str = option("score", "Name of the scalar head; a stored one wins.")
+    value_head_prefix: str = option(
+        "score", "Name of the scalar head; a stored name takes precedence."
+    )
 
 
 class ServeConfig(ModelCommand):
@@ -32,20 +34,22 @@ class ServeConfig(ModelCommand):
     port: int = option(5000, "TCP port; 0: any free port.", ge=0, le=65535)
     truncation_side: str = option(
         "left",
-        "Side on which texts over data.max_len are cut; an end-of-text token stays.",
+        "Side on which texts over data.max_len are cut; the end-of-text token is kept.",
         choices=("left", "right"),
     )
     batch_size: int | None = option(
-        None, "Texts in one forward pass; unset: as max_batch_tokens allows.", ge=1
+        None, "Maximum texts in a forward pass; unset: as max_batch_tokens allows.", ge=1
     )
     max_batch_tokens: int = option(
-        16192, "Tokens in one forward pass, padding included; unset: at least data.max_len.", ge=1
+        16192,
+        "Maximum tokens in a forward pass, including padding; unset: at least data.max_len.",
+        ge=1,
     )
     max_batch_wait: float = option(
-        0.005, "Seconds a free model waits for as many requests as it last had.", ge=0
+        0.005, "Seconds that a free model waits for as many requests as its last pass had.", ge=0
     )
-    max_request_texts: int = option(1024, "Texts in one request.", ge=1)
-    max_request_mib: float = option(16.0, "MiB of one request.", gt=0)
+    max_request_texts: int = option(1024, "Maximum texts in a request.", ge=1)
+    max_request_mib: float = option(16.0, "Maximum MiB of a request.", gt=0)
 
     def derived_values(self) -> dict[str, Any]:
         """Return the room of a forward pass, which is enough for the longest text."""

@@ -45,17 +45,17 @@ class CheckpointConfig(Section):
     save_steps: int = option(-1, "Steps between checkpoints; -1: none.", ge=-1)
     save_hf: bool = option(False, "Export a Transformers model with every checkpoint.")
     export_fp32: bool = option(
-        False, "Export float32 weights (of bf16 training: the optimizer's), for more training."
+        False, "Export float32 weights (with bf16: those of the optimizer), for further training."
     )
     disable_ds: bool = option(False, "Write no engine state: the run cannot be resumed.")
     max_num: int = option(3, "Regular checkpoints to keep.", ge=1)
-    max_mem: float = option(1e8, "GiB all checkpoints together may take.", gt=0)
+    max_mem: float = option(1e8, "Maximum size of all checkpoints together, GiB.", gt=0)
     load_enable: bool = option(False, "Continue from the newest complete checkpoint.")
     best_metric_key: str = option(
         "",
-        "Evaluation metric of the best checkpoint; less is better if its name ends in loss, "
-        "truncated_rate or failed_episodes. none: keep no best; empty: first *_pass1 in RL; else "
-        "first *loss, with --eval.patience only.",
+        "Evaluation metric of the best checkpoint. Lower is better if its name ends in loss, "
+        "truncated_rate or failed_episodes. none: keep no best checkpoint; empty: the first "
+        "*_pass1 in RL, else the first *loss and only with --eval.patience.",
     )
 
     @property
@@ -78,14 +78,17 @@ class WandbConfig(Section):
     """Weights & Biases."""
 
     key: str | None = option(
-        None, "API key, never saved. If already logged in, any text.", saved=False, secret=True
+        None,
+        "API key, never saved. Any text if you are already logged in.",
+        saved=False,
+        secret=True,
     )
     org: str | None = option(None, "Entity: user or team.")
     group: str | None = option(None, "Group of runs.")
     project: str = option("openrlhf", "Project.")
     run_name: str | None = option(
         None,
-        "Name, also in TensorBoard; unset: as run.dir ends.",
+        "Name of the run, also in TensorBoard; unset: the last part of run.dir.",
     )
 
     def unused(self) -> Iterator[Unused]:
@@ -132,7 +135,7 @@ class ProcessConfig(SeedConfig):
     agent_func_path: str | None = option(
         None, "A .py file with class AgentExecutor.", holds="place"
     )
-    setup_timeout: float = option(600.0, "Seconds for devices and models to be there.", gt=0)
+    setup_timeout: float = option(600.0, "Seconds until devices and models are ready.", gt=0)
     step_timeout: float = option(
         3600.0, "Seconds for one step (evaluation: for rollout.batch_size prompts).", gt=0
     )
@@ -146,7 +149,7 @@ class TrainConfig(SeedConfig):
     max_epochs: int = option(1, "Epochs over the data (RL: over each rollout batch).", ge=1)
     max_nonfinite: int = option(3, "Steps in a row with a non-finite loss that end the run.", ge=1)
     enable_ema: bool = option(
-        False, "Average the weights over the steps (RL: the policy's); the average is exported."
+        False, "Average the weights over the steps (RL: of the policy) and export the average."
     )
     ema_beta: float = option(0.992, "Decay of the average.", ge=0, lt=1)
 
@@ -164,12 +167,14 @@ class EvalConfig(Section):
         "Steps between two evaluations; -1: at each epoch's end (RL: never).",
         ge=-1,
     )
-    dataset: str | None = option(None, "Files, folders or hub names, by comma.", holds="dataset")
-    split: str = option("train", "Split of the dataset; a file has one.")
+    dataset: str | None = option(
+        None, "Comma-separated files, folders or Hub names.", holds="dataset"
+    )
+    split: str = option("train", "Split of the dataset; files have a single split.")
     patience: int | None = option(
         None,
-        "Stop after so many in a row without a new best (--ckpt.best_metric_key); the best "
-        "weights are exported.",
+        "Stop after N evaluations without improvement of --ckpt.best_metric_key, and export the "
+        "best weights.",
         ge=1,
     )
 
@@ -182,12 +187,14 @@ class EvalConfig(Section):
 class LoraConfig(Section):
     """LoRA adapters."""
 
-    rank: int = option(0, "Rank; 0: no adapter, every weight is trained.", ge=0)
+    rank: int = option(0, "Rank; 0: train all weights, without an adapter.", ge=0)
     alpha: int = option(16, "Scale: the update is multiplied by alpha / rank.", gt=0)
     dropout: float = option(0.0, "Dropout in front of the adapter.", ge=0, lt=1)
-    target_modules: tuple[str, ...] = option(("all-linear",), "Modules; all-linear: each layer.")
+    target_modules: tuple[str, ...] = option(
+        ("all-linear",), "Modules to adapt; all-linear: every linear layer."
+    )
     rslora: bool = option(False, "Multiply by alpha / sqrt(rank) instead (rsLoRA).")
-    dora: bool = option(False, "Train the length of each weight row too (DoRA).")
+    dora: bool = option(False, "Also train the norm of each weight row (DoRA).")
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags without an effect under these values."""
@@ -201,7 +208,7 @@ class LoadingConfig(Section):
 
     param_dtype: str = option("bf16", "Data type of the weights.", choices=DTYPES)
     attn_implementation: str = option(
-        "flash_attention_2", "The default means FlashAttention 2 where it can run, else sdpa."
+        "flash_attention_2", "Attention. The default is FlashAttention 2 if it can run, else sdpa."
     )
     experts_implementation: str | None = option(
         None, "Kernel of mixture-of-experts layers; unset: Transformers' own.", choices=EXPERTS
@@ -209,8 +216,8 @@ class LoadingConfig(Section):
     packing_samples: bool = option(False, "Concatenate samples instead of padding them.")
     load_in_4bit: bool = option(
         False,
-        "QLoRA: hold the frozen weights in 4 bits (NF4), a teacher's and a separate reference's "
-        "too; reward models of RL stay whole.",
+        "QLoRA: store the frozen weights in 4 bits (NF4), also of a teacher and a separate "
+        "reference, but not of reward models in RL.",
     )
 
 
@@ -219,9 +226,9 @@ class DeepSpeedConfig(LoadingConfig):
 
     zero_stage: int = option(2, "ZeRO stage.", ge=0, le=3)
     zpg: int = option(1, "Ranks of a secondary partition (ZeRO++ hpZ, stage 3).", ge=1)
-    adam_offload: bool = option(False, "Keep the optimizer's state in CPU memory, and step there.")
+    adam_offload: bool = option(False, "Keep the optimizer state in CPU memory and step there.")
     param_offload: str = option(
-        "none", "Where parameters wait (ZeRO 3).", choices=("none", "cpu", "nvme")
+        "none", "Where ZeRO 3 stores parameters between uses.", choices=("none", "cpu", "nvme")
     )
     nvme_path: str | None = option(None, "Folder on NVMe for offloaded state.", holds="place")
     use_universal_ckpt: bool = option(
@@ -267,7 +274,9 @@ class LMDeepSpeedConfig(DeepSpeedConfig):  # of commands that train a language m
 class TokenizerConfig(Section):
     """Tokenizer."""
 
-    disable_fast_tokenizer: bool = option(False, "No effect: there is one implementation of each.")
+    disable_fast_tokenizer: bool = option(
+        False, "No effect: each tokenizer has one implementation."
+    )
     max_len: int = option(2048, "Tokens of a sample (RL: of prompt and response).", ge=1)
 
     def unused(self) -> Iterator[Unused]:
@@ -291,32 +300,32 @@ class FormatConfig(TokenizerConfig):
 class DataConfig(FormatConfig):
     """Tokenizer and data."""
 
-    dataloader_num_workers: int = option(0, "Processes that prepare batches.", ge=0)
-    max_samples: int = option(1_000_000, "Rows to use, per dataset and of their blend.", ge=1)
+    dataloader_num_workers: int = option(0, "Worker processes that prepare batches.", ge=0)
+    max_samples: int = option(1_000_000, "Maximum rows, of each dataset and of their blend.", ge=1)
     layout: str = option(
         "auto",
-        "Layout of the rows. auto: recognised by the columns, unless *_key flags are given; "
-        "columns: as the flags say.",
+        "Layout of the rows. auto: detected from the columns, unless *_key flags are given; "
+        "columns: use the column flags.",
         choices=choices.LAYOUTS,
     )
 
 
 class DatasetConfig(DataConfig):
-    dataset: str = required("Data: files, folders, hub names, by comma.", holds="dataset")
-    dataset_probs: str | None = option(None, "Probabilities, by comma; unset: one after the other.")
-    dataset_split: str = option("train", "Split of each dataset; a file has one.")
+    dataset: str = required("Data: comma-separated files, folders or Hub names.", holds="dataset")
+    dataset_probs: str | None = option(
+        None, "Comma-separated probabilities; unset: use the datasets in order."
+    )
+    dataset_split: str = option("train", "Split of each dataset; files have a single split.")
 
 
 class EndedTextConfig(Section):
-    space_before_eos: bool = option(
-        True, "Put a space before an end-of-text token that is added to a text."
-    )
+    space_before_eos: bool = option(True, "Add a space before an appended end-of-text token.")
 
 
 class OfflineDataConfig(EndedTextConfig, DatasetConfig):
     tokenizer_chat_template: str | None = option(
         None,
-        "A chat template, or its file, instead of the tokenizer's.",
+        "A chat template, or a file with one, instead of the tokenizer's.",
         holds="place",
     )
 
@@ -335,7 +344,7 @@ class AdamConfig(Section):
 
     lr: float = option(5e-6, "Peak learning rate.", ge=0)
     betas: tuple[float, float] = option((0.9, 0.95), "Decay of both moments.", ge=0, lt=1)
-    eps: float = option(1e-8, "Term that keeps the division finite.", gt=0)
+    eps: float = option(1e-8, "Term added to the denominator.", gt=0)
     weight_decay: float = option(0.0, "Decoupled decay; biases and norms are exempt.", ge=0)
 
 
@@ -358,7 +367,7 @@ class OptimizerConfig(Section):
     lr_warmup_ratio: float = option(0.03, "Fraction of the steps that warm up.", ge=0, le=1)
     min_lr_ratio: float = option(
         0.1,
-        "Floor (fraction of the peak) of schedules with one.",
+        "Lowest rate, as a fraction of the peak, of schedules that have one.",
         ge=0,
         le=1,
     )
@@ -392,7 +401,7 @@ class ModelSourceConfig(Section):
 class TrainedModelConfig(Section):
     """The model to train."""
 
-    model_name_or_path: str = required("Folder or hub name, with its tokenizer.", holds="model")
+    model_name_or_path: str = required("Folder or Hub name, with its tokenizer.", holds="model")
     gradient_checkpointing_enable: bool = option(
         False, "Recompute activations to save memory (RL: critic too)."
     )

@@ -64,11 +64,13 @@ class SFTModelConfig(shared.ModelConfig):
 
 class ResponseDataConfig(shared.OfflineDataConfig):
     input_key: str = option("input", "Column with the prompt, text or chat.")
-    output_key: str | None = option(None, "Column with the response; unset: the chat's last turn.")
+    output_key: str | None = option(
+        None, "Column with the response; unset: the last turn of the chat."
+    )
 
 
 class SFTDataConfig(ResponseDataConfig):
-    multiturn: bool = option(False, "Learn every assistant turn of a chat.")
+    multiturn: bool = option(False, "Train on every assistant turn of a chat.")
 
 
 class SFTConfig(SupervisedConfig):
@@ -138,7 +140,7 @@ class ReferenceConfig(Section):
     """The reference model."""
 
     model_name_or_path: str | None = option(
-        None, "Folder or hub name; unset: the model that is trained.", holds="model"
+        None, "Folder or Hub name; unset: the trained model.", holds="model"
     )
     offload: bool = option(False, "Keep it in CPU memory between uses.")
 
@@ -146,21 +148,19 @@ class ReferenceConfig(Section):
 class DPOReferenceConfig(ReferenceConfig):
     precompute: bool = option(
         False,
-        "Score all rows once, before the training, and keep the scores beside the checkpoints.",
+        "Score all rows once before training, and store the scores beside the checkpoints.",
     )
 
 
 class DPOModelConfig(shared.ModelConfig):
-    loss_type: str = option(
-        "dpo", "Loss of a pair; robust, simpo and orpo too.", choices=choices.PREFERENCE_LOSSES
-    )
+    loss_type: str = option("dpo", "Loss of a pair.", choices=choices.PREFERENCE_LOSSES)
     ipo_enable: bool = option(False, "The same as loss_type ipo.")
     beta: float = option(
         0.1, "Strength of the reference; SimPO: scale; ORPO: weight of the odds ratio.", gt=0
     )
     label_smoothing: float = option(
         0.0,
-        "Part of the labels that are wrong (cDPO, robust).",
+        "Fraction of wrong labels (cDPO, robust).",
         ge=0,
         lt=0.5,
     )
@@ -291,16 +291,16 @@ class KDLossConfig(Section):
     """Distillation."""
 
     teacher_model: str = required(
-        "Folder or hub name of the teacher, or URL of a vLLM server with it. It has the student's "
-        "vocabulary.",
+        "Folder or Hub name of the teacher, or URL of its vLLM server. It must have the "
+        "vocabulary of the student.",
         holds="model",
     )
     teacher_offload: bool = option(False, "Keep the teacher in CPU memory between uses.")
     coef: float = option(
-        0.4, "Weight of the teacher; the responses have the rest of 1.", ge=0, le=1
+        0.4, "Weight of the teacher's loss; the responses have the rest of 1.", ge=0, le=1
     )
     top_k: int | None = option(
-        None, "Learn its probabilities of so many tokens only; unset: of all.", ge=1
+        None, "Number of the teacher's top tokens to learn from; unset: all.", ge=1
     )
 
     @property
@@ -341,14 +341,14 @@ class PRMLossConfig(Section):
 
     placeholder_token: str = required("Text after each step, one token.")
     reward_tokens: tuple[str, ...] = option(
-        (), "Labels, one token each; for soft labels a right and a wrong one."
+        (), "Labels, one token each; with soft labels, the right one and the wrong one."
     )
 
 
 class PRMDataConfig(shared.OfflineDataConfig):
     """Tokenizer and data."""
 
-    input_key: str = option("input", "Column with the text, a placeholder after each step.")
+    input_key: str = option("input", "Column with the text, with a placeholder after each step.")
     label_key: str = option(
         "label", "Column with a list of labels: texts, or probabilities of a right step."
     )
@@ -382,11 +382,11 @@ class PRMConfig(SupervisedConfig):
 
 class RMModelConfig(shared.ModelConfig):
     loss_type: str = option(
-        "sigmoid", "Pairwise loss; both names are the same one.", choices=("sigmoid", "logexp")
+        "sigmoid", "Pairwise loss; both names mean the same loss.", choices=("sigmoid", "logexp")
     )
-    margin_loss_enable: bool = option(False, "Ask for the margin of the column margin (sigmoid).")
-    compute_fp32_loss_enable: bool = option(False, "No effect: rewards are float32 always.")
-    reinit_head: bool = option(False, "A fresh scalar head even where one is stored.")
+    margin_loss_enable: bool = option(False, "Require the margin in the column margin (sigmoid).")
+    compute_fp32_loss_enable: bool = option(False, "No effect: rewards are always float32.")
+    reinit_head: bool = option(False, "Use a new scalar head even if one is stored.")
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags without an effect under these values."""
@@ -397,7 +397,9 @@ class RMModelConfig(shared.ModelConfig):
 
 
 class RMDeepSpeedConfig(shared.DeepSpeedConfig):
-    value_head_prefix: str = option("score", "Name of the scalar head; a stored one wins.")
+    value_head_prefix: str = option(
+        "score", "Name of the scalar head; a stored name takes precedence."
+    )
 
 
 class RMConfig(SupervisedConfig):

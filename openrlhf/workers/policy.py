@@ -15,7 +15,8 @@ from openrlhf.algorithms.kl import kl_clamped, kl_estimate
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES, Clip, aggregation_weights
 from openrlhf.algorithms.supervised_losses import token_nll
 from openrlhf.algorithms.tensors import bounded_exp, log_ratio, masked_sum
-from openrlhf.config.learning import ActorConfig, AlgoConfig
+from openrlhf.config.algorithm import AlgoConfig
+from openrlhf.config.learning import ActorConfig
 from openrlhf.config.shared import LoraConfig
 from openrlhf.core.batches import Experience, TokenRows
 from openrlhf.models.adapters import adapters_off, scale_settings, stored_name

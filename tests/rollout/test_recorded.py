@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.config.learning import AlgoConfig, RLFlags, RLTrainConfig
+from openrlhf.config.algorithm import AlgoConfig
+from openrlhf.config.learning import RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RewardConfig, RolloutConfig
 from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.data.errors import DataError

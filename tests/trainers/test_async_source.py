@@ -26,7 +26,8 @@ import pytest
 import torch
 
 from openrlhf import termination
-from openrlhf.config.learning import AlgoConfig, RLFlags, RLTrainConfig
+from openrlhf.config.algorithm import AlgoConfig
+from openrlhf.config.learning import RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RewardConfig, RolloutConfig
 from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.data.batching import permutation

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from openrlhf.config.learning import AlgoConfig, RLFlags, RLTrainConfig
+from openrlhf.config.algorithm import AlgoConfig
+from openrlhf.config.learning import RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RewardConfig, RolloutConfig
 from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.observability.metrics import Metric, values

@@ -12,16 +12,8 @@ from typing import Any
 
 import torch
 
-from openrlhf.config.learning import (
-    ActorConfig,
-    AlgoConfig,
-    CorrectionConfig,
-    KLConfig,
-    PtxConfig,
-    RLDeepSpeedConfig,
-    RLFlags,
-    RLTrainConfig,
-)
+from openrlhf.config.algorithm import AlgoConfig, CorrectionConfig, KLConfig, PtxConfig
+from openrlhf.config.learning import ActorConfig, RLDeepSpeedConfig, RLFlags, RLTrainConfig
 from openrlhf.config.machine import world_size
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 from openrlhf.config.shared import AdamConfig, DeepSpeedConfig

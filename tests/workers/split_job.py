@@ -8,7 +8,8 @@ from itertools import product
 
 import torch
 
-from openrlhf.config.learning import ActorConfig, AlgoConfig, CorrectionConfig, LossConfig
+from openrlhf.config.algorithm import AlgoConfig, CorrectionConfig, LossConfig
+from openrlhf.config.learning import ActorConfig
 from openrlhf.core.batches import Experience
 from openrlhf.observability.metrics import values
 from tests.loading import load_spec

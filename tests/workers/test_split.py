@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from openrlhf.config.learning import CorrectionConfig
+from openrlhf.config.algorithm import CorrectionConfig
 from openrlhf.trainers.update_plan import plan_update
 from tests.ranks import run_ranks
 from tests.reference import policy as reference

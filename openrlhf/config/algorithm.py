@@ -1,0 +1,148 @@
+"""Sections of RL about the algorithm: advantages, KL, loss, distillation, pretraining text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from openrlhf.config import choices
+from openrlhf.config.flags import Section, Unused, option
+
+
+class AdvantageConfig(Section):
+    """Advantage estimation."""
+
+    estimator: str = option("gae", "Estimator.", choices=choices.ESTIMATORS)
+    gamma: float = option(1.0, "Discount per token.", ge=0, le=1)
+    lambd: float = option(1.0, "Lambda of GAE.", ge=0, le=1)
+    no_std_norm: bool = option(
+        False,
+        "Centre the advantages of a batch without dividing by their deviation.",
+    )
+    is_correction_enable: bool = option(False, "Correct the loss for engine-trainer differences.")
+    is_correction_type: str = option(
+        "tis",
+        "Preset of the correction.",
+        choices=choices.CORRECTIONS,
+    )
+    is_correction_threshold: tuple[float, float] = option(
+        (0.5, 5.0), "Bounds of the ratio pi_old / pi_rollout.", ge=0
+    )
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        if self.traits.needs_groups:
+            yield Unused(["gamma"], f"with --estimator {self.estimator}")
+        if not self.traits.needs_critic:
+            yield Unused(["lambd"], "without a critic (--estimator gae)")
+        if not self.traits.whitened:
+            yield Unused(
+                ["no_std_norm"],
+                "without an --estimator that whitens, as gae, reinforce and reinforce_baseline do",
+            )
+        if not self.is_correction_enable:
+            yield Unused(["is_correction_type"], "without --is_correction_enable")
+
+    @property
+    def traits(self) -> choices.EstimatorTraits:
+        """The properties of the estimator."""
+        return choices.ESTIMATORS[self.estimator]
+
+
+class CorrectionConfig(Section):
+    """Correction of engine-trainer differences, by its axes."""
+
+    level: str | None = option(None, "Level of ratios.", choices=("token", "sequence", "geometric"))
+    mode: str | None = option(
+        None, "What happens outside the band.", choices=("clip", "mask", "truncate")
+    )
+    band: tuple[float, float] | None = option(None, "Lower and upper bound.", ge=0)
+
+
+class KLConfig(Section):
+    """Distance to the reference."""
+
+    init_coef: float = option(0.01, "Coefficient; 0: load no reference.", ge=0)
+    estimator: str = option("k1", "Estimator.", choices=choices.KL_ESTIMATORS)
+    use_loss: bool = option(False, "Add the KL to the loss instead of the rewards.")
+    target: float | None = option(None, "Adapt the coefficient to this KL, nats per token.", gt=0)
+    horizon: int = option(10000, "Samples over which the coefficient adapts.", ge=1)
+    stop_update: float | None = option(
+        None, "KL that ends the updates of a batch, nats per token.", gt=0
+    )
+    stop_run: float | None = option(None, "KL that ends the run, nats per token.", gt=0)
+
+    @property
+    def in_reward(self) -> bool:
+        """True if the KL is part of the rewards."""
+        return self.init_coef > 0 and not self.use_loss
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        if not self.init_coef:
+            yield Unused(["estimator", "use_loss"], "without --init_coef")
+        if not self.target:
+            yield Unused(["horizon"], "without --target")
+
+
+class LossConfig(Section):
+    """The policy loss of a window."""
+
+    aggregation: str = option(
+        "token",
+        "Mean over tokens, mean of sequence means, or sum over a constant length; unset with "
+        "gspo: sequence.",
+        choices=("token", "sequence", "constant"),
+    )
+    mask_truncated: bool = option(False, "Leave truncated samples out of all losses.")
+
+
+class DistillConfig(Section):
+    """On-policy distillation."""
+
+    teacher: str | None = option(
+        None,
+        "Folder or Hub name of the teacher, or a name of rollout.remote_engines.",
+        holds="model",
+    )
+    coef: float = option(1.0, "Weight of the teacher.", ge=0)
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        if not self.teacher:
+            yield Unused(["coef"], "without --teacher")
+
+
+class PtxConfig(Section):
+    """Pretraining text mixed into the updates."""
+
+    dataset: str | None = option(
+        None, "Comma-separated files, folders or Hub names.", holds="dataset"
+    )
+    probs: str | None = option(None, "Comma-separated probabilities, one per dataset.")
+    split: str = option("train", "Split of each dataset; files have a single split.")
+    coef: float = option(0.05, "Weight of the loss of this text.", ge=0)
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        if not self.dataset:
+            yield Unused(["probs", "split", "coef"], "without --dataset")
+
+
+class AlgoConfig(Section):
+    """The algorithm."""
+
+    advantage: AdvantageConfig = AdvantageConfig()
+    kl: KLConfig = KLConfig()
+    loss: LossConfig = LossConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    distill: DistillConfig = DistillConfig()
+    ptx: PtxConfig = PtxConfig()
+    dynamic_filtering_enable: bool = option(False, "Replace prompts outside the range of scores.")
+    dynamic_filtering_range: tuple[float, float] = option(
+        (0.0, 1.0), "Mean scores to keep, ends excluded."
+    )
+
+    def unused(self) -> Iterator[Unused]:
+        """Yield the flags without an effect under these values."""
+        if not self.dynamic_filtering_enable:
+            yield Unused(["dynamic_filtering_range"], "without --dynamic_filtering_enable")
