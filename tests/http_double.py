@@ -1,4 +1,4 @@
-"""What the HTTP servers of the tests have in common."""
+"""HTTP servers of the tests: common parts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class DoubleServer(ThreadingHTTPServer):
         self.root = f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that does not wait for its answer is no news."""
+        """Ignore clients that closed their connection."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 @contextmanager
 def serving(server: Server) -> Iterator[Server]:
-    """Within it, the server answers."""
+    """Serve until the block exits."""
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server
@@ -41,7 +41,7 @@ def serving(server: Server) -> Iterator[Server]:
 
 
 class JSONHandler(BaseHTTPRequestHandler):
-    """Reads and writes JSON; a text is sent as it is."""
+    """A handler that reads and writes JSON. Text is sent unchanged."""
 
     def body(self) -> Any:
         return json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -11,9 +11,7 @@ from tests.http_double import DoubleServer, JSONHandler, serving
 
 
 class JudgeServer(DoubleServer):
-    """Keeps what it was asked, in `bodies`, and the keys it was shown; `url` is what --judge.url
-    takes.
-    """
+    """A server that records `bodies` and keys. `url` is the value of --judge.url."""
 
     def __init__(self) -> None:
         super().__init__(_Handler)
@@ -29,7 +27,7 @@ def judge_server() -> Iterator[JudgeServer]:
 
 
 def answers_in(asked: str) -> tuple[str, str]:
-    """Both answers of a question to the judge."""
+    """Return both answers in a question to the judge."""
     a, b = (
         re.search(rf"<answer_{name}>\n(.*?)\n</answer_{name}>", asked, re.DOTALL) for name in "AB"
     )

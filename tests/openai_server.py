@@ -11,12 +11,11 @@ from tests.http_double import DoubleServer, JSONHandler, serving
 
 
 class OpenAIServer(DoubleServer):
-    """Keeps what it was asked, in `asked` as path and body, and the keys it was shown; `url` is
-    what clients take.
+    """A server that records paths and bodies in `asked`, and keys. `url` is its base URL.
 
-    It says the last message in capitals, and continues a prompt with its length. `models` are those
-    it lists. It finds token 7 as likely as exp(-0.7), and takes it for what `texts` makes of 7.
-    `table` gives it other log-probabilities: those of all tokens in every place of a prompt.
+    It replies to a chat with the last message in capitals, and completes a prompt with its length.
+    `models` is its list of models. The log-probability of token 7 is -0.7, and its text is
+    `texts(7)`. `table` maps a prompt to the log-probabilities of all tokens in each of its places.
     """
 
     def __init__(self) -> None:
@@ -81,7 +80,7 @@ class _Handler(JSONHandler):
                 self.answer(404, {"error": self.path})
 
     def _judged(self, tokens: list[int], best: int) -> list[dict[str, Any]]:
-        """Of every token but the first: what is said of it, and of the likeliest in its place."""
+        """Return an entry per token but the first: of this token and of the likeliest in its place."""
         if not self.server.table:
             return [self._said({token: -token / 10}, [token]) for token in tokens[1:]]
         found = []

@@ -1,4 +1,4 @@
-"""A reward server of the tests: answers as its path says."""
+"""A reward server of the tests. The path of a request names the behaviour."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from tests.http_double import DoubleServer, JSONHandler, serving
 
 
 class RewardServer(DoubleServer):
-    """Keeps what it was asked, in `bodies`, `paths` and `authorizations`; `url` is its address
-    without a path.
+    """A server that records `bodies`, `paths` and `authorizations`. `url` has no path.
 
     The reward of a sample is the number of letters "e" after its prompt.
     """
@@ -24,9 +23,8 @@ class RewardServer(DoubleServer):
         self.paths: list[str] = []
         self.authorizations: list[str | None] = []
         self.url = self.root
-        self.together = threading.Barrier(
-            1
-        )  # how many are answered at a time; a request beyond them waits for more
+        # Requests to /together are answered once as many of them have arrived.
+        self.together = threading.Barrier(1)
 
 
 @contextmanager

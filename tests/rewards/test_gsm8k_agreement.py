@@ -27,7 +27,9 @@ FORMATS = [
 
 def problems() -> list[dict[str, Any]]:
     if not SOLUTIONS.exists():
-        pytest.skip(f"{SOLUTIONS} is not there; OPENRLHF_TEST_DATA names the folder of test data")
+        pytest.skip(
+            f"{SOLUTIONS} does not exist. Set OPENRLHF_TEST_DATA to the folder of test data."
+        )
     return [json.loads(line) for line in SOLUTIONS.read_text().splitlines()]
 
 
