@@ -2,6 +2,9 @@
 
 User code selects them by name. The process that starts user processes puts names and URLs in its
 environment, which user processes inherit.
+
+The `openai` client is not used: its timeout bounds each read, not a whole attempt, and it cannot
+take a URL with query parameters. Importing it takes each user process a second.
 """
 
 import asyncio
