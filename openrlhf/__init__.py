@@ -8,4 +8,4 @@ import logging
 # here.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
-__version__ = "0.12.0"
+__version__ = "0.13.0"

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NoReturn, TypeVar
@@ -22,6 +23,7 @@ from openrlhf.reporting import alert, is_first, notice
 from openrlhf.termination import ctrl_c_raises
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # variables of a launcher
+OTHER_AUTHOR = "OpenRLHF Team"  # of the package openrlhf on PyPI
 OTHERS_WAIT_S = 10.0  # a launcher ends all processes when the first one fails
 SHARED = ("events",)  # kinds of places to which several commands may write at once
 C = TypeVar("C", bound=Command)
@@ -38,6 +40,7 @@ def read_flags(
     words = words_of(argv)
     prepare_process()
     with plain_ends():
+        refuse_other_package()
         asks_for_help = "-h" in words or "--help" in words
         if on_ray and machine.ray_may_run() and not asks_for_help:
             _use_devices_of_ray()
@@ -48,6 +51,20 @@ def read_flags(
             raise SystemExit(0) from None
     check_folders(config)
     return config
+
+
+def refuse_other_package() -> None:
+    """Raise UserError if the project that owns the name `openrlhf` on PyPI is installed too.
+
+    Both packages have the same import name, so that processes may import different ones.
+    """
+    for package in distributions(name="openrlhf"):
+        if package.metadata["Author"] == OTHER_AUTHOR:
+            raise UserError(
+                f"This environment also has the package openrlhf {package.version} of PyPI, in "
+                f"{package.locate_file('')}: a different project with the same import name. "
+                "Uninstall it (pip uninstall openrlhf), then install this one again."
+            )
 
 
 def words_of(argv: Sequence[str] | None) -> list[str]:

@@ -200,10 +200,9 @@ class Ragged:
             selected[column.name] = column.values[places[column.role]]
         return replace(self, offsets=offsets_of(self.lengths[index]), **selected)
 
-    def cut(self, column: Tensor) -> list[list[Any]]:
-        """Return the entries of a column (N,) as a list for each row."""
-        bounds = self.offsets.cpu().numpy()[1:-1]
-        return [part.tolist() for part in np.split(column.cpu().numpy(), bounds)]
+    def parts(self, column: Tensor) -> list[Tensor]:
+        """Return the part of a per-token column (N,) that belongs to each row."""
+        return list(column.tensor_split(self.offsets[1:-1].cpu()))
 
     def split(self, partition: Sequence[Sequence[int]]) -> list[Self]:
         """Return one batch per list of rows."""

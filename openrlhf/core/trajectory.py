@@ -81,8 +81,9 @@ class Trajectory:
     failure: Failure | None = None  # kind of the error
     # Parts of the reward: (position of a turn's last token, amount).
     turn_rewards: tuple[tuple[int, float], ...] = ()
-    # Batch columns that are computed already: name → list of length T. Added by the controller.
-    columns: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
+    # Batch columns that are computed already: name → (T,) tensor, or a list that was read from a
+    # file. Added by the controller.
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     filtered: bool = False  # True if dynamic filtering rejected the prompt: logged, not trained on
     turns: int | None = None  # policy calls of an agent's episode, in all conversations
     # Conversations of an agent before the last one, which is this object. They share its reward.
@@ -113,7 +114,6 @@ class Trajectory:
             tokens=array("i", self.tokens),
             action_mask=cast(Sequence[bool], array("b", self.action_mask)),
             rollout_logprobs=array("f", self.rollout_logprobs),
-            columns={name: array("f", column) for name, column in self.columns.items()},
             earlier=tuple(conversation.packed() for conversation in self.earlier),
         )
 

@@ -32,9 +32,10 @@ from openrlhf.trainers.engine_comparison import EngineComparison
 from openrlhf.trainers.evaluation import Evaluate
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.ppo import PPOTrainer, assemble
+from openrlhf.trainers.remote_teacher import RemoteTeacher, RemoteTeacherStage
 from openrlhf.trainers.rollout_only import RolloutOnly
 from openrlhf.trainers.sources import Source, SyncSource, evaluate
-from openrlhf.trainers.stages import EarlyStages, RewardModels, Stage
+from openrlhf.trainers.stages import ColumnStage, EarlyStages, RewardStage, Stage
 from openrlhf.weights.publisher import WeightPublisher
 from openrlhf.workers.base import RoleSettings, TrainedWorker
 from openrlhf.workers.critic import CriticWorker
@@ -162,14 +163,15 @@ class Run:
 
     def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer | RolloutOnly:
         config = self.config
-        models = RewardModels(groups.get("reward"), config.reward)
         generator = self._make_generator()
-        stages = make_stages(config, groups)
-        scored = EarlyStages(models=models, timeout_s=config.train.step_timeout)
-        source = self._make_source(generator, scored, stages)
+        rewards = RewardStage(workers=groups.get("reward"), reward=config.reward)
+        columns = make_stages(config, groups)
+        source = self._make_source(generator, rewards, columns)
         self.ends.callback(source.close)
-        scored_by_source = source.keep or config.train.async_enable
-        maker = ExperienceMaker(config, stages, None if scored_by_source else models)
+        stages = columns
+        if source.annotated is as_sampled:
+            stages = [rewards, *columns]
+        maker = ExperienceMaker(config, stages)
         if config.rollout.only:
             return RolloutOnly(source, maker, self.recorder)
         return assemble(
@@ -178,7 +180,7 @@ class Run:
             self._make_publisher(groups["actor"]),
             policy=groups["actor"],
             critic=groups.get("critic"),
-            play=self._make_play(generator, scored),
+            play=self._make_play(generator, rewards),
             pretraining=self.data.pretraining,
             manager=self.checkpoints,
             tokenizer=self.data.tokenizer,
@@ -245,19 +247,24 @@ class Run:
         return DumpingGenerator(generator, folder, run=identity)
 
     def _make_source(
-        self, generator: Generator, scored: EarlyStages, stages: Sequence[Stage]
+        self, generator: Generator, rewards: Stage, columns: Sequence[Stage]
     ) -> Source:
+        """Return the source of the episodes.
+
+        Filtering needs the rewards of each prompt as soon as it has finished, and an asynchronous
+        run has the time to compute columns then.
+        """
         config = self.config
         sampling = settings.train_sampling(config)
         common = self.data.train, generator, self.loop, sampling, config
+        timeout_s = config.train.step_timeout
         if config.train.async_enable:
-            # π_old is the policy of the update; and the policy scores no rows while it is updated.
-            early = [stage for stage in stages if stage.by.role != "actor"]
-            scored = replace(scored, stages=early)
-            return AsyncSource(*common, annotated=scored.of_group)
+            stages = [rewards, *(stage for stage in columns if not _asks_policy(stage))]
+            early = EarlyStages(stages=stages, timeout_s=timeout_s)
+            return AsyncSource(*common, annotated=early.of_group)
         annotated = as_sampled
         if config.algo.dynamic_filtering_enable:
-            annotated = scored.of_group
+            annotated = EarlyStages(stages=[rewards], timeout_s=timeout_s).of_group
         last_step = self.replay.last_step if self.replay else None
         source = SyncSource(*common, annotated=annotated, last_step=last_step)
         if last_step is not None and last_step < source.total_steps:
@@ -267,13 +274,14 @@ class Run:
             )
         return source
 
-    def _make_play(self, generator: Generator, scored: EarlyStages) -> Evaluate | None:
+    def _make_play(self, generator: Generator, rewards: Stage) -> Evaluate | None:
         """Return what plays the held-out prompts, or None if there are none or no engines."""
         prompts = self.data.eval
         sampling = settings.eval_sampling(self.config)
         timeout_s = self.config.train.step_timeout
         if prompts is None or self.replay:
             return None
+        scored = EarlyStages(stages=[rewards], timeout_s=timeout_s)
 
         def play(step: int) -> list[Trajectory]:
             episodes = evaluate(
@@ -285,23 +293,34 @@ class Run:
 
 
 def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[Stage]:
-    """Return the columns that the update needs, each with the workers that compute it."""
+    """Return the columns that the update needs, each with the models that compute it."""
     stages: list[Stage] = []
     policy = groups.get("actor")
     if policy and settings.needs_old_logprobs(config):
-        stages.append(Stage(writes="old_logprobs", by=policy, method=PolicyWorker.logprobs))
+        stages.append(ColumnStage(writes="old_logprobs", by=policy, method=PolicyWorker.logprobs))
     if policy and config.algo.kl.init_coef and not config.has_reference:
         method = PolicyWorker.reference_logprobs  # of the policy without its adapters
-        stages.append(Stage(writes="ref_logprobs", by=policy, method=method))
+        stages.append(ColumnStage(writes="ref_logprobs", by=policy, method=method))
     for role, column in (("ref", "ref_logprobs"), ("teacher", "teacher_logprobs")):
         if role in groups:
-            stages.append(Stage(writes=column, by=groups[role], method=ReferenceWorker.logprobs))
+            stage = ColumnStage(writes=column, by=groups[role], method=ReferenceWorker.logprobs)
+            stages.append(stage)
     if "critic" in groups:
-        values = Stage(
+        values = ColumnStage(
             writes="values",
             by=groups["critic"],
             method=CriticWorker.values,
             reads=Experience.texts,
         )
         stages.append(values)
+    if config.remote_teacher:
+        stages.append(RemoteTeacherStage(RemoteTeacher.named(config.remote_teacher)))
     return stages
+
+
+def _asks_policy(stage: Stage) -> bool:
+    """Return whether the policy computes the column.
+
+    The policy scores no rows while it is updated, and π_old is the policy of the update.
+    """
+    return isinstance(stage, ColumnStage) and stage.by.role == "actor"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter
+from torch import Tensor
 
 from openrlhf.core.trajectory import Trajectory
 from openrlhf.data.errors import DataError
@@ -140,6 +141,6 @@ def _damaged(path: Path, line: int, error: Exception) -> DataError:
 
 
 def _plain(value: object) -> Any:
-    if isinstance(value, array):
+    if isinstance(value, array | Tensor):
         return value.tolist()
     return str(value)

@@ -115,7 +115,7 @@ class DistillationTask(SFTTask):
 
         A token that the server did not return has −∞.
         """
-        rows = micro.cut(micro.tokens)
+        rows = [part.tolist() for part in micro.parts(micro.tokens)]
         size = (len(micro.tokens), self.server.best)
         logprobs = torch.full(size, -torch.inf)
         tokens = torch.zeros(size, dtype=torch.long)

@@ -24,11 +24,10 @@ from openrlhf.algorithms.rewards import (
 )
 from openrlhf.config.flags import UserError
 from openrlhf.config.learning import RLFlags
-from openrlhf.core.batches import Experience, turn_reward_column
+from openrlhf.core.batches import Experience
 from openrlhf.core.trajectory import Trajectory
 from openrlhf.observability.metrics import Last, Mean, Metric
-from openrlhf.trainers.remote_teacher import RemoteTeacher
-from openrlhf.trainers.stages import Pending, RewardModels, Stage
+from openrlhf.trainers.stages import Annotation, Stage, annotate
 from openrlhf.workers.policy import kl_metrics
 
 
@@ -69,69 +68,48 @@ def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list
 
 @dataclass(eq=False, repr=False)
 class ExperienceMaker:
-    """Annotates a batch with the columns of the workers, and assigns credit to its tokens.
+    """Annotates a batch with what the models say of it, and assigns credit to its tokens.
 
-    `stages` are the columns that the update needs. `reward_models` is None if the sums of the
-    rewards are there already, because dynamic filtering needed them. `kl` has the coefficient of
-    the KL term, fixed or following a target. `teacher` is the one behind a server, if
-    --algo.distill.teacher names one.
+    `stages` are what the update needs; rewards of models are not among them if the source of the
+    episodes has added them already. `kl` has the coefficient of the KL term, fixed or following a
+    target.
     """
 
     config: RLFlags
     stages: Sequence[Stage] = ()
-    reward_models: RewardModels | None = None
 
     def __post_init__(self) -> None:
         kl = self.config.algo.kl
         self.kl = KLController(kl.init_coef, target=kl.target, horizon=kl.horizon)
-        self.teacher: RemoteTeacher | None = None
-        if self.config.remote_teacher:
-            self.teacher = RemoteTeacher.named(self.config.remote_teacher)
 
     def annotate(self, trajectories: Sequence[Trajectory]) -> Annotated:
         """Compute R, log π_old, log π_ref, log π_teacher and V, as far as something needs them.
 
-        The workers compute side by side. The metrics are the seconds of each column from the common
+        The models compute side by side. The metrics are the seconds of each stage from the common
         start. A column that nothing needs has no metric.
         """
         start = time.perf_counter()
         timing: dict[str, Metric] = {}
-        timeout_s = self.config.train.step_timeout
         needs_groups = self.config.estimator.needs_groups
 
         def clock(name: str) -> None:
             timing[f"timing/{name}"] = Last(time.perf_counter() - start)
 
-        if self.teacher:
-            trajectories = self.teacher.annotated(trajectories)
-            clock("teacher_logprobs")
         places = trainable(trajectories, needs_groups=needs_groups)
-        kept = [trajectories[place] for place in places]
-        experience = Experience.from_trajectories(kept)
+        annotation = Annotation.of([trajectories[place] for place in places])
+        if places:
+            timeout_s = self.config.train.step_timeout
+            annotation = annotate(annotation, self.stages, timeout_s=timeout_s, finished=clock)
+        kept = annotation.episodes
+        experience = annotation.rows
         trajectories = list(trajectories)
-        if kept:
-            pending_rewards = None
-            if self.reward_models:
-                pending_rewards = self.reward_models.launch(experience)
-            columns: dict[str, Pending] = {}
-            for stage in self.stages:
-                if getattr(experience, stage.writes) is None:
-                    columns[stage.writes] = stage.launch(experience)
-            if self.reward_models and pending_rewards:
-                kept = pending_rewards.added_to(kept, timeout_s)
-                if self.reward_models.workers:
-                    clock("reward_models")
-                for place, trajectory in zip(places, kept, strict=True):
-                    trajectories[place] = trajectory
-                experience = _with_rewards(experience, kept)
-            for name, pending in columns.items():
-                experience = replace(experience, **{name: pending.collect(timeout_s)})
-                clock(name)
-            # A reward model's number may not have been finite.
-            rows = trainable(kept, needs_groups=needs_groups)
-            if len(rows) < len(kept):
-                experience = experience.select(experience.rows_of(rows))
-                kept = [kept[row] for row in rows]
+        for place, episode in zip(places, kept, strict=True):
+            trajectories[place] = episode
+        # A reward model's number may not have been finite, or a teacher did not answer.
+        rows = trainable(kept, needs_groups=needs_groups)
+        if len(rows) < len(kept):
+            experience = experience.select(experience.rows_of(rows))
+            kept = [kept[row] for row in rows]
         return Annotated(experience=experience, trajectories=trajectories, kept=kept, timing=timing)
 
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
@@ -274,16 +252,6 @@ class ExperienceMaker:
             difference = experience.old_logprobs - experience.ref_logprobs
             metrics |= kl_metrics(kl, difference, experience.action_mask)
         return metrics
-
-
-def _with_rewards(experience: Experience, kept: Sequence[Trajectory]) -> Experience:
-    """Return the batch with the rewards that its episodes have now."""
-    rewards = torch.tensor([trajectory.reward or 0.0 for trajectory in kept])
-    return replace(
-        experience,
-        rewards=rewards[experience.episode_of_row],
-        turn_rewards=turn_reward_column(kept),
-    )
 
 
 def group_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Metric]:

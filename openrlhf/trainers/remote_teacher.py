@@ -7,8 +7,11 @@ their places.
 import logging
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.flags import UserError
@@ -17,7 +20,7 @@ from openrlhf.core.trajectory import Trajectory
 from openrlhf.data.errors import DataError
 from openrlhf.rewards.remote_engines import RemoteEngine, in_background, remote_engine
 from openrlhf.rewards.servers import ServerError
-from openrlhf.trainers.stages import with_column
+from openrlhf.trainers.stages import Add, Annotation
 
 logger = logging.getLogger(__name__)
 
@@ -63,25 +66,12 @@ class RemoteTeacher:
         """Return the teacher that --algo.distill.teacher names, one of the remote engines."""
         return cls(f"--algo.distill.teacher {name}", remote_engine(name))
 
-    def annotated(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the episodes, with log π_teacher if they are trained on.
-
-        An episode without an answer has failed.
-        """
-        pending = [in_background(self._annotated(trajectory)) for trajectory in trajectories]
-        return [answer.result() for answer in pending]
-
-    async def _annotated(self, trajectory: Trajectory) -> Trajectory:
-        if trajectory.failed or trajectory.filtered:
-            return trajectory
-        scored: list[list[float]] = []
-        try:
-            for conversation in trajectory.conversations:
-                scored.append(await self._logprobs(conversation.tokens))
-        except ServerError as error:
-            return trajectory.failing(f"{self.flag}: {error}", error.failure)
-        [annotated] = with_column([trajectory], "teacher_logprobs", scored)
-        return annotated
+    async def scores(self, episode: Trajectory) -> list[float]:
+        """Return the log-probability of every token of every conversation (nats)."""
+        scores: list[float] = []
+        for conversation in episode.conversations:
+            scores += await self._logprobs(conversation.tokens)
+        return scores
 
     async def _logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Return the log-probability of every token (nats), 0.0 for the first one."""
@@ -148,6 +138,42 @@ class RemoteTeacher:
                     f"{theirs!r} there and {ours!r} here. Serve a model with the policy's "
                     "tokenizer."
                 )
+
+
+@dataclass(frozen=True)
+class RemoteTeacherStage:
+    """The column of the teacher that --algo.distill.teacher names, one of the remote engines.
+
+    An episode without an answer has failed.
+    """
+
+    teacher: RemoteTeacher
+    writes: str = "teacher_logprobs"
+    timing: str = "teacher_logprobs"
+
+    def launch(self, annotation: Annotation) -> Add:
+        """Ask for every episode at once."""
+        answers: list[Future[list[float]]] = []
+        for episode in annotation.episodes:
+            answers.append(in_background(self.teacher.scores(episode)))
+
+        def add(annotation: Annotation, timeout_s: float) -> Annotation:
+            del timeout_s  # the server has its own
+            episodes: list[Trajectory] = []
+            column: list[float] = []
+            for episode, answer in zip(annotation.episodes, answers, strict=True):
+                try:
+                    column += answer.result()
+                    episodes.append(episode)
+                except ServerError as error:
+                    message = f"{self.teacher.flag}: {error}"
+                    episodes.append(episode.failing(message, error.failure))
+                    size = sum(len(conversation.tokens) for conversation in episode.conversations)
+                    column += [math.nan] * size
+            annotation = replace(annotation, episodes=episodes)
+            return annotation.with_column(self.writes, torch.tensor(column))
+
+        return add
 
 
 def probed_tokens(vocabulary: int, max_len: int) -> list[int]:

@@ -1,23 +1,114 @@
-"""Columns that workers compute: who computes each column from what, and how its rows travel."""
+"""What models say of finished episodes: rewards and columns. There is one path for all of it.
+
+A step's batch, the samples of one prompt (for dynamic filtering and asynchronous runs) and the
+episodes of an evaluation are annotated by the same stages. The columns stay tensors from the worker
+to the batch.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from openrlhf.cluster.worker_group import WorkerGroup, gather
 from openrlhf.config.rollout import RewardConfig
-from openrlhf.core.batches import Experience, Ragged
+from openrlhf.core.batches import Experience, Ragged, turn_reward_column
 from openrlhf.core.trajectory import Trajectory
 from openrlhf.rewards.protocol import combined
 from openrlhf.trainers.update_plan import share
 from openrlhf.workers.frozen import RewardWorker
 
 
+@dataclass(frozen=True, kw_only=True)
+class Annotation:
+    """Finished episodes, and their rows with the columns that are known so far."""
+
+    episodes: list[Trajectory]
+    rows: Experience
+
+    @classmethod
+    def of(cls, episodes: Sequence[Trajectory]) -> "Annotation":
+        """Return finished episodes with the columns that all of them have already."""
+        return cls(episodes=list(episodes), rows=Experience.from_trajectories(episodes))
+
+    def with_column(self, name: str, column: Tensor) -> "Annotation":
+        """Return the same episodes, with a per-token column (N,) of their rows."""
+        return replace(self, rows=replace(self.rows, **{name: column}))
+
+    def with_episodes(self, episodes: Sequence[Trajectory]) -> "Annotation":
+        """Return the same rows, with the rewards that their episodes have now."""
+        rewards = torch.tensor([episode.reward or 0.0 for episode in episodes])
+        rows = replace(
+            self.rows,
+            rewards=rewards[self.rows.episode_of_row],
+            turn_rewards=turn_reward_column(episodes),
+        )
+        return Annotation(episodes=list(episodes), rows=rows)
+
+    def episodes_with(self, columns: Sequence[str]) -> list[Trajectory]:
+        """Return the episodes; every conversation holds its part of the named columns."""
+        parts: dict[str, Sequence[Tensor]] = {}
+        for name in columns:
+            parts[name] = self.rows.parts(getattr(self.rows, name))
+        row = 0
+        done: list[Trajectory] = []
+        for episode in self.episodes:
+            conversations: list[Trajectory] = []
+            for conversation in episode.conversations:
+                own = {name: part[row] for name, part in parts.items()}
+                conversations.append(replace(conversation, columns={**conversation.columns, **own}))
+                row += 1
+            done.append(replace(conversations[-1], earlier=tuple(conversations[:-1])))
+        return done
+
+
+Add = Callable[[Annotation, float], Annotation]  # waits at most so many seconds
+
+
+class Stage(Protocol):
+    """Something that models say of episodes."""
+
+    @property
+    def writes(self) -> str | None:
+        """The column of `Experience`; None for rewards, which are a part of the episodes."""
+
+    @property
+    def timing(self) -> str | None:
+        """The name of its seconds among the metrics; None if no model is asked."""
+
+    def launch(self, annotation: Annotation) -> Add:
+        """Ask for it, and return what waits for the answer and adds it to the annotation."""
+        ...
+
+
+def annotate(
+    annotation: Annotation,
+    stages: Sequence[Stage],
+    *,
+    timeout_s: float,
+    finished: Callable[[str], None] = lambda timing: None,
+) -> Annotation:
+    """Add what the stages say, which compute side by side, except for columns that are there.
+
+    `finished` is called with the name of each stage when its answer has come.
+    """
+    launched: list[tuple[Stage, Add]] = []
+    for stage in stages:
+        known = stage.writes is not None and getattr(annotation.rows, stage.writes) is not None
+        if not known:
+            launched.append((stage, stage.launch(annotation)))
+    for stage, add in launched:
+        annotation = add(annotation, timeout_s)
+        if stage.timing:
+            finished(stage.timing)
+    return annotation
+
+
 class Pending:
-    """A column, or a matrix of several, that is being computed.
+    """A column, or a matrix of several, that workers are computing.
 
     The rows are cut into data slices, and the results put back in their places.
     """
@@ -54,8 +145,8 @@ class Pending:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
-    """A per-token column of `Experience`: its name, and who computes it.
+class ColumnStage:
+    """A per-token column that workers compute.
 
     `reads` gives the only columns that the workers get.
     """
@@ -65,62 +156,72 @@ class Stage:
     method: Callable[..., Tensor]
     reads: Callable[[Experience], Ragged] = Experience.targets
 
-    def launch(self, experience: Experience) -> Pending:
-        """Send the rows to the ranks, and return the column that they compute."""
-        return Pending(self.reads(experience), self.by, self.method)
+    @property
+    def timing(self) -> str:
+        """The name of the column."""
+        return self.writes
 
+    def launch(self, annotation: Annotation) -> Add:
+        """Send the rows to the ranks."""
+        pending = Pending(self.reads(annotation.rows), self.by, self.method)
 
-class RewardModels:
-    """The reward workers, if there are any.
+        def add(annotation: Annotation, timeout_s: float) -> Annotation:
+            return annotation.with_column(self.writes, pending.collect(timeout_s))
 
-    Their rewards are added to the reward function's, with the weights of the flags.
-    """
-
-    def __init__(self, workers: WorkerGroup | None, reward: RewardConfig) -> None:
-        self.workers = workers
-        self.reward = reward
-
-    def launch(self, experience: Experience) -> "PendingRewards":
-        """Have every model score every episode. Models read the last conversation of an episode."""
-        whole = None
-        steps = None
-        if experience.trajectory_ids is not None:
-            experience = experience.select(experience.last_rows)
-        if self.workers and self.reward.scalars:
-            whole = Pending(experience.texts(), self.workers, RewardWorker.rewards, per_sample=True)
-        if self.workers and self.reward.process_model:
-            steps = Pending(experience.targets(), self.workers, RewardWorker.step_rewards)
-        return PendingRewards(whole=whole, steps=steps, weights=self.reward.weights or ())
+        return add
 
 
 @dataclass(frozen=True, kw_only=True)
-class PendingRewards:
-    """The rewards that models are computing: of whole episodes (B, K), and of steps (N,)."""
+class RewardStage:
+    """The rewards of reward models, if there are any.
 
-    whole: Pending | None
-    steps: Pending | None
-    weights: Sequence[float]
+    They are added to the reward function's, with the weights of the flags.
+    """
 
-    def added_to(self, trajectories: Sequence[Trajectory], timeout_s: float) -> list[Trajectory]:
-        """Return the episodes with the weighted sum of these rewards and their own."""
-        whole: list[list[float]] = [[] for _ in trajectories]
-        steps: list[list[float]] = [[] for _ in trajectories]
-        if self.whole:
-            whole = self.whole.collect(timeout_s).tolist()
-        if self.steps:
-            steps = self.steps.batch.cut(self.steps.collect(timeout_s))
-        rewarded: list[Trajectory] = []
-        for trajectory, by_models, by_steps in zip(trajectories, whole, steps, strict=True):
-            rewarded.append(combined(trajectory, by_models, self.weights, by_steps))
-        return rewarded
+    workers: WorkerGroup | None
+    reward: RewardConfig
+    writes: None = None
+
+    @property
+    def timing(self) -> str | None:
+        """`reward_models`, if there are any."""
+        if self.workers is None:
+            return None
+        return "reward_models"
+
+    def launch(self, annotation: Annotation) -> Add:
+        """Have every model score every episode. Models read the last conversation of an episode."""
+        rows = annotation.rows
+        if rows.trajectory_ids is not None:
+            rows = rows.select(rows.last_rows)
+        whole = None
+        steps = None
+        if self.workers and self.reward.scalars:
+            whole = Pending(rows.texts(), self.workers, RewardWorker.rewards, per_sample=True)
+        if self.workers and self.reward.process_model:
+            steps = Pending(rows.targets(), self.workers, RewardWorker.step_rewards)
+
+        def add(annotation: Annotation, timeout_s: float) -> Annotation:
+            by_models: list[list[float]] = [[] for _ in annotation.episodes]
+            by_steps: list[list[float]] = [[] for _ in annotation.episodes]
+            if whole:
+                by_models = whole.collect(timeout_s).tolist()
+            if steps:
+                by_steps = [part.tolist() for part in rows.parts(steps.collect(timeout_s))]
+            weights = self.reward.weights or ()
+            rewarded: list[Trajectory] = []
+            for place, episode in enumerate(annotation.episodes):
+                rewarded.append(combined(episode, by_models[place], weights, by_steps[place]))
+            return annotation.with_episodes(rewarded)
+
+        return add
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStages:
-    """Rewards of models and columns that need no samples of other prompts."""
+    """Stages that need no samples of other prompts."""
 
-    models: RewardModels
-    stages: Sequence[Stage] = ()
+    stages: Sequence[Stage]
     timeout_s: float
 
     async def of_group(self, group: list[Trajectory]) -> list[Trajectory]:
@@ -128,38 +229,14 @@ class EarlyStages:
         return await asyncio.to_thread(self.annotated, group)
 
     def annotated(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the episodes; finished ones have the sum of their rewards, and the columns.
-
-        Workers compute side by side.
-        """
+        """Return the episodes; finished ones have their rewards and columns."""
         finished = [trajectory for trajectory in trajectories if not trajectory.failed]
         if not finished:
             return list(trajectories)
-        has_workers = self.models.workers or self.stages
-        experience = Experience.from_trajectories(finished if has_workers else [])
-        rewards = self.models.launch(experience)
-        pending = {stage.writes: stage.launch(experience) for stage in self.stages}
-        done = rewards.added_to(finished, self.timeout_s)
-        for name, column in pending.items():
-            rows = experience.cut(column.collect(self.timeout_s))
-            done = with_column(done, name, rows)
-        in_order = iter(done)
+        annotation = annotate(Annotation.of(finished), self.stages, timeout_s=self.timeout_s)
+        columns = [stage.writes for stage in self.stages if stage.writes]
+        in_order = iter(annotation.episodes_with(columns))
         annotated: list[Trajectory] = []
         for trajectory in trajectories:
             annotated.append(trajectory if trajectory.failed else next(in_order))
         return annotated
-
-
-def with_column(
-    trajectories: Sequence[Trajectory], name: str, rows: Sequence[Sequence[float]]
-) -> list[Trajectory]:
-    """Return the episodes with a column for every conversation; `rows` has them in order."""
-    left = iter(rows)
-    done: list[Trajectory] = []
-    for trajectory in trajectories:
-        conversations: list[Trajectory] = []
-        for conversation in trajectory.conversations:
-            columns = {**conversation.columns, name: next(left)}
-            conversations.append(replace(conversation, columns=columns))
-        done.append(replace(conversations[-1], earlier=tuple(conversations[:-1])))
-    return done

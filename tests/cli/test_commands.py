@@ -285,6 +285,23 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"openrlhf {__version__}\n"
 
 
+def test_command_is_refused_beside_the_other_package_of_this_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metadata = tmp_path / "openrlhf-0.11.2.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(
+        "Metadata-Version: 2.1\nName: openrlhf\nVersion: 0.11.2\nAuthor: OpenRLHF Team\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main.main(["sft", "--help"])
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    for part in ("openrlhf 0.11.2", str(tmp_path), "pip uninstall openrlhf"):
+        assert part in message
+
+
 def test_user_errors_and_interrupts_exit_without_traceback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

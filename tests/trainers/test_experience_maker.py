@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -18,9 +19,10 @@ from openrlhf.config.rollout import RewardConfig
 from openrlhf.core.batches import Experience, TokenRows, offsets_of
 from openrlhf.observability.metrics import values
 from openrlhf.rewards.protocol import combined
+from openrlhf.trainers import stages
 from openrlhf.trainers.experience_maker import Annotated, ExperienceMaker, group_metrics, trainable
 from openrlhf.trainers.filtering import thrown_away
-from openrlhf.trainers.stages import EarlyStages, PendingRewards, RewardModels, Stage, with_column
+from openrlhf.trainers.stages import Annotation, ColumnStage, EarlyStages, RewardStage, Stage
 from openrlhf.workers.critic import CriticWorker
 from tests.reference import credit as reference
 from tests.trainers.episodes import episode, failed
@@ -43,12 +45,10 @@ OPPOSITE = ("scale_advantages", "kl_in_reward")
 BASE = {"estimator": "group_norm", "max_new_tokens": 4, "max_len": 6}
 
 
-def maker_of(
-    stages: Any = (), reward_models: Any = None, *, kl_coef: float = 0.1, **changes: Any
-) -> ExperienceMaker:
+def maker_of(wanted: Any = (), *, kl_coef: float = 0.1, **changes: Any) -> ExperienceMaker:
     values = {FLAGS[n]: not v if n in OPPOSITE else v for n, v in (BASE | changes).items()}
     config = amend(PPOConfig(), {**values, "algo.kl.init_coef": kl_coef})
-    return ExperienceMaker(config, stages, reward_models)
+    return ExperienceMaker(config, wanted)
 
 
 # Two prompts of one token with two samples each: 2, 1, 1 and 3 sampled tokens.
@@ -296,58 +296,68 @@ def test_a_reward_that_is_no_number_of_float32_is_a_failed_episode(by_model: flo
 # ---- annotation: workers made by hand
 
 
-class Here:
-    """A column that is there already."""
-
-    def __init__(self, column: torch.Tensor) -> None:
-        self.column = column
-
-    def collect(self, timeout_s: float) -> torch.Tensor:
-        return self.column
+@pytest.fixture(autouse=True)
+def _answers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "gather", lambda calls, **_: calls)
 
 
-class Lengths(Stage):
-    """Workers that give each target the length of its row, and tell what they were sent."""
+class Workers:
+    """A group of workers that answers at once, and tells what it was sent."""
 
-    def launch(self, experience: Experience) -> Any:
-        rows = self.reads(experience)
-        SENT.append({f.name for f in fields(rows)})
-        column = rows.lengths.repeat_interleave(rows.lengths).float()
-        return Here(column if not isinstance(rows, TokenRows) else column * rows.loss_mask)
+    role = "role"
+
+    def __init__(self, answer: Callable[[Any], torch.Tensor], *, slices: int = 1) -> None:
+        self.answer = answer
+        self.slices = slices
+
+    def launch(self, _: object, parts: list[Any]) -> list[torch.Tensor]:
+        SENT.append({f.name for f in fields(parts[0])})
+        return [self.answer(part) for part in parts]
 
 
-class Judge(RewardModels):
+def row_lengths(rows: Any) -> torch.Tensor:
+    """The length of its row for each token; for each sampled token, if the sampled ones are known."""
+    column = rows.lengths.repeat_interleave(rows.lengths).float()
+    return column * rows.loss_mask if isinstance(rows, TokenRows) else column
+
+
+def column_stage(name: str, **changes: Any) -> ColumnStage:
+    by: Any = Workers(row_lengths, slices=2)
+    method: Any = None
+    return ColumnStage(writes=name, by=by, method=method, **changes)
+
+
+def judges(broken: tuple[int, ...] = (), *, models: bool = True, **flags: Any) -> RewardStage:
     """Two reward models: 1 and the number of the row; a row that is listed in `broken` gets no
     finite number.
     """
 
-    broken: tuple[int, ...] = ()
+    def answer(rows: Any) -> torch.Tensor:
+        numbers = torch.arange(rows.num_samples).float()
+        numbers[list(broken)] = torch.nan
+        return torch.stack([torch.ones(len(numbers)), numbers], 1)
 
-    def launch(self, experience: Experience) -> Any:
-        rows = torch.arange(experience.num_samples).float()
-        rows[list(self.broken)] = torch.nan
-        whole: Any = Here(torch.stack([torch.ones(len(rows)), rows], 1))
-        return PendingRewards(whole=whole, steps=None, weights=self.reward.weights or ())
+    names = "one,two" if models else None
+    workers: Any = Workers(answer) if models else None
+    return RewardStage(workers=workers, reward=RewardConfig(model_name_or_path=names, **flags))
 
 
 SENT: list[set[str]] = []
-NOBODY: Any = None
-SOMEBODY: Any = object()
+WEIGHTS = (0.5, 2.0, 1.0)
 
 
 def annotated(
     trajectories: list[Any], *, broken: tuple[int, ...] | None = None, needs_groups: bool = True
 ) -> Annotated:
-    stages = [
-        Lengths(writes="old_logprobs", by=NOBODY, method=NOBODY),
-        Lengths(writes="values", by=NOBODY, method=NOBODY, reads=Experience.texts),
+    wanted: list[Stage] = [
+        column_stage("old_logprobs"),
+        column_stage("values", reads=Experience.texts),
     ]
-    judge = None if broken is None else Judge(SOMEBODY, RewardConfig(weights=(0.5, 2.0, 1.0)))
-    if judge and broken:
-        judge.broken = broken
-    return maker_of(
-        stages, judge, estimator="group_norm" if needs_groups else "reinforce"
-    ).annotate(trajectories)
+    if broken is not None:
+        wanted = [judges(broken, weights=WEIGHTS), *wanted]
+    return maker_of(wanted, estimator="group_norm" if needs_groups else "reinforce").annotate(
+        trajectories
+    )
 
 
 def test_a_stage_is_sent_the_columns_that_it_reads_and_nothing_else() -> None:
@@ -362,19 +372,27 @@ def test_a_stage_is_sent_the_columns_that_it_reads_and_nothing_else() -> None:
 
 def test_stages_of_one_prompt_leave_failed_episodes_and_their_places_alone() -> None:
     group = [episode(0, 0, score=1.0), failed(0, 1), episode(0, 2, score=0.0, actions=0)]
-    lengths = Lengths(writes="values", by=NOBODY, method=NOBODY, reads=Experience.texts)
-    early = EarlyStages(
-        models=Judge(SOMEBODY, RewardConfig(weights=(0.5, 2.0, 1.0))),
-        stages=[lengths],
-        timeout_s=1.0,
-    )
+    lengths = column_stage("values", reads=Experience.texts)
+    early = EarlyStages(stages=[judges(weights=WEIGHTS), lengths], timeout_s=1.0)
     first, untouched, last = asyncio.run(early.of_group(group))
     assert untouched is group[1]
     assert (first.reward, last.reward) == (0.5 + 0.0 + 1.0, 0.5 + 2.0)
-    assert first.columns["values"] == [float(len(first.tokens))] * len(first.tokens)
-    assert last.columns["values"] == [float(len(last.tokens))] * len(last.tokens)
-    rule = EarlyStages(models=RewardModels(None, RewardConfig()), timeout_s=1.0)
+    for trajectory in (first, last):
+        length = len(trajectory.tokens)
+        assert trajectory.columns["values"].tolist() == [float(length)] * length
+    rule = EarlyStages(stages=[judges(models=False)], timeout_s=1.0)
     assert [t.reward for t in rule.annotated(group)] == [1.0, None, 0.0]
+
+
+def test_a_column_that_every_episode_has_is_not_computed_again() -> None:
+    SENT.clear()
+    group = [episode(0, 0, score=1.0), episode(0, 1, score=0.0, actions=2)]
+    early = EarlyStages(stages=[column_stage("old_logprobs")], timeout_s=1.0)
+    once = annotated(early.annotated(group))
+    assert [{"tokens", "offsets", "loss_mask"}, {"tokens", "offsets"}] == SENT
+    assert set(once.timing) == {"timing/values"}
+    assert once.experience.old_logprobs is not None
+    assert once.experience.old_logprobs.tolist() == [0, 2, 0, 3, 3]
 
 
 def test_an_update_is_sent_the_columns_that_its_role_reads() -> None:
@@ -405,7 +423,7 @@ def test_a_rule_alone_has_its_weight_and_episodes_that_nothing_rewards_have_zero
         replace(episode(0, 1, score=6.0), reward=None, score=None),
         failed(0, 2),
     ]
-    batch = maker_of(reward_models=RewardModels(None, RewardConfig(weights=(0.25,)))).annotate(came)
+    batch = maker_of([judges(models=False, weights=(0.25,))]).annotate(came)
     assert batch.experience.rewards.tolist() == [1.0, 0.0]
     assert [t.score for t in batch.kept] == [4.0, 0.0]
     assert not batch.timing
@@ -528,7 +546,9 @@ def test_a_column_of_an_early_stage_reaches_every_conversation() -> None:
     earlier = episode(score=1.0)
     whole = replace(episode(score=1.0), earlier=(earlier,))
     count = len(earlier.tokens)
-    [done] = with_column([whole], "old_logprobs", [[0.5] * count, [0.25] * count])
+    column = torch.tensor([0.5] * count + [0.25] * count)
+    annotation = Annotation.of([whole]).with_column("old_logprobs", column)
+    [done] = annotation.episodes_with(["old_logprobs"])
     experience = Experience.from_trajectories([done])
     assert experience.old_logprobs is not None
     assert experience.old_logprobs.tolist() == [0.5] * count + [0.25] * count

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from openrlhf.config.flags import amend
 from openrlhf.config.options import ConfigError
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
 from openrlhf.core.batches import Experience
-from openrlhf.core.trajectory import Failure
+from openrlhf.core.trajectory import Failure, Trajectory
 from openrlhf.data.errors import DataError
 from openrlhf.rewards.remote_engines import VARIABLE, offer_engines
-from openrlhf.trainers.remote_teacher import RemoteTeacher
+from openrlhf.rewards.servers import ServerError
+from openrlhf.trainers.experience_maker import ExperienceMaker
+from openrlhf.trainers.remote_teacher import RemoteTeacher, RemoteTeacherStage
+from openrlhf.trainers.stages import EarlyStages
 from tests.openai_server import OpenAIServer, openai_server
 from tests.tiny import character_tokenizer
 from tests.trainers.episodes import episode, failed
 
 TOKENIZER = character_tokenizer()
+UNUSED: Any = None
 
 
 def wise() -> RemoteTeacher:
     return RemoteTeacher.named("wise")
+
+
+def taught(episodes: list[Trajectory]) -> list[Trajectory]:
+    """The episodes with the column of the teacher."""
+    return EarlyStages(stages=[RemoteTeacherStage(wise())], timeout_s=60).annotated(episodes)
 
 
 def text_of(token: int) -> str:
@@ -41,11 +53,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenAIServer]:
 
 
 def test_every_token_but_the_first_has_the_teachers_logprob(server: OpenAIServer) -> None:
-    annotated = wise().annotated([episode(actions=3, score=1.0), episode(1, actions=1, score=0.0)])
-    assert [t.columns["teacher_logprobs"] for t in annotated] == [
-        [0.0, -0.1, -0.2, -0.3],
-        [0.0, -0.1],
-    ]
+    annotated = taught([episode(actions=3, score=1.0), episode(1, actions=1, score=0.0)])
+    first, second = (t.columns["teacher_logprobs"].tolist() for t in annotated)
+    assert first == pytest.approx([0.0, -0.1, -0.2, -0.3])
+    assert second == pytest.approx([0.0, -0.1])
     wanted = {"model": "loud", "prompt": [0, 1, 2, 3], "prompt_logprobs": 0, "max_tokens": 1}
     assert ("/v1/completions", wanted) in server.asked
     column = Experience.from_trajectories(annotated).teacher_logprobs
@@ -58,8 +69,9 @@ def test_without_a_remote_teacher_there_is_no_column() -> None:
 
 
 def test_episodes_that_teach_nothing_are_not_sent(server: OpenAIServer) -> None:
+    maker = ExperienceMaker(PPOConfig(), [RemoteTeacherStage(wise())])
     episodes = [failed(), episode(score=1.0, filtered=True)]
-    assert wise().annotated(episodes) == episodes
+    assert maker.annotate(episodes).trajectories == episodes
     assert server.asked == []
 
 
@@ -68,9 +80,26 @@ def test_an_episode_whose_teacher_does_not_answer_has_failed_as_server(
     server: OpenAIServer, model: str
 ) -> None:
     server.models = [{"id": model}]
-    (lost,) = wise().annotated([episode(score=1.0)])
+    (lost,) = taught([episode(score=1.0)])
     assert (lost.failed, lost.failure, lost.reward) == (True, Failure.SERVER, None)
     assert "--algo.distill.teacher wise: remote engine" in (lost.error or "")
+
+
+def test_an_episode_without_an_answer_leaves_the_columns_of_the_others_in_their_places() -> None:
+    class Forgetful(RemoteTeacher):
+        async def scores(self, episode: Trajectory) -> list[float]:
+            if episode.sample_index == 0:
+                raise ServerError("gone")
+            return [0.0, *(-float(token) for token in episode.tokens[1:])]
+
+    group = [episode(0, 0, score=1.0), episode(0, 1, score=0.0, actions=2)]
+    stage = RemoteTeacherStage(Forgetful("--algo.distill.teacher wise", UNUSED))
+    config = amend(PPOConfig(), {"algo.advantage.estimator": "reinforce"})
+    batch = ExperienceMaker(config, [stage]).annotate(group)
+    assert [trajectory.failed for trajectory in batch.trajectories] == [True, False]
+    assert batch.experience.tokens.tolist() == [0, 1, 2]
+    assert batch.experience.teacher_logprobs is not None
+    assert batch.experience.teacher_logprobs.tolist() == [0.0, -1.0, -2.0]
 
 
 def test_a_server_with_the_policys_tokens_and_room_for_an_episode_is_accepted(

@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RemoteEnginesConfig, RuleConfig
 from openrlhf.rewards.remote_engines import VARIABLE, offer_engines, remote_engine
-from openrlhf.trainers.remote_teacher import RemoteTeacher
+from openrlhf.trainers.remote_teacher import RemoteTeacher, RemoteTeacherStage
+from openrlhf.trainers.stages import EarlyStages
 from openrlhf.training.devices import free_port
 from tests.e2e.commands import numbers, places, run, write_rows
 from tests.tiny import HEADS, save_tiny_model
@@ -174,9 +175,10 @@ def test_a_remote_teacher_behind_a_stock_server_says_what_transformers_say(
         teacher.check(tokenizer, max_len=63)
         with pytest.raises(ConfigError, match="takes 64 tokens"):
             teacher.check(tokenizer, max_len=64)
-        (judged,) = teacher.annotated([episode(actions=62)])
+        stage = RemoteTeacherStage(teacher)
+        (judged,) = EarlyStages(stages=[stage], timeout_s=60).annotated([episode(actions=62)])
         assert isinstance(remote_engine("wise").completion_sync("ab=", max_tokens=3), str)
     with torch.no_grad():
         logprobs = hf(torch.tensor([judged.tokens])).logits[0].log_softmax(-1)
     expected = [logprobs[t - 1, token].item() for t, token in enumerate(judged.tokens)][1:]
-    assert judged.columns["teacher_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
+    assert judged.columns["teacher_logprobs"][1:].tolist() == pytest.approx(expected, abs=1e-4)
