@@ -8,9 +8,12 @@ columns of shape (B,), and offsets of shape (B+1,). Two rows, of 2 and 3 tokens:
     rewards   [0.5 1.0]
 
 Nothing is padded until a model or a formula needs a block (R, T) of R rows, so that a batch costs
-what its tokens cost. `Layout` turns columns into blocks and back. The role of a field, per token or
-per sample, is in its metadata: checks, `select` and `to` read the role, so that a subclass only
-declares its columns.
+what its tokens cost. `Layout` turns columns into blocks and back.
+
+The role of a field is in its metadata: an entry per token, an entry per sample, or `Items`, any
+number of entries per sample. An entry may have dimensions of its own: a per-token column of the
+experts that each layer chose is (N, layers, experts), a payload of image patches is (M, pixels).
+Checks, `select`, `split` and `to` read the role, so that a subclass only declares its columns.
 """
 
 # ruff: noqa: RUF009 — `per_token` and `per_sample` are `dataclasses.field` with a role.
@@ -28,6 +31,7 @@ from openrlhf.core.trajectory import Trajectory
 
 PER_TOKEN = "token"
 PER_SAMPLE = "sample"
+PER_ITEM = "item"
 
 
 def per_token(**kwargs: Any) -> Any:
@@ -40,10 +44,51 @@ def per_sample(**kwargs: Any) -> Any:
     return field(metadata={"role": PER_SAMPLE}, **kwargs)
 
 
+def per_item(**kwargs: Any) -> Any:
+    """Return a dataclass field for `Items` of B rows."""
+    return field(metadata={"role": PER_ITEM}, **kwargs)
+
+
 def offsets_of(lengths: Sequence[int] | Tensor) -> Int[Tensor, " B+1"]:
     """Return the start of each row, followed by the end of the last row: [2, 3] → [0, 2, 5]."""
     ends = torch.as_tensor(lengths, dtype=torch.long).cumsum(0)
     return torch.cat([ends.new_zeros(1), ends])
+
+
+def places_in(offsets: Int[Tensor, " B+1"], rows: Tensor) -> Int[Tensor, " M"]:
+    """Return the positions of the entries of `rows` in flat columns, row after row."""
+    lengths = offsets.diff()[rows]
+    starts = offsets[:-1][rows]
+    shifts = starts - offsets_of(lengths)[:-1]
+    steps = torch.arange(int(lengths.sum()), device=rows.device)
+    return steps + shifts.repeat_interleave(lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Items:
+    """Entries that belong to rows, any number to each, such as the patches of a row's images.
+
+    `values` is (M, ...); row i has values[offsets[i] : offsets[i + 1]].
+    """
+
+    values: Tensor
+    offsets: Int[Tensor, " B+1"]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, rows: Tensor) -> Self:
+        """Return the entries of the given rows, in the given order."""
+        places = places_in(self.offsets, rows)
+        return replace(
+            self, values=self.values[places], offsets=offsets_of(self.offsets.diff()[rows])
+        )
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """Return the same entries on `device`."""
+        values = self.values.to(device, non_blocking=non_blocking)
+        offsets = self.offsets.to(device, non_blocking=non_blocking)
+        return replace(self, values=values, offsets=offsets)
 
 
 @dataclass(frozen=True)
@@ -76,8 +121,13 @@ class Layout:
         return cls(positions=positions, real=real)
 
     def gather(self, column: Tensor) -> Tensor:
-        """Return a flat column (N,) as a block (R, T), zero (False) at padding. Differentiable."""
-        return column[self.positions].masked_fill(~self.real, 0)
+        """Return a flat column (N, ...) as a block (R, T, ...), zero (False) at padding.
+
+        Differentiable.
+        """
+        block = column[self.positions]
+        real = self.real.view(*self.real.shape, *[1] * (block.dim() - 2))
+        return block.masked_fill(~real, 0)
 
     def scatter(self, block: Tensor, column: Tensor) -> None:
         """Write the real entries of a block (R, T) to their positions in a flat column (N,)."""
@@ -86,8 +136,8 @@ class Layout:
 
 class _Column(NamedTuple):
     name: str
-    role: str  # PER_TOKEN or PER_SAMPLE
-    values: Tensor
+    role: str  # PER_TOKEN, PER_SAMPLE or PER_ITEM
+    values: Tensor | Items
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +157,11 @@ class Ragged:
         return cls(tokens=_flat(rows, torch.long), offsets=offsets_of(lengths), **columns)
 
     def __post_init__(self) -> None:
-        expected = {PER_TOKEN: self.num_tokens, PER_SAMPLE: self.num_samples}
+        expected = {
+            PER_TOKEN: self.num_tokens,
+            PER_SAMPLE: self.num_samples,
+            PER_ITEM: self.num_samples,
+        }
         for column in self._columns():
             if len(column.values) != expected[column.role]:
                 raise ValueError(
@@ -185,17 +239,13 @@ class Ragged:
     def places_of(self, rows: Sequence[int] | Tensor) -> Int[Tensor, " M"]:
         """Return the positions of the tokens of `rows` in the flat columns, row after row."""
         index = torch.as_tensor(rows, dtype=torch.long, device=self.offsets.device)
-        lengths = self.lengths[index]
-        starts = self.offsets[:-1][index]
-        shifts = starts - offsets_of(lengths)[:-1]
-        steps = torch.arange(int(lengths.sum()), device=index.device)
-        return steps + shifts.repeat_interleave(lengths)
+        return places_in(self.offsets, index)
 
     def select(self, rows: Sequence[int] | Tensor) -> Self:
         """Return a batch with copies of the given rows, in the given order."""
         index = torch.as_tensor(rows, dtype=torch.long)
-        places = {PER_SAMPLE: index, PER_TOKEN: self.places_of(rows)}
-        selected: dict[str, Tensor] = {}
+        places = {PER_SAMPLE: index, PER_ITEM: index, PER_TOKEN: self.places_of(rows)}
+        selected: dict[str, Tensor | Items] = {}
         for column in self._columns():
             selected[column.name] = column.values[places[column.role]]
         return replace(self, offsets=offsets_of(self.lengths[index]), **selected)
@@ -210,7 +260,7 @@ class Ragged:
 
     def to(self, device: torch.device | str) -> Self:
         """Return the same batch with every column on `device`."""
-        moved = {"offsets": self.offsets.to(device, non_blocking=True)}
+        moved: dict[str, Any] = {"offsets": self.offsets.to(device, non_blocking=True)}
         for column in self._columns():
             moved[column.name] = column.values.to(device, non_blocking=True)
         return replace(self, **moved)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import fields, replace
+import pickle
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,29 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.core.batches import Experience, Layout, TokenRows, offsets_of
+from openrlhf.core.batches import (
+    Experience,
+    Items,
+    Layout,
+    Ragged,
+    TokenRows,
+    offsets_of,
+    per_item,
+    per_token,
+)
 from openrlhf.core.trajectory import Prompt, StopReason, Trajectory
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 TOKEN_COLUMNS = ("tokens", "action_mask", "rollout_logprobs", "advantages", "old_logprobs")
 SAMPLE_COLUMNS = ("group_ids", "rewards", "truncated")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictured(Ragged):
+    """Rows with the experts of each token, and with the patches of their images."""
+
+    experts: torch.Tensor = per_token()  # noqa: RUF009 — (N, layers, experts)
+    patches: Items = per_item()  # noqa: RUF009 — values (M, pixels)
 
 
 def batch_of(lengths: list[int]) -> Experience:
@@ -101,6 +119,58 @@ def test_replace_keeps_other_columns() -> None:
     assert changed.rewards.tolist() == [7.0, 8.0]
     assert changed.values is not None and batch.values is None
     assert torch.equal(changed.tokens, batch.tokens)
+
+
+def pictured(lengths: list[int], counts: list[int]) -> Pictured:
+    tokens = sum(lengths)
+    patches = torch.arange(sum(counts) * 3).view(-1, 3)
+    return Pictured(
+        tokens=torch.arange(tokens),
+        offsets=offsets_of(lengths),
+        experts=torch.arange(tokens * 4).view(-1, 2, 2),
+        patches=Items(values=patches, offsets=offsets_of(counts)),
+    )
+
+
+def payload_of(batch: Pictured) -> list[tuple[Any, Any]]:
+    """Return the experts and the patches of each row as plain lists."""
+    tokens = batch.offsets.tolist()
+    patches = batch.patches.offsets.tolist()
+    return [
+        (
+            batch.experts[tokens[row] : tokens[row + 1]].tolist(),
+            batch.patches.values[patches[row] : patches[row + 1]].tolist(),
+        )
+        for row in range(batch.num_samples)
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=8), st.data())
+def test_payloads_follow_their_rows(sizes: list[tuple[int, int]], data: Any) -> None:
+    batch = pictured([length for length, _ in sizes], [count for _, count in sizes])
+    rows = data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=12))
+    of_each_row = payload_of(batch)
+    assert payload_of(batch.select(rows)) == [of_each_row[row] for row in rows]
+    first, second = batch.split([rows, list(range(len(sizes)))])
+    assert (
+        payload_of(first) + payload_of(second) == [of_each_row[row] for row in rows] + of_each_row
+    )
+    assert payload_of(batch.to("cpu")) == of_each_row
+    back = pickle.loads(pickle.dumps(batch))
+    assert payload_of(back) == of_each_row
+
+
+def test_payload_of_other_number_of_rows_raises_error_with_its_name() -> None:
+    with pytest.raises(ValueError, match=r"Pictured\.patches has 1 entries.*2 sequences"):
+        pictured([2, 1], [3])
+
+
+def test_gather_pads_entries_with_dimensions() -> None:
+    batch = pictured([1, 2], [0, 0])
+    block = batch.layout.gather(batch.experts)
+    assert block.shape == (2, 2, 2, 2)
+    assert block[0, 1].eq(0).all()
+    assert torch.equal(block[1], batch.experts[1:])
 
 
 def test_sample_of_token_is_row_of_each_token() -> None:
