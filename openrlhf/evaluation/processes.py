@@ -20,7 +20,7 @@ from openrlhf.observability.display import Display
 from openrlhf.observability.recorder import Recorder
 from openrlhf.rollout.engine_settings import engine_device
 from openrlhf.rollout.fleet import Fleet
-from openrlhf.trainers.stages import EarlyStages, RewardModels
+from openrlhf.trainers.stages import EarlyStages, RewardStage
 from openrlhf.workers.frozen import RewardWorker
 
 NOTE_INTERVAL_S = 30.0  # between notes of progress, if the display has no bar
@@ -80,9 +80,8 @@ def reward_models(config: settings.SamplingCommand, *, logs: Path) -> Iterator[E
         workers = WorkerGroup(hosts, "reward")
         created = workers.create(RewardWorker, settings.reward_settings(config))
         gather(created, timeout_s=config.train.setup_timeout, doing="load the models")
-        yield EarlyStages(
-            models=RewardModels(workers, config.reward), timeout_s=config.train.step_timeout
-        )
+        rewards = RewardStage(workers=workers, reward=config.reward)
+        yield EarlyStages(stages=[rewards], timeout_s=config.train.step_timeout)
 
 
 def exclusive(group: HostGroup) -> Placement:
