@@ -101,7 +101,7 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
         return own | rules.machine_values(self) | self.engine_values(shared=shared)
 
     def notices(self) -> Iterator[str]:
-        """Yield what the user may have to know of this resolved configuration."""
+        """Yield notices about this resolved configuration."""
         yield from rules.single_process_notices(self)
         yield from super().notices()
 

@@ -12,7 +12,7 @@ from openrlhf.config.flags import Section, Unused, derived, option, required
 
 
 class PipelineRunConfig(Section):
-    """Where everything goes."""
+    """Folder of the pipeline."""
 
     dir: str = derived(
         "Folder of all stages; unset: ./runs/<name of the file>, followed by --settings.",

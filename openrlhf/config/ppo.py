@@ -125,7 +125,7 @@ class PPOConfig(RLFlags):
         return group_sizes(self) | learning_values(self) | rollout_values(self)
 
     def notices(self) -> Iterator[str]:
-        """Yield what the user may have to know of this resolved configuration."""
+        """Yield notices about this resolved configuration."""
         yield from ppo_notices.notices(self)
         yield from held_out_notices(self, "data.prompt_dataset", "data.prompt_split")
         yield from super().notices()

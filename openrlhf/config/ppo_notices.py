@@ -1,4 +1,4 @@
-"""What the user may have to know of a configuration of RL, by topic."""
+"""Notices about a configuration of RL, by topic."""
 
 from collections.abc import Iterator
 
@@ -104,7 +104,7 @@ def engine_notices(config: RLFlags) -> Iterator[str]:
     if vllm.hang_timeout < config.train.publish_timeout:
         yield (
             "<vllm.hang_timeout> is less than <train.publish_timeout>: an engine that takes a "
-            "longer publication is restarted, because it does not answer meanwhile."
+            "longer publication is restarted, because it does not answer during that time."
         )
     if vllm.quantization and not config.algo.correction.level:
         yield (

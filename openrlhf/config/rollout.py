@@ -12,7 +12,6 @@ from openrlhf.config.flags import Section, Unused, derived, items, option, requi
 AGENT = "--train.agent_func_path"
 FUNCTION = "--reward.remote_url FILE.py"
 VERIFIER = "--reward.verifier"
-REMOTE_ENGINES = "--rollout.remote_engines"
 
 
 class VLLMConfig(Section):
@@ -56,7 +55,7 @@ class VLLMConfig(Section):
 
 
 class RemoteEnginesConfig(Section):
-    """Engines that the run did not start."""
+    """Engines outside the run."""
 
     remote_engines: tuple[str, ...] = option(
         (),
@@ -99,8 +98,8 @@ class RolloutConfig(RemoteEnginesConfig, SamplingConfig):
     micro_batch_size: int = option(1, "Samples per forward pass without gradient.", ge=1)
     max_tokens_per_gpu: int | None = option(
         None,
-        "Tokens of such a pass with dynamic batches; unset: as in training. A longer sample has "
-        "its own pass.",
+        "Tokens of a forward pass with dynamic batches; unset: as in training. A longer sample "
+        "has its own pass.",
         ge=1,
     )
     n_samples_per_prompt: int = option(1, "Responses per prompt.", ge=1)
@@ -324,7 +323,7 @@ def unused_by_rewards(
 
     `agents` and `judges`: what else uses them in a command, as in `unused_without`.
     """
-    servers = {**judges, REMOTE_ENGINES: rollout.remote_engines}
+    servers = {**judges, "--rollout.remote_engines": rollout.remote_engines}
     rules = {"--reward.remote_url": reward.remote_url, VERIFIER: reward.verifier}
     code = {FUNCTION: reward.function_path, VERIFIER: reward.verifier}
     yield from unused_without({**rules, **servers}, "reward.timeout")

@@ -98,7 +98,7 @@ class WandbConfig(Section):
 
 
 class LoggerConfig(Section):
-    """Where numbers go besides the run folder."""
+    """Trackers, and the interval of entries."""
 
     logging_steps: int = option(1, "Steps between two entries.", ge=1)
     wandb: WandbConfig = WandbConfig()
@@ -204,7 +204,7 @@ class LoraConfig(Section):
 
 
 class LoadingConfig(Section):
-    """How models are loaded and run."""
+    """Loading of models, and their data type and attention."""
 
     param_dtype: str = option("bf16", "Data type of the weights.", choices=DTYPES)
     attn_implementation: str = option(
@@ -393,7 +393,7 @@ class GroupConfig(Section):
 
 
 class ModelSourceConfig(Section):
-    """Where models come from."""
+    """Source of models."""
 
     trust_remote_code: bool = option(False, "Run Python code that comes with a model.")
 

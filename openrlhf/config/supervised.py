@@ -31,7 +31,7 @@ class SupervisedConfig(shared.OptimizerConfig, Root):
         return {"train.micro_batch_size": micro, "data.tokenizer_chat_template": template}
 
     def notices(self) -> Iterator[str]:
-        """Yield what the user may have to know of this resolved configuration."""
+        """Yield notices about this resolved configuration."""
         micro, default = self.train.micro_batch_size, type(self)().train.micro_batch_size
         if micro != default and "train.micro_batch_size" not in self.given:
             yield f"--train.micro_batch_size is {micro}, the share of a rank in <train.batch_size>."
