@@ -77,11 +77,7 @@ def join_parts(parts: Sequence[Part], *, width: int | None = None) -> Text:
     If the line is longer than `width` columns, details are left out first, then the parts with the
     highest rank.
     """
-    line = Text()
-    for index, part in enumerate(parts):
-        if index:
-            line.append(" · ", "dim")
-        line.append_text(part.text)
+    line = Text.assemble((" · ", "dim")).join(part.text for part in parts)
     if width is None or line.cell_len <= width:
         return line
     if any(part.detail for part in parts):

@@ -10,7 +10,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -234,22 +234,20 @@ def read_series(rows: Iterable[Row]) -> Series:
     return {name: sorted(curve.items()) for name, curve in points.items()}
 
 
-@dataclass
 class _PromptHistory:
     """Samples of a run by prompt; of each prompt and step only the first sample is kept."""
 
-    first: dict[str, Row] = field(default_factory=dict[str, Row])  # of the first step
-    repeated: dict[str, Row] = field(default_factory=dict[str, Row])  # newest, of the same prompts
-    latest: dict[str, Row] = field(default_factory=dict[str, Row])  # of the newest later step
-    step: int | None = None
+    def __init__(self) -> None:
+        self.first: dict[str, Row] = {}  # of the first step
+        self.repeated: dict[str, Row] = {}  # newest, of the same prompts
+        self.latest = self.first  # of the newest step
+        self._step: int | None = None
 
     def add(self, row: Row) -> None:
         """Add the next sample of samples.jsonl."""
-        if self.step is None:
-            self.latest = self.first
-        elif row["step"] != self.step:
+        if self.first and row["step"] != self._step:
             self.latest = {}
-        self.step = row["step"]
+        self._step = row["step"]
         prompt = str(row.get("prompt"))
         if prompt in self.latest:
             return
