@@ -24,6 +24,7 @@ from openrlhf.termination import ctrl_c_raises
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # variables of a launcher
 OTHER_AUTHOR = "OpenRLHF Team"  # of the package openrlhf on PyPI
+HELP_FLAGS = {"-h", "--help", "--help_json"}
 OTHERS_WAIT_S = 10.0  # a launcher ends all processes when the first one fails
 SHARED = ("events",)  # kinds of places to which several commands may write at once
 C = TypeVar("C", bound=Command)
@@ -41,7 +42,7 @@ def read_flags(
     prepare_process()
     with plain_ends():
         refuse_other_package()
-        asks_for_help = "-h" in words or "--help" in words
+        asks_for_help = not HELP_FLAGS.isdisjoint(words)
         if on_ray and machine.ray_may_run() and not asks_for_help:
             _use_devices_of_ray()
         try:

@@ -1,6 +1,6 @@
-"""Names and properties of registered choices; their functions live in `openrlhf.algorithms`.
+"""Names and traits of registered choices. Their functions are in `openrlhf.algorithms`.
 
-The tables are live: what a plug-in adds is a choice of its flag from then on.
+A name that a plug-in adds to a table becomes a choice of the table's flag.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
-"""Fields of dataclass trees as flags: how they are declared, found, converted and bounded.
+"""Flags as fields of a tree of dataclasses: declaration, lookup, conversion and bounds.
 
-A field's path from the root is its flag: `config.ds.lora.rank` is `--ds.lora.rank`. Name, type,
-default and help are written once; parser, help, files and error messages come from there.
+A field's path from the root is its flag: `config.ds.lora.rank` is `--ds.lora.rank`. The name, type,
+default and help of a flag are written once. The parser, `--help`, the JSON schema, configuration
+files and error messages use this declaration.
 """
 
 import difflib
@@ -22,23 +23,41 @@ from openrlhf.reporting import notice as notice
 
 T = TypeVar("T")
 Shape = Literal["switch", "one", "pair", "list", "json"]
-TYPES: dict[str, tuple[Shape, type]] = {  # annotations a flag may have, `| None` left out
-    "bool": ("switch", bool), "int": ("one", int), "float": ("one", float), "str": ("one", str),
-    "tuple[float, float]": ("pair", float), "tuple[int, ...]": ("list", int),
-    "tuple[float, ...]": ("list", float), "tuple[str, ...]": ("list", str),
-    "Mapping[str, Any]": ("json", dict),
-}  # fmt: skip
-KINDS = {int: "a whole number", float: "a number", str: "a text"}
 BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
-    "ge": ("at least", operator.ge), "gt": ("above", operator.gt),
-    "le": ("at most", operator.le), "lt": ("below", operator.lt),
-}  # fmt: skip
+    "ge": ("at least", operator.ge),
+    "gt": ("above", operator.gt),
+    "le": ("at most", operator.le),
+    "lt": ("below", operator.lt),
+}
+TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text"}
+YAML_WORDS = {True: "on", False: "off"}  # the words that YAML reads as booleans
+
+
+@dataclass(frozen=True)
+class ValueType:
+    """The type of a flag's values: `kind` is the type of each value of a pair or a list."""
+
+    shape: Shape
+    kind: type
+
+
+TYPES = {  # by annotation, without `| None`
+    "bool": ValueType("switch", bool),
+    "int": ValueType("one", int),
+    "float": ValueType("one", float),
+    "str": ValueType("one", str),
+    "tuple[float, float]": ValueType("pair", float),
+    "tuple[int, ...]": ValueType("list", int),
+    "tuple[float, ...]": ValueType("list", float),
+    "tuple[str, ...]": ValueType("list", str),
+    "Mapping[str, Any]": ValueType("json", dict),
+}
 
 
 class UserError(Exception):
     """A user's mistake, or a problem that the user can fix. Commands print only the message.
 
-    Secrets in URLs are hidden: the message may end up in logs.
+    Secrets in URLs are masked, because the message may end up in logs.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -46,24 +65,26 @@ class UserError(Exception):
 
 
 class ConfigError(UserError, ValueError):
-    """Mistakes of the user in the flags. The message has a line for each of the `violations`."""
+    """The user's mistakes in the flags. The message has one line for each of the `violations`."""
 
     def __init__(self, violations: str | Sequence[str]) -> None:
         if isinstance(violations, str):
             violations = [violations]
         self.violations = [without_secrets(text) for text in violations]
-        head = [f"{len(self.violations)} mistakes:"] if len(self.violations) > 1 else []
-        super().__init__("\n  - ".join([*head, *self.violations]))
+        lines = self.violations
+        if len(lines) > 1:
+            lines = [f"{len(lines)} mistakes:", *lines]
+        super().__init__("\n  - ".join(lines))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """One flag of a command, as the parser, files, messages and the surface tests see it."""
+    """A flag of a command."""
 
     path: str
     shape: Shape
     kind: type  # of a value; of each value of a pair or a list
-    optional: bool  # None is a value
+    optional: bool  # accepts None
     default: Any
     section: str  # the title of its section
     help: str
@@ -73,9 +94,8 @@ class Flag:
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
-    holds: Literal["model", "dataset", "place"] | None = (
-        None  # paths or hub names, by comma; a path of this machine
-    )
+    # "model" and "dataset": comma-separated paths or Hub names. "place": a path of this machine.
+    holds: Literal["model", "dataset", "place"] | None = None
     writes: str = ""  # the kind of output that the command writes to this place: `places`
     required: bool = False  # None until it is given; `check()` asks for it
     saved: bool = True  # False: left out of configuration files
@@ -88,19 +108,45 @@ class Flag:
 
     @property
     def switches(self) -> dict[str, bool]:
-        """The spellings and what they set; a switch that is on by default has an opposite."""
-        head, dot, leaf = self.path.rpartition(".")
-        paired = self.shape == "switch" and self.default
-        return {self.name: True} | ({f"--{head}{dot}no_{leaf}": False} if paired else {})
+        """The spellings of the flag and the value that each sets if the flag is a switch.
+
+        A switch that is on by default has a second spelling that turns it off.
+        """
+        spellings = {self.name: True}
+        if self.shape == "switch" and self.default:
+            section, dot, leaf = self.path.rpartition(".")
+            spellings[f"--{section}{dot}no_{leaf}"] = False
+        return spellings
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The bounds that are set, by name."""
+        bounds = {name: getattr(self, name) for name in BOUNDS}
+        return {name: limit for name, limit in bounds.items() if limit is not None}
+
+    def allows(self, number: float) -> bool:
+        """Return whether a number is within the bounds. NaN is never within them."""
+        is_nan = number != number
+        return not is_nan and all(
+            BOUNDS[name][1](number, limit) for name, limit in self.limits.items()
+        )
 
     def typed(self, value: Any) -> str:
-        """The words of a command line that give it this value; a switch is only its name."""
+        """Return the words of a command line that set this value; a switch is only its name."""
+        if self.shape == "switch":
+            return self.name
         if self.secret and value is not None:
             value = HIDDEN
-        shown = hide(value)
-        values = shown if self.shape in ("pair", "list") else [shown]
-        words = [f"{v:g}" if isinstance(v, float) else str(v) for v in values or ()]
-        return " ".join([self.name, *(words if self.shape != "switch" else [])])
+        values = [hide(value)]
+        if self.shape in ("pair", "list"):
+            values = hide(value) or []
+        words = [self.name]
+        for each in values:
+            if isinstance(each, float):
+                words.append(f"{each:g}")
+            else:
+                words.append(str(each))
+        return " ".join(words)
 
 
 @dataclass(frozen=True)
@@ -137,60 +183,66 @@ def option(default: T, help: str, **info: Any) -> T:
 
 
 def derived(help: str, **info: Any) -> Any:
-    """A flag that is None where it is not given, until `resolve()` fills it in."""
+    """Declare a flag that is None if it is not given, until `resolve()` sets it."""
     return option(None, help, **info)
 
 
 def required(help: str, **info: Any) -> Any:
-    """A flag the command cannot run without."""
+    """Declare a flag that the command requires."""
     return option(None, help, required=True, **info)
 
 
 @cache
 def flags_of(root: type[Any]) -> Mapping[str, Flag]:
-    """Every flag of a configuration class by its path, in order of declaration."""
+    """Return all flags of a configuration class by path, in the order of declaration."""
     return {flag.path: flag for flag in _walk(root(), "")}
 
 
 def _walk(node: Any, prefix: str) -> Iterator[Flag]:
-    for each in fields(node):
-        path, default = prefix + each.name, getattr(node, each.name)
+    for attribute in fields(node):
+        path = prefix + attribute.name
+        default = getattr(node, attribute.name)
         if is_dataclass(default):
             yield from _walk(default, f"{path}.")
-        elif "help" in each.metadata:  # else the tree's own, such as what was given
-            annotation = str(each.type)
-            shape, kind = TYPES[annotation.removesuffix(" | None")]
-            optional = default is None or annotation.endswith(" | None")
-            about = {"section": node.__doc__, **each.metadata}
+        elif "help" in attribute.metadata:  # otherwise it is not a flag, for example `given`
+            annotation = str(attribute.type)
+            value_type = TYPES[annotation.removesuffix(" | None")]
             yield Flag(
-                path=path, shape=shape, kind=kind, optional=optional, default=default, **about
+                path=path,
+                shape=value_type.shape,
+                kind=value_type.kind,
+                optional=default is None or annotation.endswith(" | None"),
+                default=default,
+                **{"section": node.__doc__, **attribute.metadata},
             )
 
 
 def flags_in(config: Any) -> list[tuple[Flag, Any]]:
-    """The flags of a tree with their values."""
+    """Return the flags of a tree with their values."""
     return [(flag, value_at(config, path)) for path, flag in flags_of(config.__class__).items()]
 
 
 def value_at(config: Any, path: str) -> Any:
-    """The value or section at a dotted path. AttributeError where there is none."""
+    """Return the value or section at a dotted path. Raises AttributeError if there is none."""
     return operator.attrgetter(path)(config)
 
 
 def amend(config: T, values: Mapping[str, Any]) -> T:
-    """A copy of the tree with the values at these dotted paths."""
+    """Return a copy of the tree with these values at their dotted paths."""
     changed: dict[str, Any] = {}
     for path, value in values.items():
         name, _, rest = path.partition(".")
-        changed[name] = (
-            amend(changed.get(name, getattr(config, name)), {rest: value}) if rest else value
-        )
+        if rest:
+            section = changed.get(name, getattr(config, name))
+            value = amend(section, {rest: value})
+        changed[name] = value
     return replace(cast(Any, config), **changed)
 
 
 def items(text: str | None) -> list[str]:
-    """The parts of a comma list, without blanks."""
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
+    """Return the parts of a comma-separated list, stripped, without empty ones."""
+    parts = [part.strip() for part in (text or "").split(",")]
+    return [part for part in parts if part]
 
 
 def spelled_out(config: Any, sentences: Iterable[str]) -> list[str]:
@@ -200,70 +252,96 @@ def spelled_out(config: Any, sentences: Iterable[str]) -> list[str]:
 
 
 def mentions(text: str, paths: Iterable[str]) -> bool:
-    """Whether a sentence names one of these flags."""
+    """Return whether a sentence names one of these flags."""
     return any(re.search(rf"--{re.escape(path)}(?![\w.]*\w)", text) for path in paths)
 
 
 def convert(flag: Flag, raw: Any) -> Any:
-    """The value of a flag from what the command line (texts) or a file (YAML values) has for it.
+    """Return the value of a flag from words of the command line or from a value of a YAML file.
 
-    A leading ~ of a path is the home folder. Raises ConfigError with a sentence that names the
+    A leading ~ of a path becomes the home folder. Raises ConfigError with a sentence that names the
     flag.
     """
     if raw is None and flag.optional:
         return None
-    if flag.shape == "switch":
-        if isinstance(raw, bool):
-            return raw
-        raise ConfigError(f"{flag.name} is a switch: true or false, not {raw!r}.")
-    if flag.shape == "json":
-        return _json_object(flag, raw)
-    if flag.shape == "one":
-        return _scalar(flag, raw)
-    items = cast("list[Any]", raw) if isinstance(raw, list) else [raw]
-    if flag.shape == "pair" and len(items) != 2:
-        raise ConfigError(f"{flag.name} takes two numbers, not {len(items)}: {items!r}.")
-    return tuple(_scalar(flag, item) for item in items)
+    match flag.shape:
+        case "switch":
+            if isinstance(raw, bool):
+                return raw
+            raise ConfigError(f"{flag.name} is a switch: true or false, not {raw!r}.")
+        case "json":
+            return _json_object(flag, raw)
+        case "one":
+            return _scalar(flag, raw)
+        case "pair" | "list":
+            values = cast("list[Any]", raw)
+            if not isinstance(raw, list):
+                values = [raw]
+            if flag.shape == "pair" and len(values) != 2:
+                raise ConfigError(f"{flag.name} takes two numbers, not {len(values)}: {values!r}.")
+            return tuple(_scalar(flag, value) for value in values)
 
 
 def _scalar(flag: Flag, raw: Any) -> Any:
-    truths = (
-        {True: "on", False: "off"} if "on" in (flag.choices or ()) else {}
-    )  # as YAML reads on and off
-    value = truths.get(raw) if isinstance(raw, bool) else raw
-    try:
-        value = flag.kind(value) if isinstance(value, (str, int, float)) else None
-    except (ValueError, OverflowError):
+    value = raw
+    if isinstance(raw, bool):
         value = None
-    if value is None or (flag.kind is int and isinstance(raw, float) and raw != value):
-        raise ConfigError(f"{flag.name} takes {KINDS[flag.kind]}, not {raw!r}.")
+        if "on" in (flag.choices or ()):
+            value = YAML_WORDS[raw]
+    value = _as_kind(flag.kind, value)
+    if value is None:
+        raise ConfigError(f"{flag.name} takes {TYPE_NAMES[flag.kind]}, not {raw!r}.")
     if flag.choices is not None and value not in flag.choices:
-        meant = {"grpo": ["group_norm"]}.get(value) or nearest(value, flag.choices)
-        known, hint = ", ".join(flag.choices), did_you_mean(meant)
-        if isinstance(flag.choices, dict):  # a table that plug-ins extend
-            hint += " To use a name of your own, register it with --plugin FILE.py."
-        raise ConfigError(f"{flag.name} takes one of {known}, not {value!r}.{hint}")
+        raise ConfigError(_unknown_choice(flag, value, flag.choices))
+    if flag.holds == "place":
+        return os.path.expanduser(value)
     if flag.holds:
-        paths = [value] if flag.holds == "place" else re.split(r"(,\s*)", value)
-        return "".join(map(os.path.expanduser, paths))
+        parts = re.split(r"(,\s*)", value)
+        return "".join(os.path.expanduser(part) for part in parts)
     return value
 
 
-def _json_object(flag: Flag, raw: Any) -> dict[str, Any]:
+def _as_kind(kind: type, value: Any) -> Any:
+    """Return the value as an int, float or str; None if it has no such form."""
+    if not isinstance(value, (str, int, float)):
+        return None
     try:
-        value = json.loads(raw) if isinstance(raw, str) else raw
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{flag.name} takes a JSON object, and {raw!r} is none: {error}."
-        ) from None
+        converted = kind(value)
+    except (ValueError, OverflowError):
+        return None
+    if kind is int and isinstance(value, float) and converted != value:
+        return None
+    return converted
+
+
+def _unknown_choice(flag: Flag, value: Any, choices: Collection[str]) -> str:
+    meant = nearest(value, choices)
+    if value == "grpo" and "group_norm" in choices:
+        meant = ["group_norm"]
+    hint = did_you_mean(meant)
+    if isinstance(choices, dict):  # a table that plug-ins extend
+        hint += " To use a name of your own, register it with --plugin FILE.py."
+    return f"{flag.name} takes one of {', '.join(choices)}, not {value!r}.{hint}"
+
+
+def _json_object(flag: Flag, raw: Any) -> dict[str, Any]:
+    value = raw
+    if isinstance(raw, str):
+        try:
+            value = json.loads(raw)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"{flag.name} takes a JSON object, and {raw!r} is none: {error}."
+            ) from None
     if not isinstance(value, dict):
         raise ConfigError(f'{flag.name} takes a JSON object, such as {{"name": 1}}, not {raw!r}.')
     return cast("dict[str, Any]", value)
 
 
 def text_of(flag: str, file: str) -> str:
-    """The text of a file that a flag names. Raises ConfigError if it cannot be read, or is not
-    UTF-8.
+    """Return the text of a file that a flag names.
+
+    Raises ConfigError if the file cannot be read or is not UTF-8.
     """
     try:
         return Path(file).read_text(encoding="utf-8")
@@ -274,64 +352,71 @@ def text_of(flag: str, file: str) -> str:
 
 
 def toml_beside(module: str, name: str = "") -> dict[str, Any]:
-    """The TOML file beside a module, which gives its `__file__`: the one of the same name, or of
-    this name.
+    """Return the content of a TOML file in the folder of a module, which passes its `__file__`.
+
+    Without `name`, the file has the name of the module.
     """
-    return tomllib.loads(
-        Path(module).with_name(name or f"{Path(module).stem}.toml").read_text(encoding="utf-8")
-    )
+    name = name or f"{Path(module).stem}.toml"
+    return tomllib.loads(Path(module).with_name(name).read_text(encoding="utf-8"))
 
 
 def tables(module: str) -> dict[str, dict[str, str]]:
-    """By name, what the TOML file beside a module says of names: `said = ["name", "name"]` in one
-    of its tables.
+    """Return the tables of the TOML file beside a module, inverted.
+
+    A line `value = ["name", "name"]` of a table becomes an entry of each name with this value.
     """
-    read = toml_beside(module).items()
-    return {
-        title: {name: said for said, names in table.items() for name in names}
-        for title, table in read
-    }
+    inverted: dict[str, dict[str, str]] = {}
+    for title, table in toml_beside(module).items():
+        inverted[title] = {}
+        for value, names in table.items():
+            inverted[title].update(dict.fromkeys(names, value))
+    return inverted
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:
     """Return at most two known names that a user may have meant.
 
-    Similar names of the same section are returned alone. Else names with this last part come first,
-    then similar names.
+    Similar names of the same section are returned alone. Otherwise, names with the same last part
+    come first, then similar names.
     """
     section, _, leaf = name.rpartition(".")
-    neighbors = [path for path in known if section and path.rpartition(".")[0] == section]
-    misspelled = difflib.get_close_matches(name, neighbors, n=2, cutoff=0.9)
-    if misspelled:
-        return misspelled
+    if section:
+        neighbors = [path for path in known if path.rpartition(".")[0] == section]
+        misspelled = difflib.get_close_matches(name, neighbors, n=2, cutoff=0.9)
+        if misspelled:
+            return misspelled
     leaves = {path: path.rpartition(".")[2] for path in known}
-    same = [path for path in known if leaves[path] == leaf]
-    begun = [path for path in known if len(leaf) > 3 and leaves[path].startswith(leaf)]
-    ended = [path for path in known if leaf.endswith(f"_{leaves[path]}")]
-    by_leaf = difflib.get_close_matches(name, same or begun, n=2, cutoff=0.0)
-    similar = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
-    close = difflib.get_close_matches(leaf, leaves.values(), n=2, cutoff=0.8)
-    found = [*by_leaf, *(path for path in known if leaves[path] in close), *ended, *similar]
+    candidates = [path for path in known if leaves[path] == leaf]
+    if not candidates and len(leaf) > 3:
+        candidates = [path for path in known if leaves[path].startswith(leaf)]
+    found = difflib.get_close_matches(name, candidates, n=2, cutoff=0.0)
+    close_leaves = difflib.get_close_matches(leaf, leaves.values(), n=2, cutoff=0.8)
+    found += [path for path in known if leaves[path] in close_leaves]
+    found += [path for path in known if leaf.endswith(f"_{leaves[path]}")]
+    found += difflib.get_close_matches(name, known, n=2, cutoff=0.7)
     return list(dict.fromkeys(found))[:2]
 
 
 def did_you_mean(names: Collection[str]) -> str:
-    """The end of a sentence about a name that is unknown."""
-    return f" Did you mean {' or '.join(names)}?" if names else ""
+    """Return the end of a sentence about an unknown name; empty without suggestions."""
+    if not names:
+        return ""
+    return f" Did you mean {' or '.join(names)}?"
 
 
 def bound_violations(config: Any) -> Iterator[str]:
-    """Required flags that are not set, and numbers outside the bounds of their flag, or NaN."""
+    """Yield a sentence for each required flag that is not set and each number out of bounds."""
     for flag, resolved in flags_in(config):
-        value = (
-            config.given.get(flag.path) if flag.default is None else resolved
-        )  # a derived value is not the user's
-        if value in (None, "") and flag.required:
+        value = resolved
+        if flag.default is None:
+            value = config.given.get(flag.path)  # a derived value is not the user's
+        if flag.required and value in (None, ""):
             yield f"{flag.name} must be given. {flag.help}"
-        limits = {name: limit for name in BOUNDS if (limit := getattr(flag, name)) is not None}
-        for number in cast("tuple[Any, ...]", value if isinstance(value, tuple) else (value,)):
-            inside = (BOUNDS[name][1](number, limit) for name, limit in limits.items())
-            if isinstance(number, (int, float)) and not (number == number and all(inside)):
-                words = " and ".join(f"{BOUNDS[name][0]} {limits[name]:g}" for name in limits)
-                yield f"{flag.name} is {number}, but it must be {words or 'a number'}."
+        if not isinstance(value, tuple):
+            value = (value,)
+        for number in cast("tuple[Any, ...]", value):
+            if isinstance(number, (int, float)) and not flag.allows(number):
+                words = [f"{BOUNDS[name][0]} {limit:g}" for name, limit in flag.limits.items()]
+                bounds = " and ".join(words) or "a number"
+                yield f"{flag.name} is {number}, but it must be {bounds}."
                 break

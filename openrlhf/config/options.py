@@ -1,9 +1,10 @@
-"""From a command line and a configuration file to a resolved, checked tree, and back to a file.
+"""Parsing of a command line and a configuration file into a checked configuration, and back.
 
-`parse_config` is the entry of every command. It raises `ConfigError` with everything that is wrong
-at once; the command prints that to stderr and exits with status 2.
+Every command calls `parse_config`, which raises one `ConfigError` with all mistakes. The command
+prints it to stderr and exits with status 2.
 """
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
@@ -26,38 +27,67 @@ from openrlhf.config.flags import (
 from openrlhf.config.help import help_text
 from openrlhf.config.legacy import Group, takes_no_value
 from openrlhf.config.plugins import load_plugins
+from openrlhf.config.schema import json_schema
 from openrlhf.config.unsupported import is_refused
 from openrlhf.masking import hide, is_hidden
 from openrlhf.reporting import notice, say
 
 MOST_HINTS = 4
-# Flags that may change from one start of a run to the next without a notice: logging, devices,
-# processes, time limits.
+ARITY = {"one": "one value", "json": "one value", "pair": "two values"}
+# Flags that may differ between two starts of a run without a notice: logging, devices, processes,
+# time limits.
 FREE_TO_CHANGE = (
-    "run.*", "logger.*", "ckpt.*", "placement.*", "use_ms", "train.colocate_*", "train.max_restarts", "*.num_nodes",
-    "*.num_gpus_per_node", "*_timeout", "*.timeout", "*.workers", "*.dataloader_num_workers", "*.memory_gib",
-    "*.offload", "*_offload", "*_parallel_size", "*_engines", "ds.zero_stage", "ds.zpg", "ds.nvme_path",
-    "ds.ring_attn_*", "ds.overlap_comm", "ds.use_universal_ckpt", "*.enable_sleep", "vllm.max_restarts",
-    "vllm.gpu_memory_utilization", "vllm.sync_*",
-)  # fmt: skip
+    "run.*",
+    "logger.*",
+    "ckpt.*",
+    "placement.*",
+    "use_ms",
+    "train.colocate_*",
+    "train.max_restarts",
+    "*.num_nodes",
+    "*.num_gpus_per_node",
+    "*_timeout",
+    "*.timeout",
+    "*.workers",
+    "*.dataloader_num_workers",
+    "*.memory_gib",
+    "*.offload",
+    "*_offload",
+    "*_parallel_size",
+    "*_engines",
+    "ds.zero_stage",
+    "ds.zpg",
+    "ds.nvme_path",
+    "ds.ring_attn_*",
+    "ds.overlap_comm",
+    "ds.use_universal_ckpt",
+    "*.enable_sleep",
+    "vllm.max_restarts",
+    "vllm.gpu_memory_utilization",
+    "vllm.sync_*",
+)
 
 R = TypeVar("R", bound=Command)
 
 
 def parse_config(root: type[R], argv: Sequence[str], *, command: str) -> R:
-    """The resolved and checked configuration of a command line.
+    """Return the resolved and checked configuration of a command line.
 
-    Prints notices to stderr, in rank 0 only. `--help` prints and exits. Raises ConfigError.
+    The first process of a launcher prints notices to stderr. `--help` prints the help and exits,
+    and `--help_json` the JSON schema. Raises ConfigError.
     """
     for place, word in enumerate(argv):
         if word in ("-h", "--help"):
             say(help_text(root, command, topic="".join(argv[place + 1 : place + 2])))
             raise SystemExit(0)
+        if word == "--help_json":
+            print(json.dumps(json_schema(root, command), indent=2, allow_nan=False), flush=True)
+            raise SystemExit(0)
     reader = Reader(root, command).read(argv)
     config, notices = amend(root(), {**reader.given, "given": reader.given}).resolve(
         command=command
     )
-    # What follows from a mistake would only mislead.
+    # A violation that follows from another mistake would only mislead.
     broken = [text for text in config.check() if not mentions(text, reader.doubtful)]
     violations = [*reader.problems, *broken]
     notice(*reader.notices)
@@ -68,123 +98,147 @@ def parse_config(root: type[R], argv: Sequence[str], *, command: str) -> R:
 
 
 class Reader:
-    """Reads one command line and its file. `doubtful`: flags with a wrong value, or meant by a name
-    that is wrong.
+    """The values that one command line and its file give, with notices and mistakes.
+
+    `doubtful` has the flags with a wrong value, and those that an unknown name may have meant.
     """
 
     def __init__(self, root: type[Any], command: str) -> None:
         self.root, self.command, self.flags = root, command, flags_of(root)
+        self.by_spelling: dict[str, Flag] = {}
+        for flag in self.flags.values():
+            for spelling in flag.switches:
+                self.by_spelling[spelling.removeprefix("--")] = flag
         self.given: dict[str, Any] = {}
         self.notices: list[str] = []
         self.problems: list[str] = []
         self.doubtful: set[str] = set()
 
     def read(self, argv: Sequence[str]) -> Self:
-        """Fill `given` (without defaults), `notices` and `problems`; flags win over the file. Loads
-        plug-ins.
+        """Read a command line and its file, and load plug-ins. Flags win over the file.
+
+        Sets `given` (without defaults), `notices` and `problems`.
         """
-        old = legacy.translate(_groups(argv), self.flags)
-        self.notices += old.notices
-        self.problems += old.violations
-        typed, file = dict[str, Any](), ""
-        for name, words in old.groups:
+        translated = legacy.translate(_split_at_flags(argv), self.flags)
+        self.notices += translated.notices
+        self.problems += translated.violations
+        typed: dict[str, Any] = {}
+        file = ""
+        for name, words in translated.groups:
             if name == "config":
                 file = os.path.expanduser(" ".join(words))
-            elif not name:
-                self.problems.append(f"{' '.join(words)} follows no flag that takes it.")
-            else:
+            elif name:
                 self._take(name, words, typed)
-        written = self.read_yaml(file) if file else {}
+            else:
+                self.problems.append(f"{' '.join(words)} follows no flag that takes it.")
+        written: dict[str, Any] = {}
+        if file:
+            written = self.read_yaml(file)
+        # Plug-ins first: they register names that other flags accept.
         for path, value in {"plugin": None, **written, **typed}.items():
-            flag = self.flags[path]
-            try:
-                if is_hidden(value):
-                    raise ConfigError(
-                        f"{flag.name} {hide(value)} contains a masked secret: give {flag.name} on the command line."
-                    )
-                if value is not None or flag.default not in (
-                    None,
-                    (),
-                ):  # else null in a file: not given
-                    self.given[path] = convert(flag, value)
-            except ConfigError as error:
-                self.problems.append(f"{file}: {error}" if path not in typed else str(error))
-                self.doubtful.add(path)
-            if path == "plugin":  # the first: values of other flags may be names that it registers
+            source = ""
+            if path not in typed:
+                source = f"{file}: "
+            self._convert(self.flags[path], value, source)
+            if path == "plugin":
                 load_plugins(self.given.get(path, ()))
-        self._keep_apart(Path(file), written.keys() - typed.keys())
+        if file:
+            self._check_origin(Path(file), written.keys() - typed.keys())
         return self
 
-    def _take(self, name: str, words: list[str], typed: dict[str, Any]) -> None:
-        """Note the words after a name, or the unique beginning of a name, if it is a flag that
-        takes so many.
-        """
-        spellings = {
-            text[2:]: (flag, on)
-            for flag in self.flags.values()
-            for text, on in flag.switches.items()
-        }
-        begun = (
-            [name]
-            if name in spellings
-            else [spelling for spelling in spellings if spelling.startswith(name)]
-        )
-        if len(begun) != 1:
-            self.problems.append(self._no_such(f"--{name}"))
-            return
-        flag, meaning = spellings[begun[0]]
-        if flag.shape == "list":
-            typed[flag.path] = [*typed.get(flag.path, []), *words]
-        elif flag.shape == "switch" and words:
-            self.problems.append(takes_no_value(flag.name, words))
-        elif flag.shape == "switch":
-            typed[flag.path] = meaning
-        elif len(words) == (2 if flag.shape == "pair" else 1):
-            typed[flag.path] = words if flag.shape == "pair" else words[0]
-        else:
-            arity = "two values" if flag.shape == "pair" else "one value"
-            self.problems.append(
-                f"{flag.name} takes {arity}, but {' '.join(words) or 'nothing'} follows it."
-            )
+    def _convert(self, flag: Flag, value: Any, source: str) -> None:
+        """Set the value of a flag in `given`. `source`: the file with the value, for messages."""
+        if value is None and flag.default in (None, ()):
+            return  # null in a file: not given
+        try:
+            if is_hidden(value):
+                raise ConfigError(
+                    f"{flag.name} {hide(value)} contains a masked secret: give {flag.name} on the "
+                    "command line."
+                )
+            self.given[flag.path] = convert(flag, value)
+        except ConfigError as error:
+            self.problems.append(f"{source}{error}")
             self.doubtful.add(flag.path)
 
-    def _no_such(self, name: str) -> str:
-        """`name` as typed: with -- on a command line, without it in a file."""
-        bare, defaults = name.removeprefix("--"), self.root()
-        meant = legacy.aliases(
-            self.flags, legacy.ELSEWHERE
-        )  # also by those who come from another framework
-        there = [flag for flag in self.flags.values() if not is_refused(flag.path, defaults)]
-        names = [*(spelling[2:] for flag in there for spelling in flag.switches), *meant]
-        close = (
-            meant.get(bare)
-            or nearest(bare, names)
-            or [path for path in [*self.flags, *meant] if path.startswith(bare)]
-        )
-        paths = list(dict.fromkeys(path for each in close for path in meant.get(each, [each])))[
-            :MOST_HINTS
-        ]
-        self.doubtful.update(paths)
-        return f"{self.command} has no flag {name}.{did_you_mean([name.removesuffix(bare) + path for path in paths])}"
+    def _take(self, name: str, words: list[str], typed: dict[str, Any]) -> None:
+        """Add the words after a flag, or after the unique beginning of a flag, to `typed`."""
+        candidates = [name]
+        if name not in self.by_spelling:
+            candidates = [spelling for spelling in self.by_spelling if spelling.startswith(name)]
+        if len(candidates) != 1:
+            self.problems.append(self._unknown(f"--{name}"))
+            return
+        spelling = candidates[0]
+        flag = self.by_spelling[spelling]
+        match flag.shape:
+            case "list":
+                typed[flag.path] = [*typed.get(flag.path, []), *words]
+            case "switch" if words:
+                self.problems.append(takes_no_value(flag.name, words))
+            case "switch":
+                typed[flag.path] = flag.switches[f"--{spelling}"]
+            case "pair" if len(words) == 2:
+                typed[flag.path] = words
+            case "one" | "json" if len(words) == 1:
+                typed[flag.path] = words[0]
+            case _:
+                found = " ".join(words) or "nothing"
+                self.problems.append(
+                    f"{flag.name} takes {ARITY[flag.shape]}, but {found} follows it."
+                )
+                self.doubtful.add(flag.path)
 
-    def _keep_apart(self, file: Path, written: set[str]) -> None:
-        """Drop a `run.dir` that comes from the file of an earlier run: it is that run's own folder."""
+    def _unknown(self, name: str) -> str:
+        """Return the sentence about an unknown flag, with the flags that the user may have meant.
+
+        `name` is as the user wrote it: with -- on a command line, without in a file.
+        """
+        bare = name.removeprefix("--")
+        defaults = self.root()
+        renamed = legacy.aliases(self.flags, legacy.ELSEWHERE)
+        available = [
+            spelling
+            for spelling, flag in self.by_spelling.items()
+            if not is_refused(flag.path, defaults)
+        ]
+        close = renamed.get(bare) or nearest(bare, [*available, *renamed])
+        if not close:
+            close = [path for path in [*self.flags, *renamed] if path.startswith(bare)]
+        paths: list[str] = []
+        for found in close:
+            paths += renamed.get(found, [found])
+        paths = list(dict.fromkeys(paths))[:MOST_HINTS]
+        self.doubtful.update(paths)
+        dashes = name.removesuffix(bare)
+        hint = did_you_mean([dashes + path for path in paths])
+        return f"{self.command} has no flag {name}.{hint}"
+
+    def _check_origin(self, file: Path, written: set[str]) -> None:
+        """Drop a `run.dir` from the file of an earlier run, which is that run's own folder.
+
+        `written` has the paths of the flags whose values come from the file.
+        """
         if file.name == "config_resolved.yaml":
             self.problems.append(
                 f"--config {file} also has derived values: give config.yaml beside it."
             )
-        run = self.given.get("run.dir") if "run.dir" in written else None
-        if run and Path(run).resolve() == file.resolve().parent:
+        if "run.dir" not in written:
+            return
+        folder = self.given.get("run.dir")
+        if folder and Path(folder).resolve() == file.resolve().parent:
             del self.given["run.dir"]
             self.notices.append(
-                f"--run.dir {run} belongs to the run that wrote {file}: this run has a folder of its own."
+                f"--run.dir {folder} belongs to the run that wrote {file}: this run has a folder "
+                "of its own."
             )
 
     def read_yaml(self, file: str) -> dict[str, Any]:
-        """The values of a file by path (keys nested or dotted). Raises ConfigError if it cannot be
-        read.
+        """Return the values of a file by path. Its keys may be nested or dotted.
+
+        Raises ConfigError if the file cannot be read.
         """
-        import yaml  # only runs with a file pay for it
+        import yaml  # takes time, and only runs with a file need it
 
         try:
             content: Any = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
@@ -201,30 +255,35 @@ class Reader:
             elif path in self.flags:
                 values[path] = value
             else:
-                self.problems.append(f"{file}: {self._no_such(path)}")
+                self.problems.append(f"{file}: {self._unknown(path)}")
         return values
 
 
-def _groups(argv: Iterable[str]) -> list[Group]:
-    """Each flag with its words; words before all flags have the name "". Old names may have one
-    dash: -pretrain.
+def _split_at_flags(argv: Iterable[str]) -> list[Group]:
+    """Return each flag with the words after it. Words before the first flag have the name "".
+
+    Old names may have one dash: -pretrain.
     """
     groups: list[Group] = [("", [])]
     for word in argv:
         bare, equals, value = word.lstrip("-").partition("=")
-        if word.startswith("--") or (
-            word.startswith("-") and bare in legacy.NAMES | legacy.RL_NAMES
-        ):
-            groups.append((bare, [value] if equals else []))
+        is_old_name = bare in legacy.NAMES or bare in legacy.RL_NAMES
+        if word.startswith("--") or (word.startswith("-") and is_old_name):
+            words: list[str] = []
+            if equals:
+                words.append(value)
+            groups.append((bare, words))
         else:
             groups[-1][1].append(word)
-    return groups if groups[0][1] else groups[1:]
+    if not groups[0][1]:
+        return groups[1:]
+    return groups
 
 
 def leaves(
     node: Mapping[Any, Any], flags: Mapping[str, Flag], prefix: str
 ) -> Iterator[tuple[str, Any]]:
-    """The values of a file by path; its names may be nested or have dots."""
+    """Yield the path and value of each entry of a file. Its keys may be nested or dotted."""
     for key, value in node.items():
         path = f"{prefix}{key}"
         if path not in flags and isinstance(value, dict):
@@ -234,34 +293,37 @@ def leaves(
 
 
 def dump_yaml(config: Command, *, given_only: bool = False) -> str:
-    """The configuration as YAML: every value in effect, or what was given, which `--config` reads
-    back.
+    """Return the configuration as YAML: all values in effect, or only what the user gave.
 
-    What belongs to one launch (`--dry_run`, `--local_rank`) and the W&B key are left out; secrets
-    in URLs are hidden.
+    `--config` reads what the user gave. Flags of one launch (`--dry_run`, `--local_rank`) and the
+    W&B key are left out. Secrets in URLs are masked.
     """
-    import yaml  # only runs that write a file pay for it
+    import yaml  # takes time, and only runs that write a file need it
 
     tree: dict[str, Any] = {}
     for flag, value in flags_in(config):
-        if flag.saved and (flag.path in config.given or not given_only):
-            *sections, leaf = flag.path.split(".")
-            node = tree
-            for section in sections:
-                node = node.setdefault(section, {})
-            shown = hide(config.given[flag.path] if given_only else value)
-            node[leaf] = list(shown) if flag.shape in ("pair", "list") and shown else shown
+        if not flag.saved or (given_only and flag.path not in config.given):
+            continue
+        *sections, leaf = flag.path.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        if given_only:
+            value = config.given[flag.path]
+        shown = hide(value)
+        if flag.shape in ("pair", "list") and shown:
+            shown = list(shown)
+        node[leaf] = shown
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def changed_flags(before: str, config: Command) -> list[str]:
-    """Return the flags whose values differ from those of `before`, an earlier `dump_yaml` of a run,
-    with both values.
+    """Return the flags whose values differ from those in an earlier `dump_yaml`, with both values.
 
-    Flags that say where to write, and those of `FREE_TO_CHANGE`, are left out, as are flags that
-    only one release has.
+    Flags of output places, flags that match `FREE_TO_CHANGE`, and flags that only one release has
+    are left out.
     """
-    import yaml  # only runs that write a file pay for it
+    import yaml  # takes time, and only runs that write a file need it
 
     flags = flags_of(config.__class__)
     try:
@@ -273,7 +335,7 @@ def changed_flags(before: str, config: Command) -> list[str]:
     old = dict(leaves(cast("dict[Any, Any]", earlier), flags, ""))
     changed: list[str] = []
     for path, value in leaves(yaml.safe_load(dump_yaml(config)), flags, ""):
-        free = flags[path].writes or any(fnmatch(path, pattern) for pattern in FREE_TO_CHANGE)
-        if not free and path in old and old[path] != value:
+        is_free = flags[path].writes or any(fnmatch(path, pattern) for pattern in FREE_TO_CHANGE)
+        if not is_free and path in old and old[path] != value:
             changed.append(f"--{path} {value} (before: {hide(old[path])})")
     return changed

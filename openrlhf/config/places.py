@@ -1,6 +1,6 @@
-"""Where a command writes, and the check that it does not overwrite anything that it reads.
+"""Outputs of a command, and the check that they overwrite nothing that the command reads.
 
-The field `writes` of a flag names the kind of output in its folder or file.
+The field `writes` of a flag is the kind of output in its folder or file.
 """
 
 from __future__ import annotations
@@ -17,28 +17,50 @@ from typing import Any
 from openrlhf.config.effects import unused_flags
 from openrlhf.config.flags import Flag, flags_in, items
 
-# By kind of output, the names in its folder that the command writes, replaces or moves.
+# Names in an output folder that the command writes, replaces or moves, by kind of output.
 OWNED = {
     "model": (
-        "config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*.bin*", "adapter_*",
-        "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
-        "special_tokens_map.json", "added_tokens.json", "chat_template.*", "additional_chat_templates",
+        "config.json",
+        "generation_config.json",
+        "model*.safetensors*",
+        "pytorch_model*.bin*",
+        "adapter_*",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "spiece.model",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.*",
+        "additional_chat_templates",
     ),
     "checkpoints": ("*",),
     "episodes": ("step-*.jsonl.gz", "eval-*.jsonl.gz"),
     "run": (
-        "config.yaml", "config_resolved.yaml", "metrics.jsonl", "samples.jsonl", "texts.txt", "report.html", "logs", "wandb_id",
-        "wandb", "earlier",
+        "config.yaml",
+        "config_resolved.yaml",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "texts.txt",
+        "report.html",
+        "logs",
+        "wandb_id",
+        "wandb",
+        "earlier",
     ),
-    "stages": (),  # their names are in the file
+    "stages": (),  # the file of the pipeline names them
     "events": (),  # TensorBoard adds files
-}  # fmt: skip
-BESIDE_FILE = ("", ".part", ".request", ".new")  # ends of the names that belong to an output file
+}
+# Suffixes of the files that belong to an output file.
+FILE_SUFFIXES = ("", ".part", ".request", ".new")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """A folder or file that a command writes. `named`: the flag as it is typed."""
+    """A folder or file that a command writes. `named`: its flag and value as they are typed."""
 
     named: str
     path: str
@@ -55,10 +77,10 @@ class Output:
         return os.path.realpath(self.path)
 
     def changes(self, path: str) -> bool:
-        """Whether the command would write, replace or move what is at `path`."""
+        """Return whether the command would write, replace or move the file or folder at `path`."""
         read = os.path.realpath(path)
         if self.is_file:
-            return read in [self.real + end for end in BESIDE_FILE]
+            return read in [self.real + suffix for suffix in FILE_SUFFIXES]
         if read == self.real:
             return self.kind in ("model", "checkpoints", "episodes")
         inside = os.path.relpath(read, self.real).split(os.sep)
@@ -67,9 +89,11 @@ class Output:
         return any(fnmatch(inside[0], pattern) for pattern in OWNED[self.kind])
 
     def lies_in(self, folder: str) -> bool:
-        """Whether the output is a folder of data, or inside it."""
+        """Return whether the output is this folder of data or inside it."""
         data = os.path.realpath(folder)
-        return os.path.isdir(data) and (self.real == data or self.real.startswith(data + os.sep))
+        if not os.path.isdir(data):
+            return False
+        return self.real == data or self.real.startswith(data + os.sep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +105,7 @@ class Input:
 
 
 def outputs(config: Any) -> Iterator[Output]:
-    """The folders and files that a command with these flags writes."""
+    """Yield the folders and files that a command with these flags writes."""
     idle = config.idle_places() | unused_flags(config).keys()
     for flag, value in flags_in(config):
         if flag.writes and value and flag.path not in idle:
@@ -91,23 +115,29 @@ def outputs(config: Any) -> Iterator[Output]:
 
 
 def inputs(config: Any) -> list[Input]:
-    """The models, data and files that a command reads. What several flags name comes once."""
+    """Return the models, data and files that a command reads. Each appears once."""
     found: dict[str, Input] = {}
-    for flag, resolved in flags_in(config):
-        value: Any = config.given.get(flag.path, resolved) if flag.holds == "place" else resolved
-        if not flag.holds or flag.writes or not value:
+    for flag, value in flags_in(config):
+        if not flag.holds or flag.writes:
             continue
-        if not isinstance(value, str):
-            paths: list[str] = list(value)
-        elif flag.holds == "place":
-            paths = [value]
-        else:
-            paths = items(value)
-        for path in paths:
+        for path in _input_paths(flag, config.given.get(flag.path, value), value):
             if flag.holds == "dataset" and not os.path.exists(path):
-                path = path.partition("@")[0]  # of a hub name, a folder
+                path = path.partition("@")[0]  # the folder of a Hub dataset follows @
             found.setdefault(os.path.realpath(path), Input(flag=flag, path=path))
     return list(found.values())
+
+
+def _input_paths(flag: Flag, given: Any, resolved: Any) -> list[str]:
+    value = resolved
+    if flag.holds == "place":
+        value = given
+    if not value:
+        return []
+    if not isinstance(value, str):
+        return list(value)
+    if flag.holds == "place":
+        return [value]
+    return items(value)
 
 
 def overwriting(config: Any) -> Iterator[str]:
@@ -143,10 +173,10 @@ def model_in(folder: str) -> str | None:
             continue
         try:
             stored = json.loads(file.read_bytes())
-            kind = " ".join(
-                stored.get("architectures") or [stored.get("model_type") or stored["peft_type"]]
-            )
+            names = stored.get("architectures") or [stored.get("model_type") or stored["peft_type"]]
+            kind = " ".join(names)
         except (ValueError, KeyError, AttributeError, TypeError):
             kind = name
-        return f"{kind}, written {time.strftime('%Y-%m-%d %H:%M', time.localtime(file.stat().st_mtime))}"
+        written = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.stat().st_mtime))
+        return f"{kind}, written {written}"
     return None

@@ -1,6 +1,4 @@
-"""Registrations of users, imported once per process: files (`--plugin`), and installed packages by
-their entry points.
-"""
+"""Import of plug-ins, once per process: files of `--plugin`, and installed packages by entry point."""
 
 import importlib.util
 import sys
@@ -17,12 +15,12 @@ from openrlhf.config.flags import ConfigError
 
 
 def load_plugins(paths: Sequence[str]) -> None:
-    """Import the files, and what installed packages name as `openrlhf.plugins`. Names that they
-    register become choices.
+    """Import the files, and the entry points `openrlhf.plugins` of installed packages.
 
-    A plug-in may say more of a name in the tables of `choices`, such as the clip range of a policy
-    loss. A file that this process has imported already is not imported again. Raises ConfigError,
-    with the error of the plug-in, if a plug-in cannot be imported.
+    The names that they register become choices of their flags. In the tables of `choices`, a
+    plug-in may set further traits of a name, such as the clip range of a policy loss. A file that
+    this process has imported before is not imported again. Raises ConfigError, with the error of
+    the plug-in, if a plug-in cannot be imported.
     """
     _load_installed()
     for path in paths:
@@ -36,11 +34,11 @@ def load_plugins(paths: Sequence[str]) -> None:
 @cache
 def _load_installed() -> None:
     for entry in entry_points(group="openrlhf.plugins"):
-        package = entry.dist.name if entry.dist else "unknown"
-        with _failures(
-            f"the installed package {package}, as the plug-in {entry.name} = {entry.value},",
-            module=entry.module,
-        ):
+        package = "unknown"
+        if entry.dist:
+            package = entry.dist.name
+        plugin = f"the installed package {package}, as the plug-in {entry.name} = {entry.value},"
+        with _failures(plugin, module=entry.module):
             entry.load()
 
 
@@ -49,16 +47,14 @@ def _load_file(file: Path, name: str, path: str) -> None:
     if not file.is_file() or spec is None or spec.loader is None:
         raise ConfigError(f"--plugin {path} is not a Python file that can be read.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickles of the file look it up
+    sys.modules[name] = module  # dataclasses and pickles of the file need it
     with _failures(f"--plugin {path}", module=name):
         spec.loader.exec_module(module)
 
 
 @contextmanager
 def _failures(plugin: str, *, module: str) -> Generator[None, None, None]:
-    """Errors of a plug-in, with its name in front. A module that failed is imported anew the next
-    time.
-    """
+    """Put the name of the plug-in before an error in the block, and forget the module that failed."""
     try:
         yield
     except Exception as error:
