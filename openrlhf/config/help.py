@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from openrlhf.config.flags import Flag, flags_of
-from openrlhf.config.unsupported import is_refused
+from openrlhf.config.unsupported import refused_flags
 
 WIDTH, INDENT = 100, 32
 WIDEST_CHOICES = 60
@@ -26,7 +26,7 @@ def help_text(root: type[Any], command: str, *, topic: str = "") -> str:
     head = f"usage: openrlhf {command} [--config FILE.yaml] [--flag VALUE ...]\n\n{root.__doc__}"
     flags = flags_of(root)
     if topic == "all":
-        return "\n".join([head, *_entries_by_section(list(flags.values()), root())])
+        return "\n".join([head, *_entries_by_section(list(flags.values()), refused_flags(root))])
     if not topic or topic.startswith("-"):
         return "\n".join([head, *_overview(root), FOOTER])
     word = topic.lower()
@@ -36,26 +36,28 @@ def help_text(root: type[Any], command: str, *, topic: str = "") -> str:
             found.append(flag)
     if not found:
         return f"{command} has no flag with {topic} in its name or description: try --help all."
-    return "\n".join(_entries_by_section(found, root()))
+    return "\n".join(_entries_by_section(found, refused_flags(root)))
 
 
 def _overview(root: type[Any]) -> Iterator[str]:
     """Yield the required flags, a line for each section, and the flags outside sections."""
-    flags, defaults = flags_of(root).values(), root()
+    flags = flags_of(root).values()
+    refused = refused_flags(root)
+    defaults = root()
     yield "\nRequired:"
     for flag in flags:
         if flag.required:
-            yield _entry(flag, defaults)
+            yield _entry(flag, refused)
     yield "\nSections:"
     sections = Counter(flag.path.partition(".")[0] for flag in flags if "." in flag.path)
     for name, count in sections.items():
         yield f"  {name + '.*':14}{count:3} flags  {getattr(defaults, name).__doc__}"
     for flag in flags:
         if "." not in flag.path:
-            yield _entry(flag, defaults)
+            yield _entry(flag, refused)
 
 
-def _entries_by_section(flags: list[Flag], defaults: Any) -> Iterator[str]:
+def _entries_by_section(flags: list[Flag], refused: set[str]) -> Iterator[str]:
     previous = None
     for flag in flags:
         section = flag.path.rpartition(".")[0]
@@ -64,16 +66,16 @@ def _entries_by_section(flags: list[Flag], defaults: Any) -> Iterator[str]:
         elif section != previous:
             yield "\nNo section:"
         previous = section
-        yield _entry(flag, defaults)
+        yield _entry(flag, refused)
 
 
-def _entry(flag: Flag, defaults: Any) -> str:
+def _entry(flag: Flag, refused: set[str]) -> str:
     """Return the lines about a flag: its spellings, and its description in a second column."""
     spellings = " | ".join(flag.switches) + _placeholders(flag)
     description = flag.help + _default(flag)
     if _has_many_choices(flag):
         description += f" One of {', '.join(flag.choices or ())}."
-    if is_refused(flag.path, defaults):
+    if flag.path in refused:
         description += " Not available yet."
     lines = textwrap.wrap(description, WIDTH - INDENT)
     first = ""

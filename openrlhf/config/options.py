@@ -28,7 +28,7 @@ from openrlhf.config.help import help_text
 from openrlhf.config.legacy import Group, takes_no_value
 from openrlhf.config.plugins import load_plugins
 from openrlhf.config.schema import json_schema
-from openrlhf.config.unsupported import is_refused
+from openrlhf.config.unsupported import refused_flags
 from openrlhf.masking import hide, is_hidden
 from openrlhf.reporting import notice, say
 
@@ -81,7 +81,7 @@ def parse_config(root: type[R], argv: Sequence[str], *, command: str) -> R:
             say(help_text(root, command, topic="".join(argv[place + 1 : place + 2])))
             raise SystemExit(0)
         if word == "--help_json":
-            print(json.dumps(json_schema(root, command), indent=2, allow_nan=False), flush=True)
+            say(json.dumps(json_schema(root, command), indent=2, allow_nan=False))
             raise SystemExit(0)
     reader = Reader(root, command).read(argv)
     config, notices = amend(root(), {**reader.given, "given": reader.given}).resolve(
@@ -195,12 +195,12 @@ class Reader:
         `name` is as the user wrote it: with -- on a command line, without in a file.
         """
         bare = name.removeprefix("--")
-        defaults = self.root()
+        refused = refused_flags(self.root)
         renamed = legacy.aliases(self.flags, legacy.ELSEWHERE)
         available = [
             spelling
             for spelling, flag in self.by_spelling.items()
-            if not is_refused(flag.path, defaults)
+            if flag.path not in refused
         ]
         close = renamed.get(bare) or nearest(bare, [*available, *renamed])
         if not close:

@@ -10,7 +10,7 @@ from typing import Any
 
 from openrlhf.config.effects import unused_flags
 from openrlhf.config.flags import Flag, flags_of
-from openrlhf.config.unsupported import is_refused
+from openrlhf.config.unsupported import refused_flags
 
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object"}
 KEYWORDS = {
@@ -28,13 +28,16 @@ def json_schema(root: type[Any], command: str) -> dict[str, Any]:
     schema["title"] = f"openrlhf {command}"
     defaults = root()
     conditions = unused_flags(defaults)
+    refused = refused_flags(root)
     for flag in flags_of(root).values():
         *sections, leaf = flag.path.split(".")
         node, section = schema, defaults
         for name in sections:
             section = getattr(section, name)
             node = node["properties"].setdefault(name, _object(section.__doc__))
-        described = _property(flag, defaults)
+        described = _property(flag)
+        if flag.path in refused:
+            described["description"] += " Not available yet."
         if flag.path in conditions:
             described["x-no-effect"] = conditions[flag.path]
         node["properties"][leaf] = described
@@ -50,12 +53,10 @@ def _object(description: str | None) -> dict[str, Any]:
     }
 
 
-def _property(flag: Flag, defaults: Any) -> dict[str, Any]:
+def _property(flag: Flag) -> dict[str, Any]:
     schema = _type(flag)
     schema["title"] = flag.name
     schema["description"] = flag.help
-    if is_refused(flag.path, defaults):
-        schema["description"] += " Not available yet."
     if flag.required:
         schema["description"] += " Required, here or on the command line."
     if not _is_infinite(flag.default):

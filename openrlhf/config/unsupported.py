@@ -1,31 +1,56 @@
-"""Flags whose feature is not available yet, refused by name: those in `unsupported.toml`."""
+"""Flags whose feature is not available yet, refused by name."""
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 from openrlhf.config.effects import unused_flags
-from openrlhf.config.flags import flags_in, mentions, tables
+from openrlhf.config.flags import flags_in, flags_of, mentions
 
-NOT_YET = tables(__file__)["instead"]  # what to do instead of a flag, or of the flags of a section
+# What to do instead, by flag or section. All values but the default are refused. Deleting a name
+# enables its feature.
+NOT_YET = {
+    "ds.use_liger_kernel": "leave it out",
+    "ds.deepcompile": "leave it out",
+    "ds.torch_compile": "leave it out",
+    "ds.nvme_path": "leave it out",
+    "ds.experts_implementation": "leave it out",
+    "actor.freeze_visual_encoder": "leave it out",
+    "ds.ring_attn_size": "use 1 and a smaller --data.max_len",
+    "ds.tensor_parallel_size": "use 1 and --ds.zero_stage 3",
+    "ds.zpg": "use 1",
+    "optim": "use adam",
+    "actor.optim": "use adam",
+    "critic.optim": "use adam",
+    "use_ms": "download the files first and give their paths",
+    "data.max_images_per_prompt": "use text prompts",
+}
 
 
-def is_refused(path: str, root: Any) -> bool:
-    """Return whether a flag, a section it is in, or the feature it belongs to is refused at any
-    value but its default.
+def refused_flags(root: type[Any]) -> set[str]:
+    """Return the flags of a command that are refused at any value but their default.
+
+    They include flags that have no effect without a refused flag.
     """
-    if any(part in NOT_YET for part in _sections(path)):
-        return True
-    return mentions(unused_flags(root).get(path, ""), NOT_YET)
+    conditions = unused_flags(root())
+    refused: set[str] = set()
+    for path in flags_of(root):
+        if _listed_name(path) or mentions(conditions.get(path, ""), NOT_YET):
+            refused.add(path)
+    return refused
 
 
-def _sections(path: str) -> list[str]:
-    """`a`, `a.b` and `a.b.c` of `a.b.c`."""
-    return [path[:end] for end, sign in enumerate(f"{path}.") if sign == "."]
+def _listed_name(path: str) -> str | None:
+    """Return the name of the flag, or of a section it is in, that `NOT_YET` lists."""
+    for name in accumulate(path.split("."), "{}.{}".format):
+        if name in NOT_YET:
+            return name
+    return None
 
 
 def refusals(config: Any) -> Iterator[tuple[str, str]]:
-    """Path and sentence of each flag of a configuration whose feature is not available yet."""
+    """Yield the path of each flag with an unavailable feature, and the sentence about it."""
     for flag, value in flags_in(config):
-        for path in _sections(flag.path) if value != flag.default else []:
-            if path in NOT_YET:
-                yield flag.path, f"{flag.typed(value)} is not available yet: {NOT_YET[path]}."
+        name = _listed_name(flag.path)
+        if name and value != flag.default:
+            yield flag.path, f"{flag.typed(value)} is not available yet: {NOT_YET[name]}."
