@@ -8,21 +8,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorTraits:
-    """What an advantage estimator asks of a run."""
+    """Requirements of an advantage estimator on a run."""
 
-    needs_groups: bool = (
-        False  # compares samples of one prompt: two or more, one number per episode, no discount
-    )
-    needs_critic: bool = False  # reads values V(s)
-    whitened: bool = False  # advantages are normalised over the whole batch
+    # Compares the samples of a prompt: two or more of them, one reward per episode, no discount.
+    needs_groups: bool = False
+    needs_critic: bool = False  # reads the values V(s)
+    whitened: bool = False  # whitens advantages over the whole batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossTraits:
-    """What a policy loss brings with it."""
+    """Settings of a policy loss that hold unless flags change them."""
 
-    aggregation: str = "token"  # used where --algo.loss.aggregation is not given
-    clip: tuple[float, float] | None = None  # used where no clip flag is given, instead of eps_clip
+    aggregation: str = "token"  # if --algo.loss.aggregation is not given
+    clip: tuple[float, float] | None = None  # if no clip flag is given; None: eps_clip
 
 
 ESTIMATORS = {
@@ -38,7 +37,7 @@ POLICY_LOSSES = {
     "gspo": LossTraits(aggregation="sequence"),
     "cispo": LossTraits(clip=(1.0, 0.28)),
 }
-# By name, whether a preference loss reads a reference.
+# Whether a preference loss needs a reference, by name.
 PREFERENCE_LOSSES = {
     "dpo": True,
     "robust": True,
@@ -47,16 +46,16 @@ PREFERENCE_LOSSES = {
     "simpo": False,
     "orpo": False,
 }
-# Of rows: from the columns; as the flags name them; or one whose texts are in several columns.
+# Layouts of rows: detected from the columns, the column flags, or a format with its own columns.
 LAYOUTS = ("auto", "columns", "alpaca", "arena", "chat", "orca", "webgpt")
-# Presets of the correction of train/rollout mismatch: level and mode of `algo.correction`. TIS: Yao
-# et al. 2025, fengyao.notion.site/off-policy-rl (their own form is the band [0, 2]); IcePop: Ling
-# team 2025, ringtech.notion.site/icepop.
+# Presets of the correction of the train/rollout mismatch: level and mode of `algo.correction`. TIS:
+# Yao et al. 2025, fengyao.notion.site/off-policy-rl (there, the band is [0, 2]). IcePop: Ling team
+# 2025, ringtech.notion.site/icepop.
 CORRECTIONS = {
     "tis": ("token", "clip"),
     "icepop": ("token", "mask"),
     "seq-mask-tis": ("geometric", "mask"),
 }
-# Where an estimator of KL(π‖π_ref) belongs. Reward: it is unbiased as a number. Loss: its expected
-# gradient leads to the reference.
+# Where an estimator of KL(π‖π_ref) may be used. In the reward, its value has to be unbiased. In the
+# loss, its expected gradient has to point to the reference.
 KL_ESTIMATORS: dict[str, tuple[str, ...]] = {"k1": ("reward",), "k2": ("loss",), "k3": ("loss",)}

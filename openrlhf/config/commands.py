@@ -47,9 +47,8 @@ class Command(Section):
         Broken rules about a flag that is refused anyway are left out.
         """
         refused = dict(refusals(self))
-        broken = [
-            text for text in spelled_out(self, self.violations()) if not mentions(text, refused)
-        ]
+        broken = spelled_out(self, self.violations())
+        broken = [sentence for sentence in broken if not mentions(sentence, refused)]
         return [*bound_violations(self), *refused.values(), *broken]
 
     def derived_values(self) -> dict[str, Any]:
@@ -65,10 +64,10 @@ class Command(Section):
         return {}
 
     def notices(self) -> Iterator[str]:
-        """Yield what the user may have to know of this resolved configuration.
+        """Yield a sentence for each choice of this resolved configuration that may surprise.
 
-        Flags without an effect come from `unused`. In a sentence, <train.seed> stands for the flag
-        as it is typed: --train.seed 42.
+        `unused` covers flags without an effect. In a sentence, <train.seed> stands for the flag as
+        it is typed: --train.seed 42.
         """
         yield from ()
 
@@ -88,9 +87,9 @@ class Command(Section):
         return []
 
 
-# fmt: off
 class ModelCommand(Command):
     """The base of commands with a model."""
+
     model: shared.ModelSourceConfig = shared.ModelSourceConfig()
     data: shared.TokenizerConfig = shared.TokenizerConfig()
     ds: shared.LoadingConfig = shared.LoadingConfig()
@@ -114,6 +113,7 @@ class ModelCommand(Command):
 
 class RecordedCommand(ModelCommand):
     """The base of commands with a run folder."""
+
     data: shared.DataConfig = shared.DataConfig()
     ds: shared.DeepSpeedConfig = shared.DeepSpeedConfig()
     logger: shared.LoggerConfig = shared.LoggerConfig()
@@ -143,6 +143,7 @@ class RecordedCommand(ModelCommand):
 
 class Root(RecordedCommand):
     """The base of training commands."""
+
     measures_training_rows: ClassVar[bool] = False  # evaluates without --eval.dataset too
 
     train: shared.TrainConfig = shared.TrainConfig()
@@ -161,7 +162,9 @@ class Root(RecordedCommand):
         """Return the folder of checkpoints if the run neither writes nor reads there."""
         ckpt = self.ckpt
         writes = (ckpt.saves or self.keeps_best) and (ckpt.save_hf or not ckpt.disable_ds)
-        return set() if writes or ckpt.load_enable else {"ckpt.path"}
+        if writes or ckpt.load_enable:
+            return set()
+        return {"ckpt.path"}
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags without an effect under these values."""

@@ -1,7 +1,6 @@
-"""Which arguments of vLLM's may be given with `--vllm.engine_args`: all but those in
-`engine_args.toml`.
+"""Check of `--vllm.engine_args`: all arguments of vLLM but those in `engine_args.toml` are allowed.
 
-Whether vLLM knows the others, and their types, is asked of vLLM itself: `rollout/engine_check.py`.
+`rollout/engine_check.py` asks vLLM whether it has the arguments, and of which types.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,21 +12,21 @@ from openrlhf.config.flags import flags_of, tables
 from openrlhf.config.rollout import RolloutConfig, VLLMConfig
 
 TABLES = tables(__file__)
-# The flag of ours that sets an argument.
+# The flag that sets an argument of vLLM.
 FLAGS = TABLES["flags"] | {name: f"vllm.{name}" for name in flags_of(VLLMConfig)}
-REASONS = TABLES["reasons"]  # why an argument, or all that match a pattern, may not be set
-# Quantisations that vLLM makes of new weights itself.
+REASONS = TABLES["reasons"]  # why arguments may not be set, by pattern of their names
+# Quantizations that vLLM computes itself when it receives new weights.
 ROUNDED = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
-LOOKED_UP = ("ngram", "ngram_gpu")  # methods of drafting that need no second model
+LOOKED_UP = ("ngram", "ngram_gpu")  # methods of drafting without a draft model
 
 
 def drafting(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The `speculative_config` among arguments of vLLM's, its names as vLLM reads them; empty where
-    there is none.
-    """
+    """Return the `speculative_config` of vLLM arguments with vLLM's names, or an empty one."""
     given = extra.get("speculative_config")
-    named = cast(dict[str, Any], given) if isinstance(given, dict) else {}
-    return {name.replace("-", "_"): value for name, value in named.items()}
+    if not isinstance(given, dict):
+        return {}
+    drafts = cast("dict[str, Any]", given)
+    return {name.replace("-", "_"): value for name, value in drafts.items()}
 
 
 def engine_args_violations(vllm: VLLMConfig, rollout: RolloutConfig, longest: int) -> Iterator[str]:

@@ -198,9 +198,7 @@ class Reader:
         refused = refused_flags(self.root)
         renamed = legacy.aliases(self.flags, legacy.ELSEWHERE)
         available = [
-            spelling
-            for spelling, flag in self.by_spelling.items()
-            if flag.path not in refused
+            spelling for spelling, flag in self.by_spelling.items() if flag.path not in refused
         ]
         close = renamed.get(bare) or nearest(bare, [*available, *renamed])
         if not close:
