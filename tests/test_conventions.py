@@ -161,7 +161,7 @@ def cispo() -> list[str]:
     assert clip is not None
     ratios = torch.tensor([[0.01, 9.0]])
     logprobs, ones = ratios.log().requires_grad_(), torch.ones(1, 2)
-    loss = POLICY_LOSSES["cispo"].function(
+    loss = POLICY_LOSSES["cispo"](
         logprobs, torch.zeros(1, 2), ones, ones > 0, Clip(low=clip[0], high=clip[1])
     )
     (gradient,) = torch.autograd.grad(loss.per_token.sum(), logprobs)

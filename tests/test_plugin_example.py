@@ -30,7 +30,7 @@ def plugin(tmp_path: Path) -> Iterator[Path]:
     """The estimator's file; its name is gone from flags and registry afterwards."""
     yield example("advantage_estimator", tmp_path / "median.py")
     choices.ESTIMATORS.pop("median", None)
-    ADVANTAGE_ESTIMATORS._choices.pop("median", None)
+    ADVANTAGE_ESTIMATORS._functions.pop("median", None)
 
 
 def test_its_name_is_a_choice_with_the_checks_of_the_built_in_ones(plugin: Path) -> None:
@@ -59,8 +59,8 @@ def test_a_preference_loss_is_a_choice_of_its_flag_and_its_formula(tmp_path: Pat
             torch.tensor([[-2.0, -3.0], [-5.0, -3.0]]),
         )
         judged = Judged(policy=ours, reference=theirs, tokens=torch.ones(2, 2))
-        losses = PREFERENCE_LOSSES["exponential"].function(judged, Strength(beta=0.5))
+        losses = PREFERENCE_LOSSES["exponential"](judged, Strength(beta=0.5))
         assert losses.tolist() == pytest.approx([math.exp(-1.0), math.exp(0.5)])
     finally:
         choices.PREFERENCE_LOSSES.pop("exponential", None)
-        PREFERENCE_LOSSES._choices.pop("exponential", None)
+        PREFERENCE_LOSSES._functions.pop("exponential", None)

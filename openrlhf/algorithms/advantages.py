@@ -8,7 +8,7 @@ advantages. Every estimator goes through the same steps: `shape_rewards` → `re
 
 import math
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from openrlhf.algorithms.registry import Registry
 from openrlhf.algorithms.tensors import GroupIds, PerSample, PerToken, TokenMask, masked_whiten
+from openrlhf.config import choices
+from openrlhf.config.choices import EstimatorTraits
 
 GROUP_STD_EPSILON = 1e-9
 
@@ -115,12 +117,9 @@ def group_statistics(rewards: PerSample, group: GroupIds) -> GroupStatistics:
 class AdvantageEstimator:
     """A registered estimator: a function that shapes rewards, and its properties."""
 
-    shape: RewardShaping  # returns 0 for the only sample of a group if `per_group`
-    _: KW_ONLY
+    shape: RewardShaping  # returns 0 for the only sample of a group if `traits.per_group`
+    traits: EstimatorTraits = field(default_factory=EstimatorTraits)
     credit: CreditAssignment = monte_carlo
-    per_group: bool = False  # compares the samples of a prompt; requires at least two, and γ = 1
-    needs_critic: bool = False
-    whiten: bool = False  # whiten advantages over all action tokens of the batch
 
 
 class EstimatorError(ValueError):
@@ -131,14 +130,29 @@ class EstimatorError(ValueError):
     """
 
 
-ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry(
-    "advantage estimator", AdvantageEstimator
-)
-advantage_estimator = ADVANTAGE_ESTIMATORS.register  # decorates a function that shapes rewards
+ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator")
 
 
-@advantage_estimator("gae", needs_critic=True, whiten=True, credit=gae)
-@advantage_estimator("reinforce", whiten=True)
+def advantage_estimator(
+    name: str, *, credit: CreditAssignment = monte_carlo, **traits: bool
+) -> Callable[[RewardShaping], RewardShaping]:
+    """Return a decorator that registers a function that shapes rewards.
+
+    `traits` are fields of `EstimatorTraits`. The table `choices.ESTIMATORS` has those of the
+    built-in estimators.
+    """
+
+    def decorate(shape: RewardShaping) -> RewardShaping:
+        known = choices.ESTIMATORS.get(name, EstimatorTraits(**traits))
+        ADVANTAGE_ESTIMATORS.add(name, AdvantageEstimator(shape, known, credit))
+        choices.ESTIMATORS[name] = known
+        return shape
+
+    return decorate
+
+
+@advantage_estimator("gae", credit=gae)
+@advantage_estimator("reinforce")
 def unshaped(rewards: PerSample, group: GroupIds) -> PerSample:
     """Return R unchanged: the baseline is V, or the mean that whitening subtracts.
 
@@ -147,8 +161,8 @@ def unshaped(rewards: PerSample, group: GroupIds) -> PerSample:
     return rewards
 
 
-@advantage_estimator("reinforce_baseline", per_group=True, whiten=True)
-@advantage_estimator("dr_grpo", per_group=True)
+@advantage_estimator("reinforce_baseline")
+@advantage_estimator("dr_grpo")
 def mean_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
     """Compute R_i − mean of the rewards of the prompt.
 
@@ -158,7 +172,7 @@ def mean_baseline(rewards: PerSample, group: GroupIds) -> PerSample:
     return group_statistics(rewards, group).centered.to(rewards.dtype)
 
 
-@advantage_estimator("rloo", per_group=True)
+@advantage_estimator("rloo")
 def rloo(rewards: PerSample, group: GroupIds) -> PerSample:
     """Compute R_i − mean of the *other* rewards of the prompt, which is (R_i − mean) · n / (n − 1).
 
@@ -170,7 +184,7 @@ def rloo(rewards: PerSample, group: GroupIds) -> PerSample:
     return shaped.to(rewards.dtype)
 
 
-@advantage_estimator("group_norm", per_group=True)
+@advantage_estimator("group_norm")
 def group_norm(rewards: PerSample, group: GroupIds) -> PerSample:
     """Compute (R_i − mean) / (std + 1e-9), std unbiased.
 
@@ -230,6 +244,6 @@ def normalize_advantages(
     scale: bool = True,
 ) -> Float[Tensor, "*s"]:
     """Whiten the advantages over all action tokens of the batch if the estimator asks for it."""
-    if not estimator.whiten:
+    if not estimator.traits.whiten:
         return advantages
     return masked_whiten(advantages, mask, scale=scale)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from openrlhf.algorithms.registry import Registry
 from openrlhf.algorithms.tensors import PerToken, TokenMask, bounded_exp, log_ratio
+from openrlhf.config import choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +40,9 @@ class Clip:
 PolicyLossFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Clip], PolicyLoss]
 
 
-@dataclass(frozen=True)
-class PolicyLossChoice:
-    """A registered policy loss and the aggregation used in its paper."""
-
-    function: PolicyLossFunction
-    aggregation: str = "token"
-
-
-POLICY_LOSSES: Registry[PolicyLossChoice] = Registry("policy loss", PolicyLossChoice)
+POLICY_LOSSES: Registry[PolicyLossFunction] = Registry(
+    "policy loss", choices.POLICY_LOSSES, choices.LossTraits
+)
 policy_loss = POLICY_LOSSES.register
 
 
@@ -66,7 +61,7 @@ def ppo(
     return _surrogate(bounded_exp(log_rho), log_rho, advantages, mask, clip)
 
 
-@policy_loss("gspo", aggregation="sequence")
+@policy_loss("gspo")
 def gspo(
     logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: TokenMask, clip: Clip
 ) -> PolicyLoss:

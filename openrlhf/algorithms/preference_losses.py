@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from openrlhf.algorithms.registry import Registry
+from openrlhf.config import choices
 
 PerPair = Float[Tensor, " P"]
 BothAnswers = Float[Tensor, "P 2"]  # column 0: the chosen answer, column 1: the rejected answer
@@ -56,16 +57,8 @@ class Strength:
 PreferenceLossFunction = Callable[[Judged, Strength], PerPair]
 
 
-@dataclass(frozen=True)
-class PreferenceLossChoice:
-    """A registered preference loss, and whether it needs a reference."""
-
-    function: PreferenceLossFunction
-    needs_reference: bool = True
-
-
-PREFERENCE_LOSSES: Registry[PreferenceLossChoice] = Registry(
-    "preference loss", PreferenceLossChoice
+PREFERENCE_LOSSES: Registry[PreferenceLossFunction] = Registry(
+    "preference loss", choices.PREFERENCE_LOSSES, choices.PreferenceLossTraits
 )
 preference_loss = PREFERENCE_LOSSES.register  # the name is a value of --model.loss_type
 
@@ -112,7 +105,7 @@ def hinge(pairs: Judged, strength: Strength) -> PerPair:
     return relu(1 - strength.beta * pairs.h)
 
 
-@preference_loss("simpo", needs_reference=False)
+@preference_loss("simpo")
 def simpo(pairs: Judged, strength: Strength) -> PerPair:
     """Compute ℓ = −log σ(β (log π(y_w)/|y_w| − log π(y_l)/|y_l|) − γ).
 
@@ -122,7 +115,7 @@ def simpo(pairs: Judged, strength: Strength) -> PerPair:
     return -logsigmoid(strength.beta * (chosen - rejected) - strength.target)
 
 
-@preference_loss("orpo", needs_reference=False)
+@preference_loss("orpo")
 def orpo(pairs: Judged, strength: Strength) -> PerPair:
     """Compute ℓ = −log P(y_w) − β log σ(log odds(y_w) − log odds(y_l)).
 

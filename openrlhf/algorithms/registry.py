@@ -1,55 +1,60 @@
 """Registries: the values of a flag, and the function or class of each value."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 Choice = TypeVar("Choice")
 Decorated = TypeVar("Decorated")
 
 
 class Registry(Generic[Choice]):
-    """Choices of one kind by name. Plug-ins register choices at import. Each name can be used once.
+    """Functions or classes of one kind by name. Plug-ins register theirs at import.
 
-    `entry` builds a choice from the registered function and its properties. Without `entry`, the
-    registered function or class is the choice.
+    Each name can be used once. `choices` is the table of a flag's names with their traits, to which
+    `register` adds new names. `traits` builds the traits from the properties of the registration.
     """
 
-    def __init__(self, kind: str, entry: Callable[..., Choice] | None = None) -> None:
-        self.kind, self.entry = kind, entry
-        self._choices: dict[str, Choice] = {}
+    def __init__(
+        self,
+        kind: str,
+        choices: dict[str, Any] | None = None,
+        traits: Callable[..., Any] | None = None,
+    ) -> None:
+        self.kind, self.choices, self.traits = kind, choices, traits
+        self._functions: dict[str, Choice] = {}
 
     def register(self, name: str, **properties: Any) -> Callable[[Decorated], Decorated]:
-        """Return a decorator that registers a function or class under `name`, with the properties
-        of the choice.
+        """Return a decorator that registers a function or class under `name`.
+
+        The traits of a name that the table of choices already has are not changed.
         """
 
         def decorate(function: Decorated) -> Decorated:
-            choice: Any = function
-            if self.entry:
-                choice = self.entry(function, **properties)
-            self.add(name, choice)
+            self.add(name, cast(Any, function))
+            if self.choices is not None and self.traits is not None:
+                self.choices.setdefault(name, self.traits(**properties))
             return function
 
         return decorate
 
-    def add(self, name: str, choice: Choice) -> None:
-        """Register `choice` under `name`. Raises ValueError if the name is in use."""
-        if name in self._choices:
+    def add(self, name: str, function: Choice) -> None:
+        """Register `function` under `name`. Raises ValueError if the name is in use."""
+        if name in self._functions:
             raise ValueError(
                 f"{self.kind} {name!r} is already registered; choose a name other than "
                 f"{self._known()}"
             )
-        self._choices[name] = choice
+        self._functions[name] = function
 
     def __getitem__(self, name: str) -> Choice:
-        """Return the choice with a name. Raises ValueError with the known names if none has it."""
-        if name not in self._choices:
+        """Return the function with a name. Raises ValueError with the known names without it."""
+        if name not in self._functions:
             raise ValueError(f"there is no {self.kind} {name!r}; known: {self._known()}")
-        return self._choices[name]
+        return self._functions[name]
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names in the order of registration."""
-        return iter(self._choices)
+        return iter(self._functions)
 
     def _known(self) -> str:
-        return ", ".join(self._choices)
+        return ", ".join(self._functions)

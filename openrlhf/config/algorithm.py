@@ -30,11 +30,11 @@ class AdvantageConfig(Section):
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags without an effect under these values."""
-        if self.traits.needs_groups:
+        if self.traits.per_group:
             yield Unused(["gamma"], f"with --estimator {self.estimator}")
         if not self.traits.needs_critic:
             yield Unused(["lambd"], "without a critic (--estimator gae)")
-        if not self.traits.whitened:
+        if not self.traits.whiten:
             yield Unused(
                 ["no_std_norm"],
                 "without an --estimator that whitens, as gae, reinforce and reinforce_baseline do",

@@ -1,6 +1,7 @@
-"""Names and traits of registered choices. Their functions are in `openrlhf.algorithms`.
+"""Names and traits of estimators, losses and corrections, without torch.
 
-A name that a plug-in adds to a table becomes a choice of the table's flag.
+The algorithms register their functions under these names. A name that a plug-in registers is added
+to its table, and becomes a choice of the table's flag.
 """
 
 from dataclasses import dataclass
@@ -11,40 +12,62 @@ class EstimatorTraits:
     """Requirements of an advantage estimator on a run."""
 
     # Compares the samples of a prompt: two or more of them, one reward per episode, no discount.
-    needs_groups: bool = False
+    per_group: bool = False
     needs_critic: bool = False  # reads the values V(s)
-    whitened: bool = False  # whitens advantages over the whole batch
+    whiten: bool = False  # whitens advantages over all action tokens of the batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossTraits:
-    """Settings of a policy loss that hold unless flags change them."""
+    """Settings of a policy loss, as in its paper, that hold unless flags change them."""
 
     aggregation: str = "token"  # if --algo.loss.aggregation is not given
     clip: tuple[float, float] | None = None  # if no clip flag is given; None: eps_clip
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreferenceLossTraits:
+    """Requirements of a preference loss on a run."""
+
+    needs_reference: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLTraits:
+    """Terms in which an estimator of KL(π‖π_ref) may be used.
+
+    In the reward, its value has to be unbiased. In the loss, its expected gradient has to point to
+    the reference.
+    """
+
+    terms: tuple[str, ...] = ("reward", "loss")
+
+
 ESTIMATORS = {
-    "gae": EstimatorTraits(needs_critic=True, whitened=True),
-    "reinforce": EstimatorTraits(whitened=True),
-    "rloo": EstimatorTraits(needs_groups=True),
-    "reinforce_baseline": EstimatorTraits(needs_groups=True, whitened=True),
-    "group_norm": EstimatorTraits(needs_groups=True),
-    "dr_grpo": EstimatorTraits(needs_groups=True),
+    "gae": EstimatorTraits(needs_critic=True, whiten=True),
+    "reinforce": EstimatorTraits(whiten=True),
+    "rloo": EstimatorTraits(per_group=True),
+    "reinforce_baseline": EstimatorTraits(per_group=True, whiten=True),
+    "group_norm": EstimatorTraits(per_group=True),
+    "dr_grpo": EstimatorTraits(per_group=True),
 }
 POLICY_LOSSES = {
     "ppo": LossTraits(),
     "gspo": LossTraits(aggregation="sequence"),
     "cispo": LossTraits(clip=(1.0, 0.28)),
 }
-# Whether a preference loss needs a reference, by name.
 PREFERENCE_LOSSES = {
-    "dpo": True,
-    "robust": True,
-    "ipo": True,
-    "hinge": True,
-    "simpo": False,
-    "orpo": False,
+    "dpo": PreferenceLossTraits(),
+    "robust": PreferenceLossTraits(),
+    "ipo": PreferenceLossTraits(),
+    "hinge": PreferenceLossTraits(),
+    "simpo": PreferenceLossTraits(needs_reference=False),
+    "orpo": PreferenceLossTraits(needs_reference=False),
+}
+KL_ESTIMATORS = {
+    "k1": KLTraits(terms=("reward",)),
+    "k2": KLTraits(terms=("loss",)),
+    "k3": KLTraits(terms=("loss",)),
 }
 # Layouts of rows: detected from the columns, the column flags, or a format with its own columns.
 LAYOUTS = ("auto", "columns", "alpaca", "arena", "chat", "orca", "webgpt")
@@ -56,6 +79,3 @@ CORRECTIONS = {
     "icepop": ("token", "mask"),
     "seq-mask-tis": ("geometric", "mask"),
 }
-# Where an estimator of KL(π‖π_ref) may be used. In the reward, its value has to be unbiased. In the
-# loss, its expected gradient has to point to the reference.
-KL_ESTIMATORS: dict[str, tuple[str, ...]] = {"k1": ("reward",), "k2": ("loss",), "k3": ("loss",)}

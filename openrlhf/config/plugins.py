@@ -8,9 +8,7 @@ from functools import cache
 from hashlib import sha256
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
-from openrlhf.config import choices
 from openrlhf.config.flags import ConfigError
 
 
@@ -28,7 +26,6 @@ def load_plugins(paths: Sequence[str]) -> None:
         name = f"openrlhf_plugin_{file.stem}_{sha256(str(file).encode()).hexdigest()[:8]}"
         if name not in sys.modules:
             _load_file(file, name, path)
-    _adopt_registrations()
 
 
 @cache
@@ -60,26 +57,3 @@ def _failures(plugin: str, *, module: str) -> Generator[None, None, None]:
     except Exception as error:
         sys.modules.pop(module, None)
         raise ConfigError(f"{plugin} failed: {type(error).__name__}: {error}") from error
-
-
-def _adopt_registrations() -> None:
-    """Make what is registered among the algorithms a choice of its flag."""
-    for name, e in _entries("advantages", "ADVANTAGE_ESTIMATORS"):
-        traits = choices.EstimatorTraits(
-            needs_groups=e.per_group, needs_critic=e.needs_critic, whitened=e.whiten
-        )
-        choices.ESTIMATORS.setdefault(name, traits)
-    for name, e in _entries("policy_losses", "POLICY_LOSSES"):
-        choices.POLICY_LOSSES.setdefault(name, choices.LossTraits(aggregation=e.aggregation))
-    for name, e in _entries("preference_losses", "PREFERENCE_LOSSES"):
-        choices.PREFERENCE_LOSSES.setdefault(name, e.needs_reference)
-    for name, _ in _entries("kl", "KL_ESTIMATORS"):
-        choices.KL_ESTIMATORS.setdefault(name, ("reward", "loss"))
-
-
-def _entries(module: str, registry: str) -> list[tuple[str, Any]]:
-    """The entries of a registry. It is looked up, not imported: if no plug-in imported it, nothing
-    in it is new.
-    """
-    table: Any = getattr(sys.modules.get(f"openrlhf.algorithms.{module}"), registry, {})
-    return [(name, table[name]) for name in table]

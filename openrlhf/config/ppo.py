@@ -44,7 +44,7 @@ def learning_values(config: RLFlags) -> dict[str, Any]:
     values["critic.model_name_or_path"] = None
     if config.estimator.needs_critic:
         values["critic.model_name_or_path"] = critic_source(config)
-    if config.estimator.needs_groups:
+    if config.estimator.per_group:
         values["algo.advantage.gamma"] = 1.0
     if config.train.agent_func_path:
         values["reward.remote_url"] = None

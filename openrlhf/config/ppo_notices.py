@@ -61,7 +61,7 @@ def kl_notices(config: RLFlags) -> Iterator[str]:
     place = "reward"
     if kl.use_loss:
         place = "loss"
-    fitting = [name for name, places in choices.KL_ESTIMATORS.items() if place in places]
+    fitting = [name for name, traits in choices.KL_ESTIMATORS.items() if place in traits.terms]
     if kl.init_coef and kl.estimator not in fitting:
         if kl.use_loss:
             yield (

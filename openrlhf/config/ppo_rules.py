@@ -72,7 +72,7 @@ def estimator_violations(config: RLFlags) -> Iterator[str]:
     """Yield a violation if samples of a prompt are compared, and there is only one."""
     if config.rollout.n_samples_per_prompt != 1:
         return
-    if config.estimator.needs_groups:
+    if config.estimator.per_group:
         yield (
             "<algo.advantage.estimator> compares samples of one prompt, but "
             "--rollout.n_samples_per_prompt is 1. Set it to 2 or more, or use reinforce."

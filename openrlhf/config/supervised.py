@@ -222,7 +222,7 @@ class DPOConfig(ReferencedConfig):
     @property
     def needs_reference(self) -> bool:
         """True if the loss reads a reference."""
-        return choices.PREFERENCE_LOSSES[self.model.loss_type]
+        return choices.PREFERENCE_LOSSES[self.model.loss_type].needs_reference
 
     def idle_places(self) -> set[str]:
         """Return the folder of checkpoints, if the run neither writes nor reads there.

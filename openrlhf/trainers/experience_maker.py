@@ -90,7 +90,7 @@ class ExperienceMaker:
         """
         start = time.perf_counter()
         timing: dict[str, Metric] = {}
-        needs_groups = self.config.estimator.needs_groups
+        needs_groups = self.config.estimator.per_group
 
         def clock(name: str) -> None:
             timing[f"timing/{name}"] = Last(time.perf_counter() - start)
@@ -122,7 +122,7 @@ class ExperienceMaker:
         algo = self.config.algo
         advantage = algo.advantage
         estimator = ADVANTAGE_ESTIMATORS[advantage.estimator]
-        assert experience.values is not None or not estimator.needs_critic
+        assert experience.values is not None or not estimator.traits.needs_critic
         rewards = self._penalised(experience)
         # An episode counts once in a baseline, however many conversations it has.
         once = experience.last_rows
@@ -165,7 +165,7 @@ class ExperienceMaker:
             "returns": torch.zeros(size),
         }
         # Estimators that compare whole samples have no use for the turns of one sample.
-        turns = None if estimator.per_group else experience.turn_rewards
+        turns = None if estimator.traits.per_group else experience.turn_rewards
         row_of_token = experience.sample_of_token()
         for block in experience.blocks():  # rows of similar lengths
             rows = row_of_token[block.positions[:, 0]]

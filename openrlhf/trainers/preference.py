@@ -170,7 +170,7 @@ class PreferenceTask(PairTask[DPOConfig, Answers], ReferencedTask[DPOConfig, Pai
         strength = Strength(
             beta=flags.beta, smoothing=flags.label_smoothing, target=flags.target_margin
         )
-        losses = PREFERENCE_LOSSES[flags.loss_type].function(judged, strength)
+        losses = PREFERENCE_LOSSES[flags.loss_type](judged, strength)
         pairs = len(losses)
         nll = -judged.means[:, 0]
         summed = (losses + flags.nll_loss_coef * nll).sum()

@@ -202,7 +202,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         """
         layout = micro.layout
         assert micro.advantages is not None and micro.rollout_logprobs is not None
-        surrogate = POLICY_LOSSES[self.actor.policy_loss_type].function(
+        surrogate = POLICY_LOSSES[self.actor.policy_loss_type](
             logprobs, old, layout.gather(micro.advantages), mask, self.clip
         )
         rollout = layout.gather(micro.rollout_logprobs)

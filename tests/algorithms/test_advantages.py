@@ -53,7 +53,7 @@ def random_block(rows: int = 5, width: int = 11) -> tuple[Tensor, Tensor, Tensor
 
 def test_estimators_declare_their_needs() -> None:
     table = {
-        name: (entry.needs_critic, entry.per_group, entry.whiten)
+        name: (entry.traits.needs_critic, entry.traits.per_group, entry.traits.whiten)
         for name, entry in ((name, ADVANTAGE_ESTIMATORS[name]) for name in ADVANTAGE_ESTIMATORS)
     }
     #                     critic, groups, whitened
@@ -311,11 +311,11 @@ def test_every_estimator_matches_reference_from_reward_to_advantage(
     estimator = ADVANTAGE_ESTIMATORS[name]
     kl, values, mask = random_block()
     rewards, groups = [0.1, 0.9, 0.4, 12.5, -30.0], [0, 0, 0, 1, 1]
-    gamma, lam = (1.0, 1.0) if estimator.per_group else (0.9, 0.95)
+    gamma, lam = (1.0, 1.0) if estimator.traits.per_group else (0.9, 0.95)
 
     scores = clip_rewards(shaped(name, rewards, groups), -10.0, 10.0)
     per_token = token_rewards(scores, kl, mask, kl_coef)
-    known = values if estimator.needs_critic else torch.zeros_like(values)
+    known = values if estimator.traits.needs_critic else torch.zeros_like(values)
     advantages, returns = estimator.credit(per_token, known, mask, gamma=gamma, lam=lam)
     advantages = normalize_advantages(advantages, mask, estimator, scale=scale)
 

@@ -39,7 +39,7 @@ def random_block(spread: float = 0.5, rows: int = 6, width: int = 9) -> Block:
 
 
 def loss_of(name: str, block: Block, **clip: Any) -> PolicyLoss:
-    return POLICY_LOSSES[name].function(*block, Clip(**ASYMMETRIC | clip))
+    return POLICY_LOSSES[name](*block, Clip(**ASYMMETRIC | clip))
 
 
 def one_token(ratio: float, advantage: float, name: str = "ppo", **clip: Any) -> PolicyLoss:

@@ -33,9 +33,7 @@ def judged(pairs: list[tuple[float, ...]]) -> Judged:
 def test_pair_losses_match_papers(
     name: str, pairs: list[tuple[float, ...]], beta: float, eps: float, gamma: float
 ) -> None:
-    found = PREFERENCE_LOSSES[name].function(
-        judged(pairs), Strength(beta=beta, smoothing=eps, target=gamma)
-    )
+    found = PREFERENCE_LOSSES[name](judged(pairs), Strength(beta=beta, smoothing=eps, target=gamma))
     expected = [
         pair_loss(name, (a, b), (c, d), (int(m), int(n)), beta, eps, gamma)
         for a, b, c, d, m, n in pairs
@@ -53,16 +51,14 @@ def test_pair_losses_pass_gradcheck(name: str) -> None:
         pairs = Judged(
             policy=sums.T, reference=known[2:].T, tokens=torch.stack([lengths, lengths.flip(0)], 1)
         )
-        return PREFERENCE_LOSSES[name].function(
-            pairs, Strength(beta=0.3, smoothing=0.2, target=0.5)
-        )
+        return PREFERENCE_LOSSES[name](pairs, Strength(beta=0.3, smoothing=0.2, target=0.5))
 
     assert torch.autograd.gradcheck(loss, (known[:2].clone().requires_grad_(),))
 
 
 def test_pair_with_equal_log_ratios_costs_log_2() -> None:
     alike = judged([(-3.0, -5.0, -3.0, -5.0, 2, 4)])
-    assert PREFERENCE_LOSSES["dpo"].function(alike, Strength(beta=0.1)).tolist() == pytest.approx(
+    assert PREFERENCE_LOSSES["dpo"](alike, Strength(beta=0.1)).tolist() == pytest.approx(
         [math.log(2)]
     )
 
@@ -76,7 +72,7 @@ def test_pair_losses_and_gradients_are_finite_for_any_difference(
     chosen, rejected = (torch.tensor([number], requires_grad=True) for number in sums)
     ones = torch.ones(1, 2)
     pairs = Judged(policy=torch.stack([chosen, rejected], 1), reference=-ones, tokens=ones)
-    loss = PREFERENCE_LOSSES[name].function(pairs, Strength(beta=0.1, smoothing=0.1))
+    loss = PREFERENCE_LOSSES[name](pairs, Strength(beta=0.1, smoothing=0.1))
     loss.sum().backward()
     assert chosen.grad is not None and rejected.grad is not None
     assert loss.isfinite().all() and chosen.grad.isfinite().all() and rejected.grad.isfinite().all()

@@ -44,19 +44,23 @@ def test_decorator_registers_and_returns_function() -> None:
 
 
 def test_flag_choices_and_registry_have_same_estimators_and_needs() -> None:
-    registered = {
-        name: (entry.per_group, entry.needs_critic, entry.whiten)
-        for name, entry in ((name, ADVANTAGE_ESTIMATORS[name]) for name in ADVANTAGE_ESTIMATORS)
-    }
-    assert registered == {
-        name: (e.needs_groups, e.needs_critic, e.whitened) for name, e in choices.ESTIMATORS.items()
-    }
+    registered = {name: ADVANTAGE_ESTIMATORS[name].traits for name in ADVANTAGE_ESTIMATORS}
+    assert registered == choices.ESTIMATORS
 
 
 def test_flag_choices_and_registry_have_same_policy_losses() -> None:
-    registered = {name: POLICY_LOSSES[name].aggregation for name in POLICY_LOSSES}
-    assert registered == {name: loss.aggregation for name, loss in choices.POLICY_LOSSES.items()}
-    assert set(registered.values()) <= set(AGGREGATIONS)
+    assert list(POLICY_LOSSES) == list(choices.POLICY_LOSSES)
+    aggregations = {traits.aggregation for traits in choices.POLICY_LOSSES.values()}
+    assert aggregations <= set(AGGREGATIONS)
+
+
+def test_registering_function_adds_its_name_and_traits_to_choices_of_flag() -> None:
+    table = {"known": 1}
+    registry: Registry[object] = Registry("thing", table, lambda weight=5: weight)
+    registry.register("known", weight=2)(object())
+    registry.register("new", weight=3)(object())
+    registry.register("plain")(object())
+    assert table == {"known": 1, "new": 3, "plain": 5}
 
 
 def test_correction_presets_have_valid_levels_and_modes() -> None:

@@ -16,7 +16,7 @@ from tests.config.commands import ppo, violations
 
 PLUGIN = """
 from openrlhf.config import choices, plugins
-choices.ESTIMATORS["mine"] = choices.EstimatorTraits(needs_groups=True)
+choices.ESTIMATORS["mine"] = choices.EstimatorTraits(per_group=True)
 choices.POLICY_LOSSES["my_loss"] = choices.LossTraits(aggregation="sequence")
 """
 TABLES = (choices.ESTIMATORS, choices.POLICY_LOSSES, choices.CORRECTIONS, choices.KL_ESTIMATORS)
@@ -40,7 +40,7 @@ def test_names_of_a_plugin_are_valid_and_its_properties_count(plugin: Path) -> N
     assert "--algo.advantage.estimator mine compares samples of one prompt" in sentence
     config = ppo(f"{line} --rollout.n_samples_per_prompt 2")
     assert config.plugin == (str(plugin),)
-    assert config.estimator.needs_groups
+    assert config.estimator.per_group
     assert config.algo.loss.aggregation == "sequence"
 
 
@@ -117,7 +117,7 @@ more = " --algo.advantage.is_correction_type my_correction --algo.advantage.esti
 assert "my_estimator compares samples of one prompt" in sentence, sentence
 config = ppo(line + "my_loss --rollout.n_samples_per_prompt 2" + more)
 assert config.algo.loss.aggregation == "sequence"
-assert config.estimator.needs_groups and not config.estimator.needs_critic
+assert config.estimator.per_group and not config.estimator.needs_critic
 assert (config.algo.kl.estimator, config.actor.eps_clip_low_high) == ("my_kl", (0.2, 0.2))
 assert choices.CORRECTIONS[config.algo.advantage.is_correction_type] == ("sequence", "truncate")
 assert ppo(line + "my_clipped_loss").actor.eps_clip_low_high == (0.5, 0.25)
@@ -177,7 +177,7 @@ def installed(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_what_an_installed_package_names_is_loaded_without_a_flag() -> None:
     for _ in range(2):
         config = ppo("--algo.advantage.estimator mine --rollout.n_samples_per_prompt 2")
-        assert config.estimator.needs_groups and config.plugin == ()
+        assert config.estimator.per_group and config.plugin == ()
 
 
 def test_a_package_whose_plugin_fails_is_named_each_time(installed: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 
 from openrlhf.algorithms.preference_losses import PREFERENCE_LOSSES
+from openrlhf.config import choices
 from openrlhf.config.options import parse_config
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig
 from openrlhf.core.batches import Answers, TokenRows
@@ -91,7 +92,7 @@ def test_logged_rewards_of_a_pair_are_the_numbers_that_the_loss_compares(loss: s
         [[1, 2, 3, 4], [1, 2]], [[False, True, True, True], [False, True]], reference=torch.zeros(2)
     )
     _, metrics = task.loss(policy, micro, {"pairs": 1.0})
-    compares_means = not PREFERENCE_LOSSES[loss].needs_reference
+    compares_means = not choices.PREFERENCE_LOSSES[loss].needs_reference
     assert metrics["train/chosen_reward"].value == (-0.5 if compares_means else -1.5)
     assert metrics["train/reject_reward"].value == -1.0
     assert metrics["train/acc"].value == float(compares_means)
