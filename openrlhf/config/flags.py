@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, dataclass_transform
 
 from openrlhf.masking import HIDDEN, hide, without_secrets
-from openrlhf.reporting import notice as notice
 
 T = TypeVar("T")
 Shape = Literal["switch", "one", "pair", "list", "json"]
