@@ -28,7 +28,7 @@ BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
     "le": ("at most", operator.le),
     "lt": ("below", operator.lt),
 }
-TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text"}
+TYPE_NAMES = {int: "a whole number", float: "a number", str: "text"}
 YAML_WORDS = {True: "on", False: "off"}  # the words that YAML reads as booleans
 
 
@@ -330,7 +330,7 @@ def _json_object(flag: Flag, raw: Any) -> dict[str, Any]:
             value = json.loads(raw)
         except json.JSONDecodeError as error:
             raise ConfigError(
-                f"{flag.name} takes a JSON object, and {raw!r} is none: {error}."
+                f"{flag.name} takes a JSON object, but {raw!r} is not JSON: {error}."
             ) from None
     if not isinstance(value, dict):
         raise ConfigError(f'{flag.name} takes a JSON object, such as {{"name": 1}}, not {raw!r}.')

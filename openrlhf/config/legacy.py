@@ -62,7 +62,7 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
         elif name in SWITCHES or name in IGNORED:
             _replace_switch(name, words, flags, result)
         elif name in REMOVED:
-            result.violations.append(f"--{name} is gone. {REMOVED[name]}")
+            result.violations.append(f"--{name} no longer exists. {REMOVED[name]}")
         elif name in OLD_LENGTHS and "rollout.max_new_tokens" in flags:
             lengths[name] = " ".join(words)
         else:
@@ -101,7 +101,7 @@ def _replace_switch(
         result.groups.append((path, [value]))
         result.renamed[name] = f"--{path} {value}"
     else:
-        result.notices.append(f"--{name} has no effect any more: {IGNORED[name]}.")
+        result.notices.append(f"--{name} no longer has an effect: {IGNORED[name]}.")
 
 
 def _moved_defaults(typed: Mapping[str, Sequence[str]], flags: Mapping[str, Flag]) -> list[str]:

@@ -249,7 +249,7 @@ class Reader:
         values: dict[str, Any] = {}
         for path, value in leaves(cast("dict[Any, Any]", content or {}), self.flags, ""):
             if path in values:
-                self.problems.append(f"{file}: {path} is there twice.")
+                self.problems.append(f"{file}: {path} appears twice: remove one.")
             elif path in self.flags:
                 values[path] = value
             else:

@@ -186,14 +186,14 @@ def test_old_switches_without_effect_are_dropped_with_a_notice(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert ppo("--perf --run.dir r") == ppo("--run.dir r")
-    assert "--perf has no effect any more" in capsys.readouterr().err
+    assert "--perf no longer has an effect" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", legacy.REMOVED)
 def test_what_has_no_successor_is_refused_with_what_to_do(name: str) -> None:
     (sentence,) = violations("train_sft", f"--{name}")
-    assert sentence.startswith(f"--{name} is gone. ")
-    assert len(sentence) > len(f"--{name} is gone. ") + 20
+    assert sentence.startswith(f"--{name} no longer exists. ")
+    assert len(sentence) > len(f"--{name} no longer exists. ") + 20
 
 
 def test_old_switches_of_kto_and_distillation_are_explained(
@@ -201,7 +201,7 @@ def test_old_switches_of_kto_and_distillation_are_explained(
 ) -> None:
     parse("train_kto", "--unpaired_preference")
     assert (
-        "--unpaired_preference has no effect any more: rows of KTO are a prompt, an"
+        "--unpaired_preference no longer has an effect: rows of KTO are a prompt, an"
         in capsys.readouterr().err
     )
     assert "KTO has one loss" in violations("train_kto", "--vanilla_loss")[0]
