@@ -84,6 +84,7 @@ WITHIN_BOUNDS = [
     "checkpoints",
     "cli",
     "cluster",
+    "config",
     "core",
     "data",
     "evaluation",

@@ -22,12 +22,6 @@ from openrlhf.masking import HIDDEN, hide, without_secrets
 
 T = TypeVar("T")
 Shape = Literal["switch", "one", "pair", "list", "json"]
-BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
-    "ge": ("at least", operator.ge),
-    "gt": ("above", operator.gt),
-    "le": ("at most", operator.le),
-    "lt": ("below", operator.lt),
-}
 TYPE_NAMES = {int: "a whole number", float: "a number", str: "text"}
 YAML_WORDS = {True: "on", False: "off"}  # the words that YAML reads as booleans
 
@@ -40,6 +34,20 @@ class ValueType:
     kind: type
 
 
+@dataclass(frozen=True)
+class Bound:
+    """A bound on numbers: its words, and whether a number keeps a limit."""
+
+    words: str
+    holds: Callable[[float, float], bool]
+
+
+BOUNDS = {
+    "ge": Bound("at least", operator.ge),
+    "gt": Bound("above", operator.gt),
+    "le": Bound("at most", operator.le),
+    "lt": Bound("below", operator.lt),
+}
 TYPES = {  # by annotation, without `| None`
     "bool": ValueType("switch", bool),
     "int": ValueType("one", int),
@@ -125,10 +133,9 @@ class Flag:
 
     def allows(self, number: float) -> bool:
         """Return whether a number is within the bounds. NaN is never within them."""
-        is_nan = number != number
-        return not is_nan and all(
-            BOUNDS[name][1](number, limit) for name, limit in self.limits.items()
-        )
+        if number != number:
+            return False
+        return all(BOUNDS[name].holds(number, limit) for name, limit in self.limits.items())
 
     def typed(self, value: Any) -> str:
         """Return the words of a command line that set this value; a switch is only its name."""
@@ -177,7 +184,7 @@ class Section:
 
 
 def option(default: T, help: str, **info: Any) -> T:
-    """A field that is a flag. `info`: fields of `Flag` that have a default."""
+    """Declare a flag. `info`: fields of `Flag` that have a default."""
     return field(default_factory=lambda: copy(default), metadata={"help": help, **info})
 
 
@@ -415,7 +422,7 @@ def bound_violations(config: Any) -> Iterator[str]:
             value = (value,)
         for number in cast("tuple[Any, ...]", value):
             if isinstance(number, (int, float)) and not flag.allows(number):
-                words = [f"{BOUNDS[name][0]} {limit:g}" for name, limit in flag.limits.items()]
+                words = [f"{BOUNDS[name].words} {limit:g}" for name, limit in flag.limits.items()]
                 bounds = " and ".join(words) or "a number"
                 yield f"{flag.name} is {number}, but it must be {bounds}."
                 break

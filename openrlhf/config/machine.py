@@ -156,7 +156,7 @@ def free_memory() -> int:
 def _memory_groups() -> list[Path]:
     """Return the folders of the control groups that limit this process: its own and their parents.
 
-    In a container, some of the folders may not exist, because the container sees only its own group.
+    In a container, which sees only its own group, some of the folders may not exist.
     """
     folders: list[Path] = []
     with suppress(OSError):

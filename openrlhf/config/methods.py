@@ -1,4 +1,4 @@
-"""Methods with a name of their own that are sets of flags here. docs/algorithms.md has their papers."""
+"""Named methods that are sets of flags here, such as GRPO. docs/algorithms.md has their papers."""
 
 import re
 

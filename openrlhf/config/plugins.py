@@ -1,4 +1,4 @@
-"""Import of plug-ins, once per process: files of `--plugin`, and installed packages by entry point."""
+"""Import of plug-ins, once per process: files of `--plugin`, and entry points of packages."""
 
 import importlib.util
 import sys
@@ -51,7 +51,7 @@ def _load_file(file: Path, name: str, path: str) -> None:
 
 @contextmanager
 def _failures(plugin: str, *, module: str) -> Generator[None, None, None]:
-    """Put the name of the plug-in before an error in the block, and forget the module that failed."""
+    """Put the name of the plug-in before an error in the block; forget the module that failed."""
     try:
         yield
     except Exception as error:
