@@ -199,7 +199,7 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
         values: dict[str, Any] = {
             "data.max_len": room,
             "rollout.max_new_tokens": answer_length(room),
-            "vllm.num_engines": max(1, gpus // self.vllm.devices),
+            "vllm.num_engines": max(1, gpus // max(1, self.vllm.devices)),
             "reward.num_gpus_per_node": min(8, gpus) or 1,
             "reward.model_name_or_path": None,
         }

@@ -32,7 +32,7 @@ class LocalPPOConfig(PPOConfig):
         own = self.unless_given(
             {
                 "actor.num_gpus_per_node": gpus,
-                "vllm.num_engines": max(1, gpus // self.vllm.devices),
+                "vllm.num_engines": max(1, gpus // max(1, self.vllm.devices)),
                 "ds.enable_sleep": self.train.colocate_all and self.ds.zero_stage > 0,
             }
         )

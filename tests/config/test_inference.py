@@ -45,6 +45,11 @@ BATCH, CHAT = "batch_inference", "interactive_chat"
         (BATCH, "--best_of_n 0", "--best_of_n is 0, but it must be at least 1"),
         (
             BATCH,
+            "--vllm.tensor_parallel_size 0",
+            "--vllm.tensor_parallel_size is 0, but it must be",
+        ),
+        (
+            BATCH,
             "--data.max_len 64 --rollout.max_new_tokens 64",
             "--rollout.max_new_tokens 64 leaves no room for a prompt",
         ),
