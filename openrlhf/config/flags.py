@@ -143,7 +143,7 @@ class Flag:
             return self.name
         if self.secret and value is not None:
             value = HIDDEN
-        values = [hide(value)]
+        values: list[Any] = [hide(value)]
         if self.shape in ("pair", "list"):
             values = hide(value) or []
         words = [self.name]
@@ -324,10 +324,11 @@ def _unknown_choice(flag: Flag, value: Any, choices: Collection[str]) -> str:
     meant = nearest(value, choices)
     if value == "grpo" and "group_norm" in choices:
         meant = ["group_norm"]
-    hint = did_you_mean(meant)
+    sentence = f"{flag.name} takes one of {', '.join(choices)}, not {value!r}."
+    sentence += did_you_mean(meant)
     if isinstance(choices, dict):  # a table that plug-ins extend
-        hint += " To use a name of your own, register it with --plugin FILE.py."
-    return f"{flag.name} takes one of {', '.join(choices)}, not {value!r}.{hint}"
+        sentence += " To use a name of your own, register it with --plugin FILE.py."
+    return sentence
 
 
 def _json_object(flag: Flag, raw: Any) -> dict[str, Any]:
