@@ -7,14 +7,15 @@ from openrlhf.config.commands import Command
 from openrlhf.config.flags import Section, option, required
 
 
-# fmt: off
 class MergedConfig(Section):
     """The merged model."""
+
     param_dtype: str = option("bf16", "Data type of the stored weights.", choices=shared.DTYPES)
 
 
 class CombinerConfig(Command):
     """Merge an adapter into its base model."""
+
     model_path: str = required("Folder or hub name of the base model.", holds="model")
     lora_path: str = required("Folder of the adapter.", holds="place")
     output_path: str = required("Folder of the merged model.", holds="place", writes="model")
