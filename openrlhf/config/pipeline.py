@@ -27,7 +27,7 @@ class PipelineConfig(Command):
     file: str = required(
         "YAML file with the stages; may also be the first word.", metavar="FILE.yaml", holds="place"
     )
-    settings: str = option("", "Settings in the file to use; unset: the first.")
+    settings: str = option("", "Name of the settings to use; unset: the first in the YAML.")
     dry_run: bool = option(False, "Check everything, show what would run, and stop.", saved=False)
     run: PipelineRunConfig = PipelineRunConfig()
 
