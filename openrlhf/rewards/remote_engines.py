@@ -4,7 +4,7 @@ User code selects them by name. The process that starts user processes puts name
 environment, which user processes inherit.
 
 The `openai` client is not used: its timeout bounds each read, not a whole attempt, and it cannot
-take a URL with query parameters. Importing it takes each user process a second.
+take a URL with query parameters. Importing it takes 0.8 s of CPU in each user process.
 """
 
 import asyncio
