@@ -188,6 +188,7 @@ def openmp_threads(processes: int) -> int:
     They are OMP_NUM_THREADS if the user set it, or a share of the cores.
     """
     threads = os.environ.get("OMP_NUM_THREADS", "")
+    # Ray sets 1 for the driver of a job.
     set_by_ray = threads == "1" and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
     if threads.isdecimal() and not set_by_ray:
         return int(threads)
