@@ -20,7 +20,7 @@ LEVELS = {
             ("masking",),
             ("reporting",),
             ("config", "core", "files", "locks", "termination"),
-            ("algorithms", "observability", "rendezvous"),
+            ("algorithms", "checks", "observability", "rendezvous"),
             ("weights",),
             ("models", "data", "training"),
             ("cluster", "isolation", "checkpoints"),
@@ -57,6 +57,7 @@ HOMES = {
 }
 # What a module may load at import besides the standard library and our own modules.
 STANDARD_LIBRARY_ONLY = [
+    "checks",
     "config*",
     "core.trajectory",
     "locks",

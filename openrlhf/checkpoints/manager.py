@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, RunState, StagedCheckpoint
+from openrlhf.checks import Finding
 from openrlhf.config.shared import CheckpointConfig
 from openrlhf.files import disk_of, fingerprint, move, sync, sync_tree, write_atomically
 from openrlhf.reporting import warn
@@ -338,8 +339,8 @@ class CheckpointManager:
         """Return the temporary directory for a checkpoint's files during a save or removal."""
         return self.root / _aside_name(checkpoint.tag, checkpoint.nonce)
 
-    def check_room(self, size: int) -> list[str]:
-        """Return notices for the user if the disk lacks room for checkpoints of about `size` bytes.
+    def check_room(self, size: int) -> list[Finding]:
+        """Return a warning if the disk lacks room for checkpoints of about `size` bytes.
 
         Raises CheckpointError if not even one checkpoint fits.
         """
@@ -358,12 +359,13 @@ class CheckpointManager:
         needed = min((self.max_num + 1) * size, self.max_bytes + size)
         if disk.free + kept >= needed:
             return []
-        return [
+        seen = (
             f"--ckpt.path {self.root} has {free} free: too little for --ckpt.max_num "
             f"{self.max_num} checkpoints of {one} each and one more, which is written before the "
             f"oldest is removed ({needed / GIB:.3g} GiB). The run continues without the "
-            "checkpoints that do not fit. Lower --ckpt.max_num, or make room."
-        ]
+            "checkpoints that do not fit."
+        )
+        return [Finding(seen, "Lower --ckpt.max_num, or make room.")]
 
     def _check_space(self) -> None:
         """Raise OSError if the disk has less room than the last checkpoint took."""

@@ -186,21 +186,17 @@ def check_folders(config: Command) -> None:
         if not folder.is_absolute():
             relative.append(output.named)
         if output.kind == "model":
-            _notice_replaced_model(output)
+            model = model_in(output.path)
+            if model:
+                notice(
+                    f"{output.named} has a model ({model}). It is replaced when the new one is "
+                    "complete. To keep both, choose another folder."
+                )
     in_copy_by_ray = "working_dir_files" in Path.cwd().parts  # working directories of Ray's jobs
     if relative and in_copy_by_ray:
         notice(
             f"{', '.join(relative)}: relative to {Path.cwd()}, the copy of the working "
             "directory that Ray made for this job and may delete. Absolute paths outlive it."
-        )
-
-
-def _notice_replaced_model(output: Output) -> None:
-    model = model_in(output.path)
-    if model:
-        notice(
-            f"{output.named} has a model ({model}). It is replaced when the new one is "
-            "complete. To keep both, choose another folder."
         )
 
 

@@ -10,11 +10,9 @@ from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.data.findings import Finding, Level
+from openrlhf.checks import Finding
 from openrlhf.data.messages import texts_in
 from openrlhf.data.templates import chat_marks
-
-CHECK = "control tokens in texts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,21 +73,20 @@ class ControlTokens:
 
 def check_control_tokens(
     found: Sequence[str | None], *, what: str, first: str, rendered: bool
-) -> Finding:
-    """Return a warning if rows have control tokens.
+) -> list[Finding]:
+    """Return a warning about rows with control tokens.
 
     `found` has the first control token of each row, and `first` names the first row with one.
     `rendered`: the rows may be rendered texts, in which control tokens are expected. The rows are
     rendered texts if most of them have control tokens.
     """
     count = sum(map(bool, found))
-    if not count or (rendered and 2 * count > len(found)):
-        seen = f"No {what} has control tokens inside its texts."
-        return Finding(check=CHECK, level=Level.PASS, seen=seen)
+    if rendered and 2 * count > len(found):
+        return []
     token = next(filter(None, found))
     seen = (
         f"{count} of {len(found)} {what}s contain control tokens of the tokenizer, which the model "
         f"reads as boundaries of turns or texts. The first: {first} has {token!r}."
     )
     fix = "Unless they are intended, remove such tokens from the data, or write them differently."
-    return Finding(check=CHECK, level=Level.WARNING, seen=seen, fix=fix)
+    return [Finding(seen, fix)]

@@ -10,11 +10,11 @@ import torch.utils.data
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.checks import Finding
 from openrlhf.config.evaluation import EvaluatedDataConfig
 from openrlhf.config.supervised import KTODataConfig, PreferenceDataConfig
 from openrlhf.data import templates
 from openrlhf.data.errors import kind, row_error, text_of
-from openrlhf.data.findings import Finding, Level
 from openrlhf.data.layouts import DATASOURCE, DROPPED, MARGIN
 from openrlhf.data.lost_tools import ONLY_CALLS, empty_calls, lost_tool
 from openrlhf.data.messages import Message, Turn, messages_of, tools_of, transcript_turns
@@ -409,11 +409,10 @@ class LabelledDataset(SFTDataset):
         return {**result, "desirable": label}
 
 
-def check_both_labels(rows: LabelledDataset, *, column: str) -> Finding:
+def check_both_labels(rows: LabelledDataset, *, column: str) -> list[Finding]:
     """Return a warning if the kept rows are all desirable, or all undesirable."""
     if 0 < rows.desirable < len(rows):
-        seen = f"{rows.desirable} of {len(rows)} rows are desirable."
-        return Finding(check="labels", level=Level.PASS, seen=seen)
+        return []
     if rows.desirable:
         label = "desirable"
         fix = "Add rows with the label 0 or false, or train on the answers with `openrlhf sft`."
@@ -424,7 +423,7 @@ def check_both_labels(rows: LabelledDataset, *, column: str) -> Finding:
         f"All {len(rows)} rows are {label} (--data.label_key {column}), "
         "so KTO has nothing to contrast."
     )
-    return Finding(check="labels", level=Level.WARNING, seen=seen, fix=fix)
+    return [Finding(seen, fix)]
 
 
 def _label(row: Mapping[str, Any], column: str) -> bool:

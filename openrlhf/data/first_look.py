@@ -15,9 +15,9 @@ from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.checks import Finding
 from openrlhf.data.clock import MOMENT, NAME, clock_at
 from openrlhf.data.errors import DataError
-from openrlhf.data.findings import Finding, Level
 from openrlhf.data.first_start import now
 from openrlhf.data.layouts import FIRST_ROWS
 from openrlhf.data.loading import Table
@@ -43,18 +43,18 @@ def texts_of(rows: Table, columns: Collection[str]) -> list[str]:
 
 def round_trip(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, prompts: bool = False
-) -> list[str]:
-    """Return notices about texts that change when they are encoded and decoded.
+) -> list[Finding]:
+    """Return a warning about texts that change when they are encoded and decoded.
 
     Harmless changes: Unicode compatibility forms, added spaces, spaces beside special tokens, runs
-    of white space that become one space. A notice: letters that lose case or accents, unknown
+    of white space that become one space. A warning: letters that lose case or accents, unknown
     tokens, and with `prompts` any change, since a reward's query is decoded tokens. An error: any
     other lost character, a lost border between two words, or more unknown tokens than known ones.
     Raises DataError for an error.
     """
     if not texts:
         return []
-    changes: list[str] = []
+    changes: list[Finding] = []
     tokens = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
     for text, ids in zip(texts, tokens, strict=True):
         decoded = tokenizer.decode(
@@ -65,24 +65,26 @@ def round_trip(
         after = _spaced(tokenizer, back)
         if _survives(before, after):
             if prompts and back != text:
-                changes = [
+                seen = (
                     f"The prompt {text[:200]!r} is decoded as {back[:200]!r}. A reward function "
                     "that removes the prompt from a query by its length, query[len(prompt):], "
                     "cuts at the wrong place."
-                ]
+                )
+                changes = [Finding(seen)]
             continue
         problem = (
             f"The tokenizer of {tokenizer.name_or_path!r} changes the data: "
             f"{text[:200]!r} comes back as {back[:200]!r}."
         )
         if _survives(_without_case(before), _without_case(after)):
-            return [f"{problem} The model cannot distinguish upper from lower case, or accents."]
+            seen = f"{problem} The model cannot distinguish upper from lower case, or accents."
+            return [Finding(seen)]
         unknown = 0
         if tokenizer.unk_token_id is not None:
             unknown = ids.count(tokenizer.unk_token_id)
         if 0 < unknown <= len(ids) / 2:
             seen = f"{unknown} of {len(ids)} tokens are unknown to it ({tokenizer.unk_token})"
-            return [f"{problem} {seen}."]
+            return [Finding(f"{problem} {seen}.")]
         raise DataError(
             f"{problem} Text is lost. Check the tokenizer's files, "
             "or use the tokenizer that the model came with."
@@ -170,8 +172,8 @@ def recorded(tokenizer: PreTrainedTokenizerBase) -> TextFormat | None:
 
 def compare_formats(
     model: str, trained: TextFormat | None, used: TextFormat, prompts: Sequence[str]
-) -> list[str]:
-    """Return a notice if this run's prompts have another format than a model's training prompts.
+) -> list[Finding]:
+    """Return a warning if this run's prompts have another format than a model's training prompts.
 
     `model` is the flag that names the model, with its value.
     """
@@ -186,7 +188,8 @@ def compare_formats(
         difference = "another chat template than this run has"
     else:
         difference = f"{trained.flags}, but this run uses {used.flags}"
-    return [f"{model} was trained with {difference}: its prompts look different here."]
+    seen = f"{model} was trained with {difference}: its prompts look different here."
+    return [Finding(seen)]
 
 
 def in_template(template: str, texts: Sequence[str]) -> bool:
@@ -211,8 +214,8 @@ def in_template(template: str, texts: Sequence[str]) -> bool:
 
 def unused_chat_template(
     model: str, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, applied: bool
-) -> list[str]:
-    """Return a notice if a model has a chat template that neither the flags nor the texts use.
+) -> list[Finding]:
+    """Return a warning if a model has a chat template that neither the flags nor the texts use.
 
     `model` is the flag that names the model, with its value. A model that an earlier stage exported
     records its own format: see `compare_formats`.
@@ -223,15 +226,19 @@ def unused_chat_template(
     for text in texts:
         if any(mark in text for mark in marks):
             return []  # the rows are rendered already
-    return [
+    seen = (
         f"{model} has a chat template, but this run does not use it: prompts look different from "
-        "the model's own chats. Pass --data.apply_chat_template, unless this is a base model that "
-        "was never trained on chats."
-    ]
+        "the model's own chats."
+    )
+    fix = (
+        "Pass --data.apply_chat_template, unless this is a base model that was never trained on "
+        "chats."
+    )
+    return [Finding(seen, fix)]
 
 
-def glued(prompts: Sequence[str], answers: Sequence[str]) -> list[str]:
-    """Return a notice if each prompt ends, and each answer begins, with a word.
+def glued(prompts: Sequence[str], answers: Sequence[str]) -> list[Finding]:
+    """Return a warning if each prompt ends, and each answer begins, with a word.
 
     Nothing separates them then.
     """
@@ -245,51 +252,51 @@ def glued(prompts: Sequence[str], answers: Sequence[str]) -> list[str]:
     if not joined:
         return []
     example = f"{prompts[0][-20:]}{answers[0][:20]}"
-    return [
-        f"Nothing separates prompts from answers: the first row is joined as {example!r}. Pass "
-        "--data.apply_chat_template, or --data.input_template with {} and a separator."
-    ]
+    seen = f"Nothing separates prompts from answers: the first row is joined as {example!r}."
+    fix = "Pass --data.apply_chat_template, or --data.input_template with {} and a separator."
+    return [Finding(seen, fix)]
 
 
-def filled_already(used: TextFormat, texts: Sequence[str]) -> list[str]:
-    """Return a notice if texts begin with the words of the template that they are put into."""
+def filled_already(used: TextFormat, texts: Sequence[str]) -> list[Finding]:
+    """Return a warning if texts begin with the words of the template that they are put into."""
     words = (used.input_template or "").partition("{}")[0].strip()
     if not words or not any(text.startswith(words) for text in texts):
         return []
-    return [
+    seen = (
         f"Some of the first rows begin with {words!r}, which {used.flags} puts in front of them "
-        "again. If they are whole prompts, as batch_inference writes them, pass "
-        "--data.input_template {}."
-    ]
+        "again."
+    )
+    fix = (
+        "If they are whole prompts, as batch_inference writes them, pass --data.input_template {}."
+    )
+    return [Finding(seen, fix)]
 
 
-def joined_border(used: TextFormat, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return a notice if the tokenizer merges the template's last space with an answer's word."""
+def joined_border(used: TextFormat, tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
+    """Return a warning if the tokenizer merges the template's last space with an answer's word."""
     template = used.input_template or ""
     end = template.partition("{}")[2]
     alone, joined = tokenizer([end, f"{end}A"], add_special_tokens=False)["input_ids"]
     if not end.endswith(" ") or joined[: len(alone)] == alone:
         return []
-    return [
+    seen = (
         f"The tokenizer merges the space at the end of {used.flags} with an answer's first word. "
-        "So prompts end in different tokens in training and generation, and answers may be empty. "
-        f"Use --data.input_template ${template[:-1]!r}"
-    ]
+        "So prompts end in different tokens in training and generation, and answers may be empty."
+    )
+    return [Finding(seen, f"Use --data.input_template ${template[:-1]!r}")]
 
 
 def check_answer_room(
     lengths: Sequence[int], *, max_len: int, max_new_tokens: int | None
-) -> Finding:
+) -> list[Finding]:
     """Return a warning if prompts are cut, a failure if they leave no room for an answer."""
-    check = "prompt lengths"
     if max_new_tokens:
         longest = max_len - max_new_tokens
     else:
         longest = max_len - 2  # an answer has at least one token and an end
     cut = sum(length > longest for length in lengths)
     if not cut:
-        seen = f"All {len(lengths)} prompts leave room for an answer."
-        return Finding(check=check, level=Level.PASS, seen=seen)
+        return []
     if max_new_tokens:
         seen = (
             f"{cut} of {len(lengths)} prompts keep only their last {longest} tokens: "
@@ -299,7 +306,7 @@ def check_answer_room(
             f"Raise --data.max_len {max_len}, which counts prompt and answer "
             f"(--rollout.max_new_tokens {max_new_tokens})."
         )
-        return Finding(check=check, level=Level.WARNING, seen=seen, fix=fix)
+        return [Finding(seen, fix)]
     seen = (
         f"{cut} of {len(lengths)} prompts leave no room for an answer in --data.max_len {max_len}: "
         f"the longest has {max(lengths)} tokens."
@@ -308,22 +315,20 @@ def check_answer_room(
         "Raise --data.max_len, or set --rollout.max_new_tokens: "
         "longer prompts then keep their last tokens."
     )
-    return Finding(check=check, level=Level.FAILURE, seen=seen, fix=fix)
+    return [Finding(seen, fix, fails=True)]
 
 
-def dated_template(tokenizer: PreTrainedTokenizerBase) -> Finding:
+def dated_template(tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
     """Return a warning if the chat template writes the date."""
-    check = "date in the chat template"
     question = [{"role": "user", "content": ANSWER}]
     if NAME not in str(tokenizer.chat_template):
-        return Finding(check=check, level=Level.PASS, seen="The chat template writes no date.")
+        return []
     dated = True
     with suppress(ValueError):  # a template that needs more, a system message for instance
         one_day = render(tokenizer, question, variables=clock_at("2001-02-03"))
         dated = one_day != render(tokenizer, question, variables=clock_at("2014-05-16"))
     if not dated:
-        seen = "The chat template writes no date before a user's message."
-        return Finding(check=check, level=Level.PASS, seen=seen)
+        return []
     moment: str = vars(tokenizer).get(MOMENT) or now()
     seen = (
         f"The chat template writes the date ({NAME}): this run renders every row with "
@@ -335,7 +340,7 @@ def dated_template(tokenizer: PreTrainedTokenizerBase) -> Finding:
         "--data.tokenizer_chat_template in offline training, otherwise in chat_template.jinja in "
         "the model's folder."
     )
-    return Finding(check=check, level=Level.WARNING, seen=seen, fix=fix)
+    return [Finding(seen, fix)]
 
 
 # ---- the end of an answer
@@ -363,23 +368,25 @@ def ending_of(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> 
     return eos
 
 
-def end_notices(ending: str, tokenizer: PreTrainedTokenizerBase, answers: str) -> list[str]:
-    """Return a notice about a suspicious ending of texts, which `answers` describes."""
+def check_ending(ending: str, tokenizer: PreTrainedTokenizerBase, answers: str) -> list[Finding]:
+    """Return a warning about a suspicious ending of texts, which `answers` describes."""
     eos = tokenizer.eos_token
     if not ending:
-        return [
+        seen = (
             f"None of the first rows ends with {eos}: the model will not learn to end its answers."
-        ]
+        )
+        return [Finding(seen)]
     if not ending.startswith(" "):
         return []
-    return [
+    seen = (
         f"{answers} end with an added space before {eos}. A reward that requires an exact match "
-        "will see the space. To train without it, pass --data.no_space_before_eos."
-    ]
+        "will see the space."
+    )
+    return [Finding(seen, "To train without it, pass --data.no_space_before_eos.")]
 
 
-def chat_end(tokenizer: PreTrainedTokenizerBase, stops: Collection[str]) -> list[str]:
-    """Return a notice if the chat template ends an answer where generation does not stop.
+def chat_end(tokenizer: PreTrainedTokenizerBase, stops: Collection[str]) -> list[Finding]:
+    """Return a warning if the chat template ends an answer where generation does not stop.
 
     `stops` are the texts at which generation ends.
     """
@@ -391,7 +398,8 @@ def chat_end(tokenizer: PreTrainedTokenizerBase, stops: Collection[str]) -> list
         return []
     if any(stop in after for stop in stops):
         return []
-    return [
+    seen = (
         f"The chat template ends an answer with {after!r}, but generation ends at "
         f"{', '.join(sorted(stops))}: add --rollout.stop {after.strip()!r}."
-    ]
+    )
+    return [Finding(seen)]

@@ -9,11 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.data.findings import Finding, Level
+from openrlhf.checks import Finding
 from openrlhf.data.messages import Message
 from openrlhf.data.templates import render
 
-CHECK = "tools in the chat template"
 CALLS = "tool_calls"  # a field of a message
 ONLY_CALLS = "whose answer is nothing but tool calls, which the chat template leaves out"
 
@@ -95,16 +94,13 @@ def empty_calls(
 
 def check_tools(
     lost: Sequence[str | None], *, empty: int, what: str, first: str, model: str
-) -> Finding:
-    """Return a warning if the chat template leaves out tools.
+) -> list[Finding]:
+    """Return a warning about rows with tools that the chat template leaves out.
 
-    `lost` has the first missing tool of each row, and `first` names the first row with one. `empty`
-    counts turns that are not targets, because nothing of them is rendered.
+    `lost` has the first missing tool of each row, if any, and `first` names the first row with one.
+    `empty` counts turns that are not targets, because nothing of them is rendered.
     """
     count = sum(map(bool, lost))
-    if not count:
-        seen = "The chat template renders all tools and their calls."
-        return Finding(check=CHECK, level=Level.PASS, seen=seen)
     seen = (
         f"{count} of {len(lost)} {what}s have tools or tool calls that the chat template of "
         f"{model} leaves out, so the model does not see them. "
@@ -117,4 +113,4 @@ def check_tools(
         "offline training, otherwise in chat_template.jinja in the model's folder. "
         "Or write the calls into the contents of the messages."
     )
-    return Finding(check=CHECK, level=Level.WARNING, seen=seen, fix=fix)
+    return [Finding(seen, fix)]

@@ -18,10 +18,10 @@ import torch.utils.data
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.checks import report
 from openrlhf.config.machine import usable_cores, world_size
 from openrlhf.data.control_tokens import ControlTokens, check_control_tokens
 from openrlhf.data.errors import MALFORMED, ROW, SOURCE, DataError
-from openrlhf.data.findings import report
 from openrlhf.data.layouts import READERS, columns_read
 from openrlhf.data.lost_tools import ONLY_CALLS, check_tools
 from openrlhf.data.templates import Encoded, Passage, encode
@@ -134,7 +134,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
             return
         in_template = self.data.apply_chat_template or self.data.input_template not in (None, "{}")
         report(
-            check_control_tokens(
+            *check_control_tokens(
                 found,
                 what=self.what,
                 first=_first_origin(found, dataset),
@@ -147,7 +147,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         if not any(lost):
             return
         report(
-            check_tools(
+            *check_tools(
                 lost,
                 empty=sum(mapped["empty"][:]),
                 what=self.what,

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.checks import report
 from openrlhf.config.flags import UserError
 from openrlhf.config.inference import BatchInferenceConfig
 from openrlhf.core.trajectory import Prompt, Trajectory
@@ -35,11 +36,10 @@ from openrlhf.files import write_atomically
 from openrlhf.launch import settings
 from openrlhf.launch.identity import inference_identity, request_identity
 from openrlhf.launch.prompt_data import (
-    check_prompts,
     check_reward_formats,
-    look_at_prompts,
     policy_tokenizer,
     prompts_of,
+    report_on_prompts,
     scorer_tokenizer,
 )
 from openrlhf.observability.recorder import Recorder
@@ -143,12 +143,11 @@ def read_rows(
         config, rows_of, tokenizer, rows, model=model, generates=config.samples_answers
     )
     if config.samples_answers:
-        look_at_prompts(config, dataset, tokenizer, policy=path, flag=MODEL)
-        check_prompts(config, dataset)
+        report_on_prompts(config, [dataset], tokenizer, policy=path, flag=MODEL)
     else:
         used = TextFormat.of(dataset.data, tokenizer)
         record(tokenizer, used)
-        check_reward_formats(config, used, [dataset[0].text])
+        report(*check_reward_formats(config, used, [dataset[0].text]))
         notice(dataset.summary)
     numbers = range(len(dataset))
     if config.iter is not None:

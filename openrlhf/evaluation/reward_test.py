@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.checks import report
 from openrlhf.config.reward_test import RewardTestConfig
 from openrlhf.data.errors import check_columns, text_of
-from openrlhf.data.findings import report
 from openrlhf.data.loading import load_datasets
 from openrlhf.data.messages import messages_of
 from openrlhf.data.templates import fill_template
@@ -132,7 +132,7 @@ def read_requests(
             column=data.label_key,
             origin=lambda row: f"{data.prompt_dataset}, row {row + 1}",
         )
-        report(findings)
+        report(*findings)
     for row in rows:
         assert isinstance(row, dict)
         prompt = fill_template(data.input_template, _prompt(row, data.input_key))

@@ -11,6 +11,7 @@ from typing import Literal, TypeVar, cast
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.play import AgentEpisodes
+from openrlhf.checks import collect, report
 from openrlhf.config.evaluation import EvaluationConfig
 from openrlhf.core.trajectory import Trajectory
 from openrlhf.data.errors import check_columns, text_of
@@ -33,12 +34,11 @@ from openrlhf.evaluation.processes import (
 from openrlhf.launch import settings
 from openrlhf.launch.agents import check_agents, make_agents
 from openrlhf.launch.prompt_data import (
-    check_prompts,
     check_reward_formats,
     check_reward_models,
-    look_at_prompts,
     policy_tokenizer,
     read_prompts,
+    report_on_prompts,
     scorer_tokenizer,
 )
 from openrlhf.launch.reinforcement import show_prompts
@@ -72,7 +72,7 @@ def run_evaluation(config: EvaluationConfig) -> None:
     check_engine_args(config.vllm.engine_args, engine_device())
     if config.samples_answers:
         offer_engines(config.rollout, config.reward)
-        check_reward(config.reward)
+        report(*check_reward(config.reward))
     tasks = {"pass_k": run_pass_k, "rm_accuracy": run_rm_accuracy, "win_rate": run_win_rate}
     run_task = tasks[config.task]
     run_task(config)
@@ -103,7 +103,7 @@ def run_rm_accuracy(config: EvaluationConfig) -> None:
     data = with_trained_format(config, data, tokenizer, rows, column=data.prompt_key, model=model)
     dataset = PreferenceDataset(rows, tokenizer, data)
     texts = texts_of(rows, key_columns(data))
-    check_reward_formats(config, TextFormat.of(data, tokenizer), texts)
+    report(*check_reward_formats(config, TextFormat.of(data, tokenizer), texts))
     if config.dry_run:
         say(dataset.summary)
         say(show_text("chosen", dataset[0].chosen, tokenizer))
@@ -176,8 +176,11 @@ def read_candidate(config: EvaluationConfig, section: Literal["model", "against"
     flag = f"--{section}.model_name_or_path"
     model = f"{flag} {path}"
     tokenizer = policy_tokenizer(config, path, flag=flag)
-    check_agents(config, tokenizer)
-    check_reward_models(config, tokenizer, policy=model)
+    models = collect(
+        partial(check_agents, config, tokenizer),
+        partial(check_reward_models, config, tokenizer, policy=model),
+    )
+    report(*models)
     prompts = read_prompts(
         config,
         PromptDataset,
@@ -187,8 +190,7 @@ def read_candidate(config: EvaluationConfig, section: Literal["model", "against"
         split=config.eval.split,
         max_samples=config.data.max_samples,
     )
-    look_at_prompts(config, prompts, tokenizer, policy=path, flag=flag)
-    check_prompts(config, prompts)
+    report_on_prompts(config, [prompts], tokenizer, policy=path, flag=flag)
     return Candidate(path=path, tokenizer=tokenizer, prompts=prompts)
 
 

@@ -26,10 +26,7 @@ def make_agents(
 
 
 def check_agents(config: settings.SamplingCommand, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Load the file of --train.agent_func_path. Raises ConfigError.
-
-    It is called before a model is loaded.
-    """
+    """Load the file of --train.agent_func_path. Raises ConfigError."""
     agents = make_agents(config, tokenizer)
     if agents:
         with closing(agents):

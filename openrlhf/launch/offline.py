@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.checkpoints.export import check_disk_room
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
+from openrlhf.checks import Finding, collect, report
 from openrlhf.config.effects import unused_flags
 from openrlhf.config.machine import world_size
 from openrlhf.config.supervised import PreferenceDataConfig, SFTDataConfig, SupervisedConfig
@@ -19,7 +21,6 @@ from openrlhf.core.batches import TokenRows
 from openrlhf.data import clock, first_look
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.errors import DataError
-from openrlhf.data.findings import report
 from openrlhf.data.first_start import FirstStart
 from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import ALL_ROWS, Table, key_columns, load_datasets
@@ -34,7 +35,7 @@ from openrlhf.models.loading import ModelError, configuration, end_tokens
 from openrlhf.models.proof import UNPROVEN, prove_layout
 from openrlhf.models.stored_files import check_can_be_exported
 from openrlhf.observability.recorder import Recorder
-from openrlhf.reporting import is_first, notice, say
+from openrlhf.reporting import is_first, say
 from openrlhf.trainers.supervised import SupervisedTrainer, layout_of
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows, load_spec
 from openrlhf.training.averaging import WeightAverage
@@ -187,7 +188,7 @@ def make_plan(
         )
     steps_per_epoch = len(rows) // size  # without an incomplete last batch
     steps = steps_per_epoch * config.train.max_epochs
-    report(check_steps(steps, config, fix=MORE_STEPS))
+    report(*check_steps(steps, config, fix=MORE_STEPS))
     summary = (
         f"{rows.summary} {steps} optimizer step(s) of {size} rows; {len(rows) % size} left over."
     )
@@ -208,10 +209,10 @@ def exportable_tokenizer(task: OfflineTask[Config, Row, Micro]) -> PreTrainedTok
         chat_template=task.config.data.tokenizer_chat_template,
     )
     if is_first():
-        notices = check_can_be_exported(
+        found = check_can_be_exported(
             model.model_name_or_path, tokenizer, trust_remote_code=model.trust_remote_code
         )
-        notice(*notices)
+        report(*found)
     return tokenizer
 
 
@@ -257,7 +258,7 @@ def load_models(
             needed = engine.checkpoint_bytes
             if config.ckpt.save_hf:
                 needed += exported_bytes(engine)
-            notice(*checkpoints.check_room(needed))
+            report(*checkpoints.check_room(needed))
     for model in frozen.values():
         prove_layout(model.on_device())
         model.rest()
@@ -297,9 +298,12 @@ def load_rows(
         )
         task.config = replace(task.config, data=data)
     rows = task.rows(table, tokenizer)
-    report(*task.look_at_rows(rows))
-    notice(*look_at_first_rows(task, table, rows, tokenizer, column=column))
-    notice(*look_at_borders(task.config, table))
+    found = collect(
+        partial(task.look_at_rows, rows),
+        partial(look_at_first_rows, task, table, rows, tokenizer, column=column),
+        partial(look_at_borders, task.config, table),
+    )
+    report(*found)
     if not config.eval.dataset:
         return rows, None
     held_out = load_datasets(
@@ -311,8 +315,8 @@ def load_rows(
     return rows, task.rows(held_out, tokenizer)
 
 
-def look_at_borders(config: SupervisedConfig, table: Table) -> list[str]:
-    """Return a notice if prompts and answers of two columns are joined without a separator."""
+def look_at_borders(config: SupervisedConfig, table: Table) -> list[Finding]:
+    """Return a warning if prompts and answers of two columns are joined without a separator."""
     data = config.data
     if data.apply_chat_template or data.input_template:
         return []
@@ -335,8 +339,8 @@ def look_at_first_rows(
     tokenizer: PreTrainedTokenizerBase,
     *,
     column: str | None,
-) -> list[str]:
-    """Return notices about the first rows. Raises DataError for lost text.
+) -> list[Finding]:
+    """Return findings about the first rows. Raises DataError for lost text.
 
     `column` of `table` has the prompts, and `rows` are its rows, tokenized. Records the format of
     prompts in the tokenizer.
@@ -346,10 +350,11 @@ def look_at_first_rows(
     found = first_look.round_trip(tokenizer, texts)
     ends = end_tokens(configuration(load_spec(config)))
     if ends and tokenizer.eos_token_id not in ends:
-        found.append(
+        seen = (
             f"The tokenizer ends texts with {tokenizer.eos_token} ({tokenizer.eos_token_id}), "
             f"the model with {ends}."
         )
+        found.append(Finding(seen))
     number = min(first_look.FIRST_ROWS, len(rows))
     batches = [task.collate([rows[row]]) for row in range(number)]
     ending = first_look.ending_of([batch.tokens.tolist() for batch in batches], tokenizer)
@@ -359,19 +364,19 @@ def look_at_first_rows(
     if "data.apply_chat_template" not in unused_flags(config):
         found += first_look.unused_chat_template(model, tokenizer, texts, applied=applied)
     if applied:
-        report(first_look.dated_template(tokenizer))
+        found += first_look.dated_template(tokenizer)
     if used:
         template = used.input_template or ""
         try:
             found += first_look.round_trip(tokenizer, [template.replace("{}", "")])
         except DataError as error:  # the rows may do without the words of the template
-            found.append(f"--data.input_template: {error}")
+            found.append(Finding(f"--data.input_template: {error}"))
         trained = first_look.recorded(tokenizer)
         found += first_look.compare_formats(model, trained, used, texts)
         found += first_look.filled_already(used, texts)
         found += first_look.joined_border(used, tokenizer)
         if isinstance(batches[0], TokenRows):
-            found += first_look.end_notices(ending, tokenizer, "Responses")
+            found += first_look.check_ending(ending, tokenizer, "Responses")
         read: list[str] = []
         for prompt in prompts_in(table, column):
             if isinstance(prompt, str):

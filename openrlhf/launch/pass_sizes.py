@@ -3,9 +3,9 @@
 A pass with a single sample leaves most of a device idle.
 """
 
+from openrlhf.checks import Finding
 from openrlhf.config.learning import RLTrainConfig
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.data.findings import Finding, Level
 from openrlhf.launch.settings import needs_old_logprobs
 
 # Tokens of a pass that keeps a device busy.
@@ -15,12 +15,11 @@ TRAINED = "train.micro_batch_size"
 SCORED = "rollout.micro_batch_size"
 
 
-def check_pass_sizes(config: PPOConfig, longest_prompt: int, *, on_gpus: bool) -> Finding:
+def check_pass_sizes(config: PPOConfig, longest_prompt: int, *, on_gpus: bool) -> list[Finding]:
     """Return a warning if micro-batches have one sample, although more samples fit into a pass.
 
     Sizes that the user has set are not checked. `longest_prompt` is in tokens.
     """
-    check = "micro-batches"
     pass_tokens = CPU_TOKENS
     if on_gpus:
         pass_tokens = GPU_TOKENS
@@ -28,23 +27,19 @@ def check_pass_sizes(config: PPOConfig, longest_prompt: int, *, on_gpus: bool) -
     sample_tokens = min(max_len, longest_prompt + (config.rollout.max_new_tokens or max_len))
     sizes = advised_sizes(config, pass_tokens // sample_tokens)
     if not sizes:
-        seen = "Forward passes have several samples."
-        return Finding(check=check, level=Level.PASS, seen=seen)
+        return []
     current = " and ".join(f"--{path} 1" for path in sizes)
     advice = " and ".join(f"--{path} {size}" for path, size in sizes.items())
-    return Finding(
-        check=check,
-        level=Level.WARNING,
-        seen=(
-            f"Every sample runs in its own forward pass ({current}). "
-            f"The longest sample has at most {sample_tokens} tokens."
-        ),
-        fix=(
-            f"For passes of up to {pass_tokens} tokens, set {advice}, or "
-            f"--train.dynamic_batch_enable --train.max_tokens_per_gpu {pass_tokens}. "
-            "Results stay the same; each pass needs more memory."
-        ),
+    seen = (
+        f"Every sample runs in its own forward pass ({current}). "
+        f"The longest sample has at most {sample_tokens} tokens."
     )
+    fix = (
+        f"For passes of up to {pass_tokens} tokens, set {advice}, or "
+        f"--train.dynamic_batch_enable --train.max_tokens_per_gpu {pass_tokens}. "
+        "Results stay the same; each pass needs more memory."
+    )
+    return [Finding(seen, fix)]
 
 
 def advised_sizes(config: PPOConfig, most: int) -> dict[str, int]:

@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.checks import Finding, collect, report
 from openrlhf.config.commands import ModelCommand
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTDataConfig
 from openrlhf.data import first_look
 from openrlhf.data.clock import set_clock
 from openrlhf.data.errors import DataError, list_columns
-from openrlhf.data.findings import report
 from openrlhf.data.first_start import now
 from openrlhf.data.layouts import recognise
 from openrlhf.data.loading import ALL_ROWS, Table, load_datasets
@@ -24,7 +24,6 @@ from openrlhf.data.trained_format import kept_format, with_trained_format
 from openrlhf.launch import settings
 from openrlhf.models.loading import check_causal_lm, check_positions, step_tokens
 from openrlhf.models.scalar import check_is_scalar, check_scalar_weights
-from openrlhf.reporting import notice
 from openrlhf.rewards.labels import check_labels
 from openrlhf.trainers.pretraining_mix import PretrainingMix
 
@@ -54,18 +53,12 @@ def load_prompts(config: PPOConfig, *, started: str = "", follows: bool = True) 
     policy = f"{flag} {path}"
     tokenizer = policy_tokenizer(config, path, flag=flag)
     set_clock(tokenizer, started or now())
-    check_reward_models(config, tokenizer, policy=policy)
-    if config.critic.model_name_or_path:
-        check_critic(config, config.critic.model_name_or_path)
-    if config.local_teacher:
-        check_language_model(config, config.local_teacher)
-        require_vocabulary(
-            tokenizer,
-            config.local_teacher,
-            flag="--algo.distill.teacher",
-            owner=policy,
-            trust_remote_code=config.model.trust_remote_code,
-        )
+    models = collect(
+        partial(check_reward_models, config, tokenizer, policy=policy),
+        partial(check_critic, config),
+        partial(check_teacher, config, tokenizer, policy=policy),
+    )
+    report(*models)
     trained_model = None
     if follows:
         trained_model = policy
@@ -77,12 +70,12 @@ def load_prompts(config: PPOConfig, *, started: str = "", follows: bool = True) 
         probs=data.prompt_probs,
         max_samples=data.max_samples,
     )
-    look_at_prompts(config, train, tokenizer, policy=path, flag=flag)
-    check_prompts(config, train)
+    read = [train]
     held_out = None
     if config.eval.dataset:
         held_out = prompts(config.eval.dataset, split=config.eval.split, max_samples=ALL_ROWS)
-        check_prompts(config, held_out)
+        read.append(held_out)
+    report_on_prompts(config, read, tokenizer, policy=path, flag=flag)
     pretraining = None
     if config.algo.ptx.dataset:
         pretraining = load_pretraining_text(config, tokenizer)
@@ -122,11 +115,29 @@ def check_language_model(config: ModelCommand, path: str) -> None:
     check_positions(spec)
 
 
-def check_critic(config: PPOConfig, path: str) -> None:
-    """Raise ModelError unless the folder has a complete model that a critic can start from."""
+def check_critic(config: PPOConfig) -> None:
+    """Raise ModelError unless a critic can start from the model of --critic.model_name_or_path."""
+    path = config.critic.model_name_or_path
+    if not path:
+        return
     spec = settings.load_spec(config, path)
     is_policy = path == config.actor.model_name_or_path
     check_scalar_weights(spec, head_prefix=config.ds.value_head_prefix, reinit_head=is_policy)
+
+
+def check_teacher(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, policy: str) -> None:
+    """Raise an error unless the teacher is a language model with the policy's vocabulary."""
+    path = config.local_teacher
+    if not path:
+        return
+    check_language_model(config, path)
+    require_vocabulary(
+        tokenizer,
+        path,
+        flag="--algo.distill.teacher",
+        owner=policy,
+        trust_remote_code=config.model.trust_remote_code,
+    )
 
 
 def read_prompts(
@@ -180,6 +191,23 @@ def prompts_of(
     return rows_of(rows, tokenizer, data)
 
 
+def report_on_prompts(
+    config: settings.SamplingCommand,
+    read: Sequence[PromptDataset],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    policy: str,
+    flag: str,
+) -> None:
+    """Report on the prompts of all datasets, and on the texts of the first one.
+
+    Raises UserError if something has to change before the models start.
+    """
+    checks = [partial(look_at_prompts, config, read[0], tokenizer, policy=policy, flag=flag)]
+    checks += [partial(check_prompts, config, prompts) for prompts in read]
+    report(*collect(*checks))
+
+
 def look_at_prompts(
     config: settings.SamplingCommand,
     prompts: PromptDataset,
@@ -187,8 +215,8 @@ def look_at_prompts(
     *,
     policy: str,
     flag: str,
-) -> None:
-    """Print notices about the first prompts, and record their format in the tokenizer.
+) -> list[Finding]:
+    """Return findings about the first prompts, and record their format in the tokenizer.
 
     Raises DataError if text is lost.
     """
@@ -197,63 +225,63 @@ def look_at_prompts(
     texts = [prompts[number].text for number in range(count)]
     used = first_look.TextFormat.of(prompts.data, tokenizer)
     trained = first_look.recorded(tokenizer)
-    notices = first_look.round_trip(tokenizer, texts, prompts=True)
-    notices += first_look.joined_border(used, tokenizer)
+    found = first_look.round_trip(tokenizer, texts, prompts=True)
+    found += first_look.joined_border(used, tokenizer)
     used = kept_format(used, tokenizer, texts)
-    notices += first_look.compare_formats(model, trained, used, texts)
+    found += first_look.compare_formats(model, trained, used, texts)
     applied = prompts.data.apply_chat_template
     has_agent = bool(config.train.agent_func_path)
     if not has_agent:  # an agent renders its own prompts
-        notices += first_look.unused_chat_template(model, tokenizer, texts, applied=applied)
+        found += first_look.unused_chat_template(model, tokenizer, texts, applied=applied)
     if applied or has_agent:
-        report(first_look.dated_template(tokenizer))
-    check_reward_formats(config, used, texts)
+        found += first_look.dated_template(tokenizer)
+    found += check_reward_formats(config, used, texts)
     if trained and trained.ending:
         used = replace(used, ending=trained.ending)
         responses = f"In training, the responses of {model}"
-        notices += first_look.end_notices(trained.ending, tokenizer, responses)
+        found += first_look.check_ending(trained.ending, tokenizer, responses)
     if used.chat_template:
         stops = ends_of_generation(config, tokenizer, policy)
-        notices += first_look.chat_end(tokenizer, stops)
+        found += first_look.chat_end(tokenizer, stops)
     first_look.record(tokenizer, used)
-    notice(*notices)
+    return found
 
 
-def check_prompts(config: settings.SamplingCommand, prompts: PromptDataset) -> None:
-    """Check the length and the label of every prompt. Raises DataError.
+def check_prompts(config: settings.SamplingCommand, prompts: PromptDataset) -> list[Finding]:
+    """Return findings about the length and the label of every prompt.
 
     Agents make their own prompts, so nothing is checked with --train.agent_func_path.
     """
     if config.train.agent_func_path:
-        return
-    room = first_look.check_answer_room(
+        return []
+    found = first_look.check_answer_room(
         prompts.lengths(),
         max_len=config.data.max_len,
         max_new_tokens=config.rollout.max_new_tokens,
     )
-    findings = [room]
     verifier = config.reward.verifier
     column = config.data.label_key
     if verifier and column:
-        labels = check_labels(verifier, prompts.labels(), column=column, origin=prompts.origin)
-        findings.append(labels)
-    report(*findings)
+        found += check_labels(verifier, prompts.labels(), column=column, origin=prompts.origin)
+    return found
 
 
 def check_reward_formats(
     config: settings.SamplingCommand, used: first_look.TextFormat, texts: Sequence[str]
-) -> None:
-    """Print a notice about each reward model that was trained on prompts of another format.
+) -> list[Finding]:
+    """Return a warning about each reward model that was trained on prompts of another format.
 
     `texts` are prompts of this run, in the format `used`.
     """
+    found: list[Finding] = []
     applied = bool(used.chat_template)
     for path in config.reward.models:
         model = f"--reward.model_name_or_path {path}"
         tokenizer = get_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
         trained = first_look.recorded(tokenizer)
-        notice(*first_look.compare_formats(model, trained, used, texts))
-        notice(*first_look.unused_chat_template(model, tokenizer, texts, applied=applied))
+        found += first_look.compare_formats(model, trained, used, texts)
+        found += first_look.unused_chat_template(model, tokenizer, texts, applied=applied)
+    return found
 
 
 def ends_of_generation(

@@ -1,17 +1,18 @@
 """From the flags of RL to a run that can start: all checks before a model is loaded."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
+from openrlhf.checks import Finding, collect, report
 from openrlhf.cluster.placement import Placement
 from openrlhf.cluster.ray_cluster import expected_machines
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.batching import ResumableSampler
-from openrlhf.data.findings import report
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.shown import SHOWN, show_template, show_text
 from openrlhf.launch import settings
@@ -26,7 +27,7 @@ from openrlhf.launch.run_length import check_steps
 from openrlhf.models.proof import UNPROVEN
 from openrlhf.models.stored_files import check_can_be_exported
 from openrlhf.models.weights import require_finite_files
-from openrlhf.reporting import notice, say
+from openrlhf.reporting import say
 from openrlhf.rewards.preview import check_reward
 from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rollout.engine_check import check_engine_args
@@ -41,20 +42,14 @@ MORE_STEPS = (
 PREVIEWED = 4  # rows whose labels are scored before the run
 
 
-def check_training(config: PPOConfig, data: PromptData, *, on_gpus: bool) -> None:
-    """Check the number of steps, the micro-batches and the export.
-
-    Raises ConfigError or CheckpointError for what cannot work.
-    """
+def check_training(config: PPOConfig, data: PromptData, *, on_gpus: bool) -> list[Finding]:
+    """Return findings about the number of steps and the micro-batches."""
     total_steps = settings.optimizer_steps(config, len(data.train), after=config.frozen_steps)
     longest = max(data.train.lengths())
     if config.train.agent_func_path:
         longest = config.data.max_len
-    report(
-        check_steps(total_steps, config.actor, fix=MORE_STEPS),
-        check_pass_sizes(config, longest, on_gpus=on_gpus),
-    )
-    check_exports(config, data)
+    found = check_steps(total_steps, config.actor, fix=MORE_STEPS)
+    return found + check_pass_sizes(config, longest, on_gpus=on_gpus)
 
 
 def prepare(config: PPOConfig, processes: Processes) -> Run | None:
@@ -67,7 +62,7 @@ def prepare(config: PPOConfig, processes: Processes) -> Run | None:
     checkpoints, checkpoint = find_checkpoint(config)
     begun = checkpoint.state.first_start if checkpoint else start_of_episodes(config)
     data = load_prompts(config, started=begun.moment, follows=begun.trained_format)
-    check_data(config, data, on_gpus=processes.plan.on_gpus)
+    report(*check_data(config, data, on_gpus=processes.plan.on_gpus))
     start = RunState(
         step=0,
         run_dir=os.path.abspath(config.run.dir),
@@ -120,22 +115,25 @@ def find_checkpoint(config: PPOConfig) -> tuple[CheckpointManager, Checkpoint | 
     return checkpoints, checkpoint
 
 
-def check_data(config: PPOConfig, data: PromptData, *, on_gpus: bool) -> None:
-    """Check the prompts against the flags, agents, rewards and teacher. Raises UserError."""
+def check_data(config: PPOConfig, data: PromptData, *, on_gpus: bool) -> list[Finding]:
+    """Return findings about the flags, the exports, agents, rewards and the teacher."""
+    checks: list[Callable[[], list[Finding] | None]] = []
     if not config.rollout.only:
-        check_training(config, data, on_gpus=on_gpus)
+        checks.append(partial(check_training, config, data, on_gpus=on_gpus))
+        checks.append(partial(check_exports, config, data))
     if not config.rollout.replay_dir:
-        check_agents(config, data.tokenizer)
         rows = 0 if config.train.agent_func_path else min(PREVIEWED, len(data.train))
         previewed = [data.train[place] for place in range(rows)]
-        check_reward(config.reward, previewed, data.tokenizer)
+        checks.append(partial(check_agents, config, data.tokenizer))
+        checks.append(partial(check_reward, config.reward, previewed, data.tokenizer))
     if config.remote_teacher:
         teacher = RemoteTeacher.named(config.remote_teacher)
-        teacher.check(data.tokenizer, max_len=config.data.max_len)
+        checks.append(partial(teacher.check, data.tokenizer, max_len=config.data.max_len))
+    return collect(*checks)
 
 
-def check_exports(config: PPOConfig, data: PromptData) -> None:
-    """Print what is wrong with the generation configurations of the trained models.
+def check_exports(config: PPOConfig, data: PromptData) -> list[Finding]:
+    """Return what is wrong with the generation configurations of the trained models.
 
     Raises UserError for files that could not be written.
     """
@@ -143,9 +141,11 @@ def check_exports(config: PPOConfig, data: PromptData) -> None:
     critic = config.critic.model_name_or_path
     if config.critic.save_value_network and critic and critic not in paths:
         paths.append(critic)
+    found: list[Finding] = []
     trusted = config.model.trust_remote_code
     for path in paths:
-        notice(*check_can_be_exported(path, data.tokenizer, trust_remote_code=trusted))
+        found += check_can_be_exported(path, data.tokenizer, trust_remote_code=trusted)
+    return found
 
 
 def show_plan(config: PPOConfig, data: PromptData, plan: Placement) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
+from openrlhf.checks import report
 from openrlhf.cluster.worker_group import Call, WorkerError, WorkerGroup, gather
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.core.batches import Experience
@@ -158,8 +159,7 @@ class Run:
         sizes = gather(
             asked, timeout_s=self.config.train.setup_timeout, doing="tell the size of a checkpoint"
         )
-        for sentence in self.checkpoints.check_room(sum(sizes)):
-            self.recorder.display.notice(sentence)
+        report(*self.checkpoints.check_room(sum(sizes)))
 
     def _make_trainer(self, groups: dict[str, WorkerGroup]) -> PPOTrainer | RolloutOnly:
         config = self.config

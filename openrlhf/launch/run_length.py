@@ -2,14 +2,14 @@
 
 import math
 
+from openrlhf.checks import Finding
 from openrlhf.config.shared import OptimizerConfig
-from openrlhf.data.findings import Finding, Level
 
 FEWEST_STEPS = 20  # fewer do not change a model noticeably with the default learning rates
 IDLE_SHARE = 0.1  # the largest share of steps with a learning rate of 0
 
 
-def check_steps(total_steps: int, schedule: OptimizerConfig, *, fix: str) -> Finding:
+def check_steps(total_steps: int, schedule: OptimizerConfig, *, fix: str) -> list[Finding]:
     """Return a warning if a run is too short to change a model.
 
     It has few steps, or the learning rate is 0 in too many of them.
@@ -21,8 +21,8 @@ def check_steps(total_steps: int, schedule: OptimizerConfig, *, fix: str) -> Fin
     if warmup_steps > 0 and total_steps > 1:  # a single step does not warm up
         idle = 1  # the first step
     if total_steps >= FEWEST_STEPS and idle <= IDLE_SHARE * total_steps:
-        return Finding(check="steps", level=Level.PASS, seen=f"{total_steps} optimizer steps.")
+        return []
     seen = f"{total_steps} optimizer step(s) are too few to change a model noticeably."
     if idle:
         seen += " The learning rate of the first is 0 (warm-up)."
-    return Finding(check="steps", level=Level.WARNING, seen=seen, fix=fix)
+    return [Finding(seen, fix)]

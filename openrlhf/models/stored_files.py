@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from openrlhf.checks import Finding
 from openrlhf.config.flags import UserError
 
 GENERATION = "generation_config.json"
@@ -84,10 +85,10 @@ def generation_complaint(path: str, config: PreTrainedConfig) -> str | None:
 
 def check_can_be_exported(
     path: str, tokenizer: Any, *, trust_remote_code: bool = False
-) -> list[str]:
+) -> list[Finding]:
     """Write a model's configuration and tokenizer to a temporary folder, as an export would.
 
-    Returns notices. Raises UserError if one of them cannot be written.
+    Returns warnings. Raises UserError if one of them cannot be written.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     with TemporaryDirectory() as folder:
@@ -105,8 +106,11 @@ def check_can_be_exported(
     complaint = generation_complaint(path, config)
     if not complaint:
         return []
-    return [
+    seen = (
         f"The generation configuration of {path} contradicts itself. It is exported as "
-        f"Transformers reads it: {complaint} To correct it, change the model's {GENERATION} (or "
-        "config.json, if that has the values)."
-    ]
+        f"Transformers reads it: {complaint}"
+    )
+    fix = (
+        f"To correct it, change the model's {GENERATION} (or config.json, if that has the values)."
+    )
+    return [Finding(seen, fix)]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from openrlhf.data.findings import Finding, Level
+from openrlhf.checks import Finding
 from openrlhf.rewards.checks import CodeTests, word_bounds
 from openrlhf.rewards.protocol import shown
 
@@ -69,8 +69,8 @@ READERS: dict[str, Callable[[Any], Any]] = {
 
 def check_labels(
     verifier: str, labels: Iterable[Any], *, column: str, origin: Callable[[int], str]
-) -> Finding:
-    """Return a failure with the number of labels that a verifier cannot read, else a pass.
+) -> list[Finding]:
+    """Return a failure with the number of labels that a verifier cannot read, if any.
 
     The failure quotes the first such label. `origin` returns the dataset and row of a label, by its
     number.
@@ -88,11 +88,10 @@ def check_labels(
             if not first:
                 first = f"{origin(number)}, column {column!r}: {error}"
     if not unreadable:
-        return Finding(check="labels", level=Level.PASS, seen=f"All {count} labels can be read.")
-    return Finding(
-        check="labels",
-        level=Level.FAILURE,
-        seen=f"{unreadable} of {count} labels cannot be read, so their answers could never be "
-        f"rewarded. The first: {first}.",
-        fix="Remove or correct these rows, or name another column with --data.label_key.",
+        return []
+    seen = (
+        f"{unreadable} of {count} labels cannot be read, so their answers could never be "
+        f"rewarded. The first: {first}."
     )
+    fix = "Remove or correct these rows, or name another column with --data.label_key."
+    return [Finding(seen, fix, fails=True)]

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from openrlhf.checks import Finding
 from openrlhf.config.rollout import RuleConfig
-from openrlhf.reporting import warn_once
 from openrlhf.rewards.protocol import Reward, RewardRequest, request_of, shown
 from openrlhf.rewards.rule import reward_of
 
@@ -63,53 +63,56 @@ def _is_text(label: Any) -> bool:
 
 async def reward_preview(
     reward: Reward, rows: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
-) -> str | None:
+) -> list[Finding]:
     """Return a warning if the reward fails on labels, or does not prefer them to wrong answers.
 
-    Otherwise return None. Rows whose label is not text are left out.
+    Rows whose label is not text are left out.
     """
     rows = [row for row in rows if _is_text(row.label)]
     if not rows:
-        return None
+        return []
     correct = [answered(tokenizer, row.text, row.label, row.label) for row in rows]
     results = await reward.score([*correct, *wrong_requests(correct, tokenizer)])
     failed = [result for result in results if result.error is not None]
     if failed:
-        return (
+        seen = (
             f"The reward failed on {len(failed)} of {len(results)} answers made of labels. "
             f"The first error:\n{failed[0].error}"
         )
+        return [Finding(seen)]
     rewards = [result.reward or 0.0 for result in results]
     correct_rewards = rewards[: len(rows)]
     wrong_rewards = rewards[len(rows) :]
     if not wrong_rewards or fmean(correct_rewards) > fmean(wrong_rewards):
-        return None
-    return (
+        return []
+    seen = (
         f"The reward of correct answers (labels with the end token, such as "
         f"{shown(correct[0].response)}) is {correct_rewards}, of labels of other rows "
-        f"{wrong_rewards}. If labels are answers, check what the reward compares: "
-        "`openrlhf reward test` shows more."
+        f"{wrong_rewards}."
     )
+    fix = (
+        "If labels are answers, check what the reward compares: `openrlhf reward test` shows more."
+    )
+    return [Finding(seen, fix)]
 
 
 def check_reward(
     rule: RuleConfig, rows: Sequence[Prompt] = (), tokenizer: PreTrainedTokenizerBase | None = None
-) -> None:
+) -> list[Finding]:
     """Load the function or verifier of the flags, or reach the servers, and try it on some rows.
 
-    Logs the warning of `reward_preview`, if any. Labels are scored only if they may be answers.
+    Returns the warning of `reward_preview`, if any. Labels are scored only if they may be answers.
     Raises ConfigError.
     """
 
-    async def check(reward: Reward) -> str | None:
+    async def check(reward: Reward) -> list[Finding]:
         await reward.check()
         labels_are_answers = rule.remote_url or rule.verifier == "math"
         if not tokenizer or not labels_are_answers:
-            return None
+            return []
         return await reward_preview(reward, rows, tokenizer)
 
     with reward_of(rule, workers=1) as reward:
-        if reward:
-            warning = asyncio.run(check(reward))
-            if warning:
-                warn_once(warning)
+        if not reward:
+            return []
+        return asyncio.run(check(reward))

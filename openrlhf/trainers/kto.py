@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.preference_losses import kto
+from openrlhf.checks import Finding
 from openrlhf.config.supervised import KTOConfig
 from openrlhf.core.batches import Answers
 from openrlhf.data.errors import DataError, source_of
@@ -20,7 +21,6 @@ from openrlhf.data.feedback import (
     PreferenceDataset,
     check_both_labels,
 )
-from openrlhf.data.findings import Finding
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.layouts import JUDGED
 from openrlhf.data.loading import Table
@@ -79,7 +79,7 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         """Return a warning if all labels are of one kind."""
         if not isinstance(train_rows, LabelledDataset):
             return []
-        return [check_both_labels(train_rows, column=self.config.data.label_key)]
+        return check_both_labels(train_rows, column=self.config.data.label_key)
 
     def _has_pairs(self, dataset: Table) -> bool:
         data = self.config.data

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.registry import Registry
+from openrlhf.checks import Finding
 from openrlhf.config.supervised import SFTConfig, SupervisedConfig
 from openrlhf.core.batches import Ragged
-from openrlhf.data.findings import Finding
 from openrlhf.data.first_look import TextFormat
 from openrlhf.data.loading import Table
 from openrlhf.models.loading import LoadSpec, check_causal_lm, configuration

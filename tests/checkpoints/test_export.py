@@ -83,7 +83,7 @@ def test_export_keeps_generation_values_that_transformers_refuses_to_write(
 ) -> None:
     source = model_with(tmp_path / "base", generation, config)
     if generation:
-        (notice,) = check_can_be_exported(str(source), character_tokenizer())
+        notice = str(*check_can_be_exported(str(source), character_tokenizer()))
         assert str(source) in notice and next(iter(generation)) in notice
     else:
         check_can_be_exported(str(source), character_tokenizer())
@@ -102,7 +102,7 @@ def test_export_keeps_generation_values_that_transformers_refuses_to_write(
 
 def test_generation_values_that_transformers_cannot_read_are_reported(tmp_path: Path) -> None:
     source = model_with(tmp_path / "base", {"num_return_sequences": 3})
-    (notice,) = check_can_be_exported(str(source), character_tokenizer())
+    notice = str(*check_can_be_exported(str(source), character_tokenizer()))
     assert "num_return_sequences" in notice
 
 

@@ -506,7 +506,7 @@ def test_check_room_compares_free_space_with_the_limits_of_the_flags(
         return
     found = manager.check_room(100 * GIB)
     assert len(found) == (ends == "notice")
-    assert all("--ckpt.max_num 3" in text for text in found)
+    assert all("--ckpt.max_num 3" in finding.seen for finding in found)
 
 
 def test_check_room_accepts_a_file_system_that_reports_no_size(

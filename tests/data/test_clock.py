@@ -7,7 +7,6 @@ import pickle
 import pytest
 
 from openrlhf.data.clock import set_clock
-from openrlhf.data.findings import Level
 from openrlhf.data.first_look import dated_template
 from openrlhf.data.first_start import now
 from openrlhf.data.templates import render
@@ -49,30 +48,30 @@ def test_a_stopped_clock_is_not_written_to_the_tokenizers_files(tmp_path: object
 
 
 @pytest.mark.parametrize(
-    ("template", "level"),
+    ("template", "dated"),
     [
-        (DATED, Level.WARNING),
+        (DATED, True),
         (
             "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}" + PLAIN_CHAT,
-            Level.WARNING,
+            True,
         ),
         (
             "{% if messages[0].role != 'system' %}{{ raise_exception('strftime_now') }}{% endif %}",
-            Level.WARNING,
+            True,
         ),
-        ("{% if tools %}{{ strftime_now('%d %b %Y') }}{% endif %}" + PLAIN_CHAT, Level.PASS),
-        (PLAIN_CHAT, Level.PASS),
-        (None, Level.PASS),
+        ("{% if tools %}{{ strftime_now('%d %b %Y') }}{% endif %}" + PLAIN_CHAT, False),
+        (PLAIN_CHAT, False),
+        (None, False),
     ],
 )
 def test_a_template_whose_text_depends_on_the_date_is_a_finding_with_a_fix(
-    template: str | None, level: Level
+    template: str | None, dated: bool
 ) -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = template
     set_clock(tokenizer, "2027-01-15T23:59:59")
     found = dated_template(tokenizer)
-    assert found.level == level
-    assert level is Level.PASS or (
-        "2027-01-15" in found.seen and "--data.tokenizer_chat_template" in found.fix
-    )
+    assert len(found) == dated
+    for finding in found:
+        assert not finding.fails
+        assert "2027-01-15" in finding.seen and "--data.tokenizer_chat_template" in finding.fix

@@ -16,7 +16,6 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 from openrlhf.config.supervised import KTODataConfig, PreferenceDataConfig
 from openrlhf.data.errors import DataError
 from openrlhf.data.feedback import LabelledDataset, PairRow, PreferenceDataset, check_both_labels
-from openrlhf.data.findings import Level
 from openrlhf.data.loading import load_datasets
 from openrlhf.data.rows import contents_of, number_rows
 from tests.data.small import (
@@ -481,12 +480,12 @@ def test_all_of_hh_rlhf(data_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("labels", "level"),
-    [([1, 1], Level.WARNING), ([False, False], Level.WARNING), (["true", "0"], Level.PASS)],
+    ("labels", "found"), [([1, 1], [False]), ([False, False], [False]), (["true", "0"], [])]
 )
-def test_labels_of_one_kind_only_are_a_warning(labels: list[Any], level: Level) -> None:
+def test_labels_of_one_kind_only_are_a_warning(labels: list[Any], found: list[bool]) -> None:
     rows = [{"input": "a", "output": "ok", "label": label} for label in labels]
     labelled = LabelledDataset(
         Dataset.from_list(rows), build_tokenizer(), KTODataConfig(max_len=64, output_key="output")
     )
-    assert check_both_labels(labelled, column="label").level is level
+    findings = check_both_labels(labelled, column="label")
+    assert [finding.fails for finding in findings] == found

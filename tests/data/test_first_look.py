@@ -22,8 +22,8 @@ from openrlhf.data.errors import DataError
 from openrlhf.data.first_look import (
     TextFormat,
     chat_end,
+    check_ending,
     compare_formats,
-    end_notices,
     ending_of,
     filled_already,
     glued,
@@ -99,7 +99,7 @@ def test_lost_text_is_an_error_with_both_texts(
 
 def test_prompts_that_a_reward_gets_back_with_other_white_space_are_a_notice() -> None:
     """A query is decoded tokens: query[len(prompt):] would cut into the response."""
-    [said] = round_trip(words("two", "words"), ["two   words\n"], prompts=True)
+    said = str(*round_trip(words("two", "words"), ["two   words\n"], prompts=True))
     assert r"'two   words\n' is decoded as 'two words'" in said and "query[len(prompt):]" in said
     assert round_trip(words("two", "words"), ["two words"], prompts=True) == []
 
@@ -107,9 +107,9 @@ def test_prompts_that_a_reward_gets_back_with_other_white_space_are_a_notice() -
 def test_a_few_unknown_tokens_and_lost_capitals_are_a_notice() -> None:
     tokenizer = build_tokenizer()
     tokenizer.unk_token = "<unk>"
-    [said] = round_trip(tokenizer, ["some letters, and äöü"])
+    said = str(*round_trip(tokenizer, ["some letters, and äöü"]))
     assert "3 of 21 tokens are unknown to it (<unk>)" in said
-    [said] = round_trip(words("two", normalizer=normalizers.Lowercase()), ["TWO"])
+    said = str(*round_trip(words("two", normalizer=normalizers.Lowercase()), ["TWO"]))
     assert (
         "'TWO' comes back as 'two'" in said and "cannot distinguish upper from lower case" in said
     )
@@ -173,9 +173,8 @@ def test_a_format_goes_wherever_the_tokenizer_goes(tmp_path: Any) -> None:
 def test_other_prompts_than_in_training_are_announced(
     trained: TextFormat, used: TextFormat, said: str
 ) -> None:
-    [sentence] = compare_formats(
-        "--actor.model_name_or_path m", trained, used, ["2+2" if trained.input_template else "Q"]
-    )
+    prompts = ["2+2" if trained.input_template else "Q"]
+    sentence = str(*compare_formats("--actor.model_name_or_path m", trained, used, prompts))
     assert sentence.startswith("--actor.model_name_or_path m was") and said in sentence
 
 
@@ -206,14 +205,14 @@ def test_the_same_prompts_are_not_and_neither_are_rows_that_bring_the_template_a
 def test_what_answers_end_with(texts: list[str], ending: str, said: str | None) -> None:
     tokenizer = build_tokenizer()
     found = ending_of([encoded.tokens for encoded in encode(tokenizer, texts)], tokenizer)
-    notices = end_notices(found, tokenizer, "Responses")
+    notices = check_ending(found, tokenizer, "Responses")
     assert found == ending
-    assert said in notices[0] if said else notices == []
+    assert said in str(*notices) if said else notices == []
 
 
 def test_a_chat_template_that_ends_answers_with_what_does_not_end_generation_is_announced() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT)
-    [said] = chat_end(tokenizer, {"<eos>"})
+    said = str(*chat_end(tokenizer, {"<eos>"}))
     assert "'<|end|>\\n', but generation ends at <eos>: add --rollout.stop '<|end|>'" in said
     assert chat_end(tokenizer, {"<eos>", "<|end|>"}) == []
 
@@ -223,7 +222,7 @@ def test_rows_that_begin_with_the_words_of_the_template_are_pointed_out() -> Non
     twice.
     """
     used = TextFormat(input_template="User: {}\nAssistant: ")
-    [sentence] = filled_already(used, ["User: 1+1=\nAssistant: ", "2"])
+    sentence = str(*filled_already(used, ["User: 1+1=\nAssistant: ", "2"]))
     assert "'User:'" in sentence and "--data.input_template {}" in sentence
     assert filled_already(used, ["1+1=", "2"]) == []
     for template in (None, "{}", "{} is"):
@@ -232,7 +231,7 @@ def test_rows_that_begin_with_the_words_of_the_template_are_pointed_out() -> Non
 
 def test_a_template_whose_last_space_the_tokenizer_joins_with_the_answer_is_pointed_out() -> None:
     tokenizer = spaced_tokenizer()
-    [sentence] = joined_border(TextFormat(input_template="User: {}\nAssistant: "), tokenizer)
+    sentence = str(*joined_border(TextFormat(input_template="User: {}\nAssistant: "), tokenizer))
     assert sentence.endswith(" --data.input_template $'User: {}\\nAssistant:'")
     for template in ("User: {}\nAssistant:", "User: {}\nAssistant", "{}", None):
         assert joined_border(TextFormat(input_template=template), tokenizer) == []
@@ -243,8 +242,8 @@ def test_a_template_whose_last_space_the_tokenizer_joins_with_the_answer_is_poin
 
 def test_a_chat_template_that_neither_flags_nor_texts_use_is_pointed_out() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT)
-    said = unused_chat_template("--model.model_name_or_path m", tokenizer, ["a"], applied=False)
-    assert "--data.apply_chat_template" in said[0]
+    found = unused_chat_template("--model.model_name_or_path m", tokenizer, ["a"], applied=False)
+    assert "--data.apply_chat_template" in str(*found)
     assert unused_chat_template("m", tokenizer, ["a"], applied=True) == []
     assert unused_chat_template("m", tokenizer, ["<|user|>a<|end|>"], applied=False) == []
     assert unused_chat_template("m", build_tokenizer(), ["a"], applied=False) == []

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf.checks import CheckError
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.data.errors import DataError
 from openrlhf.launch.prompt_data import load_pretraining_text, load_prompts
 from openrlhf.launch.reinforcement import show_prompts
 from openrlhf.models.loading import ModelError
@@ -95,24 +95,22 @@ def test_notice_counts_all_prompts_that_are_cut(
 
 
 @pytest.mark.parametrize("section", ["data.prompt_dataset", "eval.dataset"])
-def test_prompt_that_leaves_no_room_for_an_answer_raises_data_error(
-    tmp_path: Path, section: str
-) -> None:
+def test_prompt_that_leaves_no_room_for_an_answer_is_an_error(tmp_path: Path, section: str) -> None:
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"input": "1" * 31, "label": "2"}) + "\n")
     config = config_with_prompts(tmp_path, [4] * 20, **{section: str(long)})
     with pytest.raises(
-        DataError, match=r"1 of 1 prompts.*--data\.max_len 32.*--rollout\.max_new_tokens"
+        CheckError, match=r"1 of 1 prompts.*--data\.max_len 32.*--rollout\.max_new_tokens"
     ):
         load_prompts(config)
 
 
-def test_missing_labels_raise_data_error_that_names_the_first_row(
+def test_missing_labels_are_an_error_that_names_the_first_row(
     tmp_path: Path,
 ) -> None:
     rows = tmp_path / "labels.jsonl"
     rows.write_text(
         "".join(json.dumps({"input": "1", "label": label}) + "\n" for label in ["2", "", ""])
     )
-    with pytest.raises(DataError, match=r"2 of 3 labels.*labels\.jsonl, row 2, column 'label'"):
+    with pytest.raises(CheckError, match=r"2 of 3 labels.*labels\.jsonl, row 2, column 'label'"):
         load_prompts(config_with_prompts(tmp_path, [4], **{"data.prompt_dataset": str(rows)}))

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from openrlhf.data.findings import Level
 from openrlhf.rewards.graders import grade_math
 from openrlhf.rewards.labels import check_labels
 
@@ -41,13 +40,13 @@ READABLE: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("verifier", "label"), UNREADABLE)
 def test_finding_counts_unreadable_labels_and_locates_the_first(verifier: str, label: Any) -> None:
     readable = next(each for name, each in READABLE if name == verifier)
-    found = check_labels(
+    [found] = check_labels(
         verifier,
         [readable, label, label],
         column="answer",
         origin=lambda row: f"rows.jsonl, row {row}",
     )
-    assert found.level is Level.FAILURE
+    assert found.fails
     assert (
         "2 of 3" in found.seen and "rows.jsonl, row 1, column 'answer'" in found.seen and found.fix
     )
@@ -55,7 +54,7 @@ def test_finding_counts_unreadable_labels_and_locates_the_first(verifier: str, l
 
 @pytest.mark.parametrize(("verifier", "label"), READABLE)
 def test_readable_label_passes(verifier: str, label: Any) -> None:
-    assert check_labels(verifier, [label], column="answer", origin=str).level is Level.PASS
+    assert check_labels(verifier, [label], column="answer", origin=str) == []
 
 
 def test_any_answer_in_a_list_label_is_correct() -> None:
