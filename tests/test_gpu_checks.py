@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from tests.gpu.run import CHECKS, FOLDER, run
@@ -24,8 +25,9 @@ def test_a_check_that_fails_hangs_or_dies_stops_no_other(tmp_path: Path) -> None
     file.write_text(FILE)
     assert not run(
         {
-            f"{file}::{name}": 10
-            for name in ("test_dies", "test_hangs", "test_fails", "test_passes")
+            (f"{file}::test_dies",): 10,
+            (f"{file}::test_hangs",): 10,
+            (f"{file}::test_fails", f"{file}::test_passes"): 30,
         },
         output,
     )
@@ -47,11 +49,11 @@ def test_a_check_that_fails_hangs_or_dies_stops_no_other(tmp_path: Path) -> None
 def test_checks_that_are_all_skipped_are_no_success(tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text("import pytest\ndef test_skipped(): pytest.skip('no GPU')\n")
-    assert not run({f"{file}::test_skipped": 30}, tmp_path / "seen.json")
+    assert not run({(f"{file}::test_skipped",): 30}, tmp_path / "seen.json")
 
 
 def test_without_time_checks_are_listed_and_not_run(tmp_path: Path) -> None:
-    assert not run({"test_it.py::test_none": 10}, tmp_path / "seen.json", minutes=0)
+    assert not run({("test_it.py::test_none",): 10}, tmp_path / "seen.json", minutes=0)
     assert json.loads((tmp_path / "seen.json").read_text())["checks"] == {
         "test_it.py::test_none": {"outcome": "no time left"}
     }
@@ -59,10 +61,7 @@ def test_without_time_checks_are_listed_and_not_run(tmp_path: Path) -> None:
 
 def test_every_check_there_is_is_run() -> None:
     files = {path.name: path.read_text() for path in Path(FOLDER).glob("test_*.py")}
-    listed = {node.partition("[")[0] for node in CHECKS}
-    assert listed == {
-        f"{name}::{line.removeprefix('def ').partition('(')[0]}"
-        for name, text in files.items()
-        for line in text.splitlines()
-        if line.startswith("def test_")
-    }
+    listed = {node for nodes in CHECKS for node in nodes}
+    for name, text in files.items():
+        for test in re.findall(r"^def (test_\w+)", text, re.MULTILINE):
+            assert name in listed or f"{name}::{test}" in listed, f"{name}::{test}"

@@ -1,10 +1,9 @@
-"""Runs the checks of a GPU one after the other, each in a process of its own, and writes what was
-seen as one JSON file.
+"""Runs the checks of a GPU one after the other, and writes what was seen as one JSON file.
 
     make test-gpu
     python -m tests.gpu.run --rehearse --output seen.json    # on a CPU, with small models
 
-A check that fails, hangs or takes the process with it does not stop the others.
+A check that fails, hangs or takes its process with it does not stop the checks of the next process.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -25,18 +24,19 @@ from openrlhf.config.machine import installed
 
 MINUTES = 8
 FOLDER = "tests/gpu"
-CHECKS = {  # short ones first, then those that start an engine; with the seconds that each may take
-    "test_publication.py::test_a_hash_is_the_same_on_gpu_and_cpu": 60,
-    "test_publication.py::test_weights_reach_another_process_on_the_same_gpu_by_cuda_ipc": 90,
-    "test_publication.py::test_weights_reach_another_gpu_by_nccl": 90,
-    "test_packing.py::test_packed_attention_and_its_gradient_are_those_of_float64_on_a_cpu": 60,
-    "test_packing.py::test_packed_rows_score_as_single_rows[flash_attention_2]": 90,
-    "test_packing.py::test_packed_rows_score_as_single_rows[sdpa]": 90,
-    "test_hybrid.py::test_grpo_with_models_and_engine_on_one_gpu": 240,
-    "test_publication.py::test_an_engine_on_the_trainers_gpu_serves_what_was_published": 120,
-    "test_speed.py::test_training": 120,
-    "test_speed.py::test_generation": 180,
-    "test_hybrid.py::test_an_engine_frees_its_gpu_in_its_sleep_and_wakes_when_it_is_asked": 120,
+# The tests of an entry share a process, because a process takes 20 seconds to import its libraries
+# on a machine that has not read them yet. Short ones come first, then those that start an engine.
+CHECKS = {  # with the seconds that they may take
+    (
+        "test_packing.py",
+        "test_publication.py::test_a_hash_is_the_same_on_gpu_and_cpu",
+        "test_publication.py::test_weights_reach_another_gpu_by_nccl",
+    ): 150,
+    ("test_publication.py::test_weights_reach_another_process_on_the_same_gpu_by_cuda_ipc",): 90,
+    ("test_hybrid.py::test_grpo_with_models_and_engine_on_one_gpu",): 240,
+    ("test_publication.py::test_an_engine_on_the_trainers_gpu_serves_what_was_published",): 120,
+    ("test_speed.py",): 210,
+    ("test_hybrid.py::test_an_engine_frees_its_gpu_in_its_sleep_and_wakes_when_it_is_asked",): 120,
 }
 PACKAGES = ("torch", "vllm", "ray", "deepspeed", "transformers", "flash-attn")
 
@@ -54,76 +54,85 @@ def versions() -> dict[str, str]:
     return found
 
 
-def check(node: str, seconds: float) -> dict[str, Any]:
-    """Run one check. Returns its outcome, its seconds, the figures it recorded, and the end of what
-    it said if it failed.
+def check(nodes: Sequence[str], seconds: float) -> dict[str, dict[str, Any]]:
+    """Run some checks in one process.
+
+    Returns by test: its outcome, its seconds, the figures it recorded, and the end of what the
+    process printed if it failed. A process that ended early has its nodes as given.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        report, log = Path(folder) / "report.xml", Path(folder) / "log"
-        command = [
-            "timeout",
-            "--kill-after=5",
-            str(seconds),
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-s",
-            node,
-        ]
-        stacks = f"faulthandler_timeout={max(1, int(seconds) - 5)}"  # where a check hangs, before it is ended
-        with log.open("w") as output:
-            code = subprocess.run(
-                [
-                    *command,
-                    f"--junitxml={report}",
-                    "-p",
-                    "no:cacheprovider",
-                    "-o",
-                    stacks,
-                    "-o",
-                    "junit_family=xunit1",
-                ],
-                stdout=output,
-                stderr=output,
-                check=False,
-            ).returncode
-        case = ElementTree.parse(report).find(".//testcase") if report.exists() else None
-        figures = (
-            {}
-            if case is None
-            else {str(p.get("name")): p.get("value") for p in case.iter("property")}
-        )
-        skipped = None if case is None else case.find("skipped")
+        report = Path(folder) / "report.xml"
+        log = Path(folder) / "log"
+        code = _run_pytest(nodes, seconds, report=report, log=log)
         took = time.monotonic() - began
-        outcome = "passed" if code == 0 else "out of time" if took >= seconds else "failed"
-        seen: dict[str, Any] = {"outcome": outcome, "seconds": round(took, 1), **figures}
-        if skipped is not None:
-            return seen | {"outcome": "skipped", "reason": skipped.get("message")}
-        return (
-            seen
-            if outcome == "passed"
-            else seen | {"said": log.read_text(errors="replace")[-4000:]}
+        printed = log.read_text(errors="replace")[-4000:]
+        if not report.exists():
+            outcome = "out of time" if took >= seconds else "failed"
+            lost = {"outcome": outcome, "seconds": round(took, 1), "said": printed}
+            return {node: lost for node in nodes}
+        seen: dict[str, dict[str, Any]] = {}
+        for case in ElementTree.parse(report).iter("testcase"):
+            file = str(case.get("classname")).split(".")[-1]
+            seen[f"{file}.py::{case.get('name')}"] = _result(case, printed)
+        if code and all(result["outcome"] != "failed" for result in seen.values()):
+            seen[" ".join(nodes)] = {"outcome": "failed", "said": printed}
+        return seen
+
+
+def _run_pytest(nodes: Sequence[str], seconds: float, *, report: Path, log: Path) -> int:
+    """Run pytest, for at most so many seconds. Returns its status."""
+    command = [
+        "timeout",
+        "--kill-after=5",
+        str(seconds),
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-s",
+    ]
+    # Where a check hangs, before it is ended.
+    stacks = f"faulthandler_timeout={max(1, int(seconds) - 5)}"
+    options = [f"--junitxml={report}", "-p", "no:cacheprovider", "-o", stacks]
+    options += ["-o", "junit_family=xunit1"]
+    paths = [str(Path(FOLDER) / node) for node in nodes]
+    with log.open("w") as output:
+        done = subprocess.run(
+            [*command, *paths, *options], stdout=output, stderr=output, check=False
         )
+    return done.returncode
 
 
-def run(checks: dict[str, int], output: Path, minutes: float = MINUTES) -> bool:
+def _result(case: ElementTree.Element, printed: str) -> dict[str, Any]:
+    """Return what the report has of one test."""
+    result: dict[str, Any] = {"outcome": "passed", "seconds": round(float(case.get("time", 0)), 1)}
+    for figure in case.iter("property"):
+        result[str(figure.get("name"))] = figure.get("value")
+    skipped = case.find("skipped")
+    if skipped is not None:
+        return result | {"outcome": "skipped", "reason": skipped.get("message")}
+    if case.find("failure") is not None or case.find("error") is not None:
+        return result | {"outcome": "failed", "said": printed}
+    return result
+
+
+def run(checks: Mapping[Sequence[str], int], output: Path, minutes: float = MINUTES) -> bool:
     """Run the checks and write `output` after each. Returns whether some passed and none failed."""
-    seen: dict[str, Any] = {"versions": versions(), "checks": {}}
+    results: dict[str, dict[str, Any]] = {}
+    seen = {"versions": versions(), "checks": results}
     end = time.monotonic() + 60 * minutes
-    for node, seconds in checks.items():
+    for nodes, seconds in checks.items():
         left = end - time.monotonic()
-        seen["checks"][node] = result = (
-            check(node, min(seconds, left)) if left > 5 else {"outcome": "no time left"}
-        )
+        fresh: dict[str, dict[str, Any]] = {node: {"outcome": "no time left"} for node in nodes}
+        if left > 5:
+            fresh = check(nodes, min(seconds, left))
+        results.update(fresh)
         output.write_text(json.dumps(seen, indent=1) + "\n")
-        print(
-            f"{node}: "
-            + ", ".join(f"{name} {value}" for name, value in result.items() if name != "said"),
-            flush=True,
-        )
-    outcomes = {result["outcome"] for result in seen["checks"].values()}
+        for node, result in fresh.items():
+            figures = [f"{name} {value}" for name, value in result.items() if name != "said"]
+            print(f"{node}: {', '.join(figures)}", flush=True)
+    outcomes = {result["outcome"] for result in results.values()}
     return "passed" in outcomes and outcomes <= {"passed", "skipped"}
 
 
@@ -137,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(argv)
     if chosen.rehearse:
         os.environ["OPENRLHF_REHEARSE_GPU"] = "1"
-    passed = run({f"{FOLDER}/{node}": seconds for node, seconds in CHECKS.items()}, chosen.output)
+    passed = run(CHECKS, chosen.output)
     print(f"{chosen.output} has the figures, and what failed checks said.")
     sys.exit(not passed)
 
