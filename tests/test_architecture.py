@@ -75,8 +75,6 @@ WRITE_THEMSELVES = [
     "reporting",
     "isolation.program",  # runs in a process of user code, and loads nothing of ours
     "rollout.engine_check",  # prints JSON, which another process reads
-    "trainers.remote_teacher",
-    "trainers.sources",
 ]
 # Packages whose density is within its bounds, and stays there.
 WITHIN_BOUNDS = [

@@ -4,7 +4,6 @@ The server returns log-probabilities of the tokens that it is sent, and of the l
 their places.
 """
 
-import logging
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -18,11 +17,10 @@ from openrlhf.config.flags import UserError
 from openrlhf.config.options import ConfigError
 from openrlhf.core.trajectory import Trajectory
 from openrlhf.data.errors import DataError
+from openrlhf.reporting import warn
 from openrlhf.rewards.remote_engines import RemoteEngine, in_background, remote_engine
 from openrlhf.rewards.servers import ServerError
 from openrlhf.trainers.stages import Add, Annotation
-
-logger = logging.getLogger(__name__)
 
 PROBED = 64  # tokens of the vocabulary, spread over it, whose texts are compared
 UNREADABLE = "\ufffd"  # part of a character
@@ -123,10 +121,9 @@ class RemoteTeacher:
         for token, entry in zip(probe[1:], judged, strict=True):
             theirs = entry.get("decoded_token")
             if theirs is None:
-                logger.warning(
-                    "%s does not return the texts of tokens: make sure that its vocabulary is the "
-                    "policy's.",
-                    self.flag,
+                warn(
+                    f"{self.flag} does not return the texts of tokens: make sure that its "
+                    "vocabulary is the policy's."
                 )
                 return
             ours = tokenizer.decode([token])

@@ -1,6 +1,5 @@
 """The source of the trajectories of each step."""
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +14,7 @@ from openrlhf.core.trajectory import Prompt, Trajectory
 from openrlhf.data.batching import ResumableSampler
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.observability.metrics import Metric
+from openrlhf.reporting import warn
 from openrlhf.rewards.budget import ErrorBudget
 from openrlhf.rollout.background import BackgroundLoop
 from openrlhf.rollout.generator import (
@@ -28,7 +28,6 @@ from openrlhf.rollout.generator import (
 )
 from openrlhf.trainers.filtering import DynamicFilter
 
-logger = logging.getLogger(__name__)
 READ_TOGETHER = 64  # prompts
 
 
@@ -217,12 +216,9 @@ class SyncSource(Source):
                 break
         groups.sort(key=lambda group: group[0].prompt.index)
         if self.keep and groups and not _kept(groups) and not lost:
-            logger.warning(
-                "The last %d prompts of an epoch teach nothing: none has a mean score between %g "
-                "and %g (--algo.dynamic_filtering_range).",
-                len(groups),
-                self.keep.low,
-                self.keep.high,
+            warn(
+                f"The last {len(groups)} prompts of an epoch teach nothing: none has a mean score "
+                f"between {self.keep.low:g} and {self.keep.high:g} (--algo.dynamic_filtering_range)."
             )
         return groups
 

@@ -238,12 +238,13 @@ def test_every_pass_ends_with_a_smaller_step_and_the_next_begins_with_a_whole_on
 
 
 def test_the_rest_of_a_pass_that_is_all_filtered_is_shown_and_told(
-    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     steps = [step for step, _ in steps_of(in_order([GOOD, GOOD, EASY, HARD]))]
     assert [groups(step) for step in steps] == [[(0, True), (1, True)], [(2, False), (3, False)]]
-    assert "The last 2 prompts of an epoch teach nothing" in caplog.text
-    assert "between 0 and 1 (--algo.dynamic_filtering_range)" in caplog.text
+    warning = capsys.readouterr().err
+    assert "The last 2 prompts of an epoch teach nothing" in warning
+    assert "between 0 and 1 (--algo.dynamic_filtering_range)" in warning
 
 
 def test_a_run_in_which_every_prompt_is_filtered_ends() -> None:

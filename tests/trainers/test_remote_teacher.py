@@ -126,11 +126,11 @@ def test_another_vocabulary_is_refused_with_a_token_that_shows_it(server: OpenAI
 
 
 def test_a_server_that_does_not_tell_its_tokens_is_pointed_out(
-    server: OpenAIServer, caplog: pytest.LogCaptureFixture
+    server: OpenAIServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.texts = lambda _: None
     wise().check(TOKENIZER, max_len=64)
-    assert "make sure that its vocabulary is the policy's" in caplog.text
+    assert "make sure that its vocabulary is the policy's" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
