@@ -218,7 +218,8 @@ class SyncSource(Source):
         if self.keep and groups and not _kept(groups) and not lost:
             warn(
                 f"The last {len(groups)} prompts of an epoch teach nothing: none has a mean score "
-                f"between {self.keep.low:g} and {self.keep.high:g} (--algo.dynamic_filtering_range)."
+                f"between {self.keep.low:g} and {self.keep.high:g} "
+                "(--algo.dynamic_filtering_range)."
             )
         return groups
 
