@@ -31,8 +31,8 @@ class Module:
 
     @property
     def room(self) -> str:
-        """`trainers` of openrlhf.trainers.ppo, `batches` of openrlhf.core.batches; the package itself
-        has none.
+        """`trainers` of openrlhf.trainers.ppo, `batches` of openrlhf.core.batches; the package
+        itself has none.
         """
         return self.name.split(".")[1] if "." in self.name else ""
 

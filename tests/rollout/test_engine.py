@@ -697,7 +697,8 @@ def test_every_parameter_of_an_architecture_reaches_the_engine(ray_session, tmp_
 def test_longrope_has_the_frequencies_of_the_longest_sequence_in_engine_and_trainer(
     ray_session, tmp_path, original
 ):
-    """The engine chooses the frequencies by its max_model_len: long ones above `original` positions.
+    """The engine chooses the frequencies by its max_model_len: long ones above `original`
+    positions.
 
     The length of a sample does not matter.
     """

@@ -60,7 +60,9 @@ def train(strategy: Strategy) -> Tensor:
 
 
 def load(path: str, kind: str, param_dtype: str) -> PolicyModel | Any:
-    """Load the model of a case: a policy, a policy with adapters, or a scalar model with a new head."""
+    """Load the model of a case: a policy, a policy with adapters, or a scalar model with a new
+    head.
+    """
     rank = 4 if kind == "adapters" else 0
     spec = load_spec(path, param_dtype=param_dtype, lora=LoraConfig(rank=rank), seed=7)
     return load_scalar(spec, seed=7) if kind == "scalar" else PolicyModel.load(spec)
