@@ -114,7 +114,8 @@ def main() -> None:
     )
     gained = per_step(waiting) / per_step(beside)
     print(
-        f"synchronous {per_step(waiting):.2f} s, asynchronous {per_step(beside):.2f} s per step: {gained:.2f} x"
+        f"synchronous {per_step(waiting):.2f} s, asynchronous {per_step(beside):.2f} s per "
+        f"step: {gained:.2f} x"
     )
     print(f"the simulator says {predicted:.2f} x; measured / predicted {gained / predicted:.2f}")
 

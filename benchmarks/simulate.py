@@ -1,7 +1,8 @@
 """Predicts the speed of asynchronous training for a distribution of episode lengths, without
 models.
 
-    python -m benchmarks.simulate --prompts 64 --samples 8 --slots 512 --median 30 --sigma 1 --train 20
+    python -m benchmarks.simulate --prompts 64 --samples 8 --slots 512 --median 30 \
+        --sigma 1 --train 20
     python -m benchmarks.simulate --prompts 512 --samples 8 --engines 2000 --slots 4 --queues 1 2 4
 
 Which prompts may start and which make a step is decided by the code that decides it in a run

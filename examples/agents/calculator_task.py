@@ -29,8 +29,8 @@ MARKS = ["<|user|>", "<|assistant|>", "<|tool|>"]
 END = "<|end|>"
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
-    "{% for c in m['tool_calls'] or [] %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for c in m['tool_calls'] or [] %}<tool_call>{{ c['function'] | tojson }}</tool_call>"
+    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
@@ -95,9 +95,9 @@ def save_model(folder: Path, *, seed: int) -> None:
     torch.manual_seed(seed)
     logging.disable_progress_bar()
     config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=256, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-        tie_word_embeddings=True,
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256, pad_token_id=0,
+        eos_token_id=1, bos_token_id=None, tie_word_embeddings=True,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     tokenizer.save_pretrained(folder)

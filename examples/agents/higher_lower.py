@@ -1,7 +1,8 @@
 """An environment of several turns: guess the number in the label; each wrong guess is answered with
 `higher` or `lower`.
 
-    --train.agent_func_path examples/agents/higher_lower.py --data.label_key answer --rollout.max_turns 8
+    --train.agent_func_path examples/agents/higher_lower.py --data.label_key answer \
+        --rollout.max_turns 8
 
 The first right guess earns 1, a later one less by a tenth for every turn; what is no number at all
 ends the episode with 0.

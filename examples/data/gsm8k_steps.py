@@ -2,8 +2,9 @@
 calculations are.
 
     python examples/data/gsm8k_steps.py gsm8k/example_model_solutions.jsonl steps.jsonl
-    python -m openrlhf.cli.train_prm --data.dataset steps.jsonl --data.input_key text --data.label_key labels \
-        --prm.placeholder_token ки --prm.reward_tokens + - --model.model_name_or_path MODEL
+    python -m openrlhf.cli.train_prm --data.dataset steps.jsonl --data.input_key text \
+        --data.label_key labels --prm.placeholder_token ки --prm.reward_tokens + - \
+        --model.model_name_or_path MODEL
 
 A line of a solution is a step. `<<16-3=13>>` in it is a calculation with the result that the model
 wrote; most results come from a calculator, so few are wrong. A step without a calculation that can
@@ -32,7 +33,10 @@ OPERATORS: dict[type[ast.AST], Any] = {
 
 
 def value(text: str) -> float:
-    """The value of an arithmetic expression. Raises ValueError, SyntaxError or ZeroDivisionError."""
+    """Return the value of an arithmetic expression.
+
+    Raises ValueError, SyntaxError or ZeroDivisionError.
+    """
 
     def of(node: ast.expr) -> float:
         match node:
@@ -89,7 +93,8 @@ def main() -> None:
     )
     counts = Counter(each for row in made for each in row["labels"])
     print(
-        f"{len(made)} rows; steps: {counts['+']} right, {counts['-']} wrong, {counts[None]} without a label"
+        f"{len(made)} rows; steps: {counts['+']} right, {counts['-']} wrong, {counts[None]} "
+        "without a label"
     )
 
 

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 VOCABULARY = 4096  # tokens at most
-END = "<|endoftext|>"  # the end token of Qwen2 models: with another name, their tokenizer adds this one too
+# The end token of Qwen2 models: with another name, their tokenizer adds this one too.
+END = "<|endoftext|>"
 
 
 def make_tokenizer(file: Path) -> PreTrainedTokenizerFast:

@@ -1,8 +1,9 @@
 """`make demo`: from nothing to a tiny model that learned from rewards, through the same commands a
 cluster user calls.
 
-task and untrained model  →  train_sft  →  train_rm  →  train_ppo_ray: PPO against the reward model
-                                        →  train_ppo_ray: GRPO with a rule reward  →  table and report.html
+task and untrained model → train_sft → train_rm → train_ppo_ray: PPO against the reward model
+                                     → train_ppo_ray: GRPO with a rule reward
+                                     → table and report.html
 """
 
 from __future__ import annotations

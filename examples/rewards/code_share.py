@@ -18,7 +18,10 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> di
     """A label is JSON, `{"inputs": ["3\\n"], "outputs": ["9\\n"]}`: standard input, and what has to
     be printed.
     """
-    rewards = [passed(query.removeprefix(prompt), json.loads(label)) for query, prompt, label in zip(queries, prompts, labels, strict=True)]  # fmt: skip
+    rewards = [
+        passed(query.removeprefix(prompt), json.loads(label))
+        for query, prompt, label in zip(queries, prompts, labels, strict=True)
+    ]
     return {"rewards": rewards, "scores": [float(reward == 1) for reward in rewards]}
 
 
