@@ -56,7 +56,9 @@ SMALLEST: dict[str, str] = {
     "train_ppo_ray": "--actor.model_name_or_path m --data.prompt_dataset d "
     "--algo.advantage.estimator reinforce --data.label_key l --reward.verifier math",
     "serve_rm": "--reward.model_name_or_path m",
-    "eval": "--model.model_name_or_path m --eval.dataset d --data.label_key l --reward.verifier math",
+    "eval": (
+        "--model.model_name_or_path m --eval.dataset d --data.label_key l --reward.verifier math"
+    ),
     "batch_inference": "--model.model_name_or_path m --data.dataset d --output_path o.jsonl",
     "interactive_chat": "--model.model_name_or_path m",
 }

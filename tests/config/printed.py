@@ -10,12 +10,16 @@ from dataclasses import dataclass
 SUBMIT = 'ray job submit --address="http://127.0.0.1:8265" '
 FROM_HERE = '--runtime-env-json=\'{"working_dir": "."}\' '
 PPO = (
-    "-- python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture "
+    "-- python3 -m openrlhf.cli.train_ppo_ray "
+    "--actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture "
     "--reward.model_name_or_path OpenRLHF/Llama-3-8b-rm-700k"
 )
 NO_PROMPTS = "--data.prompt_dataset must be given."
 NO_REWARD = "Nothing rewards the samples: give --reward.remote_url"
-NO_GROUPS = "--algo.advantage.estimator group_norm compares samples of one prompt, but --rollout.n_samples_per_prompt is 1."
+NO_GROUPS = (
+    "--algo.advantage.estimator group_norm compares samples of one prompt, but "
+    "--rollout.n_samples_per_prompt is 1."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +69,10 @@ PRINTED = {
         "--actor.model_name_or_path meta-llama/Meta-Llama-3-8B --data.dataset OpenRLHF/sft-mixture"
     ),
     "RM": Printed(
-        text="deepspeed --module openrlhf.cli.train_rm --actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture "
-        "--data.dataset OpenRLHF/preference_dataset_mixture2 --ckpt.output_dir ./checkpoint/llama3-8b-rm"
+        text="deepspeed --module openrlhf.cli.train_rm "
+        "--actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture "
+        "--data.dataset OpenRLHF/preference_dataset_mixture2 "
+        "--ckpt.output_dir ./checkpoint/llama3-8b-rm"
     ),
     "asynchronous PPO": Printed(
         text=f"{SUBMIT}{FROM_HERE}-- python3 -m openrlhf.cli.train_ppo_ray "
@@ -76,13 +82,18 @@ PRINTED = {
         missing="--data.prompt_dataset prompts",
     ),
     "asynchronous GRPO": Printed(
-        text=f"{SUBMIT}-- python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path '<model>' "
-        "--algo.advantage.estimator group_norm --train.async_enable --train.async_queue_size 2",
+        text=f"{SUBMIT}-- python3 -m openrlhf.cli.train_ppo_ray "
+        "--actor.model_name_or_path '<model>' --algo.advantage.estimator group_norm "
+        "--train.async_enable --train.async_queue_size 2",
         lacks=(NO_PROMPTS, NO_REWARD, NO_GROUPS),
-        missing="--data.prompt_dataset prompts --reward.verifier format --rollout.n_samples_per_prompt 2",
+        missing=(
+            "--data.prompt_dataset prompts --reward.verifier format "
+            "--rollout.n_samples_per_prompt 2"
+        ),
     ),
     "DPO": Printed(
-        text="deepspeed --module openrlhf.cli.train_dpo --actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture "
+        text="deepspeed --module openrlhf.cli.train_dpo "
+        "--actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture "
         "--data.dataset OpenRLHF/preference_dataset_mixture2"
     ),
 }

@@ -107,7 +107,7 @@ def test_with_gpu_and_package_attention_is_flash_attention(gpu_machine: Any) -> 
     assert sft("--ds.param_dtype fp32").ds.attn_implementation == "sdpa"
 
 
-def test_with_gpu_and_without_package_flash_attention_falls_back_with_a_notice_where_it_was_asked_for(
+def test_requested_flash_attention_falls_back_with_a_notice_without_its_package(
     gpu_machine: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu_machine(1, flash_attention=False)
@@ -231,7 +231,10 @@ def test_remote_engines_that_nothing_asks_are_pointed_out(
     assert config.rollout.named_engines == [("0", "http://h:8000/v1"), ("judge", "https://h/v1")]
     assert "no effect" not in capsys.readouterr().err
     ppo(engines)
-    said = "--rollout.remote_engines: no effect without --train.agent_func_path or --reward.remote_url FILE.py or"
+    said = (
+        "--rollout.remote_engines: no effect without --train.agent_func_path or "
+        "--reward.remote_url FILE.py or"
+    )
     assert said in capsys.readouterr().err
 
 
@@ -296,12 +299,19 @@ def test_reinforce_does_discount() -> None:
 def test_a_run_that_trains_nothing_names_the_flags_of_training(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    unused = "--actor.adam.lr 1 --algo.kl.init_coef 0.1 --ckpt.load_enable --eval.dataset e --train.batch_size 8"
+    unused = (
+        "--actor.adam.lr 1 --algo.kl.init_coef 0.1 --ckpt.load_enable --eval.dataset e "
+        "--train.batch_size 8"
+    )
     config = ppo(
-        f"--rollout.only {unused} --rollout.batch_size 3 --train.seed 1 --algo.dynamic_filtering_range 0 1"
+        f"--rollout.only {unused} --rollout.batch_size 3 --train.seed 1 "
+        "--algo.dynamic_filtering_range 0 1"
     )
     said = capsys.readouterr().err
-    idle = "--actor.adam.lr, --algo.kl.init_coef, --ckpt.load_enable, --eval.dataset, --train.batch_size"
+    idle = (
+        "--actor.adam.lr, --algo.kl.init_coef, --ckpt.load_enable, --eval.dataset, "
+        "--train.batch_size"
+    )
     assert f"{idle}: no effect with --rollout.only." in said
     assert "optimizer step" not in said and "No GPU" not in said
     assert not config.ckpt.load_enable
@@ -320,7 +330,8 @@ def test_a_replay_needs_no_reward_and_names_the_flags_of_engines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     ppo(
-        "--rollout.replay_dir . --vllm.num_engines 2 --eval.dataset e --rollout.dump_dir dumped --reward.clip_range -1 1"
+        "--rollout.replay_dir . --vllm.num_engines 2 --eval.dataset e "
+        "--rollout.dump_dir dumped --reward.clip_range -1 1"
     )
     said = capsys.readouterr().err
     idle = "--eval.dataset, --reward.verifier, --rollout.dump_dir, --vllm.num_engines"
@@ -423,7 +434,10 @@ def test_flags_of_a_reference_that_is_not_loaded_are_told_what_loads_it(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ppo(line)
-    said = "no effect without a reference (--algo.kl.init_coef above 0, no --ds.lora.rank) or --algo.distill.teacher PATH."
+    said = (
+        "no effect without a reference (--algo.kl.init_coef above 0, no --ds.lora.rank) or "
+        "--algo.distill.teacher PATH."
+    )
     assert said in capsys.readouterr().err
 
 

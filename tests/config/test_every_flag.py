@@ -76,7 +76,10 @@ ASKED_FOR = {
 }
 # Modules that a command hands whole sections to, or reads flags in: `READ.section.flag` must stand
 # in one of them.
-TRAINING = "launch.offline trainers.tasks trainers.supervised trainers.best observability.recorder observability.trackers models.adapters"
+TRAINING = (
+    "launch.offline trainers.tasks trainers.supervised trainers.best observability.recorder "
+    "observability.trackers models.adapters"
+)
 READERS = {
     "lora_combiner": "checkpoints.combine",
     "train_sft": f"{TRAINING} trainers.sft data.rows data.sft data.first_look",
@@ -85,15 +88,23 @@ READERS = {
     "train_kto": f"{TRAINING} trainers.kto trainers.preference data.rows data.feedback data.sft",
     "train_prm": f"{TRAINING} trainers.process_reward data.steps",
     "train_kd": f"{TRAINING} trainers.distill trainers.sft data.rows data.sft data.first_look",
-    "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.prompt_data launch.processes launch.agents agents.play "
-    "trainers.ppo trainers.evaluation trainers.checkpointing trainers.exporting trainers.model_update trainers.experience_maker rewards.rule rewards.function observability.recorder observability.trackers data.rows data.prompts data.first_look "
-    "trainers.sources trainers.async_source trainers.stages models.adapters workers.base workers.policy workers.critic workers.frozen checkpoints.manager rollout.fleet cluster.placement",
+    "train_ppo_ray": "launch.start launch.reinforcement launch.run launch.prompt_data "
+    "launch.processes launch.agents agents.play trainers.ppo trainers.evaluation "
+    "trainers.checkpointing trainers.exporting trainers.model_update trainers.experience_maker "
+    "rewards.rule rewards.function observability.recorder observability.trackers data.rows "
+    "data.prompts data.first_look trainers.sources trainers.async_source trainers.stages "
+    "models.adapters workers.base workers.policy workers.critic workers.frozen "
+    "checkpoints.manager rollout.fleet cluster.placement",
     "serve_rm": "serving.server serving.scorer models.loading",
-    "eval": "evaluation.runs evaluation.processes trainers.reward trainers.sources trainers.stages workers.frozen launch.prompt_data launch.processes launch.agents agents.play rewards.rule rewards.function rewards.judge "
-    "observability.recorder observability.trackers data.rows data.prompts data.feedback rollout.fleet cluster.placement",
+    "eval": "evaluation.runs evaluation.processes trainers.reward trainers.sources trainers.stages "
+    "workers.frozen launch.prompt_data launch.processes launch.agents agents.play "
+    "rewards.rule rewards.function rewards.judge observability.recorder observability.trackers "
+    "data.rows data.prompts data.feedback rollout.fleet cluster.placement",
     "reward_test": "evaluation.reward_test rewards.rule rewards.function",
-    "batch_inference": "evaluation.batch_inference launch.identity evaluation.runs evaluation.processes evaluation.post_processing launch.prompt_data launch.processes "
-    "observability.recorder observability.trackers data.prompts data.sft data.rows data.first_look rollout.fleet cluster.placement trainers.stages workers.frozen",
+    "batch_inference": "evaluation.batch_inference launch.identity evaluation.runs "
+    "evaluation.processes evaluation.post_processing launch.prompt_data "
+    "launch.processes observability.recorder observability.trackers data.prompts data.sft "
+    "data.rows data.first_look rollout.fleet cluster.placement trainers.stages workers.frozen",
     "interactive_chat": "evaluation.chat launch.prompt_data launch.settings models.loading",
     "pipeline": "launch.pipeline",
 }
@@ -111,7 +122,9 @@ SHOWN_BY = {
     "model.ipo_enable": "config/test_derived.py::test_the_switch_of_ipo_is_its_loss",
     "plugin": "config/test_plugins.py::test_names_of_a_plugin_are_valid_and_its_properties_count",
     "local_rank": "cli/test_commands.py::test_verb_after_local_rank_of_deepspeed_is_found",
-    "rollout.remote_engines": "config/test_derived.py::test_remote_engines_that_nothing_asks_are_pointed_out",
+    "rollout.remote_engines": (
+        "config/test_derived.py::test_remote_engines_that_nothing_asks_are_pointed_out"
+    ),
 }
 
 

@@ -83,11 +83,13 @@ FOLLOWED = [
     ("", "--ds.param_dtype fp32", "vllm.dtype", "fp32"),
     ("", "--actor.policy_loss_type cispo", "actor.eps_clip_low_high", (1.0, 0.28)),
     ("", "--actor.policy_loss_type gspo", "algo.loss.aggregation", "sequence"),
-    ("--algo.advantage.estimator gae", "--reward.model_name_or_path r", "critic.model_name_or_path", "r"),
+    ("--algo.advantage.estimator gae", "--reward.model_name_or_path r", "critic.model_name_or_path",
+     "r"),
     ("", "--vllm.num_engines 2", "vllm.max_engines", 2),
     ("", "--actor.eps_clip 0.3", "actor.eps_clip_low_high", (0.3, 0.3)),
     ("--train.colocate_actor_ref", "--actor.num_gpus_per_node 2", "ref.num_gpus_per_node", 2),
-    ("--rollout.batch_size 256", "--rollout.batch_size 512", "rollout.vllm_generate_batch_size", 512),
+    ("--rollout.batch_size 256", "--rollout.batch_size 512", "rollout.vllm_generate_batch_size",
+     512),
 ]  # fmt: skip
 
 

@@ -25,7 +25,8 @@ RENAMED = [
     ("train_sft", "--pretrain_mode", {"model.pretrain_mode_enable": True}),
     ("train_sft", "--use_wandb key", {"logger.wandb.key": "key"}),
     ("train_sft", "--max_ckpt_mem 10", {"ckpt.max_mem": 10.0}),
-    ("train_sft", "--target_modules q_proj v_proj", {"ds.lora.target_modules": ("q_proj", "v_proj")}),
+    ("train_sft", "--target_modules q_proj v_proj",
+     {"ds.lora.target_modules": ("q_proj", "v_proj")}),
     ("train_sft", "--train_split test", {"data.dataset_split": "test"}),
     ("train_sft", "--bf16", {"ds.param_dtype": "bf16"}),
     ("train_sft", "--flash_attn", {"ds.attn_implementation": "flash_attention_2"}),
@@ -34,7 +35,8 @@ RENAMED = [
     ("train_sft", "--actor.model_name_or_path m", {"model.model_name_or_path": "m"}),
     ("train_sft", "--actor.pretrain_mode_enable", {"model.pretrain_mode_enable": True}),
     ("train_ppo_ray", "--pretrain m", {"actor.model_name_or_path": "m"}),
-    ("train_ppo_ray", "--adam_betas 0.8 0.9", {"actor.adam.betas": (0.8, 0.9), "critic.adam.betas": (0.8, 0.9)}),
+    ("train_ppo_ray", "--adam_betas 0.8 0.9",
+     {"actor.adam.betas": (0.8, 0.9), "critic.adam.betas": (0.8, 0.9)}),
     ("train_ppo_ray", "--max_norm 2", {"actor.max_norm": 2.0, "critic.max_norm": 2.0}),
     ("train_ppo_ray", "--ref_reward_offload", {"ref.offload": True, "reward.offload": True}),
     ("train_ppo_ray", "--actor_num_gpus_per_node 2", {"actor.num_gpus_per_node": 2}),
@@ -42,8 +44,10 @@ RENAMED = [
     ("train_ppo_ray", "--advantage_estimator rloo", {"algo.advantage.estimator": "rloo"}),
     ("train_ppo_ray", "--use_kl_estimator_k3", {"algo.kl.estimator": "k3"}),
     ("train_ppo_ray", "--use_icepop", {"algo.advantage.is_correction_type": "icepop"}),
-    ("train_ppo_ray", "--vllm_is_truncated_threshold 2", {"algo.advantage.is_correction_threshold": (0, 2)}),
-    ("train_ppo_ray", "--vllm_is_truncated_threshold 0.5 5", {"algo.advantage.is_correction_threshold": (0.5, 5)}),
+    ("train_ppo_ray", "--vllm_is_truncated_threshold 2",
+     {"algo.advantage.is_correction_threshold": (0, 2)}),
+    ("train_ppo_ray", "--vllm_is_truncated_threshold 0.5 5",
+     {"algo.advantage.is_correction_threshold": (0.5, 5)}),
     ("train_ppo_ray", "--aux_loss_coef 0.1", {"actor.aux_loss_coef": 0.1}),
     ("train_ppo_ray", "--entropy_loss_coef 0.1", {"actor.entropy_coef": 0.1}),
     ("train_ppo_ray", "--pretrain_data d", {"algo.ptx.dataset": "d"}),
@@ -113,9 +117,10 @@ def test_no_alias_hides_a_flag_of_today(command: str) -> None:
 
 def test_a_launch_script_of_old_batch_inference_runs() -> None:
     line = (
-        "--eval_task generate_vllm --pretrain m --bf16 --max_new_tokens 256 --prompt_max_len 512 --dataset d --input_key q "
-        "--temperature 0.9 --zero_stage 0 --best_of_n 4 --enable_prefix_caching --tp_size 1 --max_num_seqs 64 --iter 2 "
-        "--rollout_batch_size 128 --output_path o.jsonl --apply_chat_template"
+        "--eval_task generate_vllm --pretrain m --bf16 --max_new_tokens 256 --prompt_max_len 512 "
+        "--dataset d --input_key q --temperature 0.9 --zero_stage 0 --best_of_n 4 "
+        "--enable_prefix_caching --tp_size 1 --max_num_seqs 64 --iter 2 --rollout_batch_size 128 "
+        "--output_path o.jsonl --apply_chat_template"
     )
     config = parse_config(ROOTS["batch_inference"], line.split(), command="batch_inference")
     assert (config.rollout.max_new_tokens, config.data.max_len, config.best_of_n) == (256, 768, 4)
@@ -228,7 +233,10 @@ def test_names_of_another_command_are_unknown_here() -> None:
 
 
 def test_the_local_ppo_command_takes_the_names_of_rl() -> None:
-    line = "--pretrain m --prompt_data d --advantage_estimator reinforce --label_key l --reward.verifier math"
+    line = (
+        "--pretrain m --prompt_data d --advantage_estimator reinforce --label_key l "
+        "--reward.verifier math"
+    )
     config = parse_config(PPOConfig, line.split(), command="train_ppo")
     assert value_at(config, "actor.model_name_or_path") == "m"
 

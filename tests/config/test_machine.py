@@ -52,7 +52,7 @@ def test_without_the_files_nvidia_smi_is_asked(
 def test_the_devices_of_a_ray_that_was_joined_count_instead(
     cluster: int, gpu_machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if this process sees none: Ray hides the devices of a machine from the driver of a job."""
+    """Devices that this process cannot see count: Ray hides them from the driver of a job."""
     gpu_machine(4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(machine, "cluster_gpus", cluster)

@@ -124,7 +124,10 @@ def test_a_flag_like_no_other_gets_no_suggestion() -> None:
 
 def test_words_that_belong_to_no_flag_are_an_error() -> None:
     assert violations("train_sft", "--ds.packing_samples yes") == [
-        "--ds.packing_samples is a switch and takes no value, not even true or false: leave yes out."
+        (
+            "--ds.packing_samples is a switch and takes no value, not even true or "
+            "false: leave yes out."
+        )
     ]
     with pytest.raises(ConfigError, match=r"seed 3 follows no flag that takes it"):
         parse_config(SFTConfig, ["seed", "3"], command="train_sft")
@@ -281,7 +284,10 @@ def test_everything_that_is_wrong_comes_in_one_round() -> None:
     """
     found = violations(
         "train_ppo_ray",
-        "--xyzzy --adam. 1 --reward.clip_range 5 --actor.adam.lr fast --critic.optim muon --rollout.temperature 0",
+        (
+            "--xyzzy --adam. 1 --reward.clip_range 5 --actor.adam.lr fast --critic.optim muon "
+            "--rollout.temperature 0"
+        ),
     )
     for part in (
         "--xyzzy",
@@ -296,7 +302,10 @@ def test_everything_that_is_wrong_comes_in_one_round() -> None:
 
 
 def test_what_follows_from_a_mistake_is_not_reported() -> None:
-    line = "--actor.model_name_or_path m --data.prompt_dataset d --reward.verifier math --data.label_key l"
+    line = (
+        "--actor.model_name_or_path m --data.prompt_dataset d --reward.verifier math "
+        "--data.label_key l"
+    )
     with pytest.raises(ConfigError) as caught:
         parse_config(
             PPOConfig,
@@ -313,7 +322,8 @@ def test_old_names_take_one_line_however_many(capsys: pytest.CaptureFixture[str]
     sft("--max_len 4096 --train_batch_size 256 --max_samples 5000 --zero_stage 2 --bf16")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "[notice] 5 flags have the names of older releases (--max_len, --train_batch_size, --max_samples"
+        "[notice] 5 flags have the names of older releases (--max_len, --train_batch_size, "
+        "--max_samples"
     )
     assert "config.yaml in the run folder has today's names" in line
 

@@ -98,7 +98,8 @@ def test_every_output_of_every_command_is_declared() -> None:
         if flag.writes
     }
     assert {path for _, path in written} == {
-        "ckpt.output_dir", "ckpt.path", "run.dir", "rollout.dump_dir", "logger.tensorboard_dir", "output_path",
+        "ckpt.output_dir", "ckpt.path", "run.dir", "rollout.dump_dir", "logger.tensorboard_dir",
+        "output_path",
     }  # fmt: skip
     assert {
         ("batch_inference", "output_path"),
@@ -130,9 +131,7 @@ def test_only_what_an_export_replaces_is_refused(
     assert bool(refusals(config)) == refused
 
 
-def test_a_model_exported_beside_a_checkpoint_is_not_read_while_that_checkpoint_may_be_replaced() -> (
-    None
-):
+def test_a_model_beside_a_checkpoint_is_not_read_while_that_checkpoint_may_be_replaced() -> None:
     values = {"model.model_name_or_path": "saved/global_step5_hf", "ckpt.path": "saved"}
     assert refusals(with_values("train_sft", values))
     assert not refusals(with_values("train_sft", values | {"ckpt.save_steps": -1})), (
@@ -174,7 +173,10 @@ def test_a_run_without_checkpoints_does_not_claim_their_folder() -> None:
 
 
 def test_the_critic_is_an_output_if_it_is_saved() -> None:
-    line = "--critic.save_value_network --algo.advantage.estimator gae --critic.model_name_or_path ckpt_critic"
+    line = (
+        "--critic.save_value_network --algo.advantage.estimator gae "
+        "--critic.model_name_or_path ckpt_critic"
+    )
     (sentence,) = refusals(parse_unchecked(line))
     assert (
         "--critic.save_value_network" in sentence

@@ -60,7 +60,10 @@ def test_several_plugins_may_be_given_in_both_ways(plugin: Path, tmp_path: Path)
 def test_a_file_may_name_a_plugin_and_use_its_names(plugin: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"plugin: {plugin}\nalgo.advantage.estimator: mine\n")
-    words = "--reward.verifier math --data.label_key l --rollout.n_samples_per_prompt 2 --data.prompt_dataset d"
+    words = (
+        "--reward.verifier math --data.label_key l --rollout.n_samples_per_prompt 2 "
+        "--data.prompt_dataset d"
+    )
     words = f"--config {file} --actor.model_name_or_path m {words}"
     config = parse_config(PPOConfig, words.split(), command="train_ppo_ray")
     assert (config.plugin, config.algo.advantage.estimator) == ((str(plugin),), "mine")
@@ -182,7 +185,10 @@ def test_what_an_installed_package_names_is_loaded_without_a_flag() -> None:
 
 def test_a_package_whose_plugin_fails_is_named_each_time(installed: Path) -> None:
     (installed / "installed_plugin.py").write_text("1 / 0\n")
-    named = r"installed package my-package, as the plug-in first = installed_plugin, failed: ZeroDivisionError"
+    named = (
+        r"installed package my-package, as the plug-in first = installed_plugin, failed: "
+        r"ZeroDivisionError"
+    )
     for _ in range(2):
         with pytest.raises(ConfigError, match=named):
             ppo()

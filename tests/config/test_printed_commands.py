@@ -72,7 +72,7 @@ def test_the_older_form_of_an_async_switch_gets_the_same_answer() -> None:
     assert violations(older) == violations(printed)
 
 
-# ---- flag names of the introduction of 2024, printed with one dash, with a value of the kind it describes
+# ---- flag names of the introduction of 2024, printed with one dash, each with a fitting value
 
 INTRODUCED = {
     "pretrain": "m",
