@@ -175,7 +175,10 @@ def test_an_agent_that_opens_new_conversations_trains_with_one_reward_per_episod
 ) -> None:
     workspace = own_folder / "summaries"
     workspace.mkdir()
-    template = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    template = (
+        "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
     save_tiny_model(
         workspace / "model", max_position_embeddings=1024, chat_template=template, **HEADS
     )

@@ -148,7 +148,10 @@ def test_every_number_is_finite_and_has_a_definition(whole: Path) -> None:
 
 
 def test_engine_and_trainer_agree_about_the_sampled_tokens_in_every_step(whole: Path) -> None:
-    """Also after each publication: step k + 1 samples from what step k published. Nats per token."""
+    """The gap is in nats per token.
+
+    It stays small after each publication: step k + 1 samples from what step k published.
+    """
     assert len(column(whole, "train/logprob_gap_mean")) == STEPS
     assert max(column(whole, "train/logprob_gap_mean")) < 1e-5
     assert max(column(whole, "train/logprob_gap_max")) < 1e-4
@@ -343,7 +346,10 @@ def cluster(whole: Path) -> Iterator[None]:
 def test_two_ranks_of_zero3_a_reference_of_its_own_and_two_engines_come_to_the_same(
     whole: Path, workspace: Path
 ) -> None:
-    """To 1e-4: sums in another order, which AdamW's steps amplify; the sampled tokens are the same."""
+    """Losses agree to 1e-4, and the sampled tokens are the same.
+
+    The sums have another order, and AdamW's steps amplify the difference.
+    """
     folder = workspace / "spread"
     changes = {
         "actor.num_gpus_per_node": 2,

@@ -155,7 +155,10 @@ def test_rewards_are_those_of_plain_transformers(
 
 
 def chain(workspace: Path, name: str, processor: str, command: str, **columns: str) -> Finished:
-    """Score with a post-processor, then train on the rows. The tokenizer has no token for < and _."""
+    """Score with a post-processor, then train on the rows.
+
+    The tokenizer has no token for < and _.
+    """
     template = "{input} score:{reward} " if processor == "csft" else None
     infer(scoring(workspace, name, post_processor=processor, reward_template=template))
     training = {
@@ -202,7 +205,7 @@ def test_an_iteration_has_its_own_rows(workspace: Path, cluster: None) -> None:
 
 @pytest.mark.verify
 def test_a_killed_command_goes_on_without_a_lost_or_doubled_row(workspace: Path) -> None:
-    """The sum of two halves is the file of a command that nobody killed: samples are seeded by row."""
+    """Two halves add up to the file of an uninterrupted command: samples are seeded by row."""
     draw = random.Random(1)
     many = write_rows(
         workspace / "many.jsonl", [{"input": f"{draw.randint(0, 9999)}="} for _ in range(300)]

@@ -214,7 +214,10 @@ def cluster(workspace: Path) -> Iterator[Cluster]:
     port, api, client = (free_port() for _ in range(3))
     variables = environment(HOME=str(home), RAY_AUTH_MODE="token")
     common = "--block --min-worker-port 0 --max-worker-port 0 --dashboard-agent-listen-port 0"
-    head = f"--head --port {port} --dashboard-port {api} --ray-client-server-port {client} --num-cpus 0"
+    head = (
+        f"--head --port {port} --dashboard-port {api} --ray-client-server-port {client} "
+        "--num-cpus 0"
+    )
     nodes: list[subprocess.Popen[bytes]] = []
     try:
         generated = finish(type_in("ray get-auth-token --generate", workspace, variables))
@@ -275,10 +278,11 @@ def test_an_asynchronous_job_trains_as_printed(cluster: Cluster, workspace: Path
     assert done.status == 0, done.printed + done.errors
     (row,) = numbers(workspace / "ahead")
     assert (row["rollout/num_samples"], row["rollout/lag_max"]) == (PROMPTS, 0.0)
-    assert (
-        "--train.async_enable trains on samples of weights that are up to --train.max_staleness 2 versions old"
-        in done.printed
+    notice = (
+        "--train.async_enable trains on samples of weights that are up to "
+        "--train.max_staleness 2 versions old"
     )
+    assert notice in done.printed
 
 
 def test_a_complete_job_trains_on_all_nodes_and_shows_its_progress(
@@ -473,7 +477,10 @@ def gpu_ray(workspace: Path) -> Iterator[dict[str, str]]:
     """
     home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     variables = environment(HOME=str(home), RAY_TMPDIR=str(home), RAY_AUTH_MODE="disabled")
-    ports = f"--port {free_port()} --min-worker-port 0 --max-worker-port 0 --dashboard-agent-listen-port 0"
+    ports = (
+        f"--port {free_port()} --min-worker-port 0 --max-worker-port 0 "
+        "--dashboard-agent-listen-port 0"
+    )
     flags = f"--head --block --num-gpus 2 --num-cpus 2 --include-dashboard false {ports}"
     node = start_node(
         f"{flags} --ray-client-server-port {free_port()}", workspace, variables, home / "head.log"
@@ -488,9 +495,9 @@ def gpu_ray(workspace: Path) -> Iterator[dict[str, str]]:
 def of_default_size(workspace: Path, variables: dict[str, str], *more: str) -> Finished:
     """`train_ppo_ray` without the numbers of devices, on a machine without GPUs."""
     line = (
-        f"{sys.executable} -m openrlhf.cli.train_ppo_ray --reward.verifier format --vllm.num_engines 1 "
-        "--actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture --data.prompt_dataset prompts "
-        f"--algo.advantage.estimator reinforce {' '.join(more)}"
+        f"{sys.executable} -m openrlhf.cli.train_ppo_ray --reward.verifier format "
+        "--vllm.num_engines 1 --actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture "
+        f"--data.prompt_dataset prompts --algo.advantage.estimator reinforce {' '.join(more)}"
     )
     return finish(type_in(line, workspace, variables | {"PYTHONPATH": str(ROOT)}))
 
@@ -505,7 +512,10 @@ def test_devices_are_those_of_the_running_ray_and_not_those_of_the_machine(
     ):
         done = of_default_size(workspace, variables, "--dry_run")
         assert done.status == 2, done.printed + done.errors
-        needed = "the run needs 17 GPUs (1 x 8 for actor + 1 x 8 for ref + 1 for vllm; machines x GPUs), and the cluster has 2"
+        needed = (
+            "the run needs 17 GPUs (1 x 8 for actor + 1 x 8 for ref + 1 for vllm; machines x "
+            "GPUs), and the cluster has 2"
+        )
         assert needed in done.errors
         assert "There is no GPU" not in done.errors
 

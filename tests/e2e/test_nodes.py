@@ -36,8 +36,14 @@ def cluster(workspace: Path) -> Iterator[tuple[dict[str, str], subprocess.Popen[
     home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     port, api = free_port(), free_port()
     variables = environment(HOME=str(home), RAY_AUTH_MODE="disabled", PYTHONPATH=str(ROOT))
-    common = f"--num-cpus 1 --block --min-worker-port 0 --max-worker-port 0 --dashboard-agent-listen-port 0 --resources {ROOM}"
-    head = f"--head --port {port} --dashboard-port {api} --ray-client-server-port {free_port()} --labels kind=training"
+    common = (
+        "--num-cpus 1 --block --min-worker-port 0 --max-worker-port 0 "
+        f"--dashboard-agent-listen-port 0 --resources {ROOM}"
+    )
+    head = (
+        f"--head --port {port} --dashboard-port {api} --ray-client-server-port {free_port()} "
+        "--labels kind=training"
+    )
     second = f"--address 127.0.0.1:{port} --labels kind=generation"
     nodes: list[subprocess.Popen[bytes]] = []
     try:

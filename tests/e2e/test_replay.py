@@ -22,7 +22,10 @@ from tests.e2e.test_grpo import BATCH, REWARDS, SAMPLES, grpo_flags, words
 from tests.tiny import HEADS, character_tokenizer, save_tiny_model, tiny_config
 
 PROMPTS = 24
-CALLED = 'open(__file__ + ".called", "w").close()\ndef reward_func(queries, prompts, labels): raise AssertionError\n'
+CALLED = (
+    'open(__file__ + ".called", "w").close()\n'
+    "def reward_func(queries, prompts, labels): raise AssertionError\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -163,11 +166,14 @@ def test_a_resumed_run_writes_its_steps_anew(written: Path, workspace: Path) -> 
     ("changes", "said"),
     [
         ({"rollout.replay_dir": "empty"}, ["has no episodes", "--rollout.dump_dir"]),
-        ({"rollout.batch_size": 8, "rollout.vllm_generate_batch_size": 8}, ["--rollout.batch_size: 4 there, 8 here"]),
+        ({"rollout.batch_size": 8, "rollout.vllm_generate_batch_size": 8},
+         ["--rollout.batch_size: 4 there, 8 here"]),
         ({"rollout.n_samples_per_prompt": 8}, ["--rollout.n_samples_per_prompt: 4 there, 8 here"]),
         ({"data.max_samples": 20}, ["prompts of --data.prompt_dataset", ": 24, ", " there, 20, "]),
-        ({"data.input_template": "q{}"}, ["prompts of --data.prompt_dataset, with --data.input_template"]),
-        ({"algo.dynamic_filtering_range": [0, 0.5]}, ["--algo.dynamic_filtering_range: [-5.0, 0.5] there, [0.0, 0.5] here"]),
+        ({"data.input_template": "q{}"},
+         ["prompts of --data.prompt_dataset, with --data.input_template"]),
+        ({"algo.dynamic_filtering_range": [0, 0.5]},
+         ["--algo.dynamic_filtering_range: [-5.0, 0.5] there, [0.0, 0.5] here"]),
         ({"rollout.replay_dir": "hole"}, ["but not step 2"]),
         ({"rollout.replay_dir": "damaged"}, ["step-000001.jsonl.gz, line 2, cannot be read"]),
     ],

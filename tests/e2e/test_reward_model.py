@@ -160,7 +160,7 @@ def test_mean_and_deviation_of_the_rewards_are_stored_with_the_model(reward_mode
 def test_a_checkpoint_before_the_first_evaluation_has_mean_and_deviation_of_its_own_rewards(
     workspace: Path, reward_model: Path
 ) -> None:
-    """Of the first 100 rows, chosen and rejected, as an evaluation without --eval.dataset has them."""
+    """Use the first 100 rows, chosen and rejected, like an evaluation without --eval.dataset."""
     saved = reward_model / "ckpt" / "global_step5_hf"
     hf, tokenizer = (
         AutoModelForSequenceClassification.from_pretrained(saved).eval(),

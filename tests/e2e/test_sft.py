@@ -198,7 +198,10 @@ def check_numbers(folder: Path, whole: Path) -> None:
 
 
 def check_that_one_process_goes_on(flags: dict[str, Any], folder: Path, whole: Path) -> None:
-    """After step 20, where two processes have saved: refused first, with the flag that allows it."""
+    """Check that one process continues after step 20, which two processes have saved.
+
+    It is refused at first, with the flag that allows it.
+    """
     for path in (folder / "checkpoints").glob("global_step*.manifest.json"):
         if path.name != "global_step20.manifest.json":
             path.unlink()
@@ -232,7 +235,10 @@ def test_two_processes_tell_of_a_broken_row_once(
     done = finish(launch("train_sft", flags, launcher))
     assert done.status != 0
     told = re.findall("^error: (.*)", done.printed + done.errors, re.MULTILINE)
-    expected = "column 'input': is null, not a string: the value is empty, or that dataset lacks the column."
+    expected = (
+        "column 'input': is null, not a string: the value is empty, or that dataset "
+        "lacks the column."
+    )
     assert told == [f"{tmp_path}/broken.jsonl, row 41, {expected}"]
 
 
@@ -486,7 +492,10 @@ def test_the_first_rows_tell_what_will_not_fit_together(whole: Path, workspace: 
         "dry_run": True,
     }
     done = run("train_ppo_ray", reinforced)
-    trained = f"--actor.model_name_or_path {whole / 'model'} was trained with --data.input_template ${TEMPLATE!r}"
+    trained = (
+        f"--actor.model_name_or_path {whole / 'model'} was trained with "
+        f"--data.input_template ${TEMPLATE!r}"
+    )
     assert f"{trained}, so this run uses that too" in done.errors
     assert re.search(rf"\d+ of {TRAIN_ROWS} prompts keep only their last 8 tokens", done.errors), (
         done.errors
@@ -514,7 +523,7 @@ def test_a_mistake_ends_the_process_with_status_2_and_nothing_but_the_message(
 def test_a_run_killed_again_and_again_at_any_moment_logs_what_an_unbroken_one_logs(
     whole: Path, workspace: Path
 ) -> None:
-    """Killed after a random part of the time that an unbroken run takes, until one gets to the end."""
+    """Kill runs after a random part of the time of a whole run, until one completes."""
     folder, draw = workspace / "haunted", random.Random(0)
     flags = {
         "config": whole / "config.yaml",

@@ -229,7 +229,10 @@ def test_run_on_a_joined_ray_whose_raylet_dies_ends_with_the_step_that_is_saved(
     )
     variables = environment(HOME=str(home), RAY_AUTH_MODE="disabled")
     ports = f"--port {port} --dashboard-port {free_port()} --ray-client-server-port {free_port()}"
-    options = f"--head {ports} --num-cpus 4 --block --dashboard-agent-listen-port 0 --temp-dir {home / 'head'}"
+    options = (
+        f"--head {ports} --num-cpus 4 --block --dashboard-agent-listen-port 0 --temp-dir "
+        f"{home / 'head'}"
+    )
     node = start_node(options, workspace, variables, home / "head.log")
     try:
         settings = flags(workspace, folder, **{"train.max_restarts": 1})
@@ -298,7 +301,7 @@ def test_offline_run_whose_checkpoints_cannot_be_written_trains_to_its_end_and_e
     assert (folder / "model" / "model.safetensors").exists()
 
 
-def test_an_offline_run_that_is_terminated_and_then_interrupted_saves_its_last_step_and_goes_on_to_the_same_numbers(
+def test_an_interrupted_offline_run_saves_its_last_step_and_resumes_with_the_same_numbers(
     workspace: Path,
 ) -> None:
     def settings(folder: Path, **changes: Any) -> dict[str, Any]:

@@ -84,11 +84,13 @@ def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
     """
     batch = PROMPTS * SAMPLES
     flags = (
-        f"--actor.model_name_or_path {model} --data.prompt_dataset {task}/prompts.jsonl --data.label_key output "
-        f"--reward.remote_url {HERE}/reward.py --algo.advantage.estimator group_norm --data.max_len 32 "
-        f"--rollout.n_samples_per_prompt {SAMPLES} --rollout.batch_size {PROMPTS} --rollout.max_new_tokens {NEW_TOKENS} "
-        f"--train.batch_size {batch // OPTIMIZER_STEPS} --train.micro_batch_size 64 --rollout.micro_batch_size 64 "
-        f"--actor.adam.lr {setting.lr} --actor.lr_warmup_ratio {setting.warmup} --ds.param_dtype {setting.dtype}"
+        f"--actor.model_name_or_path {model} --data.prompt_dataset {task}/prompts.jsonl "
+        f"--data.label_key output --reward.remote_url {HERE}/reward.py "
+        "--algo.advantage.estimator group_norm --data.max_len 32 "
+        f"--rollout.n_samples_per_prompt {SAMPLES} --rollout.batch_size {PROMPTS} "
+        f"--rollout.max_new_tokens {NEW_TOKENS} --train.batch_size {batch // OPTIMIZER_STEPS} "
+        f"--train.micro_batch_size 64 --rollout.micro_batch_size 64 --actor.adam.lr {setting.lr} "
+        f"--actor.lr_warmup_ratio {setting.warmup} --ds.param_dtype {setting.dtype}"
     )
     config = parse_config(PPOConfig, flags.split(), command="train_ppo_ray")
     ranks = strategy(setting.dtype, seed)

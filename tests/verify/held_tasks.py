@@ -172,15 +172,18 @@ def commands(task: Path, out: Path, dtype: str, seed: int) -> dict[str, list[str
         for stage in ("sft", "rm", "ppo", "grpo")
     }
     reinforced = (
-        f"train_ppo_ray --actor.model_name_or_path {out}/sft/model --data.prompt_dataset {task}/prompts.jsonl "
-        f"--data.label_key output --actor.adam.lr {POLICY_LR} "
-        "--rollout.max_new_tokens 12 --rollout.micro_batch_size 128 --train.micro_batch_size 128"
+        f"train_ppo_ray --actor.model_name_or_path {out}/sft/model "
+        f"--data.prompt_dataset {task}/prompts.jsonl --data.label_key output "
+        f"--actor.adam.lr {POLICY_LR} --rollout.max_new_tokens 12 --rollout.micro_batch_size 128 "
+        "--train.micro_batch_size 128"
     )
     lines = {
-        "sft": f"train_sft --model.model_name_or_path {task}/model --data.dataset {task}/worked.jsonl "
-        "--data.output_key output --data.input_template {} --adam.lr 1e-3 --train.batch_size 32 --train.micro_batch_size 32 --train.max_epochs 4",
-        "rm": f"train_rm --model.model_name_or_path {out}/sft/model --data.dataset {task}/pairs.jsonl "
-        "--data.prompt_key prompt --adam.lr 1e-4 --train.batch_size 32 --train.micro_batch_size 32 --train.max_epochs 4",
+        "sft": f"train_sft --model.model_name_or_path {task}/model "
+        f"--data.dataset {task}/worked.jsonl --data.output_key output --data.input_template {{}} "
+        "--adam.lr 1e-3 --train.batch_size 32 --train.micro_batch_size 32 --train.max_epochs 4",
+        "rm": f"train_rm --model.model_name_or_path {out}/sft/model "
+        f"--data.dataset {task}/pairs.jsonl --data.prompt_key prompt --adam.lr 1e-4 "
+        "--train.batch_size 32 --train.micro_batch_size 32 --train.max_epochs 4",
         "ppo": f"{reinforced} --reward.model_name_or_path {out}/rm/model --critic.adam.lr 3e-4",
         "grpo": f"{reinforced} --reward.remote_url {REWARD} --algo.advantage.estimator group_norm "
         "--rollout.n_samples_per_prompt 8 --rollout.batch_size 128 --data.max_samples 1024",

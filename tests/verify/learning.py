@@ -119,14 +119,29 @@ def page(runs: Sequence[LearningRun]) -> str:
             "",
             f"`{COMMAND}`: {'; '.join(sorted({run.versions for run in runs}))}.",
             "",
-            "The demo's task and SFT model (`examples/demo/task.py`), then the flags of [algorithms.md](../algorithms.md)",
+            (
+                "The demo's task and SFT model (`examples/demo/task.py`), then the flags of "
+                "[algorithms.md](../algorithms.md)"
+            ),
             "under the run's name. A seed is another task, model and order.",
             "The reward is the share of digits in their place (`tests/verify/digits.py`).",
-            "Its cell: share of samples solved in the first and in the last sixth of the run; no prompt is drawn twice.",
-            "pass@1: 400 held-out problems × 4 samples at temperature 1, before → after, mean over seeds.",
-            "Every step, and all flags: `docs/results/learning.jsonl`. The numbers show that a method works here;",
+            (
+                "Its cell: share of samples solved in the first and in the last sixth of the "
+                "run; no prompt is drawn twice."
+            ),
+            (
+                "pass@1: 400 held-out problems × 4 samples at temperature 1, before → after, "
+                "mean over seeds."
+            ),
+            (
+                "Every step, and all flags: `docs/results/learning.jsonl`. The numbers show that "
+                "a method works here;"
+            ),
             "they do not rank methods: learning rates were not tuned, and the task is tiny.",
-            "The corrections and `uncorrected` train asynchronously on samples four versions old, where there is something",
+            (
+                "The corrections and `uncorrected` train asynchronously on samples four versions "
+                "old, where there is something"
+            ),
             "to correct.",
             "",
             *("| " + " | ".join(row) + " |" for row in rows),

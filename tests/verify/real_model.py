@@ -119,12 +119,24 @@ def page(runs: Sequence[RealRun]) -> str:
         "",
         f"`{COMMAND}`: {'; '.join(sorted({run.versions for run in runs}))}.",
         "",
-        "SmolLM2-135M-Instruct with weights rounded to about 4 bits (`examples/real_model/fetch.py`), float32, two cores. A seed is",
-        "another selection of rows, another order and other samples. ±: one standard error of the difference; without it, the same",
-        "rows are measured before and after. Seconds and memory are those of the training command with all its processes; memory",
+        (
+            "SmolLM2-135M-Instruct with weights rounded to about 4 bits "
+            "(`examples/real_model/fetch.py`), float32, two cores. A seed is"
+        ),
+        (
+            "another selection of rows, another order and other samples. ±: one standard error "
+            "of the difference; without it, the same"
+        ),
+        (
+            "rows are measured before and after. Seconds and memory are those of the training "
+            "command with all its processes; memory"
+        ),
         "that processes share counts once.",
         "",
-        "| run | seed | measured on held-out rows | before → after | learned | curve | seconds | GiB |",
+        (
+            "| run | seed | measured on held-out rows | before → after | learned | "
+            "curve | seconds | GiB |"
+        ),
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for run in runs:

@@ -27,7 +27,8 @@ PAGE = FOLDER / "verify.md"
 # What a verification depends on. Pages and records are not part of it.
 CODE = ("openrlhf", "tests", "examples", "benchmarks", "pyproject.toml", "requirements")
 UNKNOWN_SECONDS = 60.0  # of a test that has no record
-LARGE_FILE_SECONDS = 1200.0  # tests of a larger file go to shards one by one; those of a smaller one share what they set up
+# Tests of a larger file go to shards one by one; those of a smaller one share what they set up.
+LARGE_FILE_SECONDS = 1200.0
 MOST_MINUTES = 90.0  # of one shard
 
 
@@ -106,12 +107,16 @@ def page(records: Sequence[Record], ages: dict[str, int | None]) -> str:
     if by_age:
         oldest = by_age[0]
         lines.append(
-            f"**The oldest row is of {oldest.date}, commit {oldest.commit[:7]}; {ages[oldest.commit]} later commits changed "
-            "the code.** Ages are those of the day this page was written."
+            f"**The oldest row is of {oldest.date}, commit {oldest.commit[:7]}; "
+            f"{ages[oldest.commit]} later commits changed the code.** Ages are those of the day "
+            "this page was written."
         )
     lines += [
         "",
-        "`make verify` runs each test that `make test` leaves out, and puts its last outcome here. A test that is not here has not",
+        (
+            "`make verify` runs each test that `make test` leaves out, and puts its last outcome "
+            "here. A test that is not here has not"
+        ),
         "been run yet, or has a page of its own.",
         "",
         "| test | outcome | seconds | commit | date | later commits |",
@@ -249,7 +254,8 @@ class Verified:
         """Say what was left out, and what was not recorded; write the page."""
         if self.left_out:
             terminalreporter.write_line(
-                f"{self.left_out} tests of this shard have passed on the same code and were left out."
+                f"{self.left_out} tests of this shard have passed on the same code and were "
+                "left out."
             )
         if self.changes:
             terminalreporter.write_line(

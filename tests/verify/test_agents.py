@@ -90,7 +90,10 @@ def test_rewards_teach_an_agent_to_use_its_tool(tmp_path: Path, seed: int) -> No
     ROWS.append(
         [str(seed), *(f"{x:.3f}" for x in numbers), f"{gap:.1e}", f"{time.monotonic() - start:.0f}"]
     )
-    note = "Sums of two numbers; the policy has seen the calculator used in half of its transcripts, and guesses in the others."
+    note = (
+        "Sums of two numbers; the policy has seen the calculator used in half of its "
+        "transcripts, and guesses in the others."
+    )
     write_result(
         "agents",
         "An agent with a tool",

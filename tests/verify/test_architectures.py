@@ -128,7 +128,8 @@ def test_architectures_train_in_every_way_or_are_refused_with_the_reason(tmp_pat
             "python -m pytest -m verify tests/verify/test_architectures.py",
             ["model_type", *WAYS],
             table,
-            "Random models of 2 layers. `baichuan` is a local folder with code of its own, one weight for queries, keys and values, and runs with "
-            "`--model.trust_remote_code`. GRPO: the largest mean difference, over the steps, between the log-probabilities of engine "
+            "Random models of 2 layers. `baichuan` is a local folder with code of its own, one "
+            "weight for queries, keys and values, and runs with `--model.trust_remote_code`. GRPO: "
+            "the largest mean difference, over the steps, between the log-probabilities of engine "
             "and trainer for the sampled tokens, nats.",
         )

@@ -96,7 +96,8 @@ def write_page() -> None:
         "python -m pytest -m verify tests/verify/test_async_learning.py",
         ["run", "mean age", *(f"seed {seed}" for seed in SEEDS), "mean after", "solved by step"],
         rows,
-        "GRPO on the demo's task, 32 steps: held-out pass@1 before → after (400 problems × 4 samples). "
-        "`queue4`: `--train.async_queue_size 4` with partial rollouts; `corrected`: with "
-        f"`{CORRECTED}`. Age: versions between a sample and the step that trains on it. All flags and steps are in `asynchronous.jsonl`.",
+        "GRPO on the demo's task, 32 steps: held-out pass@1 before → after (400 "
+        "problems × 4 samples). `queue4`: `--train.async_queue_size 4` with partial rollouts; "
+        f"`corrected`: with `{CORRECTED}`. Age: versions between a sample and the step that "
+        "trains on it. All flags and steps are in `asynchronous.jsonl`.",
     )

@@ -29,7 +29,7 @@ ROWS: list[list[str]] = []
 
 @dataclass
 class Peak:
-    """Largest memory (proportional set size, GiB) of a process and all it started, Ray's included."""
+    """The peak memory (proportional set size, GiB) of a process, its descendants and Ray."""
 
     root: int
     gib: float = 0.0
@@ -79,9 +79,11 @@ def results() -> Iterator[None]:
         *("mean gap, largest step", "peak GiB", "seconds"),
     ]
     notes = (
-        "pass@1: mean over 400 held-out problems × 4 samples at temperature 1. RM score: the reward model's, normalised, over the same "
-        "samples; PPO learns from it alone, GRPO from whether answers are right. Gap: mean |log π_engine − log π_trainer| per token "
-        "(nats), largest of all steps. Memory: proportional set size of all processes together. Seconds: installation not included."
+        "pass@1: mean over 400 held-out problems × 4 samples at temperature 1. RM score: the "
+        "reward model's, normalised, over the same samples; PPO learns from it alone, GRPO from "
+        "whether answers are right. Gap: mean |log π_engine − log π_trainer| per token (nats), "
+        "largest of all steps. Memory: proportional set size of all processes together. Seconds: "
+        "installation not included."
     )
     write_result("demo", "The demo, three seeds", "make demo SEED=1|2|3", columns, ROWS, notes)
 

@@ -1,4 +1,4 @@
-"""Every prompt of GSM8K passes through GRPO once, as chat messages, rewarded by the math verifier."""
+"""Every GSM8K prompt passes through GRPO once, as chat messages, with the math verifier."""
 
 from __future__ import annotations
 

@@ -51,8 +51,9 @@ def record(chain: Chain) -> None:
             ]
             for row in rows
         ],
-        "pass@1: mean over 400 held-out problems × 4 samples at temperature 1, ± its standard error over problems. Change: against the "
-        "SFT model on the same problems. The commands, which leave out every flag that has a default they can work with: "
+        "pass@1: mean over 400 held-out problems × 4 samples at temperature 1, ± its standard "
+        "error over problems. Change: against the SFT model on the same problems. The commands, "
+        "which leave out every flag that has a default they can work with: "
         "`tests/verify/held_tasks.py`. Chains that nobody has run yet have no row.",
     )
 

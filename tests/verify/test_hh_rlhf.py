@@ -166,7 +166,10 @@ def test_every_pair_trains_a_reward_model_and_every_prompt_is_answered_for_it(
                 "",
                 "",
                 "",
-                f"loss {loss[0]:.3f} → {loss[-1]:.3f}, accuracy {accuracy:.3f} on the first training rows",
+                (
+                    f"loss {loss[0]:.3f} → {loss[-1]:.3f}, accuracy {accuracy:.3f} on the first "
+                    "training rows"
+                ),
             ],
             [
                 "train_ppo_ray",

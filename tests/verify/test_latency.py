@@ -14,7 +14,10 @@ from tests.ranks import ROOT
 from tests.verify.results import write_result
 
 pytestmark = pytest.mark.verify
-NUMBERS = r"synchronous ([\d.]+) s, asynchronous ([\d.]+) s per step: ([\d.]+) x\nthe simulator says ([\d.]+) x"
+NUMBERS = (
+    r"synchronous ([\d.]+) s, asynchronous ([\d.]+) s per step: ([\d.]+) x\nthe simulator says "
+    r"([\d.]+) x"
+)
 
 
 @pytest.mark.timeout(1800)
@@ -44,6 +47,7 @@ def test_the_comparison_is_put_on_record() -> None:
             "measured / simulator",
         ],
         rows,
-        "`python -m benchmarks.latency`: 16 prompts of 4 samples on one engine with a model of 3 M parameters and partial rollouts; each "
-        "sample waits for its environment, log-normal with a median of 1 s, the slowest 1 % ten times as long.",
+        "`python -m benchmarks.latency`: 16 prompts of 4 samples on one engine with a model of 3 M "
+        "parameters and partial rollouts; each sample waits for its environment, log-normal with "
+        "a median of 1 s, the slowest 1 % ten times as long.",
     )

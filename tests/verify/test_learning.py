@@ -24,7 +24,9 @@ from tests.verify.results import versions
 
 pytestmark = pytest.mark.verify
 STEPS = 32
-LIFT = 0.05  # of held-out pass@1, and of the share solved from the first steps to the last: three standard errors
+# Of held-out pass@1, and of the share solved from the first steps to the last: three standard
+# errors.
+LIFT = 0.05
 PASS_AT_1 = "eval/eval_sort_pass1"
 # Samples that are four versions old, which a correction has to make up for.
 STALE = "--train.async_enable --train.partial_rollout_enable --train.async_queue_size 4"
@@ -36,13 +38,18 @@ def batches(prompts: int, samples: int, *, steps: int = STEPS, optimizer_steps: 
     """
     size = prompts * samples // optimizer_steps
     return (
-        f"--data.max_samples {prompts * steps} --rollout.batch_size {prompts} --rollout.n_samples_per_prompt {samples} "
-        f"--train.batch_size {size} --train.micro_batch_size {size} --rollout.micro_batch_size {size} --eval.steps {steps} --actor.adam.lr 2e-4"
+        f"--data.max_samples {prompts * steps} --rollout.batch_size {prompts} "
+        f"--rollout.n_samples_per_prompt {samples} --train.batch_size {size} "
+        f"--train.micro_batch_size {size} --rollout.micro_batch_size {size} --eval.steps {steps} "
+        "--actor.adam.lr 2e-4"
     )
 
 
 RUNS = {
-    "gae": f"{batches(128, 2)} --critic.adam.lr 1e-3 --critic.freezing_steps 4 --critic.num_gpus_per_node 1",
+    "gae": (
+        f"{batches(128, 2)} --critic.adam.lr 1e-3 --critic.freezing_steps 4 "
+        "--critic.num_gpus_per_node 1"
+    ),
     "reinforce": batches(256, 1),
     "rloo": batches(16, 8, steps=2 * STEPS, optimizer_steps=1),
     **dict.fromkeys(("reinforce_baseline", "group_norm", "dr_grpo"), batches(32, 8)),

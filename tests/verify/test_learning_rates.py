@@ -62,10 +62,11 @@ def test_a_high_rate_without_warm_up_undoes_what_the_model_knew_in_either_precis
             "held-out pass@1",
         ],
         [row(setting, runs) for setting, runs in courses.items()],
-        "GRPO on the demo's task from its SFT model of 0.8 million parameters: 256 samples per batch in 4 optimizer steps. Seeds 1, 2 and 3; "
-        "for the share solved, their mean. KL to the reference in nats per token. "
-        "Update: the norm of the change of all weights, in percent of their norm. pass@1: 400 held-out problems × 4 samples at "
-        "temperature 1, before → after, standard error about 0.02.",
+        "GRPO on the demo's task from its SFT model of 0.8 million parameters: 256 samples per "
+        "batch in 4 optimizer steps. Seeds 1, 2 and 3; for the share solved, their mean. KL to the "
+        "reference in nats per token. Update: the norm of the change of all weights, in percent of "
+        "their norm. pass@1: 400 held-out problems × 4 samples at temperature 1, before → after, "
+        "standard error about 0.02.",
     )
     high, high_bf16, low, low_bf16, warm, *_ = (
         [change(run) for run in courses[setting]] for setting in SETTINGS

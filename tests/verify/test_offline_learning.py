@@ -62,24 +62,31 @@ def preference(
 
 SUBJECTS = {
     "SFT": Subject(
-        task="sft", rows="kd", metric="eval/eval gpt_loss", what="held-out loss, nats per token", wanted=2.15, falls=True
+        task="sft", rows="kd", metric="eval/eval gpt_loss", what="held-out loss, nats per token",
+        wanted=2.15, falls=True
     ),
-    "reward model": Subject(task="rm", rows="dpo", metric="eval/eval_loss", what=PAIR_LOSS, wanted=0.2, falls=True),
+    "reward model": Subject(task="rm", rows="dpo", metric="eval/eval_loss", what=PAIR_LOSS,
+                            wanted=0.2, falls=True),
     "DPO": preference("dpo", "eval/eval_loss", f"{PAIR_LOSS}, 0.693 before the training", 0.2),
-    "cDPO, ε 0.1": preference("dpo", "eval/eval_loss", f"{PAIR_LOSS}, at least 0.325", 0.4, model__label_smoothing=0.1),
-    "robust, ε 0.1": preference("robust", "eval/eval_loss", PAIR_LOSS, 0.2, model__label_smoothing=0.1),
+    "cDPO, ε 0.1": preference("dpo", "eval/eval_loss", f"{PAIR_LOSS}, at least 0.325", 0.4,
+                              model__label_smoothing=0.1),
+    "robust, ε 0.1": preference("robust", "eval/eval_loss", PAIR_LOSS, 0.2,
+                                model__label_smoothing=0.1),
     "IPO": preference("ipo", "eval/eval_loss", f"{PAIR_LOSS}, 25 before the training", 5.0),
     "hinge": preference("hinge", "eval/eval_loss", f"{PAIR_LOSS}, 1 before the training", 0.1),
     "SimPO": preference("simpo", "eval/eval_loss", PAIR_LOSS, 0.3, model__beta=2.0),
     "ORPO": preference("orpo", "eval/eval_loss", PAIR_LOSS, 2.0),
     "KTO": Subject(
-        task="kto", rows="kto", metric="margin", what="held-out reward of desirable − undesirable answers", wanted=0.5
+        task="kto", rows="kto", metric="margin",
+        what="held-out reward of desirable − undesirable answers", wanted=0.5
     ),
     "process reward model": Subject(
-        task="prm", rows="prm", metric="eval/eval acc", what="held-out steps judged rightly", wanted=0.95
+        task="prm", rows="prm", metric="eval/eval acc", what="held-out steps judged rightly",
+        wanted=0.95
     ),
     "distillation": Subject(
-        task="kd", rows="kd", metric="eval/eval gpt_loss", what="held-out loss of the responses, nats per token",
+        task="kd", rows="kd", metric="eval/eval gpt_loss",
+        what="held-out loss of the responses, nats per token",
         wanted=3.5, falls=True, flags={"kd.coef": 0.5},
     ),
 }  # fmt: skip
@@ -124,6 +131,7 @@ def test_every_method_learns_its_toy_set(tmp_path: Path) -> None:
         "python -m pytest -m verify tests/verify/test_offline_learning.py",
         ["method", "command", "measured", *(f"seed {seed}" for seed in SEEDS)],
         table,
-        f"After 8 optimizer steps → after 64, of 16 rows each, a random model of 60,000 parameters. Each run has its own {TRAINED} training and "
-        f"{HELD_OUT} held-out rows: tests/e2e/test_offline_family.py makes them.",
+        "After 8 optimizer steps → after 64, of 16 rows each, a random model of 60,000 "
+        f"parameters. Each run has its own {TRAINED} training and {HELD_OUT} held-out rows: "
+        "tests/e2e/test_offline_family.py makes them.",
     )

@@ -25,7 +25,11 @@ CONVERSATIONS = {
     "data.multiturn": True,
     "data.apply_chat_template": True,
 }
-CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}\n{% endfor %}"
+CHAT = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}<eos>{% endif %}\n"
+    "{% endfor %}"
+)
 STEPS = {
     "data.input_key": "text",
     "data.label_key": "labels",

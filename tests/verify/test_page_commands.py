@@ -31,7 +31,8 @@ QUESTIONS = [
     for right in range(8)
 ]
 CHAT = (
-    "{% for m in messages %}{{ '[' + m['role'] + '] ' + m['content'] + '<|endoftext|>' }}{% endfor %}"
+    "{% for m in messages %}{{ '[' + m['role'] + '] ' + m['content'] + '<|endoftext|>' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
 )
 SAID = "What is 2 plus 2?\n"  # to a chat
@@ -101,8 +102,8 @@ SEQUENCES = {
         flags={
             "sft": f"--train.batch_size 16 {HERE.format('sft')}",
             "rm": f"--train.batch_size 16 --data.max_len 512 {HERE.format('rm')}",
-            "ppo_ray": "--rollout.batch_size 16 --train.batch_size 64 --data.max_samples 32 --data.max_len 128 "
-            f"--reward.max_error_rate 1 {HERE.format('grpo')}",
+            "ppo_ray": "--rollout.batch_size 16 --train.batch_size 64 --data.max_samples 32 "
+            f"--data.max_len 128 --reward.max_error_rate 1 {HERE.format('grpo')}",
         },
     ),
     "launching: launchers": Sequence(

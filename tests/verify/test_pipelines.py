@@ -60,16 +60,23 @@ def test_an_example_learns_and_is_done(example: str, tmp_path: Path) -> None:
 
 
 GROUPS = ["Start", "SFT", "DPO", "KTO", "Rejection sampling", "PPO", "GRPO"]
-NOTES = """
-What every method is given is in [compare.yaml](../../examples/pipelines/compare.yaml): the same start, the same preferences, and as many
-answers to train on. SFT learns the preferred answers, which are all right; DPO and KTO learn from both answers of the pairs; the others learn
-from their own samples, as a reward model that was trained on the same pairs scores them. So the table says which signal is worth most in
-this task, of which the preferred answers are the solution, and not which method is best.
-
-The answers of a pair differ in a digit. On such pairs DPO alone makes both answers less likely (pass@1 fell from 0.25 to 0.03 in a trial): it has
-`--model.nll_loss_coef 5` here. PPO and GRPO take as many optimizer steps as the others, and gain little: they follow the reward model where it is wrong. In trials with seed 1
-and `--actor.adam.lr 5e-4`, GRPO's pass@1 fell from 0.65 to 0.27 and PPO's to 0.54; a larger `--algo.kl.init_coef` only kept them where they began.
-"""
+NOTES = (
+    "\n"
+    "What every method is given is in [compare.yaml](../../examples/pipelines/compare.yaml): "
+    "the same start, the same preferences, and as many\n"
+    "answers to train on. SFT learns the preferred answers, which are all right; DPO and KTO "
+    "learn from both answers of the pairs; the others learn\n"
+    "from their own samples, as a reward model that was trained on the same pairs scores them. "
+    "So the table says which signal is worth most in\n"
+    "this task, of which the preferred answers are the solution, and not which method is best.\n"
+    "\n"
+    "The answers of a pair differ in a digit. On such pairs DPO alone makes both answers less "
+    "likely (pass@1 fell from 0.25 to 0.03 in a trial): it has\n"
+    "`--model.nll_loss_coef 5` here. PPO and GRPO take as many optimizer steps as the others, "
+    "and gain little: they follow the reward model where it is wrong. In trials with seed 1\n"
+    "and `--actor.adam.lr 5e-4`, GRPO's pass@1 fell from 0.65 to 0.27 and PPO's to 0.54; a "
+    "larger `--algo.kl.init_coef` only kept them where they began.\n"
+)
 
 
 def write_comparison(report: str) -> None:

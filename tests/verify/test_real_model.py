@@ -313,7 +313,7 @@ def loss_before(task: Task, model: Path, out: Path) -> float:
 
 
 def rewards(task: Task, seed: int, policy: Path, run: Path, out: Path) -> dict[str, float]:
-    """Return the mean reward of each held-out prompt for the answers of a policy at temperature 1."""
+    """Return the mean reward of a policy's answers at temperature 1 to each held-out prompt."""
     words: list[str | Path] = [
         "--model.model_name_or_path",
         policy,

@@ -97,7 +97,10 @@ def put_on_record(fault: str, noticed: float | None, goes_on: float, how: str) -
     text = PAGE.read_text(encoding="utf-8")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     head = ["| fault | noticed, s | as before, s | what that is |", "|---|---|---|---|"]
-    note = f"`python -m pytest -m verify tests/verify/test_recovery.py`, {versions()}, two cores; a model of 0.1 M parameters, so that only the mechanism counts:"
+    note = (
+        f"`python -m pytest -m verify tests/verify/test_recovery.py`, {versions()}, two cores; a "
+        "model of 0.1 M parameters, so that only the mechanism counts:"
+    )
     PAGE.write_text(
         before + "\n\n".join([BEGIN, note, "\n".join([*head, *FOUND.values()]), END]) + after,
         encoding="utf-8",

@@ -25,7 +25,9 @@ from tests.verify.results import write_result
 pytestmark = pytest.mark.verify
 CLIENTS = (1, 8, 32)
 REQUESTS = 960  # in each cell of the table
-ROUNDS = 3  # of which each takes a third of them, turn by turn: what else the machine does meets all alike
+# Each round has a third of the requests, and the servers take turns: other load of the machine
+# affects all servers alike.
+ROUNDS = 3
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -121,9 +123,10 @@ def test_batching_changes_no_score_and_what_it_gains_is_recorded(tmp_path: Path)
         "make verify",
         ["clients at once", "server", "requests per second", "median, ms", "99th percentile, ms"],
         rows,
-        f"{REQUESTS} requests per row, one text of 20 to 200 tokens each, in {ROUNDS} rounds in which the servers take turns; every "
-        "client asks again as soon as it is answered. A model of "
-        f"{SIZES['num_hidden_layers']} layers of width {SIZES['hidden_size']} in float32; clients and the server share "
-        f"{os.cpu_count()} cores, each server computes with {os.environ.get('OMP_NUM_THREADS', 'all')} thread(s). All servers gave every "
-        "text the same score to 1e-5. `one text at a time` is `--batch_size 1`.",
+        f"{REQUESTS} requests per row, one text of 20 to 200 tokens each, in {ROUNDS} rounds in "
+        "which the servers take turns; every client asks again as soon as it is "
+        f"answered. A model of {SIZES['num_hidden_layers']} layers of width {SIZES['hidden_size']} "
+        f"in float32; clients and the server share {os.cpu_count()} cores, each server computes "
+        f"with {os.environ.get('OMP_NUM_THREADS', 'all')} thread(s). All servers gave every text "
+        "the same score to 1e-5. `one text at a time` is `--batch_size 1`.",
     )

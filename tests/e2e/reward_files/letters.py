@@ -1,4 +1,4 @@
-"""A reward that a random policy can learn from at once: the share of the letter a in the response."""
+"""The share of the letter a in the response: a reward that a random policy learns from at once."""
 
 from __future__ import annotations
 

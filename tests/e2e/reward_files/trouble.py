@@ -1,4 +1,4 @@
-"""The letters' reward, which raises where a response has a seven and hangs where the label says so."""
+"""The letters' reward, which raises if a response has a seven and hangs if the label says so."""
 
 from __future__ import annotations
 
