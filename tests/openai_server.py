@@ -80,7 +80,7 @@ class _Handler(JSONHandler):
                 self.answer(404, {"error": self.path})
 
     def _judged(self, tokens: list[int], best: int) -> list[dict[str, Any]]:
-        """Return an entry per token but the first: of this token and of the likeliest in its place."""
+        """Return an entry per token but the first: the token and the likeliest in its place."""
         if not self.server.table:
             return [self._said({token: -token / 10}, [token]) for token in tokens[1:]]
         found = []

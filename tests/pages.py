@@ -39,11 +39,15 @@ METRIC_STAGES = {
     "eval": "Evaluation",
 }
 
-METRICS_INTRODUCTION = """\
-Every number that a run logs, under the name it has in `metrics.jsonl` and in the trackers. A mean is weighted by
-what it counts (action tokens, target tokens, episodes or pairs) over all ranks and micro-batches of a step, so it does
-not depend on how the batch was split. Numbers that your reward function or agent adds appear as `train/<name>`, as
-means. A value outside its range is a fault of this program: please report it."""
+METRICS_INTRODUCTION = (
+    "Every number that a run logs, under the name it has in `metrics.jsonl` and in the trackers. "
+    "A mean is weighted by\n"
+    "what it counts (action tokens, target tokens, episodes or pairs) over all ranks and "
+    "micro-batches of a step, so it does\n"
+    "not depend on how the batch was split. Numbers that your reward function or agent adds appear "
+    "as `train/<name>`, as\n"
+    "means. A value outside its range is a fault of this program: please report it."
+)
 
 
 def pages() -> list[Path]:

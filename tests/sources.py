@@ -31,9 +31,7 @@ class Module:
 
     @property
     def room(self) -> str:
-        """`trainers` of openrlhf.trainers.ppo, `batches` of openrlhf.core.batches; the package
-        itself has none.
-        """
+        """The subpackage: `trainers` for openrlhf.trainers.ppo, empty for the package itself."""
         return self.name.split(".")[1] if "." in self.name else ""
 
     def imports(self) -> set[str]:

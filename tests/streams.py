@@ -20,7 +20,10 @@ def rollout(
     loop: BackgroundLoop | None = None,
     **request: Any,
 ) -> list[Trajectory]:
-    """The samples of all prompts, in prompt order. Without a `loop`, one that ends with the call."""
+    """Return the samples of all prompts, in prompt order.
+
+    Without a `loop`, start one that ends with the call.
+    """
     if loop is None:
         with closing(BackgroundLoop()) as loop:
             return rollout(generator, prompts, spec, step=step, loop=loop, **request)

@@ -202,7 +202,7 @@ def test_density_of_package_is_within_bounds(room: str) -> None:
 
 
 def test_density_leaves_out_docstrings_imports_and_annotations() -> None:
-    """The statement `x` has 2 nodes; the function has 3 of its own: itself, its arguments, and `a`."""
+    """The statement `x` has 2 nodes; the function has 3: itself, its arguments, and `a`."""
     tree = ast.parse('"""Doc."""\nimport os\n\ndef f(a: int) -> int:\n    """Doc."""\n    x\n')
     assert density([tree])["mean"] == (2 + 3) / 2
 

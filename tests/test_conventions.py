@@ -91,7 +91,10 @@ def rloo() -> list[str]:
     kl, mask = torch.tensor([[0.2, 0.3], [0.05, 0.05]]), torch.ones(2, 2, dtype=torch.bool)
     first = token_rewards(shaped("rloo", [1.0, 0.0]), kl, mask, 1.0).sum(1)[:1]
     return [
-        f"With β 1, rewards 1 and 0, and summed KLs 0.5 and 0.1, the first sample's tokens sum to {numbers(first)}"
+        (
+            "With β 1, rewards 1 and 0, and summed KLs 0.5 and 0.1, the first sample's tokens "
+            f"sum to {numbers(first)}"
+        )
     ]
 
 
@@ -145,7 +148,10 @@ def adaptive() -> list[str]:
     controller.update(0.0, 1000)
     return [
         "Samples ÷ horizon is held to 1",
-        f"a KL of 0 over 1000 samples with horizon 100 takes β from 0.1 to {numbers([controller.coef])}",
+        (
+            "a KL of 0 over 1000 samples with horizon 100 takes β from 0.1 to "
+            f"{numbers([controller.coef])}"
+        ),
     ]
 
 
@@ -189,7 +195,8 @@ def aggregation() -> list[str]:
         means[kind] = numbers([float((shares * terms).sum()) / count])
     return [
         "Rows of 1 and 3 tokens that cost 4 and 0 each: "
-        f"token {means['token']}, sequence {means['sequence']}, constant with L 4 {means['constant']}"
+        f"token {means['token']}, sequence {means['sequence']}, constant with L 4 "
+        f"{means['constant']}"
     ]
 
 
@@ -197,7 +204,10 @@ def aggregation() -> list[str]:
 def tis() -> list[str]:
     band = AdvantageConfig().is_correction_threshold
     return [
-        f"{band[0]} to {band[1]} unless set: ω of 0.4, 1, 9 weigh {weights('tis', [0.4, 1, 9], band)}",
+        (
+            f"{band[0]} to {band[1]} unless set: ω of 0.4, 1, 9 weigh "
+            f"{weights('tis', [0.4, 1, 9], band)}"
+        ),
         f"The band 0 to 2 is the authors' own form: {weights('tis', [0.4, 1, 9], (0.0, 2.0))}",
     ]
 

@@ -126,9 +126,7 @@ def test_the_commands_of_the_pages_on_evaluation_and_inference_are_accepted(
     assert parse_config(ROOTS[command], words, command=command).check() == []
 
 
-def test_commands_of_the_page_on_inference_read_what_is_given_or_what_an_earlier_command_has_written() -> (
-    None
-):
+def test_commands_of_the_inference_page_read_what_is_given_or_what_an_earlier_one_wrote() -> None:
     known = {"runs/sft/model", "runs/rm/model", "prompts.jsonl"}
     unknown = []
     for line in INFERENCE:

@@ -1,4 +1,4 @@
-"""What is installed is what the source says it needs; and a wheel works far away from the checkout."""
+"""The installation has what the source needs, and a wheel works far from the checkout."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ REWARD = """
 def reward_func(queries, prompts, labels):
     hits = [float(label in query[len(prompt):]) for query, prompt, label in zip(queries, prompts, labels)]
     return {"rewards": hits, "scores": hits}
-"""
+"""  # noqa: E501
 GRPO_STEP = """
 --data.prompt_dataset prompts.jsonl --data.input_key input --data.label_key output --data.max_len 32
 --actor.model_name_or_path model --reward.remote_url reward.py --rollout.max_new_tokens 8

@@ -129,8 +129,10 @@ def run_session(folder: Path, *, fails: bool) -> str:
         "import tests.verify.record as record\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "record.ROOT, record.RECORDS, record.PAGE = folder, folder / 'r.jsonl', folder / 'r.md'\n"
-        "record.read_records.__defaults__ = record.write_records.__defaults__ = (folder / 'r.jsonl',)\n"
-        "pytest.main(['-q', '-m', 'verify', '-p', 'no:cacheprovider', '-c', '/dev/null', '--rootdir', str(folder),\n"
+        "record.read_records.__defaults__ = record.write_records.__defaults__ = "
+        "(folder / 'r.jsonl',)\n"
+        "pytest.main(['-q', '-m', 'verify', '-p', 'no:cacheprovider', '-c', '/dev/null', "
+        "'--rootdir', str(folder),\n"
         "  str(folder / 'tests')], plugins=[record.Verified('1/1')])\n"
     )
     command = [sys.executable, "-c", program, str(folder)]

@@ -78,7 +78,7 @@ def character_tokenizer() -> Qwen2Tokenizer:
 
 
 def sayable(text: str) -> str:
-    """A text in small letters, without the characters that `character_tokenizer` has no token for."""
+    """Return a text in small letters with only the characters of `character_tokenizer`."""
     known = set(CHARACTERS) | {" ", "\n"}
     return "".join(character for character in text.lower() if character in known)
 

@@ -16,9 +16,11 @@ CHATML_MARKS = ["<|im_start|>", "<|endoftext|>"]
 CHATML = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
-    "{% for c in m['tool_calls'] or [] %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% for c in m['tool_calls'] or [] %}<tool_call>{{ c['function'] | tojson }}</tool_call>"
+    "{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{% endif %}"
 )
 ZEPHYR = (
     "{% if tools %}<|system|>\n{{ tools | tojson }}{{ eos_token }}\n{% endif %}"
@@ -34,14 +36,16 @@ TEMPLATES = {
     "zephyr": ZEPHYR,
     "plain": PLAIN,
     "instructions": (
-        "{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] | trim }} {{ eos_token }}"
+        "{% for m in messages %}"
+        "{% if m['role'] == 'assistant' %} {{ m['content'] | trim }} {{ eos_token }}"
         "{% else %}[INST] {{ m['content'] | trim }} [/INST]{% endif %}{% endfor %}"
     ),
     "thoughts opened": CHATML.replace("assistant\n{% if", "assistant\n<think>\n{% if"),
     "thoughts dropped": CHATML.replace("m['content'] }}", "m['content'].split('!')[-1] }}"),
     "tools at the end": (
-        "{% for m in messages %}{% if loop.last and tools %}{{ tools | tojson }}{% endif %}<|im_start|>{{ m['role'] }}\n"
-        "{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% for m in messages %}{% if loop.last and tools %}{{ tools | tojson }}{% endif %}"
+        "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
 }
 

@@ -364,7 +364,7 @@ def test_loss_and_gradient_do_not_depend_on_split(
     correction = Correction(level="geometric", mode="mask", low=0.8, high=1.25)
 
     def share(rows: list[int]) -> tuple[Tensor, Tensor, float]:
-        """Per-token terms as the loss sums them, their weighted sum, and the count of these rows."""
+        """Return the per-token terms as summed, their weighted sum, and the count of these rows."""
         terms = loss_of(name, (logprobs[rows], old[rows], advantages[rows], mask[rows])).per_token
         if corrected:
             terms = terms * correction_weights(old[rows], rollout[rows], mask[rows], correction)[0]

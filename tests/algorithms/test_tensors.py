@@ -247,7 +247,7 @@ def test_inputs_without_requires_grad_get_no_gradient() -> None:
 def test_bfloat16_states_are_scored_in_float32_with_bfloat16_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """1024 chunks: the gradient of the weight, summed over them in bfloat16, would be off by 4 %."""
+    """Summed in bfloat16 over 1024 chunks, the gradient of the weight would be off by 4 %."""
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", 256)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2048, 16, generator=generator).bfloat16().requires_grad_()

@@ -186,8 +186,8 @@ def test_export_replaces_all_files_of_the_old_model_and_no_other_file(tmp_path: 
     (tmp_path / "linked").write_text("of another model")
     export(model_with(tmp_path / "base"), out)
     assert {file.name for file in out.iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-        "notes.txt", "tokenizer_notes.txt", "rows.safetensors",
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json", "notes.txt", "tokenizer_notes.txt", "rows.safetensors",
     }  # fmt: skip
     assert (tmp_path / "linked").read_text() == "of another model", (
         "a link is replaced, not followed"

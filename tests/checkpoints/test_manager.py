@@ -524,7 +524,9 @@ def test_full_disk_during_a_save_is_reported_as_full(
     staged = manager.begin(2)
 
     def write(
-        message: str = "[enforce fail at inline_container.cc:664] . unexpected pos 283200 vs 283088",
+        message: str = (
+            "[enforce fail at inline_container.cc:664] . unexpected pos 283200 vs 283088"
+        ),
     ) -> None:
         with manager.writing(staged):
             raise RuntimeError(message)

@@ -60,7 +60,7 @@ def export(
     noise: float = 0.0,
     final: bool = True,
 ) -> None:
-    """Export a model whose logits are computed with `noise`, in standard deviations of the logits."""
+    """Export a model whose logits have `noise`, in standard deviations of the logits."""
     tensors = (trained_tensors if hasattr(hf, "peft_config") else whole_tensors)(hf)
     logits = None
     if final:
@@ -142,16 +142,23 @@ FAULTS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "dropped": ("qwen2-tied", "whole", edit_weights(drop)),
     "renamed": ("qwen2-untied", "whole", edit_weights(rename)),
     "one bit": ("mixtral", "whole", edit_weights(nudge)),
-    "tied by mistake": ("qwen2-untied", "whole", edit_json("config.json", tie_word_embeddings=True)),
-    "untied by mistake": ("qwen2-tied", "whole", edit_json("config.json", tie_word_embeddings=False)),
-    "other positions": ("qwen2-tied", "whole", edit_json("config.json", rope_parameters={"rope_type": "default", "rope_theta": 3})),
+    "tied by mistake": ("qwen2-untied", "whole",
+                        edit_json("config.json", tie_word_embeddings=True)),
+    "untied by mistake": ("qwen2-tied", "whole",
+                          edit_json("config.json", tie_word_embeddings=False)),
+    "other positions": ("qwen2-tied", "whole",
+                        edit_json("config.json",
+                                  rope_parameters={"rope_type": "default", "rope_theta": 3})),
     "a layer less": ("qwen2-tied", "whole", edit_json("config.json", num_hidden_layers=1)),
     "adapter dropped": ("qwen2-tied", "lora", edit_weights(drop)),
     "adapter renamed": ("qwen2-tied", "lora", edit_weights(rename)),
     "adapter stale": ("qwen2-tied", "lora", edit_weights(undo)),
-    "adapter of another scale": ("qwen2-tied", "lora", edit_json("adapter_config.json", lora_alpha=24)),
-    "adapter without the root": ("qwen2-tied", "rslora", edit_json("adapter_config.json", use_rslora=False)),
-    "adapter without magnitudes": ("qwen2-tied", "dora", edit_json("adapter_config.json", use_dora=False)),
+    "adapter of another scale": ("qwen2-tied", "lora",
+                                 edit_json("adapter_config.json", lora_alpha=24)),
+    "adapter without the root": ("qwen2-tied", "rslora",
+                                 edit_json("adapter_config.json", use_rslora=False)),
+    "adapter without magnitudes": ("qwen2-tied", "dora",
+                                   edit_json("adapter_config.json", use_dora=False)),
 }  # fmt: skip
 
 

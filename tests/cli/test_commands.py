@@ -150,11 +150,17 @@ def test_unreadable_output_folder_exits_with_its_name(
 
     monkeypatch.setattr(os, "stat", denied)
     monkeypatch.setattr(common, "TemporaryFile", made)
-    line = f"--ckpt.output_dir {locked}/x --model.model_name_or_path x --data.dataset y --data.output_key z"
+    line = (
+        f"--ckpt.output_dir {locked}/x --model.model_name_or_path x --data.dataset y "
+        "--data.output_key z"
+    )
     with pytest.raises(SystemExit) as ended:
         main.main(["sft", *line.split()])
     assert ended.value.code == 2
-    said = f"error: --ckpt.output_dir {locked}/x cannot be written to: {locked}: Permission denied. Choose another folder."
+    said = (
+        f"error: --ckpt.output_dir {locked}/x cannot be written to: {locked}: Permission denied. "
+        "Choose another folder."
+    )
     assert said in capsys.readouterr().err
 
 
@@ -389,7 +395,8 @@ def test_output_locked_by_another_process_is_refused(tmp_path: Path) -> None:
                 for output in outputs(writing_to(command, taken)):
                     (path,) = [path for path in flags if output.path.startswith(taken[path])]
                     if command == "lora_combiner":
-                        continue  # its output is a folder, and the process holds a file of that name
+                        # Its output is a folder, and the process holds a file of that name.
+                        continue
                     tried += 1
                     with (
                         pytest.raises(InUseError, match=f"in use by process {holder.pid} "),

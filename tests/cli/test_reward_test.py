@@ -54,8 +54,9 @@ def test_reward_test_shows_scores_times_and_errors_of_function(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = rows(folder, ["fine"] * 16 + ["hang", "exit", "raise", "text"])
-    shared = ("--reward.remote_url", folder / "moody.py", "--reward.timeout", 1, "--reward.workers", 2,
-              "--data.prompt_dataset", data, "--data.label_key", "output", "--data.output_key", "said")  # fmt: skip
+    shared = ("--reward.remote_url", folder / "moody.py", "--reward.timeout", 1,
+              "--reward.workers", 2, "--data.prompt_dataset", data,
+              "--data.label_key", "output", "--data.output_key", "said")  # fmt: skip
     status, printed = reward_test(capsys, *shared, "--reward.max_error_rate", 0.2)
     assert status == 0
     assert "20 in" in printed and "2 at a time" in printed
@@ -98,8 +99,9 @@ def test_function_may_query_running_engine_and_is_skipped_without_it(
         "    return [float(said == prompts[0].upper())]\n"
     )
     data = rows(folder, ["x", "y"])
-    flags = ("--reward.remote_url", folder / "judged.py", "--data.prompt_dataset", data, "--data.label_key", "output",
-             "--reward.timeout", 5, "--reward.retries", 0, "--rollout.remote_engines")  # fmt: skip
+    flags = ("--reward.remote_url", folder / "judged.py", "--data.prompt_dataset", data,
+             "--data.label_key", "output", "--reward.timeout", 5, "--reward.retries", 0,
+             "--rollout.remote_engines")  # fmt: skip
     with openai_server() as server:
         status, printed = reward_test(capsys, *flags, f"judge={server.url}")
     assert status == 0 and "mean 1," in printed
@@ -127,7 +129,8 @@ def test_label_is_scored_as_right_answer_without_responses(
 def test_labels_of_csv_files_are_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rows.csv").write_text("input,output,said\n3+4=,007,08\n")
     (folder / "exact.py").write_text(
-        "def reward_func(queries, prompts, labels):\n    return [float(labels == ['007'] and queries == ['3+4=08'])]\n"
+        "def reward_func(queries, prompts, labels):\n"
+        "    return [float(labels == ['007'] and queries == ['3+4=08'])]\n"
     )
     flags = (
         "--reward.remote_url",
@@ -145,7 +148,8 @@ def test_tokenizer_of_run_ends_responses_and_wrong_answers_are_scored(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "strict.py").write_text(
-        "def reward_func(queries, prompts, labels):\n    return [float(queries[0] == prompts[0] + labels[0] + '<eos>')]\n"
+        "def reward_func(queries, prompts, labels):\n"
+        "    return [float(queries[0] == prompts[0] + labels[0] + '<eos>')]\n"
     )
     save_tiny_model(folder / "model")
     data = rows(folder, ["4", "5", "6"])
@@ -186,7 +190,9 @@ def test_batch_mode_scores_adjacent_rows_of_prompt_in_one_call(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = rows(folder, ["fine"] * 3)
-    status, printed = reward_test(capsys, "--reward.remote_url", folder / "moody.py", "--reward.batch", "--data.prompt_dataset", data, "--data.label_key", "output")  # fmt: skip
+    flags = ("--reward.remote_url", folder / "moody.py", "--reward.batch",
+             "--data.prompt_dataset", data, "--data.label_key", "output")  # fmt: skip
+    status, printed = reward_test(capsys, *flags)
     assert status == 0
     assert "mean 4, deviation 0, from 4 to 4" in printed
 

@@ -31,7 +31,8 @@ from openrlhf.data.text_files import csv_records, json_rows
 from tests.data.small import build_tokenizer, json_lines
 
 Rows = list[dict[str, Any]]
-AS_JSON = "{{ tools | tojson }}{% for message in messages %}{{ message | tojson }}{% endfor %}"  # shows all of a chat
+# shows all of a chat
+AS_JSON = "{{ tools | tojson }}{% for message in messages %}{{ message | tojson }}{% endfor %}"
 
 # ---- any text and any value, through the readers of CSV and JSON
 

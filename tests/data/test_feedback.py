@@ -1,4 +1,4 @@
-"""Pairs of preferred and rejected texts: what is joined, cut, left out and refused, token by token."""
+"""Preference pairs: what is joined, cut, left out and refused, token by token."""
 
 from __future__ import annotations
 

@@ -236,7 +236,12 @@ def test_input_system_and_history_of_alpaca_are_in_the_prompt(
 
     assert text([row]) == "User: do\nit\nAssistant: ok <|end|>"
     assert text([full], apply_chat_template=True) == (
-        "<|system|>s<|end|>\n<|user|>a<|end|>\n<|assistant|>b<|end|>\n<|user|>do\nit<|end|>\n<|assistant|>ok<|end|>"
+        "<|system|>s<|end|>\n"
+        "<|user|>a<|end|>\n"
+        "<|assistant|>b<|end|>\n"
+        "<|user|>do\n"
+        "it<|end|>\n"
+        "<|assistant|>ok<|end|>"
     )
     with pytest.raises(
         DataError, match=r"row 1, column 'instruction': is a list.*--data\.apply_chat_template"

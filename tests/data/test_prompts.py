@@ -120,7 +120,10 @@ def test_mistakes_found_before_and_after_tokenization_are_told_in_the_order_of_r
         dataset([{"input": text} for text in ("a", "", None, "b", "")])
     assert [line.partition(".")[0] for line in str(told.value).splitlines()] == [
         "the dataset, row 2, column 'input': is an empty prompt",
-        "the dataset, row 3, column 'input': is null, not a string: the value is empty, or that dataset lacks the column",
+        (
+            "the dataset, row 3, column 'input': is null, not a string: the value is empty, or "
+            "that dataset lacks the column"
+        ),
         "the dataset, row 5, column 'input': is an empty prompt",
         "3 of 5 rows are malformed",
     ]

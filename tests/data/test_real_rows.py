@@ -216,19 +216,24 @@ def test_a_step_is_right_if_its_calculations_are(step: str, label: str | None) -
 def wrong_rows() -> list[Any]:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     return [
-        pytest.param("sft", {"input": value, "output": "b"}, "column 'input': is", id=f"a prompt that is {value!r}")
+        pytest.param("sft", {"input": value, "output": "b"}, "column 'input': is",
+                     id=f"a prompt that is {value!r}")
         for value in (None, 3, [], {"a": 1})
     ] + [
         pytest.param("chat", {"input": value}, "column 'input': ", id=f"a chat that is {value!r}")
-        for value in (None, 3, [], [3], [{"role": "boss", "content": "a"}], [{"role": "user", "content": 3}], [*chat, None])
+        for value in (None, 3, [], [3], [{"role": "boss", "content": "a"}],
+                      [{"role": "user", "content": 3}], [*chat, None])
     ] + [
-        pytest.param("dpo", {"prompt": "a", "chosen": value, "rejected": "c"}, "column 'chosen': is", id=f"an answer that is {value!r}")
+        pytest.param("dpo", {"prompt": "a", "chosen": value, "rejected": "c"},
+                     "column 'chosen': is", id=f"an answer that is {value!r}")
         for value in (None, 3, [])
     ] + [
-        pytest.param("kto", {"input": "a", "output": "b", "label": value}, "column 'label': is", id=f"a label that is {value!r}")
+        pytest.param("kto", {"input": "a", "output": "b", "label": value}, "column 'label': is",
+                     id=f"a label that is {value!r}")
         for value in (None, 2, "good", [], 0.5)
     ] + [
-        pytest.param("prm", {"input": "a<think>", "label": value}, "column 'label': ", id=f"labels that are {value!r}")
+        pytest.param("prm", {"input": "a<think>", "label": value}, "column 'label': ",
+                     id=f"labels that are {value!r}")
         for value in (None, 1, "+", [], ["+", "-"], ["yes"], [3])
     ]  # fmt: skip
 

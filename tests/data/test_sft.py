@@ -205,7 +205,7 @@ ANSWERS = [assistant("one"), user("two"), assistant("three")]
 def test_an_output_column_of_several_messages_is_the_response(
     template: str, multiturn: bool, learned: list[str]
 ) -> None:
-    """All of it, unless the template marks what the assistant said, or only its turns are wanted."""
+    """All of it, unless the template marks the assistant's text or only its turns are wanted."""
     rows = [{"p": [user("a")], "r": ANSWERS}]
     tokenizer = build_tokenizer(template, eos="<|end|>")
     flags = {
@@ -397,8 +397,10 @@ def test_a_field_of_a_turn_that_would_be_misread_is_an_error_with_its_row(
 
 def test_every_other_word_of_sharegpt_has_its_role() -> None:
     template = (
-        "{% for tool in tools %}[{{ tool.name }}]{% endfor %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-        "{% for call in m.tool_calls %}{{ call.function.name }}:{{ call.function.arguments.x }}{% endfor %}<|end|>\n"
+        "{% for tool in tools %}[{{ tool.name }}]{% endfor %}"
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{% for call in m.tool_calls %}{{ call.function.name }}:{{ call.function.arguments.x }}"
+        "{% endfor %}<|end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     turns = [
@@ -498,7 +500,8 @@ def test_a_chat_without_an_answer_is_left_out() -> None:
     ]
     kept = dataset(rows, build_tokenizer(PLAIN_CHAT), apply_chat_template=True)
     assert kept.summary == (
-        "1 of 4 rows kept, dropped 1 with an empty prompt, 1 with an empty response, 1 without an assistant message."
+        "1 of 4 rows kept, dropped 1 with an empty prompt, 1 with an empty response, "
+        "1 without an assistant message."
     )
 
 
@@ -514,9 +517,7 @@ def test_rows_without_an_answer_column_are_refused_with_the_columns_and_the_flag
         dataset([{"input": "a", "reply": "b"}])
 
 
-def test_pairs_without_an_answer_column_are_refused_with_the_column_to_learn_and_the_other_command() -> (
-    None
-):
+def test_pairs_without_an_answer_column_are_refused_with_the_column_and_the_other_command() -> None:
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     with pytest.raises(
         DataError, match=r"'prompt', 'chosen', 'rejected'.*--data\.output_key chosen.*openrlhf dpo"

@@ -374,7 +374,7 @@ def test_nothing_is_appended_to_a_chat_that_ends_where_generation_stops(tmp_path
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_a_role_marker_that_ends_a_turn_is_a_target_if_generation_stops_at_it_and_is_pointed_out_if_not(
+def test_a_role_marker_that_ends_a_turn_is_a_target_only_if_generation_stops_at_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], stops: bool
 ) -> None:
     tokenizer = tokenizer_that_stops_at(tmp_path, ROLE_MARKED_CHAT, *["<|user|>"] * stops)

@@ -307,8 +307,8 @@ def test_rows_are_rendered_with_the_date_of_the_first_start_of_their_own_request
     source.write_text('{"question": "x"}\n')
     final = tmp_path / "out.jsonl"
     words = (
-        f"--pretrain {models}/model --data.dataset {source} --output_path {final} --data.input_key question "
-        "--data.apply_chat_template"
+        f"--pretrain {models}/model --data.dataset {source} --output_path {final} "
+        "--data.input_key question --data.apply_chat_template"
     ).split()
     config = parse_config(ROOTS["batch_inference"], words, command="batch_inference")
     tokenizer = character_tokenizer()
@@ -378,10 +378,11 @@ def test_dry_run_of_scoring_prints_the_scored_text_and_marks_its_last_token(
     rows.append({"input": "1+1+1", "output": "3"})
     printed, noted = dry_run(rows, "--task rm --data.max_len 6")
     lost = "1 whose prompt leaves no token of the answer (--data.max_len 6)"
-    assert (
-        f"2 of 4 rows kept, dropped {lost}, 1 with an empty response. 1 of the kept rows were cut to 6 tokens"
-        in noted
+    summary = (
+        f"2 of 4 rows kept, dropped {lost}, 1 with an empty response. "
+        "1 of the kept rows were cut to 6 tokens"
     )
+    assert summary in noted
     assert "--- row 1: 6 tokens, 1 targets, ids" in printed
     assert "\n1+1=2⟦<eos>⟧\n" in printed
     assert "\n2+2=4⟦<eos>⟧\n" in printed

@@ -152,7 +152,10 @@ def test_answers_depend_on_the_flags_and_not_on_the_models_generation_configurat
         )
         monkeypatch.setattr("sys.stdin", io.StringIO("abc\n"))
         torch.manual_seed(0)
-        line = f"--model.model_name_or_path {tmp_path / name} --data.input_template {{}} --rollout.max_new_tokens 24"
+        line = (
+            f"--model.model_name_or_path {tmp_path / name} --data.input_template {{}} "
+            "--rollout.max_new_tokens 24"
+        )
         run_chat(parse("interactive_chat", f"{line} --data.max_len 60 --ds.param_dtype fp32"))
         answers.append(capsys.readouterr().out.splitlines()[-1])
     assert answers[0] == answers[1]
@@ -203,7 +206,10 @@ def run_with(monkeypatch: pytest.MonkeyPatch, folder: Path, typed: str, line: st
     parrot = Parrot("ok<eos>")
     monkeypatch.setattr(chat_module, "load_causal_lm", lambda spec: Loaded(parrot))
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-    words = f"--model.model_name_or_path {folder}/model --data.input_template q{{}}a --max_len 64 {line}"
+    words = (
+        f"--model.model_name_or_path {folder}/model --data.input_template q{{}}a --max_len 64 "
+        f"{line}"
+    )
     run_chat(parse_config(ChatConfig, words.split(), command="interactive_chat"))
     return parrot
 

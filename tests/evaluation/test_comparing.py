@@ -121,7 +121,8 @@ def test_win_metrics_are_logged_for_all_pairs_and_per_data_source() -> None:
     )
     assert all(find_spec(name) for name in metrics)
     assert win_columns(pairs[:2]) == {
-        "wins": 1, "ties": 1, "losses": 0, "failed_pairs": 0, "win_rate": 0.75, "win_rate_stderr": 0.25
+        "wins": 1, "ties": 1, "losses": 0, "failed_pairs": 0, "win_rate": 0.75,
+        "win_rate_stderr": 0.25
     }  # fmt: skip
 
 

@@ -133,7 +133,10 @@ def test_unsuitable_models_and_missing_columns_are_refused(
 
 
 def test_dry_run_prints_the_prompts(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    line = "--model.model_name_or_path {model} --reward.verifier length --data.label_key output --dry_run"
+    line = (
+        "--model.model_name_or_path {model} --reward.verifier length --data.label_key output "
+        "--dry_run"
+    )
     run_evaluation(config_of(model, line))
     assert "--- prompt of row 1, label '2': 4 tokens, ids" in capsys.readouterr().out
 

@@ -24,7 +24,7 @@ def copying_rows(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def preference_rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """Return pairs in which the word is preferred to the positions of its letters in the alphabet."""
+    """Return pairs that prefer the word to the positions of its letters in the alphabet."""
     rows = []
     for word in words(count, seed):
         digits = "".join(str(ord(letter) - ord("a")) for letter in word)

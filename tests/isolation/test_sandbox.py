@@ -1,4 +1,4 @@
-"""The sandbox: a program may do what it likes in its own folder, for a while, and nothing outside."""
+"""The sandbox: a program may do anything in its own folder, for a while, and nothing outside."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ print(numpy.arange(3).sum())
         ("import os; os.kill(os.getpid(), 9)", "PermissionError"),
         ("while True: print('x' * 1_000_000)", "File too large"),
         ("open('big', 'wb').truncate(1 << 40)", "File too large"),
-        ("[open(f'{i}', 'w') for i in range(1000)].clear(); x = [open(f'{i}') for i in range(1000)]", "Too many open files"),
+        ("[open(f'{i}', 'w') for i in range(1000)].clear(); x = "
+         "[open(f'{i}') for i in range(1000)]", "Too many open files"),
         ("import ctypes; ctypes.string_at(0)", ""),
     ],
 )  # fmt: skip
@@ -125,7 +126,7 @@ def test_no_daemon_outlives_its_program() -> None:
 import subprocess, sys
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", {mark!r}], start_new_session=True)
 print("started")
-"""
+"""  # noqa: E501
     ran = run(program)
     assert (ran.ok, ran.output) == (True, "started\n"), ran.errors
     assert processes(mark) == []
@@ -194,8 +195,12 @@ fcntl.fcntl(near, fcntl.F_SETFL, os.O_ASYNC)
     "scheduler": "os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))",
     "handle of a process": "os.pidfd_open(process)",
     "signal": "os.kill(process, 9)",
-    "signal to a thread": "import ctypes; call(ctypes.CDLL(None, use_errno=True).syscall(200, process, 9))",
-    "trace": "import ctypes; call(ctypes.CDLL(None, use_errno=True).ptrace(16, process, None, None))",
+    "signal to a thread": (
+        "import ctypes; call(ctypes.CDLL(None, use_errno=True).syscall(200, process, 9))"
+    ),
+    "trace": (
+        "import ctypes; call(ctypes.CDLL(None, use_errno=True).ptrace(16, process, None, None))"
+    ),
     "permissions": "os.chmod(file, 0o777)",
     "permissions of a folder": "os.chmod(os.path.dirname(file), 0)",
     "permissions of an open library": "os.fchmod(os.open(os.__file__, os.O_RDONLY), 0o777)",
@@ -207,7 +212,9 @@ fcntl.fcntl(near, fcntl.F_SETFL, os.O_ASYNC)
     "datagrams": "import socket; socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
     "namespace": "import ctypes; call(ctypes.CDLL(None, use_errno=True).unshare(0x10000000))",
     "io_uring": "import ctypes; call(ctypes.CDLL(None, use_errno=True).syscall(425, 1, None))",
-    "shared memory": "import ctypes; call(ctypes.CDLL(None, use_errno=True).shmget(1, 4096, 0o1600))",
+    "shared memory": (
+        "import ctypes; call(ctypes.CDLL(None, use_errno=True).shmget(1, 4096, 0o1600))"
+    ),
 }
 # Runs as the user of the sandbox; prints the escapes that succeeded, and whether process and file
 # are as before.
@@ -231,7 +238,7 @@ same = before == after and process.poll() is None and os.getpriority(os.PRIO_PRO
 process.kill()
 process.wait()
 print(json.dumps([escaped, same]))
-"""
+"""  # noqa: E501
 BEGIN = """
 import os
 process, file = input().split()

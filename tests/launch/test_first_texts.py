@@ -61,7 +61,10 @@ def dry_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     def show(task: str, rows: list[dict[str, Any]], flags: str = "") -> str:
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        line = f"--model.model_name_or_path {model} --data.dataset {file} --train.batch_size 1 --run.dir {tmp_path} --dry_run"
+        line = (
+            f"--model.model_name_or_path {model} --data.dataset {file} --train.batch_size 1 "
+            f"--run.dir {tmp_path} --dry_run"
+        )
         VERBS[task].run(f"{line} {flags}".split())
         return capsys.readouterr().out
 
@@ -101,7 +104,10 @@ def test_missing_tracker_package_is_an_error_before_the_reference_scores_rows(
     monkeypatch.setattr(offline, "with_reference", pytest.fail)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "ok", "rejected": "no"}\n')
-    line = f"--model.model_name_or_path {model} --data.dataset {tmp_path}/rows.jsonl --train.batch_size 1 --ref.precompute"
+    line = (
+        f"--model.model_name_or_path {model} --data.dataset {tmp_path}/rows.jsonl "
+        "--train.batch_size 1 --ref.precompute"
+    )
     words = f"{line} --run.dir {tmp_path}/run --logger.wandb.key mine".split()
     with pytest.raises(SystemExit):
         VERBS["dpo"].run(words)
@@ -122,10 +128,11 @@ def test_distillation_shows_texts_like_sft(dry_run: Show, model: Path) -> None:
 def test_preferences_show_both_texts_with_targets_and_margins(dry_run: Show) -> None:
     rows = [{"chosen": CHAT, "rejected": BAD}]
     printed = dry_run("dpo", rows)
-    assert (
-        "--- chosen 1: 7 tokens, 2 targets, ids 3 74 5 8 4 106 5\n<|user|>a<|end|>\n<|assistant|>⟦ok<|end|>⟧"
-        in printed
+    chosen = (
+        "--- chosen 1: 7 tokens, 2 targets, ids 3 74 5 8 4 106 5\n"
+        "<|user|>a<|end|>\n<|assistant|>⟦ok<|end|>⟧"
     )
+    assert chosen in printed
     assert "--- rejected 1: 8 tokens, 3 targets," in printed
     assert "<|assistant|>⟦no<|end|>⟧" in printed
     printed = dry_run("rm", [rows[0] | {"margin": 0.5}])
@@ -138,7 +145,10 @@ def test_labels_of_one_kind_print_a_notice_at_start(
 ) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text((json.dumps({"prompt": "a", "completion": "ok", "label": True}) + "\n") * 2)
-    line = f"--model.model_name_or_path {model} --data.dataset {file} --train.batch_size 2 --run.dir {tmp_path} --dry_run"
+    line = (
+        f"--model.model_name_or_path {model} --data.dataset {file} --train.batch_size 2 "
+        f"--run.dir {tmp_path} --dry_run"
+    )
     VERBS["kto"].run(line.split())
     assert "--data.label_key label" in capsys.readouterr().err
 
@@ -250,7 +260,10 @@ def test_rows_are_rendered_with_the_date_of_the_first_start(
     monkeypatch.setattr(CheckpointManager, "latest", lambda self: written)
     monkeypatch.setattr(offline.clock, "set_clock", stop)
     (tmp_path / "rows.jsonl").write_text('{"input": "a", "output": "ok"}\n')
-    line = f"--model.model_name_or_path {model} --data.dataset {tmp_path}/rows.jsonl --ckpt.load_enable"
+    line = (
+        f"--model.model_name_or_path {model} --data.dataset {tmp_path}/rows.jsonl "
+        "--ckpt.load_enable"
+    )
     with pytest.raises(SystemExit):
         VERBS["sft"].run(line.split())
     assert rendered == ["2027-01-15T12:00:00"]

@@ -64,7 +64,10 @@ def offline(model: str, command: str = "sft", rows: Any = ROWS, line: str = "") 
 def rl(
     model: str, rows: Any = ROWS, line: str = "--algo.advantage.estimator reinforce"
 ) -> Identity:
-    needed = f"--actor.model_name_or_path {model} --data.prompt_dataset {model} --reward.remote_url http://reward:5000"
+    needed = (
+        f"--actor.model_name_or_path {model} --data.prompt_dataset {model} "
+        "--reward.remote_url http://reward:5000"
+    )
     config = parse_config(
         PPOConfig, f"{needed} --data.label_key output {line}".split(), command="ppo"
     )

@@ -19,7 +19,10 @@ PAGES = (
     "docs/agents.md",
     "examples/demo/run.py",
 )
-GRPO = "--algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 8 --rollout.max_new_tokens 100"
+GRPO = (
+    "--algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 8 "
+    "--rollout.max_new_tokens 100"
+)
 
 
 def advised(config: PPOConfig, longest: int = 28, *, on_gpus: bool = False) -> dict[str, int]:
@@ -49,7 +52,10 @@ def test_warning_advises_sizes_that_fit_into_a_pass() -> None:
 def test_advised_sizes_are_valid_flags_and_end_the_warning(
     batch: int, longest: int, ranks: int
 ) -> None:
-    line = f"{GRPO} --rollout.batch_size {batch} --train.batch_size {4 * batch} --actor.num_gpus_per_node {ranks}"
+    line = (
+        f"{GRPO} --rollout.batch_size {batch} --train.batch_size {4 * batch} "
+        f"--actor.num_gpus_per_node {ranks}"
+    )
     sizes = advised(ppo(line), longest)
     line += "".join(f" --{path} {size}" for path, size in sizes.items())
     assert violations("train_ppo_ray", line) == []

@@ -138,7 +138,9 @@ def test_missing_result_of_failed_stage_is_no_error_of_later_stages(
     program = f"import os, sys; sys.exit(0 if os.path.exists({str(switch)!r}) else 5)"
     made = f'  made: {{run: "python -c {json.dumps(json.dumps(program))[1:-1]}"}}\n'
     file.write_text(
-        f"stages:\n{made}  rm: {{command: rm, flags: {{{MODEL}, eval.dataset: '${{made}}/e.jsonl'}}}}\n"
+        "stages:\n"
+        f"{made}"
+        f"  rm: {{command: rm, flags: {{{MODEL}, eval.dataset: '${{made}}/e.jsonl'}}}}\n"
     )
     for _ in range(2):
         with pytest.raises(SystemExit) as ended:
@@ -151,7 +153,9 @@ def test_stage_may_be_named_like_a_key_of_the_file(
 ) -> None:
     file = tmp_path / "named.yaml"
     file.write_text(
-        "stages:\n  run: {run: 'touch ${run}/there'}\n  copy: {run: 'cp ${run}/there ${copy}/there'}\n"
+        "stages:\n"
+        "  run: {run: 'touch ${run}/there'}\n"
+        "  copy: {run: 'cp ${run}/there ${copy}/there'}\n"
     )
     for state in ("runs", "done"):
         pipeline(file)
@@ -241,15 +245,22 @@ def test_second_pipeline_in_the_same_folder_fails(
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ("sft: {command: sft, flags: {%s, data.output_key: o, train.batch_sise: 8}}", r"sft: .*train\.batch_sise.*train\.batch_size"),
-        ("sft: {command: sft, flags: {%s, data.output_key: o, train.batch_size: many}}", r"sft: --train\.batch_size .*many"),
-        ("sft: {command: sft, flags: {%s, data.output_key: o, train.batch_size: 0}}", r"sft: --train\.batch_size .*0"),
+        ("sft: {command: sft, flags: {%s, data.output_key: o, train.batch_sise: 8}}",
+         r"sft: .*train\.batch_sise.*train\.batch_size"),
+        ("sft: {command: sft, flags: {%s, data.output_key: o, train.batch_size: many}}",
+         r"sft: --train\.batch_size .*many"),
+        ("sft: {command: sft, flags: {%s, data.output_key: o, train.batch_size: 0}}",
+         r"sft: --train\.batch_size .*0"),
         ("rm: {command: rm, flags: {data.dataset: d}}", r"rm: --model\.model_name_or_path"),
-        ("rm: {command: rm, flags: {%s, eval.dataset: ./nowhere.jsonl}}", r"rm: --eval\.dataset \./nowhere\.jsonl"),
+        ("rm: {command: rm, flags: {%s, eval.dataset: ./nowhere.jsonl}}",
+         r"rm: --eval\.dataset \./nowhere\.jsonl"),
         ("rm: {command: rm, flags: {%s, run.dir: mine}}", r"rm: .*--run\.dir"),
         ("rm: {command: rmm, flags: {%s}}", "rm: .* rmm .*sft, rm, dpo"),
-        ("rm: {command: rmm, flags: {%s}}\n  later: {command: rm, flags: {model.model_name_or_path: '${rm}', data.dataset: d}}", "rm: .* rmm "),
-        ("rm: {command: rm, flags: {%s, ref.model_name_or_path: '${sft}'}}", r"rm: \$\{sft\} .*first"),
+        ("rm: {command: rmm, flags: {%s}}\n"
+         "  later: {command: rm, flags: {model.model_name_or_path: '${rm}', data.dataset: d}}",
+         "rm: .* rmm "),
+        ("rm: {command: rm, flags: {%s, ref.model_name_or_path: '${sft}'}}",
+         r"rm: \$\{sft\} .*first"),
         ("rm: {run: ls, command: rm}", "rm: .*`command` or `run`"),
         ("a.b: {run: ls}", r"a\.b: .*name"),
         ("earlier: {run: ls}", "earlier: .*name"),
@@ -425,9 +436,12 @@ def test_stages_that_are_trained_further_keep_float32_weights(tmp_path: Path) ->
     file.write_text(
         "stages:\n"
         f"  sft: {{command: sft, flags: {{model.model_name_or_path: m, {data}}}}}\n"
-        f"  adapter: {{command: sft, flags: {{model.model_name_or_path: '${{sft}}', {data}, ds.lora.rank: 4}}}}\n"
-        "  merged: {command: lora_combiner, flags: {model_path: '${sft}', lora_path: '${adapter}'}}\n"
-        f"  given: {{command: sft, flags: {{model.model_name_or_path: '${{merged}}', {data}, ckpt.export_fp32: false}}}}\n"
+        f"  adapter: {{command: sft, flags: {{model.model_name_or_path: '${{sft}}', {data}, "
+        f"ds.lora.rank: 4}}}}\n"
+        "  merged: {command: lora_combiner, flags: {model_path: '${sft}', lora_path: "
+        "'${adapter}'}}\n"
+        f"  given: {{command: sft, flags: {{model.model_name_or_path: '${{merged}}', {data}, "
+        f"ckpt.export_fp32: false}}}}\n"
         f"  last: {{command: dpo, flags: {{model.model_name_or_path: '${{given}}', {data}}}}}\n"
         "  answers: {command: batch_inference, flags: {model.model_name_or_path: '${last}'}}\n"
     )
@@ -467,7 +481,8 @@ def test_record_has_no_secrets_and_flags_file_is_private(tmp_path: Path) -> None
     url = "http://me:hunter2@host/get_reward?token=hunter2"
     file = tmp_path / "one.yaml"
     file.write_text(
-        "stages:\n  rl: {command: ppo, flags: {actor.model_name_or_path: m, data.prompt_dataset: d, "
+        "stages:\n"
+        f"  rl: {{command: ppo, flags: {{actor.model_name_or_path: m, data.prompt_dataset: d, "
         f"reward.remote_url: '{url}'}}}}\n"
     )
     [stage] = read_stages(file, "")

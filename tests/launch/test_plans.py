@@ -16,29 +16,33 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.launch.start import plan_placement
 
 LEARNING = (
-    "--pretrain org/sft --prompt_data org/prompts --input_key context_messages --apply_chat_template --zero_stage 3 --bf16 "
-    "--micro_train_batch_size 4 --train_batch_size 128 --micro_rollout_batch_size 8 --rollout_batch_size 1024 "
-    "--max_epochs 1 --max_len 2048 --actor_learning_rate 5e-7 --gradient_checkpointing --packing_samples "
-    "--save_path out --enforce_eager --vllm_sync_backend nccl"
+    "--pretrain org/sft --prompt_data org/prompts --input_key context_messages "
+    "--apply_chat_template --zero_stage 3 --bf16 --micro_train_batch_size 4 --train_batch_size 128 "
+    "--micro_rollout_batch_size 8 --rollout_batch_size 1024 --max_epochs 1 --max_len 2048 "
+    "--actor_learning_rate 5e-7 --gradient_checkpointing --packing_samples --save_path out "
+    "--enforce_eager --vllm_sync_backend nccl"
 )
 HYBRID = (
     f"{LEARNING} --reward_pretrain org/rm --critic_learning_rate 9e-6 --normalize_reward "
     "--ref_num_nodes 1 --ref_num_gpus_per_node 8 --reward_num_nodes 1 --reward_num_gpus_per_node 8 "
-    "--critic_num_nodes 1 --critic_num_gpus_per_node 8 --actor_num_nodes 1 --actor_num_gpus_per_node 8 "
-    "--vllm_num_engines 4 --vllm_tensor_parallel_size 2 --colocate_all_models --vllm_gpu_memory_utilization 0.6 "
-    "--vllm_enable_sleep --deepspeed_enable_sleep --adam_offload --ref_reward_offload --n_samples_per_prompt 2"
+    "--critic_num_nodes 1 --critic_num_gpus_per_node 8 --actor_num_nodes 1 "
+    "--actor_num_gpus_per_node 8 --vllm_num_engines 4 --vllm_tensor_parallel_size 2 "
+    "--colocate_all_models --vllm_gpu_memory_utilization 0.6 --vllm_enable_sleep "
+    "--deepspeed_enable_sleep --adam_offload --ref_reward_offload --n_samples_per_prompt 2"
 )
 SEPARATE = (
-    f"{LEARNING} --reward_pretrain org/rm --actor_num_nodes 2 --actor_num_gpus_per_node 8 --critic_num_nodes 2 "
-    "--critic_num_gpus_per_node 8 --ref_num_nodes 2 --ref_num_gpus_per_node 8 --reward_num_nodes 2 "
-    "--reward_num_gpus_per_node 8 --vllm_num_engines 4 --vllm_tensor_parallel_size 8 --colocate_critic_reward "
-    "--colocate_actor_ref --adam_offload"
+    f"{LEARNING} --reward_pretrain org/rm --actor_num_nodes 2 --actor_num_gpus_per_node 8 "
+    "--critic_num_nodes 2 --critic_num_gpus_per_node 8 --ref_num_nodes 2 --ref_num_gpus_per_node 8 "
+    "--reward_num_nodes 2 --reward_num_gpus_per_node 8 --vllm_num_engines 4 "
+    "--vllm_tensor_parallel_size 8 --colocate_critic_reward --colocate_actor_ref --adam_offload"
 )
 ASYNC = (
-    "--actor.model_name_or_path org/sft --data.prompt_dataset org/prompts --reward.verifier math --data.label_key answer "
-    "--algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 8 --algo.advantage.is_correction_enable "
-    "--train.async_enable --train.async_queue_size 2 --train.partial_rollout_enable --train.colocate_all "
-    "--actor.num_gpus_per_node 4 --vllm.num_engines 2 --vllm.tensor_parallel_size 2 --ds.zero_stage 3 --vllm.sync_backend nccl"
+    "--actor.model_name_or_path org/sft --data.prompt_dataset org/prompts --reward.verifier math "
+    "--data.label_key answer --algo.advantage.estimator group_norm "
+    "--rollout.n_samples_per_prompt 8 --algo.advantage.is_correction_enable --train.async_enable "
+    "--train.async_queue_size 2 --train.partial_rollout_enable --train.colocate_all "
+    "--actor.num_gpus_per_node 4 --vllm.num_engines 2 --vllm.tensor_parallel_size 2 "
+    "--ds.zero_stage 3 --vllm.sync_backend nccl"
 )
 
 

@@ -54,7 +54,10 @@ def test_restarted_command_continues_from_checkpoints_of_other_runs_only_if_the_
     monkeypatch.setattr(sys, "argv", ["openrlhf"])
     file = tmp_path / "flags.yaml"
     file.write_text(given)
-    line = f"{RESTARTS} --run.dir {tmp_path / 'run'} --ckpt.path {tmp_path / 'checkpoints'} --config {file}"
+    line = (
+        f"{RESTARTS} --run.dir {tmp_path / 'run'} --ckpt.path {tmp_path / 'checkpoints'} "
+        f"--config {file}"
+    )
     restarts = Restarts(ppo(line))
     save(restarts.config, 1, tmp_path / "run")
     save(restarts.config, 2, tmp_path / "other")

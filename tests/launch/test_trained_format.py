@@ -49,11 +49,13 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 LINES = {"kd": "--kd.teacher_model {model}"}
 PROMPTS = {
-    "train_ppo_ray": "--actor.model_name_or_path {model} --data.prompt_dataset {rows} --data.label_key label "
+    "train_ppo_ray": "--actor.model_name_or_path {model} --data.prompt_dataset {rows} "
+    "--data.label_key label --reward.verifier math --data.max_len 64",
+    "eval": "--model.model_name_or_path {model} --eval.dataset {rows} --data.label_key label "
     "--reward.verifier math --data.max_len 64",
-    "eval": "--model.model_name_or_path {model} --eval.dataset {rows} --data.label_key label --reward.verifier math "
-    "--data.max_len 64",
-    "batch_inference": "--model.model_name_or_path {model} --data.dataset {rows} --output_path {rows}.out",
+    "batch_inference": (
+        "--model.model_name_or_path {model} --data.dataset {rows} --output_path {rows}.out"
+    ),
 }
 
 

@@ -140,7 +140,10 @@ def test_adapter_export_loads_in_peft_and_merges_with_lora_combiner(
     assert torch.equal(
         logits(AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)), logits(hf)
     )
-    flags = f"--model_path {path} --lora_path {adapter} --output_path {tmp_path / 'merged'} --ds.param_dtype fp32"
+    flags = (
+        f"--model_path {path} --lora_path {adapter} --output_path {tmp_path / 'merged'} "
+        "--ds.param_dtype fp32"
+    )
     command = [sys.executable, "-m", "openrlhf.cli.main", "lora_combiner", *flags.split()]
     # A process of its own, because this one has imported PEFT.
     done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
@@ -170,9 +173,11 @@ def test_scalar_head_is_trained_fully_and_stored_with_the_adapter(
             adapter, num_labels=1, dtype=torch.float32
         )
         assert torch.equal(logits(again), logits(hf))
-    lora_combiner.main(
-        f"--is_rm --model_path {path} --lora_path {adapter} --output_path {tmp_path / 'm'} --ds.param_dtype fp32".split()
+    flags = (
+        f"--is_rm --model_path {path} --lora_path {adapter} --output_path {tmp_path / 'm'} "
+        "--ds.param_dtype fp32"
     )
+    lora_combiner.main(flags.split())
     merged = load_scalar(spec(str(tmp_path / "m"), LoraConfig()), require_head=True, normalize=True)
     assert (merged.mean, merged.std) == (0.5, 2.0)
     torch.testing.assert_close(logits(merged.hf), logits(hf), atol=2e-6, rtol=0)
@@ -215,7 +220,10 @@ def test_merged_model_has_logits_of_base_with_adapter_for_any_target_modules(
         PeftConfig(r=4, task_type="CAUSAL_LM", **settings),
     )
     moved(beside).save_pretrained(str(tmp_path / "adapter"))
-    flags = f"--model_path {path} --lora_path {tmp_path / 'adapter'} --output_path {tmp_path / 'm'} --ds.param_dtype fp32"
+    flags = (
+        f"--model_path {path} --lora_path {tmp_path / 'adapter'} --output_path {tmp_path / 'm'} "
+        "--ds.param_dtype fp32"
+    )
     lora_combiner.main(flags.split())
     torch.testing.assert_close(
         logits(AutoModelForCausalLM.from_pretrained(tmp_path / "m")),
@@ -232,10 +240,10 @@ def test_lora_combiner_refuses_adapter_with_nan(
     path = save_tiny_model(tmp_path / "base")
     hf = load_causal_lm(spec(path))
     next(p for p in hf.parameters() if p.requires_grad).data[0, 0] = torch.nan
+    adapter = export(hf, tmp_path / "adapter")
+    flags = f"--model_path {path} --lora_path {adapter} --output_path {tmp_path / 'm'}"
     with pytest.raises(SystemExit):
-        lora_combiner.main(
-            f"--model_path {path} --lora_path {export(hf, tmp_path / 'adapter')} --output_path {tmp_path / 'm'}".split()
-        )
+        lora_combiner.main(flags.split())
     assert str(tmp_path / "adapter") in capsys.readouterr().err
     assert not (tmp_path / "m").exists()
 
@@ -262,16 +270,13 @@ def test_lora_combiner_refuses_adapter_of_a_model_with_another_shape(
 ) -> None:
     adapter = export(load_causal_lm(spec(save_tiny_model(tmp_path / "base"))), tmp_path / "adapter")
     other = save_tiny_model(tmp_path / "other", **changes)
+    flags = f"--model_path {other} --lora_path {adapter} --output_path {tmp_path / 'm'}"
     with pytest.raises(SystemExit):
-        lora_combiner.main(
-            f"--model_path {other} --lora_path {adapter} --output_path {tmp_path / 'm'}".split()
-        )
+        lora_combiner.main(flags.split())
     printed = capsys.readouterr().err
     assert f"--lora_path {adapter}" in printed and f"--model_path {other}" in printed
     with pytest.raises(SystemExit):  # the adapter has no head, so it looks like a language model's
-        lora_combiner.main(
-            f"--is_rm --model_path {other} --lora_path {adapter} --output_path {tmp_path / 'm'}".split()
-        )
+        lora_combiner.main(f"--is_rm {flags}".split())
     assert f"--lora_path {adapter}" in capsys.readouterr().err
     assert not (tmp_path / "m").exists()
 

@@ -95,7 +95,7 @@ def test_batch_without_wanted_tokens_gives_a_differentiable_zero(packing: bool) 
 def test_forward_and_backward_hold_the_logits_of_one_chunk_only(
     packing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """160 tokens, vocabulary 1024, width 32, chunks of 4 tokens: the output layer is the largest."""
+    """The output layer is the largest: 160 tokens, vocabulary 1024, width 32, chunks of 4."""
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", 4 * 1024)
     config = tiny_config("llama", vocab_size=1024)
     model = as_model(AutoModelForCausalLM.from_config(config).float(), packing=packing)
@@ -111,7 +111,7 @@ def test_forward_and_backward_hold_the_logits_of_one_chunk_only(
 def test_shared_prefix_is_computed_once_and_changes_no_number(
     hf: PreTrainedModel, checkpointing: bool
 ) -> None:
-    """The batch has two samples of a prompt, the prompt alone, and twice a sequence without prefix."""
+    """Pack two samples of a prompt, the prompt alone, and a sequence without prefix twice."""
     draw = torch.Generator().manual_seed(2)
     prompt, other, *ends = (
         torch.randint(4, 60, (length,), generator=draw) for length in (7, 6, 5, 9)

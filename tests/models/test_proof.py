@@ -256,7 +256,7 @@ def test_reward_model_that_mixes_packed_documents_is_refused() -> None:
 
 
 def test_nearly_equal_numbers_far_from_zero_pass_up_to_rounding() -> None:
-    """A trained reward model gave random texts −1.62 ± 0.007 in bfloat16, which resolves ± 0.004."""
+    """A trained reward model scored random texts −1.62 ± 0.007; bfloat16 resolves ± 0.004."""
     torch.manual_seed(0)
     hf = AutoModelForSequenceClassification.from_config(tiny_config("qwen2-tied", num_labels=1))
     with torch.no_grad():

@@ -352,11 +352,21 @@ COMMANDS = {
     "kto": "--model.model_name_or_path {lm} --data.dataset {rows}",
     "dpo": "--model.model_name_or_path {whole} --ref.model_name_or_path {lm} --data.dataset {rows}",
     "kd": "--model.model_name_or_path {whole} --kd.teacher_model {lm} --data.dataset {rows}",
-    "prm": "--model.model_name_or_path {lm} --data.dataset {rows} --prm.placeholder_token ? --prm.reward_tokens + -",
+    "prm": (
+        "--model.model_name_or_path {lm} --data.dataset {rows} --prm.placeholder_token ? "
+        "--prm.reward_tokens + -"
+    ),
     "rm": "--model.model_name_or_path {rm} --data.dataset {rows}",
-    "ppo": "--actor.model_name_or_path {lm} --data.prompt_dataset {rows} --reward.remote_url r.py --dry_run",
-    "eval": "--model.model_name_or_path {lm} --eval.dataset {rows} --reward.remote_url r.py --dry_run",
-    "batch_inference": "--model.model_name_or_path {lm} --data.dataset {rows} --output_path {out} --dry_run",
+    "ppo": (
+        "--actor.model_name_or_path {lm} --data.prompt_dataset {rows} --reward.remote_url r.py "
+        "--dry_run"
+    ),
+    "eval": (
+        "--model.model_name_or_path {lm} --eval.dataset {rows} --reward.remote_url r.py --dry_run"
+    ),
+    "batch_inference": (
+        "--model.model_name_or_path {lm} --data.dataset {rows} --output_path {out} --dry_run"
+    ),
     "interactive_chat": "--model.model_name_or_path {lm}",
     "serve_rm": "--reward.model_name_or_path {rm}",
     "lora_combiner": "--model_path {lm} --lora_path {whole} --output_path {out}",

@@ -19,7 +19,12 @@ RIGHT = "def square(x):\n    return x * x\n"
 OUTSIDE = {
     "compared": "assert square(7) == 49\nassert square(9) == 81, 'message'",
     "near": "import math\nassert abs(square(7) - 49) < 1e-6\nassert math.isclose(square(9), 81)",
-    "by check": "METADATA = {'author': 'x'}\n\n\ndef check(candidate):\n    assert True\n    assert candidate(7) == 49",
+    "by check": (
+        "METADATA = {'author': 'x'}\n\n\n"
+        "def check(candidate):\n"
+        "    assert True\n"
+        "    assert candidate(7) == 49"
+    ),
 }
 ALWAYS_EQUAL = """
 class Anything(int):
@@ -56,7 +61,7 @@ def square(x):
     texts += [repr(each) for each in gc.get_objects() if isinstance(each, (list, tuple)) and len(each) < 100]
     found = re.findall(r"\(%d\)\)? *(?:==|-|,) *(\d+)" % x, " ".join(texts))
     return int(found[0]) if found else 0
-"""
+"""  # noqa: E501
 TOKEN = """
 import os, sys
 def square(x):
@@ -126,7 +131,11 @@ def test_wrong_values_fail(value: str, test: str) -> None:
 
 
 def test_method_call_can_be_checked_outside() -> None:
-    program = "class Solution:\n    def __init__(self, k): self.k = k\n    def f(self, x): return self.k + x"
+    program = (
+        "class Solution:\n"
+        "    def __init__(self, k): self.k = k\n"
+        "    def f(self, x): return self.k + x"
+    )
     tests = "assert Solution(3).f(x=4) == 7"
     assert read_assertions(tests, "")
     assert reward(program, tests) == 1.0

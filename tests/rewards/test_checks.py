@@ -58,7 +58,8 @@ def test_format_label_must_match_the_whole_response(
     ("label", "words", "expected"),
     [
         ("4", 0, 1.0), ("4", 4, 1.0), ("4", 5, 0.75), ("4", 8, 0.0), ("4", 100, 0.0),
-        ("4-10", 3, 0.75), ("4-10", 4, 1.0), (" 4 - 10 ", 10, 1.0), ("4-10", 15, 0.5), ("4-10", 0, 0.0),
+        ("4-10", 3, 0.75), ("4-10", 4, 1.0), (" 4 - 10 ", 10, 1.0), ("4-10", 15, 0.5),
+        ("4-10", 0, 0.0),
     ],
 )  # fmt: skip
 def test_length_reward_falls_linearly_outside_the_bounds(
@@ -128,7 +129,12 @@ RIGHT = "def square(x):\n    return x * x\n"
         ("def square(x):\n    return 4\n", ASSERTS, (0.0, 0.0)),
         (RIGHT, CALLS, (1.0, 1.0)),
         (
-            "class Solution:\n    def square(self, x):\n        print('noise')\n        return x * x",
+            (
+                "class Solution:\n"
+                "    def square(self, x):\n"
+                "        print('noise')\n"
+                "        return x * x"
+            ),
             CALLS,
             (1.0, 1.0),
         ),
@@ -155,8 +161,19 @@ def test_program_is_rewarded_only_if_all_its_tests_pass(
         "raise SystemExit",
         "print('passed')\nexit()",
         "import atexit, os\natexit.register(os._exit, 0)\nraise ValueError",
-        "import os\nfor fd in range(3, 100):\n    try: os.write(fd, b'passed')\n    except OSError: pass\nos._exit(0)",
-        "import os, signal\ntry: os.kill(os.getppid(), signal.SIGKILL)\nexcept OSError: pass\nos._exit(0)",
+        (
+            "import os\n"
+            "for fd in range(3, 100):\n"
+            "    try: os.write(fd, b'passed')\n"
+            "    except OSError: pass\n"
+            "os._exit(0)"
+        ),
+        (
+            "import os, signal\n"
+            "try: os.kill(os.getppid(), signal.SIGKILL)\n"
+            "except OSError: pass\n"
+            "os._exit(0)"
+        ),
         "1 / 0",
         "def square(x:",
         "",

@@ -34,7 +34,7 @@ def problems() -> list[dict[str, Any]]:
 
 
 def disagreements(rows: list[dict[str, Any]], style: str) -> list[tuple[str, str, bool]]:
-    """Return the end of the solution, the correct answer and GSM8K's verdict of each disagreement."""
+    """Return the solution's end, the answer and GSM8K's verdict of each disagreement."""
     found = []
     for row in rows:
         label = row["ground_truth"].rpartition("A:")[2].strip()

@@ -68,7 +68,7 @@ for fault in ("none", "tensor", "layer"):
         print("served")
     except PublicationError as error:
         print(error)
-"""
+"""  # noqa: E501
 
 
 def test_receipt_is_refused_if_an_adapter_lacks_a_tensor_or_a_layer() -> None:

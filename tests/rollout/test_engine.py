@@ -437,7 +437,7 @@ class TestPublication:
 
     @pytest.mark.parametrize("kind", ["tied", "untied"])
     def test_samples_under_way_continue_with_the_new_weights(self, stands, kind):
-        """The engine of the untied model looks for stop strings: its core sends every token alone."""
+        """The untied model's engine looks for stop strings: its core sends every token alone."""
         stand: Stand = stands[kind]
         old = stand.model
         names = [name for name, _ in old.named_parameters()]
@@ -664,7 +664,8 @@ class TestFailure:
         ("gpt2", {"n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": MAX_LEN}),
         ("opt", {"ffn_dim": 160, "word_embed_proj_dim": 128}),
         pytest.param(
-            "qwen3_moe",  # vLLM packs experts only once, unless it is made to build their kernel anew
+            # vLLM packs experts only once, unless it is made to build their kernel anew.
+            "qwen3_moe",
             {
                 "head_dim": 32,
                 "num_experts": 4,
@@ -697,10 +698,9 @@ def test_every_parameter_of_an_architecture_reaches_the_engine(ray_session, tmp_
 def test_longrope_has_the_frequencies_of_the_longest_sequence_in_engine_and_trainer(
     ray_session, tmp_path, original
 ):
-    """The engine chooses the frequencies by its max_model_len: long ones above `original`
-    positions.
+    """The engine chooses the frequencies by its max_model_len.
 
-    The length of a sample does not matter.
+    It uses the long ones above `original` positions. The length of a sample does not matter.
     """
     rope = {
         "rope_type": "longrope",

@@ -61,8 +61,11 @@ def test_evaluation_message_names_its_own_model_flag() -> None:
 
 def test_dry_run_names_every_argument_that_vllm_would_refuse() -> None:
     config = ppo(
-        '--dry_run --vllm.engine_args {"max_num_seq":8,"max_num_seqs":"8","scheduling_policy":"fastest","async_scheduling":true,'
-        '"attention_backend":"FLASH_ATTN","speculative_config":{"method":"ngram","num_speculative_token":2,"prompt_lookup_max":3}}'
+        "--dry_run --vllm.engine_args "
+        '{"max_num_seq":8,"max_num_seqs":"8","scheduling_policy":"fastest",'
+        '"async_scheduling":true,"attention_backend":"FLASH_ATTN",'
+        '"speculative_config":{"method":"ngram","num_speculative_token":2,'
+        '"prompt_lookup_max":3}}'
     )
     with pytest.raises(ConfigError) as caught:
         run_ppo(config)

@@ -1,4 +1,4 @@
-"""Episodes on disk: exact values, files that are complete or absent, and errors of damaged files."""
+"""Episodes on disk: exact values, files that are complete or absent, damaged files."""
 
 from __future__ import annotations
 
@@ -181,8 +181,8 @@ def edited(folder: EpisodeFolder, *lines: Any) -> EpisodeFolder:
         ([0, 1, "text"], ["line 3"]),
         ([0, 1, 0], ["line 3"]),
     ],
-    ids=["too few", "too many", "other format", "foreign", "no object", "empty", "fields missing", "unknown field",
-         "no episode", "two headers"],
+    ids=["too few", "too many", "other format", "foreign", "no object", "empty", "fields missing",
+         "unknown field", "no episode", "two headers"],
 )  # fmt: skip
 def test_line_that_is_not_an_episode_is_named(
     tmp_path: Path, lines: list[Any], words: list[str]

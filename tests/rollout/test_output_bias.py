@@ -42,7 +42,7 @@ with set_current_vllm_config(VllmConfig()):
         finalize_layerwise_reload(model, None)
         assert served[0] is head.weight and served[1] is head.bias
         print(*sorted(float(each) for tensor in served for each in tensor[:ROWS].unique()))
-"""
+"""  # noqa: E501
 
 
 def test_unwritten_layers_include_an_output_layer_without_its_new_bias() -> None:

@@ -1,6 +1,4 @@
-"""Replays: steps, filtering and position in the prompts equal those of the run that wrote the
-files.
-"""
+"""Replays: steps, filtering and prompt positions equal those of the run that wrote the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of texts compared with Transformers, cutting of long texts, and models that are refused."""
+"""Text scores compared with Transformers, cutting of long texts, and refused models."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ def test_rewards_of_models_and_of_a_rule_add_up_and_the_rules_score_stays(
     assert result.extra_logs == {"own": 7.0, **logged}
 
 
-def test_an_agents_shares_of_its_reward_are_weighted_like_it_and_count_where_samples_are_not_compared() -> (
+def test_an_agents_reward_shares_are_weighted_like_it_and_count_unless_samples_are_compared() -> (
     None
 ):
     came = combined(
@@ -316,7 +316,7 @@ class Workers:
 
 
 def row_lengths(rows: Any) -> torch.Tensor:
-    """The length of its row for each token; for each sampled token, if the sampled ones are known."""
+    """Return the row length of each token, or of each sampled token if those are known."""
     column = rows.lengths.repeat_interleave(rows.lengths).float()
     return column * rows.loss_mask if isinstance(rows, TokenRows) else column
 
@@ -504,7 +504,10 @@ def test_truncated_samples_may_be_left_out_of_the_loss_and_count_in_baselines_an
 
 
 def split_first(experience: Experience) -> Experience:
-    """The batch in which the first episode has had a conversation before, with two sampled tokens."""
+    """Return the batch with an earlier conversation in the first episode.
+
+    That conversation has two sampled tokens.
+    """
     twice = experience.select([0, 0, 1, 2, 3])
     return replace(twice, trajectory_ids=torch.tensor([0, 0, 1, 2, 3]))
 

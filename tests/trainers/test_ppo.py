@@ -248,8 +248,10 @@ def trainer(
     policy: Any = SimpleNamespace(broadcast=lambda *_: [])
     tokenizer: Any = None
     config = RLFlags(
-        train=RLTrainConfig(batch_size=2), rollout=RolloutConfig(batch_size=2), eval=RLEvalConfig(steps=eval_steps),
-        ckpt=CheckpointConfig(best_metric_key="none", save_steps=save_steps), critic=CriticConfig(freezing_steps=freezing_steps),
+        train=RLTrainConfig(batch_size=2), rollout=RolloutConfig(batch_size=2),
+        eval=RLEvalConfig(steps=eval_steps),
+        ckpt=CheckpointConfig(best_metric_key="none", save_steps=save_steps),
+        critic=CriticConfig(freezing_steps=freezing_steps),
     )  # fmt: skip
     made: Any = assemble(
         source,
@@ -347,9 +349,7 @@ def test_a_resumed_run_makes_the_last_evaluation_that_was_not_made() -> None:
         assert notes.events == [*made_up, "No prompts to train on are left after step 2.", "export"]
 
 
-def test_a_run_without_checkpoints_that_is_terminated_says_that_nothing_is_saved_and_which_flag_saves() -> (
-    None
-):
+def test_a_terminated_run_without_checkpoints_names_the_flag_that_saves() -> None:
     notes = Notes()
     made = trainer([KEPT], notes, eval_steps=1)
     made.evaluation.play = terminated
@@ -359,7 +359,7 @@ def test_a_run_without_checkpoints_that_is_terminated_says_that_nothing_is_saved
 
 
 def test_nothing_is_saved_while_a_batch_is_on_its_way_to_the_loop() -> None:
-    """The source has given it away, and the loop has not got it: a checkpoint would be without it."""
+    """A checkpoint would lose a batch that left the source and has not reached the loop."""
     assert events([KEPT, KEPT], ends=(SystemExit(143), 3)) == [
         "step 1, 100%",
         "step 2, 100%",
@@ -376,9 +376,7 @@ def test_the_last_evaluation_comes_after_the_last_prompt_though_the_run_has_fewe
     assert events([KEPT + FILTERED, KEPT], eval_steps=10) == ["step 1, 50%", "step 2, 100%", *end]
 
 
-def test_an_episode_whose_rest_is_all_filtered_makes_no_step_and_the_last_evaluation_is_made_all_the_same() -> (
-    None
-):
+def test_an_episode_whose_rest_is_filtered_makes_no_step_but_the_last_evaluation_runs() -> None:
     end = ["evaluation 2", "No prompts to train on are left after step 2.", "export"]
     assert events([KEPT, FILTERED, KEPT, FILTERED], eval_steps=10) == [
         "step 1, 100%",

@@ -1,4 +1,4 @@
-"""A teacher behind a server: its log-probabilities, its vocabulary, and what its failures become."""
+"""A teacher behind a server: its log-probabilities, its vocabulary, its failures."""
 
 from __future__ import annotations
 

@@ -43,7 +43,10 @@ class Teacher:
 
 
 def test_offloaded_teacher_rests_before_the_student_computes(model: str) -> None:
-    line = f"--model.model_name_or_path {model} --kd.teacher_model {model} --data.dataset d --kd.teacher_offload"
+    line = (
+        f"--model.model_name_or_path {model} --kd.teacher_model {model} --data.dataset d "
+        "--kd.teacher_offload"
+    )
     task = DistillationTask(parse_config(KDConfig, line.split(), command="kd"))
     teacher = Teacher()
     task.frozen = {TEACHER: teacher}  # pyright: ignore[reportAttributeAccessIssue]
@@ -53,7 +56,10 @@ def test_offloaded_teacher_rests_before_the_student_computes(model: str) -> None
 
 def test_served_teacher_has_logprobs_of_the_token_after_each_position(model: str) -> None:
     """A token above the student's vocabulary is dropped; a missing token has probability 0."""
-    line = f"--model.model_name_or_path {model} --kd.teacher_model http://localhost:1/v1 --kd.top_k 2 --data.dataset d"
+    line = (
+        f"--model.model_name_or_path {model} --kd.teacher_model http://localhost:1/v1 "
+        "--kd.top_k 2 --data.dataset d"
+    )
     task = DistillationTask(parse_config(KDConfig, line.split(), command="kd"))
     returned = [[[(-0.1, 7), (-2.0, 10_000)], [(-0.3, 8), (-1.5, 9)]], [[(-0.2, 5)]]]
     task.server.likeliest = lambda rows: returned  # pyright: ignore[reportAttributeAccessIssue]
@@ -66,7 +72,10 @@ def test_served_teacher_has_logprobs_of_the_token_after_each_position(model: str
 
 
 def test_step_labels_of_two_kinds_in_two_datasets_are_rejected(model: str) -> None:
-    line = f"--model.model_name_or_path {model} --data.dataset d --prm.placeholder_token ? --prm.reward_tokens + -"
+    line = (
+        f"--model.model_name_or_path {model} --data.dataset d --prm.placeholder_token ? "
+        "--prm.reward_tokens + -"
+    )
     hard, soft = ([{"input": "a?b?", "label": labels}] for labels in (["+", "-"], [0.9, 0.1]))
     for first, second in ((hard, soft), (soft, hard)):
         task = ProcessRewardTask(parse_config(PRMConfig, line.split(), command="prm"))

@@ -34,7 +34,10 @@ OPTIMIZER = OptimizerConfig(
 
 
 class Ones(nn.Module):
-    """A weight of ones with a gradient of one: AdamW lowers it by the learning rate in each step."""
+    """A weight of ones with a gradient of one.
+
+    AdamW lowers it by the learning rate in each step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,8 +63,9 @@ def train(strategy: Strategy) -> Tensor:
 
 
 def load(path: str, kind: str, param_dtype: str) -> PolicyModel | Any:
-    """Load the model of a case: a policy, a policy with adapters, or a scalar model with a new
-    head.
+    """Load the model of a case.
+
+    It is a policy, a policy with adapters, or a scalar model with a new head.
     """
     rank = 4 if kind == "adapters" else 0
     spec = load_spec(path, param_dtype=param_dtype, lora=LoraConfig(rank=rank), seed=7)

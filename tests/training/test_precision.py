@@ -114,7 +114,7 @@ def by_case(cases: list[Case]) -> pytest.MarkDecorator:
 
 
 def check(found: dict[str, tuple[Tensor, Tensor]], path: Path, kind: str) -> None:
-    """Check that masters equal the weights of a float32 run, and that rounding gives the weights."""
+    """Check that masters equal the weights of a float32 run and round to the weights."""
     exact = dict(load(str(path), kind, "fp32").hf.named_parameters())
     assert found.keys() == {name for name, weight in exact.items() if weight.requires_grad}
     for name, (master, weight) in found.items():

@@ -1,4 +1,4 @@
-"""Universal checkpoints: a run resumes with another number of ranks, without changing its numbers."""
+"""Universal checkpoints: a run resumes on another number of ranks with the same numbers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,15 @@ def run(ranks: int, model: str, *runs: list[Any]) -> None:
         *(
             pytest.param(before, after, id=name, marks=pytest.mark.verify)
             for name, before, after in [
-                ("two ranks to one", (2, [(2, "fp32"), (3, "fp32")]), (1, [(1, "fp32"), (3, "fp32")])),
-                ("one rank to two", (1, [(1, "fp32"), (3, "fp32")]), (2, [(2, "fp32"), (3, "fp32")])),
-                ("the stage alone", (2, [(1, "fp32"), (2, "fp32")]), (2, [(2, "fp32"), (1, "fp32")])),
+                ("two ranks to one", (2, [(2, "fp32"), (3, "fp32")]),
+                 (1, [(1, "fp32"), (3, "fp32")])),
+                ("one rank to two", (1, [(1, "fp32"), (3, "fp32")]),
+                 (2, [(2, "fp32"), (3, "fp32")])),
+                ("the stage alone", (2, [(1, "fp32"), (2, "fp32")]),
+                 (2, [(2, "fp32"), (1, "fp32")])),
                 ("not cut", (2, [(0, "fp32")]), (1, [(0, "fp32")])),
-                ("bfloat16", (2, [(0, "bf16"), (2, "bf16"), (3, "bf16")]), (1, [(0, "bf16"), (1, "bf16"), (3, "bf16")])),
+                ("bfloat16", (2, [(0, "bf16"), (2, "bf16"), (3, "bf16")]),
+                 (1, [(0, "bf16"), (1, "bf16"), (3, "bf16")])),
                 ("four ranks", (2, [(2, "fp32"), (3, "fp32")]), (4, [(2, "fp32"), (3, "fp32")])),
             ]
         ),
@@ -101,8 +105,9 @@ def test_a_checkpoint_that_cannot_be_converted_is_named(tmp_path: Path) -> None:
 
 def checkpoint(**engines: EngineLayout) -> Checkpoint:
     return Checkpoint(
-        directory=Path("/c"), tag="global_step3", nonce="n", places=(), sequence=1, files={}, metric_key=None,
-        metric_value=None, state=RunState(step=3, engines=engines, identity={"seed": 1}),
+        directory=Path("/c"), tag="global_step3", nonce="n", places=(), sequence=1, files={},
+        metric_key=None, metric_value=None,
+        state=RunState(step=3, engines=engines, identity={"seed": 1}),
     )  # fmt: skip
 
 
@@ -113,7 +118,8 @@ def checkpoint(**engines: EngineLayout) -> Checkpoint:
         ({"world_size": 4, "zero_stage": 2}, False, "--ds.use_universal_ckpt"),
         ({"world_size": 4, "zero_stage": 2}, True, None),
         ({"world_size": 4, "zero_stage": 1}, True, None),
-        ({"world_size": 2, "zero_stage": 3}, True, r"ZeRO stage 2 .* there, .* ZeRO stage 3 .* here\n.*--ds\.use_universal_ckpt"),
+        ({"world_size": 2, "zero_stage": 3}, True,
+         r"ZeRO stage 2 .* there, .* ZeRO stage 3 .* here\n.*--ds\.use_universal_ckpt"),
         ({"world_size": 4, "zero_stage": 0}, True, "ZeRO stage 0"),
         ({"world_size": 4, "zero_stage": 2, "param_dtype": "fp32"}, True, "in fp32"),
     ],

@@ -1,4 +1,4 @@
-"""The optimizer-step window: its result is independent of the split; non-finite steps are skipped."""
+"""The optimizer-step window: independent of the split; non-finite steps are skipped."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def plain(model: str) -> dict[str, Any]:
-    """Take the same steps in a plain torch loop in float64, with whole logits of one row at a time."""
+    """Take the same steps in a plain float64 torch loop, with whole logits row by row."""
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     optimizer = torch.optim.AdamW(
         hf.parameters(),
@@ -82,7 +82,7 @@ def test_window_result_is_independent_of_the_split_and_skips_nonfinite_steps(
 
 
 def check_poisoned(results: dict[str, Any]) -> None:
-    """Check that step 0, NaN on one rank, was skipped and counted on all ranks, and step 1 applied."""
+    """Check that step 1 was applied and step 0, NaN on one rank, skipped and counted on all."""
     for layout in POISONED:
         result = results[layout]
         assert result["applied"] == [False, True], layout

@@ -148,7 +148,7 @@ def strategy_of(name: str) -> Strategy:
 
 
 def update(policy: PolicyWorker, experience: Experience) -> Metrics:
-    """Update the policy with all rows, each rank with its share; return the metrics of all ranks."""
+    """Update the policy, each rank with its share of the rows; return all ranks' metrics."""
     strategy = policy.strategy
     plans = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)
     plan = plans[strategy.rank]

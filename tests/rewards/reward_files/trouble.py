@@ -1,4 +1,4 @@
-"""Functions that do what user code should not, and a few that tell about the process they run in."""
+"""Functions that do what user code should not, and a few that report on their process."""
 
 import asyncio
 import ctypes
