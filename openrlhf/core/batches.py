@@ -7,8 +7,8 @@ columns of shape (B,), and offsets of shape (B+1,). Two rows, of 2 and 3 tokens:
     offsets   [0 2 5]
     rewards   [0.5 1.0]
 
-Nothing is padded until a model or a formula needs a block (R, T) of R rows, so that a batch costs
-what its tokens cost. `Layout` turns columns into blocks and back.
+Nothing is padded until a model or a formula needs a block (R, T) of R rows, so that memory and time
+grow with the number of tokens. `Layout` turns columns into blocks and back.
 
 The role of a field is in its metadata: an entry per token, an entry per sample, or `Items`, any
 number of entries per sample. An entry may have dimensions of its own: a per-token column of the
@@ -57,6 +57,7 @@ def offsets_of(lengths: Sequence[int] | Tensor) -> Int[Tensor, " B+1"]:
 
 def places_in(offsets: Int[Tensor, " B+1"], rows: Tensor) -> Int[Tensor, " M"]:
     """Return the positions of the entries of `rows` in flat columns, row after row."""
+    rows = rows.to(offsets.device)
     lengths = offsets.diff()[rows]
     starts = offsets[:-1][rows]
     shifts = starts - offsets_of(lengths)[:-1]
@@ -238,8 +239,7 @@ class Ragged:
 
     def places_of(self, rows: Sequence[int] | Tensor) -> Int[Tensor, " M"]:
         """Return the positions of the tokens of `rows` in the flat columns, row after row."""
-        index = torch.as_tensor(rows, dtype=torch.long, device=self.offsets.device)
-        return places_in(self.offsets, index)
+        return places_in(self.offsets, torch.as_tensor(rows, dtype=torch.long))
 
     def select(self, rows: Sequence[int] | Tensor) -> Self:
         """Return a batch with copies of the given rows, in the given order."""

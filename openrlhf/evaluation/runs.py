@@ -293,7 +293,7 @@ class Evaluation:
         """
         if self.config.reward.models:
             with reward_models(self.config, logs=self.logs) as models:
-                return models.annotated(answers)
+                return models.annotate(answers)
         weights = self.config.reward.weights or ()
         rewarded: list[Trajectory] = []
         for answer in answers:

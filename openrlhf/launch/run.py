@@ -169,7 +169,7 @@ class Run:
         source = self._make_source(generator, rewards, columns)
         self.ends.callback(source.close)
         stages = columns
-        if source.annotated is as_sampled:
+        if not rewards_come_early(config):
             stages = [rewards, *columns]
         maker = ExperienceMaker(config, stages)
         if config.rollout.only:
@@ -249,24 +249,30 @@ class Run:
     def _make_source(
         self, generator: Generator, rewards: Stage, columns: Sequence[Stage]
     ) -> Source:
-        """Return the source of the episodes.
-
-        Filtering needs the rewards of each prompt as soon as it has finished, and an asynchronous
-        run has the time to compute columns then.
-        """
+        """Return the source of the episodes, which runs the stages that each prompt needs early."""
         config = self.config
-        sampling = settings.train_sampling(config)
-        common = self.data.train, generator, self.loop, sampling, config
-        timeout_s = config.train.step_timeout
+        early: list[Stage] = []
+        if rewards_come_early(config):
+            early.append(rewards)
         if config.train.async_enable:
-            stages = [rewards, *(stage for stage in columns if not _asks_policy(stage))]
-            early = EarlyStages(stages=stages, timeout_s=timeout_s)
-            return AsyncSource(*common, annotated=early.of_group)
+            early += [stage for stage in columns if not _asks_policy(stage)]
         annotated = as_sampled
-        if config.algo.dynamic_filtering_enable:
-            annotated = EarlyStages(stages=[rewards], timeout_s=timeout_s).of_group
+        if early:
+            annotated = EarlyStages(stages=early, timeout_s=config.train.step_timeout).of_group
+        prompts = self.data.train
+        sampling = settings.train_sampling(config)
+        if config.train.async_enable:
+            return AsyncSource(prompts, generator, self.loop, sampling, config, annotated=annotated)
         last_step = self.replay.last_step if self.replay else None
-        source = SyncSource(*common, annotated=annotated, last_step=last_step)
+        source = SyncSource(
+            prompts,
+            generator,
+            self.loop,
+            sampling,
+            config,
+            annotated=annotated,
+            last_step=last_step,
+        )
         if last_step is not None and last_step < source.total_steps:
             self.recorder.display.note(
                 f"--rollout.replay_dir ends with step {last_step} of the {source.total_steps} "
@@ -287,9 +293,17 @@ class Run:
             episodes = evaluate(
                 prompts, generator, self.loop, sampling, step=step, timeout_s=timeout_s
             )
-            return scored.annotated(episodes)
+            return scored.annotate(episodes)
 
         return play
+
+
+def rewards_come_early(config: PPOConfig) -> bool:
+    """Return whether each prompt is rewarded as soon as its samples have finished.
+
+    Dynamic filtering needs the rewards then, and an asynchronous run has the time.
+    """
+    return config.train.async_enable or config.algo.dynamic_filtering_enable
 
 
 def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[Stage]:

@@ -27,12 +27,12 @@ from openrlhf.config.learning import RLFlags
 from openrlhf.core.batches import Experience
 from openrlhf.core.trajectory import Trajectory
 from openrlhf.observability.metrics import Last, Mean, Metric
-from openrlhf.trainers.stages import Annotation, Stage, annotate
+from openrlhf.trainers.stages import EpisodeRows, Stage, annotate
 from openrlhf.workers.policy import kl_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
-class Annotated:
+class StepBatch:
     """A batch with the columns that the workers computed.
 
     `trajectories` are all episodes with their rewards; `kept` are the episodes of `experience`.
@@ -82,7 +82,7 @@ class ExperienceMaker:
         kl = self.config.algo.kl
         self.kl = KLController(kl.init_coef, target=kl.target, horizon=kl.horizon)
 
-    def annotate(self, trajectories: Sequence[Trajectory]) -> Annotated:
+    def annotate(self, trajectories: Sequence[Trajectory]) -> StepBatch:
         """Compute R, log π_old, log π_ref, log π_teacher and V, as far as something needs them.
 
         The models compute side by side. The metrics are the seconds of each stage from the common
@@ -96,21 +96,21 @@ class ExperienceMaker:
             timing[f"timing/{name}"] = Last(time.perf_counter() - start)
 
         places = trainable(trajectories, needs_groups=needs_groups)
-        annotation = Annotation.of([trajectories[place] for place in places])
+        scored = EpisodeRows.of([trajectories[place] for place in places])
         if places:
             timeout_s = self.config.train.step_timeout
-            annotation = annotate(annotation, self.stages, timeout_s=timeout_s, finished=clock)
-        kept = annotation.episodes
-        experience = annotation.rows
+            scored = annotate(scored, self.stages, timeout_s=timeout_s, finished=clock)
+        kept = scored.episodes
+        experience = scored.rows
         trajectories = list(trajectories)
         for place, episode in zip(places, kept, strict=True):
             trajectories[place] = episode
         # A reward model's number may not have been finite, or a teacher did not answer.
-        rows = trainable(kept, needs_groups=needs_groups)
-        if len(rows) < len(kept):
-            experience = experience.select(experience.rows_of(rows))
-            kept = [kept[row] for row in rows]
-        return Annotated(experience=experience, trajectories=trajectories, kept=kept, timing=timing)
+        still_trainable = trainable(kept, needs_groups=needs_groups)
+        if len(still_trainable) < len(kept):
+            experience = experience.select(experience.rows_of(still_trainable))
+            kept = [kept[place] for place in still_trainable]
+        return StepBatch(experience=experience, trajectories=trajectories, kept=kept, timing=timing)
 
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         """Return the rows to train on with r_t, Â_t and Ĝ_t, and the metrics of the batch.

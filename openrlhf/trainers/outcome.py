@@ -6,7 +6,7 @@ The last message of a run shows them if it ran out of prompts or learned nothing
 from dataclasses import dataclass, field
 
 from openrlhf.config.flags import UserError
-from openrlhf.trainers.experience_maker import Annotated
+from openrlhf.trainers.experience_maker import StepBatch
 from openrlhf.trainers.filtering import DynamicFilter
 
 
@@ -31,7 +31,7 @@ class Outcome:
     # Of every prompt that the filter rejected.
     scores: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
 
-    def see(self, batch: Annotated) -> None:
+    def see(self, batch: StepBatch) -> None:
         """Count the episodes of a batch."""
         used = {(each.prompt.index, each.sample_index) for each in batch.kept}
         for trajectory in batch.trajectories:

@@ -24,7 +24,7 @@ from openrlhf.trainers.best import BestMetric
 from openrlhf.trainers.checkpointing import Checkpointing
 from openrlhf.trainers.clock import Clock
 from openrlhf.trainers.evaluation import Evaluate, Evaluation
-from openrlhf.trainers.experience_maker import Annotated, ExperienceMaker
+from openrlhf.trainers.experience_maker import ExperienceMaker, StepBatch
 from openrlhf.trainers.exporting import Exporting
 from openrlhf.trainers.filtering import pass_rate
 from openrlhf.trainers.model_update import ModelUpdate
@@ -96,7 +96,7 @@ class PPOTrainer:
                 return
             yield trajectories
 
-    def annotate(self, trajectories: list[Trajectory]) -> Annotated:
+    def annotate(self, trajectories: list[Trajectory]) -> StepBatch:
         """Compute the columns that the update needs, and log samples.
 
         Raises RewardErrors if too many episodes have failed.
@@ -108,7 +108,7 @@ class PPOTrainer:
         self.source.errors.check(batch.trajectories)
         return batch
 
-    def assign_credit(self, batch: Annotated) -> tuple[Experience, list[dict[str, Metric]]]:
+    def assign_credit(self, batch: StepBatch) -> tuple[Experience, list[dict[str, Metric]]]:
         """Compute advantages and returns. Return what is trained on, and the metrics so far.
 
         No samples are left if none was kept, or if all are truncated and left out
@@ -298,7 +298,7 @@ def assemble(
     )
 
 
-def step_metrics(source: Source, batch: Annotated) -> dict[str, Metric]:
+def step_metrics(source: Source, batch: StepBatch) -> dict[str, Metric]:
     """Return the metrics of a step's rollout, of its cost, and of dynamic filtering."""
     metrics = rollout_metrics(batch.trajectories, batch.kept) | source.metrics() | batch.timing
     if source.keep:

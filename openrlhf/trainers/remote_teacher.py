@@ -20,7 +20,7 @@ from openrlhf.data.errors import DataError
 from openrlhf.reporting import warn
 from openrlhf.rewards.remote_engines import RemoteEngine, in_background, remote_engine
 from openrlhf.rewards.servers import ServerError
-from openrlhf.trainers.stages import Add, Annotation
+from openrlhf.trainers.stages import Add, EpisodeRows
 
 PROBED = 64  # tokens of the vocabulary, spread over it, whose texts are compared
 UNREADABLE = "\ufffd"  # part of a character
@@ -148,17 +148,17 @@ class RemoteTeacherStage:
     writes: str = "teacher_logprobs"
     timing: str = "teacher_logprobs"
 
-    def launch(self, annotation: Annotation) -> Add:
+    def launch(self, batch: EpisodeRows) -> Add:
         """Ask for every episode at once."""
         answers: list[Future[list[float]]] = []
-        for episode in annotation.episodes:
+        for episode in batch.episodes:
             answers.append(in_background(self.teacher.scores(episode)))
 
-        def add(annotation: Annotation, timeout_s: float) -> Annotation:
+        def add(batch: EpisodeRows, timeout_s: float) -> EpisodeRows:
             del timeout_s  # the server has its own
             episodes: list[Trajectory] = []
             column: list[float] = []
-            for episode, answer in zip(annotation.episodes, answers, strict=True):
+            for episode, answer in zip(batch.episodes, answers, strict=True):
                 try:
                     column += answer.result()
                     episodes.append(episode)
@@ -167,8 +167,8 @@ class RemoteTeacherStage:
                     episodes.append(episode.failing(message, error.failure))
                     size = sum(len(conversation.tokens) for conversation in episode.conversations)
                     column += [math.nan] * size
-            annotation = replace(annotation, episodes=episodes)
-            return annotation.with_column(self.writes, torch.tensor(column))
+            batch = replace(batch, episodes=episodes)
+            return batch.with_column(self.writes, torch.tensor(column))
 
         return add
 

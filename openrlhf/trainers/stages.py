@@ -1,11 +1,12 @@
-"""What models say of finished episodes: rewards and columns. There is one path for all of it.
+"""Rewards and per-token columns that models compute for finished episodes.
 
 A step's batch, the samples of one prompt (for dynamic filtering and asynchronous runs) and the
-episodes of an evaluation are annotated by the same stages. The columns stay tensors from the worker
-to the batch.
+episodes of an evaluation go through the same stages. The columns stay tensors from the worker to
+the batch.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -23,30 +24,39 @@ from openrlhf.workers.frozen import RewardWorker
 
 
 @dataclass(frozen=True, kw_only=True)
-class Annotation:
-    """Finished episodes, and their rows with the columns that are known so far."""
+class EpisodeRows:
+    """Finished episodes, and their rows with the columns that are known so far.
+
+    The rows are the conversations of the episodes, in order: those of the first episode, then those
+    of the second.
+    """
 
     episodes: list[Trajectory]
     rows: Experience
 
     @classmethod
-    def of(cls, episodes: Sequence[Trajectory]) -> "Annotation":
+    def of(cls, episodes: Sequence[Trajectory]) -> "EpisodeRows":
         """Return finished episodes with the columns that all of them have already."""
         return cls(episodes=list(episodes), rows=Experience.from_trajectories(episodes))
 
-    def with_column(self, name: str, column: Tensor) -> "Annotation":
+    def with_column(self, name: str, column: Tensor) -> "EpisodeRows":
         """Return the same episodes, with a per-token column (N,) of their rows."""
         return replace(self, rows=replace(self.rows, **{name: column}))
 
-    def with_episodes(self, episodes: Sequence[Trajectory]) -> "Annotation":
-        """Return the same rows, with the rewards that their episodes have now."""
-        rewards = torch.tensor([episode.reward or 0.0 for episode in episodes])
+    def with_episodes(self, episodes: Sequence[Trajectory]) -> "EpisodeRows":
+        """Return the same rows, with the rewards that their episodes have now.
+
+        Rows of an episode that has failed have NaN.
+        """
+        rewards: list[float] = []
+        for episode in episodes:
+            rewards.append(math.nan if episode.reward is None else episode.reward)
         rows = replace(
             self.rows,
-            rewards=rewards[self.rows.episode_of_row],
+            rewards=torch.tensor(rewards)[self.rows.episode_of_row],
             turn_rewards=turn_reward_column(episodes),
         )
-        return Annotation(episodes=list(episodes), rows=rows)
+        return EpisodeRows(episodes=list(episodes), rows=rows)
 
     def episodes_with(self, columns: Sequence[str]) -> list[Trajectory]:
         """Return the episodes; every conversation holds its part of the named columns."""
@@ -65,11 +75,12 @@ class Annotation:
         return done
 
 
-Add = Callable[[Annotation, float], Annotation]  # waits at most so many seconds
+# Waits for a result, with a timeout in seconds, and returns the episodes and rows with it.
+Add = Callable[[EpisodeRows, float], EpisodeRows]
 
 
 class Stage(Protocol):
-    """Something that models say of episodes."""
+    """Rewards or a column, and how models are asked to compute them."""
 
     @property
     def writes(self) -> str | None:
@@ -79,32 +90,32 @@ class Stage(Protocol):
     def timing(self) -> str | None:
         """The name of its seconds among the metrics; None if no model is asked."""
 
-    def launch(self, annotation: Annotation) -> Add:
-        """Ask for it, and return what waits for the answer and adds it to the annotation."""
+    def launch(self, batch: EpisodeRows) -> Add:
+        """Start the computation. Return the function that waits for the result and adds it."""
         ...
 
 
 def annotate(
-    annotation: Annotation,
+    batch: EpisodeRows,
     stages: Sequence[Stage],
     *,
     timeout_s: float,
     finished: Callable[[str], None] = lambda timing: None,
-) -> Annotation:
-    """Add what the stages say, which compute side by side, except for columns that are there.
+) -> EpisodeRows:
+    """Run the stages side by side, and add their results. Skip columns that exist already.
 
-    `finished` is called with the name of each stage when its answer has come.
+    `finished` is called with the name of each stage when its result has come.
     """
     launched: list[tuple[Stage, Add]] = []
     for stage in stages:
-        known = stage.writes is not None and getattr(annotation.rows, stage.writes) is not None
+        known = stage.writes is not None and getattr(batch.rows, stage.writes) is not None
         if not known:
-            launched.append((stage, stage.launch(annotation)))
+            launched.append((stage, stage.launch(batch)))
     for stage, add in launched:
-        annotation = add(annotation, timeout_s)
+        batch = add(batch, timeout_s)
         if stage.timing:
             finished(stage.timing)
-    return annotation
+    return batch
 
 
 class Pending:
@@ -161,12 +172,12 @@ class ColumnStage:
         """The name of the column."""
         return self.writes
 
-    def launch(self, annotation: Annotation) -> Add:
+    def launch(self, batch: EpisodeRows) -> Add:
         """Send the rows to the ranks."""
-        pending = Pending(self.reads(annotation.rows), self.by, self.method)
+        pending = Pending(self.reads(batch.rows), self.by, self.method)
 
-        def add(annotation: Annotation, timeout_s: float) -> Annotation:
-            return annotation.with_column(self.writes, pending.collect(timeout_s))
+        def add(batch: EpisodeRows, timeout_s: float) -> EpisodeRows:
+            return batch.with_column(self.writes, pending.collect(timeout_s))
 
         return add
 
@@ -189,54 +200,54 @@ class RewardStage:
             return None
         return "reward_models"
 
-    def launch(self, annotation: Annotation) -> Add:
+    def launch(self, batch: EpisodeRows) -> Add:
         """Have every model score every episode. Models read the last conversation of an episode."""
-        rows = annotation.rows
-        if rows.trajectory_ids is not None:
-            rows = rows.select(rows.last_rows)
-        whole = None
-        steps = None
+        last_rows = batch.rows
+        if batch.rows.trajectory_ids is not None:
+            last_rows = batch.rows.select(batch.rows.last_rows)
+        whole = None  # a reward for each row, by each model
+        steps = None  # a reward for each token, by the process reward model
         if self.workers and self.reward.scalars:
-            whole = Pending(rows.texts(), self.workers, RewardWorker.rewards, per_sample=True)
+            whole = Pending(last_rows.texts(), self.workers, RewardWorker.rewards, per_sample=True)
         if self.workers and self.reward.process_model:
-            steps = Pending(rows.targets(), self.workers, RewardWorker.step_rewards)
+            steps = Pending(last_rows.targets(), self.workers, RewardWorker.step_rewards)
 
-        def add(annotation: Annotation, timeout_s: float) -> Annotation:
-            by_models: list[list[float]] = [[] for _ in annotation.episodes]
-            by_steps: list[list[float]] = [[] for _ in annotation.episodes]
+        def add(batch: EpisodeRows, timeout_s: float) -> EpisodeRows:
+            by_models: list[list[float]] = [[] for _ in batch.episodes]
+            by_steps: list[list[float]] = [[] for _ in batch.episodes]
             if whole:
                 by_models = whole.collect(timeout_s).tolist()
             if steps:
-                by_steps = [part.tolist() for part in rows.parts(steps.collect(timeout_s))]
+                by_steps = [part.tolist() for part in last_rows.parts(steps.collect(timeout_s))]
             weights = self.reward.weights or ()
             rewarded: list[Trajectory] = []
-            for place, episode in enumerate(annotation.episodes):
+            for place, episode in enumerate(batch.episodes):
                 rewarded.append(combined(episode, by_models[place], weights, by_steps[place]))
-            return annotation.with_episodes(rewarded)
+            return batch.with_episodes(rewarded)
 
         return add
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStages:
-    """Stages that need no samples of other prompts."""
+    """Stages that can run on the samples of one prompt as soon as they have finished."""
 
     stages: Sequence[Stage]
     timeout_s: float
 
     async def of_group(self, group: list[Trajectory]) -> list[Trajectory]:
         """Annotate the samples of one prompt while other prompts are still being sampled."""
-        return await asyncio.to_thread(self.annotated, group)
+        return await asyncio.to_thread(self.annotate, group)
 
-    def annotated(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    def annotate(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the episodes; finished ones have their rewards and columns."""
         finished = [trajectory for trajectory in trajectories if not trajectory.failed]
         if not finished:
             return list(trajectories)
-        annotation = annotate(Annotation.of(finished), self.stages, timeout_s=self.timeout_s)
+        batch = annotate(EpisodeRows.of(finished), self.stages, timeout_s=self.timeout_s)
         columns = [stage.writes for stage in self.stages if stage.writes]
-        in_order = iter(annotation.episodes_with(columns))
-        annotated: list[Trajectory] = []
+        in_order = iter(batch.episodes_with(columns))
+        all_episodes: list[Trajectory] = []
         for trajectory in trajectories:
-            annotated.append(trajectory if trajectory.failed else next(in_order))
-        return annotated
+            all_episodes.append(trajectory if trajectory.failed else next(in_order))
+        return all_episodes

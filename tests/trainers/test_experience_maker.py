@@ -20,9 +20,9 @@ from openrlhf.core.batches import Experience, TokenRows, offsets_of
 from openrlhf.observability.metrics import values
 from openrlhf.rewards.protocol import combined
 from openrlhf.trainers import stages
-from openrlhf.trainers.experience_maker import Annotated, ExperienceMaker, group_metrics, trainable
+from openrlhf.trainers.experience_maker import ExperienceMaker, StepBatch, group_metrics, trainable
 from openrlhf.trainers.filtering import thrown_away
-from openrlhf.trainers.stages import Annotation, ColumnStage, EarlyStages, RewardStage, Stage
+from openrlhf.trainers.stages import ColumnStage, EarlyStages, EpisodeRows, RewardStage, Stage
 from openrlhf.workers.critic import CriticWorker
 from tests.reference import credit as reference
 from tests.trainers.episodes import episode, failed
@@ -348,7 +348,7 @@ WEIGHTS = (0.5, 2.0, 1.0)
 
 def annotated(
     trajectories: list[Any], *, broken: tuple[int, ...] | None = None, needs_groups: bool = True
-) -> Annotated:
+) -> StepBatch:
     wanted: list[Stage] = [
         column_stage("old_logprobs"),
         column_stage("values", reads=Experience.texts),
@@ -381,14 +381,14 @@ def test_stages_of_one_prompt_leave_failed_episodes_and_their_places_alone() -> 
         length = len(trajectory.tokens)
         assert trajectory.columns["values"].tolist() == [float(length)] * length
     rule = EarlyStages(stages=[judges(models=False)], timeout_s=1.0)
-    assert [t.reward for t in rule.annotated(group)] == [1.0, None, 0.0]
+    assert [t.reward for t in rule.annotate(group)] == [1.0, None, 0.0]
 
 
 def test_a_column_that_every_episode_has_is_not_computed_again() -> None:
     SENT.clear()
     group = [episode(0, 0, score=1.0), episode(0, 1, score=0.0, actions=2)]
     early = EarlyStages(stages=[column_stage("old_logprobs")], timeout_s=1.0)
-    once = annotated(early.annotated(group))
+    once = annotated(early.annotate(group))
     assert [{"tokens", "offsets", "loss_mask"}, {"tokens", "offsets"}] == SENT
     assert set(once.timing) == {"timing/values"}
     assert once.experience.old_logprobs is not None
@@ -550,7 +550,7 @@ def test_a_column_of_an_early_stage_reaches_every_conversation() -> None:
     whole = replace(episode(score=1.0), earlier=(earlier,))
     count = len(earlier.tokens)
     column = torch.tensor([0.5] * count + [0.25] * count)
-    annotation = Annotation.of([whole]).with_column("old_logprobs", column)
+    annotation = EpisodeRows.of([whole]).with_column("old_logprobs", column)
     [done] = annotation.episodes_with(["old_logprobs"])
     experience = Experience.from_trajectories([done])
     assert experience.old_logprobs is not None

@@ -25,7 +25,7 @@ from openrlhf.config.supervised import RMConfig
 from openrlhf.core.batches import Experience
 from openrlhf.observability.metrics import Last, Metric
 from openrlhf.rewards.budget import ErrorBudget
-from openrlhf.trainers.experience_maker import Annotated
+from openrlhf.trainers.experience_maker import StepBatch
 from openrlhf.trainers.ppo import assemble
 from openrlhf.trainers.supervised import SupervisedTrainer
 from openrlhf.training.engine import StepResult
@@ -178,9 +178,9 @@ class Prompts:
         return {}
 
 
-def annotated(trajectories: list[Any]) -> Annotated:
+def annotated(trajectories: list[Any]) -> StepBatch:
     experience = Experience.from_trajectories(trajectories)
-    return Annotated(experience=experience, trajectories=trajectories, kept=trajectories, timing={})
+    return StepBatch(experience=experience, trajectories=trajectories, kept=trajectories, timing={})
 
 
 class OnPolicy:

@@ -23,7 +23,7 @@ from openrlhf.observability.metrics import Metric, values
 from openrlhf.rewards.budget import ErrorBudget, RewardErrors
 from openrlhf.rollout.background import RolloutError
 from openrlhf.rollout.episode_metrics import rollout_metrics
-from openrlhf.trainers.experience_maker import Annotated, trainable
+from openrlhf.trainers.experience_maker import StepBatch, trainable
 from openrlhf.trainers.filtering import DynamicFilter, thrown_away
 from openrlhf.trainers.outcome import NothingLearned
 from openrlhf.trainers.ppo import assemble
@@ -186,10 +186,10 @@ class Nothing:
     def publish(self, version: int) -> None:
         self.published.append(version)
 
-    def annotate(self, trajectories: list[Trajectory]) -> Annotated:
+    def annotate(self, trajectories: list[Trajectory]) -> StepBatch:
         kept = [trajectories[i] for i in trainable(trajectories, needs_groups=True)]
         experience = Experience.from_trajectories(kept)
-        return Annotated(experience=experience, trajectories=trajectories, kept=kept, timing={})
+        return StepBatch(experience=experience, trajectories=trajectories, kept=kept, timing={})
 
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         return experience, {}

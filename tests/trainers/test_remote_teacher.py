@@ -33,7 +33,7 @@ def wise() -> RemoteTeacher:
 
 def taught(episodes: list[Trajectory]) -> list[Trajectory]:
     """The episodes with the column of the teacher."""
-    return EarlyStages(stages=[RemoteTeacherStage(wise())], timeout_s=60).annotated(episodes)
+    return EarlyStages(stages=[RemoteTeacherStage(wise())], timeout_s=60).annotate(episodes)
 
 
 def text_of(token: int) -> str:

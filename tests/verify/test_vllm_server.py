@@ -176,7 +176,7 @@ def test_a_remote_teacher_behind_a_stock_server_says_what_transformers_say(
         with pytest.raises(ConfigError, match="takes 64 tokens"):
             teacher.check(tokenizer, max_len=64)
         stage = RemoteTeacherStage(teacher)
-        (judged,) = EarlyStages(stages=[stage], timeout_s=60).annotated([episode(actions=62)])
+        (judged,) = EarlyStages(stages=[stage], timeout_s=60).annotate([episode(actions=62)])
         assert isinstance(remote_engine("wise").completion_sync("ab=", max_tokens=3), str)
     with torch.no_grad():
         logprobs = hf(torch.tensor([judged.tokens])).logits[0].log_softmax(-1)
