@@ -28,10 +28,10 @@ def training_stage(ds: DeepSpeedConfig, ranks: int) -> int:
     """Return the ZeRO stage that trains a model, which may differ from --ds.zero_stage.
 
     Stage 1 in bfloat16 with --ds.enable_sleep runs as stage 2: DeepSpeed cannot move the state of
-    its optimizer. (Stage 0 is refused with that flag.) Stage 0 in bfloat16 runs as stage 1: DeepSpeed's stage 0 cannot sum
-    bfloat16 gradients in float32. Stage 2 of one process runs as stage 1: there is no other process
-    to share gradients with, and stage 2 copies the gradients of every micro-batch once more. The
-    stages compute the same numbers.
+    its optimizer. (Stage 0 is refused with that flag.) Stage 0 in bfloat16 runs as stage 1:
+    DeepSpeed's stage 0 cannot sum bfloat16 gradients in float32. Stage 2 of one process runs as
+    stage 1: there is no other process to share gradients with, and stage 2 copies the gradients of
+    every micro-batch once more. The stages compute the same numbers.
     """
     if ds.sleeps and ds.param_dtype == "bf16":
         return max(2, ds.zero_stage)
