@@ -56,5 +56,11 @@ def report(*findings: Finding) -> None:
             notice(str(finding))
     if len(failures) == 1 and failures[0].error:
         raise failures[0].error
-    if failures:
-        raise CheckError([str(failure) for failure in failures])
+    violations: list[str] = []
+    for failure in failures:
+        if isinstance(failure.error, ConfigError):
+            violations += failure.error.violations
+        else:
+            violations.append(str(failure))
+    if violations:
+        raise CheckError(violations)

@@ -46,3 +46,13 @@ def test_other_exceptions_are_not_findings() -> None:
     with pytest.raises(KeyError):
         collect(broken)
     assert issubclass(CheckError, UserError)
+
+
+def test_violations_of_one_error_are_listed_beside_other_failures() -> None:
+    def two_mistakes() -> None:
+        raise ConfigError(["a", "b"])
+
+    found = collect(two_mistakes, lambda: [Finding("c", fails=True)])
+    with pytest.raises(CheckError) as caught:
+        report(*found)
+    assert caught.value.violations == ["a", "b", "c"]

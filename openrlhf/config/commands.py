@@ -169,9 +169,11 @@ class Root(RecordedCommand):
     def unused(self) -> Iterator[Unused]:
         """Yield the flags without an effect under these values."""
         yield from super().unused()
-        if not (self.ckpt.saves or self.eval.dataset):
+        if not (self.ckpt.saves or self.keeps_best):
             saving = ["ckpt.save_hf", "ckpt.disable_ds", "ckpt.max_num", "ckpt.max_mem"]
-            yield Unused(saving, "without --ckpt.save_steps or --eval.dataset")
+            yield Unused(
+                saving, "without --ckpt.save_steps or a best checkpoint (--ckpt.best_metric_key)"
+            )
         if not (self.eval.dataset or self.measures_training_rows):
             yield Unused(["ckpt.best_metric_key", "eval.steps"], "without --eval.dataset")
         if not self.ckpt.load_enable:

@@ -149,7 +149,8 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
         if not judge.url and not is_rewarded:
             yield (
                 "<task> has no way to decide which answer is better: give --judge.url, or one or "
-                "more of --reward.remote_url, --reward.verifier and --reward.model_name_or_path."
+                "more of --reward.remote_url, --reward.verifier, --reward.model_name_or_path and "
+                "--reward.process_model."
             )
         if agent and against.answer_key:
             yield (

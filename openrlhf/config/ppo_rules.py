@@ -102,7 +102,7 @@ def loss_violations(config: RLFlags) -> Iterator[str]:
                 "no reference is loaded: start above 0."
             )
     if evaluation.patience and evaluation.dataset and evaluation.steps in (-1, 0):
-        yield "<eval.patience> counts evaluations, but there are none: set --eval.steps."
+        yield "<eval.patience> counts evaluations during training: set --eval.steps."
 
 
 def range_violations(config: RLFlags) -> Iterator[str]:
@@ -138,8 +138,8 @@ def adapter_violations(config: RLFlags) -> Iterator[str]:
         return
     if ds.lora.rank > LARGEST_SERVED_RANK:
         yield (
-            "--ds.lora.rank is above 512, the largest of engines' adapters: lower it, or use "
-            "--ds.lora.publish merged."
+            f"<ds.lora.rank> is above {LARGEST_SERVED_RANK}, the largest of engines' adapters: "
+            "lower it, or use --ds.lora.publish merged."
         )
     if ds.lora.dora:
         yield (

@@ -227,9 +227,8 @@ class RewardConfig(RuleConfig):
         if not self.process_model:
             yield Unused(["step_separator"], "without --process_model")
         if not self.models:
-            yield Unused(
-                ["offload", "num_nodes", "num_gpus_per_node"], "without --model_name_or_path"
-            )
+            devices = ["offload", "num_nodes", "num_gpus_per_node"]
+            yield Unused(devices, "without --model_name_or_path or --process_model")
         if not self.overlong_buffer_len:
             yield Unused(["overlong_penalty_factor"], "without --overlong_buffer_len")
 

@@ -17,7 +17,8 @@ from openrlhf.config.rules import has_host, is_file, is_number, is_url
 
 NOTHING_REWARDS = (
     "Nothing rewards the samples: give --reward.remote_url (a .py file or a URL), "
-    "--reward.verifier, --reward.model_name_or_path or --train.agent_func_path."
+    "--reward.verifier, --reward.model_name_or_path, --reward.process_model or "
+    "--train.agent_func_path."
 )
 
 
@@ -77,9 +78,9 @@ def sum_violations(reward: RewardConfig, parts: int) -> Iterator[str]:
     """Yield a violation unless each of these rewards has a weight, and failed ones a policy."""
     if reward.weights and len(reward.weights) != parts:
         yield (
-            f"<reward.weights> has {len(reward.weights)} numbers for {parts} rewards: one for "
-            "each of --reward.model_name_or_path, then one for --reward.remote_url or "
-            "--reward.verifier."
+            f"<reward.weights> has {len(reward.weights)} numbers for {parts} rewards: give one per "
+            "reward model, then one for --reward.process_model, then one for the function, "
+            "server, verifier or agent."
         )
     if reward.on_error not in ("fail", "drop") and not is_number(reward.on_error):
         yield f"--reward.on_error takes fail, drop or a number, not {reward.on_error!r}."

@@ -63,7 +63,7 @@ def patience_violations(evaluation: EvalConfig, ckpt: CheckpointConfig) -> Itera
     if not evaluation.patience:
         return
     if not evaluation.dataset:
-        yield "<eval.patience> counts evaluations, but there are none: give --eval.dataset."
+        yield "<eval.patience> counts evaluations of --eval.dataset, which is not given: give it."
     if ckpt.best_metric_key == "none":
         yield (
             "<eval.patience> follows --ckpt.best_metric_key, which is none: name a metric, or "

@@ -260,7 +260,7 @@ def check_prompts(config: settings.SamplingCommand, prompts: PromptDataset) -> l
         max_new_tokens=config.rollout.max_new_tokens,
     )
     verifier = config.reward.verifier
-    column = config.data.label_key
+    column = prompts.data.label_key  # given, or found by the layout
     if verifier and column:
         found += check_labels(verifier, prompts.labels(), column=column, origin=prompts.origin)
     return found

@@ -87,9 +87,7 @@ class HTTPServers:
             problems = await asyncio.gather(*(_await_server(client, s.url) for s in self.servers))
         if problems := [problem for problem in problems if problem]:
             remedy = f"Start the {self.kind}, or correct host and port."
-            raise ConfigError(
-                "\n".join(f"{self.flag}: {problem}. {remedy}" for problem in problems)
-            )
+            raise ConfigError([f"{self.flag}: {problem}. {remedy}" for problem in problems])
 
     async def ask(self, body: Mapping[str, Any] | None, path: str = "") -> Any:
         """Return the first answer in `retries` + 1 attempts to POST `body` to the URL plus `path`.

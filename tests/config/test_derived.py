@@ -528,3 +528,22 @@ def test_an_engine_that_takes_a_publication_is_not_found_hanging_unless_the_user
             r"--vllm\.hang_timeout [\d.]+ is less than --train\.publish_timeout",
             capsys.readouterr().err,
         )
+
+
+@pytest.mark.parametrize(
+    ("command", "line", "writes"),
+    [
+        ("train_rm", "--ckpt.best_metric_key eval_loss", True),
+        ("train_rm", "", False),
+        ("train_sft", "--eval.dataset e", False),
+        ("train_sft", "--eval.dataset e --eval.patience 2", True),
+        ("train_sft", "--ckpt.save_steps 2", True),
+        ("train_ppo_ray", "--eval.dataset e --eval.steps 1", True),
+        ("train_ppo_ray", "--eval.dataset e --eval.steps 1 --ckpt.best_metric_key none", False),
+    ],
+)
+def test_flags_of_checkpoints_have_an_effect_if_the_run_writes_checkpoints(
+    command: str, line: str, writes: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse(command, f"{line} --ckpt.save_hf")
+    assert ("--ckpt.save_hf: no effect" in capsys.readouterr().err) != writes

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from openrlhf.config import machine
+from openrlhf.config import machine, sampling_rules
 from openrlhf.config.flags import amend, bound_violations, flags_of, spelled_out
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.pipeline import PipelineConfig
@@ -210,18 +210,18 @@ BROKEN: list[tuple[str, str, str]] = [
     (RL, "--ds.lora.rank 8 --ds.lora.publish adapter --vllm.pipeline_parallel_size 2",
      "the parts of an engine do not report which layers they adapt: use merged"),
     (RL, "--ds.lora.rank 513 --ds.lora.publish adapter",
-     "--ds.lora.rank is above 512, the largest"),
+     "--ds.lora.rank 513 is above 512, the largest"),
     ("serve_rm", "--ds.load_in_4bit --ds.param_dtype fp16",
      "--ds.param_dtype fp16 cannot be combined with --ds.load_in_4bit"),
     (SFT, "--eval.patience 3",
-     "--eval.patience 3 counts evaluations, but there are none: give --eval.dataset"),
+     "--eval.patience 3 counts evaluations of --eval.dataset, which is not given"),
     (SFT, "--eval.patience 3 --eval.dataset e --ckpt.best_metric_key none",
      "--ckpt.best_metric_key, which is none"),
     (SFT, "--eval.patience 3 --eval.dataset e --ckpt.disable_ds",
      "--ckpt.disable_ds does not write"),
     (SFT, "--eval.patience 0 --eval.dataset e", "--eval.patience is 0, but it must be at least 1"),
     (RL, "--eval.patience 3 --eval.dataset e --eval.at_start",
-     "--eval.patience 3 counts evaluations, but there are none: set --eval.steps"),
+     "--eval.patience 3 counts evaluations during training: set --eval.steps"),
     (SFT, "--data.dataset a,b --data.dataset_probs 1.0", "--data.dataset_probs has 1 numbers"),
     (RL, "--data.prompt_dataset a,b --data.prompt_probs 0.5,0.6", "must be positive and sum to 1"),
     (RL, "--data.prompt_dataset a,b --data.prompt_probs 1.5,-0.5", "must be positive"),
@@ -612,3 +612,11 @@ def test_an_evaluation_of_the_training_file_is_noticed_whatever_the_split_is_cal
     file.write_text("{}\n")
     config = parse(SFT, f"--data.dataset {file} --eval.dataset {file} --eval.split test")
     assert any(str(file) in sentence for sentence in spelled_out(config, config.notices()))
+
+
+def test_messages_about_rewards_name_the_process_reward_model() -> None:
+    weights = "--reward.process_model o/p --reward.weights 1 1 1"
+    found = violations("train_ppo_ray", weights)
+    [sentence] = [text for text in found if "--reward.weights 1 1 1 has" in text]
+    assert "2 rewards" in sentence and "--reward.process_model" in sentence
+    assert "--reward.process_model" in sampling_rules.NOTHING_REWARDS

@@ -114,3 +114,17 @@ def test_missing_labels_are_an_error_that_names_the_first_row(
     )
     with pytest.raises(CheckError, match=r"2 of 3 labels.*labels\.jsonl, row 2, column 'label'"):
         load_prompts(config_with_prompts(tmp_path, [4], **{"data.prompt_dataset": str(rows)}))
+
+
+def test_labels_of_a_column_that_the_layout_names_are_checked(tmp_path: Path) -> None:
+    rows = tmp_path / "recognized.jsonl"
+    row = {"instruction": "1", "input": "", "output": ""}
+    rows.write_text(json.dumps(row) + "\n")
+    config = config_with_prompts(tmp_path, [4], **{"data.prompt_dataset": str(rows)})
+    without_key = dict(config.given)
+    without_key.pop("data.label_key")
+    config = parse_config(PPOConfig, as_arguments(without_key), command="train_ppo_ray")
+    with pytest.raises(
+        CheckError, match=r"1 of 1 labels.*recognized\.jsonl, row 1, column 'output'"
+    ):
+        load_prompts(config)
