@@ -14,9 +14,10 @@ from openrlhf.reporting import notice
 
 @dataclass(frozen=True)
 class Finding:
-    """A complaint of a check. `seen` and `fix` are sentences.
+    """One result of a check. `seen` and `fix` are sentences.
 
-    With `fails` nothing starts; otherwise it is a notice. `error` was raised by the check.
+    If `fails`, the command does not start; otherwise the result is printed as a notice. `error` was
+    raised by the check.
     """
 
     seen: str

@@ -3,14 +3,14 @@
 | call | where the text goes | who writes it |
 |---|---|---|
 | `say` | standard output: results and progress | this process |
-| `notice` | standard error, `[notice] …`: what a user may want to change | a launcher's first |
+| `notice` | standard error, `[notice] …`: what a user may want to change | rank 0 of a launcher |
 | `warn` | standard error, `[warning] …`: what failed while the run continues | this process |
 | `warn_once` | like `warn` | this process, once per sentence |
 | `alert` | standard error, unmarked: why a command ends or restarts | this process |
 
-A launcher's first process has rank 0. Processes of Ray and of user code write to their logs.
-Passwords and tokens in URLs are masked on standard error. Lines about the steps of a run go through
-`observability.display`, which handles --run.quiet and --run.json. Standard library only.
+Processes of Ray and of user code write to their logs. Passwords and tokens in URLs are masked on
+standard error. Lines about the steps of a run go through `observability.display`, which handles
+--run.quiet and --run.json. Standard library only.
 """
 
 import os
@@ -28,7 +28,10 @@ def is_first() -> bool:
 
 
 def say(*lines: str, end: str = "\n") -> None:
-    """Print lines that a command was started for. `end` is printed after the last line."""
+    """Print results: what the user ran the command to see.
+
+    `end` is printed after the last line.
+    """
     print(*lines, sep="\n", end=end, flush=True)
 
 
@@ -38,7 +41,7 @@ def alert(text: str) -> None:
 
 
 def notice(*sentences: str) -> None:
-    """Print notices for the user, only in a launcher's first process."""
+    """Print notices for the user, only on rank 0 of a launcher."""
     if is_first():
         for sentence in sentences:
             alert(f"{NOTICE} {sentence}")

@@ -32,7 +32,10 @@ class Command(Section):
 
     given: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
     plugin: tuple[str, ...] = option(
-        (), "Your file with registrations.", metavar="FILE.py", holds="place"
+        (),
+        "Python file that registers your own losses, estimators or tasks.",
+        metavar="FILE.py",
+        holds="place",
     )
 
     def resolve(self, *, command: str) -> tuple[Self, list[str]]:
@@ -64,7 +67,7 @@ class Command(Section):
         return {}
 
     def notices(self) -> Iterator[str]:
-        """Yield a sentence for each choice of this resolved configuration that may surprise.
+        """Yield a sentence for each setting whose consequence the user may not expect.
 
         `unused` covers flags without an effect. In a sentence, <train.seed> stands for the flag as
         it is typed: --train.seed 42.

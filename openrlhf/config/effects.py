@@ -14,9 +14,9 @@ MOST_NAMES = 8  # in one notice
 
 
 def unused_flags(config: Section) -> dict[str, str]:
-    """Return why a flag has no effect, by the path of each such flag.
+    """Map the path of each flag without an effect to the reason.
 
-    The command comes before its sections; the first reason counts.
+    A command's reason wins over a section's.
     """
     flags_below, reasons = _flags_below(type(config)), dict[str, str]()
     for prefix, section in _sections(config, ""):
@@ -32,7 +32,7 @@ def unused_flags(config: Section) -> dict[str, str]:
 
 @cache
 def _flags_below(root: type[Section]) -> dict[str, list[str]]:
-    """Return the flags with this name and those in the section with this name, for all names."""
+    """Map the path of every flag and section to the paths of the flags at or below it."""
     found: dict[str, list[str]] = {}
     for path in flags_of(root):
         for name in accumulate(path.split("."), "{}.{}".format):

@@ -155,6 +155,9 @@ class Flag:
         return " ".join(words)
 
 
+FOR_OLDER_SCRIPTS = "in any command (accepted only for older scripts)"
+
+
 @dataclass(frozen=True)
 class Unused:
     """Flags and sections that have no effect, and why.

@@ -74,7 +74,10 @@ def kl_notices(config: RLFlags) -> Iterator[str]:
                 f"{' or '.join(fitting)}."
             )
     if kl.stop_update and config.samples * train.max_epochs <= train.batch_size:
-        yield "--algo.kl.stop_update has no effect: each batch makes one optimizer step."
+        yield (
+            "--algo.kl.stop_update has no effect: each batch is trained on in one optimizer step, "
+            "so there are no later steps to skip."
+        )
 
 
 def reward_notices(config: RLFlags) -> Iterator[str]:
@@ -131,7 +134,7 @@ def staleness_notices(config: RLFlags) -> Iterator[str]:
     if not train.async_enable:
         return
     if train.max_staleness < train.async_queue_size:
-        yield "<train.max_staleness> lets fewer batches wait than <train.async_queue_size>."
+        yield "With <train.max_staleness> the queue of <train.async_queue_size> can never fill."
     if not level:
         yield (
             "--train.async_enable trains on samples of weights that are up to "

@@ -52,7 +52,8 @@ def reward_violations(config: RLFlags) -> Iterator[str]:
         yield from sampling_rules.label_violations(reward, config.data.label_key)
     if teacher.teacher and not teacher.coef:
         yield (
-            "<algo.distill.coef> makes --algo.distill.teacher useless: raise it, or leave both out."
+            "With <algo.distill.coef> the teacher of --algo.distill.teacher has no influence: "
+            "raise the coefficient, or leave out both flags."
         )
     if config.remote_teacher and config.rollout.temperature != 1:
         yield (
@@ -93,7 +94,10 @@ def loss_violations(config: RLFlags) -> Iterator[str]:
             "every weight: leave it out."
         )
     if config.algo.ptx.dataset and not config.algo.ptx.coef:
-        yield "<algo.ptx.coef> makes --algo.ptx.dataset useless: raise it, or leave both out."
+        yield (
+            "With <algo.ptx.coef> the texts of --algo.ptx.dataset have no influence: raise the "
+            "coefficient, or leave out both flags."
+        )
     limits = {"target": kl.target, "stop_run": kl.stop_run}
     for name, limit in limits.items():
         if limit and not kl.init_coef:
@@ -124,9 +128,9 @@ def correction_violations(config: RLFlags) -> Iterator[str]:
     for path, value in correction_preset(config).items():
         if value_at(config, path) != value:
             yield (
-                "--algo.advantage.is_correction_enable means the preset "
-                "<algo.advantage.is_correction_type>, and --algo.correction.* says something "
-                "else: give one of the two."
+                "--algo.advantage.is_correction_enable selects the preset "
+                "<algo.advantage.is_correction_type>, but --algo.correction.* sets other values: "
+                "use one of them."
             )
             return
 

@@ -6,7 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from openrlhf.config import machine
-from openrlhf.config.flags import Section, Unused, derived, items, option, required
+from openrlhf.config.flags import (
+    FOR_OLDER_SCRIPTS,
+    Section,
+    Unused,
+    derived,
+    items,
+    option,
+    required,
+)
 
 # What flags need, as notices call it.
 AGENT = "--train.agent_func_path"
@@ -34,7 +42,9 @@ class VLLMConfig(Section):
     enable_prefix_caching: bool = option(
         False, "Cache prefixes; on with several samples per prompt or agents."
     )
-    disable_prefix_caching: bool = option(False, "Never cache them.")
+    disable_prefix_caching: bool = option(
+        False, "Never cache prefixes, whatever the other flags say."
+    )
     enable_sleep: bool = option(False, "Free the GPU between rollouts.")
     sync_backend: str = option("nccl", "Transport of the weights; gloo without GPUs.")
     sync_with_ray: bool = option(False, "No effect: weights do not go through Ray.")
@@ -49,7 +59,7 @@ class VLLMConfig(Section):
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags without an effect under these values."""
-        yield Unused(["sync_with_ray"], "with this command")
+        yield Unused(["sync_with_ray"], FOR_OLDER_SCRIPTS)
         if not machine.count_gpus():
             yield Unused(["gpu_memory_utilization", "enforce_eager"], "without a GPU")
 

@@ -102,7 +102,7 @@ def single_process_notices(config: Any) -> Iterator[str]:
         if value_at(config, path) == 1 and path not in unused:
             single.append(f"--{path}")
     if single:
-        yield f"There is no GPU: {', '.join(single)} is 1."
+        yield f"There is no GPU, so the default is 1 for {', '.join(single)}."
 
 
 def _sizes_not_given(config: Any) -> list[str]:

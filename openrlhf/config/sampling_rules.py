@@ -126,5 +126,5 @@ def room_violations(sampling: SamplingConfig, max_len: int) -> Iterator[str]:
     if sampling.max_new_tokens and sampling.max_new_tokens >= max_len:
         yield (
             "<rollout.max_new_tokens> leaves no room for a prompt in <data.max_len>, which counts "
-            "both. Raise data.max_len or lower it."
+            "both. Raise --data.max_len or lower --rollout.max_new_tokens."
         )

@@ -1,8 +1,8 @@
 """JSON Schema of the flags of a command (draft 2020-12): the output of `--help_json`.
 
-It describes the nested form of a configuration file, as in `config.yaml` of a run folder. A flag
-that has no effect while all other flags have their defaults has the keyword `x-no-effect` with the
-reason, such as "without --ds.lora.rank".
+It describes the nested form of a configuration file, as in `config.yaml` of a run folder. The
+keyword `x-no-effect` marks a flag that does nothing while the other flags have their defaults. Its
+value is the reason, for example "without --ds.lora.rank".
 """
 
 import math

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from openrlhf.config import choices
-from openrlhf.config.flags import Section, Unused, derived, option, required
+from openrlhf.config.flags import FOR_OLDER_SCRIPTS, Section, Unused, derived, option, required
 
 DTYPES = ("bf16", "fp16", "fp32")
 EXPERTS = ("eager", "batched_mm", "grouped_mm", "deepgemm")
@@ -281,7 +281,7 @@ class TokenizerConfig(Section):
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags without an effect under these values."""
-        yield Unused(["disable_fast_tokenizer"], "with this command")
+        yield Unused(["disable_fast_tokenizer"], FOR_OLDER_SCRIPTS)
 
 
 class FormatConfig(TokenizerConfig):
@@ -349,12 +349,12 @@ class AdamConfig(Section):
 
 
 class MuonConfig(Section):
-    """Muon, for the matrices; AdamW has the rest."""
+    """Muon, for the matrices; AdamW trains the other parameters."""
 
     lr: float = option(0.02, "Peak learning rate of the matrices.", ge=0)
     momentum: float = option(0.95, "Momentum.", ge=0, lt=1)
-    ns_steps: int = option(5, "Newton-Schulz steps; the engine always takes 5.", ge=1)
-    nesterov: bool = option(True, "Nesterov momentum; the engine always uses it.")
+    ns_steps: int = option(5, "Newton-Schulz steps; DeepSpeed always takes 5.", ge=1)
+    nesterov: bool = option(True, "Nesterov momentum; DeepSpeed always uses it.")
 
 
 class OptimizerConfig(Section):

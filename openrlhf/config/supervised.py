@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from openrlhf.config import choices, machine, rules, shared, training_rules
 from openrlhf.config.commands import Root
-from openrlhf.config.flags import Section, Unused, option, required, text_of
+from openrlhf.config.flags import FOR_OLDER_SCRIPTS, Section, Unused, option, required, text_of
 
 
 class SupervisedConfig(shared.OptimizerConfig, Root):
@@ -391,7 +391,7 @@ class RMModelConfig(shared.ModelConfig):
     def unused(self) -> Iterator[Unused]:
         """Yield the flags without an effect under these values."""
         yield from super().unused()
-        yield Unused(["compute_fp32_loss_enable"], "with this command")
+        yield Unused(["compute_fp32_loss_enable"], FOR_OLDER_SCRIPTS)
         if self.loss_type == "logexp":
             yield Unused(["margin_loss_enable"], "with --loss_type logexp")
 

@@ -113,11 +113,11 @@ def rank_violations(batch_size: int, ranks: int, *, micro: int, what: str) -> It
     each, rest = divmod(batch_size, ranks)
     if rest:
         yield (
-            f"<train.batch_size> does not divide by {ranks} data-parallel ranks ({what}): use "
+            f"<train.batch_size> is not divisible by the {ranks} data-parallel ranks ({what}): use "
             f"{max(1, each) * ranks} or {(each + 1) * ranks}."
         )
     elif each % max(1, micro):
         yield (
-            f"<train.batch_size> gives each of {ranks} rank(s) ({what}) {each} samples, which do "
-            f"not divide by --train.micro_batch_size {micro}."
+            f"<train.batch_size> on {ranks} rank(s) ({what}) gives each rank {each} samples, not a "
+            f"multiple of --train.micro_batch_size {micro}."
         )

@@ -74,7 +74,7 @@ class ControlTokens:
 def check_control_tokens(
     found: Sequence[str | None], *, what: str, first: str, rendered: bool
 ) -> list[Finding]:
-    """Return a warning about rows with control tokens.
+    """Return a notice about rows with control tokens.
 
     `found` has the first control token of each row, and `first` names the first row with one.
     `rendered`: the rows may be rendered texts, in which control tokens are expected. The rows are

@@ -410,7 +410,7 @@ class LabelledDataset(SFTDataset):
 
 
 def check_both_labels(rows: LabelledDataset, *, column: str) -> list[Finding]:
-    """Return a warning if the kept rows are all desirable, or all undesirable."""
+    """Return a notice if the kept rows are all desirable, or all undesirable."""
     if 0 < rows.desirable < len(rows):
         return []
     if rows.desirable:

@@ -44,10 +44,10 @@ def texts_of(rows: Table, columns: Collection[str]) -> list[str]:
 def round_trip(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, prompts: bool = False
 ) -> list[Finding]:
-    """Return a warning about texts that change when they are encoded and decoded.
+    """Return a notice about texts that change when they are encoded and decoded.
 
     Harmless changes: Unicode compatibility forms, added spaces, spaces beside special tokens, runs
-    of white space that become one space. A warning: letters that lose case or accents, unknown
+    of white space that become one space. A notice: letters that lose case or accents, unknown
     tokens, and with `prompts` any change, since a reward's query is decoded tokens. An error: any
     other lost character, a lost border between two words, or more unknown tokens than known ones.
     Raises DataError for an error.
@@ -173,7 +173,7 @@ def recorded(tokenizer: PreTrainedTokenizerBase) -> TextFormat | None:
 def compare_formats(
     model: str, trained: TextFormat | None, used: TextFormat, prompts: Sequence[str]
 ) -> list[Finding]:
-    """Return a warning if this run's prompts have another format than a model's training prompts.
+    """Return a notice if this run's prompts have another format than a model's training prompts.
 
     `model` is the flag that names the model, with its value.
     """
@@ -215,7 +215,7 @@ def in_template(template: str, texts: Sequence[str]) -> bool:
 def unused_chat_template(
     model: str, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, applied: bool
 ) -> list[Finding]:
-    """Return a warning if a model has a chat template that neither the flags nor the texts use.
+    """Return a notice if a model has a chat template that neither the flags nor the texts use.
 
     `model` is the flag that names the model, with its value. A model that an earlier stage exported
     records its own format: see `compare_formats`.
@@ -238,7 +238,7 @@ def unused_chat_template(
 
 
 def glued(prompts: Sequence[str], answers: Sequence[str]) -> list[Finding]:
-    """Return a warning if each prompt ends, and each answer begins, with a word.
+    """Return a notice if each prompt ends, and each answer begins, with a word.
 
     Nothing separates them then.
     """
@@ -258,7 +258,7 @@ def glued(prompts: Sequence[str], answers: Sequence[str]) -> list[Finding]:
 
 
 def filled_already(used: TextFormat, texts: Sequence[str]) -> list[Finding]:
-    """Return a warning if texts begin with the words of the template that they are put into."""
+    """Return a notice if texts begin with the words of the template that they are put into."""
     words = (used.input_template or "").partition("{}")[0].strip()
     if not words or not any(text.startswith(words) for text in texts):
         return []
@@ -273,7 +273,7 @@ def filled_already(used: TextFormat, texts: Sequence[str]) -> list[Finding]:
 
 
 def joined_border(used: TextFormat, tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
-    """Return a warning if the tokenizer merges the template's last space with an answer's word."""
+    """Return a notice if the tokenizer merges the template's last space with an answer's word."""
     template = used.input_template or ""
     end = template.partition("{}")[2]
     alone, joined = tokenizer([end, f"{end}A"], add_special_tokens=False)["input_ids"]
@@ -289,7 +289,7 @@ def joined_border(used: TextFormat, tokenizer: PreTrainedTokenizerBase) -> list[
 def check_answer_room(
     lengths: Sequence[int], *, max_len: int, max_new_tokens: int | None
 ) -> list[Finding]:
-    """Return a warning if prompts are cut, a failure if they leave no room for an answer."""
+    """Return a notice if prompts are cut, a failure if they leave no room for an answer."""
     if max_new_tokens:
         longest = max_len - max_new_tokens
     else:
@@ -319,7 +319,7 @@ def check_answer_room(
 
 
 def dated_template(tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
-    """Return a warning if the chat template writes the date."""
+    """Return a notice if the chat template writes the date."""
     question = [{"role": "user", "content": ANSWER}]
     if NAME not in str(tokenizer.chat_template):
         return []
@@ -369,7 +369,7 @@ def ending_of(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def check_ending(ending: str, tokenizer: PreTrainedTokenizerBase, answers: str) -> list[Finding]:
-    """Return a warning about a suspicious ending of texts, which `answers` describes."""
+    """Return a notice about a suspicious ending of texts, which `answers` describes."""
     eos = tokenizer.eos_token
     if not ending:
         seen = (
@@ -386,7 +386,7 @@ def check_ending(ending: str, tokenizer: PreTrainedTokenizerBase, answers: str) 
 
 
 def chat_end(tokenizer: PreTrainedTokenizerBase, stops: Collection[str]) -> list[Finding]:
-    """Return a warning if the chat template ends an answer where generation does not stop.
+    """Return a notice if the chat template ends an answer where generation does not stop.
 
     `stops` are the texts at which generation ends.
     """

@@ -95,7 +95,7 @@ def empty_calls(
 def check_tools(
     lost: Sequence[str | None], *, empty: int, what: str, first: str, model: str
 ) -> list[Finding]:
-    """Return a warning about rows with tools that the chat template leaves out.
+    """Return a notice about rows with tools that the chat template leaves out.
 
     `lost` has the first missing tool of each row, if any, and `first` names the first row with one.
     `empty` counts turns that are not targets, because nothing of them is rendered.

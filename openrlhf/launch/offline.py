@@ -316,7 +316,7 @@ def load_rows(
 
 
 def look_at_borders(config: SupervisedConfig, table: Table) -> list[Finding]:
-    """Return a warning if prompts and answers of two columns are joined without a separator."""
+    """Return a notice if prompts and answers of two columns are joined without a separator."""
     data = config.data
     if data.apply_chat_template or data.input_template:
         return []

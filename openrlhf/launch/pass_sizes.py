@@ -16,7 +16,7 @@ SCORED = "rollout.micro_batch_size"
 
 
 def check_pass_sizes(config: PPOConfig, longest_prompt: int, *, on_gpus: bool) -> list[Finding]:
-    """Return a warning if micro-batches have one sample, although more samples fit into a pass.
+    """Return a notice if micro-batches have one sample, although more samples fit into a pass.
 
     Sizes that the user has set are not checked. `longest_prompt` is in tokens.
     """

@@ -269,7 +269,7 @@ def check_prompts(config: settings.SamplingCommand, prompts: PromptDataset) -> l
 def check_reward_formats(
     config: settings.SamplingCommand, used: first_look.TextFormat, texts: Sequence[str]
 ) -> list[Finding]:
-    """Return a warning about each reward model that was trained on prompts of another format.
+    """Return a notice about each reward model that was trained on prompts of another format.
 
     `texts` are prompts of this run, in the format `used`.
     """

@@ -10,7 +10,7 @@ IDLE_SHARE = 0.1  # the largest share of steps with a learning rate of 0
 
 
 def check_steps(total_steps: int, schedule: OptimizerConfig, *, fix: str) -> list[Finding]:
-    """Return a warning if a run is too short to change a model.
+    """Return a notice if a run is too short to change a model.
 
     It has few steps, or the learning rate is 0 in too many of them.
     """

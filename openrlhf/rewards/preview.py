@@ -64,7 +64,7 @@ def _is_text(label: Any) -> bool:
 async def reward_preview(
     reward: Reward, rows: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> list[Finding]:
-    """Return a warning if the reward fails on labels, or does not prefer them to wrong answers.
+    """Return a notice if the reward fails on labels, or does not prefer them to wrong answers.
 
     Rows whose label is not text are left out.
     """
@@ -101,7 +101,7 @@ def check_reward(
 ) -> list[Finding]:
     """Load the function or verifier of the flags, or reach the servers, and try it on some rows.
 
-    Returns the warning of `reward_preview`, if any. Labels are scored only if they may be answers.
+    Returns the notice of `reward_preview`, if any. Labels are scored only if they may be answers.
     Raises ConfigError.
     """
 

@@ -76,7 +76,7 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         return rows
 
     def look_at_rows(self, train_rows: Rows) -> list[Finding]:
-        """Return a warning if all labels are of one kind."""
+        """Return a notice if all labels are of one kind."""
         if not isinstance(train_rows, LabelledDataset):
             return []
         return check_both_labels(train_rows, column=self.config.data.label_key)

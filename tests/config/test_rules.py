@@ -37,8 +37,8 @@ BROKEN: list[tuple[str, str, str]] = [
     (SFT, "--ds.attn_implementation fast",
      "--ds.attn_implementation fast is unknown: use flash_attention_2"),
     (SFT, "--train.batch_size 12 --train.micro_batch_size 8",
-     "--train.batch_size 12 gives each of 1 rank(s) (the launcher started 1) 12 samples, "
-     "which do not divide by --train.micro_batch_size 8"),
+     "--train.batch_size 12 on 1 rank(s) (the launcher started 1) gives each rank 12 samples, "
+     "not a multiple of --train.micro_batch_size 8"),
     (SFT, "--data.multiturn --data.layout columns",
      "--data.multiturn needs --data.apply_chat_template"),
     (SFT, "--data.tokenizer_chat_template gone.jinja",
@@ -80,17 +80,17 @@ BROKEN: list[tuple[str, str, str]] = [
     (RL, "--algo.correction.level token",
      "--algo.correction.mode and --algo.correction.band"),
     (RL, "--algo.advantage.is_correction_enable --algo.correction.level sequence",
-     "means the preset --algo.advantage.is_correction_type tis"),
+     "selects the preset --algo.advantage.is_correction_type tis"),
     (RL, "--actor.policy_loss_type cispo --actor.dual_clip 3",
      "--actor.dual_clip 3 has no meaning"),
     (RL, "--algo.distill.teacher t --algo.distill.coef 0",
-     "--algo.distill.coef 0 makes --algo.distill.teacher"),
+     "With --algo.distill.coef 0 the teacher of --algo.distill.teacher"),
     (RL,
      "--algo.distill.teacher wise --rollout.remote_engines wise=http://h/v1 "
      "--rollout.temperature 0.7",
      "--rollout.temperature 0.7 differs from the temperature of --algo.distill.teacher wise"),
     (RL, "--algo.ptx.dataset d --algo.ptx.coef 0",
-     "--algo.ptx.coef 0 makes --algo.ptx.dataset useless"),
+     "With --algo.ptx.coef 0 the texts of --algo.ptx.dataset have no influence"),
     (RL, "--algo.kl.stop_run 0.1 --algo.kl.init_coef 0",
      "--algo.kl.stop_run 0.1 needs the KL to the reference"),
     (RL, "--rollout.temperature 0", "--rollout.temperature 0 is greedy"),
@@ -113,9 +113,9 @@ BROKEN: list[tuple[str, str, str]] = [
      "--rollout.batch_size 100 x --rollout.n_samples_per_prompt 2 = 200 samples "
      "are not a multiple of --train.batch_size 64"),
     (RL, "--actor.num_gpus_per_node 3",
-     "--train.batch_size 128 does not divide by 3 data-parallel ranks (--actor.num_nodes 1 x "
+     "--train.batch_size 128 is not divisible by the 3 data-parallel ranks (--actor.num_nodes 1 x "
      "--actor.num_gpus_per_node 3): use 126 or 129"),
-    (RL, "--train.micro_batch_size 48", "do not divide by --train.micro_batch_size 48"),
+    (RL, "--train.micro_batch_size 48", "not a multiple of --train.micro_batch_size 48"),
     (RL, "--rollout.micro_batch_size 1025", "fewer than --rollout.micro_batch_size 1025"),
     (RL, "--rollout.vllm_generate_batch_size 512",
      "--rollout.vllm_generate_batch_size 512 is less than --rollout.batch_size 1024: raise "
@@ -346,7 +346,7 @@ WHOLE_LINES: list[tuple[str, str, str]] = [
     (SFT, "--train.batch_size 4",
      "--train.micro_batch_size is 4, the share of a rank in --train.batch_size 4"),
     ("serve_rm", "--host 0.0.0.0", "--host 0.0.0.0: every program that reaches this address"),
-    (RL, "", "There is no GPU: --actor.num_gpus_per_node"),
+    (RL, "", "There is no GPU, so the default is 1 for --actor.num_gpus_per_node"),
     (RL, "", "Each iteration: 1024 prompts x 1 = 1024 samples"),
     (RL, "--train.dynamic_batch_enable",
      "--train.dynamic_batch_enable turns --ds.packing_samples on"),
@@ -364,7 +364,7 @@ WHOLE_LINES: list[tuple[str, str, str]] = [
     (RL, "--vllm.hang_timeout 5 --train.publish_timeout 9",
      "--vllm.hang_timeout 5 is less than --train.publish_timeout 9"),
     (RL, "--train.async_enable --train.async_queue_size 2 --train.max_staleness 1",
-     "--train.max_staleness 1 lets fewer batches wait than --train.async_queue_size 2"),
+     "With --train.max_staleness 1 the queue of --train.async_queue_size 2 can never fill"),
     (RL, "--rollout.top_p 0.5",
      "--rollout.top_p 0.5 and --rollout.top_k -1: the engine's log-probabilities"),
     (RL, "--eval.dataset e", "--eval.dataset is never used: set --eval.steps or --eval.at_start"),
@@ -580,7 +580,8 @@ def test_the_batch_is_checked_against_the_processes_of_the_launcher(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     (sentence,) = violations(SFT, "")
-    assert "does not divide by 3 data-parallel ranks (the launcher started 3): use 126" in sentence
+    assert "not divisible by the 3 data-parallel ranks (the launcher started 3)" in sentence
+    assert "use 126" in sentence
 
 
 @pytest.mark.parametrize("command", [SFT, "train_dpo", RL])

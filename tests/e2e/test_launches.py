@@ -555,7 +555,7 @@ def test_without_a_running_ray_devices_are_those_of_the_machine(
     done = of_default_size(workspace, environment(**named), "--dry_run")
     assert done.status == 0, done.errors
     assert "actor: 1 process(es): 1 on this machine" in done.printed
-    assert "There is no GPU: " in done.errors
+    assert "There is no GPU, so " in done.errors
 
 
 def test_a_note_of_a_ray_that_is_gone_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
