@@ -1,3 +1,1 @@
-"""Code that may hang, crash or misbehave, in processes that can be killed: user functions, agents,
-sandboxed programs.
-"""
+"""Separate, killable processes for untrusted code: user functions, agents, sandboxed programs."""

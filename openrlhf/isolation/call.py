@@ -1,4 +1,4 @@
-"""A call of user code: what runs, what bounds it, and how it can fail."""
+"""A call to user code: its function, its limits and its errors."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,17 +9,19 @@ from openrlhf.core.trajectory import Failure
 
 @dataclass(frozen=True)
 class Asked:
-    """A question of a call to the pool's owner, and the answer."""
+    """A question that a call asked the pool's owner, and the answer."""
 
     question: Any
     answer: Any
-    # False: asked from elsewhere in the process during the call, perhaps on its behalf
+    # False: asked elsewhere in the process while the call was running, perhaps on its behalf.
     own: bool
 
 
 class UserCodeError(RuntimeError):
-    """User code raised, took too long, ended its process, or returned what cannot leave it; the
-    message has the traceback.
+    """A failed call to user code.
+
+    It raised, timed out, ended its process, or returned a value that cannot be serialized. The
+    message contains the traceback.
     """
 
     def __init__(self, message: str, failure: Failure = Failure.EXCEPTION) -> None:
@@ -28,9 +30,9 @@ class UserCodeError(RuntimeError):
 
 
 class ProcessLost(UserCodeError):
-    """The process of a call is gone.
+    """A call whose process ended.
 
-    `again` is where the call may run once more; None if this call itself killed the process.
+    `again` is where the call may be retried; None if this call itself killed the process.
     """
 
     def __init__(self, error: UserCodeError, again: Literal["anywhere", "alone"] | None) -> None:
@@ -40,20 +42,19 @@ class ProcessLost(UserCodeError):
 
 @dataclass(frozen=True, kw_only=True)
 class UserCall:
-    """A function of the user, its arguments, and its deadlines. `limit` is the flag behind
-    `seconds`, for messages.
+    """A user function, its arguments and its deadlines.
 
-    `answer` gets the number of a question and the question. Questions and answers are kept in
-    `asked`, those of a failed call too.
+    `limit` is the flag that sets `seconds`, for messages. `answer` receives the index of a question
+    and the question. `asked` collects questions and answers, even if the call fails.
     """
 
     name: str  # in messages
     target: str  # path/to/file.py:function or package.module:function
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    seconds: float  # of its own work, between two answers
+    seconds: float  # of its own work; restarts after each answer
     limit: str
-    total_seconds: float | None = None  # of all, waiting for answers included
+    total_seconds: float | None = None  # including time spent waiting for answers
     total_limit: str = ""
     answer: Callable[[int, Any], Awaitable[Any]] | None = None
     asked: list[Asked] = field(default_factory=list[Asked], compare=False)
@@ -61,10 +62,8 @@ class UserCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What bounds a process. `grace`: seconds for a call to end after its deadline, before its
-    process is killed.
-    """
+    """Limits of one user process."""
 
     memory_gib: float
-    at_once: int  # calls
-    grace: float
+    at_once: int  # concurrent calls
+    grace: float  # seconds a call has to end after its deadline, before its process is killed

@@ -1,11 +1,11 @@
-"""What a process of someone else's code may no longer do, and the end of all that it has started,
-daemons too.
+"""Restrictions on processes that run untrusted code, and cleanup of all their descendants.
 
-For user processes and sandboxed programs. Standard library only, by Linux calls that need no
-privilege. A function that takes something away changes the calling process for good, and what it
-starts inherits that; where the kernel lacks a call, the function raises OSError or says so. The
-parent of such a process calls `adopt_orphans` before the start and `end_all` afterwards: a process
-that leaves its session or loses its parent becomes our child, and is found.
+Used for user processes and sandboxed programs. It needs only the standard library and Linux system
+calls that require no privileges. A restriction is permanent for the calling process and inherited
+by its children. If the kernel does not support it, the function raises OSError or returns False.
+The parent of a confined process calls `adopt_orphans` before starting it and `end_all` afterwards.
+A descendant that daemonizes, leaves its session or loses its parent then becomes a child of the
+caller, so that `end_all` finds it.
 """
 
 import ctypes
@@ -22,16 +22,16 @@ from pathlib import Path
 from openrlhf.isolation.system_calls import seccomp_filter
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# No distribution, container or service takes users from this range.
+# No distribution, container or service assigns user ids from this range.
 UIDS = range(0x7000_0000, 0x7FFF_FFFF)
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SYS_ADMIN, CAP_SYS_RESOURCE = 1, 2, 21, 24
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_SET_SECUREBITS, PR_CAP_AMBIENT = 38, 22, 28, 47
-NO_SETUID_FIXUP = 1 << 2  # a change of user keeps capabilities, and access() knows them
+NO_SETUID_FIXUP = 1 << 2  # capabilities survive a change of user, and access() honors them
 CLONE_NEWUSER = 0x1000_0000
-# System calls, the same on all platforms.
+# System call numbers, the same on all platforms.
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
-# Versions of Landlock that introduced a protection.
+# The Landlock version that introduced each protection.
 LANDLOCK_TRUNCATE, LANDLOCK_NETWORK, LANDLOCK_SIGNALS = 3, 4, 6
 BIND_AND_CONNECT, SOCKETS_AND_SIGNALS = 0b11, 0b11
 READ = 0b1101  # Landlock: execute, read file, read folder
@@ -52,22 +52,21 @@ def _prctl(*arguments: int) -> int:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends, so that they can be found."""
+    """Become the parent of descendants whose own parent exits, so that `end_all` finds them."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends."""
+    """Have the kernel kill this process when its parent exits."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def limit_processes(count: int, uid: int) -> bool:
-    """Let this process and what it starts be at most `count` processes and threads; whether that
-    worked.
+    """Limit this process and its descendants to `count` processes and threads in total.
 
-    The kernel counts per user and never stops root. So root becomes the otherwise unused user
-    `uid`, and keeps what it may do with files and processes; anybody else gets a user namespace,
-    where the counting starts anew.
+    Returns False if the limit could not be set. The kernel counts per user and never limits root.
+    Root therefore becomes the otherwise unused user `uid`, and keeps its rights over files and
+    processes. Any other user enters a new user namespace, where the count starts at zero.
     """
     try:
         if os.geteuid() == 0 or os.geteuid() in UIDS:
@@ -81,9 +80,7 @@ def limit_processes(count: int, uid: int) -> bool:
 
 
 def limit(kind: int, value: int) -> None:
-    """Let this process have `value` of a resource, or what it may have at most, and never more
-    again.
-    """
+    """Set the soft and hard limit of a resource to `value`, or to the hard limit if it is lower."""
     hard = resource.getrlimit(kind)[1]
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
@@ -93,9 +90,9 @@ def limit(kind: int, value: int) -> None:
 def _change_user(uid: int) -> None:
     _prctl(PR_SET_SECUREBITS, NO_SETUID_FIXUP)
     os.setresuid(uid, uid, uid)
-    # Each of these capabilities lifts the limit.
+    # Each of these two capabilities exempts a process from the limit.
     keep_capabilities(capabilities() - {CAP_SYS_ADMIN, CAP_SYS_RESOURCE})
-    _libc.setfsuid(0)  # files it writes are root's
+    _libc.setfsuid(0)  # files it writes belong to root
 
 
 def _enter_user_namespace() -> None:
@@ -107,7 +104,7 @@ def _enter_user_namespace() -> None:
 
 
 def capabilities() -> set[int]:
-    """Return the numbers of the capabilities that this process may use."""
+    """Return the numbers of this process's permitted capabilities."""
     line = next(
         line
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -118,7 +115,7 @@ def capabilities() -> set[int]:
 
 
 def keep_capabilities(kept: Iterable[int]) -> None:
-    """Drop all other capabilities; programs that are started get the kept ones too."""
+    """Drop all capabilities except `kept`; started programs inherit `kept`."""
     bits = sum(1 << number for number in kept)
     low, high = bits & 0xFFFF_FFFF, bits >> 32
     _call(
@@ -128,20 +125,19 @@ def keep_capabilities(kept: Iterable[int]) -> None:
     )
     _prctl(PR_CAP_AMBIENT, 4)  # clear
     for number in kept:
-        with suppress(OSError):  # one that the container does not have
+        with suppress(OSError):  # the container may lack this capability
             _prctl(PR_CAP_AMBIENT, 2, number)
 
 
 def landlock_version() -> int:
-    """Return the version of the kernel's Landlock. Raises OSError if the kernel has none."""
+    """Return the kernel's Landlock version. Raises OSError if the kernel has no Landlock."""
     return _call(_libc.syscall(LANDLOCK_CREATE, None, 0, 1))
 
 
 def restrict_files(*, read: Iterable[str], write: str) -> None:
-    """Leave these paths readable, the folder `write` writable, and no other file within reach
-    (Landlock).
+    """Deny access to all files except the paths in `read` and the writable folder `write`.
 
-    A newer Landlock also refuses TCP connections, and signals and abstract sockets that lead to
+    Uses Landlock. Newer versions also deny TCP connections, and signals and abstract sockets to
     other processes. Raises OSError if the kernel has no Landlock.
     """
     version = landlock_version()
@@ -174,7 +170,7 @@ def restrict_files(*, read: Iterable[str], write: str) -> None:
 def restrict_calls() -> None:
     """Have the kernel refuse all system calls that `system_calls` does not list (seccomp).
 
-    Raises OSError if the kernel has no seccomp, or on another platform than x86-64.
+    Raises OSError if the kernel has no seccomp, or if the platform is not x86-64.
     """
     if platform.machine() != "x86_64":
         raise OSError(f"the list of system calls is one for x86-64, not {platform.machine()}")
@@ -188,9 +184,9 @@ def restrict_calls() -> None:
 
 
 def end_all(child: int) -> int:
-    """Kill and reap every process below this one. Returns the wait status of `child`."""
+    """Kill and reap every descendant of this process. Returns the wait status of `child`."""
     statuses: dict[int, int] = {}
-    while killed_some():  # a later round finds what was forked meanwhile
+    while killed_some():  # the next round finds processes forked in the meantime
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 statuses.update([ended])
@@ -199,9 +195,7 @@ def end_all(child: int) -> int:
 
 
 def reap_orphans(child: int) -> None:
-    """Reap every ended process below this one but `child`: until then, each counts towards the
-    limit of processes.
-    """
+    """Reap every ended descendant except `child`; zombies count toward the process limit."""
     with suppress(ChildProcessError):
         while (
             ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -210,7 +204,7 @@ def reap_orphans(child: int) -> None:
 
 
 def killed_some() -> bool:
-    """Kill every process below this one. Returns True if there was one, zombies included."""
+    """Kill every descendant of this process. Returns True if there was one, even a zombie."""
     killed = False
     for pid in descendants():
         with suppress(OSError):
@@ -220,11 +214,11 @@ def killed_some() -> bool:
 
 
 def descendants() -> list[int]:
-    """Return all processes below this one, as /proc shows them now."""
+    """Return the ids of all descendants of this process that /proc lists now."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with suppress(OSError):  # it ended meanwhile
+            with suppress(OSError):  # the process has ended
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 children.setdefault(parent, []).append(int(entry.name))
     found = [os.getpid()]

@@ -1,6 +1,4 @@
-"""The user's files and functions: importing them, describing them, and turning what they return
-into built-in data.
-"""
+"""Import of the user's files and functions, their signatures, and conversion of their results."""
 
 import importlib
 import importlib.util
@@ -17,7 +15,7 @@ from typing import Any
 def plain(value: Any) -> Any:
     """Return `value` as built-in numbers, text, lists and dicts; convert tensors with `tolist`.
 
-    Raises TypeError, which names the type, if there is no such form.
+    Raises TypeError, which names the type, if `value` cannot be converted.
     """
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
@@ -39,12 +37,12 @@ def plain(value: Any) -> Any:
 
 @cache
 def load_file(path: Path) -> ModuleType:
-    """Import the file at `path`, with its folder first on the import path for its neighbours."""
+    """Import the file at `path`, with its folder first on the import path."""
     folder = str(path.parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
-    name = f"user_file_{path.stem}"  # a file called math.py must not replace math
+    name = f"user_file_{path.stem}"  # a file named math.py must not replace the math module
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
@@ -70,8 +68,9 @@ def load_function(target: str) -> Callable[..., Any]:
 
 
 def parameters_of(target: str) -> list[list[Any]] | None:
-    """[name, kind, required] of each parameter of a function, in the words of `inspect`; None if
-    unreadable.
+    """Return [name, kind, required] of each parameter; None if there is no signature.
+
+    Kinds have the names that `inspect` uses.
     """
     try:
         parameters = inspect.signature(load_function(target)).parameters.values()
@@ -81,19 +80,19 @@ def parameters_of(target: str) -> list[list[Any]] | None:
 
 
 def is_required(parameter: inspect.Parameter) -> bool:
-    """Return whether a call must give this parameter."""
+    """Return True if a call must pass this parameter."""
     variable = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     return parameter.default is parameter.empty and parameter.kind not in variable
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a function accepts a keyword argument of this name."""
+    """Return True if a function accepts a keyword argument of this name."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 async def awaited(value: Any) -> Any:
-    """Return the result of a function, awaited if the function is `async def`."""
+    """Return `value`, awaited if it is awaitable, as the result of an `async def` function is."""
     if inspect.isawaitable(value):
         return await value
     return value

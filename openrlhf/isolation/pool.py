@@ -1,12 +1,12 @@
-"""A pool of processes that run user code: one call at a time in each, or many.
+"""A pool of processes that run user code, with one or several concurrent calls in each process.
 
-A call that hangs, exits, crashes or fills its memory ends a process, never the run. The call comes
-back as a `UserCodeError`, the process and all it started are killed, and a fresh process takes its
-place while the others go on.
+A call that hangs, exits, crashes or runs out of memory ends its process, never the run. The call
+raises `UserCodeError`. The process and all its descendants are killed, and a new process replaces
+it while the rest of the pool continues.
 
-If a process had several calls, only the one at fault fails. Calls that waited for an answer run
-again in another process. Calls whose own code was running run again too, each alone in a process:
-the call at fault ends that process as well.
+If the process was running several calls, only the call at fault fails. Calls that were waiting for
+an answer are retried in another process. Calls whose own code was running are retried too, each
+alone in a process, because any of them may be the call at fault and end that process as well.
 """
 
 import asyncio
@@ -24,22 +24,22 @@ from openrlhf.reporting import warn_once
 
 __all__ = ["Asked", "ProcessPool", "UserCall", "UserCodeError"]
 
-LOAD_S = 120.0  # for the import of a user's file, if a call may not take longer anyway
-LEAST_ALONE = 4  # processes for calls that run alone
-LOSSES = 4  # of its processes, after which a call that only waited for answers fails, or runs alone
+LOAD_S = 120.0  # minimum time limit of the import of a user's file
+LEAST_ALONE = 4  # minimum number of processes for calls that run alone
+LOSSES = 4  # lost processes after which a call that only waited for answers fails or runs alone
 LOG_BYTES = 16 << 20  # a longer log is cut
 LOG_KEPT = 1 << 20  # bytes kept at each end of a log that is cut
-LOG_SECONDS = 1.0  # between two looks at the sizes of logs
+LOG_SECONDS = 1.0  # between two checks of the log sizes
 T = TypeVar("T")
 
 
 class ProcessPool:
-    """`workers` processes that run user code, `at_once` calls in each. To be used from any thread
-    and event loop.
+    """A pool of `workers` processes that run user code, up to `at_once` concurrent calls in each.
 
-    A process starts with its first call. `memory_gib` limits the data of each. `log_dir` gets what
-    user code prints, a `<name>-<n>.log` per process; without it, the output goes to stderr. `grace`
-    (seconds): see `Limits`.
+    It can be used from any thread and event loop. A process starts at its first call. `memory_gib`
+    limits the data (RLIMIT_DATA) of each process. Output of user code goes to `<name>-<n>.log` in
+    `log_dir`, one file per process, or to stderr without `log_dir`. `grace` (seconds): see
+    `Limits`.
     """
 
     def __init__(
@@ -72,17 +72,18 @@ class ProcessPool:
         self._keeping_short = self._submit(_keep_short(logs))
 
     async def check(self, target: str) -> Any:
-        """The parameters of a function, see `parameters_of`. Raises UserCodeError if it cannot be
-        loaded.
+        """Load a function and return its parameters (see `parameters_of`).
+
+        Raises UserCodeError if the function cannot be loaded.
         """
         setup = _load_of(target, 0.0)
         return await self.run(setup, setup)
 
     async def call(self, target: str, *args: Any, timeout: float, **kwargs: Any) -> Any:
-        """What `path/to/file.py:function` or `package.module:function` returns, as built-in data.
+        """Call a function in a process of the pool and return its result as built-in data.
 
-        `timeout` (seconds) counts from the moment when a free process that has loaded the function
-        gets the call. Raises UserCodeError.
+        `target` is `path/to/file.py:function` or `package.module:function`. `timeout` (seconds)
+        starts when a process that has loaded the function receives the call. Raises UserCodeError.
         """
         call = UserCall(
             name=target,
@@ -95,8 +96,9 @@ class ProcessPool:
         return await self.run(call, _load_of(target, timeout))
 
     async def run(self, call: UserCall, setup: UserCall) -> Any:
-        """What a call returns in a process where `setup`, which may be the same, was called once.
-        Raises UserCodeError.
+        """Return the result of `call`, run in a process that has run `setup` once.
+
+        `setup` may be the same call. Raises UserCodeError.
         """
         return await asyncio.wrap_future(self._submit(self._run(call, setup)))
 
@@ -119,7 +121,7 @@ class ProcessPool:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """Kill every process; calls under way and calls that wait end with a UserCodeError."""
+        """Kill every process; running and queued calls raise UserCodeError."""
         if self._closed:
             return
         ending = self._submit(self._close())
@@ -133,7 +135,7 @@ class ProcessPool:
         self._keeping_short.cancel()
         await asyncio.gather(self._shared.close(), self._alone.close())
         calls = asyncio.all_tasks() - {asyncio.current_task()}
-        if calls:  # they get their errors now
+        if calls:  # they are raising their errors
             await asyncio.wait(calls)
 
     def __enter__(self) -> Self:
@@ -144,8 +146,9 @@ class ProcessPool:
 
 
 def loading(name: str, target: str, *args: Any, seconds: float, limit: str) -> UserCall:
-    """The call that loads a user's file in a process. It may take as long as a call, and `LOAD_S`
-    at least.
+    """Build the call that loads a user's file in a process, limited to `seconds` or `LOAD_S`.
+
+    The longer of the two applies.
     """
     if seconds <= LOAD_S:
         seconds, limit = LOAD_S, f"more only with {limit}"
@@ -163,21 +166,19 @@ def _load_of(target: str, timeout: float) -> UserCall:
 
 
 class _Processes:
-    """A fixed number of processes, each replaced when it ends. Belongs to one event loop."""
+    """A fixed number of processes, each replaced when it ends. Used from one event loop only."""
 
     def __init__(self, count: int, limits: Limits, log: Path | None) -> None:
         self.limits = limits
         self.logs = [log and Path(f"{log}-{number}.log") for number in range(count)]
         self._processes = [self._fresh(number) for number in range(count)]
-        self._replaced = set[UserProcess]()  # not gone yet
-        # Acquired in the order of the requests.
+        self._replaced = set[UserProcess]()  # still ending
+        # Acquired in the order of the calls.
         self._places = asyncio.Semaphore(count * limits.at_once)
         self._closed: UserCodeError | None = None
 
     async def run(self, call: UserCall, setup: UserCall) -> Any:
-        """What a call returns. The call begins again if its process is lost through no fault of its
-        own.
-        """
+        """Run a call and return its result; retry it if another call ended its process."""
         losses = 0
         async with self._places:
             while True:
@@ -189,7 +190,7 @@ class _Processes:
                         raise
 
     def _pick(self) -> UserProcess:
-        """The process with the fewest calls, if possible one that has started."""
+        """Return the process with the fewest calls, preferring one that has started."""
         if self._closed:
             raise self._closed
         process = min(self._processes, key=lambda each: (each.calls_given, each.process is None))
@@ -207,7 +208,7 @@ class _Processes:
         return self._processes[number]
 
     def _ended(self, process: UserProcess) -> None:
-        """Have a fresh process load what the one that is gone had loaded."""
+        """Replace a process that ended, and load the same files in the new process."""
         if process in self._processes and not self._closed:
             fresh = self._replace(process)
             for setup, load in process.loads.items():
@@ -216,7 +217,7 @@ class _Processes:
         self._replaced.discard(process)
 
     async def close(self) -> None:
-        """Kill all processes, and wait until nothing is left of them."""
+        """Kill all processes and wait until they have ended."""
         self._closed = closed = UserCodeError("the pool of processes was closed")
         await asyncio.gather(
             *(process.close(closed) for process in [*self._processes, *self._replaced])
@@ -224,7 +225,7 @@ class _Processes:
 
 
 async def _keep_short(logs: Sequence[Path]) -> None:
-    """Cut the middle out of each log that grows too long, again and again."""
+    """Cut the middle out of each log that exceeds `LOG_BYTES`, until cancelled."""
     cut = dict.fromkeys(logs, 0)
     while True:
         for log in logs:
@@ -237,7 +238,7 @@ async def _keep_short(logs: Sequence[Path]) -> None:
 
 
 def _cut(log: Path, words: str) -> None:
-    """Leave the beginning and the end of a log, to which processes go on appending."""
+    """Keep the beginning and the end of a log while processes continue to append to it."""
     with log.open("r+b") as file:
         file.seek(-LOG_KEPT, os.SEEK_END)
         end = file.read()

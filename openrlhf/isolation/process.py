@@ -1,7 +1,6 @@
-"""One process with user code: its start, the calls under way in it, their deadlines, and its end.
+"""One process that runs user code: its start, its running calls, their deadlines, and its end.
 
-Of a process that hangs, exits, crashes or fills its memory, and of all that it started, nothing is
-left.
+A process that hangs, exits, crashes or runs out of memory is killed with all its descendants.
 """
 
 import asyncio
@@ -26,55 +25,57 @@ from openrlhf.isolation.confinement import UIDS
 from openrlhf.isolation.program import DUMP_SIGNAL, LENGTH, MAX_MESSAGE_BYTES
 from openrlhf.reporting import warn
 
-END_S = 5.0  # for a process to end with all that it started, before it is killed
-DUMP_S = 0.5  # for a call that ran out of time, to write down where it hangs
-SLOW_LOAD_S = 10.0  # after which a file that is still being loaded is announced
+END_S = 5.0  # time for a process to end with all its descendants before it is killed
+DUMP_S = 0.5  # time for a late call to write the stack of where it hangs
+SLOW_LOAD_S = 10.0  # time after which a load that is still running is reported
 PROGRAM = "import sys; from openrlhf.isolation.program import main; main(*map(int, sys.argv[1:]))"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass(eq=False, kw_only=True)
 class _Running:
-    """A call under way."""
+    """A running call."""
 
     number: int
     call: UserCall
     done: asyncio.Future[Any]
-    log_start: int  # byte of the log
-    questions: int = 0  # so far
-    waiting: set[asyncio.Task[None]] = field(default_factory=set)  # for answers
-    clock: asyncio.Timeout  # of its own work
-    late: str | None = None  # the deadline that it missed, in words
+    log_start: int  # size of the log in bytes when the call started
+    questions: int = 0  # asked so far
+    waiting: set[asyncio.Task[None]] = field(default_factory=set)  # tasks that compute its answers
+    clock: asyncio.Timeout  # time limit of its own work
+    late: str | None = None  # description of the deadline that it missed
 
 
 class UserProcess:
-    """One process, from its first call to its end. Belongs to one event loop. `on_end` is called
-    when the process is gone.
+    """One process, from its first call to its end, used from one event loop only.
+
+    `on_end` is called when the process has ended.
     """
 
     def __init__(self, limits: Limits, log: Path | None, on_end: Callable[[Self], None]) -> None:
         self.limits, self.log, self.on_end = limits, log, on_end
         self.calls_given = 0
-        # A call was late here, and may have left threads that hang: no further calls.
+        # A call was late here and may have left hanging threads: accept no further calls.
         self.retiring = False
         self.loads: dict[UserCall, asyncio.Task[Any]] = {}
         self.process: subprocess.Popen[bytes] | None = None
         self._calls: dict[int, _Running] = {}
         self._numbers = itertools.count()
         self._connected: asyncio.Task[None] | None = None
-        # Why remaining calls end, if not because the process ended by itself.
+        # The error of remaining calls, unless the process ended by itself.
         self._ending: UserCodeError | None = None
         self._culprit_known = False
         self.gone = asyncio.Event()
 
     @property
     def usable(self) -> bool:
-        """True if the process can be given calls."""
+        """True if the process accepts calls."""
         return not (self.retiring or self.gone.is_set())
 
     async def run(self, call: UserCall, setup: UserCall) -> Any:
-        """What a call returns after `setup`, which runs once and may be the call itself. Raises
-        UserCodeError.
+        """Run `setup` once, then `call`, and return the result of `call`.
+
+        `setup` may be the call itself. Raises UserCodeError.
         """
         self.calls_given += 1
         try:
@@ -88,12 +89,11 @@ class UserProcess:
                 self.cut()
 
     def begin_load(self, setup: UserCall) -> asyncio.Task[Any]:
-        """Have `setup` run, if it has not yet."""
+        """Start running `setup`, unless it was started before. Returns its task."""
         if setup not in self.loads:
             self.loads[setup] = asyncio.create_task(self._load(setup))
-            self.loads[setup].add_done_callback(
-                lambda task: task.cancelled() or task.exception()
-            )  # nobody may wait
+            # Retrieve the exception: asyncio logs an error if no caller awaits the task.
+            self.loads[setup].add_done_callback(lambda task: task.cancelled() or task.exception())
         return self.loads[setup]
 
     async def _load(self, setup: UserCall) -> Any:
@@ -115,9 +115,9 @@ class UserProcess:
             announced.cancel()
 
     async def _start(self) -> None:
-        """Start the process, in a session of its own, and listen to it."""
+        """Start the process in a session of its own, and start reading its messages."""
         ours, theirs = socket.socketpair()
-        uid = random.choice(UIDS)  # of user code, if we are root
+        uid = random.choice(UIDS)  # user code runs as this user if we are root
         if self.log is None:
             output = os.dup(2)
         else:
@@ -182,7 +182,7 @@ class UserProcess:
                 running.late = f"{call.name} took more than {seconds:g} s ({limit})"
                 await self._end(running)
             return await done
-        except asyncio.CancelledError:  # given up by its caller
+        except asyncio.CancelledError:  # the caller gave up
             self._cancel(running)
             raise
         finally:
@@ -192,7 +192,7 @@ class UserProcess:
                     task.cancel()
 
     async def _end(self, late: _Running) -> None:
-        """Ask a call to end; kill the process if the call does not."""
+        """Cancel a late call; kill the process if the call does not end."""
         self.retiring = True
         self._write(kind="cancel", call=late.number)
         if not (await asyncio.wait([late.done], timeout=self.limits.grace))[0]:
@@ -202,14 +202,14 @@ class UserProcess:
                 self.cut()
 
     def _cancel(self, running: _Running) -> None:
-        if self.limits.at_once == 1:  # it may block, and the next call is not to wait for it
+        if self.limits.at_once == 1:  # the call may block, and the next call must not wait for it
             self.retiring = True
             self.cut()
         else:
             self._write(kind="cancel", call=running.number)
 
     async def _listen(self, process: subprocess.Popen[bytes]) -> None:
-        """Take what the process says until it is gone, then end the calls that are left."""
+        """Read messages until the process ends, then fail the remaining calls."""
         with suppress(OSError, EOFError):
             while not self._culprit_known:
                 (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
@@ -241,7 +241,7 @@ class UserProcess:
         self.on_end(self)
 
     def _loss(self, running: _Running, code: int) -> UserCodeError:
-        """Return an error that describes the process's end and quotes what the call printed."""
+        """Return an error that describes how the process ended and quotes the call's output."""
         log = _printed(self.log, running.log_start)
         if running.late:
             return UserCodeError(f"{running.late}.{log}", Failure.TIMEOUT)
@@ -251,7 +251,7 @@ class UserProcess:
         )
 
     def _done(self, running: _Running, message: dict[str, Any]) -> None:
-        """A call is over."""
+        """Set the result or the error of a finished call."""
         if "error" not in message:
             running.done.set_result(message["value"])
             return
@@ -264,14 +264,16 @@ class UserProcess:
             words = f"{running.late}, and was ended here"
             failure = Failure.TIMEOUT
         error = UserCodeError(f"{words}:\n{message['error']}{memory}", failure)
-        if message["scarce"] and len(self._calls) > 1:  # other calls may hold what this one lacked
+        # The call lacked memory or processes, which other calls may be holding.
+        if message["scarce"] and len(self._calls) > 1:
             error = ProcessLost(error, "alone")
         running.done.set_exception(error)
         self._culprit_known = message["last"]
 
     def _ask(self, running: _Running | None, *, number: int, question: Any) -> None:
-        """Answer a question. A call's clock stands while it waits; that of every call, if nobody
-        knows whose question it is.
+        """Answer a question of a call, whose clock is paused until the answer arrives.
+
+        If the asking call is unknown, the clock of every running call is paused.
         """
         askers = [running] if running else list(self._calls.values())
         answering = next(
@@ -284,7 +286,7 @@ class UserProcess:
             try:
                 assert answering.call.answer
                 given = await answering.call.answer(place, question)
-            except Exception as failed:  # not the fault of user code
+            except Exception as failed:  # an error of the pool's owner, not of user code
                 if not answering.done.done():
                     answering.done.set_exception(failed)
                     self._write(kind="cancel", call=answering.number)
@@ -303,7 +305,7 @@ class UserProcess:
             _set(each.clock, None)
 
     def _write(self, **message: Any) -> None:
-        if self._writer.is_closing():  # the listener ends the calls of a process that is gone
+        if self._writer.is_closing():  # the process has ended: `_listen` fails its calls
             return
         try:
             data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
@@ -314,19 +316,21 @@ class UserProcess:
         self._writer.write(LENGTH.pack(len(data)) + data)
 
     def cut(self) -> None:
-        """Have the process end with all that it started; the listener does the rest. Kill what does
-        not end in time.
+        """Ask the process to end with all its descendants, and kill it after `END_S` seconds.
+
+        `_listen` then fails the remaining calls.
         """
         if self.process and self.process.stdin and not self.process.stdin.closed:
             self.process.stdin.close()
-            self.process.terminate()  # a process that was forked here may hold the other end open
+            # A process forked here may hold the pipe open, so closing it may not be enough.
+            self.process.terminate()
             loop = asyncio.get_running_loop()
-            # User code may have stopped the process, and dies with it.
+            # User code may have stopped (SIGSTOP) the process. It dies with the process.
             loop.call_later(END_S, self.process.kill)
             loop.call_later(END_S, self._writer.transport.abort)
 
     async def close(self, why: UserCodeError) -> None:
-        """Kill the process, and wait until nothing is left of it; its calls end with an error."""
+        """Kill the process and wait until it has ended; its calls raise `why`."""
         self._ending, self.retiring = why, True
         if self._connected:
             with suppress(UserCodeError):
@@ -336,32 +340,32 @@ class UserProcess:
 
 
 def _set(clock: asyncio.Timeout, end: float | None) -> None:
-    with suppress(RuntimeError):  # the call is late or over
+    with suppress(RuntimeError):  # the call is late or finished
         clock.reschedule(end)
 
 
 def _environment() -> dict[str, str]:
-    """The environment of user processes: ours, and our import path."""
+    """Return the environment of user processes: our environment with our import path."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    # The password file knows nothing of the other user that a process of root becomes.
+    # If we are root, the process becomes a user without an entry in the password file.
     names = {"USER": "root", "HOME": os.path.expanduser("~")} if os.geteuid() == 0 else {}
     return {**names, **os.environ, **ENVIRONMENT, "PYTHONPATH": path}
 
 
 def log_size(log: Path | None) -> int:
-    """Bytes in a log so far."""
+    """Return the size of a log in bytes; 0 if it does not exist."""
     if log and log.exists():
         return log.stat().st_size
     return 0
 
 
 def _printed(log: Path | None, start: int) -> str:
-    """The end of what was logged since byte `start`."""
+    """Return the last 4000 bytes logged since byte `start`, as part of a message."""
     if log is None:
         return ""
     size = log_size(log)
     with log.open("rb") as file:
-        if start > size:  # the log grew too long and was cut
+        if start > size:  # the log exceeded its maximum size and was cut
             start = 0
         file.seek(max(start, size - 4000))
         text = file.read().decode(errors="replace").strip()
@@ -369,7 +373,7 @@ def _printed(log: Path | None, start: int) -> str:
 
 
 def _ending(code: int) -> str:
-    """An exit status in words."""
+    """Describe an exit status in words."""
     if code >= 0:
         return f"it exited with status {code}"
     hint = " (by hand, or because the machine ran out of memory)" if code == -signal.SIGKILL else ""

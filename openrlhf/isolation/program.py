@@ -1,20 +1,19 @@
-"""The program that a user process runs: it loads the user's functions, and answers the calls of its
-pool.
+"""The program of a user process: it loads the user's functions and runs the calls of its pool.
 
-The pool starts it with the arguments SOCKET MEMORY_BYTES UID. User code runs in a child, so that
-the process itself can end all that user code leaves behind, even if the run was killed. The program
-imports the standard library only: torch is here if the user's file imports it. What user code
-prints goes to stdout and stderr, which nobody reads as data. Messages go through the socket. Those
-to the program are pickled. Those from the program are marshalled, which holds built-in data only,
-so that no object of user code comes to life outside.
+The pool starts it with the arguments SOCKET MEMORY_BYTES UID. User code runs in a child process, so
+that the parent can kill all processes that user code leaves behind, even if the run was killed. The
+program imports only the standard library; torch is imported only if the user's file imports it.
+Output that user code prints goes to stdout and stderr and is never parsed. Messages go through the
+socket. Messages to the program are pickled. Messages from the program are marshalled: marshal
+carries only built-in data, so no object of user code is unpickled outside.
 
     in   call     a function and its arguments     out  done   the result of a call, or its error
          answer   the answer to a question              ask    a call's question to the pool's owner
-         cancel   a call has run out of time
+         cancel   a call has timed out
 
-A function runs in the main thread while no event loop runs, so that it may start its own. If its
-result can be awaited, as that of `async def`, it is awaited in one event loop, together with the
-other calls under way.
+A function runs in the main thread while no event loop is running, so that it can start its own. An
+awaitable result, as of an `async def` function, is awaited in one event loop together with the
+other running calls.
 """
 
 import asyncio
@@ -44,32 +43,35 @@ from openrlhf.core.trajectory import Failure
 from openrlhf.isolation import confinement
 from openrlhf.isolation.loading import load_function, plain
 
-PROCESSES = 512  # and threads, of a user process and what it starts: a fork bomb ends here
-# For calls that wait in `asyncio.to_thread`, and for late calls that still hang there.
+# Processes and threads of a user process and its descendants: this stops a fork bomb.
+PROCESSES = 512
+# Shared by calls that wait in `asyncio.to_thread` and late calls that still hang there.
 THREADS = 256
-STACK_BYTES = 2 << 20  # of each thread; stacks count towards the memory of the process
+STACK_BYTES = 2 << 20  # of each thread; stacks count toward the memory of the process
 MAX_MESSAGE_BYTES = 1 << 26  # of a message from a user process
 LONGEST_ERROR = 100_000  # characters
 OURS = (str(Path(__file__).parents[1]), "<frozen importlib")
-LENGTH = struct.Struct("!Q")  # a message is its length in bytes, then its content
-DUMP_SIGNAL = signal.SIGUSR1  # makes a user process write the stack of its main thread to stderr
+LENGTH = struct.Struct("!Q")  # each message is preceded by its length in bytes
+DUMP_SIGNAL = signal.SIGUSR1  # a user process then writes the stack of its main thread to stderr
 Ask = Callable[[Any], Coroutine[Any, Any, Any]]
 ASK = contextvars.ContextVar[Ask]("asks the pool's owner, for the call that runs here")
 
 
 class Program:
-    """The calls under way, and the connection to the pool."""
+    """The running calls and the connection to the pool."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel, self._process = channel, os.getpid()
         self.loop = asyncio.new_event_loop()
-        self._incoming = asyncio.Queue[dict[str, Any] | None]()  # calls; None: the pool is gone
+        self._incoming = asyncio.Queue[
+            dict[str, Any] | None
+        ]()  # calls; None: the pool disconnected
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._questions = itertools.count()
 
     def serve(self) -> None:
-        """Answer calls until the pool is gone."""
+        """Run calls until the pool disconnects."""
         threading.stack_size(STACK_BYTES)
         self.loop.set_default_executor(ThreadPoolExecutor(THREADS))
         reading = self.loop.create_task(self._read())
@@ -89,7 +91,7 @@ class Program:
                     case "cancel" if task := self._tasks.get(message["call"]):
                         task.cancel()
                     case "answer" if answer := self._answers.pop(message["question"], None):
-                        if not answer.done():  # its call may have given up
+                        if not answer.done():  # the asking call may have been cancelled
                             answer.set_result(message["answer"])
         finally:
             self._incoming.put_nowait(None)
@@ -123,7 +125,7 @@ class Program:
             self._failed(call, error, Failure.RESULT)
 
     def _failed(self, call: int, error: BaseException, otherwise: Failure) -> None:
-        """Send an error. After some errors the process should not be used again."""
+        """Send the error of a call; some errors mark the process as not reusable."""
         failure, text = failure_of(error, otherwise), traceback_of(error)[-LONGEST_ERROR:]
         full = failure is not Failure.MEMORY and _is_full()
         if full:
@@ -131,14 +133,14 @@ class Program:
                 "This process and what it started have reached the limit of "
                 f"{PROCESSES} processes and threads. "
             )
-        scarce = full or failure is Failure.MEMORY  # what this call lacked, others may have used up
+        scarce = full or failure is Failure.MEMORY  # other calls may have used up the resource
         last = scarce or failure is Failure.EXIT
         self._send(
             kind="done", call=call, error=text, failure=str(failure), scarce=scarce, last=last
         )
 
     def _send(self, **message: Any) -> None:
-        if os.getpid() != self._process:  # user code forked, and the copy came here too
+        if os.getpid() != self._process:  # user code forked, and the child returned to this code
             os._exit(0)
         data = marshal.dumps(message)
         if len(data) > MAX_MESSAGE_BYTES:
@@ -149,10 +151,10 @@ class Program:
         self._writer.write(LENGTH.pack(len(data)) + data)
 
     async def ask(self, call: int, question: Any) -> Any:
-        """What the pool's owner answers to a call.
+        """Send a question of a call to the pool's owner and return the answer.
 
-        A question from another thread's event loop, or from a call that is over, comes from some
-        call under way.
+        A question from another thread's event loop or from a finished call cannot be attributed: it
+        is sent without a call.
         """
         if asyncio.get_running_loop() is self.loop:
             return await self._ask(call if call in self._tasks else None, question)
@@ -168,9 +170,7 @@ class Program:
 
 
 def failure_of(error: BaseException, otherwise: Failure) -> Failure:
-    """What an exception of user code counts as; an error of ours that passes through user code says
-    so itself.
-    """
+    """Classify an exception of user code; one of our own errors carries its `failure` with it."""
     own = getattr(error, "failure", None)
     if isinstance(own, Failure):
         return own
@@ -180,8 +180,9 @@ def failure_of(error: BaseException, otherwise: Failure) -> Failure:
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback from the first frame that is the user's. Of an error of ours, which says all,
-    the message alone.
+    """Return the traceback of an error, starting at the first frame of user code.
+
+    For one of our own errors, exceptions chained to it are left out: its message is complete.
     """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(OURS):
@@ -191,7 +192,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def _is_full() -> bool:
-    """Whether this process can start nothing more; the kernel counts threads like processes."""
+    """Return True if this process has reached its limit of processes and threads."""
     try:
         threading.Thread(target=int).start()
     except RuntimeError:
@@ -200,53 +201,54 @@ def _is_full() -> bool:
 
 
 def main(socket_fd: int, memory_bytes: int, uid: int) -> None:
-    """Start the process of user code. When it ends, or when the pool closes our standard input, end
-    all that is left of it.
+    """Run user code in a child process, then kill all its remaining processes.
+
+    The child is killed when the pool closes our standard input or sends SIGTERM.
     """
     confinement.limit(resource.RLIMIT_CORE, 0)
     confinement.adopt_orphans()
     if (child := os.fork()) == 0:
-        os.setsid()  # signals that user code sends to its own process group do not reach us
+        os.setsid()  # signals that user code sends to its process group must not reach this process
         return run_user_code(socket.socket(fileno=socket_fd), memory_bytes, uid)
     os.close(socket_fd)
     signal.signal(DUMP_SIGNAL, lambda *_: os.kill(child, DUMP_SIGNAL))
     signal.signal(signal.SIGCHLD, lambda *_: confinement.reap_orphans(child))
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     select.select([sys.stdin, os.pidfd_open(child)], [], [])
-    for number in (
-        signal.SIGTERM,
-        DUMP_SIGNAL,
-    ):  # whose handlers would signal a process that is gone
+    # The handlers of these signals would signal a process that has ended.
+    for number in (signal.SIGTERM, DUMP_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
     end_like(os.waitstatus_to_exitcode(confinement.end_all(child)))
 
 
 def end_like(code: int) -> NoReturn:
-    """End this process with an exit status, or by the signal -code."""
+    """Exit with the status `code`, or by the signal `-code` if it is negative."""
     if code < 0:
-        with suppress(OSError):  # SIGKILL has no other effect anyway
+        with suppress(OSError):  # the handler of SIGKILL cannot be set and needs no reset
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
 
 def run_user_code(channel: socket.socket, memory_bytes: int, uid: int) -> None:
-    """Set limits and serve. Data is limited, not address space, of which torch reserves plenty."""
+    """Set the limits of this process and serve calls.
+
+    RLIMIT_DATA is set rather than RLIMIT_AS because torch reserves a large address space.
+    """
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=False)
     confinement.limit(resource.RLIMIT_DATA, memory_bytes)
-    # If the whole machine runs short of memory, the kernel should kill a user process first.
+    # If the machine runs out of memory, the kernel should kill a user process first.
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     confinement.limit_processes(PROCESSES, uid)
-    confinement.die_with_parent()  # after the change of user, which would take it back
+    confinement.die_with_parent()  # after the change of user, which would reset it
     channel.set_inheritable(False)
     try:
         Program(channel).serve()
-    except (
-        SystemExit
-    ) as end:  # of a callback or task of user code; before the calls of others are cancelled
+    # Raised in a callback or task of user code: exit before asyncio cancels the other calls.
+    except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
         os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))

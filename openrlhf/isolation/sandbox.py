@@ -1,9 +1,9 @@
-"""Runs a Python program that a model wrote: in a folder of its own, without network, within limits
-and a deadline.
+"""A sandbox for Python programs written by a model.
 
-A program is the child of a launcher, a process that keeps the deadline and kills all that the
-program leaves behind. Both are gone when `run_program` returns, or at the program's deadline if the
-caller is killed. `confinement` confines the program. Standard library only.
+A program runs in a temporary folder, without network, with resource limits and a deadline. It is
+the child of a launcher process that enforces the deadline and kills all remaining processes of the
+program. Both have ended when `run_program` returns, or at the program's deadline if the caller is
+killed. `confinement` restricts the program. This module needs only the standard library.
 """
 
 import json
@@ -26,12 +26,12 @@ from typing import NoReturn
 from openrlhf.isolation import confinement
 
 MEMORY_BYTES = 2 << 30  # address space of each process
-FILE_BYTES = 16 << 20  # of each file, the output among them
+FILE_BYTES = 16 << 20  # of each file, including the captured output
 PROCESSES, OPEN_FILES = 32, 128
-FOLDER_ENTRIES, FOLDER_BYTES = 4096, 256 << 20  # limits on what a program's folder holds at a time
+FOLDER_ENTRIES, FOLDER_BYTES = 4096, 256 << 20  # limits on the contents of a program's folder
 LOOK_SECONDS = 0.05  # between two checks of the folder
-SPARE_SECONDS = 30  # for the launcher, beyond the program's own deadline
-OK, FAILED, LATE = 0, 100, 101  # how a launcher ends; anything else is a defect of ours
+SPARE_SECONDS = 30  # extra time for the launcher after the program's deadline
+OK, FAILED, LATE = 0, 100, 101  # exit statuses of a launcher; any other status is a bug of ours
 LAUNCH = (
     f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
     "from openrlhf.isolation.sandbox import launch"
@@ -43,7 +43,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-# Interpreter and libraries. Datasets and their answers are elsewhere.
+# The interpreter and libraries. Datasets and their answers are not readable.
 READABLE = [
     sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache",
     "/etc/localtime", "/dev/zero", "/dev/urandom", "/sys/devices/system/cpu",
@@ -51,31 +51,29 @@ READABLE = [
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself did not work: nothing is known about the program."""
+    """A failure of the sandbox itself, which says nothing about the program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """How a program ended. `output` is what it wrote to standard output, `errors` the end of
-    standard error.
-    """
+    """The outcome of a program."""
 
-    ok: bool  # exit status 0 in time
-    late: bool  # it ran out of time
-    output: str
-    errors: str
+    ok: bool  # it exited with status 0 before its deadline
+    late: bool  # it timed out
+    output: str  # its standard output
+    errors: str  # the last 2000 bytes of its standard error
 
 
 def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
-    """Run `program` with this standard input; it has `seconds` of CPU time, and twice that by the
-    clock.
+    """Run `program` with `stdin` as its standard input.
 
-    Raises SandboxError if it cannot be started.
+    It may use `seconds` of CPU time and twice as much wall-clock time. Raises SandboxError if it
+    cannot be started.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         folder = tempfile.mkdtemp(prefix="sandbox-")  # the launcher removes it
         Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
-        uid = random.choice(confinement.UIDS)  # used by root
+        uid = random.choice(confinement.UIDS)  # used if we are root
         try:
             status = subprocess.run(
                 [
@@ -114,7 +112,7 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
 
 
 def missing_protection() -> list[str]:
-    """What the sandbox cannot do on this machine, in words; an empty list if all of it works."""
+    """Describe each protection that this machine does not support; empty if all are supported."""
     probe = run_program("import os\nprint(os.environ['UNPROTECTED'])", seconds=20)
     if not probe.ok:
         raise SandboxError(f"the sandbox does not work here:\n{probe.errors}")
@@ -122,8 +120,9 @@ def missing_protection() -> list[str]:
 
 
 def launch(seconds: float, uid: int, readable: list[str]) -> NoReturn:
-    """The launcher: start ./program.py as a confined child, wait, remove all that is left of it,
-    report how it ended.
+    """Run ./program.py as a confined child, clean up after it, and exit with its outcome.
+
+    This is the launcher's main function. The exit status is OK, FAILED or LATE.
     """
     unprotected: list[str] = []
     with suppress(OSError):
@@ -150,7 +149,8 @@ def launch(seconds: float, uid: int, readable: list[str]) -> NoReturn:
         ending = FAILED
     else:
         ending = OK
-    with suppress(OSError):  # without another process, the folder is removed before the report
+    # Exit at once, and let a child remove the folder. If fork fails, remove it before exiting.
+    with suppress(OSError):
         if os.fork():
             os._exit(ending)
     with suppress(OSError):
@@ -159,9 +159,7 @@ def launch(seconds: float, uid: int, readable: list[str]) -> NoReturn:
 
 
 def _wait(child: int, seconds: float) -> tuple[bool, bool]:
-    """Wait until a program ends or fills its folder. Return whether it ended in time, and whether
-    it filled its folder.
-    """
+    """Wait until a program ends, fills its folder or times out. Returns (on time, folder full)."""
     deadline = time.monotonic() + seconds
     ended = os.pidfd_open(child)
     while (left := deadline - time.monotonic()) > 0:
@@ -173,7 +171,7 @@ def _wait(child: int, seconds: float) -> tuple[bool, bool]:
 
 
 def is_too_full(folder: str) -> bool:
-    """Return True if a program's folder exceeds its limits, or if it has been made unreadable."""
+    """Return True if a program's folder exceeds its limits or cannot be read."""
     entries, size = 0, 0
     pending = [folder]
     while pending:
@@ -187,18 +185,18 @@ def is_too_full(folder: str) -> bool:
                         pending.append(entry.path)
                     if entries > FOLDER_ENTRIES or size > FOLDER_BYTES:
                         return True
-        except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
+        except (FileNotFoundError, NotADirectoryError):  # removed in the meantime
             continue
-        except OSError:  # for example, a path that is too long
+        except OSError:  # e.g. the path is too long
             return True
     return False
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder of any depth: subfolders move up before they are emptied, which keeps their
-    paths short.
+    """Remove a folder of any depth.
 
-    Nobody else may change the folder meanwhile.
+    Subfolders are moved to the top before they are emptied, which keeps their paths short. No other
+    process may change the folder at the same time.
     """
     prefix = os.path.join(folder, f"{random.getrandbits(64):x}-")
     pending = [folder]
@@ -222,13 +220,14 @@ def remove_folder(folder: str) -> None:
 
 
 def _make_writable(folder: str) -> None:
-    with suppress(OSError):  # another owner's folder: capabilities may make this unnecessary
+    with suppress(OSError):  # not our folder: capabilities may make this call unnecessary
         os.chmod(folder, 0o700)
 
 
 def _confine(seconds: float, readable: list[str], unprotected: list[str]) -> None:
-    """Drop the rights that a program does not need; describe in its environment those that cannot
-    be dropped.
+    """Drop the rights that a program does not need.
+
+    The environment variable UNPROTECTED describes the rights that cannot be dropped, as JSON.
     """
     cpu = max(1, round(seconds))
     for kind, value in (
@@ -236,10 +235,9 @@ def _confine(seconds: float, readable: list[str], unprotected: list[str]) -> Non
         (resource.RLIMIT_NOFILE, OPEN_FILES), (resource.RLIMIT_CORE, 0),
     ):  # fmt: skip
         confinement.limit(kind, value)
-    resource.setrlimit(
-        resource.RLIMIT_CPU, (cpu, cpu + 1)
-    )  # a signal that tells, then one that ends
-    # The interpreter may be in a folder that only root reads.
+    # The soft limit sends SIGXCPU, which the launcher recognizes; the hard limit sends SIGKILL.
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
+    # The interpreter may be in a folder that only root can read.
     kept = {
         confinement.CAP_DAC_OVERRIDE,
         confinement.CAP_DAC_READ_SEARCH,
@@ -260,7 +258,7 @@ def _confine(seconds: float, readable: list[str], unprotected: list[str]) -> Non
 
 
 def _open_without_seccomp(error: OSError) -> list[str]:
-    """Return descriptions of what this kernel's version of Landlock alone does not refuse."""
+    """Describe the actions that this kernel's Landlock does not refuse without seccomp."""
     try:
         version = confinement.landlock_version()
     except OSError:

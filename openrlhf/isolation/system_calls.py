@@ -1,10 +1,9 @@
-"""System calls that a sandboxed program may make, and the seccomp filter that refuses every other
-call.
+"""The system calls that a sandboxed program may make, and the seccomp filter for them.
 
-Numbers and argument values are those of Linux on x86-64. The list holds what the interpreter, libc
-and numerical libraries need for computing, threads, child processes, pipes and files. Whatever
-reaches another process, a network, a device, or the owner, permissions and times of a file is
-absent, and so is whatever a later kernel adds.
+Numbers and argument values are for Linux on x86-64. The list contains the calls that the
+interpreter, libc and numerical libraries need for computing, threads, child processes, pipes and
+files. It contains no call that reaches another process, a network or a device, or that changes the
+owner, permissions or times of a file, and no call added by later kernels.
 """
 
 import errno
@@ -47,13 +46,13 @@ ALLOWED = {
     "pkey_mprotect": 329, "pkey_alloc": 330, "pkey_free": 331, "statx": 332, "rseq": 334,
     "close_range": 436, "faccessat2": 439, "epoll_pwait2": 441,
 }  # fmt: skip
-# Among the calls that libc makes by itself. If a newer call does not exist, libc falls back.
+# The newest call that libc makes by itself without a fallback. libc falls back from newer calls.
 NEWEST_KNOWN = 334
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """A call that is allowed if one of its arguments, masked, has one of these values."""
+    """A system call that is allowed if one of its arguments, masked, has one of `values`."""
 
     number: int
     argument: int
@@ -63,7 +62,7 @@ class Checked:
 
 READ_FILE, WRITE_FILE, READ_AND_WRITE = 0o0, 0o1, 0o2
 TRUNCATE, OPEN_MODE_AND_TRUNCATE = 0o1000, 0o1003
-# A read-only file must not be truncated either, which the first versions of Landlock allow.
+# Opening read-only with O_TRUNC is excluded: Landlock before version 3 does not prevent it.
 OPEN_VALUES = (
     READ_FILE,
     WRITE_FILE,
@@ -73,8 +72,7 @@ OPEN_VALUES = (
 )
 NEW_NAMESPACES = 0x7E02_0000  # CLONE_NEW*
 SEND_SIGNAL_ON_INPUT = 0o20000  # O_ASYNC
-# fcntl without F_SETOWN, F_SETSIG, F_SETLEASE and F_NOTIFY, each of which makes the kernel send
-# signals.
+# fcntl without F_SETOWN, F_SETSIG, F_SETLEASE and F_NOTIFY, which make the kernel send signals.
 FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1033, 1034)
 TERMINAL_SETTINGS, TERMINAL_SIZE, BYTES_TO_READ, NON_BLOCKING, NO_CLOSE_ON_EXEC, CLOSE_ON_EXEC = (
     0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451,
@@ -95,13 +93,13 @@ CHECKED = (
             CLOSE_ON_EXEC,
         ),
     ),
-    # socketpair: streams, which cannot be sent elsewhere
+    # socketpair: stream sockets only, which cannot send to another address
     Checked(number=53, argument=1, values=(1,), mask=0xF),
     Checked(number=56, argument=0, values=(0,), mask=NEW_NAMESPACES),  # clone
     Checked(number=72, argument=1, values=FCNTL_COMMANDS),  # fcntl
     # prctl
     Checked(number=157, argument=0, values=(PARENT_DEATH_SIGNAL, SET_NAME, GET_NAME, NAME_MEMORY)),
-    Checked(number=302, argument=0, values=(0,)),  # prlimit64: of the calling process alone
+    Checked(number=302, argument=0, values=(0,)),  # prlimit64: the calling process only
 )
 SET_FLAGS = Checked(number=72, argument=2, values=(0,), mask=SEND_SIGNAL_ON_INPUT)  # fcntl(F_SETFL)
 F_SETFL = 4
@@ -115,12 +113,13 @@ Instruction = tuple[int, int, int, int]  # code, instructions to skip if true, a
 
 
 def seccomp_filter() -> list[bytes]:
-    """Return the instructions of the filter: calls that are not listed fail with EPERM, or ENOSYS
-    if they are new.
+    """Return the instructions of the filter.
+
+    Calls that are not listed fail with EPERM, or with ENOSYS if they are newer than NEWEST_KNOWN.
     """
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE_AT),
-        (EQUAL, 1, 0, X86_64),  # another architecture has other numbers
+        (EQUAL, 1, 0, X86_64),  # call numbers differ between architectures
         (RETURN, 0, 0, KILL),
         (LOAD, 0, 0, NUMBER_AT),
         (AT_LEAST, 0, 1, X32_CALLS),
@@ -144,7 +143,7 @@ def seccomp_filter() -> list[bytes]:
 
 
 def _check(call: Checked) -> list[Instruction]:
-    """Return the instructions that decide about a call whose number has been recognized."""
+    """Return the instructions that allow or refuse a call whose number has matched."""
     block: list[Instruction] = [
         (LOAD, 0, 0, ARGUMENTS_AT + 8 * call.argument),
         (AND, 0, 0, call.mask),
