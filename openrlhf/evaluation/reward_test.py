@@ -6,6 +6,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import attrgetter
@@ -164,7 +165,6 @@ async def score_all(
 
     `groups`: adjacent requests with the same prompt share a call.
     """
-    await reward.check()
     turns = asyncio.Semaphore(at_once)
 
     async def call(group: list[RewardRequest]) -> list[Scored]:
@@ -180,8 +180,10 @@ async def score_all(
     key: Callable[[RewardRequest], Any] = id
     if groups:
         key = attrgetter("prompt")
-    calls = [call(list(group)) for _, group in groupby(requests, key=key)]
-    return list(chain.from_iterable(await asyncio.gather(*calls)))
+    async with aclosing(reward):
+        await reward.check()
+        calls = [call(list(group)) for _, group in groupby(requests, key=key)]
+        return list(chain.from_iterable(await asyncio.gather(*calls)))
 
 
 def print_scores(rows: Sequence[Scored], *, seconds: float, at_once: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import aclosing
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -106,11 +107,12 @@ def check_reward(
     """
 
     async def check(reward: Reward) -> list[Finding]:
-        await reward.check()
-        labels_are_answers = rule.remote_url or rule.verifier == "math"
-        if not tokenizer or not labels_are_answers:
-            return []
-        return await reward_preview(reward, rows, tokenizer)
+        async with aclosing(reward):
+            await reward.check()
+            labels_are_answers = rule.remote_url or rule.verifier == "math"
+            if not tokenizer or not labels_are_answers:
+                return []
+            return await reward_preview(reward, rows, tokenizer)
 
     with reward_of(rule, workers=1) as reward:
         if not reward:

@@ -96,6 +96,9 @@ class Reward(ABC):
         Raises UserCodeError or ServerError, which carry the kind of failure.
         """
 
+    async def aclose(self) -> None:  # noqa: B027 — most rewards hold nothing open
+        """Close what `ask` has opened in this event loop. Nothing can be scored afterwards."""
+
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         """Return one result per request, in order. An error is a result too."""
         calls: list[list[RewardRequest]] = []

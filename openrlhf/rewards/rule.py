@@ -66,6 +66,10 @@ class HTTPReward(Reward):
         asked = columns(requests)
         return await self.servers.ask({"query": asked.pop("queries"), **asked})
 
+    async def aclose(self) -> None:
+        """Close the connections to the servers."""
+        await self.servers.aclose()
+
 
 class VerifierReward(Reward):
     """A check of responses against labels (--reward.verifier), in the processes of `pool`."""

@@ -19,6 +19,7 @@ from openrlhf.reporting import warn
 IN_FLIGHT = 128  # concurrent requests; further requests wait, and their deadlines do not run yet
 LONGEST_PAUSE_S = 30.0
 START_S = 30  # how long `check` waits for a server that is still starting
+PROBE_S = 5.0  # for one attempt of `check`
 RETRIED = {408, 425, 429, *range(500, 600)}  # statuses that another attempt may change
 
 
@@ -49,10 +50,11 @@ class _Server:
 class HTTPServers:
     """Interchangeable servers that answer with JSON.
 
-    `timeout` (seconds) bounds one attempt, `retries` is the number of attempts after the first. An
-    attempt goes to the server with the fewest requests under way. A server that failed rests, each
-    time longer, while another is available. `kind` names a server in messages, `flag` is the flag
-    of its URL, `limit` the flag of the timeout, `key` the credential sent with every request.
+    `timeout` (seconds) bounds one attempt, `retries` is the number of attempts after the first. A
+    server that failed rests, each time longer. An attempt prefers a server that does not rest, then
+    one not yet tried, then the least busy. If all of them rest, the next attempt waits for the one
+    whose rest ends first, and goes to it. `kind` names a server in messages, `flag` is the flag of
+    its URL, `limit` the flag of the timeout, `key` the credential sent with every request.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class HTTPServers:
         if key:
             headers["Authorization"] = f"Bearer {key}"
         limits = httpx.Limits(max_connections=IN_FLIGHT, max_keepalive_connections=IN_FLIGHT)
-        # Of the event loop that `ask` runs in.
+        # Of the event loop that `ask` and `aclose` run in.
         self._client = httpx.AsyncClient(
             timeout=None, follow_redirects=True, limits=limits, headers=headers
         )
@@ -88,6 +90,10 @@ class HTTPServers:
         if problems := [problem for problem in problems if problem]:
             remedy = f"Start the {self.kind}, or correct host and port."
             raise ConfigError([f"{self.flag}: {problem}. {remedy}" for problem in problems])
+
+    async def aclose(self) -> None:
+        """Close the connections. Nothing can be asked afterwards."""
+        await self._client.aclose()
 
     async def ask(self, body: Mapping[str, Any] | None, path: str = "") -> Any:
         """Return the first answer in `retries` + 1 attempts to POST `body` to the URL plus `path`.
@@ -105,16 +111,19 @@ class HTTPServers:
         try:
             return await attempts(self._attempt, body, path, tried)
         except ServerError as error:
-            raise ServerError(f"{error} (attempt {len(tried)} of {len(tried)})") from error
+            attempts_made = "1 attempt"
+            if len(tried) > 1:
+                attempts_made = f"{len(tried)} attempts"
+            raise ServerError(f"{error} (after {attempts_made})") from error
 
     async def _attempt(self, body: Mapping[str, Any] | None, path: str, tried: list[str]) -> Any:
-        """Return the answer of one server, if possible one not yet `tried`.
+        """Return the answer of one server, if possible one that does not rest and was not `tried`.
 
         Raises ServerError, or ValueError if another attempt cannot help.
         """
         async with self._turns:
             server = min(
-                self.servers, key=lambda each: (tried.count(each.url), each.rest, each.in_flight)
+                self.servers, key=lambda each: (each.rest, tried.count(each.url), each.in_flight)
             )
             tried.append(server.url)
             server.in_flight += 1
@@ -164,18 +173,20 @@ class HTTPServers:
 
 async def _await_server(client: httpx.AsyncClient, url: str) -> str | None:
     """Wait START_S for a server. Return None once it answers anything, else the problem."""
+    deadline = monotonic() + START_S
     problem = None
-    for second in range(START_S):
+    while (remaining := deadline - monotonic()) > 0:
         try:
-            await client.head(url)
+            await client.head(url, timeout=min(PROBE_S, remaining))
             return None
         except httpx.ReadTimeout:
             return None  # it accepted the connection, and is busy
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            problem = f"{without_secrets(url)} does not answer: {_message(error)}"
-        if second == 0:
-            warn(f"{problem}; waiting up to {START_S:d} s for it")
-        await asyncio.sleep(1)
+            failure = f"{without_secrets(url)} does not answer: {_message(error)}"
+        if problem is None:
+            warn(f"{failure}; waiting up to {START_S:d} s for it")
+        problem = failure
+        await asyncio.sleep(max(0.0, min(1.0, deadline - monotonic())))
     return problem
 
 

@@ -6,17 +6,22 @@ import asyncio
 import re
 import threading
 from collections.abc import Iterator
+from time import monotonic
 from typing import Any
 
+import httpx
 import pytest
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RuleConfig
+from openrlhf.core.trajectory import Prompt
 from openrlhf.rewards import servers as http_servers
+from openrlhf.rewards.preview import check_reward
 from openrlhf.rewards.protocol import RewardRequest, RewardResult
 from openrlhf.rewards.rule import HTTPReward
 from openrlhf.training.devices import free_port
 from tests.reward_server import RewardServer, reward_server
+from tests.tiny import character_tokenizer
 
 
 @pytest.fixture
@@ -80,7 +85,7 @@ def test_busy_server_is_retried(server: RewardServer):
 @pytest.mark.parametrize(
     ("path", "asked", "error"),
     [
-        ("broken", 3, r"server http.*/broken: status 500: .*out of memory.* \(attempt 3 of 3\)"),
+        ("broken", 3, r"server http.*/broken: status 500: .*out of memory.* \(after 3 attempts\)"),
         ("close", 3, r"ReadError|RemoteProtocolError"),
         ("wrong_query", 1, "answered status 422: .*field missing"),
         ("no_json", 1, "sent no JSON: '<html>'"),
@@ -102,7 +107,7 @@ def test_failed_request_reports_the_server_and_the_reason(
 def test_timeout_bounds_each_attempt(server: RewardServer):
     (result,) = score([f"{server.url}/hang"], request("e"), timeout=0.2)
     assert result.reward is None
-    assert "no answer within 0.2 s (--reward.timeout) (attempt 3 of 3)" in str(result.error)
+    assert "no answer within 0.2 s (--reward.timeout) (after 3 attempts)" in str(result.error)
 
 
 def test_label_without_json_form_fails_only_its_sample(server: RewardServer):
@@ -135,11 +140,74 @@ def test_missing_server_is_reported_before_the_run(
         asyncio.run(served_by([server.url, dead], timeout=1, retries=0).check())
 
 
+def test_servers_that_drop_packets_are_awaited_for_start_s_in_all(monkeypatch: pytest.MonkeyPatch):
+    clock = 0.0
+
+    async def drop(self: Any, asked: httpx.Request) -> httpx.Response:
+        nonlocal clock
+        clock += asked.extensions["timeout"]["connect"]
+        raise httpx.ConnectTimeout("no answer")
+
+    async def sleep(seconds: float) -> None:
+        nonlocal clock
+        clock += seconds
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", drop)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(http_servers, "monotonic", lambda: clock)
+    with pytest.raises(ConfigError, match="http://dropped does not answer"):
+        asyncio.run(served_by(["http://dropped"]).check())
+    assert clock == pytest.approx(http_servers.START_S)
+
+
+def test_resting_server_is_not_asked_while_another_rests_for_less_time(server: RewardServer):
+    with reward_server() as resting:
+        reward = served_by([server.url + "/busy_twice", resting.url])
+        reward.servers.servers[1].rests_until = monotonic() + 1000
+        (result,) = asyncio.run(reward.score([request("e")]))
+    assert result.reward == 1.0
+    assert len(server.bodies) == 3
+    assert not resting.bodies
+
+
+def test_untried_server_is_asked_before_one_that_failed(server: RewardServer):
+    with reward_server() as broken:
+        reward = served_by([broken.url + "/broken", server.url], retries=1)
+        (result,) = asyncio.run(reward.score([request("e")]))
+    assert result.reward == 1.0
+    assert len(broken.bodies) == 1
+
+
+def test_each_missing_server_is_one_violation(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http_servers, "START_S", 1)
+    urls = [f"http://127.0.0.1:{free_port()}/{path}" for path in ("a", "b")]
+    with pytest.raises(ConfigError) as raised:
+        asyncio.run(served_by(urls).check())
+    assert len(raised.value.violations) == 2
+
+
+def test_check_before_the_run_closes_its_connections(
+    server: RewardServer, monkeypatch: pytest.MonkeyPatch
+):
+    clients: list[httpx.AsyncClient] = []
+
+    class Client(httpx.AsyncClient):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            clients.append(self)
+
+    monkeypatch.setattr(httpx, "AsyncClient", Client)
+    rows = [Prompt(index=n, text=f"{n}=", tokens=[], label="e" * n) for n in (1, 2)]
+    check_reward(RuleConfig(remote_url=server.url), rows, character_tokenizer())
+    assert server.bodies
+    assert all(client.is_closed for client in clients)
+
+
 def test_pause_stays_bounded_after_thousands_of_failures(server: RewardServer):
     reward = served_by([f"http://127.0.0.1:{free_port()}"], timeout=1, retries=0)
     reward.servers.servers[0].failures = 5000
     (result,) = asyncio.run(reward.score([request("e")]))
-    assert "attempt 1 of 1" in str(result.error)
+    assert "after 1 attempt" in str(result.error)
 
 
 def test_requests_in_flight_do_not_wait_for_connections(server: RewardServer):

@@ -128,7 +128,11 @@ def test_busy_server_is_retried(server: OpenAIServer) -> None:
 @pytest.mark.parametrize(
     ("model", "asked", "error"),
     [
-        ("broken", 2, r"remote engine http.*/v1: status 500: .*out of memory.* \(attempt 2 of 2\)"),
+        (
+            "broken",
+            2,
+            r"remote engine http.*/v1: status 500: .*out of memory.* \(after 2 attempts\)",
+        ),
         ("unknown", 1, "/v1/chat/completions answered status 404: .*no such model"),
         ("no_json", 1, "sent no JSON: '<html>'"),
         ("wrong_json", 1, r"sent no str at choices\.0\.message\.content: \"{'choices': \[\]}"),
@@ -146,7 +150,7 @@ def test_failures_raise_server_error(
 
 def test_timeout_bounds_each_attempt(server: OpenAIServer) -> None:
     with pytest.raises(
-        ServerError, match=r"no answer within 0\.5 s .*\(attempt 2 of 2\)"
+        ServerError, match=r"no answer within 0\.5 s .*\(after 2 attempts\)"
     ) as caught:
         chat("slow", timeout=0.5)
     assert caught.value.failure is Failure.SERVER
