@@ -4,9 +4,10 @@ The server returns log-probabilities of the tokens that it is sent, and of the l
 their places.
 """
 
+import asyncio
 import math
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -66,9 +67,10 @@ class RemoteTeacher:
 
     async def scores(self, episode: Trajectory) -> list[float]:
         """Return the log-probability of every token of every conversation (nats)."""
+        asked = [self._logprobs(conversation.tokens) for conversation in episode.conversations]
         scores: list[float] = []
-        for conversation in episode.conversations:
-            scores += await self._logprobs(conversation.tokens)
+        for logprobs in await asyncio.gather(*asked):
+            scores += logprobs
         return scores
 
     async def _logprobs(self, tokens: Sequence[int]) -> list[float]:
@@ -141,7 +143,8 @@ class RemoteTeacher:
 class RemoteTeacherStage:
     """The column of the teacher that --algo.distill.teacher names, one of the remote engines.
 
-    An episode without an answer has failed.
+    An episode without an answer has failed. All answers of a batch share one deadline; a question
+    that is not answered by then is cancelled.
     """
 
     teacher: RemoteTeacher
@@ -155,11 +158,16 @@ class RemoteTeacherStage:
             answers.append(in_background(self.teacher.scores(episode)))
 
         def add(batch: EpisodeRows, timeout_s: float) -> EpisodeRows:
-            del timeout_s  # the server has its own
+            _, late = wait(answers, timeout_s)
             episodes: list[Trajectory] = []
             column: list[float] = []
             for episode, answer in zip(batch.episodes, answers, strict=True):
                 try:
+                    if answer in late:
+                        answer.cancel()
+                        raise ServerError(
+                            f"no answer within {timeout_s:g} s (--train.step_timeout)"
+                        )
                     column += answer.result()
                     episodes.append(episode)
                 except ServerError as error:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,6 +103,43 @@ def test_an_episode_without_an_answer_leaves_the_columns_of_the_others_in_their_
     assert batch.experience.tokens.tolist() == [0, 1, 2]
     assert batch.experience.teacher_logprobs is not None
     assert batch.experience.teacher_logprobs.tolist() == [0.0, -1.0, -2.0]
+
+
+def test_an_answer_after_the_deadline_fails_its_episode_and_cancels_the_question() -> None:
+    cancelled = threading.Event()
+
+    class Slow(RemoteTeacher):
+        async def scores(self, episode: Trajectory) -> list[float]:
+            if episode.sample_index == 0:
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError:
+                    cancelled.set()
+                    raise
+            return [0.0, -1.0]
+
+    group = [episode(0, 0, score=1.0), episode(0, 1, score=0.0)]
+    stage = RemoteTeacherStage(Slow("--algo.distill.teacher wise", UNUSED))
+    late, in_time = EarlyStages(stages=[stage], timeout_s=1).annotated(group)
+    assert late.failure == Failure.SERVER
+    assert "--algo.distill.teacher wise" in str(late.error)
+    assert "--train.step_timeout" in str(late.error)
+    assert in_time.columns["teacher_logprobs"].tolist() == [0.0, -1.0]
+    assert cancelled.wait(30)
+
+
+def test_conversations_of_an_episode_are_asked_side_by_side(server: OpenAIServer) -> None:
+    together = threading.Barrier(2)
+
+    def table(tokens: list[int]) -> list[list[float]]:
+        together.wait(30)  # breaks if the questions come one after the other
+        return [[-float(len(tokens))] * 10] * (len(tokens) - 1)
+
+    server.table = table
+    last = replace(episode(actions=2, score=1.0), earlier=(episode(actions=1),))
+    (annotated,) = taught([last])
+    columns = [each.columns["teacher_logprobs"].tolist() for each in annotated.conversations]
+    assert columns == [[0.0, -2.0], [0.0, -3.0, -3.0]]
 
 
 def test_a_server_with_the_policys_tokens_and_room_for_an_episode_is_accepted(
