@@ -25,6 +25,7 @@ class Outcome:
     updates: int = 0  # batches that were trained on
     episodes: int = 0
     failed: int = 0
+    empty: int = 0  # finished, but without a sampled token
     alone: int = 0  # finished, but without another sample of the prompt to compare
     truncated: int = 0  # finished, with a sample to compare
     first_error: str | None = None
@@ -43,6 +44,8 @@ class Outcome:
                 scores = self.scores.setdefault(trajectory.prompt.index, [])
                 if trajectory.score is not None:
                     scores.append(trajectory.score)
+            elif not trajectory.num_actions:
+                self.empty += 1
             elif (trajectory.prompt.index, trajectory.sample_index) not in used:
                 self.alone += 1
             else:
@@ -69,6 +72,8 @@ class Outcome:
         left_out: list[str] = []
         if self.failed:
             left_out.append(f"{self.failed} failed")
+        if self.empty:
+            left_out.append(f"{self.empty} have no sampled tokens")
         if self.alone:
             left_out.append(
                 f"{self.alone} had no other finished sample of their prompt to compare with"

@@ -401,6 +401,14 @@ def test_a_run_without_an_optimizer_step_is_an_error_and_exports_nothing(
     assert ("--algo.dynamic_filtering_range 0 1" in str(raised.value)) == (FILTERED in steps)
 
 
+def test_episodes_without_sampled_tokens_are_not_called_single_samples() -> None:
+    empty = [episode(0, 0, score=1.0, actions=0), episode(0, 1, score=0.0, actions=0)]
+    with pytest.raises(NothingLearned) as raised:
+        trainer([empty], Notes(), eval_steps=-1).fit()
+    assert "2 have no sampled tokens" in str(raised.value)
+    assert "no other finished sample" not in str(raised.value)
+
+
 def test_a_batch_of_truncated_samples_alone_is_no_update_if_these_are_left_out() -> None:
     class Masking(Nothing):
         def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
