@@ -282,7 +282,8 @@ class Fleet:
             self._router.add(member.index)
             if self.refit:
                 self.refit(member)  # which sets `up`, so that the member misses no publication
-            member.up = True
+            else:
+                member.up = True
             again = ""
             if member.restarts:
                 again = f" again after {time.monotonic() - began:.1f} s"

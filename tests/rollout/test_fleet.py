@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -81,3 +82,22 @@ def test_fleet_fails_after_max_restarts_if_the_cluster_never_answers(
     fleet.lose_and_wait()
     with pytest.raises(RolloutError, match=r"--vllm\.max_restarts 2.*the cluster did not answer"):
         fleet.check()
+
+
+def test_engine_that_is_lost_right_after_its_refit_is_not_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = Unstable(monkeypatch, unanswered=0)
+
+    def refit(member: Member) -> None:
+        member.up = True
+        fleet.lose(member, member.actor, EngineDied("gone again"))
+
+    fleet.refit = refit
+    fleet.lose_and_wait()
+    for thread in threading.enumerate():
+        if thread.name.startswith("restart-"):
+            thread.join()
+    with pytest.raises(RolloutError, match="gone again"):
+        fleet.check()
+    assert fleet.up == []
