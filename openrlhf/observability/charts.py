@@ -59,14 +59,15 @@ def thin_out(curve: Curve, limit: int = MAX_POINTS) -> Curve:
 
 
 def trend(curve: Curve, points: int = 80) -> Curve:
-    """Return the moving mean of the curve at about `points` of its steps.
+    """Return the moving mean of the curve at its last step and at most `points` steps before it.
 
     Each mean covers a twentieth of the curve on either side of its step.
     """
     reach = len(curve) // 20
     last = len(curve) - 1
     means: list[tuple[float, float]] = []
-    for place in [*range(0, last, max(1, last // points)), last]:
+    stride = max(1, math.ceil(last / points))
+    for place in [*range(0, last, stride), last]:
         window = curve[max(0, place - reach) : place + reach + 1]
         step, _ = curve[place]
         means.append((step, fmean(value for _, value in window)))

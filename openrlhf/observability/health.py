@@ -60,6 +60,8 @@ class Rule:
 
     def latest(self, curve: Curve) -> Curve:
         """Return the points of the curve that the rule checks."""
+        if not self.points:
+            return curve
         return curve[-self.points :]
 
     def holds(self, curve: Curve) -> bool:

@@ -91,7 +91,8 @@ class Panel:
 class Samples:
     """Pairs of an earlier and a later sample, and the newest samples that have an error.
 
-    `caption` says which samples the pairs consist of.
+    If there is a single step, no pair has a later sample. `caption` says which samples the pairs
+    consist of.
     """
 
     caption: str
@@ -261,11 +262,12 @@ class _PromptHistory:
 
 
 def read_samples(rows: Iterable[Row]) -> Samples:
-    """Return the contents of samples.jsonl that the report shows. The file may exceed the memory.
+    """Return the contents of samples.jsonl that the report shows.
 
-    The two samples of a pair have the same prompt: one of the evaluations, or else one of the first
-    training step that was drawn again. If there is no such prompt, samples of the first and of the
-    newest step are paired.
+    Read as a stream, because the file may be larger than memory. The two samples of a pair have the
+    same prompt: one of the evaluations, or else one of the first training step that was drawn
+    again. If there is no such prompt, samples of the first and of the newest step are paired. The
+    samples of a run with a single step have no later sample.
     """
     errors: deque[str] = deque(maxlen=MAX_ERRORS)
     error_count = 0
@@ -280,7 +282,7 @@ def read_samples(rows: Iterable[Row]) -> Samples:
             evaluation.add(row)
         else:
             training.add(row)
-    caption = ""
+    limit = MAX_SAMPLE_PAIRS
     if evaluation.repeated:
         caption = "evaluation prompts: first and newest sample of each"
         pairs = evaluation.repeated_pairs()
@@ -291,11 +293,13 @@ def read_samples(rows: Iterable[Row]) -> Samples:
         caption = "first and newest step; no prompt of the first step was drawn again"
         pairs = list(zip_longest(training.first.values(), training.latest.values()))
     else:
-        single_step = list((training.first or evaluation.first).values())
-        pairs = list(zip_longest(single_step[0::2], single_step[1::2]))
+        caption = "one sample of each prompt; there is no later step to compare with"
+        only_step = training.first or evaluation.first
+        pairs = [(row, None) for row in only_step.values()]
+        limit = 2 * MAX_SAMPLE_PAIRS  # as many samples as in pairs
     return Samples(
         caption=caption,
-        pairs=pairs[:MAX_SAMPLE_PAIRS],
+        pairs=pairs[:limit],
         errors=list(errors),
         error_count=error_count,
     )

@@ -213,7 +213,17 @@ def test_read_samples_pairs_first_and_newest_step_if_no_prompt_is_repeated():
 
 
 def test_read_samples_of_single_step_has_no_later_sample():
-    assert responses(read_samples([sample(3, "a", "a3")])) == [("a3", None)]
+    samples = read_samples([sample(3, "a", "a3"), sample(3, "b", "b3"), sample(3, "a", "again")])
+    assert responses(samples) == [("a3", None), ("b3", None)]
+    assert samples.caption
+
+
+def test_page_of_single_step_has_no_empty_places_for_later_samples(tmp_path):
+    folder = RunFolder(tmp_path / "short")
+    folder.log_samples([SAMPLE | {"prompt": prompt} for prompt in ("a", "b")])
+    page = report_run(folder.path).read_text()
+    assert page.count('<div class="sample">') == 2
+    assert "no sample" not in page
 
 
 def test_read_samples_handles_many_rows():
