@@ -293,7 +293,7 @@ def read_samples(rows: Iterable[Row]) -> Samples:
         caption = "first and newest step; no prompt of the first step was drawn again"
         pairs = list(zip_longest(training.first.values(), training.latest.values()))
     else:
-        caption = "one sample of each prompt; there is no later step to compare with"
+        caption = "one sample of each prompt; no prompt has a later one"
         only_step = training.first or evaluation.first
         pairs = [(row, None) for row in only_step.values()]
         limit = 2 * MAX_SAMPLE_PAIRS  # as many samples as in pairs
