@@ -21,7 +21,7 @@ from openrlhf.rewards.remote_engines import VARIABLE, offer_engines
 from openrlhf.rewards.servers import ServerError
 from openrlhf.trainers.experience_maker import ExperienceMaker
 from openrlhf.trainers.remote_teacher import RemoteTeacher, RemoteTeacherStage
-from openrlhf.trainers.stages import EarlyStages
+from openrlhf.trainers.stages import EarlyStages, EpisodeRows
 from tests.openai_server import OpenAIServer, openai_server
 from tests.tiny import character_tokenizer
 from tests.trainers.episodes import episode, failed
@@ -106,6 +106,7 @@ def test_an_episode_without_an_answer_leaves_the_columns_of_the_others_in_their_
 
 
 def test_an_answer_after_the_deadline_fails_its_episode_and_cancels_the_question() -> None:
+    answered = threading.Event()
     cancelled = threading.Event()
 
     class Slow(RemoteTeacher):
@@ -116,15 +117,20 @@ def test_an_answer_after_the_deadline_fails_its_episode_and_cancels_the_question
                 except asyncio.CancelledError:
                     cancelled.set()
                     raise
+            answered.set()
             return [0.0, -1.0]
 
-    group = [episode(0, 0, score=1.0), episode(0, 1, score=0.0)]
-    stage = RemoteTeacherStage(Slow("--algo.distill.teacher wise", UNUSED))
-    late, in_time = EarlyStages(stages=[stage], timeout_s=1).annotated(group)
+    batch = EpisodeRows.of([episode(0, 0, score=1.0), episode(0, 1, score=0.0)])
+    add = RemoteTeacherStage(Slow("--algo.distill.teacher wise", UNUSED)).launch(batch)
+    assert answered.wait(30)
+    batch = add(batch, 1.0)
+    late, in_time = batch.episodes
     assert late.failure == Failure.SERVER
     assert "--algo.distill.teacher wise" in str(late.error)
     assert "--train.step_timeout" in str(late.error)
-    assert in_time.columns["teacher_logprobs"].tolist() == [0.0, -1.0]
+    assert not in_time.failed
+    assert batch.rows.teacher_logprobs is not None
+    assert batch.rows.teacher_logprobs.tolist()[2:] == [0.0, -1.0]
     assert cancelled.wait(30)
 
 
