@@ -1,5 +1,5 @@
-"""Runs the commands the way a user does: as processes, from flags; and reads what they left in the
-run folder.
+"""Helpers that run the commands as a user does.
+They start processes from flags and read the run folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.plausible import implausible
 from tests.ranks import ROOT
 
 PLAIN = (sys.executable, "-m")
-# Other tests of this process may have made it a world of one.
+# Other tests in this process may have initialized a process group of one rank.
 LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -42,7 +42,7 @@ Flags = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A command that has ended: its status, and what it printed."""
+    """A finished command: its exit status and its output."""
 
     status: int
     printed: str
@@ -50,7 +50,10 @@ class Finished:
 
 
 def as_arguments(flags: Flags) -> list[str]:
-    """Flags by name; True is a switch, None leaves one out, a list gives several values."""
+    """Return flags as arguments.
+
+    True is a switch, None leaves a flag out, and a list gives several values.
+    """
     arguments: list[str] = []
     for name, value in flags.items():
         if value is None:
@@ -61,7 +64,7 @@ def as_arguments(flags: Flags) -> list[str]:
 
 
 def places(folder: Path) -> dict[str, Path]:
-    """Everything a run writes goes into `folder`."""
+    """Return the flags that put everything a run writes in `folder`."""
     return {
         "run.dir": folder,
         "ckpt.output_dir": folder / "model",
@@ -70,8 +73,9 @@ def places(folder: Path) -> dict[str, Path]:
 
 
 def small_grpo(workspace: Path, folder: Path, *, prompts: int, samples: int) -> dict[str, Any]:
-    """GRPO of `model` on `prompts.jsonl` in a workspace: one optimizer step per batch, answers of
-    at most eight tokens.
+    """Return flags for GRPO of `model` on `prompts.jsonl` in a workspace.
+
+    Each batch is one optimizer step, and answers have at most eight tokens.
     """
     return {
         "actor.model_name_or_path": workspace / "model",
@@ -90,7 +94,7 @@ def small_grpo(workspace: Path, folder: Path, *, prompts: int, samples: int) -> 
 
 
 def train_here(flags: Flags) -> None:
-    """`train_ppo_ray` in this process, which may have joined a Ray."""
+    """Run `train_ppo_ray` in this process, which may already be connected to Ray."""
     run_ppo(parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"))
 
 
@@ -102,10 +106,10 @@ def launch(
     folder: Path = ROOT,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
-    """Start `openrlhf.cli.<command>` (`main my_task`: a verb of its own) in a session of its own,
-    with the tools of this environment on the path.
+    """Start `openrlhf.cli.<command>` in its own session, with this environment's tools on the path.
 
-    `folder`: the working directory. `variables`: further ones of the environment.
+    `command` may include a verb (`main my_task`). `folder`: the working directory. `variables`:
+    additional environment variables.
     """
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES} | dict(
         variables or {}
@@ -123,7 +127,7 @@ def launch(
 
 
 def finish(process: subprocess.Popen[str], *, timeout: float = 400) -> Finished:
-    """Wait for a command; kill its whole session when it takes longer than `timeout` seconds."""
+    """Wait for a command; kill its whole session if it takes longer than `timeout` seconds."""
     try:
         printed, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -141,9 +145,7 @@ def run(
     status: int = 0,
     timeout: float = 400,
 ) -> Finished:
-    """Run a command to its end, which has to be `status`; every number it logged has to be
-    plausible.
-    """
+    """Run a command to its end; check its exit status and that every logged number is plausible."""
     done = finish(launch(command, flags, launcher), timeout=timeout)
     assert done.status == status, f"ended with {done.status}:\n{done.printed}\n{done.errors}"
     if status == 0 and flags.get("run.dir"):
@@ -158,7 +160,7 @@ def kill_when(
     delay: float = 0.0,
     timeout: float = 400,
 ) -> None:
-    """SIGKILL the main process, and it alone, `delay` seconds after `reached` says so."""
+    """SIGKILL only the main process, `delay` seconds after `reached` returns true."""
     deadline = time.monotonic() + timeout
     while not reached():
         assert process.poll() is None, f"it ended by itself:\n{process.communicate()}"
@@ -170,13 +172,14 @@ def kill_when(
 
 
 def steps_logged(folder: Path) -> int:
-    """The newest training step in a run folder that may still be written to."""
+    """Return the newest training step in a run folder that may still be written to."""
     return max((row["step"] for row in read_lines(folder / "metrics.jsonl")), default=0)
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, which have to be plausible, without the numbers that measure
-    time.
+    """Return the lines of metrics.jsonl without the numbers that measure time.
+
+    Check that all numbers are plausible.
     """
     rows = list(read_lines(folder / "metrics.jsonl"))
     assert implausible(rows) == []
@@ -187,13 +190,14 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
 
 
 def column(folder: Path, name: str) -> list[float]:
-    """All values of a logged number, in order."""
+    """Return all values of a logged number, in order."""
     return [row[name] for row in numbers(folder) if name in row]
 
 
 def default_schedule(peak: float, steps: int) -> list[float]:
-    """Learning rates of a run of `steps` optimizer steps by Transformers' own scheduler, as the
-    default flags choose it.
+    """Return the learning rates of a run of `steps` optimizer steps.
+
+    They come from Transformers' own scheduler with the settings of the default flags.
     """
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     scheduler = get_scheduler(
@@ -212,7 +216,7 @@ def default_schedule(peak: float, steps: int) -> list[float]:
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
-    """The lines of samples.jsonl, without samples of evaluations while training."""
+    """Return the lines of samples.jsonl, without samples of evaluations during training."""
     return [row for row in read_lines(folder / "samples.jsonl") if not row["evaluation"]]
 
 
@@ -224,6 +228,6 @@ def evaluated(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Rows as a .jsonl file."""
+    """Write rows to a .jsonl file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

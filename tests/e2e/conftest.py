@@ -1,4 +1,4 @@
-"""What the tests of commands share."""
+"""Fixtures shared by the tests of commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 def own_folder(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Path]:
-    """A folder of the module for models, data and runs, with a datasets cache of its own."""
+    """Return a folder for the module's models, data and runs, with its own datasets cache."""
     folder = tmp_path_factory.mktemp(request.path.stem)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))

@@ -1,6 +1,4 @@
-"""Nodes of a Ray cluster on this machine, as `ray start` starts them, and a shell to type commands
-in.
-"""
+"""Ray nodes on this machine, started with `ray start`, and a shell to run commands in."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from tests.e2e.processes import descendants
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """That of a user in whose shell the virtual environment is active."""
+    """Return the environment of a user whose shell has the virtual environment active."""
     kept = {
         k: v
         for k, v in os.environ.items()
@@ -27,7 +25,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def type_in(line: str, folder: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
-    """Start a line of a shell in a folder, in a session of its own."""
+    """Start a shell command line in a folder, in its own session."""
     pipe = subprocess.PIPE
     return subprocess.Popen(
         ["bash", "-c", line],
@@ -43,7 +41,7 @@ def type_in(line: str, folder: Path, variables: dict[str, str]) -> subprocess.Po
 def start_node(
     flags: str, folder: Path, variables: dict[str, str], log: Path
 ) -> subprocess.Popen[bytes]:
-    """`ray start`, as a process to end it by; returns when it says that it is up."""
+    """Start a node with `ray start` and return its process once it reports that it is up."""
     with log.open("wb") as output:
         node = subprocess.Popen(
             ["ray", "start", *flags.split()],
@@ -57,7 +55,7 @@ def start_node(
 
 
 def end(node: subprocess.Popen[bytes]) -> None:
-    """End a node, and whatever of it does not end by itself."""
+    """End a node, and kill those of its processes that do not end by themselves."""
     below = descendants(node.pid)
     node.terminate()
     with suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Which processes a process has started, and whether they are still there. Linux."""
+"""The descendants of a process, and whether they are still running. Linux only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """A process; number and start time (kernel ticks) together name it for good."""
+    """A process, identified permanently by its number and start time (kernel ticks)."""
 
     pid: int
     start: str
@@ -23,8 +23,9 @@ class Process:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/<pid>/stat after the name: state, parent, …; None when the process is
-    gone.
+    """Return the fields of /proc/<pid>/stat after the name: state, parent, ….
+
+    Return None if the process has ended.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -40,7 +41,7 @@ def _command(pid: int) -> str:
 
 
 def descendants(pid: int) -> list[Process]:
-    """Every process below `pid`."""
+    """Return all descendants of `pid`."""
     children: dict[int, list[Process]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (stat := _stat(int(entry.name))):
@@ -58,7 +59,7 @@ def descendants(pid: int) -> list[Process]:
 
 
 def survivors(processes: Iterable[Process], *, within: float) -> list[str]:
-    """Commands of those that are still running `within` seconds from now."""
+    """Return the commands of the processes that are still running `within` seconds from now."""
     deadline = time.monotonic() + within
     while left := [process.command for process in processes if process.running]:
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""A reward model behind `serve_rm`, as a process of its own."""
+"""A reward model behind `serve_rm`, in its own process."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class RewardModelServer:
 
 @contextmanager
 def reward_model_server(model: Path, **flags: Any) -> Iterator[RewardModelServer]:
-    """Start it in float32 on a free port, wait until it answers, and kill it at the end; dots of
-    flags are written __.
+    """Start a float32 server on a free port, wait until it answers, and kill it at the end.
+
+    Dots in flag names are written __.
     """
     start = {"reward.model_name_or_path": model, "ds.param_dtype": "fp32", "port": 0}
     process = launch(
@@ -33,7 +34,7 @@ def reward_model_server(model: Path, **flags: Any) -> Iterator[RewardModelServer
     )
     try:
         assert process.stdout is not None
-        said = process.stdout.readline()  # empty where it has ended
+        said = process.stdout.readline()  # empty if it has ended
         assert said.startswith(f"serving {model} at http://"), process.communicate()
         yield RewardModelServer(url=said.split()[-1], process=process)
     finally:

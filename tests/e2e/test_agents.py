@@ -31,7 +31,7 @@ def workspace(own_folder: Path) -> Path:
 
 
 def agent_flags(workspace: Path, folder: Path, agent: Path, **changes: Any) -> dict[str, Any]:
-    """Three steps of four prompts times four episodes."""
+    """Return flags for three steps of four prompts with four episodes each."""
     return {
         "actor.model_name_or_path": workspace / "model",
         "data.prompt_dataset": workspace / "prompts.jsonl",
@@ -58,7 +58,7 @@ def agent_flags(workspace: Path, folder: Path, agent: Path, **changes: Any) -> d
 
 @pytest.fixture(scope="module")
 def temporary() -> Iterator[Path]:
-    """A folder for temporary files, with a name short enough for sockets in it."""
+    """Return a folder for temporary files whose path is short enough for sockets."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as folder:
         yield Path(folder)
 
@@ -117,7 +117,7 @@ def test_the_same_seed_gives_the_same_episodes_in_any_number_of_processes(
 
 
 def test_an_agent_that_knows_only_the_openai_client_trains(workspace: Path) -> None:
-    """The policy is untrained, and calls no tool; that it learns to is for `make verify`."""
+    """The untrained policy calls no tool; `make verify` tests that it learns to."""
     task = workspace / "sums"
     task.mkdir()
     make_task(task, transcripts=1, prompts=12)

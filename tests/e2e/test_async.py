@@ -1,5 +1,5 @@
-"""Asynchronous training as a user runs it: samples come from older weights, every prompt is trained
-on once, also after a kill.
+"""Asynchronous training as a user runs it.
+Samples come from older weights, and every prompt is trained on once, even after a kill.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def cluster() -> Iterator[None]:
 
 
 def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Eleven steps of four prompts times two episodes of two turns."""
+    """Return flags for eleven steps of four prompts with two episodes of two turns each."""
     return {
         **small_grpo(workspace, folder, prompts=BATCH, samples=SAMPLES),
         "data.max_len": 40,
@@ -76,7 +76,7 @@ def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def lags(folder: Path) -> list[int]:
-    """Of every sample: the version in training minus the version of its first token."""
+    """Return, for each sample, the version in training minus the version of its first token."""
     return [row["step"] - 1 - min(row["weight_versions"]) for row in samples(folder)]
 
 
@@ -127,7 +127,7 @@ def test_without_partial_rollouts_every_sample_has_one_version(workspace: Path) 
     train_here(flags(workspace, folder, **{"train.async_queue_size": 1, "data.max_samples": 12}))
     assert {len(row["weight_versions"]) for row in samples(folder)} == {1}
     assert set(lags(folder)) == {0, 1}
-    assert lags(folder).count(0) == BATCH * SAMPLES  # the first step's
+    assert lags(folder).count(0) == BATCH * SAMPLES  # from the first step
 
 
 @pytest.mark.verify
@@ -150,8 +150,9 @@ def test_rejected_prompts_are_replaced_while_training_goes_on(workspace: Path) -
 def test_models_score_a_prompt_side_by_side_while_other_samples_are_under_way(
     workspace: Path,
 ) -> None:
-    """An agent lets no other prompt end before models score the first; a run that scored whole
-    batches would never end.
+    """The agent lets no other prompt end before models score the first.
+
+    A run that scored whole batches would never end.
     """
     folder = workspace / "side-by-side"
     plugin, agent = (folder / "user" / name for name in ("slow_scores.py", "patient_agent.py"))

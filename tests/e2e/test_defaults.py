@@ -1,9 +1,7 @@
-"""Every command with nothing but what it requires: it finishes, and each number it logs can be
-true.
+"""Every command with only its required flags: it finishes, and each logged number is plausible.
 
-Beside the required flags there are only those that say where things go, and those that fit a run to
-a CPU: a tiny model, few rows, short responses. Precision, schedules, batch sizes and algorithms are
-the defaults.
+Other flags only say where to write, or fit a run to a CPU: a tiny model, few rows, short responses.
+Precision, schedules, batch sizes and algorithms are the defaults.
 """
 
 from __future__ import annotations
@@ -42,18 +40,19 @@ from tests.verify.test_learning import RUNS as LEARNING_RUNS
 MODEL: dict[str, Any] = {
     **HEADS,
     "max_position_embeddings": 2048,
-}  # as many as the default --data.max_len
+}  # the default --data.max_len
 VOCABULARY = 64
-ROWS, BATCH = 320, 128  # two default optimizer steps, and one of the 64 rows that are left
-# Sets of flags that together use each advantage estimator's and each policy loss's code. `make
-# verify` runs all others: with defaults here, or for longer in tests/verify/test_learning.py.
+ROWS, BATCH = 320, 128  # two default optimizer steps, and one of the 64 remaining rows
+# Sets of flags that together use the code of each advantage estimator and each policy loss. `make
+# verify` runs all other methods: with defaults here, or for longer in
+# tests/verify/test_learning.py.
 SOME_METHODS = ("gae", "dapo")
 OTHER_METHODS = sorted(flag_sets().keys() - SOME_METHODS - LEARNING_RUNS.keys())
 
 
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Path:
-    """Models, and rows for every command."""
+    """Create models, and rows for every command."""
     save_tiny_model(own_folder / "model", **MODEL)
     save_tiny_model(own_folder / "teacher", **MODEL, seed=5)
     rows = words(ROWS, seed=1)
@@ -67,7 +66,7 @@ def workspace(own_folder: Path) -> Path:
 
 
 def all_plausible(folder: Path) -> None:
-    """Every number that a run logged has a definition, and is one that can be right."""
+    """Check that every number that a run logged has a definition and is plausible."""
     rows = numbers(folder)
     assert rows
     undeclared = {name for row in rows for name in row if name != "step" and not find_spec(name)}
@@ -94,7 +93,7 @@ def test_sft_trains(sft: Path) -> None:
     assert column(sft, "train/lr") == default_schedule(5e-6, 2 * (ROWS // BATCH))
     assert column(sft, "train/gpt_loss") == pytest.approx(
         [math.log(VOCABULARY)] * 4, abs=0.15
-    )  # hardly trained
+    )  # almost untrained
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +112,7 @@ def test_a_reward_model_trains(reward_model: Path) -> None:
     assert column(reward_model, "train/lr") == default_schedule(9e-6, ROWS // BATCH)
     assert column(reward_model, "train/loss") == pytest.approx(
         [math.log(2)] * 2, abs=0.2
-    )  # hardly trained
+    )  # almost untrained
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +137,7 @@ def test_ppo_trains_with_a_reward_model(ppo: Path) -> None:
     assert column(ppo, "train/actor_lr") == default_schedule(1e-6, len(steps))
     assert column(ppo, "train/critic_lr") == default_schedule(9e-6, len(steps))
     first = steps[0]
-    # The policy is its reference, and the only optimizer step of a batch starts at π_old.
+    # The policy equals its reference, and the only optimizer step of a batch starts at π_old.
     assert first["train/kl"] == 0
     for row in steps:
         assert abs(row["train/ppo_kl"]) < 1e-6 and row["train/ppo_clip_ratio"] == 0
@@ -154,7 +153,7 @@ def test_ppo_trains_with_a_reward_model(ppo: Path) -> None:
 def test_train_ppo_runs_a_launch_script_of_the_release_without_ray(
     workspace: Path, reward_model: Path
 ) -> None:
-    """Flags as its script had them, with an answer that ends earlier, and fewer prompts."""
+    """The flags are those of its script, with shorter answers and fewer prompts."""
     folder = workspace / "old_ppo"
     line = {
         "pretrain": workspace / "model",
@@ -198,7 +197,7 @@ def test_train_ppo_runs_a_launch_script_of_the_release_without_ray(
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """One Ray for all methods."""
+    """Start one Ray for all methods."""
     ray.init(
         num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
     )
@@ -214,7 +213,7 @@ def cluster() -> Iterator[None]:
 def test_a_method_trains_from_the_defaults_of_what_its_flags_leave_out(
     name: str, workspace: Path
 ) -> None:
-    """Two steps; models and data are the test's, and lengths and groups are those of a CPU."""
+    """Two steps with the test's models and data, and lengths and group sizes for a CPU."""
     folder, method = workspace / name, flag_sets()[name]
     samples_per_prompt = 4 if "--rollout.n_samples_per_prompt" in method else 1
     flags = {
@@ -228,7 +227,7 @@ def test_a_method_trains_from_the_defaults_of_what_its_flags_leave_out(
         "rollout.batch_size": 16 // samples_per_prompt,
         "train.batch_size": 16,
     } | places(folder)
-    if name == "distill":  # the teacher alone teaches
+    if name == "distill":  # only the teacher teaches
         del flags["reward.remote_url"]
     if samples_per_prompt > 1:
         flags["rollout.n_samples_per_prompt"] = samples_per_prompt

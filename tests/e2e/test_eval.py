@@ -1,6 +1,4 @@
-"""`openrlhf eval` as a user runs it: pass@k, the accuracy of a reward model, the win rate by a
-judge.
-"""
+"""`openrlhf eval` as a user runs it: pass@k, reward model accuracy, and win rate by a judge."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ PROMPTS, SAMPLES = 7, 3
 
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Path:
-    """Two language models, a reward model, and rows that are prompts and pairs at once."""
+    """Create two language models, a reward model, and rows that serve as both prompts and pairs."""
     save_tiny_model(own_folder / "model", seed=0, **HEADS)
     save_tiny_model(own_folder / "other", seed=1, **HEADS)
     torch.manual_seed(2)
@@ -74,12 +72,12 @@ def answering(workspace: Path, name: str, **changes: Any) -> dict[str, Any]:
     )
 
 
-# ---- a command of its own
+# ---- its own process
 
 
 @pytest.fixture(scope="module")
 def pass_k(workspace: Path) -> Finished:
-    """Samples rewarded by a function and by a reward model; it starts Ray itself."""
+    """Evaluate samples with a function and a reward model; the command starts Ray itself."""
     rewards = {
         "reward.remote_url": REWARDS / "letters.py",
         "reward.model_name_or_path": workspace / "reward",
@@ -99,7 +97,10 @@ def test_every_sample_of_every_prompt_is_written_down(pass_k: Finished, workspac
 def test_pass_at_k_is_that_of_the_samples_per_data_source(
     pass_k: Finished, workspace: Path
 ) -> None:
-    """The function's score decides who passes; the reward is the sum with the reward model's."""
+    """The function's score decides which samples pass.
+
+    The reward is the sum with the reward model's score.
+    """
     [metrics] = numbers(workspace / "pass_k")
     rows = evaluated(workspace / "pass_k")
     for source, first in (("even", 0), ("odd", 1)):
@@ -146,12 +147,12 @@ def test_a_table_has_a_row_per_data_source_and_one_of_everything(pass_k: Finishe
     ]
 
 
-# ---- evaluations of this process, on one Ray
+# ---- evaluations in this process, on one Ray
 
 
 @pytest.fixture(scope="module")
 def cluster(pass_k: Finished) -> Iterator[None]:
-    """A Ray for what follows; asks for `pass_k` first, which has to find none."""
+    """Start Ray for the tests below, after `pass_k`, which must find no running Ray."""
     ray.init(
         num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
     )
@@ -198,7 +199,7 @@ def test_the_accuracy_of_a_reward_model_is_that_of_plain_transformers(workspace:
 @pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
 def test_a_judge_says_how_often_a_model_wins_against_another(workspace: Path) -> None:
-    """The judge likes digits; where neither answer has more, it says B whoever that is: a tie."""
+    """The judge prefers digits; without a difference it always answers B, which makes a tie."""
     against = {
         "task": "win_rate",
         "against.model_name_or_path": workspace / "other",
@@ -227,7 +228,7 @@ def test_a_judge_says_how_often_a_model_wins_against_another(workspace: Path) ->
 def test_a_judge_that_mostly_fails_ends_the_command_after_all_is_written_down(
     workspace: Path,
 ) -> None:
-    """The other answers are those of a column."""
+    """The other model's answers come from a column."""
     column = {"task": "win_rate", "against.answer_key": "chosen"}
     with (
         judge_server() as judge,

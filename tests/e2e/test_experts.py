@@ -1,4 +1,4 @@
-"""Mixtures of experts as a user trains them, with their load-balancing loss."""
+"""Mixture-of-experts models as a user trains them, with their load-balancing loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tiny import save_tiny_model
 KINDS = {
     "mixtral": (2, None),
     "qwen3-moe": (3, True),
-}  # with the ZeRO stage that each is trained with, and packing
+}  # with packing, and the ZeRO stage that each is trained with
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,9 @@ def flags(workspace: Path, folder: Path, model: str, **changes: Any) -> dict[str
 @pytest.mark.verify
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
 def test_two_processes_learn_the_task_and_balance_the_experts(workspace: Path, kind: str) -> None:
-    """The loss is 2, the number of choices, where all experts are used alike. Learning alone drives
-    it up.
+    """The loss is 2, the number of choices, if all experts are used equally.
+
+    Learning alone increases it.
     """
     stage, packing = KINDS[kind]
     ends = {}

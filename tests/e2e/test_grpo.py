@@ -1,5 +1,5 @@
-"""GRPO as a user runs it, on Ray, vLLM and DeepSpeed: alone, repeated, killed and resumed, in other
-layouts, with bad rewards.
+"""GRPO as a user runs it, on Ray, vLLM and DeepSpeed.
+It runs alone, repeated, killed and resumed, in other layouts, and with bad rewards.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def words(count: int, seed: int) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Path:
-    """Model and prompts of the module, and a datasets cache of its own."""
+    """Create the module's model and prompts, and its own datasets cache."""
     save_tiny_model(
         own_folder / "model", chat_template=CHAT_TEMPLATE, max_position_embeddings=1024, **HEADS
     )
@@ -81,8 +81,9 @@ def workspace(own_folder: Path) -> Path:
 
 
 def grpo_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Six steps of four prompts times four samples of at most eight tokens; every episode is in
-    samples.jsonl.
+    """Return flags for six steps of four prompts with four samples of at most eight tokens each.
+
+    Every episode is in samples.jsonl.
     """
     return {
         **small_grpo(workspace, folder, prompts=BATCH, samples=SAMPLES),
@@ -102,7 +103,7 @@ def grpo_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole(workspace: Path) -> Path:
-    """The run that nothing disturbed; it starts Ray itself."""
+    """Run without interruption; the run starts Ray itself."""
     folder = workspace / "whole"
     flags = grpo_flags(
         workspace,
@@ -150,7 +151,8 @@ def test_every_number_is_finite_and_has_a_definition(whole: Path) -> None:
 def test_engine_and_trainer_agree_about_the_sampled_tokens_in_every_step(whole: Path) -> None:
     """The gap is in nats per token.
 
-    It stays small after each publication: step k + 1 samples from what step k published.
+    It stays small after each publication: step k + 1 samples with the weights that step k
+    published.
     """
     assert len(column(whole, "train/logprob_gap_mean")) == STEPS
     assert max(column(whole, "train/logprob_gap_mean")) < 1e-5
@@ -160,8 +162,9 @@ def test_engine_and_trainer_agree_about_the_sampled_tokens_in_every_step(whole: 
 def test_passes_that_nothing_needs_are_not_run_and_those_that_are_run_are_timed(
     whole: Path,
 ) -> None:
-    """Strictly on-policy with the KL in the loss: π_ref is needed, π_old is what the training
-    forward computes anyway.
+    """Training is strictly on-policy with the KL in the loss.
+
+    π_ref is needed; the training forward computes π_old anyway.
     """
     steps = [row for row in read_lines(whole / "metrics.jsonl") if "train/reward" in row]
     for row in steps:
@@ -219,8 +222,9 @@ def test_the_run_leaves_report_export_checkpoints_and_logs(whole: Path) -> None:
 def test_a_killed_run_leaves_no_process_and_resumes_to_the_same_numbers(
     whole: Path, workspace: Path
 ) -> None:
-    """From the configuration the unbroken run wrote. Until the kill it is the same seed run twice;
-    all to the last digit.
+    """The runs use the configuration that the uninterrupted run wrote, and the same seed.
+
+    All numbers are equal to the last digit.
     """
     folder = workspace / "killed"
     flags = {"config": whole / "config.yaml", **places(folder)}
@@ -247,11 +251,11 @@ def test_a_killed_run_leaves_no_process_and_resumes_to_the_same_numbers(
     assert samples(folder) == samples(whole)
     weights, unbroken = (path / "model" / "model.safetensors" for path in (folder, whole))
     assert weights.read_bytes() == unbroken.read_bytes()
-    # Two of Ray's own wait a minute for their control plane before they end.
+    # Two of Ray's own processes wait a minute for their control plane before they end.
     assert survivors(agents, within=90) == []
 
 
-# ---- the end of a run that cannot go on
+# ---- how a run ends that cannot continue
 
 
 def test_rewards_that_fail_too_often_end_the_run_with_the_users_traceback(workspace: Path) -> None:
@@ -265,11 +269,11 @@ def test_rewards_that_fail_too_often_end_the_run_with_the_users_traceback(worksp
     assert "error: " in done.errors
     assert re.search(
         r"\d of (4|8|12|16) episodes failed", done.errors
-    )  # a batch that is lost already ends early
+    )  # a batch that is already lost ends early
     assert "--reward.max_error_rate 0" in done.errors
     assert "ValueError: sevens are bad luck" in done.errors
-    assert 'trouble.py", line' in done.errors  # where it was raised
-    assert "RewardErrors" not in done.errors  # our own stack is not shown
+    assert 'trouble.py", line' in done.errors  # where the error was raised
+    assert "RewardErrors" not in done.errors  # frames of our own stack are not shown
     failures = [row for row in samples(folder) if row["stop_reason"] == "failed"]
     assert failures and all("sevens are bad luck" in row["error"] for row in failures)
 
@@ -319,7 +323,7 @@ def test_a_run_that_ends_while_its_processes_start_leaves_nothing(
             started.update(descendants(process.pid))
             sessions.update(Path(ray_folder).rglob(f"session_*_{process.pid}"))
             if end and any("RolloutEngine" in each.command and each.running for each in started):
-                process.send_signal(end)  # more than once, which changes nothing
+                process.send_signal(end)  # several times, which changes nothing
             time.sleep(0.2)
         done = finish(process)
         assert (done.status, survivors(started, within=30)) == (status, []), done.errors
@@ -329,12 +333,12 @@ def test_a_run_that_ends_while_its_processes_start_leaves_nothing(
         )
 
 
-# ---- runs of this process, on one Ray
+# ---- runs in this process, on one Ray
 
 
 @pytest.fixture(scope="module")
 def cluster(whole: Path) -> Iterator[None]:
-    """A Ray for the runs below; asks for `whole` first, which has to find none."""
+    """Start Ray for the runs below, after `whole`, which must find no running Ray."""
     ray.init(
         num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
     )
@@ -348,7 +352,7 @@ def test_two_ranks_of_zero3_a_reference_of_its_own_and_two_engines_come_to_the_s
 ) -> None:
     """Losses agree to 1e-4, and the sampled tokens are the same.
 
-    The sums have another order, and AdamW's steps amplify the difference.
+    Sums are in a different order, and AdamW's steps amplify the difference.
     """
     folder = workspace / "spread"
     changes = {
@@ -404,7 +408,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
 
 
 def notes(folder: Path) -> list[str]:
-    """What engines and models wrote into their logs about sleep, in the order of the clock."""
+    """Return what engines and models logged about sleep, in chronological order."""
     lines = [
         line for log in (folder / "logs").glob("*-0.log") for line in log.read_text().splitlines()
     ]
@@ -417,7 +421,10 @@ def notes(folder: Path) -> list[str]:
 def test_models_and_engines_on_the_same_devices_sleep_in_turn_and_come_to_the_same(
     whole: Path, workspace: Path, stage: int
 ) -> None:
-    """An engine of two workers on the devices of two ranks; the reference waits in CPU memory."""
+    """An engine of two workers shares the devices of two ranks.
+
+    The reference waits in CPU memory.
+    """
     folder = workspace / f"hybrid-{stage}"
     changes = {
         "train.colocate_all": True,
@@ -440,7 +447,7 @@ def test_models_and_engines_on_the_same_devices_sleep_in_turn_and_come_to_the_sa
     rollout = [
         *engine_wakes[1:],
         "engine 0 asleep",
-    ]  # its weights are awake since they were published
+    ]  # its weights have been awake since they were published
     update = ["actor awake", "actor asleep", *engine_wakes[:1]]
     start = ["engine 0 asleep", "actor asleep", *engine_wakes[:1]]
     steps = [*rollout, *update] * 2
@@ -520,7 +527,7 @@ def test_stop_texts_and_stop_tokens_end_responses_and_stay_in_them(workspace: Pa
     train_here(grpo_flags(workspace, folder, **{"data.max_samples": BATCH, **stops}))
     responses = [
         re.sub(r"<\w+>", "·", row["response"]) for row in samples(folder)
-    ]  # letters of <bos> are no tokens
+    ]  # letters of <bos> are not tokens
     assert not any(set(response[:-1]) & set("bcde") for response in responses)
     assert {"b", "c"} & {response[-1] for response in responses}
     assert {"d", "e"} & {response[-1] for response in responses}
@@ -541,8 +548,9 @@ def check_same(folder: Path, other: Path) -> None:
 def test_several_optimizer_steps_per_batch_with_the_kl_in_the_reward_do_not_depend_on_the_layout(
     workspace: Path,
 ) -> None:
-    """One rank with fixed micro-batches against two with micro-batches by tokens, fewer than
-    --data.max_len; the last batch is short.
+    """One rank with fixed micro-batches is compared with two with micro-batches by tokens.
+
+    The token limit is below --data.max_len, and the last batch is short.
     """
     common = {
         "data.max_samples": 11,
@@ -565,7 +573,7 @@ def test_several_optimizer_steps_per_batch_with_the_kl_in_the_reward_do_not_depe
     train_here(grpo_flags(workspace, two, **common, **budget, **ranks))
     assert column(one, "rollout/num_samples") == [16.0, 16.0, 12.0]
     check_same(two, one)
-    # π_old was recomputed: after the first optimizer step of a batch the ratio is no longer 1.
+    # π_old was recomputed: after the first optimizer step of a batch, the ratio is no longer 1.
     assert all(abs(value) > 1e-6 for value in column(one, "train/ppo_kl"))
     # the KL is in the returns: they are less than the rewards once the policy has moved
     assert column(one, "train/kl")[0] == pytest.approx(0.0, abs=1e-6)
@@ -587,8 +595,9 @@ def test_several_optimizer_steps_per_batch_with_the_kl_in_the_reward_do_not_depe
 def test_a_mixture_of_experts_is_balanced_and_published(
     workspace: Path, kind: str, changes: dict[str, Any]
 ) -> None:
-    """Policy and critic; every expert reaches the engine: it gives the tokens it sampled the
-    trainer's log-probabilities.
+    """Both policy and critic are trained, and every expert reaches the engine.
+
+    Trainer and engine agree about the log-probabilities of the sampled tokens.
     """
     folder = workspace / f"run-{kind}"
     model = save_tiny_model(workspace / kind, kind, chat_template=CHAT_TEMPLATE, **HEADS)
@@ -611,8 +620,9 @@ def test_a_mixture_of_experts_is_balanced_and_published(
 def test_a_policy_that_got_no_better_within_the_patience_is_exported_as_it_was(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a metric that never changes: the best evaluation is that of the start, whose weights come
-    back to the last digit.
+    """The metric never changes, so the best evaluation is the one at the start.
+
+    Its weights are restored to the last digit.
     """
     folder = workspace / "patient"
     waits = {
@@ -630,7 +640,7 @@ def test_a_policy_that_got_no_better_within_the_patience_is_exported_as_it_was(
         "--eval.patience 2 ends the run after step 2. The export has the weights of step 0"
         in printed
     )
-    assert column(folder, "train/kl")[-1] > 1e-6  # it had moved
+    assert column(folder, "train/kl")[-1] > 1e-6  # the policy had moved
     start, end = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
         for path in (workspace / "model", folder / "model")
@@ -639,7 +649,7 @@ def test_a_policy_that_got_no_better_within_the_patience_is_exported_as_it_was(
 
 
 def troubled(workspace: Path, name: str, **changes: Any) -> tuple[Path, list[dict[str, Any]]]:
-    """One step of four prompts whose rewards raise at a seven; the run folder and its samples."""
+    """Run one step of four prompts whose rewards raise at a seven; return folder and samples."""
     folder = workspace / name
     flags = {
         "reward.remote_url": REWARDS / "trouble.py",
@@ -655,7 +665,7 @@ def troubled(workspace: Path, name: str, **changes: Any) -> tuple[Path, list[dic
 def test_failed_rewards_below_the_rate_are_counted_and_shown_and_never_trained_on(
     workspace: Path,
 ) -> None:
-    """Samples whose call raises, and the four of a prompt whose calls hang."""
+    """They are the samples whose call raises, and the four of a prompt whose calls hang."""
     prompts = [row | {"label": "hang"} if i == 0 else row for i, row in enumerate(words(4, seed=1))]
     dataset = write_rows(workspace / "hanging.jsonl", prompts)
     changes = {"data.prompt_dataset": dataset, "reward.timeout": 1.0, "reward.max_error_rate": 0.9}
@@ -758,8 +768,9 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays_as_it_is(
 def test_gsm8k_questions_as_chats_graded_by_the_math_verifier(
     workspace: Path, data_dir: Path
 ) -> None:
-    """64 questions pass through once, each as the chat template renders it, and are graded against
-    `#### 72`.
+    """64 questions pass through once.
+
+    Each is rendered by the chat template and graded against an answer such as `#### 72`.
     """
     lines = (data_dir / "gsm8k/train.jsonl").read_text().splitlines()[:64]
     rows = [json.loads(line) for line in lines]
@@ -799,8 +810,9 @@ def test_gsm8k_questions_as_chats_graded_by_the_math_verifier(
 def test_prompts_that_teach_nothing_are_replaced_and_a_resumed_run_filters_the_same(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The score of a sample is whether it has an a: prompts all of whose samples have one, or none,
-    are replaced.
+    """A sample scores 1 if it contains an a.
+
+    A prompt is replaced if all or none of its samples contain one.
     """
     monkeypatch.setattr("openrlhf.observability.recorder.SAMPLES_PER_STEP", 1000)
     folder = workspace / "filtered"
@@ -828,8 +840,8 @@ def test_prompts_that_teach_nothing_are_replaced_and_a_resumed_run_filters_the_s
     assert {row["filtered"] for row in rows} == {True, False}
     for step in range(1, steps + 1):
         drawn = [index for index in sorted(groups) if groups[index][0]["step"] == step]
-        # The rest of an episode that was all filtered is written down before the step that follows
-        # it.
+        # The rest of an episode whose samples were all filtered is written before the step that
+        # follows it.
         tried = [groups[index] for index in drawn if index // PROMPTS == drawn[-1] // PROMPTS]
         kept = [group for group in tried if not group[0]["filtered"]]
         ends_episode = drawn[-1] % PROMPTS == PROMPTS - 1
@@ -848,7 +860,7 @@ def test_prompts_that_teach_nothing_are_replaced_and_a_resumed_run_filters_the_s
     before, weights = numbers(folder), (folder / "model" / "model.safetensors").read_bytes()
     for manifest in (folder / "checkpoints").glob(
         "*.json"
-    ):  # as if it had been killed in the step after the third last
+    ):  # as if it had been killed in the third-last step
         if f"step{steps - 2}." not in manifest.name:
             manifest.unlink()
     train_here({**flags, "ckpt.load_enable": True})
@@ -906,8 +918,9 @@ def test_every_layout_comes_to_the_same(
 def test_a_run_killed_again_and_again_logs_what_an_unbroken_one_logs(
     whole: Path, workspace: Path
 ) -> None:
-    """Killed a random moment after its next step, evaluations and checkpoints included, until one
-    gets to the end.
+    """The run is killed at a random moment after its next step, until one completes.
+
+    The moment can be in an evaluation or a checkpoint.
     """
     folder, draw = workspace / "haunted", random.Random(0)
     flags = {"config": whole / "config.yaml", **places(folder), "ckpt.load_enable": True}

@@ -1,5 +1,5 @@
-"""Batch inference as a user runs it: generate, score, train on what was written; a kill; a chat
-through a pipe.
+"""Batch inference as a user runs it.
+It generates, scores, trains on the output, survives a kill, and chats through a pipe.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PROMPTS, SAMPLES = 8, 3
 
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Path:
-    """A language model, a reward model, and prompts."""
+    """Create a language model, a reward model, and prompts."""
     save_tiny_model(own_folder / "model", seed=0, **HEADS)
     torch.manual_seed(2)
     save_reward_model(own_folder / "reward", own_folder / "model")
@@ -81,7 +81,7 @@ def scoring(workspace: Path, name: str, **changes: Any) -> dict[str, Any]:
 
 
 def infer(line: dict[str, Any]) -> list[dict[str, Any]]:
-    """The lines that the command writes, run in this process."""
+    """Run the command in this process and return the lines that it writes."""
     run_batch_inference(
         parse_config(BatchInferenceConfig, as_arguments(line), command="batch_inference")
     )
@@ -94,7 +94,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """A Ray for all commands of this process."""
+    """Start one Ray for all commands of this process."""
     ray.init(
         num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
     )
@@ -104,13 +104,13 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def answers(workspace: Path, cluster: None) -> list[dict[str, Any]]:
-    """The answers of one engine to all prompts."""
+    """Return one engine's answers to all prompts."""
     return infer(flags(workspace, "answers"))
 
 
 @pytest.fixture(scope="module")
 def scores(workspace: Path, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answers with their rewards."""
+    """Return the answers with their rewards."""
     return infer(scoring(workspace, "scores"))
 
 
@@ -127,7 +127,7 @@ def test_every_prompt_has_its_answers_in_the_order_of_the_dataset(
 def test_results_of_other_settings_are_refused_and_a_cut_journal_goes_on(
     workspace: Path, scores: list[dict[str, Any]]
 ) -> None:
-    """The journal of a killed command ends within a line."""
+    """The journal of a killed command ends in the middle of a line."""
     line = scoring(workspace, "scores")
     with pytest.raises(DataError, match="--output_path"):
         infer(line)
@@ -157,7 +157,7 @@ def test_rewards_are_those_of_plain_transformers(
 def chain(workspace: Path, name: str, processor: str, command: str, **columns: str) -> Finished:
     """Score with a post-processor, then train on the rows.
 
-    The tokenizer has no token for < and _.
+    The tokenizer has no tokens for < and _.
     """
     template = "{input} score:{reward} " if processor == "csft" else None
     infer(scoring(workspace, name, post_processor=processor, reward_template=template))
@@ -205,7 +205,7 @@ def test_an_iteration_has_its_own_rows(workspace: Path, cluster: None) -> None:
 
 @pytest.mark.verify
 def test_a_killed_command_goes_on_without_a_lost_or_doubled_row(workspace: Path) -> None:
-    """Two halves add up to the file of an uninterrupted command: samples are seeded by row."""
+    """The two halves equal the file of an uninterrupted command: samples are seeded by row."""
     draw = random.Random(1)
     many = write_rows(
         workspace / "many.jsonl", [{"input": f"{draw.randint(0, 9999)}="} for _ in range(300)]
@@ -228,8 +228,9 @@ def test_a_killed_command_goes_on_without_a_lost_or_doubled_row(workspace: Path)
 
 
 def test_a_chat_through_a_pipe_answers_until_the_input_ends(workspace: Path) -> None:
-    """Ctrl-C, which a terminal sends to the whole process group, stops an answer and not the
-    program.
+    """Ctrl-C stops an answer but not the program.
+
+    A terminal sends it to the whole process group.
     """
     line = {
         "model.model_name_or_path": workspace / "model",
@@ -252,7 +253,7 @@ def test_a_chat_through_a_pipe_answers_until_the_input_ends(workspace: Path) -> 
 
 
 def talking(line: dict[str, Any]) -> Any:
-    """A chat whose input is a pipe."""
+    """Start a chat whose input is a pipe."""
     return subprocess.Popen(
         [sys.executable, "-m", "openrlhf.cli.interactive_chat", *as_arguments(line)],
         stdin=subprocess.PIPE,

@@ -1,5 +1,5 @@
-"""Every way to launch a command: several processes, Ray jobs on two nodes, and commands as pages
-print them.
+"""Every way to launch a command.
+Commands run in several processes, as Ray jobs on two nodes, and as the pages print them.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ ROWS, PROMPTS = 128, 16
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny models and data in folders named like those of the hub: commands run in it as they are
-    printed.
+    """Create tiny models and data in folders named like those of the Hub.
+
+    Commands run in the workspace as printed.
     """
     folder = tmp_path_factory.mktemp("launches")
     models, data = folder / "OpenRLHF", folder / "OpenRLHF"
@@ -94,7 +95,7 @@ def rm_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(workspace: Path) -> Path:
-    """`train_rm` as one process."""
+    """Run `train_rm` as one process."""
     folder = workspace / "alone"
     run("train_rm", rm_flags(workspace, folder))
     return folder
@@ -112,7 +113,7 @@ def alone(workspace: Path) -> Path:
 def test_a_reward_model_of_two_processes_is_that_of_one(
     alone: Path, workspace: Path, launcher: tuple[str, ...], stage: int
 ) -> None:
-    """To 1e-5 in the loss: sums in another order."""
+    """Losses agree to 1e-5: sums are in a different order."""
     folder = workspace / launcher[0]
     flags = rm_flags(workspace, folder, **{"ds.zero_stage": stage})
     run("train_rm", flags, launcher=(launcher[0], "--master_port", str(free_port()), *launcher[1:]))
@@ -140,8 +141,9 @@ def test_a_reward_model_of_two_processes_is_that_of_one(
 
 @pytest.fixture(scope="module")
 def offline(workspace: Path) -> dict[str, Finished]:
-    """Side by side: most of their time is that of imports. Each with a port of its own, which is
-    all that was changed.
+    """Run the commands side by side, because imports take most of their time.
+
+    Each has its own port, which is the only change.
     """
     sft, rm = PRINTED["SFT"], PRINTED["RM"]
     lines = {"SFT": sft.text, "RM": rm.text}
@@ -182,9 +184,7 @@ def test_the_printed_rm_command_trains(offline: dict[str, Finished], workspace: 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Ray on two nodes: where jobs are submitted, what a shell needs for it, and the folders of the
-    nodes.
-    """
+    """Ray on two nodes: the address for jobs, a shell environment, and the nodes' folders."""
 
     api: str
     variables: dict[str, str]
@@ -192,11 +192,11 @@ class Cluster:
     second: Path
 
     def submitted(self, line: str) -> str:
-        """A printed line with the address of this cluster."""
+        """Return a printed command with the address of this cluster."""
         return line.replace("http://127.0.0.1:8265", self.api)
 
     def copy_on(self, node: Path) -> Path:
-        """Where a node keeps the copy of the working directory that jobs had last."""
+        """Return where a node keeps its copy of the last job's working directory."""
         copies = (node / "session_latest/runtime_resources/working_dir_files").iterdir()
         return max(
             (path for path in copies if path.is_dir()), key=lambda path: path.stat().st_mtime
@@ -205,12 +205,13 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(workspace: Path) -> Iterator[Cluster]:
-    """Ports, folders and token of its own. The first node takes nothing but jobs: all that a run
-    starts is on the second.
+    """Start a cluster with its own ports, folders and token.
+
+    The first node accepts only jobs: all processes that a run starts are on the second node.
     """
     home = Path(
         tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    )  # Ray's sockets lie below: their paths have to be short
+    )  # Ray's sockets are in it, and their paths have to be short
     port, api, client = (free_port() for _ in range(3))
     variables = environment(HOME=str(home), RAY_AUTH_MODE="token")
     common = "--block --min-worker-port 0 --max-worker-port 0 --dashboard-agent-listen-port 0"
@@ -248,7 +249,7 @@ def cluster(workspace: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster, workspace: Path) -> dict[str, Finished]:
-    """Printed jobs with the printed working directory, submitted side by side."""
+    """Submit printed jobs side by side, with the printed working directory."""
     ppo = PRINTED["PPO as a job, from this folder"]
     lines = {"as printed": ppo.text, "complete": f"{ppo.text} {ppo.missing}"}
     running = {
@@ -317,7 +318,7 @@ def test_a_job_is_told_that_relative_folders_are_in_rays_copy(
 
 
 def of_runs() -> list[Process]:
-    """Processes that runs have started on our cluster."""
+    """Return the processes that runs have started on our cluster."""
     every = descendants(os.getpid())
     return [
         process
@@ -388,7 +389,7 @@ def test_an_address_at_which_no_ray_answers_is_named_at_once(
 
 
 def start_program(code: str) -> subprocess.Popen[str]:
-    """Start Python code in a session of its own, with pipes for what it prints."""
+    """Start Python code in its own session, with pipes for its output."""
     return subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
@@ -436,8 +437,9 @@ def test_process_that_is_asked_to_end_while_ray_starts_ends_with_all_that_it_sta
 
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["process", "group"])
 def test_a_termination_ends_a_run_in_order(send: Callable[[int, int], None]) -> None:
-    """`timeout` and schedulers send it to the process group. The run still needs Ray to end in
-    order.
+    """`timeout` and schedulers send it to the process group.
+
+    The run still needs Ray to end in order.
     """
     program = (
         "import ray, time\n"
@@ -472,8 +474,9 @@ HOLDER = (
 
 @pytest.fixture(scope="module")
 def gpu_ray(workspace: Path) -> Iterator[dict[str, str]]:
-    """A Ray that says it has two GPUs, noted where `ray start` leaves its note; what a shell needs
-    to find it.
+    """Start a Ray that reports two GPUs, and return a shell environment that finds it.
+
+    It is recorded where `ray start` leaves its address.
     """
     home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     variables = environment(HOME=str(home), RAY_TMPDIR=str(home), RAY_AUTH_MODE="disabled")
@@ -493,7 +496,7 @@ def gpu_ray(workspace: Path) -> Iterator[dict[str, str]]:
 
 
 def of_default_size(workspace: Path, variables: dict[str, str], *more: str) -> Finished:
-    """`train_ppo_ray` without the numbers of devices, on a machine without GPUs."""
+    """Return flags of `train_ppo_ray` without device counts, on a machine without GPUs."""
     line = (
         f"{sys.executable} -m openrlhf.cli.train_ppo_ray --reward.verifier format "
         "--vllm.num_engines 1 --actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture "
@@ -523,7 +526,7 @@ def test_devices_are_those_of_the_running_ray_and_not_those_of_the_machine(
 def test_a_dry_run_holds_nothing_of_the_ray_it_joins(
     workspace: Path, gpu_ray: dict[str, str]
 ) -> None:
-    """A plan of both GPUs is checked while other processes hold both."""
+    """A plan for both GPUs is checked while other processes hold both."""
     holder = type_in(f"{sys.executable} -c '{HOLDER}'", workspace, gpu_ray)
     try:
         assert holder.stdout and holder.stdout.readline() == "held\n"
@@ -559,7 +562,7 @@ def test_without_a_running_ray_devices_are_those_of_the_machine(
 
 
 def test_a_note_of_a_ray_that_is_gone_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ray start --block` that is interrupted, and a machine that is switched off, leave one."""
+    """An interrupted `ray start --block` and a machine that is switched off leave such a file."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         monkeypatch.setenv("RAY_TMPDIR", folder)

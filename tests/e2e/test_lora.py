@@ -1,5 +1,5 @@
-"""Runs with adapters as a user starts them: GRPO whose engines get merged weights or the adapter,
-and a preference run that is killed.
+"""Runs with adapters as a user starts them.
+GRPO sends merged weights or the adapter to the engines; a preference run is killed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REWARDS = Path(__file__).parent / "reward_files"
 
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Path:
-    """Model, prompts and pairs of the module."""
+    """Create the module's model, prompts and pairs."""
     save_tiny_model(own_folder / "model", "qwen2-untied", max_position_embeddings=1024, **HEADS)
     draw = random.Random(1)
     words = ["".join(draw.choices("bcdefgh", k=4)) + "=" for _ in range(24)]
@@ -63,8 +63,9 @@ def grpo(workspace: Path, folder: Path, **changes: Any) -> None:
 
 
 def check_numbers(folder: Path, *, gap: float) -> None:
-    """Six steps that moved the policy from its reference, and engines that had the policy's weights
-    in each of them.
+    """Check that six steps moved the policy from its reference.
+
+    Engines had the policy's weights in each of them.
     """
     kl = column(folder, "train/kl")
     assert len(kl) == 6 and kl[0] == 0 and min(kl[1:]) > 1e-4

@@ -1,5 +1,5 @@
-"""Machines of unlike kinds: each role is where it was asked to be, and the loss of a machine with
-engines loses no step.
+"""A cluster of different machines: roles are placed as requested.
+Losing a machine with engines loses no step.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from tests.e2e.test_survival import PROMPTS, SAMPLES, STEPS, flags, wait_for_ste
 from tests.ranks import ROOT
 
 __all__ = ["workspace"]
-ROOM = '{"engines":1}'  # of each machine, for one engine
+ROOM = '{"engines":1}'  # on each machine, for one engine
 
 
 @pytest.fixture(scope="module")
 def cluster(workspace: Path) -> Iterator[tuple[dict[str, str], subprocess.Popen[bytes]]]:
-    """What a shell needs for two machines, one for training and both for engines; and the second
-    machine.
+    """Start two machines, one for training and both for engines.
+
+    Return a shell environment for them, and the second machine.
     """
     home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     port, api = free_port(), free_port()
@@ -64,7 +65,7 @@ def cluster(workspace: Path) -> Iterator[tuple[dict[str, str], subprocess.Popen[
 
 
 def submitted(arguments: list[str]) -> str:
-    """A job with the models on the first machine, and an engine on each."""
+    """Submit a job with the models on the first machine and an engine on each."""
     places = {
         "vllm.num_engines": 2,
         "placement.actor.resources": '{"kind": "training"}',

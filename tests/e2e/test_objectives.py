@@ -1,5 +1,5 @@
-"""What a policy update can be made of, on the true stack: sequence ratios, corrections, a teacher,
-plain text, early stops.
+"""The parts of a policy update, on the real stack.
+They are sequence ratios, corrections, a teacher, plain text and early stops.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def workspace(own_folder: Path) -> Path:
 
 
 def everything(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """GSPO in two optimizer steps per batch, corrected by sequences, with a teacher and plain text
-    beside the rewards.
+    """Run GSPO in two optimizer steps per batch, with sequence-level corrections.
+
+    The loss also has a teacher and plain text.
     """
     return grpo_flags(
         workspace,
@@ -89,8 +90,9 @@ def test_a_killed_run_resumes_to_the_same_numbers_with_the_same_text(
 
 
 def test_a_run_ends_at_the_step_whose_kl_is_above_the_limit(whole: Path, workspace: Path) -> None:
-    """With a learning rate that lets the KL run away; until it stops, the run is the one that
-    nothing stopped.
+    """The learning rate lets the KL grow without bound.
+
+    Until it stops, the run equals one without a limit.
     """
     distances = column(whole, "train/kl")
     limit = sorted(distances)[STEPS // 2]
@@ -108,8 +110,9 @@ def test_a_run_ends_at_the_step_whose_kl_is_above_the_limit(whole: Path, workspa
 
 @pytest.mark.verify
 def test_the_updates_of_a_batch_end_when_the_policy_has_moved(workspace: Path) -> None:
-    """Of four optimizer steps the first begins at π_old itself; the second finds that the policy
-    has moved, and is the last.
+    """The first of four optimizer steps begins at π_old itself.
+
+    The second finds that the policy has moved, and is the last.
     """
     folder = workspace / "moved"
     flags = {"train.max_epochs": 2, "algo.kl.stop_update": 1e-6, "data.max_samples": 8}

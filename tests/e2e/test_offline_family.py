@@ -1,5 +1,5 @@
-"""DPO, KTO, process reward models and distillation as a user runs them: learning, killed and
-resumed, given wrong input.
+"""DPO, KTO, process reward models and distillation as a user runs them.
+They learn, are killed and resumed, and get wrong input.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ STEP, RIGHT, WRONG = "?", "+", "-"
 
 
 def digits(word: str) -> str:
-    """The places of a word's letters in the alphabet."""
+    """Return the positions of a word's letters in the alphabet."""
     return "".join(str(ord(letter) - ord("a")) for letter in word)
 
 
 def rows_of(task: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Toy data: a word is to be answered by itself, not by its digits; a step with one of the first
-    letters is right.
+    """Return toy data: the answer to a word is the word itself, not its digits.
+
+    A step with one of the first letters is right.
     """
     draw = random.Random(seed)
     if task == "dpo":
@@ -78,12 +79,12 @@ def rows_of(task: str, count: int, seed: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Path:
-    """The folder of the module."""
+    """Return the workspace of the module."""
     return make_workspace(own_folder)
 
 
 def make_workspace(own_folder: Path) -> Path:
-    """A tiny model, a teacher that is sure of what it says, and data for each task."""
+    """Create a tiny model, a teacher with confident predictions, and data for each task."""
     make_models(own_folder)
     for task in ("dpo", "kto", "prm", "kd"):
         write_rows(own_folder / f"{task}.jsonl", rows_of(task, TRAIN_ROWS, seed=1))
@@ -129,7 +130,7 @@ def flags_of(task: str, workspace: Path, folder: Path, **changes: Any) -> dict[s
 
 
 class Plain:
-    """An exported model in plain Transformers, float64, without any code of ours."""
+    """An exported model in plain Transformers, in float64, without our code."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -139,12 +140,12 @@ class Plain:
         return self.tokenizer(text).input_ids
 
     def table(self, tokens: list[int]) -> torch.Tensor:
-        """Log-probabilities of the next token after each token."""
+        """Return the log-probabilities of the next token after each token."""
         with torch.no_grad():
             return torch.log_softmax(self.hf(torch.tensor([tokens])).logits[0], -1)
 
     def total(self, prompt: str, answer: str) -> float:
-        """Σ log π of an answer."""
+        """Return Σ log π of an answer."""
         before, after = self.ids(prompt), self.ids(answer)
         table = self.table(before + after)[len(before) - 1 : -1]
         return float(table.gather(1, torch.tensor(after)[:, None]).sum())
@@ -156,7 +157,7 @@ def last(folder: Path, name: str) -> float:
 
 @pytest.fixture(scope="module")
 def preferred(workspace: Path) -> Path:
-    """A run of DPO that nothing disturbed."""
+    """Run DPO without interruption."""
     folder = workspace / "run-dpo"
     run("train_dpo", flags_of("dpo", workspace, folder, **{"ckpt.save_steps": 4}))
     return folder
@@ -165,7 +166,7 @@ def preferred(workspace: Path) -> Path:
 def test_dpo_prefers_the_chosen_answers(workspace: Path, preferred: Path) -> None:
     assert column(preferred, "train/loss")[0] == pytest.approx(
         math.log(2), abs=1e-6
-    )  # policy and reference are alike
+    )  # policy and reference are equal
     assert column(preferred, "train/chosen_reward")[0] == pytest.approx(0, abs=1e-5)
     policy, reference = Plain(preferred / "model"), Plain(workspace / "model")
     losses, right = [], 0
@@ -188,7 +189,7 @@ def test_dpo_prefers_the_chosen_answers(workspace: Path, preferred: Path) -> Non
 def test_a_killed_and_resumed_run_of_dpo_logs_what_an_unbroken_one_logs(
     workspace: Path, preferred: Path
 ) -> None:
-    """With the scores of the reference computed before the training, too: the same numbers."""
+    """The numbers are also the same if the reference's scores are computed before training."""
     folder = workspace / "killed-dpo"
     flags = flags_of("dpo", workspace, folder, **{"ckpt.save_steps": 4, "ref.precompute": True})
     kill_when(launch("train_dpo", flags), lambda: steps_logged(folder) >= 6)
@@ -199,7 +200,7 @@ def test_a_killed_and_resumed_run_of_dpo_logs_what_an_unbroken_one_logs(
     for row, expected in zip(ours, theirs, strict=True):
         if (
             row["step"] == 1
-        ):  # policy and reference are alike, and rounding decides which answer is preferred
+        ):  # policy and reference are equal, and rounding decides which answer is preferred
             row |= {name: expected[name] for name in ("train/acc", "train/acc_mean")}
         assert row == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
@@ -254,7 +255,7 @@ def test_a_killed_and_resumed_run_of_the_others_is_the_unbroken_one(
 
 @pytest.fixture(scope="module")
 def step_judge(workspace: Path) -> Path:
-    """A run of a process reward model."""
+    """Train a process reward model."""
     folder = workspace / "run-prm"
     run(
         "train_prm",
@@ -284,8 +285,9 @@ def test_a_process_reward_model_tells_right_steps_from_wrong_ones(step_judge: Pa
 def test_a_process_reward_model_rewards_the_steps_of_an_episode(
     workspace: Path, step_judge: Path
 ) -> None:
-    """Every sample's reward is the mean of P(right) of its steps, which end with z: here in plain
-    Transformers.
+    """Each sample's reward is the mean of P(right) over its steps, which end with z.
+
+    The expected values come from plain Transformers.
     """
     folder = workspace / "run-process"
     write_rows(workspace / "prompts.jsonl", [{"input": word} for word in words(8, seed=4)])
@@ -317,7 +319,7 @@ def test_a_student_comes_closer_to_its_teacher(workspace: Path) -> None:
     student, teacher = Plain(folder / "model"), Plain(workspace / "teacher")
 
     def apart(model: Plain) -> float:
-        """Mean KL(teacher ‖ model) of the tokens of the held-out answers, in nats."""
+        """Return the mean KL(teacher ‖ model) over the tokens of the held-out answers, in nats."""
         found = []
         for row in rows_of("kd", EVAL_ROWS, seed=2):
             tokens = model.ids(TEMPLATE.format(row["input"]) + row["output"])
@@ -400,7 +402,7 @@ def test_a_mistake_is_one_message(
     flags = flags_of(task, workspace, workspace / "mistaken", **changes, dry_run=True)
     with (
         pytest.raises(SystemExit) if "ref.precompute" not in changes else nullcontext()
-    ):  # that is a notice
+    ):  # reported as a notice
         import_module(f"openrlhf.cli.train_{task}").main(as_arguments(flags))
     errors = capfd.readouterr().err
     assert re.search(message, errors), errors

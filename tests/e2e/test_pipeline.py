@@ -1,5 +1,5 @@
-"""A pipeline of real stages: terminated in the last one, continued from its checkpoint, and what a
-change would run again.
+"""A pipeline of real stages, terminated in the last one and resumed from its checkpoint.
+It also lists what a change would rerun.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EXAMPLE = ROOT / "examples/pipelines/zephyr.yaml"
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """The example with a quarter of its rows."""
+    """Write the example with a quarter of its rows."""
     text = (
         EXAMPLE.read_text()
         .replace("{{ here }}", str(EXAMPLE.parent))
@@ -82,7 +82,7 @@ def test_a_terminated_pipeline_goes_on_within_its_stage_and_a_change_runs_what_i
 
     file.write_text(
         file.read_text().replace("command: dpo", "command: dpo\n    group: a", 1)
-    )  # not of the result
+    )  # does not affect the result
     assert finish(start(file, "--dry_run")).printed.splitlines() == [
         "task: done",
         "sft: done",

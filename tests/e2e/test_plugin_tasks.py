@@ -1,5 +1,5 @@
-"""Offline tasks of users: the one of docs/extending.md as it stands there, and one from nothing;
-alone and under both launchers.
+"""Users' offline tasks, alone and under both launchers.
+One is the task of docs/extending.md as printed; one is written from scratch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS, TEMPLATE = 16, "reverse {}="
 
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Path:
-    """Model, words and the page's file."""
+    """Create the model, the words and the page's file."""
     save_tiny_model(own_folder / "model")
     draw = random.Random(1)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 12))) for _ in range(ROWS)]
@@ -43,7 +43,7 @@ def workspace(own_folder: Path) -> Path:
 
 
 def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Steps over all rows at once."""
+    """Return flags whose steps take all rows at once."""
     return {
         "plugin": workspace / "focal.py",
         "model.model_name_or_path": workspace / "model",
@@ -62,14 +62,14 @@ def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(workspace: Path) -> Path:
-    """The page's task as one process."""
+    """Run the page's task as one process."""
     folder = workspace / "alone"
     run("main focal_sft", flags(workspace, folder))
     return folder
 
 
 def answer_logprobs(workspace: Path) -> list[float]:
-    """log π of every target token before training, by plain Transformers in float64."""
+    """Return log π of every target token before training, from plain Transformers in float64."""
     tokenizer = AutoTokenizer.from_pretrained(workspace / "model")
     hf = AutoModelForCausalLM.from_pretrained(workspace / "model", dtype=torch.float64)
     found: list[float] = []
@@ -116,7 +116,7 @@ def test_two_processes_do_what_one_does(
 
 
 def test_the_configuration_of_a_run_is_enough_to_repeat_it(alone: Path, workspace: Path) -> None:
-    """The plug-in that brings the verb is named in the file."""
+    """The file names the plug-in that provides the verb."""
     done = run("main focal_sft", {"config": alone / "config.yaml", "dry_run": True})
     assert "16 of 16 rows kept" in done.printed
 
@@ -147,8 +147,9 @@ PLUGIN = ROOT / "tests/e2e/plugin_files/distillation.py"
 def test_a_frozen_model_and_a_number_of_the_window_do_not_depend_on_the_split(
     workspace: Path, task: str
 ) -> None:
-    """One process with whole batches; two that hold shards of both models and cut their rows into
-    three.
+    """One process has whole batches.
+
+    Two processes hold shards of both models and cut their rows into three.
     """
     whole, split = workspace / f"{task}-whole", workspace / f"{task}-split"
     changes = {"plugin": PLUGIN, "eval.dataset": workspace / "words.jsonl", "adam.lr": 2e-3}
@@ -162,11 +163,11 @@ def test_a_frozen_model_and_a_number_of_the_window_do_not_depend_on_the_split(
         apart = column(whole, "train/apart")
         assert (
             apart[0] == pytest.approx(0, abs=1e-6) and apart[2] > 1e-3
-        )  # the frozen model stays behind
+        )  # the frozen model is not exported
 
 
 def test_a_number_of_the_window_is_that_of_its_formula(workspace: Path) -> None:
-    """Of the first step, by plain Transformers in float64."""
+    """The expected value for the first step comes from plain Transformers in float64."""
     folder = workspace / "formula"
     run("main above_average", flags(workspace, folder, plugin=PLUGIN, **{"train.max_epochs": 1}))
     logprobs = torch.tensor(answer_logprobs(workspace), dtype=torch.float64)

@@ -1,5 +1,5 @@
-"""The two halves of a run on the true stack: one that writes its episodes, replays of it without
-engines, one that only generates.
+"""The two halves of a run on the real stack.
+One run writes its episodes, replays train on them without engines, and one run only generates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CALLED = (
 
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Iterator[Path]:
-    """A policy, a reward model, prompts and a Ray."""
+    """Create a policy, a reward model and prompts, and start Ray."""
     save_tiny_model(own_folder / "policy", **HEADS)
     torch.manual_seed(3)
     AutoModelForSequenceClassification.from_config(
@@ -47,8 +47,9 @@ def workspace(own_folder: Path) -> Iterator[Path]:
 
 
 def flags_of(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Dynamic filtering, two rewards of which one fails at times, two optimizer steps per batch,
-    evaluations, checkpoints.
+    """Return flags with dynamic filtering and two rewards, one of which sometimes fails.
+
+    Each batch has two optimizer steps; the run evaluates and saves checkpoints.
     """
     return grpo_flags(
         workspace,
@@ -72,15 +73,16 @@ def flags_of(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def written(workspace: Path) -> Path:
-    """The run that writes its episodes."""
+    """Run training, writing its episodes."""
     folder = workspace / "written"
     train_here(flags_of(workspace, folder, **{"rollout.dump_dir": folder / "episodes"}))
     return folder
 
 
 def replay(written: Path, folder: Path, **changes: Any) -> None:
-    """The run once more, from its configuration and its episodes, with a reward function that must
-    not be called.
+    """Run again from the run's configuration and episodes.
+
+    The reward function must not be called.
     """
     reward = folder.with_suffix(".py")
     reward.write_text(CALLED)
@@ -91,7 +93,7 @@ def replay(written: Path, folder: Path, **changes: Any) -> None:
 
 
 def of_training(folder: Path) -> list[dict[str, Any]]:
-    """What the steps logged, without evaluations."""
+    """Return what the steps logged, without evaluations."""
     return [row for row in numbers(folder) if "eval/eval_num_samples" not in row]
 
 
@@ -123,8 +125,10 @@ def test_every_episode_is_written_before_anything_is_done_with_it(written: Path)
 def test_a_replay_logs_the_numbers_of_the_run_without_engines_or_rewards(
     written: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To the last digit. First of a folder with two steps, after which it ends; then resumed with
-    all of them.
+    """Numbers are equal to the last digit.
+
+    The replay first has a folder with two steps, after which it ends; it then resumes with all of
+    them.
     """
     folder, part = workspace / "replayed", workspace / "part"
     shutil.copytree(
@@ -142,7 +146,7 @@ def test_a_replay_logs_the_numbers_of_the_run_without_engines_or_rewards(
 
 @pytest.mark.verify
 def test_a_resumed_run_writes_its_steps_anew(written: Path, workspace: Path) -> None:
-    """To the same bytes, on a CPU; what was there of them is set aside."""
+    """The bytes are the same on a CPU; files already written for those steps are set aside."""
     folder = workspace / "continued"
     shutil.copytree(written, folder)
     steps = EpisodeFolder(folder / "episodes").steps()
@@ -209,8 +213,9 @@ def test_a_dry_run_of_a_replay_has_no_engines_in_its_plan(
 def test_only_generating_makes_the_steps_with_the_weights_of_the_folder_and_no_workers(
     written: Path, workspace: Path
 ) -> None:
-    """Its first step is the one that the training run made; it trains nothing, so it can be trained
-    from.
+    """The first step equals that of the training run.
+
+    The command trains nothing, so its episodes can be trained from.
     """
     folder = workspace / "generated"
     train_here(

@@ -28,14 +28,14 @@ from tests.e2e.servers import reward_model_server
 from tests.tiny import character_tokenizer, save_tiny_model
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-# Tokens whose text is not tokenised back to them.
+# Tokens whose text is tokenized differently.
 ONE_WAY = ("<unk>", "<bos>", "<pad>")
 LETTERS = "abcdefgh"
 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, pairs in which the answer with more a's is preferred, and prompts."""
+    """Create a tiny model, pairs that prefer the answer with more a's, and prompts."""
     folder = tmp_path_factory.mktemp("reward")
     draw = random.Random(0)
     save_tiny_model(folder / "model", **SIZES, vocab_size=len(character_tokenizer()))
@@ -50,7 +50,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reward_model(workspace: Path) -> Path:
-    """The folder of a `train_rm` run."""
+    """Return the folder of a `train_rm` run."""
     out = workspace / "rm"
     flags = {
         "model.model_name_or_path": workspace / "model",
@@ -75,8 +75,9 @@ def reward_model(workspace: Path) -> Path:
 
 
 def ppo_flags(workspace: Path, reward_model: Path, out: Path, **changes: Any) -> dict[str, Any]:
-    """Four steps against the reward model, two optimizer steps each, the critic alone in the first;
-    the KL has a target.
+    """Return flags for four steps against the reward model, with two optimizer steps each.
+
+    Only the critic trains in the first step; the KL has a target.
     """
     return {
         "actor.model_name_or_path": workspace / "model",
@@ -111,7 +112,7 @@ def ppo_flags(workspace: Path, reward_model: Path, out: Path, **changes: Any) ->
 
 @pytest.fixture(scope="module")
 def ppo(workspace: Path, reward_model: Path) -> Path:
-    """The folder of a PPO run that nothing disturbed."""
+    """Return the folder of an uninterrupted PPO run."""
     out = workspace / "ppo"
     run("train_ppo_ray", ppo_flags(workspace, reward_model, out))
     return out
@@ -131,8 +132,9 @@ def test_the_learning_rate_is_that_of_transformers_schedule(reward_model: Path) 
 def test_the_learning_rates_of_ppo_are_those_of_transformers_schedule(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
-    """Two optimizer steps a batch, of which the second is logged. While the critic warms up, the
-    policy's has not begun.
+    """Each batch has two optimizer steps, the second of which is logged.
+
+    While the critic warms up, the policy's schedule has not begun.
     """
     assert column(ppo / "run", "train/critic_lr") == default_schedule(1e-3, 8)[1::2]
     assert column(ppo / "run", "train/actor_lr") == default_schedule(1e-3, 6)[1::2]
@@ -197,8 +199,9 @@ def test_rewards_in_rl_are_the_scores_of_plain_transformers(reward_model: Path, 
 def test_a_server_of_the_reward_model_gives_the_rewards_that_the_local_one_gives(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
-    """Packed there, padded here. Later steps differ: the server is told texts, in which some tokens
-    cannot be said.
+    """Rows are packed there and padded here.
+
+    Later steps differ: the server receives text, which some tokens cannot be written as.
     """
     out = workspace / "remote"
     with reward_model_server(reward_model / "model", data__max_len=24) as server:
@@ -241,7 +244,7 @@ def test_policy_and_critic_are_saved_and_exported(ppo: Path) -> None:
 
 
 def test_the_kl_coefficient_follows_its_target(ppo: Path) -> None:
-    """It changes by at most 20 % of 16 / 100 a step."""
+    """It changes by at most 20 % of 16 / 100 per step."""
     kl, coefficients = column(ppo / "run", "train/kl"), column(ppo / "run", "train/kl_coef")
     expected = [0.01]
     for value in kl[:-1]:
@@ -255,7 +258,7 @@ def test_the_kl_coefficient_follows_its_target(ppo: Path) -> None:
 def test_a_killed_run_resumes_with_critic_optimizers_and_kl_coefficient(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
-    """To the last digit, exported policy and critic included."""
+    """Numbers are equal to the last digit, including the exported policy and critic."""
     out = workspace / "killed"
     flags = ppo_flags(workspace, reward_model, out)
     kill_when(launch("train_ppo_ray", flags), lambda: steps_logged(out / "run") >= 3)
@@ -272,8 +275,9 @@ def test_a_killed_run_resumes_with_critic_optimizers_and_kl_coefficient(
 def test_ranks_micro_batches_and_shared_hosts_do_not_change_what_is_learned(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
-    """Two ranks of ZeRO-3 for actor and critic, every role on hosts of its own, rows padded,
-    micro-batches of 3: to 1e-4.
+    """Actor and critic have two ranks of ZeRO-3, and every role has its own hosts.
+
+    Rows are padded, and micro-batches have 3 rows. Results agree to 1e-4.
     """
     out = workspace / "spread"
     changes = {

@@ -1,4 +1,4 @@
-"""The reward server as a user runs it: many clients at once, wrong requests, and its end."""
+"""The reward server as a user runs it: concurrent clients, wrong requests, and shutdown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.e2e.processes import descendants, survivors
 from tests.e2e.servers import RewardModelServer, reward_model_server
 from tests.tiny import character_tokenizer, tiny_config
 
-CLIENT = httpx.Client(timeout=60)  # of all threads
+CLIENT = httpx.Client(timeout=60)  # over all threads
 CLIENTS, REQUESTS = 16, 200
 
 
@@ -40,7 +40,7 @@ def server(model: Path) -> Iterator[RewardModelServer]:
 
 
 def texts_of(count: int, seed: int) -> list[str]:
-    """Texts of different lengths, some longer than the server takes."""
+    """Return texts of different lengths, some longer than the server accepts."""
     draw = random.Random(seed)
     letters = "abcdefghij0123456789"
     return [

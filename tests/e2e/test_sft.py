@@ -1,5 +1,5 @@
-"""Supervised fine-tuning as a user runs it: alone, under both launchers, killed and resumed, and
-given wrong input.
+"""Supervised fine-tuning as a user runs it.
+It runs alone, under both launchers, killed and resumed, and with wrong input.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CHAT_TEMPLATE = (
 
 
 def task_rows(count: int, seed: int) -> list[dict[str, str]]:
-    """Words of 1 to 12 letters, to be answered by themselves reversed."""
+    """Return words of 1 to 12 letters, each with its reverse as the answer."""
     draw = random.Random(seed)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 12))) for _ in range(count)]
     return [{"input": word, "output": word[::-1] + EOS} for word in words]
@@ -57,7 +57,7 @@ def task_rows(count: int, seed: int) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Path:
-    """Model and data of the module, and a datasets cache of its own."""
+    """Create the module's model and data, and its own datasets cache."""
     save_tiny_model(own_folder / "model")
     write_rows(own_folder / "train.jsonl", task_rows(TRAIN_ROWS, seed=1))
     write_rows(own_folder / "eval.jsonl", task_rows(EVAL_ROWS, seed=2))
@@ -86,7 +86,7 @@ def sft_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole(workspace: Path) -> Path:
-    """The run that nothing disturbed."""
+    """Run without interruption."""
     folder = workspace / "whole"
     run("train_sft", sft_flags(workspace, folder))
     return folder
@@ -137,7 +137,7 @@ def test_the_exported_model_has_in_plain_transformers_the_evaluation_loss_that_w
 
 
 def loss_in_transformers(model: Path) -> float:
-    """The evaluation loss of an exported model, float64, without any code of ours."""
+    """Return the evaluation loss of an exported model, in float64, without our code."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     total, count = 0.0, 0
@@ -170,7 +170,7 @@ def loss_in_transformers(model: Path) -> float:
 def test_two_processes_do_what_one_does(
     whole: Path, workspace: Path, launcher: tuple[str, ...], stage: int
 ) -> None:
-    """To 1e-4 in the loss: sums in another order, which AdamW's steps amplify."""
+    """Losses agree to 1e-4: sums are in a different order, which AdamW's steps amplify."""
     folder = workspace / launcher[0]
     flags = sft_flags(workspace, folder, **{"ds.zero_stage": stage, "ckpt.save_steps": 20})
     launcher = (launcher[0], "--master_port", str(free_port()), *launcher[1:])
@@ -184,9 +184,7 @@ def test_two_processes_do_what_one_does(
         for path in (folder, whole)
     )
     for name, weight in theirs.items():
-        if not name.endswith(
-            "k_proj.bias"
-        ):  # attention does not see it: AdamW steps along rounding
+        if not name.endswith("k_proj.bias"):  # attention ignores it: AdamW steps along rounding
             torch.testing.assert_close(ours[name], weight, atol=2e-3, rtol=0, msg=name)
     if stage == 3:
         check_that_one_process_goes_on(flags, folder, whole)
@@ -200,7 +198,7 @@ def check_numbers(folder: Path, whole: Path) -> None:
 def check_that_one_process_goes_on(flags: dict[str, Any], folder: Path, whole: Path) -> None:
     """Check that one process continues after step 20, which two processes have saved.
 
-    It is refused at first, with the flag that allows it.
+    Resuming fails at first, with an error that names the flag that allows it.
     """
     for path in (folder / "checkpoints").glob("global_step*.manifest.json"):
         if path.name != "global_step20.manifest.json":
@@ -248,8 +246,9 @@ def test_two_processes_tell_of_a_broken_row_once(
 def test_a_killed_and_resumed_run_logs_what_an_unbroken_one_logs(
     whole: Path, workspace: Path
 ) -> None:
-    """From the configuration the unbroken run wrote, so that it too is shown to be complete. To the
-    last digit.
+    """The runs use the configuration that the uninterrupted run wrote, which shows it is complete.
+
+    Numbers are equal to the last digit.
     """
     folder = workspace / "killed"
     flags = {"config": whole / "config.yaml", **places(folder)}
@@ -267,9 +266,7 @@ def test_a_killed_and_resumed_run_logs_what_an_unbroken_one_logs(
 
 @pytest.mark.verify
 def test_a_resumed_run_with_dropout_logs_what_an_unbroken_one_logs(workspace: Path) -> None:
-    """Of SFT and of a reward model, which draw the same dropout after a checkpoint; in the middle
-    of an epoch.
-    """
+    """SFT and a reward model draw the same dropout after a checkpoint in the middle of an epoch."""
     save_tiny_model(workspace / "dropout", attention_dropout=0.3)
     pairs = [
         {"chosen": row["output"], "rejected": row["input"] + EOS} for row in task_rows(24, seed=3)
@@ -295,8 +292,9 @@ def test_a_resumed_run_with_dropout_logs_what_an_unbroken_one_logs(workspace: Pa
 
 
 def test_a_resumed_run_follows_the_learning_rate_of_its_own_flags(workspace: Path) -> None:
-    """Not the checkpoint's, which the run's files would not show. What else is not used as given is
-    said.
+    """The run ignores the checkpoint's rate, which its files would not show.
+
+    Other values that are not used as given are reported.
     """
     folder = workspace / "faster"
     flags = sft_flags(workspace, folder) | {"train.max_epochs": 1, "ckpt.save_steps": 3}
@@ -315,7 +313,10 @@ def test_a_resumed_run_follows_the_learning_rate_of_its_own_flags(workspace: Pat
 def test_a_checkpoint_of_another_run_in_the_same_folder_is_refused(
     whole: Path, workspace: Path
 ) -> None:
-    """With as many rows, and the same batch size, seed and layout; each difference is named."""
+    """It has the same number of rows, batch size, seed and layout.
+
+    The error names each difference.
+    """
     write_rows(workspace / "others.jsonl", task_rows(TRAIN_ROWS, seed=4))
     others = {
         "data.dataset": workspace / "others.jsonl",
@@ -336,7 +337,7 @@ def test_a_checkpoint_of_another_run_in_the_same_folder_is_refused(
 def test_a_run_that_overfits_ends_with_its_patience_and_exports_its_best_weights(
     workspace: Path,
 ) -> None:
-    """Killed on the way, and resumed: it counts on. An evaluation after every second step."""
+    """The run is killed and resumed, and keeps its count. It evaluates after every second step."""
     folder, patience = workspace / "overfitting", 3
     flags = sft_flags(workspace, folder) | {
         "adam.lr": 3e-2,
@@ -428,7 +429,7 @@ def test_a_mistake_is_one_message_and_status_2(
         "OMP_WAIT_POLICY",
         "HF_DATASETS_DISABLE_PROGRESS_BARS",
     ):
-        monkeypatch.setenv(name, os.environ.get(name, ""))  # what the command sets is undone
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # the command's settings are undone
         monkeypatch.delenv(name)
     folder = workspace / "mistaken"
     with pytest.raises(SystemExit) as ended:
@@ -458,8 +459,9 @@ def test_a_model_that_mixes_packed_texts_is_refused_before_the_first_step(worksp
 
 
 def test_the_first_rows_tell_what_will_not_fit_together(whole: Path, workspace: Path) -> None:
-    """A template that the tokenizer cannot write, another end of text than the model's, another
-    format than in training.
+    """The tokenizer cannot write the template.
+
+    The end of text differs from the model's, and the format from the one in training.
     """
     model = workspace / "unlike"
     shutil.copytree(workspace / "model", model)

@@ -1,5 +1,5 @@
-"""Processes of a run are killed by hand while it trains: it goes on, and comes to the numbers of a
-run that nothing disturbed.
+"""Processes of a run are killed while it trains.
+The run continues, and its numbers equal those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole(workspace: Path) -> Path:
-    """The run that nothing disturbed."""
+    """Run without disturbance."""
     run("train_ppo_ray", flags(workspace, workspace / "whole"))
     return workspace / "whole"
 
 
 def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
-    """Return when a run has logged a step."""
+    """Return once a run has logged a step."""
     deadline = time.monotonic() + 400
     while steps_logged(folder) < step:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
@@ -88,7 +88,10 @@ def send_when(
     step: int,
     delay: float = 0.0,
 ) -> None:
-    """Send a signal to a process of the run, by a part of its name, when a step has been logged."""
+    """Signal the process with `to` in its command, `delay` seconds after a step was logged.
+
+    Without `to`, signal the main process.
+    """
     wait_for_step(process, folder, step)
     time.sleep(delay)
     victims = (
@@ -98,7 +101,7 @@ def send_when(
     )
     os.killpg(victims[0], number) if number == signal.SIGINT else os.kill(
         victims[0], number
-    )  # Ctrl-C is for the group
+    )  # Ctrl-C goes to the process group
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,7 @@ def send_when(
 def test_an_engine_that_is_killed_or_hangs_starts_again_and_nothing_is_lost(
     whole: Path, workspace: Path, number: signal.Signals, delay: float
 ) -> None:
-    """While it generates, while it rests, or while it is sent weights: whatever it was doing."""
+    """The engine is generating, idle, or receiving weights."""
     folder = workspace / f"engine-{number}-{delay}"
     process = launch(
         "train_ppo_ray", flags(workspace, folder, **{"vllm.num_engines": 2, "vllm.hang_timeout": 3})
@@ -145,7 +148,7 @@ def test_an_engine_joins_while_the_run_goes_on(whole: Path, workspace: Path) -> 
     assert len(rewards) == 30 * STEPS and rewards[:1] == column(whole, "train/reward")[:1]
     assert (
         max(column(folder, "train/logprob_gap_mean")) < 1e-5
-    )  # the new engine has the present weights
+    )  # the new engine has the current weights
 
 
 def test_a_training_process_that_is_killed_starts_the_run_again_from_its_newest_checkpoint(
@@ -253,7 +256,7 @@ def test_run_on_a_joined_ray_whose_raylet_dies_ends_with_the_step_that_is_saved(
 
 
 def newest_step(folder: Path) -> int:
-    """The step of the newest checkpoint."""
+    """Return the step of the newest checkpoint."""
     names = [path.name for path in (folder / "checkpoints").glob("*.manifest.json")]
     return max(
         int(name.removeprefix("global_step").removesuffix(".manifest.json")) for name in names
@@ -279,9 +282,7 @@ def test_an_interrupted_run_saves_its_last_step_and_goes_on_to_the_same_numbers(
 def test_offline_run_whose_checkpoints_cannot_be_written_trains_to_its_end_and_exports_its_model(
     workspace: Path,
 ) -> None:
-    """No file may be larger than 400 KiB: the model has 213 KiB, the state of its optimizer 638
-    KiB.
-    """
+    """Files are limited to 400 KiB: the model has 213 KiB, its optimizer state 638 KiB."""
     folder = workspace / "no-room"
     settings = {
         "model.model_name_or_path": workspace / "model",

@@ -1,5 +1,5 @@
-"""A task from nothing: a classifier of texts, whose label 1 has the probability σ(score of the last
-token).
+"""A task written from scratch: a text classifier.
+The probability of label 1 is σ(score of the last token).
 """
 
 from dataclasses import dataclass

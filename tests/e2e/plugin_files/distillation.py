@@ -1,5 +1,5 @@
-"""Two tasks with more than a model and a loss: one learns from a frozen model, the other needs a
-number of its whole window.
+"""Two tasks that need more than a model and a loss.
+One learns from a frozen model; the other needs a number computed over its whole window.
 """
 
 from dataclasses import dataclass, replace
@@ -22,8 +22,9 @@ class Judged(TokenRows):
 
 @offline_task("stay_close")
 class StayClose(SFTTask):
-    """ℓ_t = ½ (log π_θ − log π_0)², π_0 the model that training began with. The log-probabilities
-    of π_0 come from a first pass.
+    """ℓ_t = ½ (log π_θ − log π_0)², where π_0 is the model that training began with.
+
+    The log-probabilities of π_0 come from a first pass.
     """
 
     def frozen_models(self):
@@ -54,8 +55,9 @@ class StayClose(SFTTask):
 
 @offline_task("above_average")
 class AboveAverage(SFTTask):
-    """ℓ_t = −w_t log π, w_t = σ(log π_t − m): m is the mean log-probability of all targets of the
-    window, taken without gradient.
+    """ℓ_t = −w_t log π, w_t = σ(log π_t − m).
+
+    m is the mean log-probability of all targets of the window, computed without gradient.
     """
 
     def before(self, model, micro):

@@ -1,5 +1,6 @@
-"""One turn. The samples of one prompt end at once; those of all others wait until models have begun
-to score that one.
+"""An agent with one turn.
+The samples of one prompt end at once; all other samples wait until models have begun to score that
+prompt.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A plugin that makes the reference, the critic and the reward model slow, and writes down when
-each of them worked.
+"""A plugin that slows down the reference, the critic and the reward model.
+It records when each of them worked.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SPANS = Path(__file__).with_name("spans.jsonl")
 
 
 def delayed(work: Callable[..., Any]) -> Callable[..., Any]:
-    """`work`, which takes at least DELAY_S."""
+    """Run `work`, taking at least DELAY_S."""
 
     def method(self: Any, rows: Any) -> Any:
         began = time.time()
-        with SPANS.open("a") as file:  # the agents that wait for the first scores see it now
+        with SPANS.open("a") as file:  # the agents waiting for the first scores continue from here
             result = work(self, rows)
             time.sleep(DELAY_S)
             file.write(

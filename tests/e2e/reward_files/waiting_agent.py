@@ -1,5 +1,5 @@
-"""Two turns with a wait of random length before each, seldom a long one; the reward is the share of
-the letter a.
+"""Two turns with a wait of random length before each, occasionally a long one.
+The reward is the share of the letter a.
 """
 
 from __future__ import annotations
