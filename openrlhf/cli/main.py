@@ -16,11 +16,10 @@ from openrlhf.cli.common import (
     running,
     words_of,
 )
-from openrlhf.config.commands import Command
 from openrlhf.config.flags import did_you_mean, nearest
 from openrlhf.config.machine import quick_imports
 from openrlhf.config.methods import command_of_method
-from openrlhf.config.options import Reader
+from openrlhf.config.options import load_plugins_named_in
 from openrlhf.reporting import say
 from openrlhf.termination import in_order
 
@@ -101,7 +100,7 @@ def run_plugin_task(name: str, argv: Sequence[str]) -> None:
     """Train an offline task that a plug-in registers. Exit with status 2 if there is none."""
     prepare_process()  # plug-ins may import torch
     with plain_ends():
-        Reader(Command, "").read(argv)  # loads the plug-ins
+        load_plugins_named_in(argv)
     # Not imported here: if no plug-in imported the module, there are no tasks.
     tasks: Any = getattr(sys.modules.get("openrlhf.trainers.tasks"), "OFFLINE_TASKS", {})
     if name not in tasks:

@@ -16,10 +16,10 @@ from openrlhf.config.flags import (
     Section,
     Unused,
     amend,
-    bound_violations,
     mentions,
     option,
     spelled_out,
+    value_violations,
 )
 from openrlhf.config.unsupported import refusals
 
@@ -52,7 +52,7 @@ class Command(Section):
         refused = dict(refusals(self))
         broken = spelled_out(self, self.violations())
         broken = [sentence for sentence in broken if not mentions(sentence, refused)]
-        return [*bound_violations(self), *refused.values(), *broken]
+        return [*value_violations(self), *refused.values(), *broken]
 
     def derived_values(self) -> dict[str, Any]:
         """Return what follows from the flags of this command, by path."""

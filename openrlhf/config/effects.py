@@ -3,7 +3,7 @@
 Each section and each command yields them in its method `unused`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -18,16 +18,27 @@ def unused_flags(config: Section) -> dict[str, str]:
 
     A command's reason wins over a section's.
     """
-    flags_below, reasons = _flags_below(type(config)), dict[str, str]()
+    flags_below = _flags_below(type(config))
+    reasons: dict[str, str] = {}
     for prefix, section in _sections(config, ""):
         for unused in section.unused():
-            why = unused.why.replace("--", f"--{prefix}")
-            kept = {path for name in unused.but for path in flags_below[f"{prefix}{name}"]}
-            for name in unused.names:
-                for path in flags_below[f"{prefix}{name}"]:
-                    if path not in kept:
-                        reasons.setdefault(path, why)
+            why = unused.why.replace("--", f"--{prefix}")  # names in `why` are relative, too
+            affected = _flags_at(unused.names, prefix, flags_below)
+            kept = _flags_at(unused.but, prefix, flags_below)
+            for path in affected:
+                if path not in kept:
+                    reasons.setdefault(path, why)
     return reasons
+
+
+def _flags_at(
+    names: Sequence[str], prefix: str, flags_below: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Return the paths of the flags at or below names that are relative to a section."""
+    paths: list[str] = []
+    for name in names:
+        paths += flags_below[f"{prefix}{name}"]
+    return paths
 
 
 @cache

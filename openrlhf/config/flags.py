@@ -396,15 +396,16 @@ def nearest(name: str, known: Collection[str]) -> list[str]:
         if misspelled:
             return misspelled
     leaves = {path: path.rpartition(".")[2] for path in known}
-    candidates = [path for path in known if leaves[path] == leaf]
-    if not candidates and len(leaf) > 3:
-        candidates = [path for path in known if leaves[path].startswith(leaf)]
-    found = difflib.get_close_matches(name, candidates, n=2, cutoff=0.0)
+    same_leaf = [path for path in known if leaves[path] == leaf]
+    if not same_leaf and len(leaf) > 3:
+        same_leaf = [path for path in known if leaves[path].startswith(leaf)]
+    same_leaf = difflib.get_close_matches(name, same_leaf, n=2, cutoff=0.0)
     close_leaves = difflib.get_close_matches(leaf, leaves.values(), n=2, cutoff=0.8)
-    found += [path for path in known if leaves[path] in close_leaves]
-    found += [path for path in known if leaf.endswith(f"_{leaves[path]}")]
-    found += difflib.get_close_matches(name, known, n=2, cutoff=0.7)
-    return list(dict.fromkeys(found))[:2]
+    similar_leaf = [path for path in known if leaves[path] in close_leaves]
+    shorter_leaf = [path for path in known if leaf.endswith(f"_{leaves[path]}")]
+    similar_name = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
+    by_preference = [*same_leaf, *similar_leaf, *shorter_leaf, *similar_name]
+    return list(dict.fromkeys(by_preference))[:2]
 
 
 def did_you_mean(names: Collection[str]) -> str:
@@ -414,7 +415,7 @@ def did_you_mean(names: Collection[str]) -> str:
     return f" Did you mean {' or '.join(names)}?"
 
 
-def bound_violations(config: Any) -> Iterator[str]:
+def value_violations(config: Any) -> Iterator[str]:
     """Yield a sentence for each required flag that is not set and each number out of bounds."""
     for flag, resolved in flags_in(config):
         value = resolved
@@ -422,11 +423,17 @@ def bound_violations(config: Any) -> Iterator[str]:
             value = config.given.get(flag.path)  # a derived value is not the user's
         if flag.required and value in (None, ""):
             yield f"{flag.name} must be given. {flag.help}"
-        if not isinstance(value, tuple):
-            value = (value,)
-        for number in cast("tuple[Any, ...]", value):
-            if isinstance(number, (int, float)) and not flag.allows(number):
-                words = [f"{BOUNDS[name].words} {limit:g}" for name, limit in flag.limits.items()]
-                bounds = " and ".join(words) or "a number"
-                yield f"{flag.name} is {number}, but it must be {bounds}."
-                break
+        yield from _bound_violations(flag, value)
+
+
+def _bound_violations(flag: Flag, value: Any) -> Iterator[str]:
+    """Yield a sentence about the first number out of bounds in a value, if there is one."""
+    numbers: tuple[Any, ...] = (value,)
+    if isinstance(value, tuple):
+        numbers = cast("tuple[Any, ...]", value)
+    for number in numbers:
+        if isinstance(number, (int, float)) and not flag.allows(number):
+            words = [f"{BOUNDS[name].words} {limit:g}" for name, limit in flag.limits.items()]
+            bounds = " and ".join(words) or "a number"
+            yield f"{flag.name} is {number}, but it must be {bounds}."
+            return

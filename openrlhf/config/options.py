@@ -143,7 +143,9 @@ class Reader:
             if path == "plugin":
                 load_plugins(self.given.get(path, ()))
         if file:
-            self._check_origin(Path(file), written.keys() - typed.keys())
+            self._refuse_resolved(Path(file))
+            if "run.dir" in written and "run.dir" not in typed:
+                self._drop_own_folder(Path(file))
         return self
 
     def _convert(self, flag: Flag, value: Any, source: str) -> None:
@@ -212,17 +214,15 @@ class Reader:
         hint = did_you_mean([dashes + path for path in paths])
         return f"{self.command} has no flag {name}.{hint}"
 
-    def _check_origin(self, file: Path, written: set[str]) -> None:
-        """Drop a `run.dir` from the file of an earlier run, which is that run's own folder.
-
-        `written` has the paths of the flags whose values come from the file.
-        """
+    def _refuse_resolved(self, file: Path) -> None:
+        """Refuse the file of a run folder that also has derived values."""
         if file.name == "config_resolved.yaml":
             self.problems.append(
                 f"--config {file} also has derived values: give config.yaml beside it."
             )
-        if "run.dir" not in written:
-            return
+
+    def _drop_own_folder(self, file: Path) -> None:
+        """Drop the `run.dir` of a file in that folder, which is that of an earlier run."""
         folder = self.given.get("run.dir")
         if folder and Path(folder).resolve() == file.resolve().parent:
             del self.given["run.dir"]
@@ -255,6 +255,11 @@ class Reader:
             else:
                 self.problems.append(f"{file}: {self._unknown(path)}")
         return values
+
+
+def load_plugins_named_in(argv: Sequence[str]) -> None:
+    """Load the plug-ins that a command line and its file name. Other flags are not checked."""
+    Reader(Command, "").read(argv)
 
 
 def _split_at_flags(argv: Iterable[str]) -> list[Group]:

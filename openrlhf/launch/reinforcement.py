@@ -62,7 +62,7 @@ def prepare(config: PPOConfig, processes: Processes) -> Run | None:
     checkpoints, checkpoint = find_checkpoint(config)
     begun = checkpoint.state.first_start if checkpoint else start_of_episodes(config)
     data = load_prompts(config, started=begun.moment, follows=begun.trained_format)
-    report(*check_data(config, data, on_gpus=processes.plan.on_gpus))
+    report(*check_parts(config, data, on_gpus=processes.plan.on_gpus))
     start = RunState(
         step=0,
         run_dir=os.path.abspath(config.run.dir),
@@ -104,8 +104,10 @@ def find_checkpoint(config: PPOConfig) -> tuple[CheckpointManager, Checkpoint | 
 
     A run that has restarted by itself continues this run, and no other with the same --ckpt.path.
     """
-    parts = settings.engine_layouts(config).keys()
-    checkpoints = CheckpointManager(config.ckpt, [*parts, *[SOURCE] * config.train.async_enable])
+    parts = list(settings.engine_layouts(config))
+    if config.train.async_enable:
+        parts.append(SOURCE)
+    checkpoints = CheckpointManager(config.ckpt, parts)
     if not config.ckpt.load_enable:
         return checkpoints, None
     checkpoint = checkpoints.latest()
@@ -115,7 +117,7 @@ def find_checkpoint(config: PPOConfig) -> tuple[CheckpointManager, Checkpoint | 
     return checkpoints, checkpoint
 
 
-def check_data(config: PPOConfig, data: PromptData, *, on_gpus: bool) -> list[Finding]:
+def check_parts(config: PPOConfig, data: PromptData, *, on_gpus: bool) -> list[Finding]:
     """Return findings about the flags, the exports, agents, rewards and the teacher."""
     checks: list[Callable[[], list[Finding] | None]] = []
     if not config.rollout.only:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from openrlhf.launch.processes import Processes
     from openrlhf.launch.run import Run
 
+    Prepare = Callable[[PPOConfig, Processes], Run | None]
+
 LOAD_ENABLE = "ckpt.load_enable"
 
 
@@ -48,35 +50,45 @@ def run_ppo(config: PPOConfig) -> None:
     plan = plan_placement(config, engine_device())
     if config.dry_run:
         plan.check(expected_machines(plan.on_gpus, config.placement.cluster))
-    loss = RayLoss(lambda: how_to_continue(config), restarts.flags_after)
+    loss = RayLoss(lambda: how_to_continue(config), restarts.begin_restart)
     with ThreadPoolExecutor(1) as thread:
         # In this order: the processes start while the rest is imported.
-        processes_class = thread.submit(import_processes)
-        preparation = thread.submit(import_preparation)
+        importing_processes = thread.submit(import_processes)
+        importing_prepare = thread.submit(import_preparation)
         with nullcontext() if config.dry_run else ray_cluster(plan, loss):
             while True:
                 try:
-                    with closing(processes_class.result()(plan, config.ds)) as processes:
-                        # GPUs that others may wait for are not held while data are read.
-                        if not config.dry_run and not plan.on_gpus:
-                            processes.start()
-                        run = preparation.result()(restarts.config, processes)
-                        if run:
-                            train(run, loss)
-                        return
+                    attempt_run(restarts.config, plan, loss, importing_processes, importing_prepare)
+                    return
                 except WorkerError as error:
                     if termination.asked():
                         raise
                     if not restarts.left:
                         raise WorkerError(f"{error} {how_to_continue(config)}") from error
-                    alert(f"{error}\n{restarts.again()}")
+                    restarts.count_restart()
+                    alert(f"{error}\n{restarts.announcement}")
 
 
-def train(run: Run, loss: RayLoss) -> None:
-    """Train in the processes of `run`, and end them. `loss` is told what Ray's death means."""
-    with loss.closing(run.recorder.close), run.started() as trainer:
-        trainer.fit()
-        loss.finished = True
+def attempt_run(
+    config: PPOConfig,
+    plan: Placement,
+    loss: RayLoss,
+    importing_processes: Future[type[Processes]],
+    importing_prepare: Future[Prepare],
+) -> None:
+    """Prepare a run, train in its processes, and end them. Raises WorkerError."""
+    processes_class = importing_processes.result()
+    with closing(processes_class(plan, config.ds)) as processes:
+        # GPUs that others may wait for are not held while data are read.
+        if not config.dry_run and not plan.on_gpus:
+            processes.start()
+        prepare = importing_prepare.result()
+        run = prepare(config, processes)
+        if run is None:
+            return
+        with loss.closing(run.recorder.close), run.started() as trainer:
+            trainer.fit()
+            loss.finished = True
 
 
 def import_processes() -> type[Processes]:
@@ -87,8 +99,11 @@ def import_processes() -> type[Processes]:
     return Processes
 
 
-def import_preparation() -> Callable[[PPOConfig, Processes], Run | None]:
-    """Return what checks and loads everything that a run needs, with Transformers behind it."""
+def import_preparation() -> Prepare:
+    """Return the function that checks and loads all that a run needs.
+
+    It has Transformers behind it.
+    """
     with quick_imports():
         from openrlhf.launch.reinforcement import prepare
 
@@ -119,22 +134,23 @@ class Restarts:
         """Whether the run may start again."""
         return self.done < self.most
 
-    def again(self) -> str:
-        """Count one more restart, which continues from the newest checkpoint.
-
-        Returns what to print.
-        """
+    def count_restart(self) -> None:
+        """Count one more restart, which continues from the newest checkpoint."""
         self.done += 1
         self.config = amend(self.config, {LOAD_ENABLE: True})
+
+    @property
+    def announcement(self) -> str:
+        """The sentence about the restart that was counted last."""
         return (
             f"Restart {self.done} of {self.most} (--train.max_restarts), from the newest "
             "checkpoint of the run if it has one."
         )
 
-    def flags_after(self, lost: LostRay) -> list[str] | None:
-        """Return the flags to add when this process starts the command again.
+    def begin_restart(self, lost: LostRay) -> list[str] | None:
+        """Count and announce a restart of the command by this process.
 
-        Returns None if the command ends.
+        Returns the flags to add to the command, or None if it ends instead.
         """
         if not self.left:
             return None
@@ -149,7 +165,8 @@ class Restarts:
         if not loads_already and newest_checkpoint(self.config):
             flags.append(f"--{LOAD_ENABLE}")
             self.continues_itself = True
-        alert(f"{lost}\n{self.again()}")
+        self.count_restart()
+        alert(f"{lost}\n{self.announcement}")
         os.environ[RESTARTS] = str(self.done)
         os.environ[CONTINUES_ITSELF] = str(int(self.continues_itself))
         return flags

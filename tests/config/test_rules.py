@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from openrlhf.config import machine, sampling_rules
-from openrlhf.config.flags import amend, bound_violations, flags_of, spelled_out
+from openrlhf.config.flags import amend, flags_of, spelled_out, value_violations
 from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.pipeline import PipelineConfig
 from openrlhf.config.ppo import PPOConfig
@@ -289,7 +289,7 @@ def test_a_broken_rule_names_the_flag_and_the_value(
     command: str, line: str, sentence: str, gpu_machine: Any
 ) -> None:
     config = unchecked(command, line, gpu_machine)
-    found = [*bound_violations(config), *spelled_out(config, config.violations())]
+    found = [*value_violations(config), *spelled_out(config, config.violations())]
     assert [text for text in found if sentence in text], found
     assert not [text for text in found if re.search(r"<\w+\.", text)], "a flag without its value"
 
@@ -425,7 +425,7 @@ def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any, slow_mac
 
     def ask(config: Any) -> None:
         sys.settrace(trace)
-        texts = [*bound_violations(config), *config.violations(), *config.notices()]
+        texts = [*value_violations(config), *config.violations(), *config.notices()]
         sys.settrace(before)
         found = spelled_out(config, texts)
         assert not [text for text in found if re.search(r"<[a-z]\w*(\.\w+)*>", text)], found

@@ -38,7 +38,7 @@ def test_command_restarts_however_its_path_is_written_and_other_programs_do_not(
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("OPENRLHF_RESTARTS", "0")
     monkeypatch.setattr(sys, "argv", [program])
-    flags = Restarts(ppo(RESTARTS)).flags_after(STORE)
+    flags = Restarts(ppo(RESTARTS)).begin_restart(STORE)
     assert (flags is not None) == restarts
     assert ("--train.max_restarts 2" in capsys.readouterr().err) != restarts
 
@@ -62,7 +62,7 @@ def test_restarted_command_continues_from_checkpoints_of_other_runs_only_if_the_
     save(restarts.config, 1, tmp_path / "run")
     save(restarts.config, 2, tmp_path / "other")
     for done in (1, 2):
-        flags = restarts.flags_after(STORE)
+        flags = restarts.begin_restart(STORE)
         assert flags is not None
         line += f" {' '.join(flags)}"
         restarts = Restarts(ppo(line))
