@@ -63,9 +63,8 @@ class Program:
     def __init__(self, channel: socket.socket) -> None:
         self._channel, self._process = channel, os.getpid()
         self.loop = asyncio.new_event_loop()
-        self._incoming = asyncio.Queue[
-            dict[str, Any] | None
-        ]()  # calls; None: the pool disconnected
+        # Calls. None: the pool disconnected.
+        self._incoming = asyncio.Queue[dict[str, Any] | None]()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._questions = itertools.count()

@@ -1,1 +1,1 @@
-"""From the flags to a running system, and to its end."""
+"""The start, the checks and the end of every command, from its flags."""

@@ -1,4 +1,4 @@
-"""The user's agents."""
+"""Construction and check of the user's agents."""
 
 import asyncio
 from contextlib import closing
@@ -15,7 +15,7 @@ def make_agents(
 ) -> AgentEpisodes | None:
     """Return the agents of --train.agent_func_path, or None. `more`: see `AgentEpisodes`.
 
-    The processes of the agents start with their first episodes.
+    The agents' processes start at the first episode.
     """
     file = config.train.agent_func_path
     if not file:

@@ -1,7 +1,7 @@
-"""The identity of a run: what must be equal to resume a checkpoint or to replay episodes.
+"""The identity of a run: the values that must match to resume a checkpoint or replay episodes.
 
-An identity maps flags, or the things that flags name, to values that survive JSON. Long values are
-replaced by a hash.
+An identity maps flags, or models and data that flags name, to values that JSON can store. Long
+values are replaced by a hash.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from openrlhf.data.rows import contents_of, without_origin
 from openrlhf.files import fingerprint
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows
 
-# Flags that must be equal, besides data and models, --rollout.batch_size and --train.seed.
+# Flags that must match, besides data and models, --rollout.batch_size and --train.seed.
 FLAGS: dict[str, list[str]] = {
     # to resume an RL run
     "run": [
@@ -43,7 +43,7 @@ FLAGS: dict[str, list[str]] = {
         "ds.lora.rslora",
         "ds.lora.dora",
     ],
-    # to take the scores of a reference from a file
+    # to read the scores of a reference from a file
     "reference": ["ds.param_dtype", "ds.attn_implementation", "ds.load_in_4bit"],
     # to replay the episodes of an RL run
     "episodes": [
@@ -93,8 +93,8 @@ def offline_identity(task: OfflineTask[Config, Row, Micro], rows: Rows) -> Ident
 def texts_identity(
     task: OfflineTask[Any, Any, Any], rows: Rows, flags: Sequence[str], model: str
 ) -> Identity:
-    """Return the identity of rows that a model reads under these flags."""
-    # Rows of a plug-in may be of any class.
+    """Return the identity of rows that a model reads, with the values of `flags`."""
+    # A plug-in's rows may be of any class.
     contents = getattr(rows, "contents", partial(_collated, task, rows))
     return {
         **_values(task.config, flags),
@@ -106,7 +106,7 @@ def texts_identity(
 
 
 def _collated(task: OfflineTask[Any, Any, Any], rows: Rows) -> Iterator[bytes]:
-    """Return the contents of each row: the tensors of the batch that the task makes of it."""
+    """Yield the contents of each row: the tensors of a batch of this row alone."""
     for number in range(len(rows)):
         columns = vars(task.collate([rows[number]])).values()
         tensors = [column.tolist() for column in columns if isinstance(column, Tensor)]
@@ -129,7 +129,7 @@ def episode_identity(
 ) -> Identity:
     """Return the identity of an RL run's episodes: its prompts and the values of `flags`.
 
-    By default, `flags` are those that decide how samples are drawn.
+    By default, `flags` are the flags that affect sampling.
     """
     vocabulary = prompts.tokenizer.get_vocab()
     return {
@@ -144,7 +144,7 @@ def episode_identity(
 
 
 def inference_identity(config: BatchInferenceConfig, prompts: Sequence[Prompt]) -> Identity:
-    """Return the identity of the answers to prompts, or of the rewards of answers."""
+    """Return the identity of a batch_inference run: answers to prompts, or rewards of answers."""
     contents = (
         repr((prompt.text, prompt.label)).encode(errors="surrogatepass") for prompt in prompts
     )
@@ -158,7 +158,7 @@ def inference_identity(config: BatchInferenceConfig, prompts: Sequence[Prompt]) 
 def request_identity(
     config: BatchInferenceConfig, rows: Table, tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """Return a hash of a batch_inference request, known before its rows are rendered.
+    """Return a hash of a batch_inference request, computed before its rows are rendered.
 
     The hash covers the flags, the rows as stored and the models.
     """

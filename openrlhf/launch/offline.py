@@ -1,4 +1,4 @@
-"""From the flags to a finished offline run: rows, schedule, engine, resume, loop."""
+"""An offline run from its flags to its export: rows, schedule, engine, resume, loop."""
 
 import os
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ MORE_STEPS = "For more steps lower --train.batch_size, raise --train.max_epochs 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The rows of a run, and what will be done with them."""
+    """The rows of a run, and its number of steps."""
 
     train_rows: Rows
     eval_rows: Any  # rows without a summary, or None
@@ -59,10 +59,10 @@ class Plan:
 
 
 def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
-    """Train a task as its flags say, or print the plan of a dry run.
+    """Train a task, or print the plan of a dry run.
 
-    Runs in every process of the launcher. Raises DataError for too few rows, and CheckpointError if
-    --ckpt.load_enable finds a checkpoint of another run.
+    Runs in every process of the launcher. Raises DataError if there are too few rows, and
+    CheckpointError if --ckpt.load_enable finds a checkpoint of another run.
     """
     task.check_model()
     tokenizer = exportable_tokenizer(task)
@@ -81,10 +81,10 @@ def train(
     tokenizer: PreTrainedTokenizerBase,
     checkpoints: CheckpointManager,
 ) -> None:
-    """Train a task from its start, or from a checkpoint, to the export."""
+    """Train a task from the beginning or from a checkpoint, and export the model."""
     ds = task.config.ds
     layout = RankLayout.from_flags(ds, processes=world_size())
-    # Before the rows, which the processes of a machine share.
+    # Created before the rows, because the processes of a machine share the rows.
     strategy = Strategy(
         ds,
         layout,
@@ -162,7 +162,7 @@ def recording(
 def newest(checkpoints: CheckpointManager, strategy: Strategy) -> Checkpoint | None:
     """Return the newest complete checkpoint, if there is one. Collective."""
     checkpoint: Checkpoint | None = None
-    # One process looks, because looking also cleans up after a killed save.
+    # Only one process looks for it, because that also cleans up after a killed save.
     if strategy.is_main:
         checkpoint = checkpoints.latest()
     return strategy.broadcast(checkpoint)
@@ -173,9 +173,10 @@ def make_plan(
     tokenizer: PreTrainedTokenizerBase,
     first_start: FirstStart,
 ) -> Plan:
-    """Read the rows, and count the optimizer steps. Templates write the day of `first_start`.
+    """Read the rows, and count the optimizer steps.
 
-    Raises DataError if the rows do not fill one batch.
+    Chat templates write the date of `first_start`. Raises DataError if the rows do not fill one
+    batch.
     """
     clock.set_clock(tokenizer, first_start.moment)
     rows, eval_rows = load_rows(task, tokenizer, follows=first_start.trained_format)
@@ -200,7 +201,7 @@ def make_plan(
 
 
 def exportable_tokenizer(task: OfflineTask[Config, Row, Micro]) -> PreTrainedTokenizerBase:
-    """Return the model's tokenizer, once it and the model's other files prove exportable."""
+    """Return the model's tokenizer after checking that the model's files can be exported."""
     model = task.config.model
     tokenizer = get_tokenizer(
         model.model_name_or_path,
@@ -219,7 +220,7 @@ def exportable_tokenizer(task: OfflineTask[Config, Row, Micro]) -> PreTrainedTok
 def first_texts(
     task: OfflineTask[Config, Row, Micro], rows: Rows, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
-    """Return the first rows of the first optimizer step as the model will see them."""
+    """Yield the first rows of the first optimizer step as the model will see them."""
     train = task.config.train
     order = ResumableSampler(len(rows), seed=train.seed, batch_size=train.batch_size)
     batch = task.collate([rows[row] for row in islice(order, SHOWN)])
@@ -234,9 +235,9 @@ def load_models(
 ) -> TrainEngine:
     """Load the trained model with its optimizer, and the frozen models into `task.frozen`.
 
-    Prints a notice if the disk is too small for the checkpoints. Raises ModelError if a model fails
-    the proof of its layout, UserError if there is no room for the export, and CheckpointError if
-    there is no room for one checkpoint.
+    Prints a notice if the disk is too small for the checkpoints. Raises ModelError if the check of
+    a model's layout fails, UserError if there is no disk space for the export, and CheckpointError
+    if there is no disk space for one checkpoint.
     """
     config = task.config
     engine = TrainEngine(strategy, task.load_model, config, total_steps=total_steps)
@@ -273,9 +274,9 @@ def load_rows(
 ) -> tuple[Rows, Rows | None]:
     """Return the tokenized training and evaluation rows.
 
-    Their layout and format become the task's configuration. --data.max_samples limits training rows
-    only. `follows`: by default, texts have the format that the model was trained with. Raises
-    DataError, also for a frozen model with another vocabulary.
+    Their layout and format are stored in the task's configuration. --data.max_samples limits only
+    the training rows. `follows`: by default, texts have the format that the model was trained with.
+    Raises DataError, also if a frozen model has a different vocabulary.
     """
     config = task.config
     trusted = config.model.trust_remote_code
@@ -340,10 +341,10 @@ def look_at_first_rows(
     *,
     column: str | None,
 ) -> list[Finding]:
-    """Return findings about the first rows. Raises DataError for lost text.
+    """Return findings about the first rows. Raises DataError if tokenization loses text.
 
-    `column` of `table` has the prompts, and `rows` are its rows, tokenized. Records the format of
-    prompts in the tokenizer.
+    `column` of `table` contains the prompts; `rows` are the tokenized rows of `table`. The format
+    of the prompts is recorded in the tokenizer.
     """
     config = task.config
     texts = first_look.texts_of(table, key_columns(config.data))
@@ -369,7 +370,7 @@ def look_at_first_rows(
         template = used.input_template or ""
         try:
             found += first_look.round_trip(tokenizer, [template.replace("{}", "")])
-        except DataError as error:  # the rows may do without the words of the template
+        except DataError as error:  # the rows may not contain the words of the template
             found.append(Finding(f"--data.input_template: {error}"))
         trained = first_look.recorded(tokenizer)
         found += first_look.compare_formats(model, trained, used, texts)

@@ -1,6 +1,6 @@
-"""The check of the sizes of forward passes, at the start of an RL run.
+"""The check of micro-batch sizes at the start of an RL run.
 
-A pass with a single sample leaves most of a device idle.
+A forward pass with a single sample leaves most of a device idle.
 """
 
 from openrlhf.checks import Finding
@@ -8,17 +8,17 @@ from openrlhf.config.learning import RLTrainConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.launch.settings import needs_old_logprobs
 
-# Tokens of a pass that keeps a device busy.
+# Number of tokens per pass that keeps a device busy.
 GPU_TOKENS = RLTrainConfig().max_tokens_per_gpu
-CPU_TOKENS = 1024  # larger passes gain little on a CPU, and need much more memory
+CPU_TOKENS = 1024  # on a CPU, larger passes are hardly faster and need much more memory
 TRAINED = "train.micro_batch_size"
 SCORED = "rollout.micro_batch_size"
 
 
 def check_pass_sizes(config: PPOConfig, longest_prompt: int, *, on_gpus: bool) -> list[Finding]:
-    """Return a notice if micro-batches have one sample, although more samples fit into a pass.
+    """Return a notice if micro-batches have one sample although more samples would fit.
 
-    Sizes that the user has set are not checked. `longest_prompt` is in tokens.
+    Sizes set by the user are not checked. `longest_prompt` is in tokens.
     """
     pass_tokens = CPU_TOKENS
     if on_gpus:
@@ -43,9 +43,9 @@ def check_pass_sizes(config: PPOConfig, longest_prompt: int, *, on_gpus: bool) -
 
 
 def advised_sizes(config: PPOConfig, most: int) -> dict[str, int]:
-    """Return larger sizes for the micro-batches that have one sample by default, by flag.
+    """Return larger sizes, by flag, for micro-batches that have one sample by default.
 
-    A size is at most `most` samples.
+    No size is larger than `most` samples.
     """
     sizes: dict[str, int] = {}
     if config.train.dynamic_batch_enable:
@@ -71,7 +71,7 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def scores_samples(config: PPOConfig) -> bool:
-    """Return whether samples pass through a model without a gradient."""
+    """Return whether the run scores samples in forward passes without a gradient."""
     if config.has_frozen_policy or config.estimator.needs_critic or config.reward.models:
         return True
     return needs_old_logprobs(config)

@@ -1,10 +1,10 @@
-"""Pipelines: stages of one file, run in the order of the file, each in a process of its own.
+"""Pipelines: the stages of one file, run in the order of the file, each in its own process.
 
-A stage that is done and unchanged is skipped.
+A stage that is done and whose inputs have not changed is skipped.
 
-For each stage, the folder of a pipeline has the stage's own folder, its flags (<stage>.yaml, which
---config reads) and its record (<stage>.json: what the result was made from). Before a stage runs
-again from the start, its old folder and record are moved to earlier/<n>/.
+For each stage, the folder of a pipeline contains the stage's own folder, its flags (<stage>.yaml,
+read with --config) and its record (<stage>.json, with the inputs of the result). Before a stage is
+rerun from the beginning, its old folder and record are moved to earlier/<n>/.
 """
 
 import json
@@ -40,17 +40,17 @@ from openrlhf.observability.run_folder import set_aside
 from openrlhf.reporting import alert, say
 from openrlhf.termination import asked, in_order
 
-# Flags that the pipeline sets: places in the folder of the stage. "" is the place of the result.
+# Path flags that the pipeline sets, relative to the stage's folder. "" is the path of the result.
 PLACES = {"run.dir": ".", "ckpt.output_dir": "", "output_path": "", "ckpt.path": "checkpoints"}
-# Flags of models that are trained.
+# Flags that name a model to train.
 TRAINED = {"model.model_name_or_path", "actor.model_name_or_path", "critic.model_name_or_path"}
-MERGED = {"lora_path", "model_path"}  # flags of the models that `lora_combiner` merges
+MERGED = {"lora_path", "model_path"}  # flags that name the models that `lora_combiner` merges
 # Flags that keep float32 weights in a result. Other commands have --ckpt.export_fp32.
 PRECISION = {"lora_combiner": {"ds.param_dtype": "fp32"}}
-NOT_INPUTS = ("logger.", "ds.use_universal_ckpt")  # flags that do not change a result
+NOT_INPUTS = ("logger.", "ds.use_universal_ckpt")  # flags that do not affect a result
 DONE = "done"
 RESUMES = "resumes"
-STAGE_END_TIMEOUT_S = 60.0  # after SIGTERM; then the stage is killed
+STAGE_END_TIMEOUT_S = 60.0  # between SIGTERM and SIGKILL
 
 
 def run_pipeline(config: PipelineConfig) -> None:
@@ -87,7 +87,7 @@ class Pipeline:
     finished: dict[str, float | None] = field(default_factory=dict[str, float | None])
 
     def check_all(self) -> None:
-        """Raise ConfigError with the errors of all stages. Writes the flags of the stages."""
+        """Write the flags of all stages. Raises ConfigError with the errors of all stages."""
         errors: list[str] = []
         for stage in self.stages:
             errors += [f"{self.file}: stage {stage.name}: {text}" for text in self.check(stage)]
@@ -97,8 +97,8 @@ class Pipeline:
     def check(self, stage: Stage) -> list[str]:
         """Return the errors of a stage.
 
-        Errors about the results of other stages are left out: a result may not exist yet, or may be
-        made again.
+        Errors about the results of other stages are left out, because a result may not exist yet or
+        may be replaced.
         """
         error = self.check_entry(stage)
         if error:
@@ -178,7 +178,7 @@ class Pipeline:
     def result(self, name: str) -> Path:
         """Return the value of `${name}` in other stages.
 
-        It is a model, a file of answers, or the stage's folder.
+        The value is the path of a model, of a file of answers, or of the stage's folder.
         """
         command = next(stage.command for stage in self.stages if stage.name == name)
         if command not in STAGE_COMMANDS:
@@ -188,7 +188,7 @@ class Pipeline:
     def has_result(self, name: str) -> bool:
         """Return whether the result of a stage exists.
 
-        A folder that contains only hidden files, such as a lock, does not count.
+        A folder that contains only hidden files, such as a lock, is not a result.
         """
         result = self.result(name)
         if result.is_dir():
@@ -196,9 +196,9 @@ class Pipeline:
         return result.exists()
 
     def filled(self, stage: Stage, text: str) -> str:
-        """Return a text with the places of results instead of references such as `${sft}`.
+        """Return a text with references such as `${sft}` replaced by the paths of results.
 
-        The stage's own name stands for its folder.
+        A reference to the stage itself is replaced by the stage's folder.
         """
         places = {stage.name: str(self.folder / stage.name)}
         for name in stage.uses:
@@ -206,7 +206,7 @@ class Pipeline:
         return STAGE_REFERENCE.sub(lambda reference: places[reference[1]], text)
 
     def write_flags(self, stage: Stage) -> Path:
-        """Write the flags of a stage, with the places of its results, to a file for --config."""
+        """Write the flags of a stage, with the paths of results, to a file for --config."""
         known = flags_of(stage.root)
         places: dict[str, str] = {}
         for path, place in PLACES.items():
@@ -236,7 +236,7 @@ class Pipeline:
         return kept
 
     def is_trained_further(self, stage: Stage) -> bool:
-        """Return whether a later stage trains the result of this stage, perhaps after a merge."""
+        """Return whether a later stage trains this stage's result, directly or after a merge."""
         reference = f"${{{stage.name}}}"
         for later in self.stages[self.stages.index(stage) + 1 :]:
             if later.command not in STAGE_COMMANDS:
@@ -249,7 +249,7 @@ class Pipeline:
         return False
 
     def inputs(self, stage: Stage) -> dict[str, Any]:
-        """Return everything that the result of a stage is made from, by name.
+        """Return all inputs of a stage's result, by name.
 
         The launcher is left out, because the number of devices may change when a stage resumes.
         """
@@ -270,7 +270,7 @@ class Pipeline:
 
         Raises SystemExit with the status of a stage that fails.
         """
-        # Stages inherit the lock, because a stage may outlive this process.
+        # Stages inherit the lock because a stage may outlive this process.
         with locked(self.folder, f"--run.dir {self.folder}") as lock:
             self.check_all()
             try:
@@ -332,7 +332,7 @@ class Pipeline:
             raise SystemExit(status)
 
     def state(self, stage: Stage, inputs: Mapping[str, Any], record: Record) -> str:
-        """Return what the pipeline does with a stage, as it is printed."""
+        """Return a description of what the pipeline does with a stage, for printing."""
         old = record["inputs"]
         if not old:
             return "runs"
@@ -375,7 +375,7 @@ class Pipeline:
         return [*launcher, "openrlhf.cli.main", stage.command, *flags]
 
     def report(self) -> Path:
-        """Write the page about all stages that have run. Return its path."""
+        """Write the report page of all stages that have run. Returns its path."""
         results: list[Result] = []
         for stage in self.stages:
             record = self.record(stage)
@@ -394,7 +394,7 @@ class Pipeline:
 def execute(words: Sequence[str], lock: int | None) -> int:
     """Run a program and return its exit status.
 
-    If this process is asked to end, the program ends first.
+    If this process is terminated, the program is ended first.
     """
     inherited: list[int] = []
     if lock is not None:
@@ -415,15 +415,15 @@ def execute(words: Sequence[str], lock: int | None) -> int:
 
 
 def search_path() -> str:
-    """Return the search path of programs. The folder of this Python comes first."""
+    """Return the search path for programs, starting with the folder of this Python."""
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
 def content_of(place: Path) -> str:
-    """Return a hash of a file, or of all files of a folder.
+    """Return a hash of a file, or of all files in a folder.
 
-    Of a file over 16 MiB, the hash covers samples of the content, the size and the time of the last
-    change.
+    For a file over 16 MiB, the hash covers samples of its content, its size and its modification
+    time.
     """
     files = [place]
     if place.is_dir():

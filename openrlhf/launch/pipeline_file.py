@@ -1,8 +1,8 @@
 """The file of a pipeline: settings and stages.
 
 The file has two YAML documents. The first one has `settings`: values that differ between machines,
-under a name for each kind of machine. The second one has `stages`. It is rendered by Jinja2, with
-the chosen settings as variables. `${sft}` is the result of the stage sft.
+grouped under a name for each kind of machine. The second one has `stages`. Jinja2 renders it with
+the chosen settings as variables. `${sft}` is the result of the stage `sft`.
 """
 
 import json
@@ -26,14 +26,14 @@ STAGE_REFERENCE = re.compile(r"\$\{([\w-]+)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage of the file: a command of ours with its flags, or another program to `run`."""
+    """A stage of the file: one of our commands with its flags, or another program to `run`."""
 
     name: str
     command: str = ""
     flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
     launcher: str = ""  # the words before our module, such as `torchrun --nproc_per_node 8 -m`
     run: str = ""
-    group: str = ""  # stages of a group differ in their seed; the report has the group's mean
+    group: str = ""  # stages of a group differ only in their seed; the report shows their mean
 
     @property
     def uses(self) -> list[str]:
@@ -95,7 +95,7 @@ def read_stages(file: Path, settings: str) -> list[Stage]:
         names = [key.value for key, *_ in sections["stages"].value]
         if not names:
             raise ConfigError(f"{file} has no stages.")
-        if len(set(names)) < len(names):  # YAML keeps the last of two entries with one name
+        if len(set(names)) < len(names):  # YAML would keep only the last of two equal keys
             raise ConfigError(f"{file}: two stages have the same name: {', '.join(names)}.")
         stages: list[Stage] = []
         for name, entry in entries.items():

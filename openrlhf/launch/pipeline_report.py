@@ -1,6 +1,6 @@
-"""The page about all stages of a pipeline.
+"""The report page of a pipeline.
 
-It has a row for each stage and a table over seeds, then the content of each run's own page.
+It has a table with a row for each stage, a table over seeds, and the content of each run's page.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,14 @@ from openrlhf.observability.report import main_numbers, read_series, short_label
 from openrlhf.observability.run_folder import METRICS, read_lines
 
 MAX_NUMBERS = 3  # main numbers in the row of a stage
-# The 97.5 % point of Student's t by degrees of freedom from 1 on; more than 9 count as 9, which
-# makes intervals a little wide.
+# The 97.5 % quantile of Student's t for 1 to 9 degrees of freedom. More than 9 are treated as 9,
+# which makes the intervals slightly too wide.
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A stage that has run. Stages of one `group` differ in their seed."""
+    """The result of a stage that has run. Stages of one `group` differ only in their seed."""
 
     name: str
     folder: Path
@@ -31,7 +31,7 @@ class Result:
 
 
 def write_pipeline_report(path: Path, results: Sequence[Result], *, title: str) -> Path:
-    """Write the page. Return its path."""
+    """Write the page and return its path."""
     table = [["stage", "command", "seconds", "main numbers, first → last"]]
     folders: dict[str, Path] = {}
     groups: dict[str, list[Mapping[str, float]]] = {}
@@ -40,7 +40,7 @@ def write_pipeline_report(path: Path, results: Sequence[Result], *, title: str) 
         numbers = main_numbers(read_series(read_lines(result.folder / METRICS)))
         texts: list[str] = []
         for number in numbers[:MAX_NUMBERS]:
-            # A number that has not changed is shown once.
+            # Show a number that has not changed only once.
             ends = dict.fromkeys([compact(number.first), compact(number.last)])
             texts.append(f"{short_label(number.name)} {' → '.join(ends)}")
         command = result.command or "run"
@@ -52,9 +52,10 @@ def write_pipeline_report(path: Path, results: Sequence[Result], *, title: str) 
 
 
 def seed_tables(groups: Mapping[str, Sequence[Mapping[str, float]]]) -> list[list[list[str]]]:
-    """Return a table with the numbers of each group: mean ± half of the 95 % interval.
+    """Return a table with a row for each group: means ± half of their 95 % confidence intervals.
 
-    `groups` has the numbers of each stage of a group by name. Returns no table without numbers.
+    `groups` maps a group to the numbers of each of its stages, by name. Returns an empty list if
+    there are no numbers.
     """
     names: dict[str, None] = {}
     for runs in groups.values():
@@ -72,9 +73,9 @@ def seed_tables(groups: Mapping[str, Sequence[Mapping[str, float]]]) -> list[lis
 
 
 def interval(numbers: Sequence[float]) -> str:
-    """Return mean ± half of the 95 % interval by Student's t, or the number if there is only one.
+    """Return mean ± half of the 95 % confidence interval (Student's t) as text.
 
-    Returns "" if there is no number.
+    Returns a single number without an interval, and "" without numbers.
     """
     if not numbers:
         return ""

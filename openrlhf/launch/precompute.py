@@ -1,6 +1,6 @@
 """--ref.precompute: Σ log π_ref of the answers of all rows, computed once.
 
-The sums are in a file beside the checkpoints.
+The sums are stored in a file next to the checkpoints.
 """
 
 import hashlib
@@ -63,8 +63,8 @@ def with_reference(task: Any, rows: Rows, engine: TrainEngine) -> Scored:
 def reference_sums(task: Any, rows: Rows, engine: TrainEngine) -> list[list[float]]:
     """Return Σ log π_ref of the answers of each row. Collective.
 
-    Rank r scores the rows r, r + ranks, … Every rank runs as many forwards as rank 0, which has the
-    most rows.
+    Rank r scores the rows r, r + ranks, … Every rank runs as many forward passes as rank 0, which
+    has the most rows.
     """
     strategy = engine.strategy
     ranks = strategy.dp_size

@@ -15,12 +15,12 @@ from openrlhf.config.shared import DeepSpeedConfig
 from openrlhf.rollout.fleet import Fleet
 from openrlhf.training.layout import RankLayout
 
-if TYPE_CHECKING:  # its import takes seconds, because it loads trainers and workers
+if TYPE_CHECKING:  # importing it takes seconds, because it imports trainers and workers
     from openrlhf.launch.settings import SamplingCommand
 
 
 class Processes:
-    """The processes of a run. They start with `start`, and then import their libraries."""
+    """The processes of a run. `start` starts them; they then import their libraries."""
 
     def __init__(self, plan: Placement, ds: DeepSpeedConfig) -> None:
         self.plan = plan
@@ -30,7 +30,7 @@ class Processes:
         self._ends = ExitStack()
 
     def start(self) -> None:
-        """Start the processes, unless they run already."""
+        """Start the processes, unless they are already running."""
         if self.hosts or self.fleet:
             return
         places = places_now(self.plan)
@@ -49,14 +49,14 @@ class Processes:
                 self._ends.callback(hosts.close)
 
     def close(self) -> None:
-        """End all processes, and release their slots."""
+        """End all processes and release their slots."""
         self._ends.close()
 
 
 def make_hosts(
     group: HostGroup, machines: Sequence[Machine], ds: DeepSpeedConfig, *, on_gpus: bool
 ) -> HostHandles:
-    """Return the processes of `group` on these machines, not connected yet."""
+    """Create the processes of `group` on these machines, without connecting them."""
     layout = RankLayout.from_flags(ds, processes=group.processes)
     threads = openmp_threads(group.per_node)
     return HostHandles(group, machines, layout, on_gpus=on_gpus, threads=threads)

@@ -43,7 +43,7 @@ class PromptData:
 def load_prompts(config: PPOConfig, *, started: str = "", follows: bool = True) -> PromptData:
     """Return the tokenizer, the prompts and the pretraining text of an RL run.
 
-    `started`: the moment of the run's first start, whose date a chat template writes. `follows`: by
+    `started` is the time of the run's first start; a chat template writes its date. `follows`: by
     default, prompts have the format that the policy was trained with. Raises DataError or
     ModelError.
     """
@@ -95,7 +95,7 @@ def policy_tokenizer(config: ModelCommand, path: str, *, flag: str) -> PreTraine
 
 
 def scorer_tokenizer(config: settings.SamplingCommand) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a command without a policy: that of the first reward model.
+    """Return the first reward model's tokenizer, for a command without a policy.
 
     Raises DataError or ModelError.
     """
@@ -107,7 +107,7 @@ def scorer_tokenizer(config: settings.SamplingCommand) -> PreTrainedTokenizerBas
 
 
 def check_language_model(config: ModelCommand, path: str) -> None:
-    """Raise ModelError unless a model is a language model with --data.max_len positions."""
+    """Raise ModelError unless the model is a language model with --data.max_len positions."""
     spec = settings.load_spec(config, path)
     if isinstance(config, PPOConfig) and path == config.actor.model_name_or_path:
         spec = spec.trained(config.actor, config.ds.lora, config.train.seed)
@@ -149,9 +149,9 @@ def read_prompts(
     model: str | None,
     **part: Any,
 ) -> T:
-    """Load a dataset and return it as `prompts_of` does.
+    """Load a dataset and convert it as `prompts_of` does.
 
-    `part`: split, max_samples and probs of `load_datasets`.
+    `part`: `split`, `max_samples` and `probs` of `load_datasets`.
     """
     rows = load_datasets(spec, seed=config.train.seed, **part)
     return prompts_of(config, rows_of, tokenizer, rows, model=model)
@@ -166,11 +166,11 @@ def prompts_of(
     model: str | None,
     generates: bool = True,
 ) -> T:
-    """Return rows as `rows_of` makes them: prompts, with the columns and templates of --data.*.
+    """Convert rows to prompts with `rows_of`, the columns and the templates of --data.*.
 
-    `model`: the flag of the model of `tokenizer`, with its value; the text format of the model's
-    training is the default. None: no format is the default. `generates`: the model answers these
-    prompts. Raises DataError.
+    `model`: the flag that names the model of `tokenizer`, with its value; the text format of the
+    model's training is then the default. None: there is no default format. `generates`: the model
+    answers these prompts. Raises DataError.
     """
     answers = "output_key"
     if config.reward.needs_labels:
@@ -201,7 +201,7 @@ def report_on_prompts(
 ) -> None:
     """Report on the prompts of all datasets, and on the texts of the first one.
 
-    Raises UserError if something has to change before the models start.
+    Raises UserError for a finding that must be fixed before the models are loaded.
     """
     checks = [partial(look_at_prompts, config, read[0], tokenizer, policy=policy, flag=flag)]
     checks += [partial(check_prompts, config, prompts) for prompts in read]
@@ -218,7 +218,7 @@ def look_at_prompts(
 ) -> list[Finding]:
     """Return findings about the first prompts, and record their format in the tokenizer.
 
-    Raises DataError if text is lost.
+    Raises DataError if tokenization loses text.
     """
     model = f"{flag} {policy}"
     count = min(first_look.FIRST_ROWS, len(prompts))
@@ -250,7 +250,7 @@ def look_at_prompts(
 def check_prompts(config: settings.SamplingCommand, prompts: PromptDataset) -> list[Finding]:
     """Return findings about the length and the label of every prompt.
 
-    Agents make their own prompts, so nothing is checked with --train.agent_func_path.
+    With --train.agent_func_path nothing is checked, because agents write their own prompts.
     """
     if config.train.agent_func_path:
         return []
@@ -260,7 +260,7 @@ def check_prompts(config: settings.SamplingCommand, prompts: PromptDataset) -> l
         max_new_tokens=config.rollout.max_new_tokens,
     )
     verifier = config.reward.verifier
-    column = prompts.data.label_key  # given, or found by the layout
+    column = prompts.data.label_key  # from the user, or from the layout
     if verifier and column:
         found += check_labels(verifier, prompts.labels(), column=column, origin=prompts.origin)
     return found
@@ -269,7 +269,7 @@ def check_prompts(config: settings.SamplingCommand, prompts: PromptDataset) -> l
 def check_reward_formats(
     config: settings.SamplingCommand, used: first_look.TextFormat, texts: Sequence[str]
 ) -> list[Finding]:
-    """Return a notice about each reward model that was trained on prompts of another format.
+    """Return a notice about each reward model that was trained on prompts in another format.
 
     `texts` are prompts of this run, in the format `used`.
     """
@@ -287,7 +287,7 @@ def check_reward_formats(
 def ends_of_generation(
     config: settings.SamplingCommand, tokenizer: PreTrainedTokenizerBase, policy: str
 ) -> set[str]:
-    """Return the texts at which the engine stops.
+    """Return the texts at which the engine stops generating.
 
     They come from the tokenizer, the model's generation_config.json and the flags.
     """
@@ -297,7 +297,7 @@ def ends_of_generation(
 
 
 def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainingMix:
-    """Return the rows of --algo.ptx.dataset, of which every token is a target.
+    """Return the rows of --algo.ptx.dataset. Every token is a target.
 
     Raises DataError.
     """
@@ -320,8 +320,8 @@ def check_reward_models(
 ) -> None:
     """Raise an error for a reward model that cannot score the policy's samples.
 
-    Raises ModelError if it is not a reward model or lacks what a flag needs, and DataError if its
-    vocabulary is not the policy's.
+    Raises ModelError if it is not a reward model or does not support a flag, and DataError if its
+    vocabulary differs from the policy's.
     """
     require_same = partial(
         require_vocabulary,

@@ -1,8 +1,8 @@
-"""The end of a command whose Ray has died.
+"""The end of a command whose Ray cluster has died.
 
-After that, Ray may end this process at any of its calls (`cluster/ray_watch.py`). So the main
-thread is held. The thread that detected the death ends the process, or replaces it with the same
-command, which starts a new Ray.
+Any further call to Ray may then end this process (`cluster/ray_watch.py`), so the main thread is
+blocked. The thread that detected the death ends the process, or replaces it with the same command,
+which starts a new Ray cluster.
 """
 
 import os
@@ -20,19 +20,19 @@ from openrlhf.cluster.ray_watch import LostRay
 from openrlhf.isolation.confinement import killed_some
 from openrlhf.reporting import alert
 
-CLOSE_TIMEOUT_S = 10.0  # for reports and trackers
+CLOSE_TIMEOUT_S = 10.0  # to close reports and trackers
 KILL_TIMEOUT_S = 5.0
-# Environment variables of a command that replaces itself.
+# Environment variables that a command sets for the command that replaces it.
 RESTARTS = "OPENRLHF_RESTARTS"  # the number of restarts of the run
 CONTINUES_ITSELF = "OPENRLHF_CONTINUES_ITSELF"  # 1 if a restart added --ckpt.load_enable
-ERROR_STATUS = 2  # of a command that ends with an error
+ERROR_STATUS = 2  # exit status of a command that fails
 
 
 class RayLoss:
-    """The action when Ray has died. It is called by the thread that detected the death.
+    """The action when Ray has died, called by the thread that detected the death.
 
-    `advice` returns the end of the error message. `restart` returns the flags that the command
-    which replaces this one gets in addition, or None if the command ends.
+    `advice` returns the end of the error message. `restart` returns the flags to add to the command
+    that replaces this one, or None to end the command.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class RayLoss:
         self._advice = advice
         self._restart = restart
         self._closings: list[Callable[[], None]] = []
-        self.finished = False  # the command has done its work and only has to exit
+        self.finished = False  # True: the command has done its work and only has to exit
 
     @contextmanager
     def closing(self, close: Callable[[], None]) -> Iterator[None]:
@@ -55,7 +55,7 @@ class RayLoss:
             self._closings.remove(close)
 
     def __call__(self, lost: LostRay) -> NoReturn:
-        """End or replace the process."""
+        """End or replace this process."""
         termination.hold_main_thread()
         flags = None
         with suppress(Exception):  # the process ends even if this fails
@@ -77,7 +77,7 @@ class RayLoss:
         os._exit(termination.asked() or ERROR_STATUS)
 
     def _close(self) -> None:
-        """Call the registered closings, for at most CLOSE_TIMEOUT_S."""
+        """Call the registered functions, for at most CLOSE_TIMEOUT_S in total."""
 
         def close_all() -> None:
             for close in reversed(self._closings):
@@ -97,14 +97,14 @@ def inherited(variable: str) -> int:
 
 
 def can_replace_process() -> bool:
-    """Return whether this process runs a command of ours, not a notebook or a test."""
+    """Return whether this process runs one of our commands, not a notebook or a test."""
     program = Path(sys.argv[0])
     commands = Path(__file__).resolve().parent.parent / "cli"
     return program.name == "openrlhf" or program.resolve().parent == commands
 
 
 def replace_process(flags: list[str]) -> NoReturn:
-    """Replace this process by the same command with additional flags."""
+    """Replace this process with the same command and additional flags."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *flags])
 
@@ -112,12 +112,12 @@ def replace_process(flags: list[str]) -> NoReturn:
 def kill_processes(*, of_ray: bool) -> None:
     """Kill all descendants of this process.
 
-    `of_ray`: kill the processes of the Ray that this process started, too.
+    `of_ray`: also kill the processes of the Ray cluster that this process started.
     """
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while time.monotonic() < deadline:
         killed = killed_some()
-        if of_ray:  # the children of a dead raylet are no descendants any more
+        if of_ray:  # the children of a dead raylet are no longer descendants
             killed = kill_started_ray() or killed
         if not killed:
             return

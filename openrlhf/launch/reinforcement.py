@@ -1,4 +1,4 @@
-"""From the flags of RL to a run that can start: all checks before a model is loaded."""
+"""The checks of an RL run before a model is loaded, and the construction of the run."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -55,7 +55,7 @@ def check_training(config: PPOConfig, data: PromptData, *, on_gpus: bool) -> lis
 def prepare(config: PPOConfig, processes: Processes) -> Run | None:
     """Check and load everything that a run needs besides its models, then start its processes.
 
-    Returns None if the flags ask for a dry run, which ends after the checks.
+    Returns None for a dry run, which ends after the checks.
     """
     kind: Device = "cuda" if processes.plan.on_gpus else "cpu"
     check_engines(config, kind)
@@ -91,7 +91,7 @@ def prepare(config: PPOConfig, processes: Processes) -> Run | None:
 
 
 def check_engines(config: PPOConfig, kind: Device) -> None:
-    """Check the flags of the engines, and tell user code where to find engines of its own."""
+    """Check the flags of the engines, and offer the remote engines to user code."""
     generates = not config.rollout.replay_dir
     if generates or config.remote_teacher:
         offer_engines(config.rollout, config.reward)
@@ -102,7 +102,8 @@ def check_engines(config: PPOConfig, kind: Device) -> None:
 def find_checkpoint(config: PPOConfig) -> tuple[CheckpointManager, Checkpoint | None]:
     """Return the checkpoints of --ckpt.path, and the one that the run continues from.
 
-    A run that has restarted by itself continues this run, and no other with the same --ckpt.path.
+    A run that restarted itself resumes only its own checkpoints, not those of another run with the
+    same --ckpt.path.
     """
     parts = list(settings.engine_layouts(config))
     if config.train.async_enable:
@@ -135,9 +136,9 @@ def check_parts(config: PPOConfig, data: PromptData, *, on_gpus: bool) -> list[F
 
 
 def check_exports(config: PPOConfig, data: PromptData) -> list[Finding]:
-    """Return what is wrong with the generation configurations of the trained models.
+    """Return findings about the generation configurations of the trained models.
 
-    Raises UserError for files that could not be written.
+    Raises UserError for files that could not be exported.
     """
     paths = [config.actor.model_name_or_path]
     critic = config.critic.model_name_or_path
@@ -170,7 +171,7 @@ def show_plan(config: PPOConfig, data: PromptData, plan: Placement) -> None:
 def show_prompts(
     config: settings.SamplingCommand, prompts: PromptDataset, rows: Iterable[int] | None = None
 ) -> None:
-    """Print the format of the prompts, and the first of them as the policy sees them.
+    """Print the format of the prompts, and the first prompts as the policy sees them.
 
     Prompts that are too long are cut.
     """

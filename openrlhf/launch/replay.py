@@ -20,7 +20,7 @@ from openrlhf.rollout.recorded import ReplayGenerator
 def start_of_episodes(config: PPOConfig) -> FirstStart:
     """Return the first start of the run that recorded the episodes of --rollout.replay_dir.
 
-    Without episodes to replay, it is that of this run.
+    Without episodes to replay, return the first start of this run.
     """
     if config.rollout.replay_dir:
         folder = EpisodeFolder(config.rollout.replay_dir)
@@ -36,8 +36,8 @@ def replay_folder(
     """Return the folder of --rollout.replay_dir, or None.
 
     The run has done `done` steps and used `consumed` prompts. Only the first line of each file and
-    the file of the next step are read. Raises DataError if the folder has no episodes, misses a
-    step, or was written by a run with other prompts or samples.
+    the file of the next step are read. Raises DataError if the folder has no episodes, lacks a
+    step, or was written by a run with different prompts or samples.
     """
     if not config.rollout.replay_dir:
         return None

@@ -1,4 +1,4 @@
-"""A run in its processes: models, processes of user code and trainer, and how all of them end."""
+"""A running RL command: models, processes of user code and trainer, from start to end."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -46,9 +46,9 @@ from openrlhf.workers.policy import PolicyWorker
 
 @dataclass(eq=False, repr=False)
 class Run:
-    """A run in its processes: models, processes of user code, trainer.
+    """A running RL command: models, processes of user code, trainer.
 
-    Leaving `started` ends everything.
+    When the block of `started` exits, all of them are closed.
     """
 
     config: PPOConfig
@@ -74,12 +74,12 @@ class Run:
     def started(self) -> Iterator[PPOTrainer | RolloutOnly]:
         """Start the engines and the models, and yield the trainer.
 
-        Within the block, a failure of an engine is a RolloutError that names the logs.
+        An engine failure in the block raises a RolloutError that names the logs.
         """
         with ExitStack() as self.ends:
             self.ends.callback(self.recorder.close)
             self.ends.callback(self.loop.close)
-            # Before the report: others may wait for the devices.
+            # Closed before the report is written: other jobs may be waiting for the devices.
             self.ends.callback(self.processes.close)
             if not self.replay:
                 reward = reward_of(self.config.reward, log_dir=Path(self.log_dir))
@@ -100,13 +100,13 @@ class Run:
                 yield trainer
 
     def _start_engines(self, fleet: Fleet) -> None:
-        """Start the engines. Wait for those that share devices with the models."""
+        """Start the engines, and wait for engines that share devices with the models."""
         config = self.config
         policy = config.actor.model_name_or_path
         engine = settings.engine_settings(config, policy, self.kind, self.data.tokenizer)
         engine = replace(engine, lora_rank=config.ds.lora.served_rank)
         fleet.start(engine, log_dir=self.log_dir, timeout_s=config.train.setup_timeout)
-        if fleet.hosts:  # an engine takes its memory while the models are not there
+        if fleet.hosts:  # an engine allocates its memory before the models are loaded
             fleet.wait()
 
     def _start_workers(self) -> dict[str, WorkerGroup]:
@@ -148,7 +148,7 @@ class Run:
     def _check_room(self, groups: Mapping[str, WorkerGroup]) -> None:
         """Print a notice if the disk is too small for the checkpoints.
 
-        Raises CheckpointError if not even one fits.
+        Raises CheckpointError if it is too small for one checkpoint.
         """
         asked: list[Call] = []
         for role in ("actor", "critic"):
@@ -191,7 +191,10 @@ class Run:
         )
 
     def _make_publisher(self, policy: WorkerGroup) -> WeightPublisher:
-        """Return the publisher of the policy's weights, which first compares engines and policy."""
+        """Return the publisher of the policy's weights.
+
+        It first compares the log-probabilities of engines and policy.
+        """
         config = self.config
         timeout_s = config.train.publish_timeout
         publisher = WeightPublisher(
@@ -216,10 +219,10 @@ class Run:
         return publisher
 
     def _make_generator(self) -> Generator:
-        """Return what makes episodes: engines and reward.
+        """Return the generator of episodes, made of engines and reward.
 
-        With --rollout.dump_dir, it also writes them to disk; with --rollout.replay_dir, it reads
-        them from disk.
+        With --rollout.dump_dir it also writes the episodes to disk. With --rollout.replay_dir it
+        reads them from disk instead.
         """
         config = self.config
         if self.replay:
@@ -281,7 +284,7 @@ class Run:
         return source
 
     def _make_play(self, generator: Generator, rewards: Stage) -> Evaluate | None:
-        """Return what plays the held-out prompts, or None if there are none or no engines."""
+        """Return the evaluation on held-out prompts, or None without prompts or engines."""
         prompts = self.data.eval
         sampling = settings.eval_sampling(self.config)
         timeout_s = self.config.train.step_timeout
@@ -301,7 +304,8 @@ class Run:
 def rewards_come_early(config: PPOConfig) -> bool:
     """Return whether each prompt is rewarded as soon as its samples have finished.
 
-    Dynamic filtering needs the rewards then, and an asynchronous run has the time.
+    Dynamic filtering needs the rewards at that time. In an asynchronous run, scoring overlaps with
+    training.
     """
     return config.train.async_enable or config.algo.dynamic_filtering_enable
 
@@ -333,8 +337,8 @@ def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[St
 
 
 def _asks_policy(stage: Stage) -> bool:
-    """Return whether the policy computes the column.
+    """Return whether the policy computes the column of a stage.
 
-    The policy scores no rows while it is updated, and π_old is the policy of the update.
+    The policy cannot score rows while it is being updated, and π_old is the policy at the update.
     """
     return isinstance(stage, ColumnStage) and stage.by.role == "actor"

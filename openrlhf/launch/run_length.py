@@ -5,14 +5,14 @@ import math
 from openrlhf.checks import Finding
 from openrlhf.config.shared import OptimizerConfig
 
-FEWEST_STEPS = 20  # fewer do not change a model noticeably with the default learning rates
+FEWEST_STEPS = 20  # with default learning rates, fewer steps hardly change a model
 IDLE_SHARE = 0.1  # the largest share of steps with a learning rate of 0
 
 
 def check_steps(total_steps: int, schedule: OptimizerConfig, *, fix: str) -> list[Finding]:
     """Return a notice if a run is too short to change a model.
 
-    It has few steps, or the learning rate is 0 in too many of them.
+    A run is too short if it has few steps, or if the learning rate is 0 in too many of them.
     """
     warmup_steps = 0
     if schedule.lr_scheduler != "constant":

@@ -1,4 +1,4 @@
-"""The settings of workers, engines, experience maker and loop, made from the flags."""
+"""The settings of workers, engines, experience maker and loop, derived from the flags."""
 
 import os
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ from openrlhf.workers.frozen import RewardModelSettings
 # Commands with engines and reward models.
 SamplingCommand = PPOConfig | EvaluationConfig | BatchInferenceConfig
 ENGINE_PROBE_TOKENS = 8  # tokens per prompt that engines sample for the comparison with the trainer
-# The largest mean difference of log-probabilities, in nats, that rounding may explain.
+# The largest mean difference of log-probabilities, in nats, that rounding can explain.
 FP32_TOLERANCE = 0.01
 BF16_TOLERANCE = 0.2
-RANDOM_LAYERS = ("dropout", "pdrop", "jitter")  # parts of the names of their rates
+RANDOM_LAYERS = ("dropout", "pdrop", "jitter")  # substrings of the names of their rates
 
 
 def needs_old_logprobs(config: PPOConfig) -> bool:
@@ -68,19 +68,19 @@ def _has_random_layers(entries: dict[str, Any]) -> bool:
 def optimizer_steps(config: PPOConfig, prompts: int, *, after: int = 0) -> int:
     """Return the length of a learning-rate schedule.
 
-    It is the number of optimizer steps after the first `after` batches, and exact if no episode
-    fails or is filtered out.
+    It is the number of optimizer steps after the first `after` batches. The number is exact if no
+    episode fails or is filtered out.
     """
     return sum(config.updates_of(drawn) for drawn in config.step_sizes(prompts)[after:])
 
 
 def load_spec(config: ModelCommand, path: str) -> LoadSpec:
-    """Return the settings for loading a model in a process with any working directory."""
+    """Return the settings for loading a model, independent of the working directory."""
     return LoadSpec.of(config, located(path))
 
 
 def located(path: str) -> str:
-    """Return the absolute path of a folder; the name of a model on the Hub stays as it is."""
+    """Return the absolute path of a folder; return the name of a Hub model unchanged."""
     if os.path.exists(path):
         return os.path.abspath(path)
     return path
@@ -95,7 +95,7 @@ def trained_settings(config: PPOConfig, path: str, steps: int) -> RoleSettings:
 def judge_spec(config: SamplingCommand, path: str) -> LoadSpec:
     """Return the settings for loading a reward model."""
     spec = load_spec(config, path)
-    if isinstance(config, PPOConfig):  # here --ds.load_in_4bit is about the trained models
+    if isinstance(config, PPOConfig):  # in RL, --ds.load_in_4bit applies to the trained models
         return replace(spec, ds=replace(spec.ds, load_in_4bit=False))
     return spec
 
@@ -132,7 +132,7 @@ def engine_settings(
 
 
 def engine_probe(config: PPOConfig, prompts: Sequence[list[int]]) -> Probe | None:
-    """Return the comparison of engines and trainer before the first step.
+    """Return the settings for comparing engines and trainer before the first step.
 
     Returns None if the engines quantize the weights.
     """
@@ -157,7 +157,7 @@ def engine_probe(config: PPOConfig, prompts: Sequence[list[int]]) -> Probe | Non
 def transport(config: PPOConfig, kind: Device) -> Transport:
     """Return the transport of weights to the engines.
 
-    Weights go through the memory of the GPU if engine and trainer share one.
+    If engine and trainer share a GPU, the weights go through its memory.
     """
     if kind == "cuda" and config.hybrid and config.vllm.sync_backend == "nccl":
         return "ipc"
@@ -175,7 +175,7 @@ def train_sampling(config: SamplingCommand) -> SamplingSpec:
 
 
 def eval_sampling(config: PPOConfig | EvaluationConfig) -> SamplingSpec:
-    """Return the sampling settings for evaluation, with their own temperature and number."""
+    """Return the sampling settings for evaluation, with its own temperature and sample count."""
     rollout = replace(
         config.rollout,
         n_samples_per_prompt=config.eval.n_samples_per_prompt,
@@ -195,7 +195,7 @@ def inference_sampling(config: BatchInferenceConfig) -> SamplingSpec:
 
 
 def engine_layouts(config: PPOConfig) -> dict[str, EngineLayout]:
-    """Return the layout of the files of each trained model's state, by part of a checkpoint."""
+    """Return the layout of each trained model's state files, by part of a checkpoint."""
     roles: dict[str, GroupConfig] = {"_actor": config.actor}
     if config.estimator.needs_critic:
         roles["_critic"] = config.critic

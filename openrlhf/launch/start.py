@@ -1,6 +1,6 @@
-"""The start of a run of RL.
+"""The start of an RL run.
 
-Libraries are imported while Ray and the processes start: together they take ten seconds.
+Libraries are imported while Ray and the processes start, because together they take ten seconds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LOAD_ENABLE = "ckpt.load_enable"
 
 
 def run_ppo(config: PPOConfig) -> None:
-    """Train as the flags say, on a running Ray or on a new one. A dry run starts nothing."""
+    """Run PPO training on a running or a new Ray cluster. A dry run does not start Ray."""
     restarts = Restarts(config)
     config = restarts.config
     plan = plan_placement(config, engine_device())
@@ -52,7 +52,7 @@ def run_ppo(config: PPOConfig) -> None:
         plan.check(expected_machines(plan.on_gpus, config.placement.cluster))
     loss = RayLoss(lambda: how_to_continue(config), restarts.begin_restart)
     with ThreadPoolExecutor(1) as thread:
-        # In this order: the processes start while the rest is imported.
+        # In this order, because the processes start while the preparation is imported.
         importing_processes = thread.submit(import_processes)
         importing_prepare = thread.submit(import_preparation)
         with nullcontext() if config.dry_run else ray_cluster(plan, loss):
@@ -79,7 +79,7 @@ def attempt_run(
     """Prepare a run, train in its processes, and end them. Raises WorkerError."""
     processes_class = importing_processes.result()
     with closing(processes_class(plan, config.ds)) as processes:
-        # GPUs that others may wait for are not held while data are read.
+        # Do not hold GPUs, which other jobs may need, while data are read.
         if not config.dry_run and not plan.on_gpus:
             processes.start()
         prepare = importing_prepare.result()
@@ -92,7 +92,7 @@ def attempt_run(
 
 
 def import_processes() -> type[Processes]:
-    """Return the class of a run's processes, with Ray behind it."""
+    """Import Ray and return the class of a run's processes."""
     with quick_imports():
         from openrlhf.launch.processes import Processes
 
@@ -100,10 +100,7 @@ def import_processes() -> type[Processes]:
 
 
 def import_preparation() -> Prepare:
-    """Return the function that checks and loads all that a run needs.
-
-    It has Transformers behind it.
-    """
+    """Import Transformers and return the function that checks and loads everything a run needs."""
     with quick_imports():
         from openrlhf.launch.reinforcement import prepare
 
@@ -113,8 +110,8 @@ def import_preparation() -> Prepare:
 class Restarts:
     """The restarts of a run (--train.max_restarts), in this process and in those it replaced.
 
-    `config.given` has --ckpt.load_enable only if the user gave it. Otherwise a run that has
-    restarted continues from its own checkpoints, and not from those of another run with the same
+    `config.given` has --ckpt.load_enable only if the user passed it. Otherwise a restarted run
+    continues only from its own checkpoints, not from those of another run with the same
     --ckpt.path.
     """
 
@@ -122,7 +119,7 @@ class Restarts:
         self.most = config.train.max_restarts
         self.done = inherited(RESTARTS)
         self.config = config
-        # Whether a restart, and not the user, has added --ckpt.load_enable.
+        # True if a restart, not the user, added --ckpt.load_enable.
         self.continues_itself = bool(inherited(CONTINUES_ITSELF))
         if self.continues_itself:
             by_user = dict(config.given)
@@ -131,26 +128,26 @@ class Restarts:
 
     @property
     def left(self) -> bool:
-        """Whether the run may start again."""
+        """True if the run may restart."""
         return self.done < self.most
 
     def count_restart(self) -> None:
-        """Count one more restart, which continues from the newest checkpoint."""
+        """Count a restart, which continues from the newest checkpoint."""
         self.done += 1
         self.config = amend(self.config, {LOAD_ENABLE: True})
 
     @property
     def announcement(self) -> str:
-        """The sentence about the restart that was counted last."""
+        """A sentence about the last restart that was counted."""
         return (
             f"Restart {self.done} of {self.most} (--train.max_restarts), from the newest "
             "checkpoint of the run if it has one."
         )
 
     def begin_restart(self, lost: LostRay) -> list[str] | None:
-        """Count and announce a restart of the command by this process.
+        """Count and announce a restart of the command in this process.
 
-        Returns the flags to add to the command, or None if it ends instead.
+        Returns the flags to add to the command, or None if the command ends instead.
         """
         if not self.left:
             return None
@@ -173,7 +170,7 @@ class Restarts:
 
 
 def obstacle_to_restart(lost: LostRay) -> str:
-    """Return why this process cannot start its command again with a new Ray; "" if it can."""
+    """Return why this process cannot restart its command with a new Ray; "" if it can."""
     if not lost.own:
         return "this Ray was not started by the run"
     if not can_replace_process():
@@ -207,7 +204,7 @@ def how_to_continue(config: PPOConfig) -> str:
 
 
 def plan_placement(config: PPOConfig, kind: str) -> Placement:
-    """Return the host groups of a run: which roles it has, and which of them share devices."""
+    """Return the host groups of a run: its roles, grouped by shared devices."""
     roles = sizes_of_roles(config)
     groups: list[HostGroup] = []
     placed: set[str] = set()
@@ -236,9 +233,9 @@ def plan_placement(config: PPOConfig, kind: str) -> Placement:
 
 
 def sizes_of_roles(config: PPOConfig) -> dict[str, GroupConfig | RewardConfig]:
-    """Return the roles of a run that have models, each with the flags that say how many processes.
+    """Return the roles of a run that have models, each with the flags of its process count.
 
-    The order is that of the host groups.
+    The roles are in the order of the host groups.
     """
     roles: dict[str, GroupConfig | RewardConfig] = {}
     if not config.rollout.only:
