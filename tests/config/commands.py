@@ -1,4 +1,4 @@
-"""Smallest valid command lines, and what becomes of longer ones."""
+"""The smallest valid command lines, and the configurations of longer ones."""
 
 from __future__ import annotations
 
@@ -67,8 +67,9 @@ SMALLEST: dict[str, str] = {
 def read_flags(
     root: type[Any], argv: Sequence[str], *, command: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """What a command line gives, and notices, before anything is derived or checked. Raises
-    ConfigError.
+    """Return a command line's values and notices, before anything is derived or checked.
+
+    Raises ConfigError.
     """
     reader = Reader(root, command).read(argv)
     if reader.problems:
@@ -77,7 +78,7 @@ def read_flags(
 
 
 def parse(command: str, line: str = "") -> Any:
-    """The configuration of the smallest command line with `line` after it."""
+    """Return the configuration of the smallest command line with `line` appended."""
     smallest = SMALLEST[command]
     if "--reward.remote_url" in line:  # one reward is enough
         smallest = smallest.replace("--reward.verifier math", "")
@@ -93,7 +94,7 @@ def ppo(line: str = "") -> PPOConfig:
 
 
 def violations(command: str, line: str) -> list[str]:
-    """What is wrong with the smallest command line and `line` after it."""
+    """Return the violations of the smallest command line with `line` appended."""
     try:
         parse(command, line)
     except ConfigError as error:

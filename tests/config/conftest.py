@@ -1,4 +1,4 @@
-"""A machine for the tests: no GPU and no launcher, unless a test says otherwise."""
+"""A machine for the tests: no GPU and no launcher, unless a test requests them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def gpu_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Call it to have GPUs, with or without the package flash-attn."""
+    """Return a function that simulates GPUs, with or without the package flash-attn."""
 
     def have(gpus: int, *, flash_attention: bool = True) -> None:
         monkeypatch.setattr(machine, "installed_gpus", lambda: gpus)

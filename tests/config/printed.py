@@ -1,5 +1,5 @@
-"""Commands that pages about the project print, word for word: what each lacks as printed, and what
-makes it complete.
+"""Commands that pages about the project print, word for word.
+Each lists what it lacks as printed, and the flags that make it complete.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ NO_GROUPS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Printed:
-    """A command as printed; the beginnings of what it lacks, one per flag of `missing`; and what is
-    not there yet.
+    """A printed command.
+
+    `lacks` has the beginning of each error, one per flag of `missing`; `not_yet` has the
+    unsupported features.
     """
 
     text: str
@@ -35,12 +37,12 @@ class Printed:
 
     @property
     def command(self) -> str:
-        """The name of the command."""
+        """Return the name of the command."""
         return self._split[0]
 
     @property
     def words(self) -> list[str]:
-        """Its flags, as a shell hands them over."""
+        """Return its flags, as a shell splits them."""
         return self._split[1]
 
     @property

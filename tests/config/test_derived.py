@@ -1,4 +1,4 @@
-"""What follows from the flags: resolved values and the notices that go with them."""
+"""Values that follow from the flags, and their notices."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import pytest
 
 from openrlhf.config import machine
 from openrlhf.config.flags import amend, value_at
-from openrlhf.config.machine import (
-    has_quick_bfloat16,
-)  # not the one that tests/conftest.py puts in its place
+from openrlhf.config.machine import has_quick_bfloat16  # not the replacement of tests/conftest.py
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.shared import SCHEDULERS, CheckpointConfig
@@ -25,7 +23,8 @@ Explicit = frozenset[str]
 
 
 def resolved(config: Any, *explicit: str) -> tuple[Any, str]:
-    """A configuration made in code, resolved: also with flags that are refused at present.
+    """Resolve a configuration made in code, which may have flags that are currently refused.
+
     `explicit`: the flags that were given.
     """
     given = {path: value_at(config, path) for path in explicit}
@@ -34,13 +33,13 @@ def resolved(config: Any, *explicit: str) -> tuple[Any, str]:
 
 
 def rl(**values: Any) -> PPOConfig:
-    """An RL configuration with values by path, dots written as two underscores."""
+    """Return an RL configuration with values by path; dots are written as two underscores."""
     return amend(PPOConfig(), {path.replace("__", "."): value for path, value in values.items()})
 
 
 @pytest.mark.parametrize("command", ["train_sft", "train_ppo_ray"])
 def test_the_run_folder_carries_the_time_of_the_start_and_the_process(command: str) -> None:
-    """Commands that start in the same second do not share a folder."""
+    """Commands that start in the same second use different folders."""
     config = parse_config(ROOTS[command], SMALLEST[command].split(), command=command)
     assert re.fullmatch(rf"\./runs/{command}-\d{{8}}-\d{{6}}-{os.getpid()}", config.run.dir)
     assert config.logger.wandb.run_name is None
@@ -519,7 +518,7 @@ def test_the_switch_of_ipo_is_its_loss() -> None:
 def test_an_engine_that_takes_a_publication_is_not_found_hanging_unless_the_user_was_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An engine does not answer while it takes a publication."""
+    """An engine does not respond while it receives a publication."""
     ppo()
     assert "hang_timeout" not in capsys.readouterr().err
     for line in ("--train.publish_timeout 900", "--vllm.hang_timeout 300"):

@@ -1,4 +1,4 @@
-"""Flags of `eval`: what each task needs, and what has no effect in it."""
+"""Flags of `eval`: what each task needs, and which flags have no effect."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Every flag of every command: setting it changes something that a component is given, draws a
-notice, or is refused by name.
+"""Every flag of every command has an effect.
+Setting it changes a component's settings, prints a notice, or is refused by name.
 
-What components are given is seen by making all their settings from a resolved configuration,
-without starting anything. Sections that are handed over whole prove nothing: a component may leave
-a flag in them unread. What such a component makes of its section (an optimizer, DeepSpeed's
-configuration) is made here too, and for the rest `READ_IN` names the modules that read the flags.
+All components' settings are created from a resolved configuration, without starting anything. A
+section that is passed whole proves nothing, because a component may ignore one of its flags. What
+such a component derives from its section (an optimizer, DeepSpeed's configuration) is created here
+too. For other components, `READERS` names the modules that read the flags.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ LINES = SMALLEST | {
 EVERY_FLAG = [(command, path) for command, root in COMMANDS.items() for path in flags_of(root)]
 
 NOT_YET = "not available yet"
-# Words that set a flag to a value with an effect, if any other value would break a rule or be the
-# one in effect anyway.
+# Arguments that set a flag to a value with an effect, if any other value would break a rule or be
+# the value in effect anyway.
 VALUES = {
     "algo.correction.mode": "--algo.correction.mode mask",
     "actor.dual_clip": "--actor.dual_clip 3",
@@ -63,19 +63,19 @@ VALUES = {
     "critic.freezing_steps": "--critic.freezing_steps 2",
     "plugin": "",
 }
-# What a flag's effect takes besides.
+# Other arguments that a flag needs to have an effect.
 BESIDE = {
     "algo.correction.mode": "--algo.correction.level token --algo.correction.band 0.5 2",
     "vllm.disable_prefix_caching": "--rollout.n_samples_per_prompt 2",
     "vllm.enable_prefix_caching": "--eval.n_samples_per_prompt 1",
 }
-# What a notice asks for if it does not name a flag alone, and the flags that follow it.
+# Requirements of a notice that are more than a flag's name, and the arguments that meet them.
 ASKED_FOR = {
     "--ckpt.save_steps": "--ckpt.save_steps 1",
     "a critic (--algo.advantage.estimator gae)": "--algo.advantage.estimator gae",
 }
-# Modules that a command hands whole sections to, or reads flags in: `READ.section.flag` must stand
-# in one of them.
+# Modules that a command passes whole sections to, or that read its flags. Each flag must appear in
+# one of them as `section.flag`.
 TRAINING = (
     "launch.offline trainers.tasks trainers.supervised trainers.best observability.recorder "
     "observability.trackers models.adapters"
@@ -108,7 +108,7 @@ READERS = {
     "interactive_chat": "evaluation.chat launch.prompt_data launch.settings models.loading",
     "pipeline": "launch.pipeline",
 }
-# What a section is called in those modules besides its own name.
+# Other names of a section in those modules.
 ALSO_CALLED = {
     "eval": {"evaluation"},
     "reward": {"flags", "rule"},
@@ -117,7 +117,7 @@ ALSO_CALLED = {
     "kto": {"flags"},
     "critic": {"optimizer"},
 }
-# Flags whose effect is elsewhere: the test that shows it.
+# Flags whose effect is elsewhere, with the test that shows it.
 SHOWN_BY = {
     "model.ipo_enable": "config/test_derived.py::test_the_switch_of_ipo_is_its_loss",
     "plugin": "config/test_plugins.py::test_names_of_a_plugin_are_valid_and_its_properties_count",
@@ -129,7 +129,7 @@ SHOWN_BY = {
 
 
 def other_words(flag: Flag) -> str:
-    """Words that set a flag to another value than its default."""
+    """Return arguments that set a flag to a value other than its default."""
     if flag.path in VALUES:
         return VALUES[flag.path]
     if flag.shape == "switch":
@@ -149,17 +149,17 @@ def other_words(flag: Flag) -> str:
 
 
 def resolved(command: str, line: str) -> tuple[Any, list[str]]:
-    """The configuration of the smallest command line and `line`, and the notices."""
+    """Return the configuration of the smallest command line with `line`, and the notices."""
     words = [*LINES[command].split(), *line.split()]
     given, _ = read_flags(COMMANDS[command], words, command=command)
     return amend(COMMANDS[command](), {**given, "given": given}).resolve(command=command)
 
 
-# ---- what components are given
+# ---- what components receive
 
 
 def shown(value: Any) -> Any:
-    """A value without the sections in it."""
+    """Return a value without the sections in it."""
     if isinstance(value, Section):
         return "a section"
     if is_dataclass(value) and not isinstance(value, type):
@@ -172,7 +172,7 @@ def shown(value: Any) -> Any:
 
 
 def optimizer_of(section: OptimizerConfig) -> list[Any]:
-    """The optimizer of a small module, and the learning rates of its schedule."""
+    """Return the optimizer of a small module, and the learning rates of its schedule."""
     module = torch.nn.Linear(2, 2)
     optimizer = make_optimizer(module.named_parameters(), section)
     schedule, rates = make_schedule(optimizer, section, 40), []
@@ -188,7 +188,7 @@ def deepspeed_of(config: Any) -> list[Any]:
 
 
 def given_to_all(config: Any) -> Iterator[Any]:
-    """What every component of a run is given."""
+    """Return the settings that every component of a run receives."""
     kind = "cuda" if machine.count_gpus() else "cpu"
     if isinstance(config, SupervisedConfig):
         yield optimizer_of(config)
@@ -226,7 +226,7 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield config.ds.sleeps  # the training engine reads it
         yield training_config(config.ds, max_norm=config.actor.max_norm, ranks=2)
         yield settings.trained_settings(config, "m", 1)
-        yield config.local_teacher, config.ds.lora.served_rank  # what run.py hands on
+        yield config.local_teacher, config.ds.lora.served_rank  # what run.py passes on
         yield MicroBatchLimits.of_training(config.train, config.ds)
         yield plan_placement(config, kind)
         yield settings.transport(config, kind)
@@ -246,7 +246,10 @@ def everything(config: Any) -> list[Any]:
 
 
 def reason(notices: list[str], path: str) -> str:
-    """Why a flag has no effect, according to the notices: "without --ds.zero_stage 2 or 3"."""
+    """Return why a flag has no effect according to the notices.
+
+    A reason is, for example, "without --ds.zero_stage 2 or 3".
+    """
     for text in notices:
         names, found, why = text.removesuffix(".").partition(": no effect ")
         if found and mentions(names, [path]):
@@ -255,7 +258,10 @@ def reason(notices: list[str], path: str) -> str:
 
 
 def followed(command: str, advice: str) -> str:
-    """The words that follow the first advice of a notice: of "--ds.zero_stage 2 or 3", with 2."""
+    """Return the arguments that follow the first advice of a notice.
+
+    For "--ds.zero_stage 2 or 3" the value is 2.
+    """
     flags, first = flags_of(COMMANDS[command]), advice.partition(" or ")[0]
     if first in ASKED_FOR:
         return ASKED_FOR[first]
@@ -267,7 +273,7 @@ def followed(command: str, advice: str) -> str:
 
 
 def enabling(command: str, flag: Flag, line: str) -> str:
-    """What has to be added to a command line until no notice says that a flag lacks something."""
+    """Return the arguments to append until no notice reports that a flag lacks something."""
     more = ""
     while True:
         _, notices = resolved(command, f"{line} {more}")
@@ -302,7 +308,7 @@ def test_a_flag_does_something_or_is_said_to_do_nothing(command: str, path: str)
     if why in ("with this command", FOR_OLDER_SCRIPTS) or (
         why and path in refused_flags(COMMANDS[command])
     ):
-        return  # never an effect here, or not before the feature it belongs to is there
+        return  # no effect here, or not before its feature is supported
     more = enabling(command, flag, line)
     if why and not more:
         return
@@ -314,7 +320,7 @@ def test_a_flag_does_something_or_is_said_to_do_nothing(command: str, path: str)
 
 
 def is_read(command: str, path: str) -> bool:
-    """Whether a module that the command hands the flag's section to reads the flag."""
+    """Return whether a module that receives the flag's section reads the flag."""
     section, _, leaf = path.rpartition(".")
     last = section.rpartition(".")[2] or "config"
     return any(
@@ -326,7 +332,7 @@ def is_read(command: str, path: str) -> bool:
 
 @cache
 def reads(module: str) -> set[tuple[str, str]]:
-    """Each `name.attribute` in a module."""
+    """Return each `name.attribute` in a module."""
     nodes = [
         node
         for node in ast.walk(package()[f"openrlhf.{module}"].tree)

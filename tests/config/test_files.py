@@ -1,5 +1,5 @@
-"""Configuration files: read with --config, written into the run folder, the same configuration
-again.
+"""Configuration files: read with --config, and written into the run folder.
+The written file gives the same configuration again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def load(command: str, file: Path, *flags: str):
 
 
 def written(config: Command, folder: Path) -> Path:
-    """The file that a run with this configuration writes."""
+    """Return the file that a run with this configuration writes."""
     file = folder / "config.yaml"
     file.write_text(dump_yaml(config, given_only=True))
     return file
@@ -68,7 +68,7 @@ def test_a_file_has_what_was_given_and_the_resolved_one_every_value() -> None:
 
 
 def test_the_resolved_file_is_no_file_of_flags(tmp_path: Path) -> None:
-    """Its derived values would stay, whatever flags are given beside it."""
+    """Its derived values would stay, whatever other flags are given."""
     file = tmp_path / "config_resolved.yaml"
     file.write_text(dump_yaml(ppo("")))
     with pytest.raises(
@@ -78,7 +78,7 @@ def test_the_resolved_file_is_no_file_of_flags(tmp_path: Path) -> None:
         load("train_ppo_ray", file)
 
 
-# What a run derived, and a change that has to be followed when its file is passed back.
+# Values that a run derived, and a change that must be followed when its file is passed again.
 FOLLOWED = [
     ("", "--ds.param_dtype fp32", "vllm.dtype", "fp32"),
     ("", "--actor.policy_loss_type cispo", "actor.eps_clip_low_high", (1.0, 0.28)),
@@ -149,7 +149,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 
 
 def test_yaml_spellings_of_values_are_understood(tmp_path: Path) -> None:
-    """YAML reads 1e-6 as a text, 1 as a whole number and on as a truth value."""
+    """YAML reads 1e-6 as a text, 1 as an integer and on as a boolean."""
     file = tmp_path / "run.yaml"
     file.write_text(dump_yaml(ppo()))
     content = yaml.safe_load(file.read_text())
@@ -255,7 +255,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_leading_tilde_is_the_home_folder_in_a_file_and_behind_an_equals_sign(
     command: str, path: str, home: Path
 ) -> None:
-    """Shells replace it only where it begins a word."""
+    """Shells expand it only at the beginning of a word."""
     place, file = home / "x.py", home / "run.yaml"
     place.write_text("")
     file.write_text(f"{path}: ~/x.py")

@@ -1,5 +1,5 @@
-"""The flags of `batch_inference`, `interactive_chat` and `train_ppo`: rules, derived values, and
-defaults of older releases.
+"""The flags of `batch_inference`, `interactive_chat` and `train_ppo`.
+Tests rules, derived values, and defaults of older releases.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Flat names and old values of earlier releases: every name of the old commands, and what becomes
-of it.
+"""Flat names and old values of earlier releases.
+Every name of the old commands is tested with its new form.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.ppo import PPOConfig
 from tests.config.commands import ROOTS, WITH_OLD, parse, ppo, read_flags, sft, violations
 
-# Old name and value -> path and value, per command: one row of each kind, and of each odd one.
+# Old name and value -> path and value, per command: one row of each kind, and of each exception.
 RENAMED = [
     ("train_sft", "--pretrain m", {"model.model_name_or_path": "m"}),
     ("train_sft", "--learning_rate 1e-4", {"adam.lr": 1e-4}),

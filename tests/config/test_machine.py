@@ -1,4 +1,4 @@
-"""What defaults know of the machine."""
+"""Properties of the machine that defaults depend on."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_without_the_files_nvidia_smi_is_asked(
 def test_the_devices_of_a_ray_that_was_joined_count_instead(
     cluster: int, gpu_machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Devices that this process cannot see count: Ray hides them from the driver of a job."""
+    """Hidden devices count, because Ray hides devices from the driver of a job."""
     gpu_machine(4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(machine, "cluster_gpus", cluster)
@@ -138,7 +138,7 @@ def test_free_memory_is_that_of_the_machine_and_of_every_group_of_the_process(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a limit of 10 GiB, 5 are used, of which 2 are cached files."""
+    """5 GiB of a limit of 10 GiB are used, of which 2 GiB are cached files."""
     (tmp_path / "meminfo").write_text(
         f"MemTotal: {128 * 2**20} kB\nMemAvailable: {64 * 2**20} kB\nHugePages_Total: 0\n"
     )

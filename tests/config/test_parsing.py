@@ -1,4 +1,4 @@
-"""From words of a command line to values: what is accepted, and how mistakes are answered."""
+"""From command-line arguments to values: what is accepted, and how mistakes are reported."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_the_smallest_command_lines_are_valid(command: str) -> None:
     assert parse(command).check() == []
 
 
-# ---- mistakes, all in one round
+# ---- mistakes, all at once
 
 
 @pytest.mark.parametrize(
@@ -279,8 +279,10 @@ def test_names_of_elsewhere_and_short_names_are_answered_with_ours(
 
 
 def test_everything_that_is_wrong_comes_in_one_round() -> None:
-    """An unknown name, an ambiguous one, a value too few, a wrong value, a refusal and a broken
-    rule.
+    """The mistakes are of all kinds.
+
+    They are an unknown name, an ambiguous one, a missing value, a wrong value, a refusal and a
+    broken rule.
     """
     found = violations(
         "train_ppo_ray",

@@ -1,4 +1,4 @@
-"""No command writes over what it reads: every output of every command against every input."""
+"""No command overwrites its inputs: every output of every command against every input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHECKPOINTED = {"ckpt.save_steps": 5}
 
 
 def with_values(command: str, values: dict[str, Any]) -> Any:
-    """The configuration of a command with these values by path; nothing is resolved."""
+    """Return the configuration of a command with these values by path, unresolved."""
     root = COMMANDS[command]
     known = {
         path: value for path, value in (CHECKPOINTED | values).items() if path in flags_of(root)
@@ -26,9 +26,7 @@ def with_values(command: str, values: dict[str, Any]) -> Any:
 
 
 def written() -> list[tuple[str, Flag]]:
-    """Every command with each of the flags whose place it writes to, and in which another's files
-    can be lost.
-    """
+    """Return every command with each flag that sets an output where existing files can be lost."""
     found: list[tuple[str, Flag]] = []
     for command, root in COMMANDS.items():
         used = {
@@ -44,7 +42,7 @@ def written() -> list[tuple[str, Flag]]:
 
 
 def all_places(command: str) -> dict[str, str]:
-    """A value for each place that a command writes to: the name of the flag."""
+    """Return a value for each path that a command writes to: the name of the flag."""
     return {flag.path: flag.path for flag in flags_of(COMMANDS[command]).values() if flag.writes}
 
 
@@ -79,7 +77,7 @@ def test_an_output_over_any_input_of_the_command_is_refused(
     assert sources
     for source in sources:
         if output.path == "rollout.dump_dir" and source.path == "rollout.replay_dir":
-            continue  # nothing is written by a replay
+            continue  # a replay writes nothing
         config = with_values(command, {source.path: value_of(source, reads), output.path: spelled})
         sentences = refusals(config)
         assert len(sentences) == 1, source.path

@@ -1,4 +1,4 @@
-"""Names of users' files: a registered choice becomes a value of its flag."""
+"""Names that users' files register: a registered choice becomes a value of its flag."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TABLES = (choices.ESTIMATORS, choices.POLICY_LOSSES, choices.CORRECTIONS, choice
 
 @pytest.fixture
 def plugin(tmp_path: Path) -> Iterator[Path]:
-    """A plug-in's file; its names are gone afterwards."""
+    """Write a plug-in's file; unregister its names afterwards."""
     before = [dict(table) for table in TABLES]
     file = tmp_path / "mine.py"
     file.write_text(PLUGIN)
@@ -130,8 +130,9 @@ assert ppo(line + "my_clipped_loss").actor.eps_clip_low_high == (0.5, 0.25)
 def test_what_a_plugin_registers_among_the_algorithms_is_a_choice_of_its_flag(
     tmp_path: Path,
 ) -> None:
-    """Estimators, losses, KL estimators and corrections; in a process of its own, for registries
-    only grow.
+    """The choices are estimators, losses, KL estimators and corrections.
+
+    They run in their own process, because registries only grow.
     """
     file = tmp_path / "mine.py"
     file.write_text(REGISTRATIONS)
@@ -161,7 +162,7 @@ def test_a_plugin_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
 
 @pytest.fixture
 def installed(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package whose entry point is the plug-in's module, as an installer leaves it."""
+    """Install a package whose entry point is the plug-in's module, as an installer does."""
     folder = plugin.parent
     info = folder / "my_package-1.0.dist-info"
     info.mkdir()

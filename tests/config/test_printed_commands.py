@@ -1,5 +1,5 @@
-"""What pages about the project print: their commands and flag names, and the commands of our own
-page, read as typed.
+"""Commands and flag names that pages about the project print.
+The commands of our own page are parsed as printed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def violations(printed: Printed, more: str = "") -> list[str]:
 def test_a_printed_command_is_told_at_once_what_it_lacks(
     printed: Printed, gpus: int, gpu_machine: Callable[..., None]
 ) -> None:
-    """On a laptop and on a machine of eight GPUs alike; nothing of what it has is refused."""
+    """The result is the same on a laptop and on a machine with eight GPUs.
+
+    No flag of the command is refused.
+    """
     gpu_machine(gpus, flash_attention=gpus > 0)
     found = violations(printed)
     missing = [text for text in found if text.startswith(printed.lacks)]
@@ -72,7 +75,7 @@ def test_the_older_form_of_an_async_switch_gets_the_same_answer() -> None:
     assert violations(older) == violations(printed)
 
 
-# ---- flag names of the introduction of 2024, printed with one dash, each with a fitting value
+# ---- flag names of the 2024 introduction, printed with one dash, each with a valid value
 
 INTRODUCED = {
     "pretrain": "m",
@@ -84,7 +87,7 @@ INTRODUCED = {
     "train_batch_size": "4",
     "learning_rate": "9e-6",
 }
-# Where a name means two things today the answer says which.
+# Names that match two flags today. The error names both flags.
 TWO_MEANINGS = {("train_ppo_ray", "learning_rate"): ("--actor.adam.lr", "--critic.adam.lr")}
 NAMES = [(command, name) for command in TRAINING for name in INTRODUCED]
 
@@ -135,7 +138,7 @@ PAGE = (ROOT / "docs/launching.md").read_text()
 
 
 def page_commands() -> list[tuple[str, str]]:
-    """Every training command of docs/launching.md: its name and its flags."""
+    """Return the name and the flags of every training command in docs/launching.md."""
     lines = [
         line
         for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)

@@ -1,4 +1,4 @@
-"""Every rule: a command line that breaks it, and the flags its sentence names."""
+"""Every rule: a command line that breaks it, and the flags that its message names."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.config.commands import COMMANDS, ROOTS, SMALLEST, parse, ppo, read_fl
 from tests.sources import package
 
 SFT, RL = "train_sft", "train_ppo_ray"
-RULE = re.compile(r"\w*(violations|notices)")  # names of functions that yield sentences
+RULE = re.compile(r"\w*(violations|notices)")  # names of functions that yield messages
 GROUPS = "--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 2"
 
-# command, flags that break it, what the sentence must contain
+# command, flags that break it, what the message must contain
 BROKEN: list[tuple[str, str, str]] = [
     (SFT, "--data.dataset ./gone", "--data.dataset ./gone does not exist"),
     (SFT, "--data.dataset a,gone.jsonl", "--data.dataset gone.jsonl does not exist"),
@@ -266,8 +266,9 @@ BROKEN: list[tuple[str, str, str]] = [
 
 
 def unchecked(command: str, line: str, gpu_machine: Any) -> Any:
-    """The resolved configuration of the smallest command line and `line`, before its rules are
-    asked.
+    """Return the resolved configuration of the smallest command line with `line`.
+
+    Its rules are not checked.
     """
     if "flash_attention_2" in line:  # rules for machines with a GPU
         gpu_machine(1, flash_attention="fp32" in line)
@@ -278,7 +279,7 @@ def unchecked(command: str, line: str, gpu_machine: Any) -> Any:
 
 
 def resolved(command: str, line: str) -> Any:
-    """The resolved configuration of a command line, before its rules are asked."""
+    """Return the resolved configuration of a command line without checking its rules."""
     machine.cluster_gpus = None  # another line may have declared a cluster
     given, _ = read_flags(COMMANDS[command], line.split(), command=command)
     return amend(COMMANDS[command](), {**given, "given": given}).resolve(command=command)[0]
@@ -297,7 +298,7 @@ def test_a_broken_rule_names_the_flag_and_the_value(
 REWARD_TEST, BATCH, CHAT = "reward_test", "batch_inference", "interactive_chat"
 AGENT = f"--train.agent_func_path {__file__}"
 WIN_RATE = "--task win_rate"
-# Whole command lines that break another rule, or draw a notice, and what it must contain.
+# Whole command lines that break another rule or print a notice, and what the message must contain.
 WHOLE_LINES: list[tuple[str, str, str]] = [
     ("eval", "", "Nothing rewards the samples: give --reward.remote_url"),
     ("eval", "", "--model.model_name_or_path must be given"),
@@ -373,7 +374,7 @@ WHOLE_LINES: list[tuple[str, str, str]] = [
 
 @dataclass(frozen=True)
 class Yield:
-    """A sentence in a rule or among the notices, where it is yielded."""
+    """A message of a rule or a notice, at its `yield`."""
 
     file: str
     lines: range
@@ -381,7 +382,7 @@ class Yield:
 
 
 def sentences() -> list[Yield]:
-    """Every sentence that the rules and notices of `config` may yield."""
+    """Return every message that the rules and notices of `config` may yield."""
     found: list[Yield] = []
     for module in package().values():
         if module.room != "config":
@@ -398,7 +399,7 @@ def sentences() -> list[Yield]:
 
 @pytest.fixture
 def slow_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A CPU without AVX-512. Returns a folder with checkpoints of an earlier run."""
+    """Simulate a CPU without AVX-512, and return a folder with checkpoints of an earlier run."""
     monkeypatch.setattr(machine, "has_quick_bfloat16", lambda: False)
     (tmp_path / "global_step5.manifest.json").touch()
     return tmp_path
@@ -414,7 +415,7 @@ def test_whole_command_line_is_refused_or_noticed(
 
 
 def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any, slow_machine: Path) -> None:
-    """The same holds for notices. No sentence has a flag in it that the command does not have."""
+    """The same holds for notices. No message names a flag that the command does not have."""
     run: set[tuple[str, int]] = set()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -523,7 +524,7 @@ def test_models_and_datasets_that_exist_pass(tmp_path: Path) -> None:
 
 @pytest.fixture
 def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that this user may not look into, even if the user is root."""
+    """Create a folder that this user cannot read, even if the user is root."""
     folder, stat, access = tmp_path / "locked", os.stat, os.access
     folder.mkdir()
 
@@ -560,7 +561,7 @@ def test_what_may_not_be_read_is_named(locked: Path) -> None:
 def test_a_folder_of_a_file_of_flags_may_be_one_that_cannot_be_read(
     locked: Path, tmp_path: Path
 ) -> None:
-    """`check_folders` then says that it cannot be written."""
+    """`check_folders` then reports that it cannot be written."""
     file = tmp_path / "run.yaml"
     file.write_text(f"ckpt.output_dir: {locked}/model")
     assert sft(f"--config {file}").ckpt.output_dir == f"{locked}/model"

@@ -1,4 +1,4 @@
-"""Passwords, tokens and keys in flags: used by the run, hidden in everything that it writes."""
+"""Passwords, tokens and keys in flags: used by the run, and hidden in all its output."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_entries_of_json_with_the_name_of_a_secret_are_hidden() -> None:
 
 
 def _with_secret(flag: Flag) -> Any:
-    """A value of the flag that has secrets; None if it takes no text."""
+    """Return a value of the flag that contains secrets, or None if it takes no text."""
     url = f"http://me:{SECRET}@host/a.jsonl?token={SECRET}"
     if flag.shape == "json":
         return {"hf_token": SECRET, "url": url}
@@ -76,7 +76,7 @@ def _with_secret(flag: Flag) -> Any:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_flag_of_a_command_writes_its_secret(command: str) -> None:
-    """Every flag that takes a text: in the configuration files, and as messages quote it."""
+    """Test every flag that takes a text, in configuration files and in messages that quote it."""
     root = COMMANDS[command]
     tried = 0
     for path, flag in flags_of(root).items():
@@ -113,7 +113,7 @@ def test_errors_and_notices_hide_secrets(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_file_whose_secret_was_hidden_asks_for_the_flag(tmp_path: Path) -> None:
-    """The flag on the command line is enough to use the file."""
+    """Setting the flag on the command line is enough to use the file."""
     url = next(iter(URLS))
     file = tmp_path / "config.yaml"
     config = ppo(f"--reward.remote_url {url}")

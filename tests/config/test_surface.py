@@ -1,5 +1,5 @@
-"""The flags a user builds on: names, types, defaults and choices, against a table written from the
-specification.
+"""The flags a user depends on: names, types, defaults and choices.
+They are compared with a table written from the specification.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_the_reference_has_77_79_82_164_and_14_flags_with_the_opposites_of_neste
 
 
 def sample(flag: Flag) -> tuple[list[str], Any]:
-    """Words after a flag, and the value they stand for: one that is not the default."""
+    """Return arguments of a flag and the value that they give, which is not the default."""
     if flag.shape == "switch":
         return [], True
     if flag.shape == "json":

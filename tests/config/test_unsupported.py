@@ -1,6 +1,4 @@
-"""Features that are not there yet are refused by name at the start, and those that are there are
-not.
-"""
+"""Unsupported features are refused by name at the start; supported features are not."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from tests.config.commands import ROOTS, TRAINING, violations
 
 
 def other_value(flag: Flag) -> Any:
-    """A value that is not the default."""
+    """Return a value that is not the default."""
     if flag.shape == "switch":
         return not flag.default
     if flag.shape == "json":
@@ -27,7 +25,7 @@ def other_value(flag: Flag) -> Any:
 
 
 def flags_under(path: str, command: str) -> list[Flag]:
-    """The flag at a path, or those of the section there."""
+    """Return the flag at a path, or the flags of the section at it."""
     every = flags_of(ROOTS[command]).values()
     return [flag for flag in every if f"{flag.path}.".startswith(f"{path}.")]
 

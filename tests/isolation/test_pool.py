@@ -1,4 +1,4 @@
-"""A pool of processes: user code may do what it likes to its own process, and to nothing else."""
+"""A pool of processes: user code may do anything to its own process, and nothing to others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pool(logs: Path) -> Iterator[ProcessPool]:
         yield pool
 
 
-PATIENCE = 60.0  # seconds, for what must end by itself: no slow machine takes so long
+PATIENCE = 60.0  # seconds, for what must end by itself: long enough for any slow machine
 
 
 def call(
@@ -49,7 +49,7 @@ def call(
 
 
 def running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -64,7 +64,7 @@ def becomes_true(condition: Callable[[], bool], seconds: float = PATIENCE) -> bo
 
 
 def test_a_busy_event_loop_of_the_caller_costs_no_call_its_time(tmp_path: Path) -> None:
-    """The loop that waits for a call does nothing else until the call's deadline has passed."""
+    """The loop that waits for a call is blocked until the call's deadline has passed."""
 
     async def busy(pool: ProcessPool) -> object:
         calling = asyncio.create_task(pool.call(TROUBLE + "nap", 0.01, timeout=1.0))
@@ -306,7 +306,7 @@ def test_a_copy_of_a_process_that_user_code_forked_answers_nothing():
 
 
 def test_a_fork_bomb_that_leaves_its_session_is_bounded_and_nothing_is_left_of_it(tmp_path: Path):
-    """Bounded by itself as well: copies that find no room sleep, and all of them end."""
+    """The bomb also limits itself: copies that find no room sleep, and all of them end."""
     pids = tmp_path / "pids"
     with ProcessPool(1) as pool:
         with pytest.raises(UserCodeError) as caught:
@@ -317,11 +317,11 @@ def test_a_fork_bomb_that_leaves_its_session_is_bounded_and_nothing_is_left_of_i
     assert 10 < len(forked) <= PROCESSES
     assert becomes_true(
         lambda: not any(map(running, forked))
-    )  # a busy machine takes a while to end what was killed
+    )  # a busy machine takes a while to end killed processes
 
 
 def test_no_call_has_more_processes_than_the_limit():
-    """As root too, whom the kernel would not count."""
+    """This also holds for root, whose processes the kernel would not count."""
     with ProcessPool(1) as pool:
         assert call(pool, "fork_until_refused", PROCESSES + 10) < PROCESSES
 
@@ -406,8 +406,8 @@ def test_a_process_killed_between_calls_is_replaced_without_an_error():
     with ProcessPool(1) as pool:
         first = call(pool, "process")
         os.kill(first, signal.SIGKILL)
-        # Before the pool has seen the end, the next call would be written to the dead process, and
-        # be blamed for it.
+        # Until the pool has noticed the end, the next call would be written to the dead process,
+        # and blamed for it.
         [process] = pool._shared._processes
         assert becomes_true(lambda: not running(first) and not process.usable)
         assert call(pool, "process") != first
@@ -480,7 +480,7 @@ def test_of_a_log_that_grows_too_long_the_beginning_and_the_end_are_kept(
     assert 1_000_000 <= cut + said.count("x") <= 1_200_200
 
 
-# ---- what user code may do to the process that watches over it
+# ---- what user code may do to the process that monitors it
 
 
 @pytest.mark.parametrize(
@@ -509,9 +509,7 @@ def test_processes_that_ended_in_the_background_do_not_count_towards_the_limit(
 
 
 def test_a_late_call_ends_even_if_a_process_was_forked_beside_it(tmp_path: Path) -> None:
-    """A fork, such as a worker of a data loader, holds copies of the files by which a process is
-    told to end.
-    """
+    """A fork, such as a data loader's worker, copies the files that tell a process to end."""
     with ProcessPool(1, log_dir=tmp_path) as own:
         assert call(own, "echo")
         if (beside := os.fork()) == 0:

@@ -1,4 +1,4 @@
-"""The sandbox: a program may do anything in its own folder, for a while, and nothing outside."""
+"""The sandbox: for a limited time, a program may do anything in its own folder, nothing outside."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SECONDS = 5.0  # far more than any of these programs needs
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sandboxes of other tests are elsewhere."""
+    """Keep sandboxes apart from those of other tests."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("sandboxes")))
 
 
 def processes(mark: str) -> list[str]:
-    """Command lines and environments in which a text occurs."""
+    """Return the ids of other processes whose command line or environment contains a text."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -100,7 +100,7 @@ def test_a_program_that_sleeps_or_computes_for_too_long_is_late() -> None:
 
 
 def test_nothing_is_left_of_a_fork_bomb_that_leaves_its_session() -> None:
-    """Bounded by itself as well: copies that find no room sleep, and all of them end."""
+    """The bomb also limits itself: copies that find no room sleep, and all of them end."""
     mark = secrets.token_hex(8)
     bomb = f"""
 import os, sys, time
@@ -164,8 +164,8 @@ def test_files_elsewhere_the_network_and_other_processes_are_out_of_reach(
     assert outside.read_text() == "42"
 
 
-# Each reaches for the process or the file of its first two arguments, which belong to the user of
-# the sandbox.
+# Each program tries to reach the process or the file in its first two arguments, which belong to
+# the user of the sandbox.
 ESCAPES = {
     "signal on input": """
 import fcntl, os, signal, socket
@@ -217,7 +217,7 @@ fcntl.fcntl(near, fcntl.F_SETFL, os.O_ASYNC)
     ),
 }
 # Runs as the user of the sandbox; prints the escapes that succeeded, and whether process and file
-# are as before.
+# are unchanged.
 TRY_ESCAPES = """
 import json, os, pathlib, subprocess, sys, tempfile
 from openrlhf.isolation.sandbox import run_program
@@ -325,7 +325,7 @@ def test_it_works_in_a_host_too_which_is_confined_itself(tmp_path: Path) -> None
 def test_a_sandbox_that_does_not_work_is_an_error_and_no_failure_of_the_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sandbox, "READABLE", ["/usr"])  # no interpreter in sight
+    monkeypatch.setattr(sandbox, "READABLE", ["/usr"])  # without an interpreter
     monkeypatch.setattr(sandbox, "LAUNCH", sandbox.LAUNCH + "; raise OSError('no more memory')")
     with pytest.raises(SandboxError, match="no more memory"):
         run_program("print(1)", seconds=SECONDS)

@@ -437,7 +437,10 @@ class TestPublication:
 
     @pytest.mark.parametrize("kind", ["tied", "untied"])
     def test_samples_under_way_continue_with_the_new_weights(self, stands, kind):
-        """The untied model's engine looks for stop strings: its core sends every token alone."""
+        """The untied model's engine looks for stop strings.
+
+        Its core therefore sends every token separately.
+        """
         stand: Stand = stands[kind]
         old = stand.model
         names = [name for name, _ in old.named_parameters()]
@@ -458,7 +461,7 @@ class TestPublication:
             assert row_new[switch:].all()
 
     def test_two_engines_in_one_group_serve_the_same_version(self, tied, untied):
-        """The tied engine gets its head twice, as embeddings and as a head of the same values."""
+        """The tied engine gets its head twice, as embeddings and as a head with the same values."""
         model = noisy_copy(untied.model, [], 0.0)
         model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
         sender, version = WeightSender(), max(tied.version, untied.version) + 1
@@ -480,7 +483,7 @@ class TestPublication:
     def test_every_worker_of_a_tensor_parallel_engine_loads_the_weights(
         self, ray_session, tmp_path
     ):
-        """Each of the two workers has a rank in the weight group, and a receipt of its own."""
+        """Each of the two workers has a rank in the weight group and its own receipt."""
         stand = launch(build_model(tied=True), tmp_path, tensor_parallel_size=2)
         stand.workers = 2
         ray.get(stand.engine.start.remote(stand.settings), timeout=400)
@@ -540,7 +543,7 @@ class TestFailedPublication:
                 "drop",
                 r"loaded model.layers.1.mlp.up_proj.weight 0 times.*old values in .*gate_up_proj",
             ),
-            # the layer was full before: vLLM's loader itself gives up
+            # the layer was already full: vLLM's loader itself raises
             ("double", "weight_loader" if Version("0.25") <= VLLM else "loaded .* 2 times"),
             pytest.param(
                 "no repacking",
@@ -664,7 +667,7 @@ class TestFailure:
         ("gpt2", {"n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": MAX_LEN}),
         ("opt", {"ffn_dim": 160, "word_embed_proj_dim": 128}),
         pytest.param(
-            # vLLM packs experts only once, unless it is made to build their kernel anew.
+            # vLLM packs experts only once, unless it is made to rebuild their kernel.
             "qwen3_moe",
             {
                 "head_dim": 32,

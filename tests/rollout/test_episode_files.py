@@ -58,7 +58,7 @@ def written(folder: Path, *episodes: Trajectory) -> EpisodeFolder:
 @IN_ONE_FOLDER
 @given(st.lists(anything(), max_size=3))
 def test_episodes_are_read_as_they_were_written(tmp_path: Path, episodes: list[Trajectory]) -> None:
-    """Compare texts, because in them a tuple differs from a list, and NaN equals NaN."""
+    """The comparison is of texts, where a tuple differs from a list, and NaN equals NaN."""
     assert repr(written(tmp_path, *episodes).read("step", 7)) == repr(episodes)
 
 
@@ -89,7 +89,7 @@ def test_file_is_gzipped_json_lines_with_a_header(tmp_path: Path) -> None:
 
 
 def test_same_episodes_are_written_as_the_same_bytes(tmp_path: Path) -> None:
-    """A resumed run that makes the same samples writes the same files at any time."""
+    """A resumed run that generates the same samples writes the same files at any time."""
     one, two = (written(tmp_path / name, episode(score=1.0)).file("step", 7) for name in "ab")
     assert one.read_bytes() == two.read_bytes()
 

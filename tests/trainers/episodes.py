@@ -1,4 +1,4 @@
-"""Episodes made by hand."""
+"""Hand-made episodes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def episode(
     text: str | None = None,
     **fields: Any,
 ) -> Trajectory:
-    """An episode of prompt number `index`: one prompt token, `actions` sampled ones; its reward is
-    its score.
+    """Return an episode of prompt number `index`, with one prompt token and `actions` sampled ones.
+
+    Its reward equals its score.
     """
     values: dict[str, Any] = {"reward": score, "score": score} | fields
     return Trajectory(
@@ -34,5 +35,5 @@ def episode(
 
 
 def failed(index: int = 0, sample: int = 0, *, source: str = "default") -> Trajectory:
-    """An episode that carries an error and no number."""
+    """Return an episode that has an error and no reward or score."""
     return episode(index, sample, stop=StopReason.FAILED, source=source, error="it broke")

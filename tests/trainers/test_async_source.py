@@ -1,5 +1,5 @@
-"""The asynchronous source on echoes: what counts as a version, what a checkpoint has, and when
-prompts start and when not.
+"""The asynchronous source with an engine that echoes.
+Tests what counts as a version, what a checkpoint contains, and when prompts start.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PROMPTS, BATCH = 24, 2
 
 
 class VersionedEcho(EchoGenerator):
-    """Answers with the version that the engines have."""
+    """A generator that answers with the version that the engines have."""
 
     version = 0
 
@@ -79,8 +79,10 @@ def loop() -> Iterator[BackgroundLoop]:
 
 
 class Judged(VersionedEcho):
-    """Answers of some prompts teach nothing, those from some prompt on fail, and only so many
-    prompts are answered.
+    """A generator of which some answers teach nothing and some fail.
+
+    Answers to the prompts in `rejected` teach nothing, those from `broken_from` on fail, and only
+    `most` prompts are answered.
     """
 
     def __init__(
@@ -138,7 +140,7 @@ def source(
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    """Return when something has happened in the event loop."""
+    """Return once a condition holds in the event loop."""
     deadline = time.monotonic() + 60.0
     while not true():
         assert time.monotonic() < deadline
@@ -188,8 +190,9 @@ def test_a_checkpoint_can_be_continued_with_a_smaller_limit(
 def test_the_steps_are_counted_where_the_samples_are_taken(
     loop: BackgroundLoop, tmp_path: Path
 ) -> None:
-    """So that a run that is terminated between the two knows that it cannot save: the samples are
-    neither here nor there.
+    """A run that is terminated between the two then knows that it cannot save.
+
+    The samples are neither in the source nor in the loop.
     """
     made = source(loop, VersionedEcho(), queue=2, staleness=2)
     while (taken := loop.run(made._progress(), 5.0)) is None:
@@ -269,7 +272,7 @@ Rewarded = tuple[AsyncSource, SlowEngines, SlowReward]
 
 @pytest.fixture
 def rewarded(loop: BackgroundLoop) -> Iterator[Callable[..., Rewarded]]:
-    """Make a source without partial rollouts whose samples and rewards wait for the test."""
+    """Return a source without partial rollouts whose samples and rewards wait for the test."""
     made: list[AsyncSource] = []
 
     def make(*, agents: bool = False) -> Rewarded:
@@ -288,13 +291,13 @@ def rewarded(loop: BackgroundLoop) -> Iterator[Callable[..., Rewarded]]:
 
 
 async def start(made: AsyncSource) -> None:
-    """Start the first prompts, as the loop's first question does."""
+    """Start the first prompts, as the loop's first request does."""
     made._start()
     await asyncio.sleep(0)
 
 
 def is_published(made: AsyncSource, within: float) -> bool:
-    """Whether a publication is allowed to begin in time."""
+    """Return whether a publication is allowed to begin in time."""
     publication = threading.Thread(target=publish, args=(made, VersionedEcho(), 1), daemon=True)
     publication.start()
     publication.join(within)
@@ -348,7 +351,7 @@ def test_a_reward_that_always_fails_does_not_use_up_the_prompts(loop: Background
     batch = next(iter(made))
     with pytest.raises(RewardErrors):
         made.errors.check(batch)
-    assert made.consumed <= 8  # twice what may be under way
+    assert made.consumed <= 8  # twice the limit of prompts in progress
 
 
 def test_a_reward_that_begins_to_fail_while_a_step_trains_does_not_use_up_the_prompts_either(
@@ -368,7 +371,7 @@ def test_a_reward_that_begins_to_fail_while_a_step_trains_does_not_use_up_the_pr
 def test_prompts_whose_samples_all_failed_are_drawn_again_after_a_resume(
     loop: BackgroundLoop, tmp_path: Path
 ) -> None:
-    """With the reward repaired meanwhile, the run goes on."""
+    """The reward works again, and the run continues."""
     engines = Judged(broken_from=2, most=2)
     first = source(loop, engines, queue=2, staleness=2)
     before = [t.prompt.index for t in next(iter(first))]
@@ -394,7 +397,7 @@ def test_failures_that_the_budget_allows_end_nothing(loop: BackgroundLoop) -> No
 
 
 def test_rejected_prompts_are_replaced_while_a_step_trains(loop: BackgroundLoop) -> None:
-    """Until a batch that is kept waits, without a question from the loop."""
+    """This continues until a complete batch waits, without a request from the loop."""
     made = source(loop, Judged(range(2, 20)), queue=1, staleness=1)
     steps = iter(made)
     assert [t.prompt.index for t in next(steps)] == [0, 1]
@@ -410,7 +413,7 @@ def test_prompts_that_start_after_a_checkpoint_was_written_start_again_after_a_r
     before = [t.prompt.index for t in next(iter(first))]
     first.save(tmp_path)
     engines.most = 1000
-    wait_until(lambda: first.consumed == 8)  # when the loop asks for the number, it has grown
+    wait_until(lambda: first.consumed == 8)  # it has grown when the loop asks for the number
     second = source(loop, engines, queue=1, staleness=1)
     second.resume(step=first.step, consumed=first.consumed, folder=tmp_path)
     after = [t.prompt.index for batch in second for t in batch]

@@ -1,4 +1,4 @@
-"""Which evaluation is the best of a run, and when the wait for a better one is over."""
+"""The choice of a run's best evaluation, and the end of the wait for a better one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def offline(key: str = "", *, patience: int | None = None) -> BestMetric:
 def improved(
     best: BestMetric, name: str, numbers: Sequence[float], *, after: int = 0
 ) -> list[bool]:
-    """What each evaluation of a run is, the first of step `after` + 1."""
+    """Return whether each evaluation is an improvement; the first one is of step `after` + 1."""
     return [
         best.improves(after + i, {f"eval/{name}": number})
         for i, number in enumerate(numbers, start=1)
@@ -168,7 +168,7 @@ def test_a_run_that_followed_nothing_can_be_resumed_with_a_patience() -> None:
 
 
 def kept(folder: Path, step: int) -> CheckpointManager:
-    """Checkpoints with a best one of that step."""
+    """Return checkpoints whose best one is of step `step`."""
     checkpoints = checkpoints_in(folder)
     staged = checkpoints.begin(step, best=True)
     (Path(staged.engine_dir()) / staged.tag / "weights").write_text("w")
@@ -179,8 +179,9 @@ def kept(folder: Path, step: int) -> CheckpointManager:
 def exported(
     folder: Path, losses: Sequence[float], *, patience: int | None
 ) -> tuple[str | None, str]:
-    """The checkpoint to return to after these evaluations, if any, and what is said; that of step 2
-    is kept.
+    """Return the tag of the checkpoint to export after these evaluations, if any, and the messages.
+
+    The checkpoint of step 2 is kept.
     """
     said: list[str] = []
     best = offline(patience=patience)

@@ -1,4 +1,4 @@
-"""The rule of asynchronous training, in runs whose samples finish in any order."""
+"""The capacity rule of asynchronous training, in runs whose samples finish in any order."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ rules = st.builds(
 def run(
     rule: Capacity, prompts: int, draw: random.Random, rejected: float
 ) -> list[tuple[list[int], int, list[int]]]:
-    """Steps as prompts, version, and versions at the start of the prompts. At each turn, something
-    random happens.
+    """Return the prompts, the version, and the versions at the start of the prompts of each step.
+
+    A random event happens at each turn.
     """
     held: dict[int, Held] = {}
     steps: list[tuple[list[int], int, list[int]]] = []
@@ -77,7 +78,7 @@ def test_no_sample_is_too_old_none_is_lost_and_the_run_goes_on(
 def test_with_as_much_staleness_as_queue_steps_are_nearly_in_order(
     batch: int, queue: int, prompts: int, seed: int
 ) -> None:
-    """A prompt is early by no more than the queue."""
+    """A prompt is early by at most the length of the queue."""
     rule = Capacity(batch=batch, queue=queue, staleness=queue)
     trained = [
         prompt for kept, _, _ in run(rule, prompts, random.Random(seed), 0.0) for prompt in kept
@@ -119,5 +120,5 @@ def test_samples_that_finish_in_order_are_as_old_as_the_queue_is_long(queue: int
         lags.append(version - held[0].version)
         held = held[2:] + [
             Held(version=version, finished=True) for _ in range(2)
-        ]  # while the step is in training
+        ]  # while the step trains
     assert lags[queue:] == [queue] * (8 - queue)

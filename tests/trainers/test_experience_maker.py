@@ -1,5 +1,5 @@
-"""From rewards to advantages on batches small enough to redo by hand, and against loops written
-from the papers.
+"""From rewards to advantages.
+Batches are small enough to recompute by hand, or are compared with loops written from the papers.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def credited(
 
 
 def rows(column: torch.Tensor | None) -> list[list[float]]:
-    """The sampled tokens of each row."""
+    """Return the sampled tokens of each row."""
     assert column is not None
     return [[round(x, 5) for x in column[row].tolist()[1:]] for row in ROWS]
 
@@ -218,7 +218,7 @@ def test_lone_samples_have_no_spread() -> None:
 
 def test_a_teacher_credits_each_token_with_its_own_log_ratio() -> None:
     old, teacher = torch.full((11,), -1.0), torch.full((11,), -1.0)
-    teacher[1], teacher[2], teacher[4] = -0.5, -3.0, -500.0  # better, worse, and held to 10 nats
+    teacher[1], teacher[2], teacher[4] = -0.5, -3.0, -500.0  # better, worse, and clipped to 10 nats
     columns = {"old_logprobs": old, "teacher_logprobs": teacher}
     experience, metrics = credited(
         batch([0.0, 0.0, 0.0, 0.0], **columns), kl_in_reward=False, distill_coef=2.0
@@ -293,7 +293,7 @@ def test_a_reward_that_is_no_number_of_float32_is_a_failed_episode(by_model: flo
     assert str(by_model) in str(result.error)
 
 
-# ---- annotation: workers made by hand
+# ---- annotation: hand-made workers
 
 
 @pytest.fixture(autouse=True)
@@ -302,7 +302,7 @@ def _answers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Workers:
-    """A group of workers that answers at once, and tells what it was sent."""
+    """A group of workers that answers at once and records what it was sent."""
 
     role = "role"
 
@@ -328,8 +328,9 @@ def column_stage(name: str, **changes: Any) -> ColumnStage:
 
 
 def judges(broken: tuple[int, ...] = (), *, models: bool = True, **flags: Any) -> RewardStage:
-    """Two reward models: 1 and the number of the row; a row that is listed in `broken` gets no
-    finite number.
+    """Return two reward models, which give 1 and the number of the row.
+
+    Rows listed in `broken` get no finite number.
     """
 
     def answer(rows: Any) -> torch.Tensor:

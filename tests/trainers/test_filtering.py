@@ -1,6 +1,4 @@
-"""Dynamic filtering: which prompts a step is made of, how many are drawn for it, and that nothing
-kept is ever lost.
-"""
+"""Dynamic filtering: the prompts of a step, how many are drawn for it, and no loss of kept ones."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ SPEC = SamplingSpec(
     max_len=8,
     seed=0,
 )
-# What the two samples of a prompt get; None: its reward fails.
+# The rewards of the two samples of a prompt. None: its reward fails.
 GOOD, EASY, HARD, BROKEN, HALF_BROKEN = (
     (0.0, 1.0),
     (1.0, 1.0),
@@ -91,11 +89,11 @@ def test_the_pass_rate_counts_prompts_and_not_samples() -> None:
     assert values({"rate": pass_rate([*kept, *filtered])}) == {"rate": 25.0}
 
 
-# ---- a run: the true generator, with an engine and rewards made by hand
+# ---- a run: the real generator, with hand-made engine and rewards
 
 
 class Prompts(Dataset[Prompt]):
-    """Prompt rows named after their numbers."""
+    """Prompt rows named by their numbers."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -108,7 +106,7 @@ class Prompts(Dataset[Prompt]):
 
 
 class Engines:
-    """How many turns of the loop an answer takes is drawn at random."""
+    """Engines whose answers take a random number of turns of the event loop."""
 
     def __init__(self, seed: int) -> None:
         self.delays = random.Random(seed)
@@ -137,14 +135,14 @@ class Engines:
 
 
 class Decoder:
-    """All of a tokenizer that is needed."""
+    """The part of a tokenizer that is needed."""
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
         return str(tokens)
 
 
 class Table:
-    """Rewards by row of the dataset: of the rule, or of a reward model afterwards."""
+    """Rewards by dataset row, from the rule or afterwards from a reward model."""
 
     reads = ()
 
@@ -158,7 +156,10 @@ class Table:
         return [RewardResult(reward=s, error="it broke" if s is None else None) for s in scores]
 
     async def scored(self, group: Group) -> Group:
-        """As a reward model would. It never fails: its samples have both scores."""
+        """Score a group as a reward model would.
+
+        It never fails: its samples have both scores.
+        """
         return [replace(t, score=self.rows[t.prompt.text][t.sample_index]) for t in group]
 
 
@@ -173,7 +174,7 @@ def steps_of(
     delays: int = 0,
     max_error_rate: float = 1.0,
 ) -> Iterator[tuple[list[Trajectory], int]]:
-    """The samples of each step, and how many prompts were drawn by then."""
+    """Yield the samples of each step, and how many prompts were drawn by then."""
     table = Table(rows)
     rollout = replace(
         SPEC.rollout, batch_size=batch_size, vllm_generate_batch_size=at_once or batch_size
@@ -202,7 +203,7 @@ def steps_of(
 
 
 def groups(step: Sequence[Trajectory]) -> list[tuple[int, bool]]:
-    """Number of each prompt, and whether it was kept."""
+    """Return the number of each prompt, and whether it was kept."""
     return [
         (index, not next(group).filtered)
         for index, group in groupby(step, key=lambda t: t.prompt.index)
@@ -210,7 +211,7 @@ def groups(step: Sequence[Trajectory]) -> list[tuple[int, bool]]:
 
 
 def in_order(rows: Sequence[Scores]) -> list[Scores]:
-    """Rows arranged so that the one and only pass draws them as given."""
+    """Return the rows arranged so that the only pass draws them in the given order."""
     order = [step[0].prompt.text for step, _ in steps_of([GOOD] * len(rows), batch_size=1)]
     placed = dict(zip(order, rows, strict=True))
     return [placed[f"row {number}"] for number in range(len(rows))]
@@ -283,8 +284,9 @@ def test_nothing_kept_is_lost_and_no_prompt_is_drawn_in_vain(
     by_model: bool,
     data: st.DataObject,
 ) -> None:
-    """Whichever sample finishes first; and a run taken up after any step goes on as if nothing had
-    happened.
+    """This holds whichever sample finishes first.
+
+    A run resumed after any step continues like an uninterrupted one.
     """
     if by_model:
         rows = [scores if None not in scores else GOOD for scores in rows]
@@ -301,7 +303,7 @@ def test_nothing_kept_is_lost_and_no_prompt_is_drawn_in_vain(
     for step, drawn in steps:
         kept = [stays for _, stays in groups(step)]
         if sum(kept) == batch_size:
-            assert kept[-1]  # with one prompt less the step would not have been complete
+            assert kept[-1]  # with one prompt fewer, the step would not have been complete
         else:
             assert sum(kept) < batch_size and drawn % len(rows) == 0  # an epoch ended
         assert drawn == step[-1].prompt.index + 1
@@ -320,7 +322,10 @@ def test_nothing_kept_is_lost_and_no_prompt_is_drawn_in_vain(
 def test_groups_generated_ahead_wait_for_later_steps_and_none_is_lost(
     rows: list[Scores], batch_size: int, more: int, epochs: int, data: st.DataObject
 ) -> None:
-    """Also in a run that is taken up after any step, which generates anew what had been waiting."""
+    """The same holds for a run resumed after any step.
+
+    It generates the waiting groups again.
+    """
     run = {"batch_size": batch_size, "at_once": batch_size + more, "epochs": epochs}
     steps = list(steps_of(rows, **run))
     done = data.draw(st.integers(0, len(steps)), label="steps done")

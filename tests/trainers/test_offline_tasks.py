@@ -189,7 +189,7 @@ def expected(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
         hf, reference = (
             AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in models
         )
-        if name == "rm":  # the head depends on the seed alone
+        if name == "rm":  # the head depends only on the seed
             hf = load_scalar(load_spec(models[0]), seed=DPOConfig().train.seed).hf.double()
         optimizer = torch.optim.AdamW(
             hf.parameters(),

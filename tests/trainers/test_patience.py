@@ -1,7 +1,7 @@
-"""Both loops with --eval.patience: when they end, what they export, and that a resumed run ends
-where an unbroken one does.
+"""Both loops with --eval.patience: when they end and what they export.
 
-The model is a number, the step that made it; what an evaluation finds is written down beforehand.
+A resumed run ends where an uninterrupted one does. The model is a number: the step that made it.
+The results of the evaluations are given in advance.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEPS = 8
 
 
 class Weights:
-    """The number that is trained. It is an engine, and the only worker of a group."""
+    """The trained number. It is also an engine, and the only worker of a group."""
 
     size, logs = 1, ()
     module = nn.Linear(1, 1)
@@ -69,7 +69,7 @@ class Weights:
 
 
 class Log:
-    """A recorder, a display and a folder that remember what is said and evaluated."""
+    """A recorder, a display and a folder that record messages and evaluations."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -89,11 +89,11 @@ class Log:
 
 
 class Killed(Exception):
-    """The process is gone."""
+    """The process has died."""
 
 
 class Written(CountingTask):
-    """A task whose evaluations find what is written down."""
+    """A task whose evaluations return the given results."""
 
     def __init__(self, losses: Sequence[float], weights: Weights) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Supervised(SupervisedTrainer[int, Any]):
 
 
 class Prompts:
-    """A source of as many batches as there are steps."""
+    """A source of one batch per step."""
 
     total_steps, epoch, keep = STEPS, 0, None
     consumed = 0
@@ -184,7 +184,7 @@ def annotated(trajectories: list[Any]) -> StepBatch:
 
 
 class OnPolicy:
-    """The loop of RL; an update is a count."""
+    """The RL loop, with updates that only count."""
 
     def __init__(
         self,
@@ -238,13 +238,13 @@ class OnPolicy:
 
     @property
     def saved(self) -> CheckpointManager:
-        """The checkpoints of the run."""
+        """Return the checkpoints of the run."""
         return self.loop.checkpointing.manager
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The calls of these workers have their results when they are launched."""
+    """Make the calls of these workers return their results when they are launched."""
     for module in ("checkpointing", "exporting"):
         monkeypatch.setattr(f"openrlhf.trainers.{module}.gather", lambda launched, **_: launched)
 
@@ -258,9 +258,7 @@ LOSSES = [3.0, 2.0, 2.5, 1.0, 1.5, 1.0, 1.2, 0.5]
 def test_a_supervised_run_ends_with_its_patience_and_exports_the_best_weights(
     tmp_path: Path,
 ) -> None:
-    """The best are those of step 4; of the evaluations after it, those of steps 5, 6 and 7 are not
-    better.
-    """
+    """Step 4 is the best; the evaluations after steps 5, 6 and 7 are not better."""
     trainer = Supervised(tmp_path, LOSSES, patience=3)
     trainer.fit()
     assert trainer.log.evaluated == [1, 2, 3, 4, 5, 6, 7]
@@ -370,7 +368,7 @@ def test_a_policy_that_never_gets_better_than_at_the_start_is_exported_as_it_was
 
 
 def test_a_resumed_run_of_rl_ends_where_an_unbroken_one_does(tmp_path: Path) -> None:
-    """From the checkpoint of step 3, which had waited for one evaluation."""
+    """It resumes from the checkpoint of step 3, which had waited for one evaluation."""
     OnPolicy(tmp_path, SCORES, patience=3, save_steps=1).fit()
     resumed = OnPolicy(tmp_path, SCORES, patience=3, save_steps=1)
     checkpoint = resumed.saved.find(3, best=False)

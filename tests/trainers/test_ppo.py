@@ -1,4 +1,4 @@
-"""What the loop keeps of a batch, what it measures of it, and how a run ends."""
+"""The RL loop: what it keeps and measures of a batch, and how a run ends."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_numbers_beside_a_reward_do_not_mix_with_ours() -> None:
 @pytest.mark.parametrize("broken", range(5))
 @pytest.mark.parametrize("needs_groups", [False, True])
 def test_every_sampled_episode_is_counted_by_one_metric(broken: int, needs_groups: bool) -> None:
-    """Of a group of four, with a filtered group and an episode without tokens beside it."""
+    """The group of four comes with a filtered group and an episode without tokens."""
     group = [failed(0, n) if n < broken else episode(0, n, score=1.0) for n in range(4)]
     episodes = [*group, *FILTERED, *[episode(2, n, score=1.0, actions=0) for n in range(2)]]
     kept = [episodes[i] for i in trainable(episodes, needs_groups=needs_groups)]
@@ -121,8 +121,9 @@ def test_every_sampled_episode_is_counted_by_one_metric(broken: int, needs_group
 
 
 class Steps:
-    """A source of given steps, the last prompt of which has been drawn when the last one is handed
-    out.
+    """A source of given steps.
+
+    When it yields the last one, it has drawn the last prompt.
     """
 
     keep = DynamicFilter(low=0.0, high=1.0)
@@ -155,7 +156,7 @@ class Steps:
 
 
 class Notes:
-    """Recorder and display: what happened, in order."""
+    """Recorder and display that list the events in order."""
 
     def __init__(self) -> None:
         self.display, self.events = self, []
@@ -177,7 +178,7 @@ class Notes:
 
 
 class Nothing:
-    """Remembers what it publishes, and adds nothing to a batch."""
+    """An experience maker and publisher that adds nothing, and records what it publishes."""
 
     def __init__(self) -> None:
         self.published: list[int] = []
@@ -204,8 +205,9 @@ def events(
     manager: Any = None,
     ends: tuple[BaseException, int] | None = None,
 ) -> list[str]:
-    """Return what a run over these steps does. `ends`: an error after them, and the steps handed
-    out when it comes.
+    """Return the events of a run over these steps.
+
+    `ends`: an error after the steps, and the steps yielded before it.
     """
     notes = Notes()
     save_steps = -1
@@ -238,7 +240,7 @@ def trainer(
     manager: Any = None,
     ends: tuple[BaseException, int] | None = None,
 ) -> Any:
-    """Return the loop without models, over these steps. Notes say what it saves and exports.
+    """Return the loop without models, over these steps. The notes list what it saves and exports.
 
     With --ckpt.save_steps 1, it saves as a run does.
     """
@@ -285,12 +287,12 @@ def terminated(*_: Any) -> Any:
 
 
 def resume(made: Any, state: RunState) -> None:
-    """Continue from a checkpoint that holds `state` alone."""
+    """Continue from a checkpoint that holds only `state`."""
     made.resume(SimpleNamespace(state=state, engine_dir=lambda part: "", tag="global_step2"))
 
 
 class Full:
-    """A folder of checkpoints on a full disk."""
+    """A checkpoint folder on a full disk."""
 
     def begin(self, step: int, **_: object) -> None:
         raise CheckpointError("no room")
@@ -337,9 +339,7 @@ def test_a_run_that_is_terminated_after_its_last_step_saves_the_step(last: str) 
 
 
 def test_a_resumed_run_makes_the_last_evaluation_that_was_not_made() -> None:
-    """Its prompts were used up when it was terminated, and its step is not the last that was
-    planned.
-    """
+    """All prompts were drawn when the run was terminated, before its planned last step."""
     for evaluated_at, made_up in ((1, ["evaluation 2"]), (2, [])):
         notes = Notes()
         made = trainer([], notes, eval_steps=1)
@@ -359,7 +359,7 @@ def test_a_terminated_run_without_checkpoints_names_the_flag_that_saves() -> Non
 
 
 def test_nothing_is_saved_while_a_batch_is_on_its_way_to_the_loop() -> None:
-    """A checkpoint would lose a batch that left the source and has not reached the loop."""
+    """A checkpoint would lose a batch that has left the source and not yet reached the loop."""
     assert events([KEPT, KEPT], ends=(SystemExit(143), 3)) == [
         "step 1, 100%",
         "step 2, 100%",
@@ -452,7 +452,7 @@ def test_an_evaluation_in_which_too_many_episodes_fail_ends_the_run_and_is_never
     with pytest.raises(RewardErrors) if is_ended else nullcontext():
         made.fit()
     assert notes.events[:2] == ["step 1, 100%", "evaluation 1"]
-    assert "save 1" in notes.events  # the best, or the last step of a run that ends
+    assert "save 1" in notes.events  # the best one, or the last step of a run that ends
     assert ("export" in notes.events) == (not is_ended)
     assert made.evaluation.best.step == (None if is_ended else 1)
 

@@ -1,4 +1,4 @@
-"""Which rows of plain text an optimizer step learns from."""
+"""The rows of plain text that an optimizer step learns from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = [
 
 
 def mix(batch_size: int = 3) -> PretrainingMix:
-    rows: Any = ROWS  # what is asked of a dataset: its length and its rows
+    rows: Any = ROWS  # all that is used of a dataset: its length and its rows
     return PretrainingMix(rows, batch_size=batch_size, seed=1)
 
 

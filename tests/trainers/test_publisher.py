@@ -1,4 +1,4 @@
-"""A publication with real processes: a policy of one, and a tensor-parallel engine of two."""
+"""A publication with real processes: a policy with one, and a tensor-parallel engine with two."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HEADS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Stack:
-    """A publisher, and the processes that it calls."""
+    """A publisher and the processes that it calls."""
 
     policy: WorkerGroup
     fleet: Fleet
@@ -54,7 +54,7 @@ class Stack:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Start an engine with other weights than the policy has."""
+    """Start an engine with weights that differ from the policy's."""
     folder = tmp_path_factory.mktemp("publisher")
     save_tiny_model(folder / "policy", seed=1, **HEADS)
     save_tiny_model(folder / "engine", seed=2, initializer_range=0.2, **HEADS)
@@ -121,14 +121,17 @@ def test_engine_comparison_fails_for_different_weights_and_passes_for_published_
     publisher = stack.publisher
     publisher.check = check.run
     publisher.publish(1)
-    assert publisher.check is None  # the check was made once, and passed
+    assert publisher.check is None  # the check ran once, and passed
     publisher.publish(2)  # in the same group
     check.run()
 
 
 @pytest.mark.verify
 def test_an_engine_that_dies_while_weights_are_sent_starts_again_with_them(stack: Stack) -> None:
-    """An engine has one restart: its second death ends the fleet, and the module has no engine."""
+    """An engine has one restart.
+
+    Its second death ends the fleet, and the module then has no engine.
+    """
     fleet = stack.fleet
     notes: list[str] = []
     stack.publisher.publish(2)  # forms the group

@@ -35,7 +35,7 @@ def wise() -> RemoteTeacher:
 
 
 def taught(episodes: list[Trajectory]) -> list[Trajectory]:
-    """The episodes with the column of the teacher."""
+    """Return the episodes with the teacher's column."""
     return EarlyStages(stages=[RemoteTeacherStage(wise())], timeout_s=60).annotate(episodes)
 
 

@@ -1,5 +1,5 @@
-"""Which prompts a step gets is a function of the seed and the place in the run; evaluation counts
-every prompt once.
+"""The prompts of a step depend only on the seed and the position in the run.
+Evaluation counts every prompt once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SPEC = SamplingSpec(purpose="train", rollout=RolloutConfig(max_new_tokens=4), ma
 
 
 class Prompts(Dataset[Prompt]):
-    """Prompt rows named after their numbers."""
+    """Prompt rows named by their numbers."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -43,7 +43,7 @@ class Prompts(Dataset[Prompt]):
 
 
 class EchoGenerator:
-    """Answers every prompt with one episode, and remembers in which streams they came."""
+    """A generator that answers every prompt with one episode and records the streams."""
 
     def __init__(self, *, broken: bool = False) -> None:
         self.calls: list[list[Prompt]] = []
@@ -114,7 +114,7 @@ def source(loop: BackgroundLoop) -> Callable[..., SyncSource]:
 
 
 def drawn(made: SyncSource) -> list[list[tuple[int, str]]]:
-    """Running number and text of the prompts of each step."""
+    """Return the running number and the text of the prompts of each step."""
     return [[(t.prompt.index, t.prompt.text) for t in step] for step in made]
 
 
@@ -205,7 +205,7 @@ def test_prompts_generated_ahead_are_trained_on_once_each_and_the_pass_ends(
 def test_a_lost_batch_ends_early_if_the_batch_is_one_step(
     source: Make, at_once: int, handed_out: int
 ) -> None:
-    """Of a larger batch, the prompts that were given up would be missing in the epoch."""
+    """With a larger batch, the prompts that were given up would be missing from the epoch."""
     made = source(at_once=at_once, generator=EchoGenerator(broken=True), max_error_rate=0.1)
     assert len(next(iter(made))) == handed_out
 
@@ -221,7 +221,7 @@ def test_the_step_travels_with_the_request(source: Make) -> None:
         9,
         9,
         11,
-    ]  # the first 9 finds the epoch over
+    ]  # the first 9 is at the end of the epoch
 
 
 def test_the_generator_may_end_before_the_prompts(source: Make) -> None:
@@ -295,7 +295,7 @@ def test_failed_samples_are_left_out_and_counted() -> None:
         episode(1, 0, score=0.0),
         episode(1, 1, score=0.5),  # prompt 1: mean 0.25
         failed(2, 0),
-        failed(2, 1),  # prompt 2: nothing to say
+        failed(2, 1),  # prompt 2: nothing to count
     ]
     metrics = evaluation_metrics(trajectories, k=2)
     assert metrics["eval/eval_default_pass1"] == pytest.approx((1.0 + 0.25) / 2)

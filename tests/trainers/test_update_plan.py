@@ -1,5 +1,5 @@
-"""Every row is trained on once per epoch, and the rows of an optimizer step do not depend on the
-ranks.
+"""Every row is trained on once per epoch.
+The rows of an optimizer step do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ PLANS = {"ranks": st.integers(1, 5), "batch_size": st.integers(1, 12), "epochs":
 
 
 def batch_of(lengths: list[int]) -> Experience:
-    """Row i holds the number i; every token but the first of a row is an action."""
+    """Return a batch whose row i holds the number i.
+
+    Every token but the first of a row is an action.
+    """
     offsets = offsets_of(lengths)
     tokens = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     mask = torch.ones(len(tokens), dtype=torch.bool)
@@ -39,8 +42,9 @@ def batch_of(lengths: list[int]) -> Experience:
 
 
 def learned(plan: RankUpdate, lengths: list[int]) -> list[list[int]]:
-    """For each optimizer step, the rows of the batch that a rank learns from: those with action
-    tokens.
+    """Return, for each optimizer step, the rows that a rank learns from.
+
+    They are the rows with action tokens.
     """
     worker = CriticWorker.__new__(CriticWorker)  # without a model
     worker.train_limits = MicroBatchLimits(size=len(lengths))
@@ -54,7 +58,7 @@ def learned(plan: RankUpdate, lengths: list[int]) -> list[list[int]]:
 
 
 def union(plans: list[RankUpdate], lengths: list[int]) -> list[list[int]]:
-    """For each optimizer step, the rows that all ranks together learn from."""
+    """Return, for each optimizer step, the rows that all ranks together learn from."""
     per_rank = [learned(plan, lengths) for plan in plans]
     return [sorted(chain.from_iterable(step)) for step in zip(*per_rank, strict=True)]
 

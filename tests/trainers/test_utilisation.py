@@ -1,4 +1,4 @@
-"""How much models work, and side by side, by hand."""
+"""Utilization of models, alone and side by side, compared with values computed by hand."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The learning runs' reward: the share of digits that stand in their place. The score is 1 for the
-whole answer, else 0.
+"""The learning runs' reward: the share of digits in their correct place.
+The score is 1 for a completely correct answer, else 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ END = "<eos>"
 def reward_func(
     queries: list[str], prompts: list[str], labels: list[str]
 ) -> dict[str, list[float]]:
-    """`queries` are prompts with responses, special tokens kept; one reward per query."""
+    """Return one reward per query; a query is a prompt with its response and special tokens."""
     answers = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
     pairs = list(zip(answers, labels, strict=True))
     return {

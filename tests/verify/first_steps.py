@@ -1,6 +1,7 @@
-"""GRPO in one process, to look at its first optimizer steps: the real policy worker and credit
-assignment from the default flags, with Transformers as the engine. A run of the demo's task takes
-seconds.
+"""GRPO in one process, to study its first optimizer steps.
+
+It uses the real policy worker and credit assignment with the default flags, and Transformers as the
+engine. A run of the demo's task takes seconds.
 """
 
 from __future__ import annotations
@@ -34,39 +35,39 @@ from openrlhf.workers.base import RoleSettings
 from openrlhf.workers.frozen import ReferenceWorker
 from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 
-PROMPTS, SAMPLES, OPTIMIZER_STEPS = 32, 8, 4  # of a step
+PROMPTS, SAMPLES, OPTIMIZER_STEPS = 32, 8, 4  # per step
 NEW_TOKENS, HELD_OUT, HELD_OUT_SAMPLES = 8, 400, 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a run changes in the default flags."""
+    """The values that differ from the default flags in a run."""
 
     lr: float
     warmup: float  # share of the optimizer steps
     dtype: str
-    steps: int  # batches, of `OPTIMIZER_STEPS` optimizer steps each
+    steps: int  # batches of `OPTIMIZER_STEPS` optimizer steps
 
 
 @dataclass(kw_only=True)
 class Course:
-    """What a run came to; lists have a number per step."""
+    """The results of a run; lists have one number per step."""
 
     before: float = 0.0  # held-out pass@1
     after: float = 0.0
     solved: list[float] = field(default_factory=list[float])  # share of the step's samples
     kl: list[float] = field(
         default_factory=list[float]
-    )  # to the reference as the step began, nats per token
+    )  # to the reference, at the beginning of the step, nats per token
     update_kl: list[float] = field(default_factory=list[float])
     update_size: list[float] = field(
         default_factory=list[float]
-    )  # norm of the weights' change, relative to theirs
+    )  # norm of the weights' change, relative to the norm of the weights
 
 
 @cache
 def strategy(dtype: str, seed: int) -> Strategy:
-    """A process group of this process alone."""
+    """Create a process group of this process alone."""
     world = {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -79,8 +80,9 @@ def strategy(dtype: str, seed: int) -> Strategy:
 
 
 def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
-    """Train the SFT model of a task for a few steps. The KL is in the reward, and everything else
-    is as the default flags say.
+    """Train the SFT model of a task for a few steps.
+
+    The KL is in the reward; all other settings are the defaults.
     """
     batch = PROMPTS * SAMPLES
     flags = (
@@ -138,7 +140,7 @@ def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
 
 
 def flat_weights(hf: PreTrainedModel) -> Tensor:
-    """All weights that the model computes with, in one float32 vector."""
+    """Return all weights that the model computes with, as one float32 vector."""
     return torch.cat([weight.detach().float().flatten() for weight in hf.parameters()])
 
 
@@ -147,8 +149,9 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 class Engine:
-    """Samples from a model as it is now, at temperature 1. The prompts of the demo's task all have
-    one length.
+    """An engine that samples from a model's current weights at temperature 1.
+
+    All prompts of the demo's task have the same length.
     """
 
     def __init__(self, hf: PreTrainedModel, tokenizer: Any, seed: int) -> None:
@@ -156,12 +159,12 @@ class Engine:
         self.generator = torch.Generator().manual_seed(seed)
 
     def solved(self, rows: Sequence[dict[str, str]], samples: int) -> float:
-        """The share of right responses."""
+        """Return the share of correct responses."""
         rewards = [episode.reward or 0.0 for episode in self.play(rows, samples)]
         return sum(rewards) / len(rewards)
 
     def play(self, rows: Sequence[dict[str, str]], samples: int) -> Iterator[Trajectory]:
-        """Episodes, rewarded with 1 for the right answer and its end token."""
+        """Generate episodes with reward 1 for the correct answer and its end token."""
         prompts = [self.tokenizer(row["input"]).input_ids for row in rows]
         tokens, logprobs = self._sample(torch.tensor(prompts).repeat_interleave(samples, 0))
         for place, (sampled, scored) in enumerate(
@@ -182,7 +185,7 @@ class Engine:
 
     @torch.no_grad()
     def _sample(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, `NEW_TOKENS`) tokens and their log-probabilities."""
+        """Return (B, `NEW_TOKENS`) tokens and their log-probabilities."""
         self.hf.eval()
         cache, sampled, scored = None, list[Tensor](), list[Tensor]()
         for _ in range(NEW_TOKENS):

@@ -1,12 +1,12 @@
-"""Three small tasks that no default was chosen for, and the shortest commands that train on them.
+"""Three small tasks that were not used to choose defaults, and the shortest commands for them.
 
 `python -m tests.verify.held_tasks FOLDER --task adding --dtype bf16 --seed 1` runs the four
 commands of a task and prints pass@1 on held-out problems before and after reinforcement learning.
 
-A problem is a line of text, the answer its label. The commands set paths and columns, the learning
-rates (the defaults are for models a thousand times larger), the batches of supervised training
-(with the default of 128, so few rows make too few steps), and what a CPU needs: large micro-batches
-and a limit on the length of a response. All else is left to the defaults.
+A problem is a line of text, and its answer is the label. The commands set paths and columns, the
+learning rates (the defaults are for models a thousand times larger), the batches of supervised
+training (the default of 128 makes too few steps of these few rows), and what a CPU needs: large
+micro-batches and a limit on the length of a response. All other flags have their defaults.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ Problem = tuple[str, str]  # text, answer
 
 
 def count_a_letter(draw: random.Random) -> Problem:
-    """`b in abcbd=` is answered `2`."""
+    """Return `b in abcbd=` with the answer `2`, for example."""
     letter, text = draw.choice("abcd"), "".join(draw.choices("abcd", k=draw.randint(4, 10)))
     return f"{letter} in {text}=", str(text.count(letter))
 
 
 def add_digits(draw: random.Random) -> Problem:
-    """`3+8+5=` is answered `16`."""
+    """Return `3+8+5=` with the answer `16`, for example."""
     digits = draw.choices(range(10), k=draw.randint(3, 5))
     return f"{'+'.join(map(str, digits))}=", str(sum(digits))
 
 
 def sort_letters(draw: random.Random) -> Problem:
-    """`dbca=` is answered `abcd`."""
+    """Return `dbca=` with the answer `abcd`, for example."""
     letters = draw.choices("abcdefgh", k=draw.randint(4, 7))
     return f"{''.join(letters)}=", "".join(sorted(letters))
 
@@ -64,8 +64,9 @@ TASKS: dict[str, Callable[[random.Random], Problem]] = {
 
 
 def make_task(folder: Path, task: str, seed: int) -> None:
-    """Write an untrained model, worked problems, pairs, prompts and held-out problems; no problem
-    is in two of the files.
+    """Write an untrained model, worked problems, pairs, prompts and held-out problems.
+
+    No problem is in two of the files.
     """
     folder.mkdir(parents=True)
     draw = random.Random(seed)
@@ -92,8 +93,10 @@ def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
 
 
 def wrong_answer(answer: str, draw: random.Random) -> str:
-    """A near miss, as a trained model makes it: a number that is off by up to 3; letters of which
-    one is replaced, left out or written twice."""
+    """Return a near miss, like those of a trained model.
+
+    A number is off by up to 3; one letter is replaced, left out or written twice.
+    """
     if answer.isdigit():
         return draw.choice(
             [str(int(answer) + off) for off in (-3, -2, -1, 1, 2, 3) if int(answer) + off >= 0]
@@ -104,8 +107,9 @@ def wrong_answer(answer: str, draw: random.Random) -> str:
 
 
 def make_model(folder: Path, seed: int) -> None:
-    """An untrained Qwen2 of 0.8 million parameters, one token per character, with as many positions
-    as --data.max_len asks for.
+    """Save an untrained Qwen2 of 0.8 million parameters, with one token per character.
+
+    It has as many positions as --data.max_len requires.
     """
     torch.manual_seed(seed)
     sizes = {
@@ -122,8 +126,10 @@ def make_model(folder: Path, seed: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a model solves: pass@1 on the held-out problems, and its change against the SFT model's,
-    with standard errors over problems (the same problems before and after)."""
+    """The problems that a model solves: held-out pass@1, and its change against the SFT model's.
+
+    Standard errors are over problems, which are the same before and after.
+    """
 
     pass_at_1: float
     error: float
@@ -132,7 +138,7 @@ class Outcome:
 
     @classmethod
     def of(cls, solved: Sequence[float], before: Sequence[float] | None = None) -> Outcome:
-        """From the share of responses to each problem that are right."""
+        """Compute the outcome from the share of correct responses to each problem."""
         changes = [after - start for after, start in zip(solved, before or solved, strict=True)]
         return cls(
             pass_at_1=fmean(solved),
@@ -143,7 +149,7 @@ class Outcome:
 
     @property
     def got_worse(self) -> bool:
-        """Whether the model ended more than two standard errors below its start."""
+        """Return whether the model ended more than two standard errors below its start."""
         return self.change < -2 * self.change_error
 
 
@@ -153,19 +159,19 @@ def _error(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """One task trained with one precision and seed: what SFT, PPO and GRPO came to."""
+    """One task trained with one precision and seed: the outcomes of SFT, PPO and GRPO."""
 
     task: str
     dtype: str
     seed: int
-    pairs_right: float  # share of the last training pairs that the reward model ranks rightly
+    pairs_right: float  # share of the last training pairs that the reward model ranks correctly
     sft: Outcome
     ppo: Outcome
     grpo: Outcome
 
 
 def commands(task: Path, out: Path, dtype: str, seed: int) -> dict[str, list[str]]:
-    """The shortest commands that train on a task, by stage."""
+    """Return the shortest commands that train on a task, by stage."""
     places = {
         stage: f"--train.seed {seed} --ds.param_dtype {dtype} --run.dir {out}/{stage} "
         f"--ckpt.output_dir {out}/{stage}/model --ckpt.path {out}/{stage}/checkpoints"
@@ -192,7 +198,7 @@ def commands(task: Path, out: Path, dtype: str, seed: int) -> dict[str, list[str
 
 
 def run_chain(folder: Path, task: str, dtype: str, seed: int) -> Chain:
-    """Make the task, run its four commands, and see what each model solves."""
+    """Create the task, run its four commands, and measure what each model solves."""
     data, out = folder / f"{task}-{seed}", folder / f"{task}-{seed}-{dtype}"
     if not data.exists():
         make_task(data, task, seed)
@@ -219,8 +225,9 @@ def run_chain(folder: Path, task: str, dtype: str, seed: int) -> Chain:
 
 
 def solved(model: Path, problems: Sequence[dict[str, str]]) -> list[float]:
-    """The share of `SAMPLES` responses to each problem that are right, sampled at temperature 1 by
-    Transformers, in float32.
+    """Return the share of `SAMPLES` responses to each problem that are correct.
+
+    Transformers samples at temperature 1, in float32.
     """
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     hf: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -242,7 +249,7 @@ def solved(model: Path, problems: Sequence[dict[str, str]]) -> list[float]:
 
 
 def main() -> None:
-    """Run one chain and print what it came to."""
+    """Run one chain and print its outcome."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

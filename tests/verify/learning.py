@@ -1,5 +1,5 @@
-"""What the learning runs saw: a JSON line for each run and seed in docs/results/learning.jsonl, and
-the page made of them.
+"""The records of the learning runs, and the page made from them.
+docs/results/learning.jsonl has a JSON line for each run and seed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.sources import ROOT
 
 RECORDS = ROOT / "docs" / "results" / "learning.jsonl"
 COMMAND = "python -m pytest -m verify tests/verify/test_learning.py"
-ENDS = 6  # the first and the last value of a curve are the means of its first and last sixth
+ENDS = 6  # the first and last values of a curve are the means of its first and last sixth
 UNCORRECTED = "uncorrected"
 CORRECTIONS = ("tis", "tis_paper", "icepop", "seq_mask_tis")
 BARS = "▁▂▃▄▅▆▇█"
@@ -40,7 +40,7 @@ class LearningRun:
 
     @property
     def gain(self) -> float:
-        """What training added to the share of held-out samples that are solved."""
+        """Return the change in held-out pass@1 from training."""
         before, after = self.pass_at_1
         return after - before
 
@@ -54,20 +54,20 @@ class LearningRun:
 
 
 def read_runs(path: Path = RECORDS) -> list[LearningRun]:
-    """All runs on record; none where there is no record yet."""
+    """Return all recorded runs; no runs if there is no record yet."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [LearningRun(**json.loads(line)) for line in lines]
 
 
 def record(run: LearningRun, path: Path = RECORDS) -> None:
-    """Put a run on record, in place of an earlier one of its name and seed."""
+    """Record a run, replacing an earlier one with its name and seed."""
     others = [each for each in read_runs(path) if (each.name, each.seed) != (run.name, run.seed)]
     runs = sorted([*others, run], key=lambda each: (each.name, each.seed))
     path.write_text("".join(json.dumps(asdict(each)) + "\n" for each in runs), encoding="utf-8")
 
 
 def by_name(runs: Sequence[LearningRun]) -> dict[str, list[LearningRun]]:
-    """The runs of each name, one per seed."""
+    """Return the runs of each name, one per seed."""
     return {
         name: [run for run in runs if run.name == name]
         for name in dict.fromkeys(run.name for run in runs)
@@ -75,12 +75,12 @@ def by_name(runs: Sequence[LearningRun]) -> dict[str, list[LearningRun]]:
 
 
 def mean_curve(runs: Sequence[LearningRun]) -> list[float]:
-    """The mean over seeds of every step that all of them have."""
+    """Return the mean over seeds of every step that all of them have."""
     return [fmean(step) for step in zip(*(run.solved for run in runs), strict=False)]
 
 
 def sparkline(curve: Sequence[float], width: int = 16) -> str:
-    """A curve as a word: its lowest value is the lowest bar, its highest the highest."""
+    """Return a curve as a word: its lowest value is the lowest bar, its highest the highest."""
     edges = [round(i * len(curve) / width) for i in range(width + 1)]
     points = [fmean(curve[a:b]) for a, b in pairwise(edges) if a < b]
     low, span = min(points), max(points) - min(points) or 1.0
@@ -90,8 +90,10 @@ def sparkline(curve: Sequence[float], width: int = 16) -> str:
 
 
 def summary(runs: Sequence[LearningRun]) -> str:
-    """One line for the page of algorithms: the share solved first and last with each seed, the
-    curve of their mean, and held-out pass@1 before and after.
+    """Return one line for the page of algorithms.
+
+    It has the share solved first and last with each seed, the curve of their mean, and held-out
+    pass@1 before and after.
     """
     seeds = ", ".join(f"{run.first:.2f} → {run.last:.2f}" for run in runs)
     before, after = (fmean(run.pass_at_1[end] for run in runs) for end in (0, 1))
@@ -99,7 +101,7 @@ def summary(runs: Sequence[LearningRun]) -> str:
 
 
 def page(runs: Sequence[LearningRun]) -> str:
-    """docs/results/learning.md."""
+    """Return docs/results/learning.md."""
     named = by_name(runs)
     seeds = sorted({run.seed for run in runs})
     rows = [

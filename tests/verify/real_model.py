@@ -1,5 +1,5 @@
-"""What training taught a real model: a JSON line for each run and seed in
-docs/results/real_model.jsonl, and the page made of them.
+"""The records of a real model's training, and the page made from them.
+docs/results/real_model.jsonl has a JSON line for each run and seed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from tests.verify.results import FOLDER
 RECORDS = FOLDER / "real_model.jsonl"
 PAGE = FOLDER / "real_model.md"
 COMMAND = "python -m pytest -m verify tests/verify/test_real_model.py"
-LOOK_S = 2.0  # seconds between two looks at the memory
+LOOK_S = 2.0  # seconds between two measurements of the memory
 
 
 class PeakMemory:
-    """Within it, the most memory that this process's children and their children hold at a time.
+    """A context manager that measures the peak memory of this process's descendants.
+
     Shared pages count once.
     """
 
@@ -55,14 +56,14 @@ def _held() -> int:
     for process in psutil.Process().children(recursive=True):
         try:
             total += process.memory_full_info().pss
-        except psutil.Error:  # it has ended
+        except psutil.Error:  # the process has ended
             continue
     return total
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """What a model says to a prompt before and after its training, at temperature 0."""
+    """A model's answers to a prompt before and after its training, at temperature 0."""
 
     prompt: str
     before: str
@@ -75,8 +76,8 @@ class RealRun:
 
     name: str
     seed: int
-    command: str  # as a user types it, without places and seed
-    measured: str  # what `before` and `after` are
+    command: str  # as a user types it, without paths and seed
+    measured: str  # meaning of `before` and `after`
     before: float
     after: float
     error: float  # one standard error of the difference; 0: the same rows before and after
@@ -90,13 +91,13 @@ class RealRun:
 
     @property
     def learned(self) -> bool:
-        """Whether the number has moved the right way by more than two standard errors."""
+        """Return whether the number improved by more than two standard errors."""
         gain = self.after - self.before if self.better == "higher" else self.before - self.after
         return gain > 2 * self.error
 
 
 def read_runs(path: Path = RECORDS) -> list[RealRun]:
-    """Return all runs on record; none where there is no record yet."""
+    """Return all recorded runs; no runs if there is no record yet."""
     runs = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         row = json.loads(line)
@@ -106,7 +107,7 @@ def read_runs(path: Path = RECORDS) -> list[RealRun]:
 
 
 def record(run: RealRun, path: Path = RECORDS) -> None:
-    """Put a run on record, in place of an earlier one of its name and seed."""
+    """Record a run, replacing an earlier one with its name and seed."""
     others = [each for each in read_runs(path) if (each.name, each.seed) != (run.name, run.seed)]
     runs = sorted([*others, run], key=lambda each: (each.name, each.seed))
     path.write_text("".join(json.dumps(asdict(each)) + "\n" for each in runs), encoding="utf-8")
@@ -169,7 +170,7 @@ def page(runs: Sequence[RealRun]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a text as a cell of a table: one line, with the signs of tables and markup escaped."""
+    """Return a text as a cell of a table: one line, with table and markup characters escaped."""
     for sign, escaped in (
         ("&", "&amp;"),
         ("<", "&lt;"),
@@ -182,5 +183,5 @@ def _cell(text: str) -> str:
 
 
 def write_page() -> None:
-    """Write the page anew from the records."""
+    """Write the page from the records."""
     PAGE.write_text(page(read_runs()), encoding="utf-8")

@@ -1,9 +1,9 @@
-"""The records of `make verify`: the last outcome of every test marked `verify`, with its commit and
-date.
+"""The records of `make verify`: the last outcome of every test marked `verify`.
 
-`Verified` is a pytest plugin of tests/conftest.py. It writes an outcome as soon as a test has
-ended, so that a session that is stopped loses nothing, and leaves out tests that have passed on the
-same code. A shard, `--shard 2/5`, is a part of all tests of about the same time as the others.
+A record has the commit and the date. `Verified` is a pytest plugin of tests/conftest.py. It writes
+an outcome as soon as a test has ended, so that a stopped session loses nothing, and skips tests
+that have passed on the same code. A shard, `--shard 2/5`, is a part of all tests; all shards take
+about the same time.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from tests.verify.results import FOLDER, packages
 
 RECORDS = FOLDER / "verify.jsonl"
 PAGE = FOLDER / "verify.md"
-# What a verification depends on. Pages and records are not part of it.
+# The code that a verification depends on. Pages and records are not part of it.
 CODE = ("openrlhf", "tests", "examples", "benchmarks", "pyproject.toml", "requirements")
-UNKNOWN_SECONDS = 60.0  # of a test that has no record
-# Tests of a larger file go to shards one by one; those of a smaller one share what they set up.
+UNKNOWN_SECONDS = 60.0  # of a test without a record
+# Tests of a larger file are distributed over shards one by one; those of a smaller file share their
+# setup.
 LARGE_FILE_SECONDS = 1200.0
 MOST_MINUTES = 90.0  # of one shard
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The last outcome of a test. `commit`: full hash of the code that ran; `date`: the day, as
-    2026-11-26.
+    """The last outcome of a test.
+
+    `commit`: full hash of the code that ran; `date`: the day, such as 2026-11-26.
     """
 
     test: str
@@ -69,21 +71,25 @@ def write_records(records: Iterable[Record], path: Path = RECORDS) -> None:
 
 
 def git(*words: str) -> str:
-    """Return what a git command prints. Raises CalledProcessError if it fails."""
+    """Return the output of a git command.
+
+    Raises CalledProcessError if it fails.
+    """
     return subprocess.run(
         ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
 
 
 def uncommitted() -> str:
-    """Return the changes of the code that belong to no commit, as git lists them."""
+    """Return the uncommitted changes of the code, as git lists them."""
     return git("status", "--porcelain", "--", *CODE)
 
 
 @cache
 def changes_since(commit: str) -> int | None:
-    """Return how many later commits changed the code; None if `commit` is not in the history of
-    HEAD.
+    """Return how many later commits changed the code.
+
+    Return None if `commit` is not in the history of HEAD.
     """
     known = subprocess.run(
         ["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, capture_output=True
@@ -97,8 +103,9 @@ def changes_since(commit: str) -> int | None:
 
 
 def page(records: Sequence[Record], ages: dict[str, int | None]) -> str:
-    """Return the page of the records, the oldest first. `ages`: later commits that changed the
-    code, by commit.
+    """Return the page of the records, the oldest first.
+
+    `ages`: the number of later commits that changed the code, by commit.
     """
     by_age = sorted(
         records, key=lambda record: (record.date, -(ages[record.commit] or 0), record.test)
@@ -137,7 +144,7 @@ def page(records: Sequence[Record], ages: dict[str, int | None]) -> str:
 
 
 def write_page() -> None:
-    """Write the page anew from the records."""
+    """Write the page from the records."""
     records = list(read_records().values())
     ages = {record.commit: changes_since(record.commit) for record in records}
     PAGE.write_text(page(records, ages), encoding="utf-8")
@@ -147,10 +154,10 @@ def write_page() -> None:
 
 
 def shard_of(tests: Sequence[str], seconds: dict[str, float], part: int, parts: int) -> set[str]:
-    """Return the tests of one of `parts` shards (`part` counts from 1). Shards take about the same
-    time.
+    """Return the tests of one of `parts` shards (`part` counts from 1).
 
-    Tests of a file stay together, because they share what they set up, unless the file takes long.
+    Shards take about the same time. Tests of a file stay together, because they share their setup,
+    unless the file takes long.
     """
     files: defaultdict[str, list[str]] = defaultdict(list)
     for test in tests:
@@ -188,7 +195,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 class Verified:
     """Chooses the tests of a session of `-m verify`, and records their outcomes as they end.
 
-    Nothing is recorded from changes that are not committed: nobody could run them again.
+    Outcomes on uncommitted changes are not recorded, because they could not be reproduced.
     """
 
     def __init__(self, shard: str | None) -> None:
@@ -219,7 +226,7 @@ class Verified:
         items[:] = kept
 
     def has_passed(self, test: str) -> bool:
-        """Whether the test has passed on code that is the same as now."""
+        """Return whether the test has passed on the current code."""
         record = self.recorded.get(test)
         return (
             record is not None
@@ -251,7 +258,7 @@ class Verified:
         write_records(records.values())
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say what was left out, and what was not recorded; write the page."""
+        """Report which tests were skipped and which outcomes were not recorded; write the page."""
         if self.left_out:
             terminalreporter.write_line(
                 f"{self.left_out} tests of this shard have passed on the same code and were "

@@ -1,4 +1,4 @@
-"""Writes what a verification run saw to docs/results/, with command, versions and date."""
+"""Writes the results of a verification run to docs/results/, with command, versions and date."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def packages() -> str:
 
 
 def versions() -> str:
-    """Date, machine, and what was installed."""
+    """Return the date, the machine, and the installed packages."""
     return f"{time.strftime('%Y-%m-%d')}, {packages()}"
 
 
@@ -31,7 +31,7 @@ def write_result(
     rows: Sequence[Sequence[object]],
     notes: str = "",
 ) -> None:
-    """One page with one table; it replaces that of the last run."""
+    """Write a page with one table, replacing the page of the last run."""
     table = [columns, ["---"] * len(columns), *rows]
     lines = [
         f"# {title}",

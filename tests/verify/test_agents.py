@@ -1,4 +1,4 @@
-"""An agent with a tool, written against the stock `openai` client only, learns to use it."""
+"""An agent with a tool, written against only the stock `openai` client, learns to use it."""
 
 from __future__ import annotations
 

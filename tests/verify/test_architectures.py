@@ -1,5 +1,5 @@
-"""Tiny random models of many architectures through SFT, DPO, LoRA and GRPO: the page that says
-which work with what.
+"""Tiny random models of many architectures through SFT, DPO, LoRA and GRPO.
+The results are a page of which architecture works with which command.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.verify.results import write_result
 
 pytestmark = pytest.mark.verify
 
-# By the name that Transformers has for it, what an architecture needs besides the common sizes.
+# What each architecture needs besides the common sizes, by its name in Transformers.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 4},
@@ -37,15 +37,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS | {"head_dim": 32},
     "baichuan": {"num_key_value_heads": HEADS["num_attention_heads"]},
 }
-OWN_CODE = (
-    "baichuan"  # its code lies in the model's folder, and runs with --model.trust_remote_code
-)
+OWN_CODE = "baichuan"  # its code is in the model's folder, and runs with --model.trust_remote_code
 WAYS = ("SFT", "DPO", "SFT with LoRA", "GRPO", "GRPO, bf16")
 EXACT = 1e-4  # mean difference of log-probabilities of engine and trainer in float32, nats
 
 
 def save(folder: Path, kind: str, changes: dict[str, Any]) -> Path:
-    """A random float32 model of an architecture, and its tokenizer."""
+    """Save a random float32 model of an architecture, and its tokenizer."""
     torch.manual_seed(0)
     tokenizer = character_tokenizer()
     sizes = SIZES | HEADS | {"vocab_size": len(tokenizer)} | changes
@@ -58,7 +56,7 @@ def save(folder: Path, kind: str, changes: dict[str, Any]) -> Path:
     unbalance(hf)
     hf.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if kind == OWN_CODE:  # vLLM asks the folder for the decoder alone
+    if kind == OWN_CODE:  # vLLM looks in the folder for only the decoder
         stored = json.loads((folder / "config.json").read_text())
         stored["auto_map"]["AutoModel"] = "modeling_baichuan.BaichuanModel"
         (folder / "config.json").write_text(json.dumps(stored))
@@ -66,8 +64,9 @@ def save(folder: Path, kind: str, changes: dict[str, Any]) -> Path:
 
 
 def outcome(way: str, model: Path, workspace: Path, folder: Path) -> str:
-    """What came of a short run: `yes`, the gap between engine and trainer, or why the model was
-    refused.
+    """Return the result of a short run.
+
+    It is `yes`, the gap between engine and trainer, or the reason why the model was refused.
     """
     if way.startswith("GRPO"):
         command, dtype = "train_ppo_ray", "bf16" if "bf16" in way else "fp32"

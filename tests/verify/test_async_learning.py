@@ -1,7 +1,7 @@
-"""Asynchronous training learns what synchronous training learns, also with a long queue: GRPO on
-the demo's task, three seeds.
+"""Asynchronous training learns as much as synchronous training, even with a long queue.
 
-One run: `pytest -m verify tests/verify/test_async_learning.py -k "queue2_corrected and seed1"`.
+The runs are GRPO on the demo's task, with three seeds. One run: `pytest -m verify
+tests/verify/test_async_learning.py -k "queue2_corrected and seed1"`.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ def test_a_run_is_put_on_record_and_learns_unless_old_samples_go_uncorrected(
 
 
 def test_a_queue_of_two_with_correction_is_within_the_spread_of_synchronous_training() -> None:
-    """Of held-out pass@1 after training: the mean over seeds is no lower than the worst synchronous
-    seed.
-    """
+    """The mean held-out pass@1 over seeds is at least that of the worst synchronous seed."""
     after = {
         name: [run.pass_at_1[1] for run in read_runs(RECORDS) if run.name == name] for name in RUNS
     }
@@ -73,7 +71,7 @@ def test_a_queue_of_two_with_correction_is_within_the_spread_of_synchronous_trai
 
 
 def write_page() -> None:
-    """docs/results/asynchronous.md: a row for every kind of run on record."""
+    """Write docs/results/asynchronous.md: one row for every kind of recorded run."""
     runs = read_runs(RECORDS)
     rows = []
     for name in RUNS:

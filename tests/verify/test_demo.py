@@ -1,5 +1,5 @@
-"""The demo learns, for three seeds: GRPO at least 20 points of held-out pass@1 over SFT; PPO raises
-both its reward and pass@1.
+"""The demo learns, for three seeds.
+GRPO gains at least 20 points of held-out pass@1 over SFT; PPO raises both its reward and pass@1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Peak:
     gib: float = 0.0
 
     def watch(self, done: threading.Event) -> None:
-        """Sample once a second until `done`."""
+        """Sample once a second until `done` is set."""
         while not done.wait(1.0):
             total = 0
             for process in family(self.root):
@@ -47,7 +47,7 @@ class Peak:
 
 
 def family(root: int) -> list[psutil.Process]:
-    """A process, its descendants, and everything of the Ray cluster it started."""
+    """Return a process, its descendants, and every process of the Ray cluster that it started."""
     try:
         parent = psutil.Process(root)
         found = [parent, *parent.children(recursive=True)]

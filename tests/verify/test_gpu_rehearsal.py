@@ -1,4 +1,4 @@
-"""The checks of a GPU, rehearsed on a CPU with small models."""
+"""The GPU checks, rehearsed on a CPU with small models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The shortest commands do not make a model worse: PPO and GRPO on three tasks, in both precisions,
-with three seeds.
+"""The shortest commands do not make a model worse.
 
-One chain: `pytest -m verify tests/verify/test_held_tasks.py -k "adding and bf16 and seed1"`.
+PPO and GRPO train on three tasks, in both precisions, with three seeds. One chain: `pytest -m
+verify tests/verify/test_held_tasks.py -k "adding and bf16 and seed1"`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ RECORDS = FOLDER / "held_tasks.jsonl"
 
 
 def record(chain: Chain) -> None:
-    """Put a chain on record, in place of an earlier one of its task, precision and seed, and write
-    the page anew.
-    """
+    """Record a chain, replacing one with its task, precision and seed; write the page."""
     lines = RECORDS.read_text(encoding="utf-8").splitlines() if RECORDS.exists() else []
     kept = {(row["task"], row["dtype"], row["seed"]): row for row in map(json.loads, lines)}
     kept[chain.task, chain.dtype, chain.seed] = asdict(chain) | {"versions": versions()}

@@ -1,5 +1,5 @@
-"""All HH-RLHF pairs through `train_rm`, killed and resumed in the middle; then all their prompts
-through PPO with that model.
+"""All HH-RLHF pairs through `train_rm`, killed and resumed in the middle.
+Then all their prompts through PPO with that model.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ VOCABULARY = 2048
 
 
 def make_model(folder: Path, texts: list[str], marks: Sequence[str] = ()) -> Path:
-    """A random model of 0.3 million parameters, and a tokenizer made from the texts. `marks`:
-    tokens of their own.
+    """Save a random model of 0.3 million parameters, and a tokenizer made from the texts.
+
+    `marks`: texts that are single tokens.
     """
     trained = ByteLevelBPETokenizer()
     trained.train_from_iterator(

@@ -1,5 +1,5 @@
-"""Synchronous and asynchronous training beside each other, with an environment that is slow at
-random: a page of docs/results/.
+"""Synchronous and asynchronous training side by side, with an environment of random latency.
+The results are a page of docs/results/.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUMBERS = (
 
 @pytest.mark.timeout(1800)
 def test_the_comparison_is_put_on_record() -> None:
-    """Speeds are not asserted: they are this machine's, and of this hour."""
+    """Speeds are not asserted, because they depend on the machine and its load."""
     rows = []
     for queue, staleness in ((2, 16), (4, 16)):
         command = ["-m", "benchmarks.latency", "--queue", str(queue), "--staleness", str(staleness)]

@@ -1,7 +1,7 @@
-"""Every estimator, policy loss, aggregation and correction learns, with the flags that
-docs/algorithms.md gives for it.
+"""Every estimator, policy loss, aggregation and correction learns.
 
-One run: `pytest -m verify tests/verify/test_learning.py -k "group_norm and seed1"`.
+Its flags are those that docs/algorithms.md gives for it. One run: `pytest -m verify
+tests/verify/test_learning.py -k "group_norm and seed1"`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ STEPS = 32
 # errors.
 LIFT = 0.05
 PASS_AT_1 = "eval/eval_sort_pass1"
-# Samples that are four versions old, which a correction has to make up for.
+# Samples are four versions old, which a correction has to compensate for.
 STALE = "--train.async_enable --train.partial_rollout_enable --train.async_queue_size 4"
 
 
 def batches(prompts: int, samples: int, *, steps: int = STEPS, optimizer_steps: int = 2) -> str:
-    """The task's share of a method's flags. The ratio is 1 in the first optimizer step of a batch,
-    and in that one only.
+    """Return the task's part of a method's flags.
+
+    The ratio is 1 only in the first optimizer step of a batch.
     """
     size = prompts * samples // optimizer_steps
     return (
@@ -57,7 +58,7 @@ RUNS = {
         ("clip_higher", "dual_clip", "gspo", "cispo", "sequence", "constant"), batches(32, 8)
     ),
     **dict.fromkeys((UNCORRECTED, *CORRECTIONS), f"{batches(32, 8)} {STALE}"),
-    "distill": f"{batches(32, 8)} --reward.weights 0",  # the rule is watched, and teaches nothing
+    "distill": f"{batches(32, 8)} --reward.weights 0",  # the rule is only measured
     "dapo": f"{batches(32, 8)} --reward.overlong_buffer_len 2",
 }
 
@@ -69,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def supervised(folder: Path, seed: int) -> tuple[Path, Path]:
-    """The task of a seed, and the SFT model that its runs start from."""
+    """Create the task of a seed, and the SFT model that its runs start from."""
     task, sft = folder / f"task{seed}", folder / f"sft{seed}"
     subprocess.run([sys.executable, ROOT / "examples/demo/task.py", task, str(seed)], check=True)
     train("train_sft", sft_flags(task, sft, seed))
@@ -78,7 +79,7 @@ def supervised(folder: Path, seed: int) -> tuple[Path, Path]:
 
 @cache
 def teacher(folder: Path, seed: int) -> Path:
-    """A better model of the same task: four times as long under supervision."""
+    """Train a better model of the task, with four times as much supervised training."""
     task, _ = supervised(folder, seed)
     train(
         "train_sft", [*sft_flags(task, folder / f"teacher{seed}", seed), "--train.max_epochs", "4"]
@@ -126,5 +127,5 @@ def test_held_out_problems_are_solved_more_often(name: str, seed: int, folder: P
     assert after - before >= LIFT
     if (
         "--algo.dynamic_filtering_enable" not in method
-    ):  # which leaves out prompts that are solved always
+    ):  # which leaves out prompts that are always solved
         assert run.last - run.first >= LIFT

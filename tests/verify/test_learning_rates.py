@@ -1,4 +1,4 @@
-"""What the first optimizer steps do to a policy, by learning rate, warm-up and precision."""
+"""The effect of the first optimizer steps on a policy, by learning rate, warmup and precision."""
 
 from __future__ import annotations
 

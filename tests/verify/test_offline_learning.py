@@ -1,4 +1,4 @@
-"""Every offline method learns a toy set of its own, with three seeds."""
+"""Every offline method learns its own toy data set, with three seeds."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ PAIR_LOSS = "held-out loss of a pair"
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A method on a toy set, and what an evaluation measures of it."""
+    """A method on a toy data set, and the metric that an evaluation measures."""
 
     task: str  # the command
     rows: str  # as tests/e2e/test_offline_family.py makes them
     metric: str
     what: str  # on the page
-    wanted: float  # where the metric has to end
+    wanted: float  # bound on the metric's final value
     falls: bool = False
     flags: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def curve(self, folder: Path) -> list[float]:
-        """The measured number after each evaluation."""
+        """Return the measured number after each evaluation."""
         if self.metric != "margin":
             return column(folder, self.metric)
         good, bad = (column(folder, f"eval/{kind}_reward") for kind in ("chosen", "reject"))
         return [g - b for g, b in zip(good, bad, strict=True)]
 
     def arguments(self, workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-        """The flags of a run. SFT learns from the rows of distillation, without its teacher."""
+        """Return the flags of a run.
+
+        SFT learns from the rows of distillation, without its teacher.
+        """
         flags = flags_of(self.rows, workspace, folder, **changes, **self.flags)
         return {
             name: value
@@ -51,7 +54,7 @@ class Subject:
 def preference(
     loss: str, metric: str, what: str, wanted: float, *, falls: bool = True, **flags: Any
 ) -> Subject:
-    """A loss of `train_dpo`."""
+    """Return the subject of a loss of `train_dpo`."""
     named = {"model.loss_type": loss} | {
         name.replace("__", "."): value for name, value in flags.items()
     }

@@ -1,5 +1,6 @@
-"""Every row of HH-RLHF through SFT, DPO and KTO, and every graded step of GSM8K's solutions through
-PRM, with default flags for the loss.
+"""All rows of HH-RLHF and GSM8K through offline training.
+HH-RLHF goes through SFT, DPO and KTO, and every graded step of GSM8K's solutions through PRM. The
+loss flags are the defaults.
 """
 
 from __future__ import annotations

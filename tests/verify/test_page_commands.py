@@ -1,8 +1,7 @@
-"""Pages whose commands build on each other: each runs as a user runs it, command after command, as
-they are written there.
+"""Pages whose commands build on each other: each page's commands run in order, as printed.
 
-Behind each command come flags that make it small. Names of the hub are folders of tiny models and
-of a few rows.
+Flags that reduce the size are appended to each command. Hub names are folders of tiny models and a
+few rows.
 """
 
 from __future__ import annotations
@@ -41,8 +40,9 @@ COMMAND = re.compile(r"(?:\bopenrlhf |openrlhf\.cli\.)(?:train_)?(\w+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Sequence:
-    """Blocks of commands that run in one folder, each the one of its page with a text in it;
-    `flags` go behind commands.
+    """Blocks of commands that run in one folder.
+
+    Each is the block of its page that contains a text; `flags` are appended to commands.
     """
 
     blocks: tuple[tuple[str, str], ...]
@@ -50,7 +50,7 @@ class Sequence:
     flags: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def lines(self) -> list[str]:
-        """The commands in order, without comments."""
+        """Return the commands in order, without comments."""
         found: list[str] = []
         for page, text in self.blocks:
             blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
@@ -119,7 +119,7 @@ SEQUENCES = {
 
 
 def write_inputs(folder: Path) -> None:
-    """Write what the pages take for granted: files of the user, and models and rows of the hub."""
+    """Write what the pages assume: files of the user, and models and rows of the Hub."""
     (folder / "examples").symlink_to(ROOT / "examples")
     with (folder / "preferences.csv").open("w", newline="") as file:
         table = csv.writer(file)

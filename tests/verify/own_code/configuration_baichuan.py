@@ -1,9 +1,9 @@
-"""The configuration of a model whose code lies in its own folder."""
+"""The configuration of a model whose code is in its own folder."""
 
 from transformers import LlamaConfig
 
 
 class BaichuanConfig(LlamaConfig):
-    """That of a Llama whose heads all have keys and values of their own."""
+    """The configuration of a Llama whose heads all have their own keys and values."""
 
     model_type = "baichuan"

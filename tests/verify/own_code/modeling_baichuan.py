@@ -1,5 +1,5 @@
-"""A model as Baichuan has it: one weight, `W_pack`, makes queries, keys and values. Written for the
-tests, for today's Transformers.
+"""A model like Baichuan: one weight, `W_pack`, makes queries, keys and values.
+Written for the tests, for the current version of Transformers.
 """
 
 from typing import Any
@@ -51,7 +51,7 @@ class PackedAttention(LlamaAttention):
 
 
 class BaichuanModel(LlamaModel):
-    """The decoder of a Llama with that attention."""
+    """A Llama decoder with `PackedAttention`."""
 
     config_class = BaichuanConfig
 
@@ -63,7 +63,7 @@ class BaichuanModel(LlamaModel):
 
 
 class BaichuanForCausalLM(LlamaForCausalLM):
-    """That decoder with its output layer."""
+    """A `BaichuanModel` with an output layer."""
 
     config_class = BaichuanConfig
 
