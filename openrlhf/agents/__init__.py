@@ -1,5 +1,5 @@
-"""Episodes of several turns.
+"""Multi-turn episodes.
 
-The contract of user agents, the processes that they run in, and the endpoint for agents that speak
-the OpenAI API.
+The package has the contract of user agents, the processes that run them, and the endpoint for
+agents that use the OpenAI API.
 """

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 class EngineRefusal(ValueError):
-    """A request that the engine does not serve."""
+    """A request that the engine refuses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,9 @@ class CompletionOutput:
     stop_reason: int | str | None
 
     def is_cut(self, prompt_length: int, max_length: int, max_new_tokens: int | None) -> bool:
-        """Return whether a limit of the run cut the sample: the context or the tokens of a turn.
+        """Return whether a limit of the run cut the sample: context length or tokens per turn.
 
-        A sample that reached a lower limit of the request itself is complete.
+        A sample that reached a lower limit set by the request itself is not cut.
         """
         room = max_length - prompt_length
         limit = min(room, max_new_tokens or room)

@@ -1,6 +1,6 @@
-"""The result of an executor, checked and made into an episode that can be trained on.
+"""Conversion of an executor's result into an episode for training.
 
-Token ids are compared with the engine's samples.
+The result is checked, and its token ids are compared with the engine's samples.
 """
 
 import math
@@ -17,7 +17,7 @@ FINISHED = {"stop", "length", "abort"}  # finish reasons of samples that can be 
 
 
 class EpisodeMistake(UserCodeError):
-    """A result of an executor that is not an episode. The message has the value seen."""
+    """An executor's result that is not a valid episode. The message contains the value."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Failure.RESULT)
@@ -32,7 +32,7 @@ class Assembled:
     truncated: bool
     turns: int
     earlier: Sequence[TrajectoryBuilder] = ()  # the conversations before the last one
-    # Position of a turn's last token, and the turn's reward.
+    # (position of the turn's last token, reward of the turn)
     turn_rewards: tuple[tuple[int, float], ...] = ()
     notices: Mapping[str, str]  # sentences for the user, by kind
 
@@ -49,7 +49,7 @@ class _Conversation:
 def assemble(
     result: Mapping[str, Any], asked: Sequence[Asked], max_length: int, *, vocabulary: int
 ) -> Assembled:
-    """Return the episode that an executor returned, cut to `max_length` tokens.
+    """Convert the result of an executor to an episode, cut to `max_length` tokens.
 
     `asked` holds the episode's requests to the engine. Sampled tokens get the log-probabilities and
     weight versions that the engine returned with them. The executor's own `rollout_log_probs` are
@@ -117,7 +117,7 @@ def _earlier(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 class _Samples:
     """The engine's samples, matched in order with the tokens of an episode.
 
-    The engine's other answers are refusals.
+    The engine's other answers, which are refusals, are ignored.
     """
 
     def __init__(self, asked: Sequence[Asked]) -> None:
@@ -130,7 +130,7 @@ class _Samples:
     def append_action(
         self, builder: TrajectoryBuilder, tokens: list[int], end: int, given: list[float] | None
     ) -> None:
-        """Append the tokens up to `end`, the end of an action range, sample by sample."""
+        """Append the tokens up to `end`, the end of an action range, one sample at a time."""
         while (start := len(builder.tokens)) < end:
             sample = self._take(tokens, start, end)
             if sample is None:
@@ -152,10 +152,10 @@ class _Samples:
             )
 
     def _take(self, tokens: list[int], start: int, end: int) -> Generation | None:
-        """Return the longest sample of the tokens at `start`, and remove it from `unused`.
+        """Return the longest sample that matches the tokens at `start`; remove it from `unused`.
 
-        A sample that continued exactly the tokens before `start` is preferred. Only such a sample
-        may come from a request whose episode is unknown.
+        Samples whose prompt is exactly the tokens before `start` are preferred. A sample of a
+        request whose episode is unknown is used only if its prompt matches exactly.
         """
         span = tokens[start:end]
         exact: list[Asked] = []
@@ -248,7 +248,7 @@ def _numbers(entry: Mapping[str, Any], name: str, count: int, of: str) -> list[f
 def _notices(result: Mapping[str, Any]) -> dict[str, str]:
     """Return the notices of our own executors.
 
-    A user's executor may use the entry for something else.
+    A user's executor may use the entry `notices` for something else.
     """
     given = result.get("notices")
     if not isinstance(given, Mapping):
@@ -257,9 +257,9 @@ def _notices(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _reward(result: Mapping[str, Any], turn_rewards: Sequence[float] | None) -> RewardResult:
-    """Return the episode's reward, by default the sum of its turns' rewards.
+    """Return the episode's reward, by default the sum of its turn rewards.
 
-    Without either, the result has no reward, and a reward model scores the episode.
+    Without any of them the result has no reward, and a reward model scores the episode.
     """
     reward = result.get("reward")
     if reward is None and turn_rewards:

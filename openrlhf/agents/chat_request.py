@@ -10,15 +10,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-# The run sets how replies are sampled, because the log-probabilities must be the policy's. The
-# other fields identify the client, for accounts and caches.
+# Sampling is set by the run, because the log-probabilities must be the policy's. The remaining
+# fields identify the client for accounting and caching.
 WITHOUT_EFFECT = {
     "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "seed",
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention",
 }  # fmt: skip
-# Fields of the API, and of vLLM, with the values that request what the endpoint does anyway.
+# Fields of the API and of vLLM, with the values that request the endpoint's default behavior.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "top_logprobs": (0,),
@@ -41,7 +41,7 @@ Length = Annotated[int, Field(ge=1)]
 
 
 class _Request(BaseModel):
-    """A request. Fields that are not declared are checked by their values."""
+    """A request. For undeclared fields, only certain values are accepted."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -98,7 +98,7 @@ class ChatRequest(_Request):
         return bool(self.tools) and (self.model_extra or {}).get("tool_choice") != "none"
 
     def content(self) -> dict[str, Any]:
-        """Return the fields that determine the reply, to recognize a repeated request."""
+        """Return the fields that determine the reply, for recognizing a repeated request."""
         return self.model_dump(exclude={"stream", "stream_options", "session_id"} | WITHOUT_EFFECT)
 
 
@@ -116,7 +116,7 @@ class TokenizeRequest(_Request):
 
 
 def _unsupported(name: str, reason: str) -> PydanticCustomError:
-    """Return an error about a field, with its name for the error's `param`."""
+    """Return an error about a field. The field's name becomes the error's `param`."""
     return PydanticCustomError("unsupported", "{name}: {reason}", {"name": name, "reason": reason})
 
 

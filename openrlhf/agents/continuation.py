@@ -1,4 +1,4 @@
-"""Tokens of a text that follows other tokens, as if all had been encoded as one text."""
+"""Tokenization of a text that follows other tokens, as if both were encoded as one text."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CONTEXT_TOKENS = 64  # at most this many tokens before a text are encoded with it
+CONTEXT_TOKENS = 64  # maximum number of preceding tokens that are encoded with a text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
     """The tokens of a text.
 
-    `exact` is false if the tokenizer would merge the start of the text with the characters before
-    it into one token. Sampled tokens cannot be merged, so the text then begins with a token of its
-    own.
+    `exact` is false if the tokenizer would merge the start of the text and the characters before it
+    into one token. Sampled tokens cannot be merged, so the text then begins with a new token.
     """
 
     tokens: list[int]
@@ -26,7 +25,7 @@ class Continuation:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the tokens of a whole text, without the special tokens that a tokenizer adds."""
+    """Return the tokens of a text, without the special tokens that a tokenizer adds."""
     encoded = tokenizer(text, add_special_tokens=False, verbose=False)
     return list(encoded["input_ids"])  # type: ignore[arg-type]
 
@@ -34,12 +33,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def encode_after(
     tokenizer: PreTrainedTokenizerBase, before: Sequence[int], text: str
 ) -> Continuation:
-    """Return the tokens of `text` where it follows the tokens `before`.
+    """Return the tokens of `text` when it follows the tokens `before`.
 
-    A tokenizer may treat the start of a text differently: sentencepiece puts a space there.
+    A tokenizer may treat the start of a text differently: sentencepiece adds a space there.
 
-    Example: a Llama tokenizer encodes "\\n<|user|>" after `</s>` as `\\n`, `<|user|>`, and alone as
-    `▁`, `\\n`, `<|user|>`.
+    Example: a Llama tokenizer encodes "\\n<|user|>" as `\\n`, `<|user|>` after `</s>`, and as `▁`,
+    `\\n`, `<|user|>` alone.
     """
     if not text:
         return Continuation(tokens=[], exact=True)
@@ -69,7 +68,7 @@ def _text_before(tokenizer: PreTrainedTokenizerBase, before: Sequence[int]) -> s
 def _encode_in_context(
     tokenizer: PreTrainedTokenizerBase, context: str, text: str
 ) -> list[int] | None:
-    """Return the tokens of `text` after `context`, or None if a token spans the border."""
+    """Return the tokens of `text` after `context`, or None if a token spans the boundary."""
     lead = encode(tokenizer, context)
     joined = encode(tokenizer, context + text)
     if joined[: len(lead)] != lead:

@@ -1,8 +1,8 @@
-"""The contract of user agents: executors of episodes, and environments of several turns.
+"""The contract of user agents: executors of episodes, and multi-turn environments.
 
-A file given as --train.agent_func_path has a class `AgentExecutor`, a subclass of one of these
-executors. It runs in user processes, one instance in each, many episodes at once. The names are
-public as `openrlhf.utils.agent`.
+The file of --train.agent_func_path defines a class `AgentExecutor`, a subclass of one of these
+executors. Each user process has one instance of it, which plays many episodes concurrently. These
+names are public in `openrlhf.utils.agent`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Engine(Protocol):
 
 
 class AgentExecutorBase(ABC):
-    """An executor of episodes; each call of `execute` plays one. Constructed without arguments.
+    """An executor, constructed without arguments. Each call of `execute` plays one episode.
 
-    `max_turns` is --rollout.max_turns, if the flag is given.
+    `max_turns` is the value of --rollout.max_turns, if it is set.
     """
 
     max_turns: int | None = None
@@ -68,7 +68,7 @@ class AgentExecutorBase(ABC):
         Returns a dict with
 
         - `prompt`, `label`: the arguments;
-        - `observation_tokens`: the token ids of the whole episode, prompt included;
+        - `observation_tokens`: the token ids of the whole episode, including the prompt;
         - `action_ranges`: [start, end) of the tokens that the policy sampled;
         - `rollout_log_probs`: log-probabilities of the sampled tokens, 0.0 for other tokens; None
           uses the log-probabilities that the engine returned;
@@ -82,7 +82,7 @@ class AgentExecutorBase(ABC):
 
 
 class AgentInstanceBase(ABC):
-    """The environment of one episode. Each episode has a new instance."""
+    """The environment of one episode. Each episode creates a new instance."""
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Begin the episode with the prompt, `states["observation"]`.
@@ -93,15 +93,16 @@ class AgentInstanceBase(ABC):
 
     @abstractmethod
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """React to an action of the policy.
+        """Respond to an action of the policy.
 
         `states` has `observation_text` (the conversation before the action), `action_text`,
-        `label`, `sampling_params` and `turn`, which counts from 0. `finish_reason` is "stop" if the
-        policy ended its action, "length" if the action was cut. `end_text` is the text that ended
-        the action and is not in `action_text`, such as "<|im_end|>"; it is empty for a cut action.
+        `label`, `sampling_params`, `turn` (from 0), and two entries about the end of the action.
+        `finish_reason` is "stop" if the policy ended its action, "length" if the action was cut.
+        `end_text` is the text that ended the action and is not in `action_text`, such as
+        "<|im_end|>"; it is empty for a cut action.
 
         Returns `rewards` of this turn, `environment_feedback` (the text that follows) and `done`;
-        optionally `scores`, `extra_logs`, and `sampling_params` for the turns that follow.
+        optionally `scores`, `extra_logs`, and `sampling_params` for later turns.
         """
 
     async def close(self) -> None:  # noqa: B027 — most environments have nothing to close
@@ -112,8 +113,8 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
     """An executor of episodes in which the policy and an environment take turns.
 
     An episode ends when the environment is done, or when no tokens or turns are left. Each turn
-    samples at most `sampling_params.max_tokens` tokens. Sampled tokens are kept; only the
-    environment's text is tokenized. With `turn_rewards` each turn is credited with its own reward
+    samples at most `sampling_params.max_tokens` tokens. Sampled tokens are kept unchanged; only the
+    environment's text is tokenized. With `turn_rewards`, each turn is credited with its own reward
     instead of the sum.
     """
 
@@ -202,7 +203,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
 class _Episode(TrajectoryBuilder):
     """The tokens and the text so far.
 
-    An episode begins with the last tokens of `text` that leave room for an action.
+    A prompt that is too long is cut at the start, so that one action fits.
     """
 
     def __init__(
@@ -234,7 +235,7 @@ class _Episode(TrajectoryBuilder):
         return self.max_length - len(self.tokens)
 
     async def act(self, params: SamplingParams) -> CompletionOutput:
-        """Have the policy sample an action that fits into the room left, and append the action."""
+        """Sample an action of the policy that fits into the remaining room, and append it."""
         bounded = copy.copy(params)
         bounded.max_tokens = min(self.room, params.max_tokens or self.room)
         request = await self.engine.generate(list(self.tokens), bounded)
@@ -300,7 +301,7 @@ class _Episode(TrajectoryBuilder):
 
 
 class SingleTurnAgentExecutor(AgentExecutorBase):
-    """An executor of episodes of one sample.
+    """An executor of single-turn episodes.
 
     `remote_rm_url` is a file with `reward_func`, or reward servers. Without it the episode has no
     reward yet.
@@ -326,7 +327,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         llm_engine: Engine,
         images: Any = None,
     ) -> dict[str, Any]:
-        """Sample once, and get the reward from `remote_rm_url`, if it is given."""
+        """Sample once, and get the reward from `remote_rm_url` if it is set."""
         episode = _Episode(prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
         await episode.act(sampling_params)
         result = {"prompt": prompt, "label": label, **episode.result()}
@@ -358,7 +359,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
 
 
 class ContractMistake(ValueError):
-    """A value that the contract does not allow, from an agent, its environment or its reward."""
+    """A value from an agent, its environment or its reward that violates the contract."""
 
     def __init__(self, message: str, failure: Failure | None = Failure.RESULT) -> None:
         super().__init__(message)
@@ -393,7 +394,7 @@ def _number(returned: Mapping[str, Any], name: str, step: str) -> float:
 
 
 async def _new(kind: type[AgentInstanceBase], arguments: Mapping[str, Any]) -> AgentInstanceBase:
-    """Return an instance. Its `__init__` may be `async def`, as in older examples."""
+    """Create an instance. Its `__init__` may be `async def`, as in older examples."""
     if not inspect.iscoroutinefunction(kind.__init__):
         return kind(**arguments)
     instance = kind.__new__(kind)

@@ -1,4 +1,4 @@
-"""A conversation of a chat client with the policy, kept as tokens.
+"""A conversation of a chat client with the policy, stored as tokens.
 
 Replies keep their sampled tokens. Only new messages are rendered and tokenized.
 """
@@ -19,15 +19,15 @@ from openrlhf.data.messages import Message, to_messages, with_parsed_arguments
 from openrlhf.data.templates import STAND_IN, Span, in_common, render
 from openrlhf.data.tokenizer import most_characters
 
-TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)  # the form of Hermes
-EXCERPT_CHARACTERS = 60  # of a text in a notice
-CONTEXT_CHARACTERS = 200  # before the text after a reply, encoded with it
+TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)  # Hermes format
+EXCERPT_CHARACTERS = 60  # length of a quoted text in a notice
+CONTEXT_CHARACTERS = 200  # characters before the text after a reply that are encoded with it
 
 
 class ChatMistake(EngineRefusal):
     """A request that cannot be answered.
 
-    The message is for the agent's author. `param` names the wrong field.
+    The message is for the agent's author. `param` names the invalid field.
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -40,9 +40,9 @@ class ContextFull(ChatMistake):
 
 
 def check_size(text: str, max_length: int) -> None:
-    """Raise ContextFull for a text so long that it cannot fit into `max_length` tokens.
+    """Raise ContextFull for a text that is too long to fit into `max_length` tokens.
 
-    Tokenizing the text would take long.
+    The check avoids tokenizing the text, which would take long.
     """
     limit = most_characters(max_length)
     if len(text) > limit:
@@ -67,9 +67,9 @@ class TemplateInputs:
         *,
         prompt: bool = True,
     ) -> str:
-        """Return the text of the messages, or of other `messages` with the same tools.
+        """Return the text of the request's messages, or of `messages` with the same tools.
 
-        With `prompt` the header of the policy's reply follows. Raises ChatMistake.
+        With `prompt`, the text ends with the header of the policy's reply. Raises ChatMistake.
         """
         if messages is None:
             messages = self.messages
@@ -112,7 +112,7 @@ class Conversation:
 
     `tokens` and `ranges` are the observation tokens and action ranges of
     `contract.AgentExecutorBase.execute`. `notices` has a sentence for each kind of difference
-    between the tokens and a fresh rendering of the conversation. `truncated` is true if a limit of
+    between the tokens and a new rendering of the conversation. `truncated` is true if a limit of
     the run, not of a request, cut the last reply.
     """
 
@@ -159,7 +159,7 @@ class Conversation:
         return None
 
     def _renders_differently(self, inputs: TemplateInputs, before: TemplateInputs) -> bool:
-        """Return whether a request renders the conversation so far unlike the last request."""
+        """Return whether a request renders the existing conversation differently."""
         seen = [*before.messages, with_parsed_arguments(self._reply)]
         try:
             text = inputs.render(self.tokenizer, seen, prompt=False)
@@ -231,7 +231,7 @@ class Conversation:
         return after
 
     def _compare(self, whole: str, added: str, new: list[int]) -> None:
-        """Add notices where the tokens differ from a fresh rendering of the conversation.
+        """Add notices if the tokens differ from a new rendering of the conversation.
 
         `whole` is that rendering. `new` are the tokens of `added`, the text after the last reply.
         """
@@ -264,7 +264,7 @@ class Conversation:
             )
 
     def add_reply(self, output: CompletionOutput, *, tools: bool) -> Message:
-        """Append the sample that continues the last prompt. Returns it as a message.
+        """Append the sample that continues the last prompt, and return it as a message.
 
         With `tools`, tool calls are parsed from the sample's text.
         """
@@ -296,7 +296,7 @@ class Conversation:
 
 
 def _difference(ours: str, whole: str) -> str:
-    """Return a sentence about the first difference of a conversation from a fresh rendering."""
+    """Describe the first difference between a conversation and a new rendering of it."""
     place = in_common(ours, whole)
     common = ours[max(0, place - EXCERPT_CHARACTERS) : place]
     end = place + EXCERPT_CHARACTERS
@@ -310,8 +310,8 @@ def _difference(ours: str, whole: str) -> str:
 def _spans_between(whole: str, texts: Sequence[str], replies: Sequence[str]) -> list[Span] | None:
     """Return the spans of `whole` between `texts`, in which the `replies` are expected.
 
-    None if `whole` does not begin with the first text, end with the last, and have the other texts
-    in between, in order.
+    Returns None unless `whole` begins with the first text, ends with the last text, and contains
+    the other texts in between, in order.
     """
     if not whole.startswith(texts[0]):
         return None
@@ -340,11 +340,11 @@ def parse_reply(
     prefix: Sequence[int] = (),
     sampled: Sequence[int] = (),
 ) -> Message:
-    """Return a reply as a message, with tool calls taken out of its text.
+    """Return a reply as a message, with tool calls extracted from its text.
 
-    If the tokenizer has a response template, it parses the `sampled` tokens, given the `prefix`
-    before them. If not, calls are `<tool_call>` blocks of JSON; a block that cannot be parsed stays
-    text.
+    If the tokenizer has a response template, the template parses the `sampled` tokens that follow
+    `prefix`. Otherwise calls are `<tool_call>` blocks of JSON; a block that cannot be parsed
+    remains text.
     """
     calls: list[dict[str, Any]] = []
     if getattr(tokenizer, "response_template", None):
@@ -377,7 +377,7 @@ def _is_function(parsed: Any) -> bool:
 
 
 def _as_call(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a function's name and arguments as a tool call of the API."""
+    """Return a function's name and arguments as a tool call in the API's format."""
     arguments = function.get("arguments", {})
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments)
@@ -394,7 +394,7 @@ def _is_copy(message: Message, reply: Message) -> bool:
 
 
 def _content_of(message: Message) -> dict[str, Any]:
-    """Return the text and the tool calls of a message in one form."""
+    """Return the text and the tool calls of a message in a normalized form."""
     calls: list[dict[str, Any]] = []
     for call in with_parsed_arguments(message).get("tool_calls") or []:
         function = call.get("function") or call

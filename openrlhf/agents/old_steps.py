@@ -1,4 +1,4 @@
-"""Agents of releases 0.8.0 to 0.8.6, a function `step`, wrapped into the current contract."""
+"""Agents written for releases 0.8.0 to 0.8.6: a function `step`, wrapped as an executor."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ def executor_of_step(step: Callable[..., Awaitable[Any]]) -> AgentExecutorBase:
 
     `step` returns (reward, next text, done, anything), or a dict with `rewards`, `next_observation`
     or `next_state`, `done`, and optionally `scores`, `sampling_params`, `extra_logs`. The next text
-    is the whole text: the text so far, followed by the feedback.
+    is the whole text so far, followed by the feedback.
     """
 
     class Instance(AgentInstanceBase):

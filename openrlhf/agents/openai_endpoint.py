@@ -1,8 +1,8 @@
-"""An OpenAI-compatible endpoint in front of the policy, on loopback in each agent process.
+"""An OpenAI-compatible endpoint for the policy, on the loopback interface of each agent process.
 
-Any agent that speaks the API can be trained. Every session is one episode, of one conversation or
-several. Samples are kept as tokens with their log-probabilities. The text that clients receive is
-never tokenized again.
+Any agent that uses the API can be trained. Each session is one episode with one or more
+conversations. Samples are stored as tokens with their log-probabilities. The text that clients
+receive is never tokenized again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from openrlhf.rollout.sampling import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MODEL = "policy"  # requests may name any other model
+MODEL = "policy"  # requests may name any model
 KEEP_ALIVE_S = 24 * 3600
 
 
@@ -61,13 +61,13 @@ class _Session:
     conversations: list[Conversation] = field(default_factory=list[Conversation])
     notices: dict[str, str] = field(default_factory=dict[str, str])
     truncated: bool = False  # a limit of the run refused the last request or cut the last reply
-    last_request: dict[str, Any] = field(default_factory=dict[str, Any])  # that has an answer
+    last_request: dict[str, Any] = field(default_factory=dict[str, Any])  # the last one answered
     last_answer: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def conversation_for(self, inputs: TemplateInputs) -> Conversation:
         """Return the conversation that a request continues, or a new one.
 
-        If a request continues several conversations, the longest is returned.
+        If a request continues several conversations, return the longest.
         """
         continued = [each for each in self.conversations if not each.mismatch(inputs)]
         if continued:
@@ -81,7 +81,7 @@ class _Session:
         return Conversation(self.tokenizer, self.max_length, max_new_tokens=self.params.max_tokens)
 
     def record(self, conversation: Conversation) -> None:
-        """Make a conversation that has a new reply the last one."""
+        """Move a conversation with a new reply to the end of `conversations`."""
         if conversation in self.conversations:
             self.conversations.remove(conversation)
         self.conversations.append(conversation)
@@ -91,8 +91,8 @@ class _Session:
 class OpenAIAgentExecutor(AgentExecutorBase):
     """An executor that calls `run_agent` once per episode, with a session at the endpoint.
 
-    A client's `base_url` is `self.session_url(session_id)`; or `self.base_url`, with `session_id`
-    in the body of requests.
+    A client's `base_url` is `self.session_url(session_id)`, or `self.base_url` with `session_id` in
+    the body of each request.
     """
 
     base_url: str
@@ -106,12 +106,12 @@ class OpenAIAgentExecutor(AgentExecutorBase):
 
     @abstractmethod
     def run_agent(self, prompt: str, label: Any, session_id: str) -> Any:
-        """Let the agent work on the prompt.
+        """Run the agent on the prompt.
 
-        Returns the reward, or a dict with `reward`, and optionally `scores`, `extra_logs`. Either
-        `async def`, with an asynchronous client, or `def`, which runs in a thread. A conversation
-        that fills the context is refused with status 400 and code `context_length_exceeded`; the
-        episode then ends at the last reply, truncated.
+        Returns the reward, or a dict with `reward`, and optionally `scores`, `extra_logs`. The
+        method may be `async def`, with an asynchronous client, or `def`, which runs in a thread. A
+        request that exceeds the context is refused with status 400 and code
+        `context_length_exceeded`; the episode then ends at the last reply and is truncated.
         """
 
     def session_url(self, session_id: str) -> str:
@@ -164,7 +164,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             "label": label,
             **last,
             "earlier": earlier,
-            "rollout_log_probs": None,  # uses the engine's
+            "rollout_log_probs": None,  # None: use the engine's
             "reward": returned.get("reward"),
             "scores": returned.get("scores"),
             "extra_logs": returned.get("extra_logs"),
@@ -173,11 +173,11 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         }
 
     def _start(self) -> asyncio.Task[None]:
-        """Listen at a free port. Clients that connect before the server runs wait."""
+        """Listen on a free port. Clients that connect before the server is running wait."""
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        # Clients keep connections for later turns. A request sent while the server closes its
-        # connection is lost.
+        # Clients reuse connections for later turns. A request sent while the server closes its
+        # connection would be lost.
         settings = uvicorn.Config(
             self._app(),
             log_level="warning",
@@ -238,7 +238,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     async def _answer_in_session(
         self, session_id: str | None, request: ChatRequest
     ) -> dict[str, Any]:
-        """Answer a request in a task that ends with its episode."""
+        """Answer a request in a task that is cancelled when its episode ends."""
         session = self._sessions.get(session_id or "")
         if session is None:
             raise ChatMistake(
@@ -252,14 +252,14 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             return await task
         except asyncio.CancelledError:
             handler = asyncio.current_task()
-            if handler and handler.cancelling():  # the server ends, not only the episode
+            if handler and handler.cancelling():  # the server is stopping, not only the episode
                 raise
             raise ChatMistake("the episode of this session is over") from None
         finally:
             session.requests.discard(task)
 
     async def _answer(self, session: _Session, request: ChatRequest) -> dict[str, Any]:
-        """Return a reply in the API's form.
+        """Return a reply in the API's format.
 
         A client that repeats its last request gets the same answer.
         """
@@ -303,7 +303,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
 def completion(
     prompt_length: int, output: CompletionOutput, message: Message, logprobs: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return a sample in the API's form."""
+    """Return a sample in the API's format."""
     choice = {
         "index": 0,
         "message": message,
@@ -330,7 +330,7 @@ def completion(
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves the signals of its process alone."""
+    """A server that installs no signal handlers."""
 
     def capture_signals(self) -> Any:
         return nullcontext()
@@ -379,13 +379,13 @@ def _error(
     code: str = "invalid_request",
     param: str | None = None,
 ) -> JSONResponse:
-    """Return an error in the API's form."""
+    """Return an error in the API's format."""
     error = {"message": message, "type": kind, "param": param, "code": code}
     return JSONResponse({"error": error}, status_code=status)
 
 
 async def _events(answer: dict[str, Any], *, with_usage: bool) -> AsyncIterator[str]:
-    """Yield an answer as the events of a stream: the message, its end, and optionally the usage."""
+    """Yield an answer as stream events: the message, its end, and optionally the usage."""
     [choice] = answer["choices"]
     message = choice["message"]
     delta = {"role": "assistant", "content": message["content"]}

@@ -19,14 +19,14 @@ from openrlhf.rollout.engine import RequestRefused
 from openrlhf.rollout.generator import Generate, SamplingSpec
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
-EPISODES_PER_PROCESS = 128  # at a time; more wait outside, where no deadline runs
-NEW_CONVERSATION = "\n\n[new conversation]\n"  # between texts, in samples.jsonl
-CANCELLATION_GRACE_S = 5.0  # for a cancelled episode to end
+EPISODES_PER_PROCESS = 128  # concurrent episodes; more episodes wait before their deadline starts
+NEW_CONVERSATION = "\n\n[new conversation]\n"  # separates texts in samples.jsonl
+CANCELLATION_GRACE_S = 5.0  # time for a cancelled episode to end
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Draw:
-    """One sample of a prompt, which an agent plays."""
+    """One sample of a prompt, played by an agent."""
 
     prompt: Prompt
     spec: SamplingSpec
@@ -35,7 +35,7 @@ class _Draw:
     params: SamplingParams
 
     async def answer(self, turn: int, question: dict[str, Any]) -> Generation | str:
-        """Return a sample of the engine, or the reason why it refuses the request."""
+        """Return a sample from the engine, or the reason why it refuses the request."""
         params = SamplingParams(**question["params"])
         if params.seed in (None, self.params.seed):
             params.seed = self.spec.seed_of(self.prompt, self.index, turn)
@@ -49,9 +49,9 @@ class _Draw:
 class AgentEpisodes:
     """Episodes of at most `max_length` tokens, played in processes that load the agent's file.
 
-    Each process plays many episodes at once. Without `needs_reward`, reward models score the
-    episodes that have no reward. `log_dir` gets the agents' output, an `agent-<n>.log` or
-    `agent-alone-<n>.log` per process; without it, the output goes to stderr.
+    Each process plays many episodes concurrently. Without `needs_reward`, reward models score the
+    episodes that have no reward. The agents' output goes to `agent-<n>.log` or
+    `agent-alone-<n>.log` in `log_dir`, one file per process, or to stderr without `log_dir`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class AgentEpisodes:
     async def check(self) -> None:
         """Load the agent's file in one process.
 
-        Raises ConfigError with the traceback if that fails.
+        Raises ConfigError with the traceback if loading fails.
         """
         try:
             await self.pool.run(self._setup, self._setup)
@@ -100,7 +100,7 @@ class AgentEpisodes:
             raise ConfigError(f"--train.agent_func_path: {error}") from error
 
     def close(self) -> None:
-        """Kill every process. Episodes in progress end with an error."""
+        """Kill every process. Running episodes fail."""
         self.pool.close()
 
     async def play(
@@ -116,12 +116,12 @@ class AgentEpisodes:
     async def _play(self, draw: _Draw) -> Trajectory:
         """Play one episode.
 
-        Returns a failed episode if the agent raised, took too long, or returned something else.
+        Returns a failed episode if the agent raised, timed out, or returned an invalid result.
         """
         loop = asyncio.get_running_loop()
 
         def answer(turn: int, question: dict[str, Any]) -> asyncio.Future[Generation | str]:
-            # Called in the event loop of the pool, which has a thread of its own.
+            # Called in the event loop of the pool, which runs in its own thread.
             answering = asyncio.run_coroutine_threadsafe(draw.answer(turn, question), loop)
             return asyncio.wrap_future(answering)
 
@@ -186,7 +186,7 @@ class AgentEpisodes:
     def _failed(
         self, draw: _Draw, asked: list[Asked], error: UserCodeError, message: str
     ) -> Trajectory:
-        """Return an episode that is never trained on, with the tokens up to its last sample."""
+        """Return a failed episode, which is never trained on, with the tokens sampled so far."""
         builder = TrajectoryBuilder(draw.prompt.tokens)
         for request in reversed(asked):
             sample = request.answer

@@ -1,4 +1,7 @@
-"""The program of an agent process: one executor from the user's file, many episodes on one loop."""
+"""The program of an agent process.
+
+One executor from the user's file plays many episodes on one event loop.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ RESULT_KEYS = {
     "observation_tokens", "action_ranges", "rollout_log_probs", "reward", "scores", "extra_logs",
     "truncated", "turn_rewards", "notices", "earlier",
 }  # fmt: skip
-# Parameters of vLLM without effect here.
+# Parameters of vLLM that have no effect here.
 IGNORED_PARAMS = {"detokenize", "output_kind", "flat_logprobs", "skip_clone"}
 OLD_QUEUE = """\
 is written for releases 0.8.7 to 0.9.0. Let its class take no arguments, let its method be
@@ -38,7 +41,7 @@ call
 
 
 class EngineProxy:
-    """The engine as one episode sees it. The samples come from the process that owns the pool."""
+    """The engine that an episode uses. It requests samples from the process that owns the pool."""
 
     def __init__(
         self, ask: Ask, params: SamplingParams, tokenizer: PreTrainedTokenizerBase, max_length: int
@@ -51,7 +54,7 @@ class EngineProxy:
     async def generate(
         self, prompt_token_ids: Any, sampling_params: Any = None, multi_modal_data: Any = None
     ) -> RequestOutput:
-        """Return one sample; see `contract.Engine`. May be awaited on any thread's event loop."""
+        """Return one sample (see `contract.Engine`). May be awaited in any thread's event loop."""
         if multi_modal_data:
             raise EngineRefusal("multi_modal_data is given, but the policy reads text only")
         prompt = [int(token) for token in prompt_token_ids]
@@ -84,7 +87,7 @@ class EngineProxy:
         return RequestOutput(prompt_token_ids=prompt, outputs=[output])
 
     def _text(self, generation: Generation, params: SamplingParams) -> str:
-        """Return the sample's text with special tokens, without the token or text that ended it."""
+        """Return the sample's text with special tokens, without its end token or stop string."""
         tokens = generation.tokens
         if isinstance(generation.stop_reason, str):
             if generation.text is not None:
@@ -95,10 +98,10 @@ class EngineProxy:
 
 
 def own_params(params: Any) -> SamplingParams:
-    """Return a copy of sampling parameters, given in our class, in vLLM's, or as a dict.
+    """Return a copy of sampling parameters, given as our class, vLLM's class or a dict.
 
-    Raises EngineRefusal for values of the wrong type, and for parameters of vLLM that are set but
-    not supported.
+    Raises EngineRefusal for values of the wrong type and for unsupported vLLM parameters that are
+    set.
     """
     if isinstance(params, Mapping):
         params = SamplingParams(**params)
@@ -121,7 +124,7 @@ def own_params(params: Any) -> SamplingParams:
 
 
 def _check_others_are_unset(params: Any, supported: set[str]) -> None:
-    """Raise EngineRefusal if parameters of vLLM that are not `supported` differ from defaults."""
+    """Raise EngineRefusal if vLLM parameters not in `supported` differ from their defaults."""
     default = type(params)()
     unsupported: list[str] = []
     for name in getattr(params, "__struct_fields__", vars(params)):
@@ -148,11 +151,11 @@ _loaded: _Loaded
 
 
 def start(path: str, tokenizer: bytes, max_length: int, max_turns: int | None) -> None:
-    """Load the user's file, before any episode. Raises the errors of `load_executor`."""
-    from transformers.dynamic_module_utils import init_hf_modules  # heavy
+    """Load the user's file before any episode. Raises the errors of `load_executor`."""
+    from transformers.dynamic_module_utils import init_hf_modules  # slow import
 
     global _loaded
-    init_hf_modules()  # makes the code of a tokenizer that came with its model importable
+    init_hf_modules()  # makes tokenizer code from the model's repository importable
     _loaded = _Loaded(
         tokenizer=pickle.loads(tokenizer),
         executor=load_executor(Path(path)),
@@ -168,7 +171,7 @@ def start(path: str, tokenizer: bytes, max_length: int, max_turns: int | None) -
 
 
 async def play(prompt: str, label: Any, params: SamplingParams, images: Any) -> dict[str, Any]:
-    """Play one episode. Returns the entries of the executor's result that are used."""
+    """Play one episode and return the entries of the executor's result that are used."""
     arguments = {
         "prompt": prompt,
         "label": label,
@@ -189,7 +192,7 @@ async def play(prompt: str, label: Any, params: SamplingParams, images: Any) -> 
 def load_executor(path: Path) -> AgentExecutorBase:
     """Return the executor of a user's file.
 
-    Raises TypeError or AttributeError, with the mistake and its remedy, if the file has none.
+    Raises TypeError or AttributeError, with the mistake and its fix, if the file has none.
     """
     module = load_file(path)
     kind = getattr(module, CLASS, None)
