@@ -1,10 +1,10 @@
-"""Synchronous and asynchronous training side by side, with an environment that is slow at random,
-and what the simulator says.
+"""Synchronous and asynchronous training side by side, and the simulator's prediction.
 
     python -m benchmarks.latency --median 1 --queue 4 --staleness 16
 
-Wall seconds per step of the same model on the same engine. The simulator gets the measured seconds
-of an update and of a publication, and the distribution of the waits.
+The environment answers after a random time. Measured are wall seconds per step of the same model on
+the same engine. The simulator gets the measured seconds of an update and of a publication, and the
+distribution of the waits.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PROMPTS, SAMPLES, WARM_UP = 16, 4, 4
 STEPS, EPOCHS_AHEAD = (
     20,
     4,
-)  # asynchronous steps are short, and now and then a slow sample holds one up
+)  # asynchronous steps are short, and an occasional slow sample delays one
 
 
 def measured(
     folder: Path, data: Path, given: argparse.Namespace, flags: dict[str, Any]
 ) -> list[dict[str, float]]:
-    """The metrics of each step of a run after the warm-up."""
+    """Return the metrics of each step of a run after the warmup."""
     common: dict[str, Any] = {
         "actor.model_name_or_path": data / "3M-equal",
         "data.prompt_dataset": data / "prompts.jsonl",
@@ -71,12 +71,12 @@ def measured(
 
 
 def per_step(rows: list[dict[str, float]]) -> float:
-    """Wall seconds per step."""
+    """Return the wall seconds per step."""
     return (rows[-1]["time"] - rows[0]["time"]) / (len(rows) - 1)
 
 
 def main() -> None:
-    """Run both ways, and print seconds per step, the speed-up, and the simulator's speed-up."""
+    """Run both ways, and print seconds per step, the speedup, and the simulator's speedup."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

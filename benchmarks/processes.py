@@ -1,5 +1,5 @@
-"""CPU seconds of a command and of all processes it starts, at every row of a file that it writes.
-Linux.
+"""CPU seconds of a command and its descendants at every row of a file that it writes.
+Linux only.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from pathlib import Path
 
 import psutil
 
-LOOK_S = 0.5  # seconds between two looks at the memory
+LOOK_S = 0.5  # seconds between two measurements of the memory
 
 
 @dataclass(kw_only=True)
 class Course:
-    """A finished command: CPU seconds at each row of the followed file, and the most resident
-    memory seen.
+    """A finished command: CPU seconds at each row of the followed file, and peak memory.
+
+    The memory is resident memory.
     """
 
     marks: list[float] = field(default_factory=list[float])
     first_row_s: float = 0.0  # wall time from the start of the command
-    peak_bytes: int = 0  # of all processes; memory that they share counts in each
+    peak_bytes: int = 0  # of all processes; shared memory counts in each of them
 
     def steps(self, rows: int) -> list[float]:
         """Return the CPU seconds from each row to the next.
@@ -52,7 +53,7 @@ def follow(
                 seen = trained(rows)
                 if (
                     seen > len(course.marks) or time.monotonic() > looked + LOOK_S
-                ):  # a look costs 5 ms
+                ):  # a measurement takes 5 ms
                     cpu, memory = usage(process.pid)
                     if seen and not course.marks:
                         course.first_row_s = time.monotonic() - started
@@ -70,7 +71,10 @@ def follow(
 
 
 def trained(rows: Path) -> int:
-    """Training steps in a file of metrics: its whole lines, without those of evaluations."""
+    """Return the training steps in a file of metrics.
+
+    Incomplete lines and evaluations are ignored.
+    """
     return (
         sum(b'"train/' in line for line in rows.read_bytes().split(b"\n")[:-1])
         if rows.exists()
@@ -79,10 +83,10 @@ def trained(rows: Path) -> int:
 
 
 def usage(root: int) -> tuple[float, int]:
-    """CPU seconds and resident bytes of a process and everything below it.
+    """Return the CPU seconds and resident bytes of a process and all its descendants.
 
-    Ended children count where their parent waited for them: raylet does not, so the start of a run
-    is not complete.
+    Ended children count only if their parent waited for them. The raylet does not, so the start of
+    a run is incomplete.
     """
     cpu, memory = 0.0, 0
     parent = psutil.Process(root)
@@ -90,6 +94,6 @@ def usage(root: int) -> tuple[float, int]:
         with suppress(psutil.NoSuchProcess):
             cpu += sum(
                 process.cpu_times()[:4]
-            )  # user and system, its own and of its ended children
+            )  # user and system, of the process and its ended children
             memory += process.memory_info().rss
     return cpu, memory

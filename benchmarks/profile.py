@@ -1,8 +1,7 @@
-"""Where the CPU seconds of a GRPO step go, by part and process. Needs py-spy, which comes with Ray,
-and its permissions.
+"""CPU seconds of a GRPO step by part and process.
 
-The shares are those of py-spy's looks. The CPU seconds of a step are those of the processes, while
-py-spy looks.
+Needs py-spy, which comes with Ray, and its permissions. The shares are those of py-spy's samples.
+The CPU seconds of a step are those of the processes while py-spy samples them.
 
 python -m benchmarks.profile --size 25M --lengths equal --dtype fp32
 """
@@ -27,8 +26,8 @@ from benchmarks.processes import trained
 from benchmarks.run import MEASURED, WARM_UP, Grpo
 
 SPY = Path(sys.executable).parent / "py-spy"
-RATE = 100  # looks per second
-PARTS = (  # the first whose word is in a stack has the sample
+RATE = 100  # samples per second
+PARTS = (  # a sample counts for the first part whose word is in its stack
     ("publication", "publication_receive"),
     ("publication", "send_weights"),
     ("engine: sampling", "sample_tokens"),
@@ -45,8 +44,8 @@ PARTS = (  # the first whose word is in a stack has the sample
 ROLES = {
     "ray::RolloutEng": "engine",
     "ray::WorkerHost": "trainer",
-}  # by the beginning of a process's name
-# innermost calls in which a thread waits, though py-spy may call it busy
+}  # by prefix of the process name
+# innermost calls in which a thread waits, although py-spy may report it as busy
 WAITING = (
     "select (",
     "wait (",
@@ -61,8 +60,9 @@ WAITING = (
 
 
 def watch(rows: Path, run: psutil.Process, folder: Path) -> dict[str, Path]:
-    """After the warm-up, record every process of the run that computes, until the run ends. Returns
-    the records by role.
+    """Record every computing process of the run, from the warmup until the run ends.
+
+    Return the records by role.
     """
     while run.is_running() and trained(rows) < WARM_UP:
         time.sleep(0.05)
@@ -97,7 +97,7 @@ def watch(rows: Path, run: psutil.Process, folder: Path) -> dict[str, Path]:
 
 
 def samples(record: Path) -> Iterator[tuple[str, int]]:
-    """Stacks and how often each was seen computing."""
+    """Return stacks, and how often each was sampled while computing."""
     for line in record.read_text().splitlines():
         stack, _, count = line.rpartition(" ")
         innermost = stack.rpartition(";")[2]

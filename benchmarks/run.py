@@ -1,10 +1,10 @@
-"""Measures this project and TRL side by side, in alternating rounds: CPU seconds of all processes
-per step, and ratios.
+"""Measures this project and TRL side by side, in alternating rounds.
 
     make bench
     python -m benchmarks.run --rounds 1 --only grpo-equal-fp32 --peer .venv/peer
 
-`--peer`: a folder with TRL, which `make bench` installs; without it this project is measured alone.
+Prints CPU seconds of all processes per step, and ratios. `--peer`: a folder with TRL, which `make
+bench` installs; without it, only this project is measured.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CAVEATS = (
 
 
 def ours(command: str, flags: dict[str, Any], folder: Path) -> Course:
-    """A command of this project, followed through its metrics."""
+    """Run a command of this project, and follow its metrics."""
     common: dict[str, Any] = {
         "run.dir": folder,
         "ckpt.output_dir": folder / "model",
@@ -56,7 +56,7 @@ def ours(command: str, flags: dict[str, Any], folder: Path) -> Course:
 
 
 def trl(script: str, *arguments: object, folder: Path, peer: Path) -> Course:
-    """A script of TRL, followed through the file of rows that is its first argument."""
+    """Run a script of TRL, and follow the file of rows that is its first argument."""
     rows = folder.with_suffix(".jsonl")
     environment = ONE_THREAD | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(peer)])}
     words = [sys.executable, "-m", f"benchmarks.{script}", *map(str, (rows, *arguments))]
@@ -65,7 +65,7 @@ def trl(script: str, *arguments: object, folder: Path, peer: Path) -> Course:
 
 @dataclass(frozen=True, kw_only=True)
 class Grpo:
-    """GRPO, one optimizer step for each batch of 256 samples, without a KL. Our rows are packed."""
+    """GRPO with one optimizer step per batch of 256 samples, without a KL. Our rows are packed."""
 
     lengths: str  # equal: every response has 64 tokens; tail: mean 64, cut at 256
     dtype: str
@@ -118,8 +118,9 @@ class Grpo:
 
 @dataclass(frozen=True, kw_only=True)
 class Offline:
-    """SFT, training of a reward model or DPO, texts of 16 to 256 tokens, in float32. Our rows are
-    packed.
+    """SFT, training of a reward model or DPO, with texts of 16 to 256 tokens, in float32.
+
+    Our rows are packed.
     """
 
     name: str
@@ -157,8 +158,9 @@ class Offline:
         )
 
     def figure(self, course: Course, data: Path) -> float:
-        """Tokens of the rows by the CPU seconds of the last epoch. Raises ValueError if the run had
-        other steps.
+        """Return the tokens of the rows per CPU second of the last epoch.
+
+        Raises ValueError if the run had other steps.
         """
         rows = len((data / self.rows).read_text().splitlines())
         steps = rows // workload.BATCH
@@ -181,7 +183,7 @@ CASES: Sequence[Grpo | Offline] = [
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print a line per run, and at last a line per case."""
+    """Print a line per run, and finally a line per case."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

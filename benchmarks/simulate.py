@@ -1,12 +1,11 @@
-"""Predicts the speed of asynchronous training for a distribution of episode lengths, without
-models.
+"""Predicts the speed of asynchronous training for a distribution of episode lengths.
 
     python -m benchmarks.simulate --prompts 64 --samples 8 --slots 512 --median 30 \
         --sigma 1 --train 20
     python -m benchmarks.simulate --prompts 512 --samples 8 --engines 2000 --slots 4 --queues 1 2 4
 
-Which prompts may start and which make a step is decided by the code that decides it in a run
-(`trainers.capacity`).
+No model is needed. The code that decides which prompts may start and which make a step is that of a
+run (`trainers.capacity`).
 """
 
 from __future__ import annotations
@@ -29,16 +28,17 @@ from openrlhf.trainers.capacity import Capacity, Held
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a run does. Times in seconds; an episode takes `median` · exp(`sigma` · z), z standard
-    normal.
+    """The workload of a run. Times are in seconds.
+
+    An episode takes `median` · exp(`sigma` · z), where z is standard normal.
     """
 
-    prompts: int  # of a step
-    samples: int  # of a prompt
-    slots: int  # episodes that all engines together run at a time
+    prompts: int  # per step
+    samples: int  # per prompt
+    slots: int  # concurrent episodes of all engines together
     median: float
     sigma: float
-    train: float  # of a step
+    train: float  # per step
     publish: float
     steps: int = 50
     seed: int = 1
@@ -46,7 +46,7 @@ class Workload:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What came out: seconds of the run, and how busy everything was."""
+    """The results: seconds of the run, idle shares, and ages of samples."""
 
     steps: int
     seconds: float
@@ -56,17 +56,17 @@ class Outcome:
 
     @property
     def per_step(self) -> float:
-        """Seconds per step."""
+        """Return the seconds per step."""
         return self.seconds / self.steps
 
     @property
     def lag(self) -> float:
-        """The mean age of a sample, in versions."""
+        """Return the mean age of a sample, in versions."""
         return fmean(self.lags.elements())
 
 
 class Engines:
-    """Slots that run episodes in the order in which they come. Time is that of the simulation."""
+    """Slots that run episodes in the order of their arrival, in simulated time."""
 
     def __init__(self, work: Workload) -> None:
         self.work, self.draw = work, random.Random(work.seed)
@@ -77,7 +77,7 @@ class Engines:
         self._numbers = count()
 
     def add(self, prompt: int, now: float) -> None:
-        """Ask for the samples of a prompt."""
+        """Request the samples of a prompt."""
         self.left[prompt] = self.work.samples
         self.waiting.extend([prompt] * self.work.samples)
         self._fill(now)
@@ -91,23 +91,23 @@ class Engines:
             )
 
     def next_end(self) -> float:
-        """When the next episode ends."""
+        """Return when the next episode ends."""
         return self.running[0][0] if self.running else math.inf
 
     def end_one(self) -> int | None:
-        """End the next episode. Returns its prompt if that was the last of its samples."""
+        """End the next episode, and return its prompt if that was the last of its samples."""
         now, _, prompt = heapq.heappop(self.running)
         self._fill(now)
         self.left[prompt] -= 1
         return None if self.left[prompt] else prompt
 
     def pause(self, seconds: float) -> None:
-        """All episodes under way end later."""
+        """Delay the end of all unfinished episodes."""
         self.running = [(end + seconds, number, prompt) for end, number, prompt in self.running]
 
 
 def synchronous(work: Workload) -> Outcome:
-    """Generate, train, publish, one after the other."""
+    """Generate, train and publish, one after the other."""
     engines, now, numbers = Engines(work), 0.0, count()
     for _ in range(work.steps):
         for _ in range(work.prompts):
@@ -120,8 +120,9 @@ def synchronous(work: Workload) -> Outcome:
 
 
 def asynchronous(work: Workload, queue: int, staleness: int, *, partial: bool) -> Outcome:
-    """Generate while training. `partial`: a publication pauses episodes, and does not wait for
-    them.
+    """Generate while training.
+
+    `partial`: a publication pauses episodes instead of waiting for them.
     """
     rule = Capacity(batch=work.prompts, queue=queue, staleness=staleness)
     engines, held, lags = Engines(work), dict[int, Held](), Counter[int]()
@@ -152,7 +153,7 @@ def asynchronous(work: Workload, queue: int, staleness: int, *, partial: bool) -
 
 
 def outcome(work: Workload, engines: Engines, seconds: float, lags: Counter[int]) -> Outcome:
-    """The outcome of a run."""
+    """Return the outcome of a run."""
     return Outcome(
         steps=work.steps,
         seconds=seconds,
@@ -163,7 +164,10 @@ def outcome(work: Workload, engines: Engines, seconds: float, lags: Counter[int]
 
 
 def rows(work: Workload, queues: list[int], staleness: int | None) -> Iterator[list[str]]:
-    """A row for each way to run: name, seconds per step, speed-up, idle shares, mean age."""
+    """Return a row for each way to run.
+
+    A row has the name, seconds per step, speedup, idle shares, and mean age.
+    """
     base = synchronous(work)
     runs = [("synchronous", base)]
     for queue in queues:
@@ -182,7 +186,7 @@ def rows(work: Workload, queues: list[int], staleness: int | None) -> Iterator[l
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 on. Raises ValueError."""
+    """Return a positive integer. Raises ValueError for any other text."""
     if (number := int(text)) < 1:
         raise ValueError(text)
     return number

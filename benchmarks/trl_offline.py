@@ -1,7 +1,8 @@
-"""SFT, training of a reward model or DPO in TRL, rows grouped by length, in float32. Writes a row
-at the end of each step.
+"""SFT, training of a reward model or DPO in TRL, in float32.
 
 python -m benchmarks.trl_offline ROWS KIND MODEL DATA
+
+Rows are grouped by length. Writes a row at the end of each step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from benchmarks.workload import BATCH, EPOCHS, LONGEST_ROW, OFFLINE_MICRO_BATCH
 
 
 class GroupedPairs:
-    """The trainers of pairs do not know the length of a row by themselves."""
+    """A trainer of pairs with the lengths of rows, which TRL's trainers do not have."""
 
     train_dataset: Any
 
@@ -40,11 +41,11 @@ class GroupedPairs:
 
 
 class GroupedRewardTrainer(GroupedPairs, RewardTrainer):
-    """A reward model from pairs that are grouped by length."""
+    """Reward model training on pairs that are grouped by length."""
 
 
 class GroupedDPOTrainer(GroupedPairs, DPOTrainer):
-    """DPO from pairs that are grouped by length."""
+    """DPO on pairs that are grouped by length."""
 
 
 KINDS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
@@ -60,7 +61,7 @@ KINDS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
 
 
 class Rows(TrainerCallback):
-    """Writes the row of every step."""
+    """A callback that writes the row of every step."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -87,7 +88,7 @@ def main(rows: str, kind: str, model: str, data: str) -> None:
         save_strategy="no",
         disable_tqdm=True,
     )
-    columns = {"input": "prompt", "output": "completion"}  # those of pairs have other names already
+    columns = {"input": "prompt", "output": "completion"}  # rows of pairs already have other names
     dataset: Any = load_dataset("json", data_files=data, split="train")
     named = dataset.rename_columns(
         {old: new for old, new in columns.items() if old in dataset.column_names}

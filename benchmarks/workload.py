@@ -1,4 +1,4 @@
-"""What is measured: models and data. Random, from a seed.
+"""The measured workload: models and data, random from a seed.
 
 python -m benchmarks.workload FOLDER SIZE
 """
@@ -18,7 +18,7 @@ VOCABULARY = 128
 LETTERS = [chr(code) for code in range(33, 127)]
 PAD, END, SECOND_END = 0, 1, 2
 PROMPTS = 512
-STEP_PROMPTS, SAMPLES, MICRO_BATCH = 32, 8, 32  # of a GRPO step
+STEP_PROMPTS, SAMPLES, MICRO_BATCH = 32, 8, 32  # per GRPO step
 SFT_ROWS, PAIRS, LONGEST_ROW = 512, 512, 256  # of the offline cases
 SHORT_PROMPT, LONG_PROMPT = 8, 96  # letters; those of GSM8K and HH-RLHF are long
 LONGEST_PROMPT = {"prompts": 2 * SHORT_PROMPT, "long_prompts": LONG_PROMPT}
@@ -32,8 +32,9 @@ SIZES: dict[str, dict[str, Any]] = {  # by number of parameters
 
 
 def save_tokenizer(folder: Path) -> None:
-    """One token per character: printable ASCII, and control characters as byte-level tokenizers
-    write them.
+    """Save a tokenizer with one token per character.
+
+    The characters are printable ASCII, and control characters as byte-level tokenizers write them.
     """
     characters = [*LETTERS, *(chr(0x100 + byte) for byte in range(32))]
     words = {
@@ -46,8 +47,9 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def save_model(folder: Path, size: str, *, ends: bool) -> None:
-    """A random Qwen2 with tied embeddings. `ends`: each token ends the response with probability
-    1/67; else none does.
+    """Save a random Qwen2 with tied embeddings.
+
+    `ends`: each token ends the response with probability 1/67; otherwise none does.
     """
     torch.manual_seed(1)
     model = Qwen2ForCausalLM(
@@ -63,8 +65,8 @@ def save_model(folder: Path, size: str, *, ends: bool) -> None:
         )
     )
     with torch.no_grad():
-        # Coordinate 0 of the residual stream is 0.5 whatever the text: a negative weight there
-        # makes a token impossible.
+        # Coordinate 0 of the residual stream is 0.5 for any text: a negative weight there makes a
+        # token impossible.
         layers: Any = model.model.layers
         for layer in layers:
             layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0.0
@@ -82,7 +84,7 @@ def text(draw: random.Random, length: int) -> str:
 
 
 def write(folder: Path, size: str) -> None:
-    """Write everything below `folder`, with models of this size."""
+    """Write everything to `folder`, with models of this size."""
     draw = random.Random(1)
     save_model(folder / f"{size}-equal", size, ends=False)
     save_model(folder / f"{size}-tail", size, ends=True)
@@ -95,8 +97,9 @@ def write(folder: Path, size: str) -> None:
 
 
 def dialogue(draw: random.Random, *answers: str, prompt: int = SHORT_PROMPT) -> dict[str, str]:
-    """A prompt of so many letters and answers of 7 letters or more, together at most 255; the end
-    token comes behind.
+    """Return a prompt of the given length and an answer of at least 7 letters.
+
+    Together they have at most 255 letters; the end token follows.
     """
     longest = LONGEST_ROW - prompt - 1
     return {"input": text(draw, prompt)} | {
@@ -109,7 +112,10 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def count_tokens(path: Path) -> int:
-    """Tokens of a file that `dialogue` made: one per letter, and an end token for each text."""
+    """Count the tokens of a file that `dialogue` made.
+
+    They are one per letter, and one end token per text.
+    """
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return sum(
         len(row["input"]) + len(answer) + 1

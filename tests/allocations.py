@@ -1,4 +1,4 @@
-"""What operations allocate."""
+"""Sizes of the tensors that operations return."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LargestTensor(TorchDispatchMode):
-    """Within it, the number of elements of the largest tensor that any operation returned,
-    backwards included.
+    """A mode that records the number of elements of the largest tensor that any operation returned.
+
+    Operations of backward passes are included.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What holds for every test: one thread per process, no hub, and where data and devices are."""
+"""Settings of all tests: one thread per process, no Hub, and the locations of data and devices."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from tests.verify.record import Verified
 
 hypothesis.settings.register_profile(
     "patient", deadline=None
-)  # how long an example takes says something of the machine
+)  # the time of an example depends on the machine
 hypothesis.settings.load_profile("patient")
 
 # pytest writes the name of each test into the environment. A thread of Ray that reads it at that
-# moment (gRPC asks for TZ when a connection ends) has crashed the process of the tests: glibc moves
+# moment (gRPC asks for TZ when a connection ends) has crashed the test process, because glibc moves
 # the variables when it adds one.
 assert runner._update_current_test_var
 runner._update_current_test_var = lambda item, when: None
 
-# A shell lets what it starts in the background ignore Ctrl-C, and so would the commands that tests
-# interrupt.
+# A shell makes background processes ignore Ctrl-C, and the commands that tests interrupt would
+# inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -50,18 +50,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Put outcomes of `-m verify` on record, once per session: in the process that other workers
-    report to.
-    """
+    """Record outcomes of `-m verify` once per session, in the process that workers report to."""
     if config.option.markexpr == "verify" and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Verified(config.option.shard))
 
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
-    """Test data that is not part of the repository; tests that need it are skipped where it is
-    absent.
-    """
+    """Return the folder of test data outside the repository; skip the test if it is missing."""
     folder = ROOT / os.environ.get("OPENRLHF_TEST_DATA", "../shared/data")
     if not folder.is_dir():
         pytest.skip(f"no test data in {folder}: OPENRLHF_TEST_DATA names its folder")
@@ -69,8 +65,9 @@ def data_dir() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is no CUDA device, except in a rehearsal
-    (tests/gpu/rehearsal.py).
+    """Skip tests marked `gpu` if there is no CUDA device.
+
+    They run in a rehearsal (tests/gpu/rehearsal.py).
     """
     if count_gpus() == 0 and not REHEARSAL:
         for item in items:
@@ -80,9 +77,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def quick_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Notices are the same on every machine that runs the tests."""
+    """Make notices the same on every machine that runs the tests."""
     monkeypatch.setattr(machine, "has_quick_bfloat16", lambda: True)
 
 
 def pytest_runtest_setup() -> None:
-    machine.cluster_gpus = None  # a cluster that one test declares or joins is not that of the next
+    machine.cluster_gpus = None  # the clusters that a test declares or joins end with it

@@ -1,5 +1,5 @@
-"""How much a reader carries per statement: nodes of the syntax tree without docstrings, imports and
-annotations.
+"""The density of the code: nodes of the syntax tree per statement.
+Docstrings, imports and annotations do not count.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ class Counts:
         self.statements: list[int] = []  # nodes of each, without the statements inside it
 
     def visit(self, node: ast.AST, *, in_comprehension: bool = False) -> int:
-        """Count a node and all nodes below it. Returns the nodes that belong to the enclosing
-        statement.
-        """
+        """Count a node and all nodes below it, and return those of the enclosing statement."""
         self.nodes += 1
         if isinstance(node, ast.IfExp):
             self.conditionals += 1

@@ -1,4 +1,4 @@
-"""HTTP servers of the tests: common parts."""
+"""Common parts of the fake HTTP servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server of the tests, whose models judge as their names say."""
+"""A fake OpenAI-compatible server whose models judge as their names say."""
 
 from __future__ import annotations
 

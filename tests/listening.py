@@ -1,4 +1,4 @@
-"""Where this machine listens, as the kernel says it."""
+"""Listening TCP addresses of this machine, as the kernel reports them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LISTENS = "0A"
 
 
 def listening_addresses(port: int) -> set[str]:
-    """The addresses of this machine at which a process listens with a TCP port."""
+    """Return the addresses of this machine on which a process listens with a TCP port."""
     found: set[str] = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
@@ -22,8 +22,9 @@ def listening_addresses(port: int) -> set[str]:
 
 
 def _written(address: str) -> str:
-    """An address as people write it; the kernel writes its words of 32 bits in the order of the
-    machine.
+    """Return an address in its usual notation.
+
+    The kernel writes its 32-bit words in the machine's byte order.
     """
     words = [int(address[start : start + 8], 16) for start in range(0, len(address), 8)]
     packed = struct.pack(f"={len(words)}I", *words)

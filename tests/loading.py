@@ -1,4 +1,4 @@
-"""Settings for loading a model, as tests give them."""
+"""Settings of the tests for loading a model."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ def load_spec(
     load_in_4bit: bool = False,
     **more: Any,
 ) -> LoadSpec:
-    """The settings for loading the model in a folder."""
+    """Return the settings for loading the model in a folder."""
     ds = LoadingConfig(
         param_dtype=param_dtype,
         attn_implementation=attention,

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server of the tests, whose models behave as their names say."""
+"""A fake OpenAI-compatible server whose models behave as their names say."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What keeps the pages of docs/ true: links to source lines by symbol, flags with defaults, flag
-sets that run, curves that were seen, metrics.
+"""Keeps the pages of docs/ correct.
 
-`python -m tests.pages` (`make docs`) writes the links, the curves and the page of metrics anew.
+It checks links to source files by symbol, flags with defaults, flag sets that run, recorded curves,
+and metrics. `python -m tests.pages` (`make docs`) rewrites the links, the curves and the page of
+metrics.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from tests.verify.learning import RECORDS, by_name, page, read_runs, summary
 ALGORITHMS = ROOT / "docs" / "algorithms.md"
 METRICS = ROOT / "docs" / "metrics.md"
 CURVES = RECORDS.with_suffix(".md")
-# [`advantages.gae`](../openrlhf/algorithms/advantages.py): the end of a dotted name that only one
-# definition has.
+# [`advantages.gae`](../openrlhf/algorithms/advantages.py): the end of a dotted name with exactly
+# one definition.
 LINK = re.compile(r"\[`(\w+(?:\.\w+)+)`\]\((?:[^)\s]*\.py(?:#L\d+)?)?\)")
 # `--actor.eps_clip (0.2)`
 FLAG = re.compile(r"`--([\w.]+)(?: \(([^)`]*)\))?`")
-# ```bash gspo: what it takes to be that method
+# ```bash gspo: the flags of that method
 FLAG_SET = re.compile(r"^```bash (\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # <!-- learned gspo -->0.33 → 0.51<!-- end -->
 LEARNED = re.compile(r"(<!-- learned (\w+) -->).*?(<!-- end -->)", re.DOTALL)
@@ -51,14 +52,15 @@ METRICS_INTRODUCTION = (
 
 
 def pages() -> list[Path]:
-    """The pages that are written by hand."""
+    """Return the pages that are written by hand."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @cache
 def definitions() -> dict[str, list[Path]]:
-    """The file where each name is defined, under every dotted ending that has a module in it: `gae`
-    is not enough, `advantages.gae` is.
+    """Return the file where each name is defined, under every dotted ending that includes a module.
+
+    `gae` is not enough, `advantages.gae` is.
     """
     places: dict[str, list[Path]] = {}
     for module in package().values():
@@ -82,8 +84,9 @@ def _symbols(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
 
 
 def relinked(text: str, folder: Path) -> str:
-    """The text with every link by symbol leading to its definition. Raises ValueError for a symbol
-    with none, or with several.
+    """Return the text with every link by symbol leading to its definition.
+
+    Raises ValueError for a symbol with no definition or with several.
     """
 
     def link(found: re.Match[str]) -> str:
@@ -99,7 +102,7 @@ def relinked(text: str, folder: Path) -> str:
 
 
 def with_curves(text: str) -> str:
-    """The text with what was learned at every mark for it."""
+    """Return the text with the recorded curve at every mark for it."""
     seen = {name: summary(runs) for name, runs in by_name(read_runs()).items()}
 
     def learned(found: re.Match[str]) -> str:
@@ -109,14 +112,15 @@ def with_curves(text: str) -> str:
 
 
 def flag_sets() -> dict[str, list[str]]:
-    """The flags of every named method of docs/algorithms.md."""
+    """Return the flags of every named method of docs/algorithms.md."""
     blocks = FLAG_SET.findall(ALGORITHMS.read_text(encoding="utf-8"))
     return {name: flags.replace("\\\n", " ").split() for name, flags in blocks}
 
 
 def says_its_default(flag: Flag, said: str) -> bool:
-    """Whether a text in parentheses after a flag's name is its default: a number in any spelling,
-    on, off, or unset.
+    """Return whether a text in parentheses after a flag's name is its default.
+
+    It may be a number in any spelling, on, off, or unset.
     """
     if flag.shape == "switch":
         return said == ("on" if flag.default else "off")
@@ -131,12 +135,12 @@ def says_its_default(flag: Flag, said: str) -> bool:
 
 
 def rewritten(path: Path) -> str:
-    """A page as it has to be."""
+    """Return the up-to-date text of a page."""
     return with_curves(relinked(path.read_text(encoding="utf-8"), path.parent))
 
 
 def metrics_page() -> str:
-    """The documentation page of all metrics: one table per stage, names in alphabetical order."""
+    """Return the documentation page of all metrics: one table per stage, in alphabetical order."""
     lines = ["# Metrics", "", METRICS_INTRODUCTION]
     for stage, title in METRIC_STAGES.items():
         lines += [
@@ -154,7 +158,7 @@ def metrics_page() -> str:
 
 
 def write_pages() -> None:
-    """Bring all pages up to date."""
+    """Update all pages."""
     METRICS.write_text(metrics_page(), encoding="utf-8")
     runs = read_runs()
     if runs:

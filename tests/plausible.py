@@ -1,4 +1,4 @@
-"""Numbers of a run that cannot be right."""
+"""Implausible numbers of a run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ ROUNDING = 1e-6  # a value may miss its range by this much
 
 
 def range_of(spec: MetricSpec) -> str:
-    """The range for a reader: "0 to 1", "≥ 0", or "any"."""
+    """Return the range as text: "0 to 1", "≥ 0", or "any"."""
     low, high = spec.bounds
     return f"{low:g} to {high:g}" if high < inf else f"≥ {low:g}" if low > -inf else "any"
 
 
 def implausible(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each number in the rows of a metrics.jsonl that cannot be right.
+    """Return a message for each implausible number in the rows of a metrics.jsonl.
 
-    A number cannot be right if it is not finite, lies outside its declared range, or exceeds a
+    A number is implausible if it is not finite, lies outside its declared range, or exceeds a
     number that bounds it.
     """
     found: list[str] = []

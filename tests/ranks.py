@@ -1,4 +1,4 @@
-"""Runs a test module as several processes, the way a launcher would."""
+"""Runs a test module as several processes, as a launcher would."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ ROOT = Path(__file__).parent.parent
 
 
 def run_ranks(ranks: int, module: str, *arguments: str, timeout: float = 400) -> None:
-    """Run `python -m module arguments…` as `ranks` processes of one group; raises with their output
-    when one fails.
+    """Run `python -m module arguments…` as `ranks` processes of one group.
+
+    Raises an error with their output if one fails.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -52,8 +53,9 @@ def run_ranks(ranks: int, module: str, *arguments: str, timeout: float = 400) ->
 
 
 def main() -> None:
-    """One of the processes. It ends without unloading: Gloo's threads may abort a process while its
-    interpreter ends.
+    """Run one of the processes.
+
+    It ends without unloading: Gloo's threads may abort a process while its interpreter ends.
     """
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

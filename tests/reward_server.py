@@ -1,4 +1,4 @@
-"""A reward server of the tests. The path of a request names the behaviour."""
+"""A fake reward server. The path of a request names its behavior."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package's source as a graph: which module imports what, when it is loaded and later."""
+"""The package's source as a graph of imports: when a module is loaded, and later."""
 
 from __future__ import annotations
 
@@ -31,21 +31,23 @@ class Module:
 
     @property
     def room(self) -> str:
-        """The subpackage: `trainers` for openrlhf.trainers.ppo, empty for the package itself."""
+        """Return the subpackage: `trainers` for openrlhf.trainers.ppo, empty for the package."""
         return self.name.split(".")[1] if "." in self.name else ""
 
     def imports(self) -> set[str]:
-        """All modules it names: at the top, inside functions, for type checkers only, and by
+        """Return all modules that it names.
+
+        They are imported at the top, inside functions, for type checkers only, or by
         `import_module`.
         """
         return {name for node in ast.walk(self.tree) for name in _imported(node)}
 
     def loads(self) -> set[str]:
-        """The modules that are imported when it is."""
+        """Return the modules that are imported when it is."""
         return {name for node in _run_at_import(self.tree) for name in _imported(node)}
 
     def functions(self) -> Iterator[tuple[str, int]]:
-        """Name and number of lines of every function and method."""
+        """Return the name and number of lines of every function and method."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
                 yield node.name, node.end_lineno - node.lineno + 1
@@ -53,7 +55,7 @@ class Module:
 
 @cache
 def package() -> dict[str, Module]:
-    """All modules of the package by name."""
+    """Return all modules of the package by name."""
     modules = {}
     for path in sorted((ROOT / "openrlhf").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -62,8 +64,9 @@ def package() -> dict[str, Module]:
 
 
 def loaded_with(name: str) -> set[str]:
-    """Everything that importing a module loads, as far as our own sources tell: our modules, and
-    libraries by top name.
+    """Return everything that importing a module loads, according to our own sources.
+
+    These are our modules, and libraries by top-level name.
     """
     seen: set[str] = set()
     waiting = {name}

@@ -1,4 +1,4 @@
-"""What a generator gives, waited for: tests are not asynchronous."""
+"""Synchronous access to a generator's results: tests are not asynchronous."""
 
 from __future__ import annotations
 

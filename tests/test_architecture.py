@@ -1,6 +1,4 @@
-"""The arrows of docs/architecture.md, walked over every module's imports, and the length of
-functions.
-"""
+"""The import directions of docs/architecture.md, checked for every module, and function lengths."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ LEVELS = {
     )
     for room in rooms
 }
-# Where each heavy library may be named at all. torch and transformers are at home in many rooms.
+# Packages that may name each heavy library. torch and transformers are used in many packages.
 HOMES = {
     "vllm": ["rollout.engine*"],
     "cloudpickle": ["rollout.engine*"],
@@ -67,16 +65,16 @@ STANDARD_LIBRARY_ONLY = [
     "utils",
     "cli*",
 ]
-# Names of estimators and losses, and their traits: algorithms register functions under them.
+# Names and traits of estimators and losses. Algorithms register functions under these names.
 NAMES_AND_TRAITS = {"openrlhf.config", "openrlhf.config.choices"}
 WITHOUT_TORCH = ["isolation*", "agents.contract", "agents.program", "rewards*"]
 # Modules that write to a stream without `reporting`.
 WRITE_THEMSELVES = [
     "reporting",
-    "isolation.program",  # runs in a process of user code, and loads nothing of ours
+    "isolation.program",  # runs in a process of user code, and loads none of our modules
     "rollout.engine_check",  # prints JSON, which another process reads
 ]
-# Packages whose density is within its bounds, and stays there.
+# Packages whose density must stay within the bounds.
 WITHIN_BOUNDS = [
     "agents",
     "algorithms",
@@ -124,8 +122,9 @@ def test_imports_point_down_and_siblings_do_not_know_each_other(module: Module) 
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Imports inside functions and for type checkers count. What is left when modules without
-    imports are taken away, again and again, is circular.
+    """Imports inside functions and for type checkers count.
+
+    Modules without imports are removed repeatedly; the remaining modules form a cycle.
     """
     graph = {
         name: module.imports() & package().keys() - {name} for name, module in package().items()

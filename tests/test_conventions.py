@@ -1,5 +1,5 @@
-"""docs/conventions.md: every number it states about our formulas is computed here, and it states no
-other.
+"""docs/conventions.md: every number it states about our formulas is computed here.
+It states no other numbers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PROOFS: dict[str, Callable[[], list[str]]] = {}
 
 
 def proves(name: str) -> Callable[[Callable[[], list[str]]], Callable[[], list[str]]]:
-    """Register what computes the sentences of a row."""
+    """Register the function that computes the sentences of a row."""
 
     def register(proof: Callable[[], list[str]]) -> Callable[[], list[str]]:
         PROOFS[name] = proof
@@ -55,7 +55,7 @@ def proves(name: str) -> Callable[[Callable[[], list[str]]], Callable[[], list[s
 
 
 def numbers(values: torch.Tensor | list[float]) -> str:
-    """As the page writes them; 0.000 is never -0.000."""
+    """Format numbers as the page writes them; 0.000 is never -0.000."""
     return ", ".join(
         f"{value + 0.0:.3f}".replace("-0.000", "0.000")
         for value in torch.as_tensor(values).tolist()
@@ -243,7 +243,7 @@ def temperature() -> list[str]:
 
 
 def pair(logprobs: tuple[float, float], lengths: tuple[int, int] = (1, 1)) -> Judged:
-    """A pair with these Σ log π of the policy, and a reference that gives both answers 0."""
+    """Return a pair with these Σ log π of the policy; the reference gives both answers 0."""
     policy, tokens = torch.tensor([logprobs]), torch.tensor([lengths], dtype=torch.float32)
     return Judged(policy=policy, reference=torch.zeros_like(policy), tokens=tokens)
 
@@ -307,7 +307,7 @@ def test_the_function_of_a_row_is_there(name: str) -> None:
 
 
 def test_what_the_page_says_of_other_formulas() -> None:
-    """Those numbers that follow from the row's own example."""
+    """These are the numbers that follow from the row's own example."""
     assert "0.6" in ROWS["RLOO with a KL in the reward"][2] and pytest.approx(0.6) == (1 - 0.5) - (
         0 - 0.1
     )

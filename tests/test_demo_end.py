@@ -1,4 +1,4 @@
-"""The end of the demo, from what its stages logged; the demo itself is run by `make verify`."""
+"""The end of the demo, from the logs of its stages; `make verify` runs the demo itself."""
 
 from __future__ import annotations
 

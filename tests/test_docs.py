@@ -1,6 +1,4 @@
-"""The documents keep their promises: commands that are accepted, links that lead somewhere, pages
-that are up to date.
-"""
+"""The documents are correct: commands are accepted, links work, and pages are up to date."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ TUTORIAL = (ROOT / "docs/tutorial.md").read_text()
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Every training command of the tutorial: its name and its words."""
+    """Yield every training command of the tutorial: its name and its arguments."""
     for block in re.findall(r"```bash\n(.*?)```", TUTORIAL, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             found = re.search(r"openrlhf\.cli\.(\w+) (.*)", line)
@@ -192,7 +190,7 @@ def test_every_make_target_that_is_named_exists(page: Path) -> None:
 
 
 def test_the_page_of_metrics_is_the_glossary() -> None:
-    """`make docs` writes it anew."""
+    """`make docs` rewrites the page."""
     assert METRICS.read_text() == metrics_page()
 
 
@@ -200,7 +198,7 @@ def test_the_page_of_metrics_is_the_glossary() -> None:
 def test_links_by_symbol_lead_to_the_file_that_defines_it_and_curves_are_those_on_record(
     path: Path,
 ) -> None:
-    """`make docs` writes links and curves anew."""
+    """`make docs` rewrites links and curves."""
     assert path.read_text() == rewritten(path)
 
 
@@ -219,7 +217,7 @@ def test_a_link_follows_its_symbol_and_one_that_no_definition_has_is_an_error() 
 
 @cache
 def all_flags() -> dict[str, Flag]:
-    """The flags of all commands; where several have one, that of RL."""
+    """Return the flags of all commands; if several have a flag, the one of RL."""
     return {
         path: flag
         for command in ("train_sft", "train_rm", "train_ppo_ray")
@@ -288,7 +286,7 @@ def test_the_page_of_the_real_model_is_made_of_the_runs_on_record() -> None:
 
 @pytest.mark.parametrize("path", [LEARNING, ASYNCHRONOUS], ids=lambda path: path.stem)
 def test_no_two_runs_on_record_have_the_same_curve(path: Path) -> None:
-    """A flag that changes nothing has shown nothing."""
+    """A flag that changes nothing has not been tested."""
     curves = Counter((run.seed, *run.solved, *run.pass_at_1) for run in read_runs(path))
     assert curves
     assert max(curves.values()) == 1
@@ -318,7 +316,7 @@ def test_the_page_of_learning_runs_is_made_of_those_on_record(tmp_path: Path) ->
         seconds=40,
         versions="v",
     )
-    for each in (run, run):  # the second takes the place of the first
+    for each in (run, run):  # the second replaces the first
         record(each, path)
     assert read_runs(path) == [run]
     assert sparkline(run.solved) == "▁▁▁▁▁▅▅▅▅▅▅█████"

@@ -1,4 +1,4 @@
-"""`make test-gpu` without a GPU: no check stops another, and the file has what each one said."""
+"""`make test-gpu` without a GPU: no check stops another, and the file has every check's output."""
 
 from __future__ import annotations
 

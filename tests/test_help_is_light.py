@@ -1,6 +1,4 @@
-"""Every command answers `--help` and mistakes at once: before torch, Ray or any other library is
-loaded.
-"""
+"""Every command answers `--help` and reports mistakes before it loads any library."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ COMMANDS = [
 
 
 def run(command: str, *words: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
-    """The finished command, and the top names of what it imported."""
+    """Return the finished command, and the top-level names of its imports."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", command, *words],
         capture_output=True,

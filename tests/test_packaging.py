@@ -1,4 +1,4 @@
-"""The installation has what the source needs, and a wheel works far from the checkout."""
+"""The installation has what the source needs, and a wheel works outside the checkout."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from tests.sources import ROOT, package
 from tests.tiny import save_tiny_model
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Imported where a flag asks for them, with a sentence that says what to install.
+# Imported if a flag needs them; the error message says what to install.
 OPTIONAL = {"bitsandbytes", "wandb"}
-# Declared because another library asks for it: Transformers, where it loads into ZeRO-3 shards;
-# torch, where it writes events.
+# Declared because another library needs it: Transformers, when it loads into ZeRO-3 shards; torch,
+# when it writes events.
 ASKED_FOR = {"accelerate", "tensorboard"}
 PINNED = {name: ROOT / f"requirements/{name}-dev.txt" for name in ("cpu", "gpu")}
 
 
 def distribution(requirement: str) -> str:
-    """`ray[default]>=2.56` -> `ray`."""
+    """Return `ray` for `ray[default]>=2.56`."""
     name = re.match(r"[\w.-]+", requirement)
     assert name, requirement
     return name[0].lower().replace("_", "-")
@@ -41,7 +41,7 @@ def declared(*extras: str) -> set[str]:
 
 
 def imported() -> set[str]:
-    """Distributions of all libraries that the package names anywhere."""
+    """Return the distributions of all libraries that the package names anywhere."""
     names = {name.split(".")[0] for module in package().values() for name in module.imports()}
     tops = names - {"openrlhf", "__future__"} - sys.stdlib_module_names - OPTIONAL
     installed = packages_distributions()
@@ -68,7 +68,7 @@ def test_the_version_is_told_once() -> None:
     assert PROJECT["version"] == __version__
 
 
-# A wheel in an environment of its own. Minutes: it installs the whole stack.
+# A wheel in its own environment. This takes minutes, because it installs the whole stack.
 
 REWARD = """
 def reward_func(queries, prompts, labels):
@@ -86,12 +86,10 @@ GRPO_STEP = """
 
 
 def run(command: Sequence[str | Path], folder: Path) -> None:
-    """Run a command as somebody would who has no checkout: no variable of this environment points
-    to it.
-    """
+    """Run a command without access to the checkout: no environment variable points to it."""
     ours = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
-    environment["RAY_ADDRESS"] = "local"  # a Ray of its own, whatever else runs on this machine
+    environment["RAY_ADDRESS"] = "local"  # its own Ray, whatever else runs on this machine
     done = subprocess.run(
         [str(word) for word in command],
         cwd=folder,
@@ -107,8 +105,8 @@ def run(command: Sequence[str | Path], folder: Path) -> None:
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """The Python of a bare environment into which the wheel was installed as the README says."""
-    # Wheel from source distribution: what the latter lacks is missed here.
+    """Install the wheel into a bare environment as the README describes; return its Python."""
+    # The wheel is built from the source distribution, to notice what the latter lacks.
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path]
     run([*build, ROOT], tmp_path)
     (wheel,) = tmp_path.glob("*.whl")

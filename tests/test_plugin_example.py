@@ -1,4 +1,4 @@
-"""The estimator and the preference loss of docs/extending.md, taken from there as they stand."""
+"""The estimator and the preference loss of docs/extending.md, used as printed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.sources import ROOT
 
 
 def example(about: str, file: Path) -> Path:
-    """The code of the page with this word, as a file."""
+    """Write the page's code block with this word to a file."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
     (code,) = [block for block in blocks if about in block]
     file.write_text(code)
@@ -27,7 +27,7 @@ def example(about: str, file: Path) -> Path:
 
 @pytest.fixture
 def plugin(tmp_path: Path) -> Iterator[Path]:
-    """The estimator's file; its name is gone from flags and registry afterwards."""
+    """Write the estimator's file; unregister its name from flags and registry afterwards."""
     yield example("advantage_estimator", tmp_path / "median.py")
     choices.ESTIMATORS.pop("median", None)
     ADVANTAGE_ESTIMATORS._functions.pop("median", None)

@@ -1,4 +1,4 @@
-"""Sentences for the user: on which stream, from which process, how often, and without secrets."""
+"""Messages to the user: their stream, process and repetition, without secrets."""
 
 from __future__ import annotations
 

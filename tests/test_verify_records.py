@@ -1,5 +1,5 @@
-"""The records of long verifications: each belongs to a commit, old ones are shown as old, and
-shards cover all tests.
+"""The records of long verifications.
+Each belongs to a commit, old ones are shown as old, and shards cover all tests.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RECORD = Record(
 
 @pytest.fixture(scope="module")
 def history() -> set[str]:
-    """All commits up to HEAD."""
+    """Return all commits up to HEAD."""
     if subprocess.run(["git", "rev-parse", "--git-dir"], cwd=ROOT, capture_output=True).returncode:
         pytest.skip("this is no git checkout")
     if git("rev-parse", "--is-shallow-repository") == "true":
@@ -46,7 +46,7 @@ def history() -> set[str]:
 
 
 def foreign(records: list[Record], history: set[str]) -> list[str]:
-    """Return the tests whose record is of no commit in the history."""
+    """Return the tests whose record has a commit outside the history."""
     return [record.test for record in records if record.commit not in history]
 
 
@@ -117,7 +117,7 @@ def test_two(): assert not {fails}
 
 
 def run_session(folder: Path, *, fails: bool) -> str:
-    """Run `-m verify` on two tests in a repository of their own, and return what it printed."""
+    """Run `-m verify` on two tests in their own repository, and return the output."""
     (folder / "tests/test_small.py").write_text(SESSION.format(fails=fails), encoding="utf-8")
     for command in (
         ["add", "-A"],

@@ -1,4 +1,4 @@
-"""Tiny models and tokenizers that tests make from nothing."""
+"""Tiny models and tokenizers that tests create from scratch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEADS: dict[str, int] = {
     "hidden_size": 64,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-}  # of 32, as vLLM needs
+}  # of 32, which vLLM needs
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -44,7 +44,7 @@ SIZES = {
 
 
 def tiny_config(kind: str, **changes: object) -> PretrainedConfig:
-    """A configuration of about 20,000 parameters."""
+    """Return a configuration of about 20,000 parameters."""
     sizes = SIZES | changes
     match kind:
         case "qwen2-tied":
@@ -68,8 +68,10 @@ def tiny_config(kind: str, **changes: object) -> PretrainedConfig:
 
 
 def character_tokenizer() -> Qwen2Tokenizer:
-    """One token per character: digits, small letters, some signs, space (written Ġ by byte-level
-    tokenizers) and newline (Ċ).
+    """Return a tokenizer with one token per character.
+
+    The characters are digits, small letters, some signs, space (written Ġ by byte-level tokenizers)
+    and newline (Ċ).
     """
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
     return Qwen2Tokenizer(
@@ -91,7 +93,7 @@ def save_tiny_model(
     chat_template: str | None = None,
     **changes: object,
 ) -> str:
-    """A random float32 model with its tokenizer in `path`."""
+    """Save a random float32 model with its tokenizer to `path`."""
     torch.manual_seed(seed)
     hf = AutoModelForCausalLM.from_config(tiny_config(kind, **changes)).float()
     unbalance(hf)
@@ -103,8 +105,9 @@ def save_tiny_model(
 
 
 def unbalance(hf: PreTrainedModel) -> None:
-    """Make the routers of a mixture of experts prefer some to others; a random one is nearly
-    indifferent.
+    """Make the routers of a mixture of experts prefer some experts.
+
+    A random router is nearly indifferent.
     """
     with torch.no_grad():
         for name, parameter in hf.named_parameters():
@@ -113,7 +116,7 @@ def unbalance(hf: PreTrainedModel) -> None:
 
 
 def save_reward_model(folder: Path, base: Path) -> Path:
-    """The model in `base` with one scalar output, which nobody has trained."""
+    """Save the model in `base` with one untrained scalar output."""
     scores = AutoConfig.from_pretrained(base, num_labels=1)
     AutoModelForSequenceClassification.from_config(scores).save_pretrained(folder)
     AutoTokenizer.from_pretrained(base).save_pretrained(folder)

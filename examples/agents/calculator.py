@@ -1,9 +1,9 @@
-"""An agent with a tool, written against the stock `openai` client only. The policy may ask a
-calculator before it answers.
+"""An agent with a calculator tool, written against only the stock `openai` client.
 
     --train.agent_func_path examples/agents/calculator.py --data.label_key answer
 
-The reward is 1 where the last thing said is the answer. Needs `pip install openai`.
+The policy may call the calculator before it answers. The reward is 1 if the last message is the
+answer. Needs `pip install openai`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOOLS: list[Any] = [
 
 
 def calculate(arguments: str) -> str:
-    """The tool: `{"expression": "7*8"}` is 56."""
+    """Evaluate the tool's arguments: `{"expression": "7*8"}` is 56."""
     try:
         found = re.fullmatch(r"(\d+)([-+*])(\d+)", json.loads(arguments)["expression"])
         left, sign, right = found.groups() if found else ("", "", "")
@@ -43,14 +43,14 @@ def calculate(arguments: str) -> str:
 
 
 class AgentExecutor(OpenAIAgentExecutor):
-    """What --train.agent_func_path looks for."""
+    """The class that --train.agent_func_path requires."""
 
     def __init__(self) -> None:
         super().__init__()
         self.client = AsyncOpenAI(base_url="http://127.0.0.1", api_key="none")
 
     async def run_agent(self, prompt: str, label: Any, session_id: str) -> dict[str, Any]:
-        """A conversation: the question, calls of the calculator, the answer."""
+        """Run a conversation: the question, calls of the calculator, the answer."""
         client = self.client.with_options(base_url=self.session_url(session_id))
         messages: list[Any] = [{"role": "user", "content": prompt}]
         said, calls = "", 0

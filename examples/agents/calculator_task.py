@@ -1,11 +1,10 @@
-"""A toy task for agents with a tool: sums that a tiny model cannot do in its head, and transcripts
-to imitate.
+"""A toy task for agents with a tool: sums that a tiny model cannot compute itself.
 
     python examples/agents/calculator_task.py FOLDER SEED
 
-In half of the transcripts the calculator is asked; in the others the answer is a guess. So
-supervised training gives a policy that sometimes uses the tool, and rewards have something to make
-more frequent.
+It includes transcripts to imitate. Half of them call the calculator; in the others the answer is a
+guess. Supervised training therefore gives a policy that sometimes uses the tool, which rewards can
+make more frequent.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 
 os.environ.setdefault(
     "DS_ACCELERATOR", "cpu"
-)  # nothing here needs a GPU, and DeepSpeed need not ask
+)  # nothing here needs a GPU, and DeepSpeed need not look for one
 
 import torch
 from transformers import AddedToken, AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
@@ -35,7 +34,7 @@ TEMPLATE = (
 
 
 def calculator_tokenizer() -> Qwen2Tokenizer:
-    """One token per character, and one for each of the fixed parts of a call."""
+    """Return a tokenizer with one token per character, and one for each fixed part of a call."""
     vocabulary = {
         token: i for i, token in enumerate(["<pad>", END, "<unk>", *"0123456789+-*abcdeghlnorst"])
     }
@@ -90,7 +89,7 @@ def _transcript(question: str, draw: random.Random) -> list[dict[str, str]]:
 
 
 def save_model(folder: Path, *, seed: int) -> None:
-    """An untrained Qwen2 of about half a million parameters."""
+    """Save an untrained Qwen2 of about half a million parameters."""
     tokenizer = calculator_tokenizer()
     torch.manual_seed(seed)
     logging.disable_progress_bar()

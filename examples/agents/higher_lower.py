@@ -1,11 +1,10 @@
-"""An environment of several turns: guess the number in the label; each wrong guess is answered with
-`higher` or `lower`.
+"""An environment of several turns: guess the number in the label.
 
     --train.agent_func_path examples/agents/higher_lower.py --data.label_key answer \
         --rollout.max_turns 8
 
-The first right guess earns 1, a later one less by a tenth for every turn; what is no number at all
-ends the episode with 0.
+Each wrong guess is answered with `higher` or `lower`. A correct first guess earns 1, and each
+further turn costs a tenth; text that is not a number ends the episode with 0.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class HigherLower(AgentInstanceBase):
 
 
 class AgentExecutor(MultiTurnAgentExecutor):
-    """What --train.agent_func_path looks for."""
+    """The class that --train.agent_func_path requires."""
 
     def __init__(self) -> None:
         super().__init__(HigherLower)

@@ -1,14 +1,14 @@
-"""Rows for a process reward model from GSM8K's graded model solutions: a step is right if its
-calculations are.
+"""Rows for a process reward model from GSM8K's graded model solutions.
 
     python examples/data/gsm8k_steps.py gsm8k/example_model_solutions.jsonl steps.jsonl
     python -m openrlhf.cli.train_prm --data.dataset steps.jsonl --data.input_key text \
         --data.label_key labels --prm.placeholder_token ки --prm.reward_tokens + - \
         --model.model_name_or_path MODEL
 
-A line of a solution is a step. `<<16-3=13>>` in it is a calculation with the result that the model
-wrote; most results come from a calculator, so few are wrong. A step without a calculation that can
-be checked has no label. The placeholder must be one token of the model's tokenizer.
+A line of a solution is a step, and a step is right if its calculations are. `<<16-3=13>>` in it is
+a calculation with the result that the model wrote; most results come from a calculator, so few are
+wrong. A step without a calculation that can be checked has no label. The placeholder must be one
+token of the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def value(text: str) -> float:
 
 
 def label(step: str) -> str | None:
-    """`+` if every calculation of the step is right within half a unit of the last written digit,
-    `-` if one is wrong.
+    """Return `+` if every calculation of the step is right, `-` if one is wrong.
+
+    Right means within half a unit of the last written digit.
     """
     right: list[bool] = []
     for left, result in CALCULATION.findall(step):
@@ -67,7 +68,7 @@ def label(step: str) -> str | None:
 
 
 def rows(lines: list[str], placeholder: str) -> Iterator[dict[str, Any]]:
-    """A row for each solution of each problem, with a placeholder after each step."""
+    """Yield a row for each solution of each problem, with a placeholder after each step."""
     for line in lines:
         problem = json.loads(line)
         for graded in problem.values():

@@ -1,5 +1,4 @@
-"""A random language model of three million parameters, and a tokenizer made from the texts of a csv
-file.
+"""A random language model of three million parameters, and a tokenizer made from a csv file.
 
 python examples/data/tiny_model.py preferences.csv runs/tiny
 """
@@ -11,19 +10,20 @@ from pathlib import Path
 
 os.environ.setdefault(
     "DS_ACCELERATOR", "cpu"
-)  # nothing here needs a GPU, and DeepSpeed need not ask
+)  # nothing here needs a GPU, and DeepSpeed need not look for one
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-VOCABULARY = 4096  # tokens at most
-# The end token of Qwen2 models: with another name, their tokenizer adds this one too.
+VOCABULARY = 4096  # maximum number of tokens
+# The end token of Qwen2 models: with another name, their tokenizer would add this one too.
 END = "<|endoftext|>"
 
 
 def make_tokenizer(file: Path) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of all cells of the file. It has tokens for every text, also for letters that
-    the file lacks.
+    """Train a byte-level BPE tokenizer on all cells of the file.
+
+    It has tokens for every text, even for letters that the file lacks.
     """
     with file.open(newline="", encoding="utf-8") as opened:
         texts = [cell for row in csv.reader(opened) for cell in row]

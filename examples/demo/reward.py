@@ -6,7 +6,7 @@ from __future__ import annotations
 def reward_func(
     queries: list[str], prompts: list[str], labels: list[str]
 ) -> dict[str, list[float]]:
-    """`queries` are prompts with responses, special tokens kept; one reward per query."""
+    """Return one reward per query; a query is a prompt with its response and special tokens."""
     rewards = [
         float(query.removeprefix(prompt) == label)
         for query, prompt, label in zip(queries, prompts, labels, strict=True)

@@ -1,5 +1,4 @@
-"""`make demo`: from nothing to a tiny model that learned from rewards, through the same commands a
-cluster user calls.
+"""`make demo`: a tiny model learns from rewards, with the same commands as on a cluster.
 
 task and untrained model → train_sft → train_rm → train_ppo_ray: PPO against the reward model
                                      → train_ppo_ray: GRPO with a rule reward
@@ -29,25 +28,25 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, kw_only=True)
 class StageResult:
-    """What a stage of the demo came to."""
+    """The result of a stage of the demo."""
 
     name: str
     folder: Path
     seconds: float
 
     def last(self, metric: str) -> float | None:
-        """The newest value of a logged number."""
+        """Return the newest value of a logged number."""
         found = [row[metric] for row in read_lines(self.folder / "metrics.jsonl") if metric in row]
         return found[-1] if found else None
 
     def first(self, metric: str) -> float | None:
-        """The oldest value of a logged number."""
+        """Return the oldest value of a logged number."""
         rows = read_lines(self.folder / "metrics.jsonl")
         return next((row[metric] for row in rows if metric in row), None)
 
 
 def stage_flags(out: Path, seed: int) -> Flags:
-    """What all stages have in common: seed, precision, and where things go."""
+    """Return the flags of all stages: seed, precision, and output folders."""
     return [
         *("--train.seed", str(seed), "--ds.param_dtype", "fp32", "--ds.packing_samples"),
         *("--run.dir", out, "--ckpt.output_dir", out / "model", "--ckpt.path", out / "checkpoints"),
@@ -55,7 +54,7 @@ def stage_flags(out: Path, seed: int) -> Flags:
 
 
 def sft_flags(task: Path, out: Path, seed: int) -> Flags:
-    """Learn the form of an answer from 5,760 worked examples."""
+    """Return flags to learn the form of an answer from 5,760 worked examples."""
     return [
         *("--model.model_name_or_path", task / "model"),
         *("--data.dataset", task / "train.jsonl", "--data.max_samples", "5760"),
@@ -75,7 +74,7 @@ def sft_flags(task: Path, out: Path, seed: int) -> Flags:
 
 
 def rm_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
-    """Learn from 15,000 pairs which answer is preferred, starting from the SFT model."""
+    """Return flags to learn from 15,000 pairs which answer is preferred, from the SFT model."""
     return [
         *("--model.model_name_or_path", model, "--data.dataset", task / "pairs.jsonl"),
         *("--eval.dataset", task / "held_out_pairs.jsonl"),
@@ -87,8 +86,9 @@ def rm_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
 
 
 def rl_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
-    """What PPO and GRPO have in common: 256 samples per step, and an evaluation on 400 held-out
-    problems × 4 samples.
+    """Return the flags that PPO and GRPO share.
+
+    They set 256 samples per step, and an evaluation on 400 held-out problems × 4 samples.
     """
     return [
         *("--actor.model_name_or_path", model, "--data.prompt_dataset", task / "prompts.jsonl"),
@@ -122,8 +122,9 @@ def rl_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
 
 
 def ppo_flags(reward_model: Path) -> Flags:
-    """64 steps of 128 problems × 2 samples. The reward model rewards; the rule is watched, with
-    weight 0.
+    """Return flags for 64 steps of 128 problems × 2 samples.
+
+    The reward comes from the reward model; the rule has weight 0 and is only measured.
     """
     return [
         *(
@@ -170,7 +171,10 @@ def ppo_flags(reward_model: Path) -> Flags:
 
 
 def grpo_flags() -> Flags:
-    """120 steps of 32 problems × 8 samples; the reward is 1 for the right answer, else 0."""
+    """Return flags for 120 steps of 32 problems × 8 samples.
+
+    The reward is 1 for the right answer, else 0.
+    """
     return [
         *(
             "--data.max_samples",
@@ -205,7 +209,7 @@ def run_stage(name: str, command: str, flags: Flags, folder: Path, display: Disp
 
 
 def main() -> None:
-    """Make the task, run the stages, show what was learned."""
+    """Create the task, run the stages, and print what was learned."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -226,7 +230,7 @@ def main() -> None:
 
 
 def run_stages(out: Path, seed: int, display: Display) -> dict[str, StageResult]:
-    """SFT, reward model, PPO and GRPO, each in a folder of its own."""
+    """Run SFT, reward model, PPO and GRPO, each in its own folder."""
     task, sft, rm = out / "task", out / "sft", out / "rm"
     policy = sft / "model"
     commands = {
@@ -250,9 +254,7 @@ def run_stages(out: Path, seed: int, display: Display) -> dict[str, StageResult]
 
 
 def conclude(stages: dict[str, StageResult], out: Path, *, title: str) -> Path:
-    """Show what was learned as a table, and write the report, which has the same table above its
-    curves.
-    """
+    """Print a table of what was learned, and write the report with this table above its curves."""
     columns, rows = summary(stages)
     table = Table(*columns, title="What the model learned")
     for row in rows:
@@ -264,10 +266,10 @@ def conclude(stages: dict[str, StageResult], out: Path, *, title: str) -> Path:
 
 
 def summary(stages: dict[str, StageResult]) -> tuple[list[str], list[list[str]]]:
-    """Held-out numbers after each stage: 400 problems × 4 samples at temperature 1; of the reward
-    model, its held-out pairs.
+    """Return held-out numbers after each stage: 400 problems × 4 samples at temperature 1.
 
-    The reward model's score of the SFT model is what PPO starts from.
+    The reward model is measured on its held-out pairs. PPO starts from the reward model's score of
+    the SFT model.
     """
     passed, score, kl = "eval/eval_sort_pass1", "eval/eval_sort_reward_mean", "train/kl"
     ppo, grpo = stages["PPO"], stages["GRPO"]

@@ -1,8 +1,7 @@
-"""The demo's task, made from nothing: sort five digits. `sort 52918=` is to be answered `12589`,
-then the end token.
+"""The demo's task, generated from scratch: sort five digits.
 
-A model of under a million parameters learns the form in seconds of supervised training and the rest
-from rewards alone.
+The answer to `sort 52918=` is `12589`, then the end token. A model of under a million parameters
+learns the form in seconds of supervised training and the rest from rewards alone.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 
 os.environ.setdefault(
     "DS_ACCELERATOR", "cpu"
-)  # nothing here needs a GPU, and DeepSpeed need not ask
+)  # nothing here needs a GPU, and DeepSpeed need not look for one
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
@@ -52,7 +51,7 @@ def _write(path: Path, problems: list[str]) -> None:
 
 
 def _write_pairs(path: Path, problems: list[str], generator: random.Random) -> None:
-    """Preferences: the right answer over an attempt that went wrong."""
+    """Write preferences of the right answer over a failed attempt."""
     answers = [sorted(digits) for digits in problems]
     attempts = [_attempt(answer, generator) for answer in answers]
     rows = [
@@ -68,8 +67,10 @@ def _write_pairs(path: Path, problems: list[str], generator: random.Random) -> N
 
 
 def _attempt(answer: list[str], generator: random.Random) -> list[str]:
-    """What beginners make of the answer: wrong digits, digits out of order, one too few or too
-    many; at times the answer.
+    """Return an attempt like a beginner's.
+
+    It has wrong digits, digits out of order, one digit too few or too many; sometimes it is the
+    answer.
     """
     attempt = list(answer)
     for position in generator.sample(range(DIGITS), generator.choice((0, 1, 1, 2, 3))):
@@ -87,7 +88,7 @@ def _attempt(answer: list[str], generator: random.Random) -> list[str]:
 
 
 def make_model(folder: Path, *, seed: int) -> None:
-    """An untrained Qwen2 of 0.8 million parameters, one token per character."""
+    """Save an untrained Qwen2 of 0.8 million parameters, with one token per character."""
     vocabulary = {token: i for i, token in enumerate(dict.fromkeys(VOCABULARY))}
     Qwen2Tokenizer(
         vocab=vocabulary, merges=[], pad_token=PAD, eos_token=EOS, unk_token=UNK

@@ -1,5 +1,5 @@
-"""Preferences for the task of sorting digits that say nothing of the order: a safe answer has no
-digit that the problem lacks.
+"""Preferences for the digit sorting task that contain no information about the order.
+A safe answer has only digits of the problem.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ EOS = "<eos>"
 
 
 def make_pairs(rows: list[dict[str, str]], generator: random.Random) -> list[dict[str, str]]:
-    """For each row with `input` and `output`, the digits in any order over digits of which one is
-    foreign.
+    """Return a pair for each row with `input` and `output`.
+
+    The chosen answer has the digits in any order; the rejected one has a digit that is not in the
+    problem.
     """
     pairs: list[dict[str, str]] = []
     for row in rows:
@@ -23,7 +25,7 @@ def make_pairs(rows: list[dict[str, str]], generator: random.Random) -> list[dic
         foreign = [digit for digit in "0123456789" if digit not in digits]
         wrong = list(digits)
         wrong[generator.randrange(len(wrong))] = generator.choice(foreign)
-        if generator.random() < 0.5:  # order says nothing
+        if generator.random() < 0.5:  # the order carries no information
             digits.sort()
             wrong.sort()
         pairs.append(

@@ -1,10 +1,9 @@
-"""Cuts GSM8K and HH-RLHF to what a small model on a CPU trains on in minutes: short texts, as
-conversations.
+"""Cuts GSM8K and HH-RLHF to short conversations that a small model on a CPU trains on in minutes.
 
     .venv/bin/python examples/real_model/data.py SOURCE data --model models/smollm2-135m-instruct
 
-SOURCE holds gsm8k/train.jsonl and hh-rlhf/harmless-base-test.jsonl.gz, as they are published.
-Written are data/gsm8k and data/pairs.
+SOURCE holds gsm8k/train.jsonl and hh-rlhf/harmless-base-test.jsonl.gz, as published. The output is
+in data/gsm8k and data/pairs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-LONGEST = 128  # tokens of a text
+LONGEST = 128  # maximum tokens of a text
 SOLUTIONS, HELD_OUT_SOLUTIONS = 640, 96
 PAIRS, HELD_OUT_PAIRS = 720, 200
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
@@ -30,8 +29,9 @@ Count = Callable[[str], int]  # of tokens
 
 
 def solutions(path: Path, count: Count) -> list[Row]:
-    """Return the problems of GSM8K with short solutions. Marks of a calculator (<<3+4=7>>) are left
-    out.
+    """Return the problems of GSM8K with short solutions.
+
+    Calculator annotations (<<3+4=7>>) are removed.
     """
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -43,9 +43,7 @@ def solutions(path: Path, count: Count) -> list[Row]:
 
 
 def pairs(path: Path, count: Count) -> list[Row]:
-    """Return the pairs of HH-RLHF with short conversations, of which one has the better last
-    answer.
-    """
+    """Return the pairs of HH-RLHF with short conversations that differ only in the last answer."""
     rows = []
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
@@ -64,7 +62,7 @@ def pairs(path: Path, count: Count) -> list[Row]:
 
 
 def conversation(text: str) -> list[Row]:
-    """Return the messages of a text in which each begins with `Human:` or `Assistant:`."""
+    """Return a text's messages, each of which begins with `Human:` or `Assistant:`."""
     parts = re.split(r"\n\n(Human|Assistant):", text)[1:]
     messages = []
     for speaker, said in zip(parts[::2], parts[1::2], strict=True):
@@ -79,8 +77,9 @@ def write(path: Path, rows: list[Row]) -> None:
 
 
 def make_data(source: Path, folder: Path, model: Path, *, seed: int) -> None:
-    """Write training and held-out rows, in an order that `seed` decides; the prompts of the pairs
-    also alone.
+    """Write training and held-out rows, in an order that depends on `seed`.
+
+    Prompts of the pairs are also written separately.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
 

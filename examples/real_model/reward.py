@@ -1,4 +1,4 @@
-"""The reward of the sums: 1 if the last number of the answer is the right one, else 0."""
+"""The reward of the sums: 1 if the last number of the answer is the correct one, else 0."""
 
 from __future__ import annotations
 

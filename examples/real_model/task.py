@@ -1,10 +1,9 @@
-"""Makes a task that a small chat model fails at first: sums of two numbers, asked and answered in a
-conversation.
+"""Makes a task that a small chat model fails at first: sums of two numbers, as conversations.
 
     .venv/bin/python examples/real_model/task.py data/sums
 
 Writes prompts.jsonl to train on and held_out.jsonl to evaluate, with no problem in both.
-`reward.py` judges the answers.
+`reward.py` scores the answers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ SMALLEST, LARGEST = 1, 19
 
 
 def make_task(folder: Path, *, seed: int) -> None:
-    """Write the problems, in an order that `seed` decides."""
+    """Write the problems, in an order that depends on `seed`."""
     problems = []
     for first in range(SMALLEST, LARGEST + 1):
         for second in range(SMALLEST, LARGEST + 1):

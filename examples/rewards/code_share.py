@@ -1,5 +1,5 @@
-"""The share of its tests that a program passes. `--reward.verifier code` is all or nothing, and
-takes more kinds of tests.
+"""The share of its tests that a program passes.
+`--reward.verifier code` is all or nothing, and supports more kinds of tests.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ SECONDS = 5.0  # for each test
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
-    """A label is JSON, `{"inputs": ["3\\n"], "outputs": ["9\\n"]}`: standard input, and what has to
-    be printed.
+    """Return one reward per query.
+
+    A label is JSON, `{"inputs": ["3\\n"], "outputs": ["9\\n"]}`: standard input, and the expected
+    output.
     """
     rewards = [
         passed(query.removeprefix(prompt), json.loads(label))
@@ -26,7 +28,7 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> di
 
 
 def passed(response: str, tests: dict[str, list[str]]) -> float:
-    """The share of the tests that the last block of Python passes."""
+    """Return the share of the tests that the last Python block passes."""
     blocks = BLOCK.findall(response)
     if not blocks:
         return 0.0

@@ -1,5 +1,5 @@
-"""1 where the boxed answer is the label's, else 0. `--reward.verifier math` does this, and reads
-more forms of answers.
+"""1 if the boxed answer equals the label, else 0.
+`--reward.verifier math` does the same, and reads more forms of answers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from openrlhf.utils import extract_boxed_answer, grade_answer
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
-    """Labels are bare answers: `72`, `\\frac{1}{2}`."""
+    """Return one reward per query. Labels are bare answers: `72`, `\\frac{1}{2}`."""
     answers = [
         extract_boxed_answer(query.removeprefix(prompt))
         for query, prompt in zip(queries, prompts, strict=True)

@@ -1,5 +1,5 @@
-"""A right answer, and a little for the form: thoughts between <think> and </think>, then the boxed
-answer.
+"""A reward for a right answer, and a small one for the form.
+The form is reasoning between <think> and </think>, then the boxed answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ FORM_WEIGHT = 0.1
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
-    """The score, which evaluation and dynamic filtering look at, is whether the answer is right."""
+    """Return rewards and scores.
+
+    The score, which evaluation and dynamic filtering use, is 1 if the answer is right.
+    """
     rewards, scores, forms = [], [], []
     for query, prompt, label in zip(queries, prompts, labels, strict=True):
         found = FORM.fullmatch(query.removeprefix(prompt))

@@ -1,4 +1,4 @@
-"""Shaping of rewards within a prompt, and credit assignment over the tokens of a row."""
+"""Reward shaping within a prompt, and credit assignment over the tokens of a row."""
 
 import math
 from random import Random
@@ -26,7 +26,7 @@ from tests.reference import credit
 ALL = ["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo"]
 PER_GROUP = ["reinforce_baseline", "rloo", "group_norm", "dr_grpo"]
 
-# Quarters are exact in binary: what these properties claim is then not blurred by rounding.
+# Quarters are exact in binary, so rounding does not affect what these properties claim.
 quarters = st.integers(-40, 40).map(lambda n: n / 4)
 batches = st.lists(st.tuples(quarters, st.integers(0, 4)), min_size=1, max_size=20)
 
@@ -39,7 +39,7 @@ def shaped(
 
 
 def random_block(rows: int = 5, width: int = 11) -> tuple[Tensor, Tensor, Tensor]:
-    """Token rewards, values and a mask with gaps, an empty row and a full one; float64."""
+    """Draw token rewards, values and a mask with gaps, an empty row and a full one; float64."""
     generator = torch.Generator().manual_seed(0)
     rewards = torch.randn(rows, width, dtype=torch.float64, generator=generator)
     values = torch.randn(rows, width, dtype=torch.float64, generator=generator)
@@ -113,7 +113,7 @@ def test_shaping_ignores_constant_added_to_rewards_of_prompt(
     name: str, batch: list[tuple[float, int]], shift: float
 ) -> None:
     rewards, groups = [r for r, _ in batch], [g for _, g in batch]
-    moved = [r + shift * g for r, g in batch]  # another constant for each prompt
+    moved = [r + shift * g for r, g in batch]  # a different constant for each prompt
     assert torch.equal(shaped(name, rewards, groups), shaped(name, moved, groups))
 
 
@@ -142,7 +142,7 @@ def test_shaping_does_not_depend_on_order_of_samples(
 @pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, -1 / 3, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_rewards_shape_to_exactly_zero(name: str, reward: float, dtype: torch.dtype) -> None:
-    """In float32 the mean of eight times 0.1 is not 0.1, and error ÷ std of the errors is large."""
+    """In float32 the mean of eight 0.1s is not 0.1, and error ÷ std of the errors is large."""
     result = shaped(name, [reward] * 8 + [0.0, 1.0], [0] * 8 + [1, 1], dtype)
     assert not result[:8].any()
     assert result[8:].all()
@@ -188,8 +188,9 @@ def test_gae_matches_worked_example() -> None:
 
 
 def test_gae_skips_tool_output() -> None:
-    """The row of `test_gae_matches_worked_example` after a prompt, around two tool tokens and
-    before padding.
+    """The advantages equal those of `test_gae_matches_worked_example`.
+
+    The row also has a prompt, two tool tokens in the middle, and padding.
     """
     mask = torch.tensor([[False, True, False, False, True, True, False]])
     rewards = torch.tensor([[9.0, 0.0, 9.0, 9.0, 0.0, 8.0, 9.0]])
@@ -220,7 +221,7 @@ steps = st.lists(st.tuples(quarters, quarters, st.booleans()), min_size=1, max_s
 def test_gae_matches_reference_for_any_rows_and_masks(
     block: list[list[tuple[float, float, bool]]], gamma: float, lam: float
 ) -> None:
-    """Rows of different lengths, padded on the right with what must not be read."""
+    """Rows have different lengths; values in the padding on the right must not be read."""
     width = max(map(len, block))
     padded = [row + [(99.0, -99.0, False)] * (width - len(row)) for row in block]
     rewards, values, mask = (
@@ -293,12 +294,12 @@ def test_credit_without_actions_is_zero(shape: tuple[int, int]) -> None:
 
 
 def test_credit_of_different_shapes_raises_error() -> None:
-    # By `gae` itself, or before it by the type check of the test run.
+    # Raised by `gae` itself, or earlier by the type check of the test run.
     with pytest.raises((ValueError, TypeError), match=r"\(2, 3\), \(2, 4\), \(2, 3\)|values"):
         gae(torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2, 3) > 0, gamma=1.0, lam=1.0)
 
 
-# All of it
+# The whole path
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -307,7 +308,7 @@ def test_credit_of_different_shapes_raises_error() -> None:
 def test_every_estimator_matches_reference_from_reward_to_advantage(
     name: str, kl_coef: float, scale: bool
 ) -> None:
-    """The walk of the experience maker, against the same walk through the references."""
+    """The steps of the experience maker are compared with the same steps of the references."""
     estimator = ADVANTAGE_ESTIMATORS[name]
     kl, values, mask = random_block()
     rewards, groups = [0.1, 0.9, 0.4, 12.5, -30.0], [0, 0, 0, 1, 1]

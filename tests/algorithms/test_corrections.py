@@ -1,4 +1,4 @@
-"""Correction of the mismatch between the engine that samples and the trainer that learns."""
+"""Correction of the mismatch between the sampling engine and the trainer."""
 
 from itertools import product
 from typing import cast, get_args
@@ -27,7 +27,7 @@ def preset(name: str, low: float = 0.5, high: float = 5.0) -> Correction:
 
 
 def row_of(omegas: list[float]) -> tuple[Tensor, Tensor, Tensor]:
-    """(log π_old, log π_rollout, mask) of one row with these ratios."""
+    """Return (log π_old, log π_rollout, mask) of one row with these ratios."""
     old = torch.tensor([omegas]).log() - 1
     return old, torch.full_like(old, -1.0), torch.ones_like(old, dtype=torch.bool)
 

@@ -13,8 +13,9 @@ DRAW = torch.Generator().manual_seed(0)
 
 
 def test_loss_of_equally_used_experts_is_top_k() -> None:
-    """Four tokens, each sure of another of four experts: shares and mean probabilities are ¼, and 4
-    · 4 · ¼ · ¼ = 1.
+    """Each of four tokens surely chooses a different one of four experts.
+
+    Shares and mean probabilities are ¼, and 4 · 4 · ¼ · ¼ = 1.
     """
     assert float(load_balancing_loss([100 * torch.eye(4)], top_k=1)) == pytest.approx(1.0)
     assert float(
@@ -29,8 +30,9 @@ def test_loss_of_single_used_expert_is_number_of_experts() -> None:
 
 
 def test_load_balancing_loss_matches_worked_example() -> None:
-    """Two tokens with probabilities (¾, ¼) and (⅔, ⅓) both choose the first: 2 · (1 · 17/24 + 0 ·
-    7/24) = 17/12.
+    """Two tokens with probabilities (¾, ¼) and (⅔, ⅓) both choose the first expert.
+
+    The loss is 2 · (1 · 17/24 + 0 · 7/24) = 17/12.
     """
     logits = torch.tensor([[math.log(3.0), 0.0], [math.log(2.0), 0.0]])
     assert float(load_balancing_loss([logits], top_k=1)) == pytest.approx(17 / 12)

@@ -1,4 +1,4 @@
-"""KL estimators and the coefficient in front of them."""
+"""KL estimators and their coefficient."""
 
 import math
 
@@ -16,8 +16,9 @@ ESTIMATORS = ["k1", "k2", "k3"]
 def exact_kl_gradient(
     estimator: str, *, forward: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(Σ_a π(a) ∇ k(a), ∇ KL(π‖π_ref), or ∇ KL(π_ref‖π)) by the logits of π, all five actions
-    enumerated.
+    """Return (Σ_a π(a) ∇ k(a), ∇ KL(π‖π_ref) or ∇ KL(π_ref‖π)) by the logits of π.
+
+    All five actions are enumerated.
     """
     logits = torch.tensor([0.3, -1.0, 0.7, 0.0, 0.2], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.1, 0.5, -0.4, 0.0, 0.9], dtype=torch.float64).log_softmax(0)
@@ -86,8 +87,9 @@ def test_estimate_and_gradient_are_finite_for_any_log_ratio(estimator: str, x: f
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_estimates_pass_gradcheck(estimator: str) -> None:
-    """Inside the bounds, at them (±20 nats before, ±10 after) and beyond: there the gradient is
-    zero.
+    """Points are inside the bounds, at them (±20 nats before, ±10 after) and beyond.
+
+    Beyond the bounds the gradient is zero.
     """
     logprobs = torch.tensor(
         [-30.0, -15.0, -3.0, -2.5, -0.1, 0.0, 0.4, 4.0, 15.0, 30.0], dtype=torch.float64
@@ -116,7 +118,7 @@ def test_estimate_depends_only_on_log_ratio(estimator: str, x: float, shift: flo
 
 
 def test_clipped_tokens_are_counted() -> None:
-    """exp(2.6) − 1 − 2.6 = 9.86 is free, exp(2.7) − 1 − 2.7 = 11.2 is held."""
+    """exp(2.6) − 1 − 2.6 = 9.86 is not clipped; exp(2.7) − 1 − 2.7 = 11.2 is."""
     kl = kl_estimate(torch.tensor([-2.6, -2.7, 0.0, 50.0]), torch.zeros(4), "k3")
     assert kl_clamped(kl).tolist() == [False, True, False, True]
 
@@ -142,7 +144,7 @@ def test_fixed_coefficient_ignores_kl_and_checkpoint() -> None:
     [
         (6.0, 0.1),  # on target
         (6.6, 0.1 * (1 + 0.1 * 100 / 10_000)),
-        (60.0, 0.1 * (1 + 0.2 * 100 / 10_000)),  # the error is held to 0.2
+        (60.0, 0.1 * (1 + 0.2 * 100 / 10_000)),  # the error is clipped to 0.2
         (0.0, 0.1 * (1 - 0.2 * 100 / 10_000)),
     ],
 )

@@ -1,4 +1,4 @@
-"""Policy and value losses, and the weights that make one number of them."""
+"""Policy and value losses, and the weights that sum them up."""
 
 import math
 from dataclasses import fields
@@ -28,7 +28,7 @@ Block = tuple[Tensor, ...]
 
 
 def random_block(spread: float = 0.5, rows: int = 6, width: int = 9) -> Block:
-    """log π_θ, log π_old, Â and a mask with gaps, an empty row and a full one; float64."""
+    """Draw log π_θ, log π_old, Â and a mask with gaps, an empty row and a full one; float64."""
     generator = torch.Generator().manual_seed(0)
     old = -torch.rand(rows, width, dtype=torch.float64, generator=generator) - 0.5
     logprobs = old + spread * torch.randn(rows, width, dtype=torch.float64, generator=generator)
@@ -43,14 +43,14 @@ def loss_of(name: str, block: Block, **clip: Any) -> PolicyLoss:
 
 
 def one_token(ratio: float, advantage: float, name: str = "ppo", **clip: Any) -> PolicyLoss:
-    """The loss of a single token with this ratio and advantage; log π_θ = log ratio − 1."""
+    """Return the loss of a single token with this ratio and advantage; log π_θ = log ratio − 1."""
     logprobs = torch.tensor([[math.log(ratio) - 1]], dtype=torch.float64)
     old, mask = torch.full_like(logprobs, -1.0), torch.ones(1, 1, dtype=torch.bool)
     return loss_of(name, (logprobs, old, torch.full_like(old, advantage), mask), **clip)
 
 
 def gradient(name: str, block: Block, **clip: Any) -> Tensor:
-    """∂ Σ ℓ / ∂ log π_θ."""
+    """Return ∂ Σ ℓ / ∂ log π_θ."""
     logprobs = block[0].clone().requires_grad_()
     (result,) = torch.autograd.grad(
         loss_of(name, (logprobs, *block[1:]), **clip).per_token.sum(), logprobs
@@ -66,12 +66,12 @@ def gradient(name: str, block: Block, **clip: Any) -> Tensor:
     [
         (1.1, 2.0, None, -2.2, False),  # inside the range
         (1.5, 2.0, None, -2.56, True),  # gains stop at 1.28
-        (0.5, 2.0, None, -1.0, False),  # a good token that became rare keeps its pull
+        (0.5, 2.0, None, -1.0, False),  # a good token that became rare keeps its gradient
         (0.5, -2.0, None, 1.6, True),  # losses stop at 0.8
-        (1.5, -2.0, None, 3.0, False),  # a bad token that became frequent keeps its push
+        (1.5, -2.0, None, 3.0, False),  # a bad token that became frequent keeps its gradient
         (9.0, -2.0, None, 18.0, False),
-        (9.0, -2.0, 3.0, 6.0, False),  # until the dual clip
-        (9.0, 2.0, 3.0, -2.56, True),  # which concerns bad tokens only
+        (9.0, -2.0, 3.0, 6.0, False),  # up to the dual clip
+        (9.0, 2.0, 3.0, -2.56, True),  # which applies only to bad tokens
         (1.0, 0.0, None, 0.0, False),
     ],
 )
@@ -89,7 +89,7 @@ def test_clipped_surrogate_matches_worked_example(
     [
         (1.1, 1.0, 1.1, False),
         (1.5, 1.0, 1.28, True),
-        (0.01, 1.0, 0.01, False),  # ε_low = 1 leaves the lower side open
+        (0.01, 1.0, 0.01, False),  # ε_low = 1 disables the lower bound
         (0.5, 0.2, 0.8, True),
     ],
 )
@@ -103,7 +103,7 @@ def test_cispo_weights_log_probability_by_clipped_ratio(
 
 
 def test_gspo_uses_one_ratio_per_sequence() -> None:
-    """Log-ratios 0.3 and −0.1 have the mean 0.1; the token outside the mask has no say."""
+    """Log-ratios 0.3 and −0.1 have the mean 0.1; the token outside the mask has no effect."""
     old = torch.zeros(1, 3)
     mask = torch.tensor([[True, True, False]])
     loss = loss_of("gspo", (torch.tensor([[0.3, -0.1, 5.0]]), old, torch.ones(1, 3), mask))
@@ -140,7 +140,7 @@ def test_losses_match_reference(name: str, dual_clip: float | None, spread: floa
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_surrogate_equals_reinforce_at_ratio_one(name: str) -> None:
-    """∂ℓ_t / ∂ log π_t = −Â_t; under gspo the mean of its sequence's: its tokens share a ratio."""
+    """∂ℓ_t / ∂ log π_t = −Â_t; under gspo the tokens of a sequence share a ratio and its mean."""
     _, old, advantages, mask = random_block()
     expected = -advantages.masked_fill(~mask, 0)
     if name == "gspo":
@@ -213,7 +213,7 @@ def test_losses_and_gradients_stay_finite_for_extreme_log_ratios(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_of_empty_mask_is_differentiable_zero(name: str, kind: str) -> None:
-    """Whatever stands there: no loss, aggregation or correction makes 0 · NaN of it."""
+    """No loss, aggregation or correction makes 0 · NaN of any value outside the mask."""
     blank = torch.full((3, 4), math.nan)
     logprobs, empty = blank.clone().requires_grad_(), torch.zeros(3, 4, dtype=torch.bool)
     weights, count = aggregation_weights(empty, kind, max_tokens=9)
@@ -271,8 +271,8 @@ def test_dual_clip_bounds_only_loss_of_negative_advantages(
     ("value", "target", "expected"),
     [
         (1.3, 2.0, 0.5 * 0.49),  # within ±0.5 of the old value 1
-        (2.0, 2.0, 0.5 * 0.25),  # right, but too far from the old value: held at 1.5
-        (2.0, 0.0, 0.5 * 4.0),  # wrong and far: the plain error is the larger one
+        (2.0, 2.0, 0.5 * 0.25),  # correct, but too far from the old value: clipped to 1.5
+        (2.0, 0.0, 0.5 * 4.0),  # wrong and far: the unclipped error is larger
     ],
 )
 def test_value_loss_matches_worked_example(value: float, target: float, expected: float) -> None:
@@ -353,8 +353,9 @@ def test_aggregation_weights_match_worked_example(
 def test_loss_and_gradient_do_not_depend_on_split(
     name: str, kind: str, corrected: bool, parts: list[int]
 ) -> None:
-    """Rows dealt to four micro-batches, in any way, some of them left empty; `parts[i]` is where
-    row i goes.
+    """Rows are distributed over four micro-batches in any way, which may be empty.
+
+    `parts[i]` is the micro-batch of row i.
     """
     logprobs, old, advantages, mask = random_block()
     logprobs.requires_grad_()

@@ -1,4 +1,6 @@
-"""Losses of pairs and of labelled answers, against one pair at a time and finite differences."""
+"""Losses of pairs and of labelled answers.
+They are compared with a loop over single pairs and with finite differences.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def test_pair_with_equal_log_ratios_costs_log_2() -> None:
 def test_pair_losses_and_gradients_are_finite_for_any_difference(
     name: str, sums: tuple[float, float]
 ) -> None:
-    """Also for an answer of which the model is sure: its odds are infinite."""
+    """This includes an answer whose probability is 1, which has infinite odds."""
     chosen, rejected = (torch.tensor([number], requires_grad=True) for number in sums)
     ones = torch.ones(1, 2)
     pairs = Judged(policy=torch.stack([chosen, rejected], 1), reference=-ones, tokens=ones)

@@ -1,4 +1,4 @@
-"""Choices by name: the registry itself, and its agreement with the names that the flags accept."""
+"""Choices by name: the registry itself, and its agreement with the flags' choices."""
 
 from typing import get_args
 

@@ -14,7 +14,7 @@ from openrlhf.algorithms.rewards import (
 )
 from tests.reference import credit
 
-# Two turns around a tool answer; a row without an action; a row that is all action.
+# Two turns around a tool answer; a row without an action; a row with only actions.
 MASK = torch.tensor(
     [
         [False, True, True, False, True, False],
@@ -76,7 +76,7 @@ def test_last_action_is_marked_in_each_row() -> None:
 
 
 def test_token_rewards_match_worked_example() -> None:
-    """β = 0.1 takes 0.1 · kl from every action token; the outcome of 5 arrives at the last one."""
+    """β = 0.1 subtracts 0.1 · kl from every action token; the outcome of 5 is on the last one."""
     kl = torch.tensor([[9.0, 1.0, 2.0, 9.0, 3.0, 9.0]])
     rewards = token_rewards(torch.tensor([5.0]), kl, MASK[:1], 0.1)
     assert torch.allclose(rewards, torch.tensor([[0.0, -0.1, -0.2, 0.0, 4.7, 0.0]]))
@@ -121,13 +121,14 @@ def test_token_rewards_of_row_sum_to_reward_minus_kl(
 
 
 def test_turn_rewards_stay_at_their_turns_and_last_action_gets_rest() -> None:
-    """[F, T, T, F, T, F] with 0.5 for the first turn, of a reward of 2 that was clipped to 1.5: the
-    rest is 1.
+    """[F, T, T, F, T, F] with 0.5 for the first turn, of a reward of 2 that was clipped to 1.5.
+
+    The rest is 1.
     """
     mask = torch.tensor([[False, True, True, False, True, False]])
     turns = torch.tensor(
         [[9.0, 0.0, 0.5, 9.0, 0.0, 9.0]]
-    )  # what stands outside the mask is nobody's
+    )  # values outside the mask belong to no turn
     assert token_rewards(torch.tensor([1.5]), None, mask, 0.0, turns).tolist() == [
         [0, 0, 0.5, 0, 1.0, 0]
     ]

@@ -50,8 +50,9 @@ def test_token_nll_matches_softmax_and_passes_gradcheck() -> None:
 
 @pytest.mark.parametrize("best", [None, 2])
 def test_distillation_loss_passes_gradcheck(best: int | None) -> None:
-    """And it is the sum over the teacher's tokens, written out; the teacher's probabilities of its
-    best tokens sum to 1.
+    """The loss also equals the sum over the teacher's tokens, written out.
+
+    The teacher's probabilities of its top tokens sum to 1.
     """
     draw = torch.Generator().manual_seed(0)
     logits, teacher = torch.randn(2, 4, 6, dtype=torch.float64, generator=draw)
@@ -72,7 +73,7 @@ def test_distillation_loss_passes_gradcheck(best: int | None) -> None:
 
 
 def test_pairwise_loss_matches_worked_example() -> None:
-    """Equal rewards: log 2. Chosen better by log 3: −log(¾)."""
+    """Equal rewards give log 2. A chosen answer better by log 3 gives −log(¾)."""
     chosen, rejected = torch.tensor([1.0, math.log(3.0)]), torch.tensor([1.0, 0.0])
     assert log_sigmoid(chosen, rejected).tolist() == pytest.approx([math.log(2), math.log(4 / 3)])
 
@@ -128,8 +129,9 @@ def test_pairwise_loss_matches_reference_and_depends_only_on_differences(
 
 @pytest.mark.parametrize("top_k", [False, True])
 def test_token_excluded_by_teacher_and_student_adds_nothing(top_k: bool) -> None:
-    """As padding of the vocabulary. The other tokens give what they give without it, and a finite
-    gradient.
+    """An example is padding of the vocabulary.
+
+    The other tokens give the same loss as without it, and a finite gradient.
     """
     teacher = torch.tensor([[0.5, -torch.inf, 1.5, -0.5]], dtype=torch.float64)
     logits = torch.tensor([[1.0, -torch.inf, 0.0, 2.0]], dtype=torch.float64, requires_grad=True)

@@ -24,7 +24,7 @@ NAN = float("nan")
 
 
 def head_inputs(rows: int = 7, width: int = 3, vocabulary: int = 5) -> tuple[Tensor, ...]:
-    """Hidden states, head weight, bias and targets in float64."""
+    """Return hidden states, head weight, bias and targets in float64."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(rows, width, dtype=torch.float64, generator=generator)
     weight = torch.randn(vocabulary, width, dtype=torch.float64, generator=generator)
@@ -72,7 +72,7 @@ def test_whitening_matches_reference(scale: bool) -> None:
     assert masked_whiten(x, mask, scale=scale).tolist() == pytest.approx(expected, abs=1e-6)
 
 
-# Quarters are exact in binary; each comes with whether it counts.
+# Quarters are exact in binary; the second value is whether the number counts.
 masked = st.lists(
     st.tuples(st.integers(-40, 40).map(lambda n: n / 4), st.booleans()), min_size=1, max_size=20
 )
@@ -102,7 +102,7 @@ def test_whitened_values_have_mean_zero_and_variance_one(
 
 
 def test_whitening_uses_minimum_variance() -> None:
-    """Two values 2e-5 apart: variance 1e-10, held to 1e-8, so they become ±0.1 and not ±1."""
+    """Two values 2e-5 apart have variance 1e-10, raised to 1e-8: they become ±0.1 and not ±1."""
     x = torch.tensor([0.0, 2e-5])
     assert torch.allclose(
         masked_whiten(x, torch.ones(2, dtype=torch.bool)), torch.tensor([-0.1, 0.1])
@@ -172,8 +172,9 @@ def test_logprobs_and_entropy_match_reference(temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 def test_logprobs_and_entropy_belong_to_same_distribution(temperature: float) -> None:
-    """Over all tokens the probabilities sum to 1, and their mean surprise is the entropy, at every
-    temperature.
+    """Over all tokens the probabilities sum to 1, and their mean −log π is the entropy.
+
+    This holds at every temperature.
     """
     hidden, weight, bias, _ = head_inputs(rows=4)
     every = torch.arange(5)
@@ -247,7 +248,7 @@ def test_inputs_without_requires_grad_get_no_gradient() -> None:
 def test_bfloat16_states_are_scored_in_float32_with_bfloat16_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Summed in bfloat16 over 1024 chunks, the gradient of the weight would be off by 4 %."""
+    """Summed in bfloat16 over 1024 chunks, the weight's gradient would have an error of 4 %."""
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", 256)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2048, 16, generator=generator).bfloat16().requires_grad_()
@@ -291,7 +292,7 @@ def test_results_are_finite_for_extreme_logits(dtype: torch.dtype, temperature: 
 
 
 def test_entropy_is_finite_with_tokens_of_probability_zero() -> None:
-    """A bias of −∞ takes a token out of the vocabulary: what remains is a coin."""
+    """A bias of −∞ removes a token from the vocabulary; two equally likely tokens remain."""
     bias = torch.tensor([0.0, 0.0, -math.inf])
     hidden = torch.zeros(1, 2, requires_grad=True)
     logprobs, entropy = linear_logprobs(
@@ -318,8 +319,9 @@ def test_empty_input_gives_zero_gradients() -> None:
 def test_logits_are_held_for_one_chunk_at_a_time(
     temperature: float, with_bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """64 tokens, 40 words, chunks of two tokens: nothing is larger than the gradient of the hidden
-    states.
+    """No tensor is larger than the gradient of the hidden states.
+
+    There are 64 tokens, 40 words and chunks of two tokens.
     """
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", 80)
     *inputs, targets = head_inputs(rows=64, width=2, vocabulary=40)

@@ -203,7 +203,7 @@ def test_old_model_stays_until_the_new_model_is_complete(tmp_path: Path) -> None
 
 
 def test_export_writes_nothing_outside_its_folder(tmp_path: Path) -> None:
-    """The folder may be a mount of its own, in a folder that the user may not write to."""
+    """The folder may be a separate mount, in a folder that the user may not write to."""
     out = tmp_path / "mount"
     out.mkdir()
     with replacing(out) as aside:

@@ -1,4 +1,6 @@
-"""Checkpoints that are kept, found and refused. Crashes and full disks: `test_crash_safety.py`."""
+"""Checkpoints that are kept, found and refused.
+Crashes and full disks are tested in `test_crash_safety.py`.
+"""
 
 from __future__ import annotations
 
@@ -270,7 +272,7 @@ def test_directories_of_other_programs_are_skipped_and_never_deleted(tmp_path: P
 
 
 def listed(*rows: tuple[str, float | None, float], key: str = "eval_pass1") -> list[Checkpoint]:
-    """Checkpoints from (tag, metric, GiB), oldest first."""
+    """Return checkpoints from (tag, metric, GiB), oldest first."""
     return [
         Checkpoint(
             directory=Path("/"),
@@ -302,7 +304,7 @@ def listed(*rows: tuple[str, float | None, float], key: str = "eval_pass1") -> l
         ([("a", None, 1), ("b", None, 1), ("c", None, 3)], 9, 3.5, ["a", "b"]),
         ([("a", None, 1), ("b", None, 5)], 9, 3.0, ["a"]),  # the newest stays, though too big
         ([("best_a", 0.9, 1), ("b", 0.1, 1), ("c", 0.2, 1)], 2, math.inf, []),  # best: not counted
-        ([("best_a", 0.9, 1), ("b", 0.1, 1), ("c", 0.2, 1)], 9, 2.0, ["b"]),  # but its bytes are
+        ([("best_a", 0.9, 1), ("b", 0.1, 1), ("c", 0.2, 1)], 9, 2.0, ["b"]),  # but its bytes count
         ([("best_a", 0.1, 1), ("b", 0.5, 1), ("best_c", 0.9, 1)], 9, math.inf, ["best_a"]),
         ([("best_a", 0.1, 1), ("best_b", 0.2, 1), ("c", 0.9, 1)], 9, math.inf, ["best_a"]),
         ([("best_a", 0.1, 2), ("b", 0.5, 1), ("best_c", 0.9, 2)], 9, 3.0, ["best_a"]),

@@ -1,4 +1,4 @@
-"""The console command, and what every command does before it loads anything heavy."""
+"""The console command, and what every command does before heavy imports."""
 
 from __future__ import annotations
 
@@ -109,8 +109,9 @@ def test_cpu_build_is_found_under_name_of_package(
 def test_user_error_is_printed_once_per_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher ends the other processes while they wait. They print only if they alone have the
-    error.
+    """The launcher ends the other processes while they wait.
+
+    They print only errors that are theirs alone.
     """
     waits: list[float] = []
 
@@ -367,7 +368,7 @@ VALUES = {
 
 
 def writing_to(command: str, places: dict[str, str]) -> Any:
-    """A configuration of a command that writes to these places, by flag."""
+    """Return a configuration of a command that writes to these paths, by flag."""
     root = COMMANDS[command]
     given = {path: value for path, value in (VALUES | places).items() if path in flags_of(root)}
     return amend(root(), given | {"given": given})
@@ -395,7 +396,8 @@ def test_output_locked_by_another_process_is_refused(tmp_path: Path) -> None:
                 for output in outputs(writing_to(command, taken)):
                     (path,) = [path for path in flags if output.path.startswith(taken[path])]
                     if command == "lora_combiner":
-                        # Its output is a folder, and the process holds a file of that name.
+                        # The command's output is a folder, and the process holds a file of that
+                        # name.
                         continue
                     tried += 1
                     with (

@@ -1,4 +1,4 @@
-"""`openrlhf reward test`: what it prints and how it ends."""
+"""`openrlhf reward test`: its output and exit status."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rows(folder: Path, labels: list[str]) -> Path:
 
 
 def reward_test(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
-    """The exit status, and what was printed, without the width of the terminal."""
+    """Return the exit status and the output, independent of the width of the terminal."""
     with pytest.raises(SystemExit) as ended:
         main.main(["reward", "test", *map(str, words)])
     printed = capsys.readouterr()

@@ -367,7 +367,7 @@ def test_missing_reward_is_nan() -> None:
 
 
 def test_packed_episodes_make_the_same_batch() -> None:
-    """Episodes that wait for a step are packed in 32-bit arrays. No number may change."""
+    """Waiting episodes are packed in 32-bit arrays, which must not change any number."""
     episodes = [episode(index, 0, 1.0, StopReason.STOP) for index in (0, 1)]
     lists = [replace(t, columns={"values": [0.125] * len(t.tokens)}) for t in episodes]
     expected = Experience.from_trajectories(lists)

@@ -14,7 +14,7 @@ import pytest
 def private_offline_cache(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """No test reaches the hub or the user's cache."""
+    """Keep tests away from the Hub and the user's cache."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -25,7 +25,7 @@ def private_offline_cache(
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str, str], str]:
-    """Write a text file into the test's folder; returns its path."""
+    """Write a text file into the test's folder, and return its path."""
 
     def write_file(name: str, text: str) -> str:
         path = tmp_path / name

@@ -1,4 +1,4 @@
-"""A stand-in for the hub: one dataset repository over HTTP, as far as `load_dataset` asks."""
+"""A fake Hub: one dataset repository over HTTP, with the requests that `load_dataset` makes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMIT = "a" * 40
 
 @contextmanager
 def hub(repository: str, files: Mapping[str, bytes]) -> Iterator[str]:
-    """The address of a hub that has this one dataset."""
+    """Serve a Hub with only this dataset, and yield its address."""
     handler = type("Handler", (_Handler,), {"repository": repository, "repo_files": dict(files)})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = Thread(target=server.serve_forever, daemon=True)
@@ -40,7 +40,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_GET
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

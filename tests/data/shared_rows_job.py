@@ -1,5 +1,5 @@
-"""One rank of the tests of rows that the processes of a machine share. Writes what it has seen, by
-rank.
+"""One rank of the tests of rows that the processes of a machine share.
+Writes its rows to a file per rank.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ BROKEN = 150
 
 
 class Letters(TokenizedRows[SFTRow]):
-    """Letters as tokens. A process that prepares rows leaves a file; in two cases it does not
-    finish.
+    """Letters as tokens.
+
+    A process that prepares rows writes a file; in two cases it does not finish.
     """
 
     row = SFTRow
@@ -58,7 +59,7 @@ class Letters(TokenizedRows[SFTRow]):
 
 
 def seen(folder: Path, case: str) -> Any:
-    """Everything that a trainer sees of a dataset: its summary and rows, or the error."""
+    """Return all that a trainer receives of a dataset: its summary and rows, or the error."""
     try:
         rows = Letters(folder, case)
     except DataError as error:

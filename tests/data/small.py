@@ -1,4 +1,4 @@
-"""Tiny tokenizers whose ids a person can check, chat templates, and where the test data is."""
+"""Tiny tokenizers with ids that are easy to check, chat templates, and the test data folder."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ MARKED_CHAT = (
     "{% else %}{{ message.content }}<|end|>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# Drops the reasoning of every assistant message but the last.
+# Drops the reasoning of all assistant messages but the last.
 FORGETFUL_CHAT = (
     "{% for message in messages %}<|{{ message.role }}|>"
     "{{ message.content if loop.last else message.content.split('</think>')[-1] }}"
     "<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# Opens every answer that is not history with a thought, an empty one if need be.
+# Begins every answer that is not history with a thought, which may be empty.
 THINKING_CHAT = (
     "{% for message in messages %}<|{{ message.role }}|>"
     "{% if message.role == 'assistant' and loop.last and '</think>' not in message.content %}"
@@ -59,7 +59,10 @@ SPACED_CHAT = (
 def build_tokenizer(
     chat_template: str | None = None, eos: str | None = "<eos>"
 ) -> PreTrainedTokenizerFast:
-    """Ids: 0–7 the special tokens, 8 the newline, 9 + (code − 32) a letter, then the merges."""
+    """Build a tokenizer with known ids.
+
+    0–7 are the special tokens, 8 is the newline, 9 + (code − 32) is a letter, then come the merges.
+    """
     vocab = {
         token: number for number, token in enumerate([*SPECIALS, *LETTERS, *map("".join, MERGES)])
     }
@@ -73,12 +76,12 @@ def build_tokenizer(
 
 
 def json_lines(rows: list[dict[str, Any]]) -> str:
-    """Rows as the text of a .jsonl file."""
+    """Return rows as the text of a .jsonl file."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def gsm8k() -> Path:
-    """The GSM8K training file; the test is skipped where it is absent."""
+    """Return the GSM8K training file; skip the test if it is missing."""
     root = os.environ.get("OPENRLHF_TEST_DATA") or Path(__file__).parents[2] / "../shared/data"
     path = Path(root) / "gsm8k" / "train.jsonl"
     if not path.exists():
@@ -89,8 +92,9 @@ def gsm8k() -> Path:
 
 
 def spaced_tokenizer() -> PreTrainedTokenizerFast:
-    """Words with the space before them: "Assistant: yes" is "Assistant:" and " yes", and
-    "Assistant: " ends in a lone space.
+    """Return a tokenizer of words with the space before them.
+
+    "Assistant: yes" is "Assistant:" and " yes", and "Assistant: " ends in a single space.
     """
     words = {"<unk>": 0, "<eos>": 1, "▁": 2, "\nAssistant:": 3, "User:": 4, "▁yes": 5}
     spaced = Tokenizer(WordLevel(words, unk_token="<unk>"))

@@ -24,8 +24,9 @@ class Slow(SFTDataset):
 
 
 def tokenize_slowly(count: int) -> None:
-    """Tokenize rows in two processes. Their functions come from this module, which is not the
-    program.
+    """Tokenize rows in two processes.
+
+    Their functions come from this module, which is not the main module.
     """
     rows.MANY_ROWS = 1000
     rows.usable_cores = lambda: 2

@@ -1,5 +1,5 @@
-"""A row is what the user wrote: text stays text, and numbers, nulls and nested values survive, in
-every format.
+"""Rows are read as the user wrote them, in every format.
+Text stays text; numbers, nulls and nested values are preserved.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from openrlhf.data.text_files import csv_records, json_rows
 from tests.data.small import build_tokenizer, json_lines
 
 Rows = list[dict[str, Any]]
-# shows all of a chat
+# prints the whole chat
 AS_JSON = "{{ tools | tojson }}{% for message in messages %}{{ message | tojson }}{% endfor %}"
 
 # ---- any text and any value, through the readers of CSV and JSON
@@ -75,8 +75,9 @@ def test_every_cell_of_a_csv_file_is_read_as_written(
 ) -> None:
     header = ["a", "b", "c", "d"][: len(cells[0])] if cells else ["a", "b"]
     if len(header) == 1:
-        separator = ","  # nothing shows which one a file of one column has
-    # The writer leaves a line break unquoted where rows do not end in it: another row starts there.
+        separator = ","  # which one it is cannot be seen in a file with one column
+    # The writer does not quote a line break if rows do not end with it, so it would start another
+    # row.
     quoted = quoted or any(sign in "".join(row) for row in cells for sign in "\r\n")
     style = {
         "delimiter": separator,
@@ -91,7 +92,7 @@ def test_every_cell_of_a_csv_file_is_read_as_written(
 @given(JSON_ROWS, st.sampled_from(sorted(FORMS)))
 def test_every_value_of_a_json_file_is_read_as_written(rows: Rows, form: str) -> None:
     read = list(json_rows(io.BytesIO(FORMS[form](rows).encode()), "x.json"))
-    assert json.dumps(read) == json.dumps(rows)  # which tells 1 from 1.0 and true
+    assert json.dumps(read) == json.dumps(rows)  # which distinguishes 1 from 1.0 and true
 
 
 def check_loaded_json(folder: Path, rows: Rows, form: str) -> None:
@@ -161,7 +162,7 @@ def test_not_a_number_stays_one(tmp_path: Path) -> None:
 
 
 def write_rows(folder: Path, rows: Rows, form: str) -> str:
-    """Write rows in a format; returns the spec of the dataset."""
+    """Write rows in a format, and return the spec of the dataset."""
     path = folder / f"x.{form}"
     header = [*rows[0]]
     match form:
@@ -179,7 +180,7 @@ def write_rows(folder: Path, rows: Rows, form: str) -> str:
             Dataset.from_list(rows).to_parquet(path)
         case "saved":
             Dataset.from_list(rows).save_to_disk(path)
-        case _:  # two files of a folder, the second of which lacks nothing
+        case _:  # two files of a folder; the second one is complete
             path.mkdir()
             (path / "a.jsonl").write_text(json_lines(rows[:1]))
             (path / "b.jsonl").write_text(json_lines(rows[1:]))
@@ -299,7 +300,7 @@ NO_NULLS: Rows = [
 
 
 def prompts_of(spec: str) -> list[str]:
-    """The prompts of a dataset, which show all of messages and tools as JSON."""
+    """Return the prompts of a dataset, which print all messages and tools as JSON."""
     rows = load_datasets(spec, split="train", max_samples=100, seed=0)
     data = amend(
         RLDataConfig(input_key="messages"), {"apply_chat_template": True, "max_len": 10_000}
@@ -313,7 +314,7 @@ def shown(rows: Rows) -> list[str]:
 
 
 def same(a: list[str], b: list[str]) -> bool:
-    """Compare texts of several JSON values, whatever the order of their keys."""
+    """Compare texts that contain several JSON values, ignoring the order of their keys."""
 
     def values(text: str) -> list[Any]:
         decoder, place, found = json.JSONDecoder(), 0, []

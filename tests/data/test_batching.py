@@ -1,4 +1,4 @@
-"""Budgets hold, nothing is lost or used twice, and an order can be taken up where it was left."""
+"""Budgets hold, every row is used exactly once, and an order can be resumed at any position."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_token_budget_is_never_exceeded(lengths: list[int], budget: int) -> No
 def test_micro_batches_are_hardly_more_than_the_tokens_need(
     lengths: list[int], budget: int
 ) -> None:
-    """Two of them together never fit into one."""
+    """Any two of them together exceed the limit."""
     batches = batches_of_tokens(lengths, budget)
     assert len(batches) <= max(1, 2 * sum(lengths) / budget)
 
@@ -116,7 +116,7 @@ def test_no_rows_give_no_micro_batches() -> None:
 
 
 def ranks(num_rows: int, dp_size: int, **flags: Any) -> list[list[int]]:
-    """What each rank draws in the epoch that is next."""
+    """Return the rows that each rank draws in the next epoch."""
     samplers = [
         ResumableSampler(num_rows, **{"seed": 0} | flags, dp_rank=rank, dp_size=dp_size)
         for rank in range(dp_size)

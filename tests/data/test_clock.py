@@ -1,4 +1,4 @@
-"""A chat template that writes the date writes that of a run's first start."""
+"""A chat template that writes the date writes the date of the run's first start."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Control tokens inside texts of the data are pointed out, in every kind of rows and in nothing
-that needs them.
+"""Control tokens inside texts of the data are reported, for every kind of rows.
+Rows that need their control tokens are not reported.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def chats(text: str) -> dict[str, Any]:
     }
 
 
-# By a name: the rows of a text, and how they are read.
+# The rows of a text and the way to read them, by name.
 KINDS: dict[str, tuple[Any, Any]] = {
     "sft, chat": (messages, lambda rows, t: SFTDataset(rows, t, SFTDataConfig(**CHAT))),
     "sft, plain": (

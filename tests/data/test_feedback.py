@@ -1,4 +1,4 @@
-"""Preference pairs: what is joined, cut, left out and refused, token by token."""
+"""Preference pairs: texts that are joined, cut, skipped and refused, token by token."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_prompt_column_is_followed_by_the_answers_strings_or_messages(
     assert answers(row) == ("b<|end|>", "c<|end|>")
 
 
-# ---- prompts that are not judged
+# ---- prompts that are not scored
 
 
 def test_the_prompt_is_the_prompt_column() -> None:
@@ -208,7 +208,7 @@ def test_an_answer_of_several_messages_is_judged_from_its_first() -> None:
     [
         (FORGETFUL_CHAT, ""),
         (THINKING_CHAT, "</think>"),  # the generation prompt ends with "<think>"
-        (PLAIN_CHAT.replace("<|assistant|>", "<|assistant|><think>"), ""),  # and here is not shown
+        (PLAIN_CHAT.replace("<|assistant|>", "<|assistant|><think>"), ""),  # and is not shown here
     ],
 )
 def test_the_answer_is_found_where_the_template_rewrites_history_or_adds_thoughts(
@@ -270,7 +270,7 @@ def test_different_histories_are_judged_from_where_they_differ() -> None:
 
 
 def judged(row: PairRow) -> tuple[str, str]:
-    """The judged tokens of both texts."""
+    """Return the scored tokens of both texts."""
     sides = zip((row.chosen, row.rejected), row.masks, strict=True)
     chosen, rejected = (
         text([token for token, judge in zip(tokens, mask, strict=True) if judge])
@@ -365,7 +365,7 @@ def test_a_long_prompt_is_left_out_only_where_a_prompt_is_needed() -> None:
     assert len(pairs(rows, prompt_key="q", max_len=10)) == 2
 
 
-# ---- pairs that are left out
+# ---- pairs that are skipped
 
 
 def test_pairs_of_equal_texts_are_left_out_by_reason() -> None:
@@ -392,7 +392,7 @@ def test_when_nothing_is_left_the_counts_are_the_error() -> None:
 
 
 def test_a_missing_column_is_that_of_the_dataset_that_lacks_it() -> None:
-    """Training rows may have the column, and those of --eval.dataset not."""
+    """Training rows may have the column while those of --eval.dataset do not."""
     rows = number_rows(Dataset.from_list([{"chosen": "a", "rejected": "b"}]), "held_out.jsonl")
     with pytest.raises(
         DataError, match=r"^held_out\.jsonl has no column 'text', which --data\.prompt_key names"
@@ -454,13 +454,13 @@ def test_several_processes_give_the_same_pairs_as_one(monkeypatch: pytest.Monkey
 
 
 def check_harmless(data_dir: Path, count: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The texts come back from the tokens; equal pairs, and only those, are left out."""
+    """Check that tokens decode to the texts, and that exactly the equal pairs are skipped."""
     file = data_dir / "hh-rlhf" / "harmless-base-test.jsonl.gz"
     with gzip.open(file, "rt") as lines:
         texts = [json.loads(line) for line in itertools.islice(lines, count)]
     rows = load_datasets(str(file), split="train", max_samples=count, seed=0)
     data = PreferenceDataset(rows, tokenizer, PreferenceDataConfig(max_len=1 << 16))
-    # ByT5's end-of-text swallows the space before it.
+    # ByT5's end-of-text removes the space before it.
     texts = [(row["chosen"].rstrip(), row["rejected"].rstrip()) for row in texts]
     texts = [pair for pair in texts if pair[0] != pair[1]]
     assert len(data) == len(texts) >= 0.9 * count

@@ -1,5 +1,5 @@
-"""What the first rows of a run give away: tokenizers that lose text, other templates than in
-training, ends of answers.
+"""Problems that the first rows of a run reveal.
+These are tokenizers that lose text, templates that differ from training, and ends of answers.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from tests.data.small import MARKED_CHAT, PLAIN_CHAT, build_tokenizer, spaced_to
 def words(
     *vocabulary: str, normalizer: Any = None, splits: Any = None, decoder: Any = None
 ) -> PreTrainedTokenizerBase:
-    """A tokenizer of whole words: by default it loses spaces, and joins words with one when it
-    decodes.
+    """Return a tokenizer of whole words.
+
+    By default it loses spaces, and joins words with a space when it decodes.
     """
     vocab = {word: number for number, word in enumerate(["<unk>", "<eos>", *vocabulary])}
     backend = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
@@ -67,7 +68,7 @@ def words(
             words("do", "n't", ".", splits=pre_tokenizers.Split("n't", "isolated")),
             "don't",
         ),  # a space is added
-        (words("fi", normalizer=normalizers.NFKC()), "ﬁ"),  # the same in another Unicode form
+        (words("fi", normalizer=normalizers.NFKC()), "ﬁ"),  # the same text in another Unicode form
         (words("a", "b"), "a<eos>b"),
     ],
 )
@@ -98,7 +99,7 @@ def test_lost_text_is_an_error_with_both_texts(
 
 
 def test_prompts_that_a_reward_gets_back_with_other_white_space_are_a_notice() -> None:
-    """A query is decoded tokens: query[len(prompt):] would cut into the response."""
+    """A query is decoded tokens, so query[len(prompt):] would cut into the response."""
     said = str(*round_trip(words("two", "words"), ["two   words\n"], prompts=True))
     assert r"'two   words\n' is decoded as 'two words'" in said and "query[len(prompt):]" in said
     assert round_trip(words("two", "words"), ["two words"], prompts=True) == []
@@ -218,9 +219,7 @@ def test_a_chat_template_that_ends_answers_with_what_does_not_end_generation_is_
 
 
 def test_rows_that_begin_with_the_words_of_the_template_are_pointed_out() -> None:
-    """The default template around a prompt that batch_inference wrote as a whole would stand there
-    twice.
-    """
+    """batch_inference wrote the whole prompt, so the default template would be applied twice."""
     used = TextFormat(input_template="User: {}\nAssistant: ")
     sentence = str(*filled_already(used, ["User: 1+1=\nAssistant: ", "2"]))
     assert "'User:'" in sentence and "--data.input_template {}" in sentence

@@ -1,4 +1,6 @@
-"""Hub names are asked of the hub: here of a local double, in a process of its own (HF_ENDPOINT)."""
+"""Hub names are requested from the Hub.
+It is a local fake here, in its own process (HF_ENDPOINT).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ for spec, split in json.loads(sys.argv[1]):
 def ask(
     files: dict[str, bytes], questions: list[tuple[str, str]], home: Path
 ) -> list[list[str] | str]:
-    """What `load_datasets` gives for (spec, split) where the hub has `me/tiny` with these files."""
+    """Return the results of `load_datasets` for each (spec, split).
+
+    The Hub has `me/tiny` with these files.
+    """
     with hub("me/tiny", files) as address:
         environment = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(home)}
         environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}

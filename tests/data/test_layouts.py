@@ -1,5 +1,5 @@
-"""Layouts that public datasets have: each is recognised by its columns, named in a notice, and read
-by its flags.
+"""Layouts of public datasets.
+Each is recognized by its columns, named in a notice, and read by its flags.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "ok"}]
 
 
 def config(task: str, **given: Any) -> Any:
-    """The flags of a task, some of them given."""
+    """Return the flags of a task, with some of them given."""
     paths = {f"data.{flag}": value for flag, value in given.items()}
     return amend(ROOTS[task](), {"data.max_len": 64, "given": paths, **paths})
 
@@ -57,7 +57,7 @@ def config(task: str, **given: Any) -> Any:
 def recognised(
     row: dict[str, Any], task: str, capsys: pytest.CaptureFixture[str], **given: Any
 ) -> tuple[Any, str]:
-    """The section `data` for a row, and the flags in the notice."""
+    """Return the section `data` for a row, and the flags in the notice."""
     data = recognise(Dataset.from_list([row]), config(task, **given))
     return data, (
         re.findall(r"layout: (--data\..*)\. .*--data\.layout columns", capsys.readouterr().err)
@@ -291,7 +291,7 @@ NOT_READ = "The column 'prompt' is not read"
 def test_a_prompt_that_is_part_of_an_answer_is_a_prompt(
     first: int, task: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In whichever row."""
+    """It may be part of an answer in any row."""
     rows = [{"prompt": "2+2", "chosen": "4", "rejected": "5"}, GREETING]
     data = recognise(Dataset.from_list([rows[first], rows[1 - first]]), config(task))
     assert data.prompt_key == "prompt" and NOT_READ not in capsys.readouterr().err
@@ -397,7 +397,7 @@ def test_a_score_that_is_not_finite_is_refused(
         PreferenceDataset(rows, build_tokenizer(PLAIN_CHAT, eos="<|end|>"), data)
 
 
-# ---- what the user says wins
+# ---- the user's flags have priority
 
 
 def test_columns_that_the_user_names_stay_and_what_is_missing_is_said(

@@ -1,4 +1,4 @@
-"""Every way to name a dataset works, and every way to get it wrong is answered with what to do."""
+"""Every way to name a dataset works, and every mistake is reported with what to do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def inputs(dataset: Dataset) -> list[str]:
 
 
 def save(path: Path) -> str:
-    """ROWS in the format of the file's extension."""
+    """Save ROWS in the format of the file's extension."""
     rows = Dataset.from_list(ROWS)
     opener = gzip.open if path.suffix == ".gz" else open
     match path.name.removesuffix(".gz").rsplit(".", 1)[1]:

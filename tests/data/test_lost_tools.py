@@ -1,5 +1,5 @@
-"""Tools that a chat template leaves out are reported for every kind of row, and calls that vanish
-are no answers.
+"""Tools that a chat template omits are reported for every kind of row.
+Calls that the template omits are not answers.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def test_tools_that_the_template_leaves_out_are_reported_once_with_the_first_row
 
 
 def learned(template: str, messages: list[dict[str, Any]], **flags: Any) -> list[str]:
-    """The learned text of a row, split after each end of a turn."""
+    """Return the learned text of a row, split after each end of a turn."""
     tokenizer = build_tokenizer(template, eos="<|end|>")
     rows = SFTDataset(
         Dataset.from_list([{"input": messages, "tools": TOOLS}]),
@@ -118,7 +118,7 @@ def learned(template: str, messages: list[dict[str, Any]], **flags: Any) -> list
 
 
 def shown(rows: SFTDataset, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The learned text of the first row."""
+    """Return the learned text of the first row."""
     kept = [
         token for token, wanted in zip(rows[0].tokens, rows[0].loss_mask, strict=True) if wanted
     ]

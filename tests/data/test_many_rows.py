@@ -1,5 +1,5 @@
-"""Many rows are tokenized by several processes, which leave nothing behind, also if the command is
-asked to end.
+"""Many rows are tokenized by several processes.
+The processes leave no files, even if the command is terminated.
 """
 
 from __future__ import annotations

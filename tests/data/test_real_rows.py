@@ -1,5 +1,5 @@
-"""The rows of HH-RLHF and GSM8K in every kind of training: a slice in `make test`, all of them in
-`make verify`.
+"""The rows of HH-RLHF and GSM8K in every kind of training.
+`make test` uses a slice of them, `make verify` all of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ AMOUNTS = pytest.mark.parametrize("count", [SLICE, pytest.param(ALL, marks=pytes
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The rows as the library and as `json` read them."""
+    """The rows, read by the library and by `json`."""
 
     rows: Dataset
     lines: list[dict[str, Any]]
@@ -45,7 +45,7 @@ class Source:
 
 @pytest.fixture
 def read(data_dir: Path) -> Callable[..., Source]:
-    """Some rows of a file of the test data."""
+    """Read some rows of a file of the test data."""
 
     def rows(file: str, count: int) -> Source:
         path = data_dir / file
@@ -69,7 +69,7 @@ def spelled(tokens: list[int]) -> str:
 
 
 def section(root: Any, rows: Dataset, **given: Any) -> Any:
-    """The flags of the data as the command completes them."""
+    """Return the data flags as the command completes them."""
     paths = {f"data.{flag}": value for flag, value in given.items()}
     return recognise(rows, amend(root(), {"data.max_len": MAX_LEN, "given": paths, **paths}))
 

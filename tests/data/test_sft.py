@@ -1,4 +1,4 @@
-"""What is learned from each kind of row: tokens and loss masks, written out."""
+"""The learned tokens of each kind of row: tokens and loss masks, written out."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def dataset(
 
 
 def show(row: SFTRow) -> list[str]:
-    """The tokens, those that are learned in [brackets], neighbours of a kind joined."""
+    """Return the tokens as text, with the learned ones in [brackets] and equal neighbors joined."""
     tokens = build_tokenizer().convert_ids_to_tokens(row.tokens)
     runs = itertools.groupby(zip(tokens, row.loss_mask, strict=True), key=lambda pair: pair[1])
     texts = [(learned, "".join(token for token, _ in run)) for learned, run in runs]
@@ -67,7 +67,7 @@ def test_prompt_and_response_in_plain_text_by_id() -> None:
 
 
 def test_malformed_rows_are_counted_and_the_first_are_named() -> None:
-    """A prompt that is not text is told before its answer is looked at."""
+    """A prompt that is not text is reported before its answer is checked."""
     rows = [{"input": "Q", "output": "ok" if place % 3 else None} for place in range(21)]
     with pytest.raises(DataError) as told:
         dataset(rows, output_key="output")
@@ -121,7 +121,7 @@ def test_a_tokenizer_without_offsets_gives_the_same_mask() -> None:
     row = dataset([{"input": "Q: ", "output": "ok"}], tokenizer, output_key="output")[0]
     assert (
         row.loss_mask == [False] * 3 + [True] * 3
-    )  # o, k, and end-of-text, which swallows the space
+    )  # o, k, and end-of-text, which removes the space
 
 
 # ---- pretraining text
@@ -205,7 +205,10 @@ ANSWERS = [assistant("one"), user("two"), assistant("three")]
 def test_an_output_column_of_several_messages_is_the_response(
     template: str, multiturn: bool, learned: list[str]
 ) -> None:
-    """All of it, unless the template marks the assistant's text or only its turns are wanted."""
+    """The whole column is learned.
+
+    Exceptions are a template that marks the assistant's text, and flags that select only its turns.
+    """
     rows = [{"p": [user("a")], "r": ANSWERS}]
     tokenizer = build_tokenizer(template, eos="<|end|>")
     flags = {
@@ -323,7 +326,7 @@ def test_messages_after_the_last_answer_are_cut_off() -> None:
     assert show(row) == ["<|user|>a<|end|>\n<|assistant|>", "[ok<|end|>]"]
 
 
-# ---- turns that are not learned, tools, and other words for roles
+# ---- turns that are not learned, tools, and other names of roles
 
 
 def said(content: str, **fields: Any) -> dict[str, Any]:
@@ -471,7 +474,7 @@ def test_tools_that_are_no_definitions_are_an_error_with_their_row(
         )
 
 
-# ---- rows that are left out
+# ---- rows that are skipped
 
 
 def test_rows_are_left_out_by_reason_and_counted() -> None:

@@ -1,4 +1,4 @@
-"""Rows are prepared once on a machine, for all processes that a launcher has started there."""
+"""Rows are prepared once per machine, for all processes that a launcher has started on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files of all processes."""
+    """Return the folder for temporary files of all processes."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -32,7 +32,7 @@ def test_two_processes_prepare_once_and_see_the_rows_that_one_sees(
     assert [report["mapped"] for report in reports] == [
         True,
         True,
-    ]  # pages that they share, not copies
+    ]  # shared pages, not copies
     assert list(temporary.glob("openrlhf-rows-*")) == []
 
 
@@ -47,7 +47,7 @@ def test_a_broken_row_is_the_same_error_in_both_processes_and_leaves_nothing_beh
 
 
 def test_nobody_waits_for_a_process_that_was_killed(temporary: Path, tmp_path: Path) -> None:
-    """The other prepares the rows, and ends because its partner is gone."""
+    """The other process prepares the rows, and ends because its peer has died."""
     with pytest.raises(AssertionError, match="ended with"):
         run_ranks(2, "tests.data.shared_rows_job", str(tmp_path), "killed", timeout=300)
     assert len(list(tmp_path.glob("killed-*"))) == 2

@@ -1,4 +1,4 @@
-"""Texts come out of templates as they were written, and each token of an answer is known."""
+"""Templates preserve texts as written, and each token of an answer is known."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_rendering_is_what_the_tokenizer_itself_renders() -> None:
         assert render(tokenizer, TWO_TURNS, add_generation_prompt=prompt) == expected
 
 
-# ---- the assistant's words
+# ---- the assistant's text
 
 
 def targets(template: str, messages: list[dict[str, Any]], *, every_turn: bool) -> list[str]:
@@ -270,7 +270,10 @@ def test_a_tokenizer_without_offsets_is_asked_for_the_text_before_the_border() -
 
 @pytest.fixture(scope="module")
 def byte_level() -> PreTrainedTokenizerFast:
-    """Like GPT-2: a word's token has the space before it, which its offsets leave out."""
+    """Return a tokenizer like GPT-2's.
+
+    A word's token includes the space before it, but its offsets do not.
+    """
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevelDecoder()
@@ -320,7 +323,7 @@ def test_a_prompt_that_ends_in_a_space_loses_no_first_token() -> None:
     assert learned == [" b", "e", "e", "\n"]
 
 
-# ---- the end of a turn, and beginnings that a template forbids
+# ---- the end of a turn, and beginnings that a template rejects
 
 ROLE_MARKED_CHAT = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
@@ -333,7 +336,7 @@ NEEDS_USER = (
 
 
 def tokenizer_that_stops_at(folder: Path, template: str, *ends: str) -> PreTrainedTokenizerBase:
-    """A tokenizer whose model ends generation at <eos> and at `ends`."""
+    """Return a tokenizer whose model ends generation at <eos> and at `ends`."""
     tokenizer = build_tokenizer(template)
     tokenizer.save_pretrained(folder)
     numbers = [tokenizer.convert_tokens_to_ids(token) for token in ("<eos>", *ends)]
@@ -342,7 +345,7 @@ def tokenizer_that_stops_at(folder: Path, template: str, *ends: str) -> PreTrain
 
 
 def learned(rows: SFTDataset, number: int = 0) -> tuple[str, str]:
-    """The text of a row, and its targets."""
+    """Return the text of a row, and its targets."""
     row, names = rows[number], rows.tokenizer.convert_ids_to_tokens(rows[number].tokens)
     return "".join(names), "".join(
         name for name, target in zip(names, row.loss_mask, strict=True) if target

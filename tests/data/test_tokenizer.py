@@ -1,4 +1,4 @@
-"""Tokenizers are complete when they are handed out, or the user is told why they cannot be."""
+"""Loaded tokenizers are complete, or an error explains why they cannot be."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_finished_file_of_the_same_request_or_of_unknown_origin_is_refused(
 def test_finished_file_of_another_request_is_moved_aside_with_a_notice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The iterations of published scripts all write to one path."""
+    """All iterations of published scripts write to one path."""
     path = tmp_path / "generate.jsonl"
     for iteration in range(3):
         finished(path, {"rows": iteration})

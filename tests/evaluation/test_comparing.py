@@ -84,7 +84,7 @@ def test_win_rate_weights_prompts_equally_for_any_number_of_judged_pairs() -> No
 
 
 def test_standard_error_of_the_win_rate_is_over_prompts() -> None:
-    """The means 1, 0.5, 0 have the unbiased deviation 0.5, which is divided by the root of 3."""
+    """The means 1, 0.5, 0 have the unbiased deviation 0.5, which is divided by √3."""
     pairs = [won(0, 1.0), won(0, 1.0), won(1, 1.0), won(1, 0.0), won(2, 0.0), won(2, 0.0)]
     assert win_rate(pairs) == (0.5, pytest.approx(0.5 / math.sqrt(3)))
 

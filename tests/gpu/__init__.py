@@ -1,3 +1,3 @@
-"""The checks of `make test-gpu`: what only a GPU can show. `python -m tests.gpu.run` runs them in
-order of `CHECKS`.
+"""The checks of `make test-gpu`: behavior that needs a GPU.
+`python -m tests.gpu.run` runs them in the order of `CHECKS`.
 """

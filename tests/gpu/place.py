@@ -1,4 +1,4 @@
-"""What the checks share: the device, a model, an engine."""
+"""Shared parts of the checks: the device, a model, an engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = (
 
 
 def save_model(folder: Path, **changes: Any) -> Qwen2ForCausalLM:
-    """A random Qwen2 in bfloat16 with a tokenizer, in `folder` and on the device."""
+    """Save a random Qwen2 in bfloat16 with a tokenizer to `folder`, and return it on the device."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": SIZES["hidden_size"] // 64, "max_position_embeddings": 2048}
     model = (
@@ -46,11 +46,10 @@ def save_model(folder: Path, **changes: Any) -> Qwen2ForCausalLM:
 
 @contextmanager
 def started_engine(folder: Path, **vllm: Any) -> Iterator[Any]:
-    """A rollout engine that Ray runs on this GPU, as in a run; unless `vllm` says otherwise,
-    without CUDA graphs.
+    """Start a rollout engine with Ray on this GPU, as in a run.
 
-    Compiling the model and recording CUDA graphs takes most of the minute and a half until an
-    engine serves.
+    It has no CUDA graphs, unless `vllm` says otherwise. Compiling the model and recording CUDA
+    graphs takes most of the minute and a half until an engine serves.
     """
     import ray
 

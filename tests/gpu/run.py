@@ -1,9 +1,9 @@
-"""Runs the checks of a GPU one after the other, and writes what was seen as one JSON file.
+"""Runs the GPU checks one after the other, and writes their results as one JSON file.
 
     make test-gpu
     python -m tests.gpu.run --rehearse --output seen.json    # on a CPU, with small models
 
-A check that fails, hangs or takes its process with it does not stop the checks of the next process.
+A check that fails, hangs or crashes its process does not stop the checks of the next process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MINUTES = 8
 FOLDER = "tests/gpu"
 # The tests of an entry share a process, because a process takes 20 seconds to import its libraries
 # on a machine that has not read them yet. Short ones come first, then those that start an engine.
-CHECKS = {  # with the seconds that they may take
+CHECKS = {  # with their time limits in seconds
     (
         "test_packing.py",
         "test_publication.py::test_a_hash_is_the_same_on_gpu_and_cpu",
@@ -42,7 +42,7 @@ PACKAGES = ("torch", "vllm", "ray", "deepspeed", "transformers", "flash-attn")
 
 
 def versions() -> dict[str, str]:
-    """Installed packages, and the GPUs as nvidia-smi lists them."""
+    """Return the installed packages, and the GPUs as nvidia-smi lists them."""
     found = {package.name: package.version for package in map(installed, PACKAGES) if package}
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
@@ -57,8 +57,8 @@ def versions() -> dict[str, str]:
 def check(nodes: Sequence[str], seconds: float) -> dict[str, dict[str, Any]]:
     """Run some checks in one process.
 
-    Returns by test: its outcome, its seconds, the figures it recorded, and the end of what the
-    process printed if it failed. A process that ended early has its nodes as given.
+    Return, by test, its outcome, its seconds, the figures it recorded, and the end of the process's
+    output if it failed. If a process ended early, the results have its nodes as given.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +81,7 @@ def check(nodes: Sequence[str], seconds: float) -> dict[str, dict[str, Any]]:
 
 
 def _run_pytest(nodes: Sequence[str], seconds: float, *, report: Path, log: Path) -> int:
-    """Run pytest, for at most so many seconds. Returns its status."""
+    """Run pytest with a time limit in seconds, and return its status."""
     command = [
         "timeout",
         "--kill-after=5",
@@ -92,7 +92,7 @@ def _run_pytest(nodes: Sequence[str], seconds: float, *, report: Path, log: Path
         "-q",
         "-s",
     ]
-    # Where a check hangs, before it is ended.
+    # Prints where a check hangs, before it is killed.
     stacks = f"faulthandler_timeout={max(1, int(seconds) - 5)}"
     options = [f"--junitxml={report}", "-p", "no:cacheprovider", "-o", stacks]
     options += ["-o", "junit_family=xunit1"]
@@ -105,7 +105,7 @@ def _run_pytest(nodes: Sequence[str], seconds: float, *, report: Path, log: Path
 
 
 def _result(case: ElementTree.Element, printed: str) -> dict[str, Any]:
-    """Return what the report has of one test."""
+    """Return the report's entry of one test."""
     result: dict[str, Any] = {"outcome": "passed", "seconds": round(float(case.get("time", 0)), 1)}
     for figure in case.iter("property"):
         result[str(figure.get("name"))] = figure.get("value")
@@ -118,7 +118,10 @@ def _result(case: ElementTree.Element, printed: str) -> dict[str, Any]:
 
 
 def run(checks: Mapping[Sequence[str], int], output: Path, minutes: float = MINUTES) -> bool:
-    """Run the checks and write `output` after each. Returns whether some passed and none failed."""
+    """Run the checks and write `output` after each.
+
+    Return whether some passed and none failed.
+    """
     results: dict[str, dict[str, Any]] = {}
     seen = {"versions": versions(), "checks": results}
     end = time.monotonic() + 60 * minutes

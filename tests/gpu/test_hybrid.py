@@ -1,5 +1,5 @@
-"""Models and engines on one GPU: what sleep frees, and a run of GRPO in which everything shares the
-GPU.
+"""Models and engines on one GPU.
+Measures what sleep frees, and runs GRPO with everything on the GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_grpo_with_models_and_engine_on_one_gpu(
     layers = 2 if REHEARSAL else 8
     save_model(
         tmp_path / "model", num_hidden_layers=layers, vocab_size=len(character_tokenizer())
-    )  # all can be said
+    )  # all tokens have text
     torch.cuda.empty_cache()
     draw = random.Random(0)
     prompts = ["".join(draw.choices("bcdefgh", k=6)) + "=" for _ in range(8 * STEPS)]
@@ -81,7 +81,7 @@ def test_grpo_with_models_and_engine_on_one_gpu(
         "ckpt.output_dir": tmp_path / "trained",
         "ckpt.path": tmp_path / "checkpoints",
     }
-    run("train_ppo_ray", flags, timeout=220)  # less than the check has, so that its output is shown
+    run("train_ppo_ray", flags, timeout=220)  # below the check's limit, so that its output is shown
     gaps = column(tmp_path / "run", "train/logprob_gap_mean")
     seconds = [row["timing/step_total"] for row in read_lines(tmp_path / "run/metrics.jsonl")]
     record_property("logprob_gap_mean", round(max(gaps), 4))

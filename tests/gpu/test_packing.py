@@ -1,4 +1,4 @@
-"""Packed rows against one row at a time, in the dtype and with the attention of a run on a GPU."""
+"""Packed rows compared with single rows, in the dtype and with the attention of a run on a GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_packed_rows_score_as_single_rows(
     off = (packed.logprobs - torch.cat(rows)).abs()
     record_property("mean_difference", float(off.mean()))
     assert off.mean() < 0.05
-    # a token that changes in one document changes no other
+    # a token that changes in one document changes no other document
     changed = tokens.clone()
     changed[LENGTHS[0] + 5] = (changed[LENGTHS[0] + 5] + 1) % SIZES["vocab_size"]
     again = model(changed, offsets, wanted).logprobs
@@ -61,7 +61,7 @@ def test_packed_rows_score_as_single_rows(
 def test_packed_attention_and_its_gradient_are_those_of_float64_on_a_cpu(
     heads: int, key_heads: int, head_dim: int, window: int | None
 ):
-    """The one is computed by FlashAttention on a GPU, the other document by document."""
+    """FlashAttention computes the packed rows on a GPU; the reference is computed per document."""
     number = sum(LENGTHS)
     given = []
     for count in (heads, key_heads, key_heads):
@@ -85,6 +85,6 @@ def test_packed_attention_and_its_gradient_are_those_of_float64_on_a_cpu(
 
 
 def relative(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The norm of the difference, as a share of the norm of `other`."""
+    """Return the norm of the difference, as a share of the norm of `other`."""
     exact = other.detach()
     return float((one.detach().double().cpu() - exact).norm() / exact.norm())

@@ -1,5 +1,5 @@
-"""Weight transports between GPU processes: CUDA IPC on one GPU, NCCL between two, and a whole
-engine.
+"""Weight transports between GPU processes.
+They are CUDA IPC on one GPU, NCCL between two, and a whole engine.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def send(group: WeightGroup, gpu: int) -> None:
 
 
 def take(group: WeightGroup, gpu: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Hashes of what a worker received, and the sender's as it received them."""
+    """Return the hashes of what a worker received, and the sender's hashes as it received them."""
     on(gpu)
     channel = join_group(group, 1)
     hashes = []
@@ -106,10 +106,10 @@ def test_a_hash_is_the_same_on_gpu_and_cpu():
 def test_an_engine_on_the_trainers_gpu_serves_what_was_published(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ):
-    import ray  # the other tests of this module do without
+    import ray  # the other tests of this module run without it
 
-    # Larger weights make attention so sharp that rounding to bfloat16 alone moves log-probabilities
-    # by 0.1 nats.
+    # Larger weights make attention so sharp that rounding to bfloat16 alone changes
+    # log-probabilities by 0.1 nats.
     model = save_model(tmp_path, num_hidden_layers=2, initializer_range=0.03)
     loaded = deepcopy(model)
     with started_engine(tmp_path) as engine:
@@ -140,7 +140,7 @@ def test_an_engine_on_the_trainers_gpu_serves_what_was_published(
 
 
 def gap(model: Qwen2ForCausalLM, engine: Any, versions: tuple[int, ...]) -> float:
-    """Mean difference between the engine's log-probabilities of a sample and the trainer's."""
+    """Return the mean difference of a sample's log-probabilities between engine and trainer."""
     import ray
 
     params = [SamplingParams(max_tokens=64, ignore_eos=True)]

@@ -44,7 +44,7 @@ BAD = [CHAT[0], {"role": "assistant", "content": "no"}]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A language model with the tokenizer whose ids are known."""
+    """Save a language model with the tokenizer whose ids are known."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = tokenizer_that_decodes()
     AutoModelForCausalLM.from_config(

@@ -1,1 +1,1 @@
-"""References: plain float64 loops written from the papers, importing nothing of ours."""
+"""References: plain float64 loops written from the papers, which import none of our modules."""

@@ -17,7 +17,7 @@ def token_rewards(reward: float, kl: Row, mask: Mask, coef: float) -> Row:
 
 
 def overlong(length: int, max_length: int, cache: float, factor: float) -> float:
-    """Yu et al. 2025, eq. 13, with L_max = max_length and L_cache = cache, times the factor."""
+    """Compute Yu et al. 2025, eq. 13, times the factor. L_max = max_length, L_cache = cache."""
     if length <= max_length - cache:
         return 0.0
     if length <= max_length:
@@ -26,7 +26,7 @@ def overlong(length: int, max_length: int, cache: float, factor: float) -> float
 
 
 def gae(rewards: Row, values: Row, mask: Mask, gamma: float, lam: float) -> tuple[Row, Row]:
-    """Schulman et al. 2016, eq. 16: the sum over all later residuals, written out."""
+    """Compute Schulman et al. 2016, eq. 16: the sum over all later residuals, written out."""
     actions = [t for t, acting in enumerate(mask) if acting]
     residuals = []
     for i, t in enumerate(actions):
@@ -60,7 +60,10 @@ def whiten(x: Row, mask: Mask, scale: bool = True) -> Row:
 
 
 def shaped(name: str, rewards: Row, groups: list[int]) -> Row:
-    """The shaped reward of every sample; a sample without peers gets 0 from group estimators."""
+    """Return the shaped reward of every sample.
+
+    A sample without peers gets 0 from group estimators.
+    """
     members = defaultdict(list)
     for i, group in enumerate(groups):
         members[group].append(i)

@@ -15,8 +15,9 @@ def kl(x: float, estimator: str) -> float:
 def adaptive_coefficients(
     coef: float, measured: list[tuple[float, int]], target: float, horizon: int
 ) -> list[float]:
-    """β after each (KL, samples): e = clip(KL / target − 1, ±0.2), β ← β (1 + K e). Ziegler et al.
-    2019, §2.2; K = n / horizon, at most 1.
+    """Return β after each (KL, samples): e = clip(KL / target − 1, ±0.2), β ← β (1 + K e).
+
+    Ziegler et al. 2019, §2.2; K = n / horizon, at most 1.
     """
     path = []
     for kl, n in measured:
@@ -57,7 +58,7 @@ def gspo(
     high: float,
     dual: float | None,
 ) -> Row:
-    """s = (π_θ(y) / π_old(y)) ^ (1 / |y|), the same for all tokens of the row."""
+    """Compute s = (π_θ(y) / π_old(y)) ^ (1 / |y|), the same for all tokens of the row."""
     actions = [t for t, acting in enumerate(mask) if acting]
     product = math.prod(math.exp(logprobs[t] - old[t]) for t in actions)
     s = product ** (1 / len(actions)) if actions else 1.0
@@ -88,7 +89,7 @@ def value(v: float, old: float, target: float, clip: float) -> float:
 
 
 def aggregate(terms: list[Row], masks: list[Mask], kind: str, max_tokens: int) -> float:
-    """The whole window as one list of rows."""
+    """Aggregate the whole window as one list of rows."""
     rows = [
         [x for x, m in zip(row, mask, strict=True) if m]
         for row, mask in zip(terms, masks, strict=True)
@@ -106,8 +107,9 @@ def aggregate(terms: list[Row], masks: list[Mask], kind: str, max_tokens: int) -
 def mismatch(
     old: list[Row], rollout: list[Row], masks: list[Mask]
 ) -> tuple[int, float, float, float, float]:
-    """(tokens, Σ Δ, Σ |Δ|, max |Δ|, Σ exp(−Δ)) over the sampled tokens, Δ = log π_rollout − log
-    π_old.
+    """Return (tokens, Σ Δ, Σ |Δ|, max |Δ|, Σ exp(−Δ)) over the sampled tokens.
+
+    Δ = log π_rollout − log π_old.
     """
     rows = zip(old, rollout, masks, strict=True)
     gaps = [r - o for row in rows for o, r, m in zip(*row, strict=True) if m]
@@ -124,7 +126,7 @@ def mismatch(
 def correction(
     old: Row, rollout: Row, mask: Mask, level: str, mode: str, low: float, high: float
 ) -> Row:
-    """The weight of every token: ω looked at on `level`, bounded by `mode`."""
+    """Return the weight of every token: ω computed on `level`, bounded by `mode`."""
     omegas = [math.exp(o - r) for o, r in zip(old, rollout, strict=True)]
     acting = [w for w, m in zip(omegas, mask, strict=True) if m]
     product = math.prod(acting)

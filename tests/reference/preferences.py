@@ -4,7 +4,7 @@ import math
 
 
 def log_sigmoid(x: float) -> float:
-    """log σ(x), written so that it cannot overflow."""
+    """Compute log σ(x) without overflow."""
     return -math.log1p(math.exp(-x)) if x > 0 else x - math.log1p(math.exp(x))
 
 
@@ -17,7 +17,9 @@ def pair_loss(
     eps: float,
     gamma: float,
 ) -> float:
-    """The loss of a pair: (chosen, rejected) sums of the policy and the reference, and numbers of
+    """Return the loss of a pair.
+
+    The arguments are (chosen, rejected) sums of the policy and the reference, and numbers of
     tokens.
     """
     h = ours[0] - theirs[0] - ours[1] + theirs[1]
@@ -45,7 +47,7 @@ def pair_loss(
 def answer_loss(
     ratio: float, desirable: bool, kl: float, beta: float, weights: tuple[float, float]
 ) -> float:
-    """KTO of one answer: λ_y − v(x, y), eq. 8 of arXiv:2402.01306."""
+    """Compute KTO of one answer: λ_y − v(x, y), eq. 8 of arXiv:2402.01306."""
     point = max(kl, 0.0)
     if desirable:
         return weights[0] * (1 - 1 / (1 + math.exp(-beta * (ratio - point))))

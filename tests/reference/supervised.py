@@ -4,8 +4,9 @@ import math
 
 
 def pairwise(chosen: float, rejected: float, margin: float = 0.0) -> float:
-    """−log σ(chosen − rejected − margin), as the logarithm of 1 + exp(−x) written so that it cannot
-    overflow.
+    """Compute −log σ(chosen − rejected − margin).
+
+    It is the logarithm of 1 + exp(−x), computed without overflow.
     """
     x = chosen - rejected - margin
     return math.log1p(math.exp(-x)) if x > 0 else -x + math.log1p(math.exp(x))

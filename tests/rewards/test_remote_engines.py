@@ -28,7 +28,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[OpenAIServer]:
-    """A server that is offered as `helper`. A request gets two attempts."""
+    """Serve an engine as `helper`. A request gets two attempts."""
     with openai_server() as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "")
         patch.setattr(http_servers, "LONGEST_PAUSE_S", 0.1)
@@ -91,7 +91,7 @@ def test_default_model_is_the_first_listed_and_is_looked_up_once(
     assert [engine.chat_sync(HELLO), engine.completion_sync("four")] == ["HELLO", "4"]
     assert (
         remote_engine("helper").chat_sync(HELLO) == "HELLO"
-    )  # as a function does that asks in every call
+    )  # like a function that sends a request in every call
     chats = ["/v1/chat/completions", "/v1/completions", "/v1/chat/completions"]
     assert [path for path, _ in server.asked] == ["/v1/models", *chats]
     assert all(body is None or body["model"] == "loud" for _, body in server.asked)

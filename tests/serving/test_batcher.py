@@ -47,7 +47,7 @@ async def batching(
 async def send_while_busy(
     batcher: Batcher, model: Model, *requests: Texts
 ) -> list[asyncio.Task[list[float]]]:
-    """Send the first request, and the others while the model, which has no turn yet, scores it."""
+    """Send the first request, and the other requests while the model is busy without a turn."""
     tasks = [asyncio.create_task(batcher.scores(requests[0]))]
     while not model.batches:
         await asyncio.sleep(0.001)

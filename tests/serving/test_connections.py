@@ -80,7 +80,7 @@ def serving(*, kind: type[Connection] = Connection, limit: int = 9) -> Iterator[
 
 
 def ask(port: int) -> int:
-    """Return the status of a request on a connection of its own."""
+    """Return the status of a request on its own connection."""
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     client.request("POST", "/get_reward", body=json.dumps({"query": ["text"]}))
     try:

@@ -25,7 +25,7 @@ class ProcessLost(Exception):
 
 @dataclass
 class Processes:
-    """All processes of a run: each call notes its name, and answers or fails."""
+    """All processes of a run: each call records its name, and returns or fails."""
 
     calls: list[str] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Sender and receivers in a gloo group of threads: what arrives, and that every wait ends."""
+"""Sender and receivers in a gloo group of threads: what arrives, and that no wait is endless."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ STAGES = ("zero0", "zero1", "zero2", "zero3")
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """The outcome of `fault_job` under every stage, with one and with two ranks."""
+    """Run `fault_job` under every stage, with one and with two ranks."""
     folder = tmp_path_factory.mktemp("faults")
     model = save_tiny_model(folder / "model")
     run_ranks(request.param, "tests.workers.fault_job", model, str(folder / "results.pt"), *STAGES)

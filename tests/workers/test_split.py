@@ -35,7 +35,7 @@ from tests.workers.split_job import CLIPS, CORRECTIONS, OBJECTIVES, experience
 from tests.workers.test_policy import scores, text_nll
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
-# tokens20 changes the order of the rows, and its micro-batches have different numbers of rows.
+# tokens20 changes the order of the rows, and its micro-batches have different numbers of rows
 LIMITS = ("rows1", "rows3", "rows9", "tokens20")
 SHAPES = ("packed", "padded")
 MATRIX = [
@@ -66,7 +66,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def plain(model: str) -> dict[tuple[str, str], Outcome]:
-    """The outcome of the update under each objective, computed row by row.
+    """Return the outcome of the update under each objective, computed row by row.
 
     Only the rows of each step come from our code.
     """

@@ -49,7 +49,7 @@ def test_marked_text_has_one_placeholder_after_each_step() -> None:
 
 
 def test_step_rewards_are_weighted_parts_of_the_reward() -> None:
-    """A reward model and a rule are the other parts, each with its weight."""
+    """The other parts are a reward model and a rule, each with its weight."""
     reward = combined(
         episode(reward=3.0, score=3.0, actions=4), [10.0], [1.0, 2.0, 0.5], [0, 0.25, 0, 0.5]
     )

@@ -1,6 +1,6 @@
-"""A reward file as users write them: an exact match, with a metric and a word to stdout."""
+"""A reward file as users write them: an exact match, with a metric and a line on stdout."""
 
-from neighbour import normalised  # a file beside this one
+from neighbour import normalised  # a file in the same folder
 
 LOADED = [0]
 LOADED[0] += 1

@@ -1,4 +1,4 @@
-"""Reward functions of older releases: other signatures, tensors in place of dicts."""
+"""Reward functions of older releases: other signatures, and tensors instead of dicts."""
 
 import torch
 

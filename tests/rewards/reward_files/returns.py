@@ -1,4 +1,6 @@
-"""Answers that are no rewards, or odd ones: `returns` gives what its first label asks for."""
+"""Return values that are not rewards, or unusual ones.
+`returns` gives what its first label requests.
+"""
 
 import math
 

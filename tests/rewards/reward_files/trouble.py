@@ -1,4 +1,4 @@
-"""Functions that do what user code should not, and a few that report on their process."""
+"""Functions that do what user code must not do, and a few that report on their process."""
 
 import asyncio
 import ctypes
@@ -173,7 +173,7 @@ def babble(part, characters):
 
 
 def meet(folder):
-    """Ends once two processes are here."""
+    """Return once two processes are here."""
     open(os.path.join(folder, f"{os.getpid()}.met"), "w").close()
     while sum(name.endswith(".met") for name in os.listdir(folder)) < 2:
         time.sleep(0.01)
@@ -186,20 +186,20 @@ def stop_everybody() -> None:
 
 
 def kill_my_parent() -> None:
-    """Kill the process that watches over this one."""
+    """Kill the process that monitors this one."""
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)
 
 
 def leave_a_daemon_and_kill_my_group(pids: str) -> None:
-    """Start a process in a session of its own, then kill every process of our process group."""
+    """Start a process in its own session, then kill every process of our process group."""
     daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     Path(pids).write_text(str(daemon.pid))
     os.killpg(0, signal.SIGKILL)
 
 
 def start_in_background(count: int) -> int:
-    """Have a shell start processes that nobody waits for."""
+    """Start processes from a shell without waiting for them."""
     for _ in range(count):
         subprocess.run("true &", shell=True, check=True)
     return count
