@@ -21,10 +21,10 @@ class Group(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """A partition of some rows. Solutions compare by how uneven they are."""
+    """A partition of some rows. Solutions are ordered by how uneven they are."""
 
-    unevenness: int  # tokens of the lightest part less those of the heaviest
-    number: int  # between two equally uneven solutions, the older one comes first
+    unevenness: int  # tokens of the lightest part minus tokens of the heaviest part
+    number: int  # of two equally uneven solutions, the older one comes first
     groups: list[Group]  # the non-empty parts, heaviest first
 
 
@@ -100,15 +100,15 @@ def batches_of_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]
 
 
 class ResumableSampler(Sampler[int]):
-    """The order of rows in every epoch, dealt to data-parallel ranks; it can start at any row.
+    """The order of rows in each epoch for one data-parallel rank, resumable at any row.
 
-    Epoch e visits a permutation that depends on `seed + e` only. Rank r takes the entries r, r +
-    dp_size, … With `drop_last` an epoch is cut to whole batches of `batch_size` rows over all
-    ranks, so that every rank gets the same number of rows. Without `drop_last` every row is visited
-    once, and the numbers of rows of two ranks may differ by one. Iterating gives the rest of the
-    epoch.
+    Epoch e visits a permutation that depends only on `seed + e`. Rank r takes the entries r, r +
+    dp_size, … With `drop_last`, an epoch is cut to whole batches of `batch_size` rows over all
+    ranks, so that every rank gets the same number of rows. Without `drop_last`, every row is
+    visited once, and the row counts of two ranks may differ by one. Iterating yields the rest of
+    the epoch.
 
-    Example, 7 rows for two ranks without shuffling: rank 0 gets 0, 2, 4 (without `drop_last` also
+    Example: 7 rows for two ranks without shuffling. Rank 0 gets 0, 2, 4 (without `drop_last` also
     6), rank 1 gets 1, 3, 5.
 
     `consumed`: rows that all ranks together have used since training began.
@@ -150,7 +150,7 @@ class ResumableSampler(Sampler[int]):
             yield int(order[place])
 
 
-# Training and pretraining rows each need their order again at every step or held prompt.
+# The orders of training and pretraining rows are both needed at every step or held prompt.
 @lru_cache(maxsize=2)
 def permutation(num_rows: int, seed: int) -> npt.NDArray[np.int64]:
     """Return the order of the rows in the epoch with this seed; 8 bytes per row."""

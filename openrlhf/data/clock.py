@@ -1,6 +1,6 @@
-"""The date that a chat template writes.
+"""The date that a chat template writes: the date of the run's first start.
 
-It is the date of the run's first start, even if the run is resumed on another day.
+The date does not change if the run is resumed on another day.
 """
 
 from datetime import datetime
@@ -9,22 +9,22 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 NAME = "strftime_now"  # the function of Transformers that a template calls
-MOMENT = "rendered_at"  # an attribute of the tokenizer, which its files do not contain
+MOMENT = "rendered_at"  # an attribute of the tokenizer that is not saved to its files
 
 
 def set_clock(tokenizer: PreTrainedTokenizerBase, moment: str) -> None:
-    """Let the chat template of `tokenizer` write the date of `moment`."""
+    """Make the chat template of `tokenizer` write the date of `moment`."""
     if NAME in str(tokenizer.chat_template):
         setattr(tokenizer, MOMENT, moment)
 
 
 def clock_at(moment: str) -> dict[str, Any]:
-    """Return the variables of a template that stop its clock at a moment."""
+    """Return the template variables that fix the date at `moment`."""
     return {NAME: datetime.fromisoformat(moment).strftime}
 
 
 def clock_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the variables of a template that stop its clock; none if the clock runs."""
+    """Return the template variables that fix this tokenizer's date; none if it is not fixed."""
     moment: Any = vars(tokenizer).get(MOMENT)
     if not moment:
         return {}

@@ -1,6 +1,6 @@
-"""Control tokens, such as the end of a turn, inside user-written texts.
+"""Detection of control tokens, such as the end of a turn, in the texts of a dataset.
 
-The model reads them like the control tokens of a template.
+The model cannot distinguish them from the control tokens that a template writes.
 """
 
 import re
@@ -17,10 +17,10 @@ from openrlhf.data.templates import chat_marks
 
 @dataclass(frozen=True, kw_only=True)
 class ControlTokens:
-    """The special tokens of a tokenizer, to be found in texts.
+    """The special tokens of a tokenizer, for finding them in texts.
 
-    `marks` are the tokens that the chat template writes; a text with all of them has been rendered.
-    `in_chats` is true if the texts are contents of messages, which a template renders.
+    `marks` are the tokens that the chat template writes; a text that contains all of them has been
+    rendered. `in_chats` is true if the texts are message contents that a template renders.
     """
 
     pattern: re.Pattern[str] | None
@@ -45,7 +45,7 @@ class ControlTokens:
         return cls(pattern=pattern, marks=marks, in_chats=in_chats)
 
     def first_in(self, values: Sequence[Any]) -> str:
-        """Return the first control token in texts or contents of messages, or "" if there is none.
+        """Return the first control token in texts or message contents, or "" if there is none.
 
         A plain text may end with control tokens, and may have been rendered.
         """
@@ -57,7 +57,10 @@ class ControlTokens:
         return ""
 
     def found_in(self, text: str) -> list[str]:
-        """Return the control tokens in a text, except tokens of a rendering or at the end."""
+        """Return the control tokens in a text.
+
+        In plain texts, tokens at the end and tokens of rendered texts are left out.
+        """
         if not self.pattern:
             return []
         found = list(self.pattern.finditer(text))
@@ -77,8 +80,8 @@ def check_control_tokens(
     """Return a notice about rows with control tokens.
 
     `found` has the first control token of each row, and `first` names the first row with one.
-    `rendered`: the rows may be rendered texts, in which control tokens are expected. The rows are
-    rendered texts if most of them have control tokens.
+    `rendered`: the rows may be rendered texts, in which control tokens are expected. They are
+    considered rendered if most of them have control tokens.
     """
     count = sum(map(bool, found))
     if rendered and 2 * count > len(found):

@@ -1,6 +1,6 @@
-"""Errors about a user's data: the place, the value seen, the change to make.
+"""Errors in the user's data, with the location, the value and the fix.
 
-Needs no heavy library.
+This module imports no heavy library.
 """
 
 import shlex
@@ -9,10 +9,10 @@ from typing import Any
 
 from openrlhf.config.flags import UserError
 
-# Columns with the origin of a row, which survive blending, shuffling and selecting.
+# Columns with the origin of a row, preserved by blending, shuffling and selecting.
 SOURCE = "__dataset__"
 ROW = "__row__"
-MALFORMED = "__malformed__"  # a column with the mistake in a row
+MALFORMED = "__malformed__"  # a column with the error message of a malformed row
 
 KINDS = {
     str: "a string",
@@ -25,21 +25,21 @@ KINDS = {
 
 
 class DataError(UserError, ValueError):
-    """A user's mistake in data, tokenizer or template.
+    """An error in the user's data, tokenizer or template.
 
-    The message names the place, and the change to make.
+    The message states the location and the fix.
     """
 
 
 def kind(value: Any) -> str:
-    """Return the kind of a value in the words of JSON: `a list`, `null`."""
+    """Return the kind of a value in JSON terms, such as `a list` or `null`."""
     if value is None:
         return "null"
     return KINDS.get(type(value), type(value).__name__)
 
 
 def row_error(row: Mapping[str, Any], column: str, problem: str) -> DataError:
-    """Return an error that names dataset, row (from 1) and column of a value before `problem`."""
+    """Return an error that names dataset, row (from 1) and column, followed by `problem`."""
     return DataError(f"{row[SOURCE]}, row {row[ROW]}, column {column!r}: {problem}")
 
 
@@ -62,14 +62,14 @@ def list_columns(columns: Sequence[str]) -> str:
 
 
 def source_of(rows: Any) -> str:
-    """Return the name of the file or dataset that the first row of a dataset came from."""
+    """Return the name of the file or dataset of a dataset's first row."""
     if SOURCE not in rows.column_names:
         return "The dataset"
     return rows[SOURCE][0]
 
 
 def check_columns(rows: Any, needed: Mapping[str, str | None]) -> None:
-    """Raise DataError for a flag that names a missing column of a dataset.
+    """Raise DataError for a flag that names a column that the dataset does not have.
 
     `needed` maps flags to columns.
     """
@@ -83,7 +83,7 @@ def check_columns(rows: Any, needed: Mapping[str, str | None]) -> None:
 
 
 def _fix_of_column(rows: Any, flag: str, column: str) -> str:
-    """Return what to do about a missing column, naming a column with almost the same name."""
+    """Return the fix for a missing column, suggesting a column with a similar name."""
     for name in rows.column_names:
         if name.strip().lower() == column.strip().lower():
             return (

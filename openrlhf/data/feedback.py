@@ -37,9 +37,9 @@ class PairRow:
     prompt is needed. `chosen_context` and `rejected_context` are positions after the prompt that
     are not judged either, because the assistant did not write them; empty unless the texts differ
     by a whole exchange. `margin` is the difference in reward between the two texts; 0 if the row
-    has no margin. `datasource` names evaluation metrics.
+    has no margin. `datasource` is part of the names of evaluation metrics.
 
-    Example, the prompt "Q: " and the answers "yes" and "no" (ids made up), prompt_length 2:
+    Example: the prompt "Q: " and the answers "yes" and "no" (made-up ids), prompt_length 2:
 
         chosen    [4, 7, 9, 2]     Q  :  ▁yes  <eos>
         rejected  [4, 7, 8, 2]     Q  :  ▁no   <eos>
@@ -56,7 +56,7 @@ class PairRow:
 
     @property
     def masks(self) -> tuple[list[bool], list[bool]]:
-        """The judged tokens of the chosen and of the rejected text, never the first of a text."""
+        """The judged tokens of the chosen and the rejected text, never the first token."""
         chosen = self._mask(self.chosen, self.chosen_context)
         rejected = self._mask(self.rejected, self.rejected_context)
         return chosen, rejected
@@ -76,7 +76,7 @@ CONTEXTS = ("chosen_context", "rejected_context")
 class Side(Passage):
     """A text of a pair, with the spans that are judged."""
 
-    # A user or a tool speaks after the prompt that both texts share.
+    # A user or a tool speaks after the shared prompt.
     exchange: bool = False
 
 
@@ -107,18 +107,17 @@ def _judged_spans(sides: list[list[Turn]], prompt: int) -> list[list[Span]]:
 
 
 class PreferenceDataset(TokenizedRows[PairRow]):
-    """The pairs of a dataset as tokens, made when the object is created.
+    """The pairs of a dataset as tokens, tokenized when the object is created.
 
-    A text is the prompt (if `prompt_key` is set) and the answer, or a whole conversation, plain or
-    as chat messages. The text loses its trailing newlines, ends with end-of-text (after a space if
-    end-of-text was missing), and is cut to `max_len` tokens, the last of which is always
-    end-of-text. Pairs with two equal texts after the cut are dropped.
+    A text is the prompt (if `prompt_key` is set) and the answer, or a whole conversation, as plain
+    text or chat messages. Trailing newlines are removed, end-of-text is appended (after a space) if
+    it is missing, and the text is cut to `max_len` tokens, the last of which is always end-of-text.
+    Pairs whose two texts are equal after the cut are dropped.
 
     With `needs_prompt`, pairs with a prompt of `max_len` − 2 tokens or more are dropped too.
-    Without a `prompt_key`, the prompt of a chat or of a transcript of HH-RLHF is everything before
+    Without a `prompt_key`, the prompt of a chat or of an HH-RLHF transcript is everything before
     the last answer, and other plain texts have no prompt. If a user or a tool speaks after the
-    prompt that both texts share, only the assistant's turns from the first difference on are
-    judged.
+    shared prompt, only the assistant's turns from the first difference on are judged.
 
     `summary` counts dropped and cut pairs. Raises DataError for a missing column, for malformed
     rows (naming the first), and if no pair is left.
@@ -146,9 +145,9 @@ class PreferenceDataset(TokenizedRows[PairRow]):
             )
 
     def contents(self) -> Iterator[bytes]:
-        """Yield all pairs as bytes, to be hashed.
+        """Yield all pairs as bytes, for hashing.
 
-        Without an exchange in any pair these are the bytes of earlier releases.
+        If no pair has an exchange, the bytes are the same as in earlier releases.
         """
         unused = [name for name in CONTEXTS if not any(self.rows[name])]
         yield from contents_of(self._fields.remove_columns(unused))
@@ -156,7 +155,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
     def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
         """Return prompt and answer of both texts, or the reason why the pair is dropped.
 
-        The texts have no trailing newlines, and end with end-of-text.
+        The texts have no trailing newlines and end with end-of-text.
         """
         if DROPPED in row:
             return str(row[DROPPED])
@@ -277,13 +276,13 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         return Side(text=text, spans=[(answer, len(text))], response=answer)
 
     def _answer(self, prompt: list[Message], messages: list[Message], text: str, tools: Any) -> int:
-        """Return the character where the answer begins.
+        """Return the index of the character where the answer begins.
 
         If the template rewrites history, this is the start of the last answer.
         """
         if not self.needs_prompt:
             return 0
-        with suppress(ValueError):  # the template may forbid a prompt, e.g. without a user's turn
+        with suppress(ValueError):  # the template may reject a prompt, e.g. without a user's turn
             before = ""
             if prompt:
                 before = templates.render(
@@ -336,7 +335,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
 
 
 def _context(passage: Passage, known: Encoded, answer: range) -> list[int]:
-    """Return the positions in `answer` whose tokens are in none of the passage's spans."""
+    """Return the positions in `answer` whose tokens are outside all spans of the passage."""
     judged: set[int] = set()
     for span in passage.spans:
         judged.update(known.tokens_of(span))
@@ -359,9 +358,9 @@ def _margin(row: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledRow(SFTRow):
-    """A prompt and an answer as tokens.
+    """A prompt and an answer as tokens, with a label.
 
-    The answer begins at the first target, and ends with end-of-text.
+    The answer begins at the first target and ends with end-of-text.
     """
 
     desirable: bool
@@ -370,19 +369,19 @@ class LabelledRow(SFTRow):
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return self.loss_mask.index(True)
 
     @property
     def answer(self) -> list[int]:
-        """Everything after the prompt."""
+        """The tokens after the prompt."""
         return self.tokens[self.prompt_length :]
 
 
 class LabelledDataset(SFTDataset):
     """The rows of a dataset as tokens with labels.
 
-    The texts are those of `SFTDataset`, and the answer is the response.
+    The texts are the same as in `SFTDataset`, and the answer is the response.
 
     Raises DataError for a missing column, for malformed rows or labels (naming the first), and if
     no row is left.
@@ -427,7 +426,7 @@ def check_both_labels(rows: LabelledDataset, *, column: str) -> list[Finding]:
 
 
 def _label(row: Mapping[str, Any], column: str) -> bool:
-    """Return whether a row is desirable. Raises DataError for other values than a label."""
+    """Return whether a row is desirable. Raises DataError for a value that is not a label."""
     value = row[column]
     label = str(value).lower()
     if label in ("1", "true", "1.0"):
@@ -439,7 +438,7 @@ def _label(row: Mapping[str, Any], column: str) -> bool:
 
 
 class BothAnswers(torch.utils.data.Dataset[LabelledRow]):
-    """Pairs as labelled rows: the chosen answer is desirable, the rejected one is not."""
+    """Pairs as labelled rows: chosen answers are desirable, rejected answers are not."""
 
     def __init__(self, pairs: PreferenceDataset) -> None:
         self.pairs = pairs

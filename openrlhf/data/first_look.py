@@ -1,7 +1,7 @@
 """Checks of the first rows of every run, before a model is loaded.
 
-A certain mistake is an error, a likely mistake a notice. The functions are pure: they return the
-notices, and raise DataError.
+A definite mistake raises DataError; a likely mistake is returned as a notice. The functions have no
+other side effects.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ from openrlhf.data.messages import texts_in
 from openrlhf.data.templates import ANSWER, chat_marks, render
 from openrlhf.data.tokenizer import Ends
 
-RECORD = "openrlhf_format"  # in tokenizer_config.json, which goes wherever the model goes
+RECORD = "openrlhf_format"  # an entry of tokenizer_config.json, which is copied with the model
 
 
 # ---- the tokenizer
 
 
 def texts_of(rows: Table, columns: Collection[str]) -> list[str]:
-    """Return the strings in columns of the first rows: values, and contents of chat messages."""
+    """Return the strings in columns of the first rows: values and contents of chat messages."""
     first = rows[:FIRST_ROWS]
     texts: list[str] = []
     for column in columns:
@@ -46,11 +46,11 @@ def round_trip(
 ) -> list[Finding]:
     """Return a notice about texts that change when they are encoded and decoded.
 
-    Harmless changes: Unicode compatibility forms, added spaces, spaces beside special tokens, runs
-    of white space that become one space. A notice: letters that lose case or accents, unknown
-    tokens, and with `prompts` any change, since a reward's query is decoded tokens. An error: any
-    other lost character, a lost border between two words, or more unknown tokens than known ones.
-    Raises DataError for an error.
+    Harmless changes are Unicode compatibility forms, added spaces, spaces next to special tokens,
+    and runs of white space that become one space. A notice is returned for letters that lose case
+    or accents, for unknown tokens, and with `prompts` for any change, because a reward's query is
+    decoded from tokens. Raises DataError for any other lost character, a lost word boundary, or
+    more unknown tokens than known ones.
     """
     if not texts:
         return []
@@ -107,9 +107,9 @@ def _without_case(text: str) -> str:
 
 
 def _survives(text: str, back: str) -> bool:
-    """Return whether `back` has all characters of `text` and each border between its words.
+    """Return whether `back` has all characters and word boundaries of `text`.
 
-    White space makes no difference otherwise.
+    Other white space is ignored.
     """
     words = text.split()
     found = back.split()
@@ -124,9 +124,9 @@ def _survives(text: str, back: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TextFormat:
-    """The format of a model's prompts, and the ending of its answers.
+    """The format of a model's prompts and the ending of its answers.
 
-    Exports record it for later stages.
+    An export records it for later stages.
     """
 
     input_template: str | None = None
@@ -135,7 +135,7 @@ class TextFormat:
 
     @classmethod
     def of(cls, data: Any, tokenizer: PreTrainedTokenizerBase, *, ending: str = "") -> Self:
-        """Return the format in a section of the flags."""
+        """Return the format that a section of the flags sets."""
         if data.apply_chat_template:
             template = hashlib.sha256(tokenizer.get_chat_template().encode()).hexdigest()[:8]
             return cls(chat_template=template, ending=ending)
@@ -144,7 +144,7 @@ class TextFormat:
 
     @property
     def flags(self) -> str:
-        """The flags that set this format, as they are typed in bash."""
+        """The flags that set this format, as typed in bash."""
         if self.chat_template:
             return "--data.apply_chat_template"
         if self.input_template:
@@ -173,7 +173,7 @@ def recorded(tokenizer: PreTrainedTokenizerBase) -> TextFormat | None:
 def compare_formats(
     model: str, trained: TextFormat | None, used: TextFormat, prompts: Sequence[str]
 ) -> list[Finding]:
-    """Return a notice if this run's prompts have another format than a model's training prompts.
+    """Return a notice if this run's prompts differ in format from a model's training prompts.
 
     `model` is the flag that names the model, with its value.
     """
@@ -195,8 +195,8 @@ def compare_formats(
 def in_template(template: str, texts: Sequence[str]) -> bool:
     """Return whether all these texts are already in a template.
 
-    A space at the end of the template may be missing. If the template has words on both sides, a
-    text may continue after it.
+    A space at the end of the template may be missing. If the template has words on both sides of
+    the text, a row may continue after the template.
     """
     before, _, after = template.partition("{}")
     end = after.rstrip(" ")
@@ -217,8 +217,8 @@ def unused_chat_template(
 ) -> list[Finding]:
     """Return a notice if a model has a chat template that neither the flags nor the texts use.
 
-    `model` is the flag that names the model, with its value. A model that an earlier stage exported
-    records its own format: see `compare_formats`.
+    `model` is the flag that names the model, with its value. For a model exported by an earlier
+    stage, which records its format, see `compare_formats`.
     """
     if applied or recorded(tokenizer) or not tokenizer.chat_template:
         return []
@@ -238,9 +238,9 @@ def unused_chat_template(
 
 
 def glued(prompts: Sequence[str], answers: Sequence[str]) -> list[Finding]:
-    """Return a notice if each prompt ends, and each answer begins, with a word.
+    """Return a notice if each prompt ends with a word and each answer begins with a word.
 
-    Nothing separates them then.
+    Joining them then merges the two words.
     """
     joined = 0
     for prompt, answer in zip(prompts, answers, strict=False):
@@ -258,7 +258,7 @@ def glued(prompts: Sequence[str], answers: Sequence[str]) -> list[Finding]:
 
 
 def filled_already(used: TextFormat, texts: Sequence[str]) -> list[Finding]:
-    """Return a notice if texts begin with the words of the template that they are put into."""
+    """Return a notice if texts already begin with the words of the template they are put into."""
     words = (used.input_template or "").partition("{}")[0].strip()
     if not words or not any(text.startswith(words) for text in texts):
         return []
@@ -273,7 +273,7 @@ def filled_already(used: TextFormat, texts: Sequence[str]) -> list[Finding]:
 
 
 def joined_border(used: TextFormat, tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
-    """Return a notice if the tokenizer merges the template's last space with an answer's word."""
+    """Return a notice if the tokenizer merges the template's last space with the answer."""
     template = used.input_template or ""
     end = template.partition("{}")[2]
     alone, joined = tokenizer([end, f"{end}A"], add_special_tokens=False)["input_ids"]
@@ -289,11 +289,11 @@ def joined_border(used: TextFormat, tokenizer: PreTrainedTokenizerBase) -> list[
 def check_answer_room(
     lengths: Sequence[int], *, max_len: int, max_new_tokens: int | None
 ) -> list[Finding]:
-    """Return a notice if prompts are cut, a failure if they leave no room for an answer."""
+    """Return a notice if prompts are cut, or a failure if they leave no room for an answer."""
     if max_new_tokens:
         longest = max_len - max_new_tokens
     else:
-        longest = max_len - 2  # an answer has at least one token and an end
+        longest = max_len - 2  # an answer has at least one token and an end token
     cut = sum(length > longest for length in lengths)
     if not cut:
         return []
@@ -324,7 +324,7 @@ def dated_template(tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
     if NAME not in str(tokenizer.chat_template):
         return []
     dated = True
-    with suppress(ValueError):  # a template that needs more, a system message for instance
+    with suppress(ValueError):  # the template may require more, e.g. a system message
         one_day = render(tokenizer, question, variables=clock_at("2001-02-03"))
         dated = one_day != render(tokenizer, question, variables=clock_at("2014-05-16"))
     if not dated:
@@ -347,9 +347,9 @@ def dated_template(tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
 
 
 def ending_of(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the ending of most of these training rows, or "" if there is none.
+    """Return the ending of most of these training rows, or "" if they have no common ending.
 
-    An ending is end-of-text, perhaps after a space, or another end of generation.
+    An ending is end-of-text, with or without a space before it, or another end of generation.
     """
     eos = str(tokenizer.eos_token)
     ends = Ends.of(tokenizer)
@@ -386,15 +386,15 @@ def check_ending(ending: str, tokenizer: PreTrainedTokenizerBase, answers: str) 
 
 
 def chat_end(tokenizer: PreTrainedTokenizerBase, stops: Collection[str]) -> list[Finding]:
-    """Return a notice if the chat template ends an answer where generation does not stop.
+    """Return a notice if the end that the chat template writes does not stop generation.
 
-    `stops` are the texts at which generation ends.
+    `stops` are the texts that stop generation.
     """
     question = {"role": "user", "content": "(a question)"}
     answer = {"role": "assistant", "content": ANSWER}
     try:
         after = render(tokenizer, [question, answer]).partition(ANSWER)[2]
-    except ValueError:  # a template that needs more, a system message for instance
+    except ValueError:  # the template may require more, e.g. a system message
         return []
     if any(stop in after for stop in stops):
         return []

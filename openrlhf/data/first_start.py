@@ -1,6 +1,6 @@
-"""Settings that a run's first start fixes for its later starts, and their form in files.
+"""Settings that a run's first start fixes for its later starts, and their format in files.
 
-Standard library only.
+This module needs only the standard library.
 """
 
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Self
 
-# Entries beside an identity.
+# Entries stored next to an identity.
 MOMENT = "first start"
 TRAINED_FORMAT = "trained format"
 
 
 def now() -> str:
-    """Return the present moment, to the second, as text."""
+    """Return the current time as text, to the second."""
     return datetime.now().isoformat(timespec="seconds")
 
 
@@ -22,8 +22,8 @@ def now() -> str:
 class FirstStart:
     """The settings of a run's first start.
 
-    Older releases had no default format, and kept neither entry. A run that they began continues
-    without the default.
+    Older releases had no default format and stored neither entry. A run started by an older release
+    continues without the default.
     """
 
     moment: str  # a chat template writes its date
@@ -31,7 +31,7 @@ class FirstStart:
 
     @classmethod
     def here(cls) -> Self:
-        """Return the first start of a run that begins now."""
+        """Return the first start of a run that starts now."""
         return cls(moment=now(), trained_format=True)
 
     @classmethod
@@ -43,5 +43,5 @@ class FirstStart:
 
     @property
     def entries(self) -> dict[str, Any]:
-        """The entries that `of` reads."""
+        """Return the entries that `of` reads."""
         return {MOMENT: self.moment, TRAINED_FORMAT: self.trained_format}

@@ -1,4 +1,4 @@
-"""Layouts of public datasets: recognized by columns, and read by flags of --data.*."""
+"""Layouts of public datasets, recognized by their columns and read with flags of --data.*."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,19 +18,19 @@ from openrlhf.data.tokenizer import require_chat_template
 from openrlhf.reporting import notice
 
 Row = Mapping[str, Any]
-FIRST_ROWS = 8  # rows at the start of a dataset that decide about its layout and its template
+FIRST_ROWS = 8  # number of rows that determine the layout and the template of a dataset
 DROPPED = "dropped"  # the column with the reason why a reader drops a row
 TIE = "that are ties"
 MARGIN = "margin"
 DATASOURCE = "datasource"
-EXTRA = (TOOLS, MARGIN, DATASOURCE)  # columns that are read if a dataset has them
+EXTRA = (TOOLS, MARGIN, DATASOURCE)  # columns that are read if they exist
 
 
 # ---- layouts whose texts are in several columns
 
 
 def _read_arena(row: Row) -> Row:
-    """Read Chatbot Arena: two conversations with the same questions, and the winner."""
+    """Read a row of Chatbot Arena: two conversations with the same questions, and the winner."""
     winner = row["winner"]
     a = row["conversation_a"]
     b = row["conversation_b"]
@@ -44,7 +44,7 @@ def _read_arena(row: Row) -> Row:
 
 
 def _read_webgpt(row: Row) -> Row:
-    """Read WebGPT comparisons: a question, and two answers with scores."""
+    """Read a row of WebGPT comparisons: a question, and two answers with scores."""
     question = row["question"]
     if not isinstance(question, dict) or not isinstance(question.get("full_text"), str):
         raise row_error(row, "question", f"is {kind(question)}, not an object with full_text.")
@@ -62,7 +62,7 @@ def _read_webgpt(row: Row) -> Row:
 
 
 def _system_messages(row: Row) -> list[Message]:
-    """Return the system text in a column of its own as a message; no message without a text."""
+    """Return the text of the system column as a message, or no message without a text."""
     messages: list[Message] = []
     for name in ("system", "system_prompt"):
         if row.get(name):
@@ -71,7 +71,7 @@ def _system_messages(row: Row) -> list[Message]:
 
 
 def _read_chat(row: Row) -> Row:
-    """Put the system text before the conversation, unless the conversation begins with it."""
+    """Prepend the system text to the conversation, unless the conversation begins with it."""
     column = "messages" if isinstance(row.get("messages"), list) else "conversations"
     turns = row[column]
     system = _system_messages(row)
@@ -81,14 +81,14 @@ def _read_chat(row: Row) -> Row:
 
 
 def _opening(messages: list[Any]) -> list[str]:
-    """Return the first text of messages, without spaces around it; an empty list without texts."""
+    """Return the first text of messages, stripped, in a list; an empty list without texts."""
     return [text.strip() for text in texts_in(messages)[:1]]
 
 
 def _reader_with_context(question: str) -> Callable[[Row], Row]:
-    """Return a reader of rows whose column `question` continues in `input`.
+    """Return a reader of rows whose column `question` continues in the column `input`.
 
-    The question follows a system text and a history of [question, answer].
+    A system text and a history of [question, answer] pairs come before the question.
     """
 
     def read(row: Row) -> Row:
@@ -108,8 +108,8 @@ def _reader_with_context(question: str) -> Callable[[Row], Row]:
     return read
 
 
-# Readers by the value of --data.layout. A reader returns the row with the texts in the columns that
-# the flags of the layout name. It raises DataError, naming the row.
+# Readers by the value of --data.layout. A reader returns the row with its texts in the columns that
+# the layout's flags name. It raises a DataError that names the row.
 READERS: dict[str, Callable[[Row], Row]] = {
     "alpaca": _reader_with_context("instruction"),
     "arena": _read_arena,
@@ -117,19 +117,19 @@ READERS: dict[str, Callable[[Row], Row]] = {
     "orca": _reader_with_context("question"),
     "webgpt": _read_webgpt,
 }
-JUDGED = ("arena", "webgpt")  # readers that make the columns of pairs
+JUDGED = ("arena", "webgpt")  # readers that create the columns of pairs
 
 
 # ---- recognition
 
 
 LAYOUTS = toml_beside(__file__)
-# A section of flags without this flag reads no rows of the kind.
+# A section of flags that lacks this flag cannot read rows of the kind.
 MAIN_FLAGS = {"pairs": "chosen_key", "text": "input_key"}
 
 
 def _fits(row: Row, columns: Mapping[str, str]) -> bool:
-    """Return whether a row has these columns, with values of these kinds."""
+    """Return whether a row has these columns with values of these kinds."""
     for column, expected in columns.items():
         if column not in row or kind(row[column]) not in expected:
             return False
@@ -139,7 +139,7 @@ def _fits(row: Row, columns: Mapping[str, str]) -> bool:
 def _repeats_prompt(row: Row) -> bool:
     """Return whether both answers repeat the last message of the prompt.
 
-    Chats repeat it before both answers, other texts in their common beginning.
+    Chats repeat it before both answers; other texts repeat it in their common prefix.
     """
     asked = "".join(texts_in(row["prompt"])[-1:]).strip()
     chosen = row["chosen"]
@@ -153,16 +153,16 @@ def _repeats_prompt(row: Row) -> bool:
 
 
 def _asks_before_answer(conversation: list[Any], asked: str) -> bool:
-    """Return whether a conversation has a text before its answer, the last message."""
+    """Return whether `asked` occurs in a conversation before its answer, the last message."""
     return any(asked in text for text in texts_in(conversation[:-1]))
 
 
 def recognise(rows: Dataset, config: Any, *kinds: str, answers: str = "output_key") -> Any:
     """Return the section `data` with the flags of the layout that fits the first row.
 
-    Prints a notice about the layout. `answers` is the flag of --data.* that reads the answers to
-    the prompts. A prompt column is not used if both answers repeat it in all of the first rows.
-    Columns that the user names with flags are kept, and the notice says what is missing. Raises
+    Prints a notice about the layout. `answers` is the flag of --data.* that names the column of
+    answers. A prompt column is not used if both answers repeat it in all of the first rows. Columns
+    that the user names with flags are kept, and the notice names flags that are missing. Raises
     DataError if the rows do not have the layout that --data.layout names.
     """
     data = config.data
@@ -213,9 +213,9 @@ def recognise(rows: Dataset, config: Any, *kinds: str, answers: str = "output_ke
 
 
 def _first_rows(rows: Dataset) -> list[Row]:
-    """Return the first rows of a dataset, up to a row that is not UTF-8 text."""
+    """Return the first rows of a dataset, stopping at a row that is not UTF-8 text."""
     first_rows: list[Row] = []
-    with suppress(UnicodeDecodeError):  # `map_rows` names the row
+    with suppress(UnicodeDecodeError):  # `map_rows` reports the row
         for number in range(min(FIRST_ROWS, len(rows))):
             first_rows.append(rows[number])
     return first_rows
@@ -237,7 +237,7 @@ def _all_repeat_prompt(rows: Sequence[Row]) -> bool:
 def _layout_of(first: Row, kinds: Sequence[str], named: str) -> dict[str, Any]:
     """Return the flags of the first layout that fits a row, or {} if no layout fits.
 
-    `named` is the value of --data.layout, which limits the layouts to those it allows.
+    `named` is the value of --data.layout, which limits the layouts to choose from.
     """
     for name in kinds:
         for layout in LAYOUTS[name]:
@@ -248,7 +248,7 @@ def _layout_of(first: Row, kinds: Sequence[str], named: str) -> dict[str, Any]:
 
 
 def _flags_with_effect(found: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Return the flags of a layout that the command has and that have an effect.
+    """Return the flags of a layout that exist in this command and have an effect.
 
     An empty value becomes None.
     """
@@ -264,7 +264,7 @@ def _flags_with_effect(found: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 
 def _typed(flag: str, value: Any) -> str:
-    """Return a flag of --data.* as a user types it."""
+    """Return a flag of --data.* as it is typed."""
     if value is True:
         return f"--data.{flag}"
     return f"--data.{flag} {value}"
@@ -273,7 +273,7 @@ def _typed(flag: str, value: Any) -> str:
 def columns_read(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: Any, keys: Sequence[str]
 ) -> list[str]:
-    """Return the columns that these flags of --data.* name, and those of `EXTRA`.
+    """Return the columns that these flags of --data.* name, and the columns of `EXTRA`.
 
     A layout with a reader reads all columns. Raises DataError for a missing column or chat
     template.

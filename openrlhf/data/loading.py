@@ -1,4 +1,4 @@
-"""Datasets of files, folders and hub names, blended into one."""
+"""Loading of datasets from files, folders and the Hub, and blending them into one."""
 
 import glob
 import math
@@ -19,7 +19,7 @@ TEXT_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
 FORMATS = {**TEXT_FORMATS, ".parquet": "parquet", ".arrow": "arrow"}
 GZIPPED = tuple(f"{extension}.gz" for extension in TEXT_FORMATS)
 SAVED = ("state.json", "dataset_dict.json")  # files that save_to_disk writes
-Table = Dataset  # rows, not yet tokenized
+Table = Dataset  # rows that are not tokenized yet
 ALL_ROWS = 10**8
 SPLIT_FLAGS = "--data.dataset_split, --data.prompt_split or --eval.split"
 
@@ -27,15 +27,16 @@ SPLIT_FLAGS = "--data.dataset_split, --data.prompt_split or --eval.split"
 def load_datasets(
     spec: str, *, split: str, probs: str | None = None, max_samples: int, seed: int
 ) -> Dataset:
-    """Return `split` of each dataset of a comma list, as one dataset of at most `max_samples` rows.
+    """Return `split` of the comma-separated datasets in `spec`, as one dataset.
 
-    An item is a .json, .jsonl, .csv, .tsv, .parquet or .arrow file (the first four also gzipped), a
-    folder of such files, a folder written by `save_to_disk`, or a hub name. `item@folder` reads the
-    folder `folder` of the item. Each item is cut to `max_samples` rows. Without `probs` the items
-    follow each other. With `probs`, which the flags have checked, rows are drawn from the items
-    with these probabilities until every row was drawn. Values are those of the files: every cell of
-    a CSV file is text (007 stays 007), an empty cell is null. Two more columns give the origin of a
-    row (`errors.SOURCE`, `errors.ROW`).
+    The result has at most `max_samples` rows. An item of `spec` is a file (.json, .jsonl, .csv,
+    .tsv, .parquet or .arrow; the first four also gzipped), a folder of such files, a folder written
+    by `save_to_disk`, or a Hub name. `item@folder` reads the folder `folder` of the item. Each item
+    is cut to `max_samples` rows. Without `probs` the items are concatenated. With `probs`, which
+    have been checked with the flags, rows are drawn from the items with these probabilities until
+    every row has been drawn. Values are unchanged: every cell of a CSV file is text (007 stays
+    007), an empty cell is null. Two more columns give the origin of a row (`errors.SOURCE`,
+    `errors.ROW`).
 
     Raises DataError if an item cannot be read, has no such split or has no rows, or if the items
     cannot be blended.
@@ -56,7 +57,7 @@ def key_columns(data: Any) -> list[str]:
 def _blend(
     parts: list[Dataset], items: list[str], probs: str | None, max_samples: int, seed: int
 ) -> Dataset:
-    """Return the rows of all parts in their order, or drawn with probabilities."""
+    """Return the rows of all parts, concatenated or drawn with probabilities."""
     written: set[str] = set()
     for part in parts:
         for name, type_ in part.features.items():
@@ -83,9 +84,9 @@ def _blend(
 def _report_repeats(
     items: list[str], weights: list[float], rows: list[int], max_samples: int
 ) -> None:
-    """Name the items whose rows are drawn more than once on average.
+    """Report the items whose rows are drawn more than once on average.
 
-    Drawing ends when the last item is used up.
+    Drawing ends when the rows of every item have been drawn.
     """
     until_exhausted = max(count / weight for count, weight in zip(rows, weights, strict=True))
     drawn = min(until_exhausted, max_samples)
@@ -99,7 +100,7 @@ def _report_repeats(
 
 
 def _store_as_written(part: Dataset, written: Collection[str]) -> Dataset:
-    """Store these columns as the columns of JSON files with mixed values are stored."""
+    """Store these columns in the format of JSON columns with mixed values."""
     types = part.features
     columns: list[str] = []
     for name in part.column_names:
@@ -123,9 +124,9 @@ def _store_as_written(part: Dataset, written: Collection[str]) -> Dataset:
 
 
 def _with_short_strings(part: Dataset) -> Dataset:
-    """Store strings of CSV files (64-bit) as strings of JSON files (32-bit).
+    """Convert the 64-bit strings of CSV files to the 32-bit strings of JSON files.
 
-    The two types do not concatenate.
+    The two types cannot be concatenated.
     """
     wide = [name for name, type_ in part.features.items() if type_ == Value("large_string")]
     if not wide:
@@ -141,7 +142,7 @@ def _load_one(item: str, split: str, max_samples: int) -> Dataset:
         path, _, folder = item.partition("@")
     try:
         loaded = _read(path, folder or None)
-    except Exception as error:  # the datasets library raises many kinds
+    except Exception as error:  # the datasets library raises many types
         raise _ours(error) or DataError(_explain(item, path, error)) from error
     if isinstance(loaded, DatasetDict):
         if split not in loaded:
@@ -156,21 +157,21 @@ def _load_one(item: str, split: str, max_samples: int) -> Dataset:
 
 
 def _ours(error: BaseException | None) -> DataError | None:
-    """Return the error of our readers that an error of the library wraps."""
+    """Return the error of our readers that is wrapped in an error of the library."""
     while error is not None and not isinstance(error, DataError):
         error = error.__cause__
     return error
 
 
 def _read(path: str, folder: str | None) -> Dataset | DatasetDict:
-    """Read a file, a folder or a dataset of the hub."""
+    """Read a file, a folder or a Hub dataset."""
     extension = os.path.splitext(path.removesuffix(".gz"))[1].lower()
     if extension in FORMATS and (not path.endswith(".gz") or path.lower().endswith(GZIPPED)):
         options: dict[str, Any] = {}
         if extension == ".tsv":
             options["sep"] = "\t"
         builder = load_dataset_builder(FORMATS[extension], data_files=glob.escape(path), **options)
-        return read_as_written(builder)["train"]  # the library's name for all rows
+        return read_as_written(builder)["train"]  # the library's name for the split with all rows
     if os.path.isdir(path):
         inner = Path(path, folder or "")
         if any((inner / name).is_file() for name in SAVED):
@@ -184,7 +185,7 @@ def _read(path: str, folder: str | None) -> Dataset | DatasetDict:
 def _explain(item: str, path: str, error: Exception) -> str:
     """Return the reason why the datasets library could not read an item.
 
-    The library's error names the file of a folder.
+    For a folder, the library's error names the file.
     """
     root: BaseException = error
     while root.__cause__ is not None:

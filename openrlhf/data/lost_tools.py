@@ -1,6 +1,6 @@
-"""Tools that a chat template leaves out.
+"""Detection of tools that a chat template leaves out.
 
-The model sees neither their definitions nor the calls of the assistant.
+The model then sees neither their definitions nor the assistant's calls.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,8 @@ def lost_tool(
 ) -> str:
     """Return the first definition or call that is missing in the rendered text of messages.
 
-    Returns "" if none is missing. A name may be in the text by accident, in a question for
-    instance, so the text must also change without the tools.
+    Returns "" if none is missing. A tool's name may also occur elsewhere in the text, for example
+    in a question, so the text must also change when the tools are left out.
     """
 
     def first_missing(
@@ -39,7 +39,7 @@ def lost_tool(
             if name not in text:
                 return name
         if names:
-            with suppress(ValueError):  # a template may refuse the result of a call it does not see
+            with suppress(ValueError):  # a template may reject a result without its call
                 bare = render(
                     tokenizer, without, tools=shown, add_generation_prompt=add_generation_prompt
                 )
@@ -74,7 +74,7 @@ def empty_calls(
     *,
     tools: Sequence[dict[str, Any]],
 ) -> list[int]:
-    """Return the turns that look like an empty answer, because the template leaves out calls."""
+    """Return the turns rendered like an empty answer because the template leaves out calls."""
     suspects: list[int] = []
     for turn in turns:
         if messages[turn].get(CALLS) and not messages[turn]["content"].strip():
@@ -86,7 +86,7 @@ def empty_calls(
     for turn in suspects:
         empty = {"role": messages[turn]["role"], "content": messages[turn]["content"]}
         without_calls = [*messages[:turn], empty, *messages[turn + 1 :]]
-        with suppress(ValueError):  # a template that refuses an empty answer shows calls
+        with suppress(ValueError):  # a template that rejects an empty answer renders the calls
             if text == render(tokenizer, without_calls, tools=tools):
                 found.append(turn)
     return found
@@ -98,7 +98,7 @@ def check_tools(
     """Return a notice about rows with tools that the chat template leaves out.
 
     `lost` has the first missing tool of each row, if any, and `first` names the first row with one.
-    `empty` counts turns that are not targets, because nothing of them is rendered.
+    `empty` counts turns that are not targets because nothing of them is rendered.
     """
     count = sum(map(bool, lost))
     seen = (

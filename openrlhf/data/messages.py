@@ -1,4 +1,4 @@
-"""Chat messages in the rows of datasets: their formats, their tools, and the turns to learn."""
+"""Chat messages in the rows of datasets: their formats, their tools, and the turns to train on."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from openrlhf.data.errors import kind, row_error
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-# Words of ShareGPT and HH-RLHF.
+# The roles that ShareGPT and HH-RLHF use.
 SPEAKERS = {
     "human": "user",
     "gpt": "assistant",
@@ -20,16 +20,16 @@ SPEAKERS = {
     "observation": "tool",
 }
 SPEAKERS |= {"Human": "user", "Assistant": "assistant"}
-# The header of each turn in a text of HH-RLHF, which begins with a header.
+# The header of each turn in an HH-RLHF text. The text begins with a header.
 TRANSCRIPT = re.compile(r"\n\n(Human|Assistant):")
-LEARNED = ("loss", "weight")  # fields of a message that mark a turn as learned or not
-TOOLS = "tools"  # a column with definitions
+LEARNED = ("loss", "weight")  # fields of a message that include or exclude a turn from training
+TOOLS = "tools"  # the column with tool definitions
 
 
 def messages_of(row: Mapping[str, Any], column: str, *, role: str, flag: str) -> list[Message]:
     """Return the value of a column as chat messages.
 
-    Raises DataError with row, column and the flag of the column.
+    Raises a DataError that names the row, the column and the column's flag.
     """
     try:
         return to_messages(row[column], role=role)
@@ -40,10 +40,10 @@ def messages_of(row: Mapping[str, Any], column: str, *, role: str, flag: str) ->
 def to_messages(value: Any, *, role: str = "user") -> list[Message]:
     """Return a value as chat messages.
 
-    A string is one message of `role`, or a transcript of HH-RLHF. Messages in a list are checked.
-    They may have `from` and `value`, as in ShareGPT; a single message needs no list; a content may
-    be the parts of a text. A null field of a message is a missing field; nulls inside tool calls
-    stay. Raises ValueError, which names the malformed message and its fault.
+    A string is one message of `role`, or an HH-RLHF transcript. Messages in a list are checked.
+    They may have `from` and `value`, as in ShareGPT; a single message may be given without a list;
+    a content may be a list of text parts. A null field of a message counts as missing; nulls inside
+    tool calls are kept. Raises a ValueError that names the malformed message and its error.
     """
     if isinstance(value, str):
         return _transcript_messages(value) or [{"role": role, "content": value}]
@@ -92,7 +92,7 @@ def _to_message(message: Any, number: int) -> Message:
 
 
 def _from_sharegpt(speaker: Any, value: Any, number: int) -> Message:
-    """Return the fields `from` and `value` of ShareGPT as a message."""
+    """Return ShareGPT's fields `from` and `value` as a message."""
     role = SPEAKERS.get(str(speaker), speaker)
     if speaker != "function_call":
         return {"role": role, "content": value}
@@ -132,7 +132,7 @@ def with_parsed_arguments(message: Message) -> Message:
         return message
     calls = []
     for call in message["tool_calls"]:
-        # Some calls have name and arguments themselves.
+        # Some calls have `name` and `arguments` at the top level.
         function = {**(call.get("function") or call)}
         with suppress(TypeError, ValueError):
             function["arguments"] = json.loads(function.get("arguments") or "{}")
@@ -144,7 +144,7 @@ def with_parsed_arguments(message: Message) -> Message:
 
 
 def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the definitions of tools in the column `tools`, a list or JSON.
+    """Return the tool definitions in the column `tools`, which is a list or JSON text.
 
     Raises DataError for any other value.
     """
@@ -160,11 +160,11 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def learned_turns(messages: Sequence[Message], *, chosen: bool) -> list[int]:
-    """Return the turns of the assistant.
+    """Return the assistant's turns to train on.
 
     With `chosen`, turns whose field `loss` or `weight` is false or 0 are left out. Raises
-    ValueError for such a field without `chosen`, with another value, or if it marks the turn of
-    another role to be learned.
+    ValueError if such a field is present without `chosen`, has another value, or marks a turn of
+    another role for training.
     """
     turns: list[int] = []
     for number, message in enumerate(messages):
@@ -204,7 +204,7 @@ def texts_in(value: Any) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A turn of a transcript of HH-RLHF: the speaker, the words, and their place in characters."""
+    """A turn of an HH-RLHF transcript: the speaker, the words, and their position in characters."""
 
     role: str
     words: str = ""
@@ -214,7 +214,7 @@ class Turn:
 
 
 def transcript_turns(text: str) -> list[Turn]:
-    """Return the turns of a transcript of HH-RLHF; none if the text does not begin like one."""
+    """Return the turns of an HH-RLHF transcript; none if the text does not begin with a header."""
     headers = list(TRANSCRIPT.finditer(text))
     if not headers or headers[0].start():
         return []

@@ -1,4 +1,4 @@
-"""Rows of reinforcement learning: a rendered prompt, and the data that the reward needs."""
+"""Rows for reinforcement learning: a rendered prompt and the data that the reward needs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ PromptSection = RLDataConfig | EvaluatedDataConfig | InferenceDataConfig
 class PromptDataset(TokenizedRows[Prompt]):
     """The rows of a dataset as prompts, rendered when the object is created; no row is dropped.
 
-    With `apply_chat_template` the input column holds strings (a user message) or lists of messages.
-    They are rendered up to the last turn that is not the assistant's, with the tools in the column
-    `tools`, and with the generation prompt of the assistant. Without `apply_chat_template` the
-    column holds strings, which are put into `input_template`. Without `label_key` every label is
+    With `apply_chat_template` the input column contains strings (a user message) or lists of
+    messages. They are rendered up to the last turn that is not the assistant's, with the tools of
+    the column `tools` and the assistant's generation prompt. Without `apply_chat_template` the
+    column contains strings, which are put into `input_template`. Without `label_key` every label is
     "". Without a column `datasource` the data source is "default". Without a column `image_key`
-    there are no images. The index of a prompt is its row number: a source replaces the index by the
-    running number of the draw. Raises DataError for a missing column, and for malformed or empty
-    prompts, naming the first.
+    there are no images. The index of a prompt is its row number; a source replaces the index with
+    the running number of the draw. Raises DataError for a missing column, and for malformed or
+    empty prompts, naming the first.
     """
 
     row: ClassVar = Prompt
@@ -70,13 +70,13 @@ class PromptDataset(TokenizedRows[Prompt]):
         return found
 
     def labels(self) -> list[Any]:
-        """Return the label of each prompt; none without a label column."""
+        """Return the label of each prompt, or an empty list without a label column."""
         if not self.data.label_key:
             return []
         return list(self._extras[self.data.label_key])
 
     def origin(self, index: int) -> str:
-        """Return the dataset and the row of a prompt."""
+        """Return the dataset and the row number of a prompt."""
         row = self._extras[index]
         return f"{row[SOURCE]}, row {row[ROW]}"
 
@@ -90,7 +90,7 @@ class PromptDataset(TokenizedRows[Prompt]):
         return Prompt(**own, label=label, images=extras.get(self.image_key))
 
     def contents(self) -> Iterator[bytes]:
-        """Yield all prompts and labels as bytes, to be hashed."""
+        """Yield all prompts and labels as bytes, for hashing."""
         yield from super().contents()
         if self.data.label_key:
             yield from contents_of(self._extras.select_columns([self.data.label_key]))
@@ -100,7 +100,7 @@ class PromptDataset(TokenizedRows[Prompt]):
     ) -> Result:
         """Return text, tokens and data source of a prompt.
 
-        `rewritten` is true if turns of the assistant at its end were left out.
+        `rewritten` is true if assistant turns at the end of the prompt were left out.
         """
         [prompt] = passages
         [known] = encoded
@@ -138,7 +138,7 @@ class PromptDataset(TokenizedRows[Prompt]):
 
 @dataclass(frozen=True, kw_only=True)
 class Answered(Prompt):
-    """A prompt with the answer to score, which is the label. `tokens` has both."""
+    """A prompt with the answer to score, which is the label. `tokens` contains both."""
 
     label: str = ""
 
@@ -147,7 +147,7 @@ class AnsweredDataset(SFTDataset):
     """The rows of a dataset as prompts and answers, which a reward model scores as one text.
 
     `SFTDataset` documents how a text ends, how it is cut, which rows are dropped, and which part of
-    a chat is the answer. The answer of a chat is written as the template renders it.
+    a chat is the answer. The answer of a chat is the text that the template renders.
     """
 
     row: ClassVar = Answered
@@ -163,7 +163,7 @@ class AnsweredDataset(SFTDataset):
             return f"whose prompt leaves no token of the answer (--data.max_len {data.max_len})"
         prompt = passage.text[: passage.response]
         answer = passage.text[passage.response :]
-        if not data.apply_chat_template:  # the texts of the row, without an added end
+        if not data.apply_chat_template:  # the texts of the row, without the added end-of-text
             prompt = fill_template(data.input_template, row[data.input_key])
             answer = row[data.output_key]
         tokens = cut(known.tokens, data.max_len, self.tokenizer, self.ends.ids)

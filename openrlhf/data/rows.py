@@ -1,4 +1,4 @@
-"""Rows of a dataset: their origin, and their conversion to rows of tokens."""
+"""Rows of a dataset: their origin and their conversion to tokens."""
 
 import fcntl
 import shutil
@@ -29,7 +29,7 @@ from openrlhf.data.text_files import without_added_nulls
 from openrlhf.reporting import notice
 from openrlhf.termination import asked
 
-MANY_ROWS = 20_000  # larger datasets are mapped by several processes, with their results on disk
+MANY_ROWS = 20_000  # larger datasets are mapped by several processes and stored on disk
 MAX_MAPPING_PROCESSES = 8
 
 Columns = dict[str, list[Any]]
@@ -37,11 +37,11 @@ Row = TypeVar("Row")  # a data class
 
 
 def number_rows(dataset: Dataset, source: str = "the dataset") -> Dataset:
-    """Return the dataset with columns for the origin of each row, added if they are missing."""
+    """Add columns with the origin of each row, if they are missing."""
     if SOURCE in dataset.column_names:
         return dataset
     rows = len(dataset)
-    # The library types the fingerprint, which it computes itself, as required.
+    # The library declares the fingerprint as a required argument, but computes it itself.
     dataset = dataset.add_column(SOURCE, [source] * rows)  # pyright: ignore[reportCallIssue]
     return dataset.add_column(ROW, list(range(1, rows + 1)))  # pyright: ignore[reportCallIssue]
 
@@ -65,11 +65,11 @@ NO_NOTES = {"dropped": "", "cut": False, "rewritten": 0, "unended": 0, "control"
 
 
 class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
-    """The rows of a dataset as tokens, made when the object is created.
+    """The rows of a dataset as tokens, tokenized when the object is created.
 
-    The processes of a launcher must all create the object: one process of each machine makes the
-    tokens. `data` is the section of the flags with the columns, the layout and `max_len`. `summary`
-    counts dropped rows by reason.
+    All processes of a launcher must create the object; one process per machine tokenizes. `data` is
+    the section of the flags with the columns, the layout and `max_len`. `summary` counts dropped
+    rows by reason.
     """
 
     row: ClassVar[Any]  # the data class of a row; its fields of the types in `STORED` are kept
@@ -169,7 +169,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
     def _encoded(self, columns: Columns) -> Columns:
         """Convert a batch of columns to the columns of `features`.
 
-        `dropped` and `MALFORMED` have the reason and the mistake, if any.
+        `dropped` contains the reason for dropping a row, and `MALFORMED` its error, if any.
         """
         rows = self._read(columns)
         texts = [attempt(self.passages, row) for row in rows]
@@ -185,7 +185,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
                 written.append(column)
         results: list[dict[str, Any]] = []
         for row, text in zip(rows, texts, strict=True):
-            outcome = text  # the reason or the mistake, if the row has no texts
+            outcome = text  # the reason or the error, if the row has no texts
             if isinstance(text, list):
                 outcome = attempt(self.columns, row, text, list(islice(encoded, len(text))))
             if isinstance(outcome, str):
@@ -201,7 +201,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         return made
 
     def _read(self, columns: Columns) -> list[dict[str, Any]]:
-        """Return the rows of a batch of columns, as the reader of the layout returns them."""
+        """Return the rows of a batch of columns, converted by the reader of the layout."""
         read = READERS.get(self.data.layout, dict)
         kept: Columns = {}
         for name, values in columns.items():
@@ -218,7 +218,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         return self.row(**self._fields[index])
 
     def contents(self) -> Iterator[bytes]:
-        """Return all rows as bytes, to be hashed."""
+        """Return all rows as bytes, for hashing."""
         return contents_of(self._fields)
 
 
@@ -241,9 +241,9 @@ def _first_origin(found: list[str | None], dataset: Dataset) -> str:
 
 
 def _lost_in(text: Any) -> dict[str, Any]:
-    """Return what the template left out of a row's tools.
+    """Return the notes about tools that the template left out of a row.
 
-    `text` is the passages of the row, or the reason why the row is dropped.
+    `text` is the list of the row's passages, or the reason why the row is dropped.
     """
     if text == ONLY_CALLS:
         return {"lost": "the calls of its answer", "empty": 0}
@@ -257,9 +257,9 @@ def _lost_in(text: Any) -> dict[str, Any]:
 
 
 def attempt(step: Callable[..., Any], row: dict[str, Any], *arguments: Any) -> Any:
-    """Return the result of a step for a row, or a column with the mistake in the row.
+    """Return the result of a step for a row, or a column with the row's error.
 
-    A row in which an earlier step found a mistake is returned unchanged.
+    A row in which an earlier step found an error is returned unchanged.
     """
     if MALFORMED in row:
         return row
@@ -270,13 +270,13 @@ def attempt(step: Callable[..., Any], row: dict[str, Any], *arguments: Any) -> A
 
 
 def without_origin(dataset: Dataset) -> Dataset:
-    """Return a dataset without the columns that give the origin of its rows."""
+    """Return a dataset without the columns for the origin of its rows."""
     columns = [name for name in dataset.column_names if name not in (SOURCE, ROW)]
     return dataset.select_columns(columns)
 
 
 def contents_of(dataset: Dataset) -> Iterator[bytes]:
-    """Yield all values of a dataset as bytes, which do not depend on how the dataset is stored.
+    """Yield all values of a dataset as bytes, independent of how the dataset is stored.
 
     Hashing a million rows of 250 tokens takes 2 to 5 s.
     """
@@ -295,11 +295,11 @@ def contents_of(dataset: Dataset) -> Iterator[bytes]:
 
 
 def once_per_machine(prepare: Callable[[], Dataset]) -> Dataset:
-    """Prepare rows in one process of this machine, and map their files in all its processes.
+    """Prepare rows in one process per machine, and memory-map their files in all its processes.
 
-    The other processes wait for a lock. The system takes the lock from a process that ends, and the
-    next process prepares: there is no deadline. Raises DataError as `prepare` does, and if the disk
-    is full.
+    The other processes wait for a lock, without a deadline. If the process that holds the lock
+    ends, the system releases the lock and the next process prepares the rows. Raises DataError as
+    `prepare` does, and if the disk is full.
     """
     if world_size() == 1 or not dist.is_initialized():
         return prepare()
@@ -310,7 +310,7 @@ def once_per_machine(prepare: Callable[[], Dataset]) -> Dataset:
     rows = folder / "rows"
     with open(folder / "lock", "w") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
-        if not (rows / "dataset_info.json").exists():  # the file that is written last
+        if not (rows / "dataset_info.json").exists():  # the last file that is written
             try:
                 prepare().save_to_disk(rows)
             except BaseException as error:
@@ -333,13 +333,12 @@ def map_rows(
     features: Features,
     title: str,
 ) -> Dataset:
-    """Return the columns that `function` makes of batches of `columns` and of the rows' origins.
+    """Return the columns that `function` computes from batches of `columns` and row origins.
 
-    Nothing is cached, because a cached result would outlive a change of this code. The tables of
-    many rows are on disk while the process uses them, but their folder is deleted before this
-    function returns. `dataset` is a result of `number_rows`. Raises DataError for text that is not
-    UTF-8 and for a full disk, SystemExit if the process is asked to end, and every error of
-    `function`.
+    Nothing is cached, because a cached result would survive a change of this code. Tables of many
+    rows stay on disk while the process uses them, but their folder is deleted before this function
+    returns. `dataset` is a result of `number_rows`. Raises DataError for text that is not UTF-8 and
+    for a full disk, SystemExit if the process is asked to end, and every error of `function`.
     """
     dataset = dataset.select_columns(list(dict.fromkeys([*columns, SOURCE, ROW])))
     options: dict[str, Any] = {"keep_in_memory": True}
@@ -367,7 +366,7 @@ def map_rows(
     except UnicodeDecodeError as error:
         raise DataError(f"{_first_unreadable(dataset)} is not valid UTF-8 text.") from error
     except Exception as error:
-        if asked():  # the library raises a worker's time-out in place of SystemExit
+        if asked():  # the library raises a worker timeout instead of SystemExit
             raise SystemExit(asked()) from None
         if folder and isinstance(error, OSError):
             raise DataError(

@@ -1,4 +1,4 @@
-"""Rows of supervised fine-tuning: a text as tokens, and which of them are learned."""
+"""Rows for supervised fine-tuning: a text as tokens, and the loss mask of the tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -32,9 +32,9 @@ NOT_LEARNED = "without a turn to learn"
 class SFTRow:
     """A training text of T tokens.
 
-    Token t is learned if `loss_mask[t]` is true; the first token is never learned.
+    Token t is a target if `loss_mask[t]` is true; the first token is never a target.
 
-    Example, the prompt "Q: " and the response "yes" (ids made up):
+    Example: the prompt "Q: " and the response "yes" (made-up ids):
 
         tokens    [4, 7, 9, 2]     Q  :  ▁yes  <eos>
         loss_mask [F, F, T, T]
@@ -45,19 +45,19 @@ class SFTRow:
 
 
 class SFTDataset(TokenizedRows[SFTRow]):
-    """The rows of a dataset as tokens and loss masks, made when the object is created.
+    """The rows of a dataset as tokens and loss masks, tokenized when the object is created.
 
-    `data` has the columns, the templates and `max_len`. A text is prompt and response, or a
-    rendered conversation. The text loses its trailing newlines, ends with end-of-text (after a
-    space if end-of-text was missing), and is cut to `max_len` tokens, the last of which is always
-    end-of-text and learned.
+    `data` has the columns, the templates and `max_len`. A text is a prompt with a response, or a
+    rendered conversation. Trailing newlines are removed, end-of-text is appended (after a space) if
+    it is missing, and the text is cut to `max_len` tokens, the last of which is always end-of-text
+    and a target.
 
-    The response is the output column with all its messages; without an output column, the last
-    message of the assistant; with `multiturn`, every message of the assistant whose field `loss` or
-    `weight`, if it has one, is not false or 0. A turn that consists only of tool calls is not a
-    target if the template leaves them out. Messages after the last learned message are cut off. The
-    chat template gets the column `tools`. In pretrain mode a text is the unchanged input column,
-    and every token but the first is learned.
+    The response is the output column with all its messages; without an output column, the
+    assistant's last message; with `multiturn`, every assistant message whose field `loss` or
+    `weight`, if present, is not false or 0. A turn that consists only of tool calls is not a target
+    if the template leaves them out. Messages after the last target message are cut off. The column
+    `tools` is passed to the chat template. In pretrain mode a text is the unchanged input column,
+    and every token except the first is a target.
 
     Rows with an empty prompt or response, or with a prompt of `max_len` − 2 tokens or more, are
     dropped and counted in `summary`. Raises DataError for a missing column, for malformed rows
@@ -191,9 +191,9 @@ class SFTDataset(TokenizedRows[SFTRow]):
 
 
 def _refuse_rows_without_answers(dataset: Dataset, input_key: str) -> None:
-    """Raise DataError, because no column has the answers.
+    """Raise DataError because no column contains the answers.
 
-    Another check reports a missing input column.
+    If the input column is missing, another check reports it.
     """
     columns = dataset.column_names
     if input_key not in columns:

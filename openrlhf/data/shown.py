@@ -1,4 +1,4 @@
-"""The first texts of a run as the model sees them, for --dry_run: tokens and targets."""
+"""Display of a run's first texts as the model sees them, for --dry_run: tokens and targets."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -16,7 +16,7 @@ AT_ENDS = 6  # token ids shown at each end
 
 
 def show_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a line with the format of the prompts, which the first look has recorded."""
+    """Return a line with the format of the prompts, which `first_look` has recorded."""
     used = recorded(tokenizer)
     if used is None:
         return "Template: none, the texts are those of the rows."
@@ -28,8 +28,8 @@ def show_batch(
 ) -> Iterator[str]:
     """Yield each sample with its targets.
 
-    Targets are the tokens of the loss, labelled steps, or the last token, where a reward is read.
-    `names` are the names of the samples of a row; samples without a name are left out.
+    Targets are the tokens of the loss, labelled steps, or the last token, where the reward is read.
+    `names` are the names of a row's samples; samples without a name are left out.
     """
     columns: dict[str, Any] = {}
     for field in fields(batch):
@@ -49,7 +49,7 @@ def show_batch(
 def _marks(
     batch: Ragged, start: int, end: int, tokenizer: PreTrainedTokenizerBase
 ) -> list[str | None]:
-    """Return the mark of each token in a sample: None, or a text after a target."""
+    """Return the mark of each token in a sample: a text shown after a target, or None."""
     if isinstance(batch, Steps):
         return [_label(value, tokenizer) for value in batch.labels[start:end].tolist()]
     if isinstance(batch, TokenRows):
@@ -58,7 +58,7 @@ def _marks(
 
 
 def _label(label: float, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the text of a label, a probability or a token; None for NaN."""
+    """Return the text of a label (a probability or a token); None for NaN."""
     if 0 <= label <= 1:
         return f" = {label:g}"
     if label > 1:
@@ -87,8 +87,8 @@ def show_text(
     end = 0
     for mark, run in groupby(marks or [None] * len(tokens)):
         end += len(list(run))
-        # Take the difference of two decoded texts, because tokenizers write the first token of a
-        # text in another way.
+        # Take the difference of two decoded texts, because tokenizers decode the first token of a
+        # text differently.
         until = str(tokenizer.decode(tokens[:end], clean_up_tokenization_spaces=False))
         part = until[len(before) :]
         before = until

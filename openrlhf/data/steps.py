@@ -1,4 +1,4 @@
-"""Rows of process reward models: texts with a placeholder after each step, and its label."""
+"""Rows for process reward models: texts with a placeholder after each step, and its label."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ from openrlhf.data.templates import Encoded, Passage
 class StepRow:
     """A text with the positions of the placeholders of labelled steps.
 
-    The labels are tokens, or probabilities of a right step.
+    The labels are tokens, or probabilities that the step is correct.
     """
 
     tokens: list[int]
@@ -68,7 +68,7 @@ class StepDataset(TokenizedRows[StepRow]):
             self.summary += f" Labels: {', '.join(shown)}."
 
     def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
-        """Return the text."""
+        """Return the text of a row."""
         return [Passage(text=text_of(row, self.data.input_key), spans=[], response=0)]
 
     def columns(
@@ -109,7 +109,7 @@ class StepDataset(TokenizedRows[StepRow]):
         }
 
     def _label(self, row: Mapping[str, Any], label: Any) -> float:
-        """Return a label as a number: a probability, or a token. Raises DataError for others."""
+        """Return a label as a number: a probability or a token. Raises DataError otherwise."""
         column = self.data.label_key
         if self.soft:
             if not isinstance(label, int | float) or not 0 <= label <= 1:
@@ -138,7 +138,7 @@ def _first_label(column: Iterable[Any]) -> Any:
 
 
 def one_token(tokenizer: PreTrainedTokenizerBase, text: str, flag: str) -> int:
-    """Return the token of a text. Raises DataError for a text of more or less than one token."""
+    """Return the token of a text. Raises DataError unless the text is exactly one token."""
     tokens = tokenizer.encode(text, add_special_tokens=False)
     if len(tokens) != 1:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Chat messages as text, with the characters that the assistant wrote and their tokens."""
+"""Rendering of chat messages to text, and the characters and tokens that the assistant wrote."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,18 +17,18 @@ from openrlhf.data.messages import Message
 from openrlhf.data.tokenizer import added_tokens
 
 Span = tuple[int, int]  # [start, end) in characters
-# Messages to a text, and the spans that the template marks.
+# Renders messages to a text and the spans that the template marks.
 Draw = Callable[..., tuple[str, list[Span]]]
 
 ANSWER = "(the answer)"
 STAND_IN = "<<what the assistant said>>"
-REASONING = ("reasoning_content", "reasoning", "thinking")  # fields besides the content
+REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of a message with reasoning
 
 
 def fill_template(template: str | None, text: str) -> str:
-    """Return `template` with `text` in place of its `{}`.
+    """Return `template` with its `{}` replaced by `text`.
 
-    Other braces, in template or text, stay unchanged.
+    Other braces in template or text are kept.
     """
     if template is None:
         return text
@@ -47,9 +47,9 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **op
 
 
 def rendered_question(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a user's message rendered by the chat template.
+    """Return a user message rendered by the chat template.
 
-    A template that needs more, such as a system message, is returned itself.
+    If the template requires more, such as a system message, the template itself is returned.
     """
     try:
         return render(tokenizer, [{"role": "user", "content": ANSWER}], add_generation_prompt=True)
@@ -58,7 +58,7 @@ def rendered_question(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def chat_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the added tokens of the tokenizer that the chat template writes."""
+    """Return the tokenizer's added tokens that the chat template writes."""
     rendered = rendered_question(tokenizer)
     return [token for token in added_tokens(tokenizer) if token in rendered]
 
@@ -73,8 +73,8 @@ def render_marked(
 ) -> tuple[str, list[Span]]:
     """Return the rendered text, and the spans written by the template's `{% generation %}` blocks.
 
-    `variables` are further variables of the template, such as `enable_thinking`. Raises ValueError
-    with the error message of the template.
+    `variables` are additional template variables, such as `enable_thinking`. Raises ValueError with
+    the error message of the template.
     """
     template = tokenizer.get_chat_template()
     special_tokens: dict[str, Any] = tokenizer.special_tokens_map
@@ -99,9 +99,10 @@ def render_marked(
 class Passage:
     """A text to train on, with the spans of its targets.
 
-    `response` is the character where the response begins. `rewritten` and `empty` count assistant
-    turns that are not targets, because the template changes them or leaves their tool calls out.
-    `unended` counts targets before the last that end without a text at which generation stops.
+    `response` is the index of the character where the response begins. `rewritten` and `empty`
+    count assistant turns that are not targets, because the template changes them or leaves out
+    their tool calls. `unended` counts targets before the last one that end without a text that
+    stops generation.
     """
 
     text: str
@@ -115,9 +116,9 @@ class Passage:
     def closed(self, ends: Sequence[str], marks: Sequence[str] = (), *, space: bool = True) -> Self:
         """Return the passage without trailing newlines, ending with one of `ends`.
 
-        Generation stops at `ends`. If the text does not end with one, the first is added. With
-        `space` a space comes before it, unless the text ends with one of `marks`. The added end is
-        a target if the text before it is one.
+        Generation stops at `ends`. If the text ends with none of them, the first of `ends` is
+        appended. With `space`, a space is inserted before it unless the text ends with one of
+        `marks`. The appended end is a target if the text before it is a target.
         """
         text = self.text.rstrip("\n")
         if text.endswith(tuple(ends)):
@@ -136,8 +137,8 @@ class Passage:
     def with_ended_turns(self, ends: Sequence[str]) -> Self:
         """Return the passage with each turn extended by its end, if generation stops there.
 
-        Some templates close a turn with nothing but the marker of the next turn. `unended` counts
-        the turns before the last that still have no end.
+        Some templates end a turn only with the marker of the next turn. `unended` counts the turns
+        before the last one that still have no end.
         """
         spans: list[Span] = []
         unended = 0
@@ -159,14 +160,14 @@ def render_conversation(
     turns: Sequence[int] = (),
     tools: Sequence[dict[str, Any]] | None = None,
 ) -> Passage:
-    """Render a conversation that ends with the assistant, and find its targets.
+    """Render a conversation that ends with an assistant message, and find its targets.
 
-    Targets are everything from message `first` on, which is the assistant's, or these `turns` of
-    the assistant. If the template has `{% generation %}` marks, only marked text is a target.
-    Without marks a turn is the text after the generation prompt and before the next message. If the
-    template rewrites history (drops earlier reasoning), a turn is its content and the end of turn
-    after it; an earlier turn whose content was changed is not a target. Raises ValueError if
-    message `first`, or the last of `turns`, cannot be found.
+    Targets are everything from the assistant's message `first` on, or the assistant's `turns`. If
+    the template has `{% generation %}` marks, only marked text is a target. Without marks, a turn
+    is the text after the generation prompt and before the next message. If the template rewrites
+    history (for example, drops earlier reasoning), a turn is its content and the end of turn after
+    it; an earlier turn whose content was changed is not a target. Raises ValueError if message
+    `first`, or the last of `turns`, cannot be found.
     """
     draw: Draw = partial(render_marked, tokenizer, tools=tools)
     text, marked = draw(messages)
@@ -198,7 +199,7 @@ def render_conversation(
 def _marked_turns(
     draw: Draw, messages: Sequence[Message], marked: list[Span], first: int, turns: Sequence[int]
 ) -> list[Span]:
-    """Return the marked spans from message `first` on, or those of `turns`.
+    """Return the marked spans from message `first` on, or the marked spans of `turns`.
 
     The spans of a turn are found by counting the marks before it.
     """
@@ -208,7 +209,7 @@ def _marked_turns(
             return 0
         try:
             return len(draw(messages[:turn])[1])
-        except ValueError:  # the template may forbid this beginning, e.g. without a user's turn
+        except ValueError:  # the template may reject these messages, e.g. without a user's turn
             return _count_assistant(messages[:turn])
 
     if not turns:
@@ -228,7 +229,7 @@ def _count_assistant(messages: Sequence[Message]) -> int:
 def _find_turn(draw: Draw, messages: Sequence[Message], turn: int, text: str) -> Span | None:
     """Return the span of a turn in `text`, or None if the template changed it."""
     if turn:
-        with suppress(ValueError):  # the template may forbid this beginning
+        with suppress(ValueError):  # the template may reject these messages
             through, _ = draw(messages[: turn + 1])
             prompt, _ = draw(messages[:turn], add_generation_prompt=True)
             if text.startswith(prompt) and text.startswith(through) and len(prompt) < len(through):
@@ -251,14 +252,14 @@ def _find_content(draw: Draw, messages: Sequence[Message], turn: int, text: str)
         return None
     try:
         last, _ = draw(past)
-    except ValueError:  # the template forbids this beginning: take the end of the conversation
+    except ValueError:  # the template rejects these messages: use the end of the conversation
         last, _ = draw([*messages[:-1], {**messages[-1], "content": STAND_IN}])
     end_of_turn = last.partition(STAND_IN)[2]
     return len(before), end + in_common(end_of_turn, after)
 
 
 def in_common(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Return the number of items at the start that both sequences have in common."""
+    """Return the length of the common prefix of two sequences."""
     for place, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return place
@@ -267,7 +268,7 @@ def in_common(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """A text's tokens, with the characters [start, end) of each if the tokenizer knows them."""
+    """A text's tokens, with the characters [start, end) of each if the tokenizer has offsets."""
 
     text: str
     tokens: list[int]
@@ -277,16 +278,16 @@ class Encoded:
     def tokens_of(self, span: Span) -> range:
         """Return the tokens of a span of characters.
 
-        A token that straddles the border of the span belongs to it. If the tokenizer has no
-        offsets, the text before each border is encoded: the tokens in common come before the
-        border.
+        A token that straddles a boundary of the span belongs to the span. If the tokenizer has no
+        offsets, the text before each boundary is encoded: the common prefix of its tokens and the
+        text's tokens comes before the boundary.
 
-        Example, the text "Q: yes" as `Q`, `:`, `▁yes` and the span (3, 6) of "yes": range(2, 3).
+        Example: the text "Q: yes" as `Q`, `:`, `▁yes` and the span (3, 6) of "yes": range(2, 3).
         """
         if self.offsets is None:
             return range(*map(self._tokens_before, span))
         start, end = span
-        # Compare ends, not starts: some offsets leave out the space before a word.
+        # Compare ends, not starts, because some offsets leave out the space before a word.
         first = bisect_right(self.offsets, start, key=itemgetter(1))
         last = bisect_right(self.offsets, end, key=itemgetter(1))
         while last < len(self.offsets) and self.offsets[last][0] < end:

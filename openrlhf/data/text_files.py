@@ -1,8 +1,8 @@
 """Readers of CSV and JSON files that keep every value as it is written.
 
 The library's own readers guess types from a block of rows: 00109 becomes a number, a surplus field
-an index, a string that looks like a date a timestamp, and a key that a row lacks a null. These
-readers replace them; files, splits and cache are still the library's.
+an index, a string that looks like a date a timestamp, and a missing key a null. These readers
+replace them; the library still handles files, splits and cache.
 """
 
 import codecs
@@ -30,15 +30,15 @@ from datasets.utils.file_utils import xopen
 
 from openrlhf.data.errors import DataError, kind
 
-# The version of the rows that these readers make. Another version does not use the cached rows.
+# The version of the rows that these readers produce. Cached rows of another version are not used.
 VERSION = "1"
 BATCH_ROWS = 1000
 NOT_UTF8 = "is not UTF-8 text. Save the file as UTF-8 (Excel calls this format CSV UTF-8)"
 SEPARATORS = (",", ";", "\t")
 MAX_CELL_CHARACTERS = 2**31 - 1
-OPENINGS = (b"{", b"[", b",", b":")  # ends of a line after which a JSON value continues
+OPENINGS = (b"{", b"[", b",", b":")  # a JSON value continues after a line that ends with these
 
-# A type of the library: a `Value`, a `List`, a dictionary of the fields of a struct, `AsWritten` …
+# A type of the library: a `Value`, a `List`, a dictionary of a struct's fields, `AsWritten`, …
 Feature = Any
 Row = dict[str, Any]
 Rows = Iterator[Row]
@@ -47,8 +47,8 @@ Rows = Iterator[Row]
 def read_as_written(builder: datasets.DatasetBuilder) -> DatasetDict:
     """Read the files that a builder of the library has found.
 
-    Our readers read CSV and JSON, and the library other files. The library also reads JSON files
-    whose types a dataset's card declares.
+    Our readers handle CSV and JSON; the library handles other files, and JSON files whose types are
+    declared in a dataset card.
     """
     config: Any = builder.config
     reader = None
@@ -81,7 +81,7 @@ def read_as_written(builder: datasets.DatasetBuilder) -> DatasetDict:
 class AsWritten:
     """A column type for arbitrary JSON values.
 
-    They are stored as text, so that they are read back unchanged.
+    The values are stored as text, so that they are read back unchanged.
     """
 
     dtype = "string"
@@ -93,7 +93,7 @@ class AsWritten:
         return self.pa_type
 
     def encode_example(self, value: Any) -> str | None:
-        """Return the stored text of a value; null is stored as null."""
+        """Return the text to store for a value; null is stored as null."""
         if value is None:
             return None
         return json.dumps(value)
@@ -113,8 +113,8 @@ with warnings.catch_warnings():
 def without_added_nulls(value: Any, feature: Feature) -> Any:
     """Return a value without the null fields of structs.
 
-    Arrow adds such a field where another row has it. A null in a list, or in a column of the type
-    `AsWritten`, was written by the user, and stays.
+    Arrow adds such a field if another row has it. A null in a list, or in a column of type
+    `AsWritten`, was written by the user and is kept.
     """
     if isinstance(feature, List | LargeList) and isinstance(value, list):
         return [without_added_nulls(part, feature.feature) for part in value]
@@ -171,7 +171,7 @@ class _TextFiles(datasets.ArrowBasedBuilder, ABC):
         self, files: list[TextFile]
     ) -> Iterator[tuple[Key, pa.Table]]:
         features: Any = self.info.features
-        yield Key(0, 0), _table([], features)  # a file without rows still has its columns
+        yield Key(0, 0), _table([], features)  # so that a file without rows keeps its columns
         for shard, file in enumerate(files):
             batch: list[Row] = []
             number = 1
@@ -212,9 +212,9 @@ def _table(rows: list[Row], features: Features) -> pa.Table:
 
 
 class CsvFiles(_TextFiles):
-    """CSV files, in which every row has the fields of the header.
+    """CSV files in which every row has the fields of the header.
 
-    Every cell is text, and an empty cell is null.
+    Every cell is text; an empty cell is null.
     """
 
     BUILDER_CONFIG_CLASS = CsvConfig
@@ -253,15 +253,16 @@ class Record(NamedTuple):
     fields: list[str]
 
 
-NO_HEADER = Record(0, [])  # of an empty file
+NO_HEADER = Record(0, [])  # the header of an empty file
 
 
 def csv_records(file: IO[bytes], name: str, separator: str) -> Iterator[Record]:
     """Yield the records of a CSV file: first the names of the columns, then the rows.
 
-    Empty lines are skipped. A header without `separator` is split at a comma, a semicolon or a tab
-    instead. Columns without a name get the names that pandas gives them. Raises DataError, with the
-    line, for text that is not UTF-8, for quotes that do not match, and for two columns of one name.
+    Empty lines are skipped. If the header does not contain `separator`, the file is split at
+    commas, semicolons or tabs instead. Columns without a name get the names that pandas would give
+    them. Raises a DataError with the line for text that is not UTF-8, for unmatched quotes, and for
+    two columns with the same name.
     """
     csv.field_size_limit(MAX_CELL_CHARACTERS)
     lines = _csv_lines(file, name)
@@ -296,20 +297,20 @@ def _csv_lines(file: IO[bytes], name: str) -> Iterator[str]:
     for number, line in enumerate(file, 1):
         text = _decoded(line, name, number)
         if number == 1:
-            text = text.removeprefix("\ufeff")  # Excel's mark of UTF-8
-        # Lines of a file of an old Mac end in a carriage return.
+            text = text.removeprefix("\ufeff")  # the byte order mark that Excel writes
+        # Lines of files from old Macs end with a carriage return.
         yield from io.StringIO(text, newline="")
 
 
 def _name_of(column: str, place: int) -> str:
-    """Return the name of a column, or the name that pandas gives it if it has none."""
+    """Return the name of a column, or the name that pandas would give it if it has none."""
     if column.strip():
         return column
     return f"Unnamed: {place}"
 
 
 def _check_names(header: list[str], name: str, line: int) -> None:
-    """Raise DataError for two columns of one name."""
+    """Raise DataError for two columns with the same name."""
     repeated = sorted({column for column in header if header.count(column) > 1})
     if repeated:
         shown = ", ".join(map(repr, repeated))
@@ -325,7 +326,7 @@ def _check_names(header: list[str], name: str, line: int) -> None:
 class JsonFiles(_TextFiles):
     """JSON files: lines, an array, or values one after the other.
 
-    Columns whose values have one simple type get that type; other columns are `AsWritten`.
+    Columns whose values all have the same simple type get that type; other columns are `AsWritten`.
     """
 
     BUILDER_CONFIG_CLASS = JsonConfig
@@ -386,11 +387,11 @@ def _common(a: Feature, b: Feature) -> Feature:
 def json_rows(file: IO[bytes], name: str) -> Rows:
     """Yield the objects of a JSON file.
 
-    A string in place of an object is a row with the column `text`. Raises DataError, with the line,
-    for text that is not UTF-8, for broken JSON, for an object that has a key twice, for half of a
+    A string instead of an object is a row with the column `text`. Raises a DataError with the line
+    for text that is not UTF-8, for invalid JSON, for an object with a duplicate key, for half of a
     surrogate pair, and for a value that is not a row.
     """
-    before = 0  # lines
+    before = 0  # lines read
     opening = b""
     while not opening.strip():
         opening = file.readline()
@@ -414,7 +415,7 @@ def json_rows(file: IO[bytes], name: str) -> Rows:
 
 
 def _whole_file(text: str, name: str) -> Rows:
-    """Yield the rows of a text that is one array, or values that extend over several lines."""
+    """Yield the rows of a text that is one array, or values that span several lines."""
     escaped = _escapes_surrogates(text)
     number = 1
     place = _after_space(text, 0)
@@ -433,7 +434,7 @@ def _whole_file(text: str, name: str) -> Rows:
 
 
 def _decoded(text: bytes, name: str, line: int) -> str:
-    """Return the text of a file from `line` on."""
+    """Decode the text of a file that starts at `line`."""
     try:
         return text.decode()
     except UnicodeDecodeError as error:
@@ -442,7 +443,7 @@ def _decoded(text: bytes, name: str, line: int) -> str:
 
 
 def _broken(error: ValueError, name: str, line: int) -> DataError:
-    """Return the error for a text that is not JSON."""
+    """Return the error for a text that is not valid JSON."""
     reason = str(error)
     if isinstance(error, json.JSONDecodeError):
         reason = f"the JSON is broken: {error.msg}, at column {error.colno}"
@@ -450,7 +451,7 @@ def _broken(error: ValueError, name: str, line: int) -> DataError:
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> Row:
-    """Return the keys and values of an object. Raises ValueError for a key that occurs twice."""
+    """Return the keys and values of an object. Raises ValueError for a duplicate key."""
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -476,7 +477,7 @@ def _escapes_surrogates(text: str) -> bool:
 def _row(value: Any, place: str, *, escaped: bool) -> Row:
     """Return a value as a row.
 
-    `escaped`: the file contains escaped surrogates, so the row may have half of a pair.
+    `escaped`: the file contains escaped surrogates, so the row may contain half of a pair.
     """
     row = value
     if isinstance(value, str):

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from openrlhf.data.errors import DataError
 from openrlhf.reporting import notice
 
-# More than ordinary text has. A longer text cannot fit, and can take minutes to tokenize.
+# More than ordinary text has. A longer text cannot fit and may take minutes to tokenize.
 CHARACTERS_PER_TOKEN = 64
 LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # of Transformers
 FEWEST_CHARACTERS = 1 << 16
@@ -23,12 +23,11 @@ def get_tokenizer(
     chat_template: str | None = None,
     flag: str = "--model.model_name_or_path",
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model folder or hub name.
+    """Return the tokenizer of a model folder or Hub name.
 
-    A missing padding token becomes end-of-text. `chat_template` replaces the template of the
-    tokenizer. `flag` is the flag that names the model. Raises DataError if there is no tokenizer,
-    if it needs code of the model's repository that is not trusted, or if it has no end-of-text
-    token.
+    If the padding token is missing, end-of-text is used. `chat_template` replaces the tokenizer's
+    template. `flag` is the flag that names the model. Raises DataError if there is no tokenizer, if
+    it requires untrusted code of the model's repository, or if it has no end-of-text token.
     """
     owner = os.path.dirname(path)
     if os.path.isdir(owner) and os.access(owner, os.R_OK) and not os.path.isdir(path):
@@ -42,7 +41,7 @@ def get_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, LookupError, AttributeError, ImportError) as error:
         raise DataError(_explain(path, error, flag)) from error
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # made of a config.json alone
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # created from a config.json alone
         raise DataError(
             f"{path!r} has no tokenizer: the vocabulary is empty. Add the tokenizer's files."
         )
@@ -54,7 +53,7 @@ def get_tokenizer(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = padding_side
-    # Mark this warning as already shown: our own flags limit lengths, and report what they cut.
+    # Mark this warning as already shown: our own flags limit lengths and report cut texts.
     tokenizer.deprecation_warnings[LENGTH_WARNING] = True
     if chat_template is not None:
         tokenizer.chat_template = chat_template
@@ -64,7 +63,7 @@ def get_tokenizer(
 def most_characters(max_tokens: int) -> int:
     """Return the number of characters above which a text is refused or cut.
 
-    At most `max_tokens` tokens of the text are read.
+    `max_tokens` is the maximum number of tokens of the text that are used.
     """
     return max(FEWEST_CHARACTERS, CHARACTERS_PER_TOKEN * max_tokens)
 
@@ -72,7 +71,7 @@ def most_characters(max_tokens: int) -> int:
 def end_ids(path: str) -> list[int]:
     """Return the tokens at which a model ends a text, from its generation_config.json.
 
-    Returns an empty list without that file.
+    Returns an empty list if the file does not exist.
     """
     try:
         ids = GenerationConfig.from_pretrained(path).eos_token_id
@@ -87,15 +86,15 @@ def end_ids(path: str) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
-    """The tokens at which generation ends: end-of-text, and the ends of generation_config.json."""
+    """The tokens that stop generation: end-of-text and the ends of generation_config.json."""
 
     texts: list[str]  # end-of-text is the first
     ids: list[int]
-    marks: list[str]  # tokens that stand for no text, such as the end of a turn
+    marks: list[str]  # tokens that represent no text, such as the end of a turn
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Self:
-        """Return the ends of the model that a tokenizer belongs to."""
+        """Return the ends of the tokenizer's model."""
         ids = [int(str(tokenizer.eos_token_id))]
         if tokenizer.name_or_path:
             end_of_text = ids[0]
@@ -115,10 +114,10 @@ def added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def require_vocabulary(
     tokenizer: PreTrainedTokenizerBase, path: str, *, flag: str, owner: str, trust_remote_code: bool
 ) -> None:
-    """Raise DataError if the model at `path` has other numbers for the tokens of `tokenizer`.
+    """Raise DataError if the model at `path` has different ids for the tokens of `tokenizer`.
 
-    The model reads tokens of `tokenizer`. `flag` names the model at `path`; `owner` is the flag
-    that names the model of `tokenizer`, with its value.
+    The model will be given tokens of `tokenizer`. `flag` names the model at `path`; `owner` is the
+    flag that names the model of `tokenizer`, with its value.
     """
     theirs = get_tokenizer(path, trust_remote_code=trust_remote_code, flag=flag).get_vocab()
     ours = tokenizer.get_vocab()

@@ -33,11 +33,11 @@ def with_trained_format(
     model: str,
     generates: bool = False,
 ) -> Any:
-    """Return the section `data` with the format of the model's training, where no flag names one.
+    """Return the section `data` with the format of the model's training, where no flag sets one.
 
-    Prints a notice about it. `column` has the prompts of `rows`; None if no prompts are put into a
-    template. `model` is the flag that names the model, with its value. `generates`: the model
-    continues where the template ends. Prompts that already have the format stay unchanged.
+    Prints a notice about it. `column` contains the prompts of `rows`; None if no prompts are put
+    into a template. `model` is the flag that names the model, with its value. `generates`: the
+    model continues where the template ends. Prompts that already have the format are unchanged.
     """
     trained = recorded(tokenizer)
     if trained is None:
@@ -72,7 +72,7 @@ def with_trained_format(
 
 
 def prompts_in(rows: Table, column: str | None) -> list[Any]:
-    """Return the values of the first rows in a column; none if the dataset has no such column."""
+    """Return a column's values in the first rows; none if the column does not exist."""
     if not column:
         return []
     return list(rows[:FIRST_ROWS].get(column, []))
@@ -87,8 +87,8 @@ def follows_template(
 ) -> bool:
     """Return whether prompts get the template that the model was trained with.
 
-    They do not if a flag or the layout of the rows names another template, or if the prompts have
-    the template already.
+    They do not if a flag or the layout of the rows names another template, or if the prompts
+    already have the template.
     """
     if TEMPLATE in config.given or CHAT in config.given or data.apply_chat_template:
         return False
@@ -118,12 +118,12 @@ def follows_ending(
 def has_format(
     trained: TextFormat, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 ) -> bool:
-    """Return whether all these texts have a format already; False without texts."""
+    """Return whether all these texts already have a format; False without texts."""
     if not texts:
         return False
     if trained.chat_template:
         _, _, after = rendered_question(tokenizer).partition(ANSWER)
-        header = after.strip()  # of the assistant's turn
+        header = after.strip()  # the header of the assistant's turn
         marks = [header] if header else chat_marks(tokenizer)
         if not marks:
             return False
@@ -140,8 +140,7 @@ def kept_format(
     """Return the format to record.
 
     It is `used`, with the template of the model's training if these prompts have that template.
-    `texts` are prompts as the model reads them. A space at the end of a template makes no
-    difference.
+    `texts` are prompts as the model reads them. A space at the end of a template is ignored.
     """
     trained = recorded(tokenizer)
     if trained is None or used.chat_template:
