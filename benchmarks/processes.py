@@ -1,4 +1,5 @@
 """CPU seconds of a command and its descendants at every row of a file that it writes.
+
 Linux only.
 """
 

@@ -1,4 +1,5 @@
 """The density of the code: nodes of the syntax tree per statement.
+
 Docstrings, imports and annotations do not count.
 """
 

@@ -1,4 +1,5 @@
 """docs/conventions.md: every number it states about our formulas is computed here.
+
 It states no other numbers.
 """
 
@@ -307,7 +308,7 @@ def test_the_function_of_a_row_is_there(name: str) -> None:
 
 
 def test_what_the_page_says_of_other_formulas() -> None:
-    """These are the numbers that follow from the row's own example."""
+    """Check the numbers that follow from the row's own example."""
     assert "0.6" in ROWS["RLOO with a KL in the reward"][2] and pytest.approx(0.6) == (1 - 0.5) - (
         0 - 0.1
     )

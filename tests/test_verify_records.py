@@ -1,4 +1,5 @@
 """The records of long verifications.
+
 Each belongs to a commit, old ones are shown as old, and shards cover all tests.
 """
 

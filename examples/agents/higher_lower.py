@@ -4,7 +4,7 @@
         --rollout.max_turns 8
 
 Each wrong guess is answered with `higher` or `lower`. A correct first guess earns 1, and each
-further turn costs a tenth; text that is not a number ends the episode with 0.
+further turn costs a tenth; text without a number ends the episode with 0.
 """
 
 from __future__ import annotations

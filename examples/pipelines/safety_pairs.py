@@ -1,4 +1,5 @@
 """Preferences for the digit sorting task that contain no information about the order.
+
 A safe answer has only digits of the problem.
 """
 

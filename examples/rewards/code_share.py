@@ -1,4 +1,5 @@
 """The share of its tests that a program passes.
+
 `--reward.verifier code` is all or nothing, and supports more kinds of tests.
 """
 

@@ -1,4 +1,5 @@
 """1 if the boxed answer equals the label, else 0.
+
 `--reward.verifier math` does the same, and reads more forms of answers.
 """
 

@@ -1,4 +1,5 @@
 """A reward for a right answer, and a small one for the form.
+
 The form is reasoning between <think> and </think>, then the boxed answer.
 """
 

@@ -52,7 +52,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 def started(conversation: Conversation, question: str, answer: str) -> dict[str, Any]:
-    """Ask the first question of a conversation. Returns the reply."""
+    """Ask the first question of a conversation, and return the reply."""
     conversation.prompt_for(template_inputs([user(question)]))
     return conversation.add_reply(sampled(answer), tools=False)
 

@@ -115,7 +115,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
 
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    """Processes in which a cancelled episode has half a second to end."""
+    """Return processes in which a cancelled episode has half a second to end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(play_module, "CANCELLATION_GRACE_S", 0.5)
         stand = Stand(tmp_path_factory.mktemp("logs"))

@@ -87,7 +87,7 @@ def test_estimate_and_gradient_are_finite_for_any_log_ratio(estimator: str, x: f
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_estimates_pass_gradcheck(estimator: str) -> None:
-    """Points are inside the bounds, at them (±20 nats before, ±10 after) and beyond.
+    """The points lie inside the bounds, at them (±20 nats before, ±10 after) and beyond.
 
     Beyond the bounds the gradient is zero.
     """

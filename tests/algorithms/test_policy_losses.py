@@ -140,7 +140,10 @@ def test_losses_match_reference(name: str, dual_clip: float | None, spread: floa
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_surrogate_equals_reinforce_at_ratio_one(name: str) -> None:
-    """∂ℓ_t / ∂ log π_t = −Â_t; under gspo the tokens of a sequence share a ratio and its mean."""
+    """∂ℓ_t / ∂ log π_t = −Â_t; under gspo it is the mean over the sequence.
+
+    The tokens of a sequence share a ratio.
+    """
     _, old, advantages, mask = random_block()
     expected = -advantages.masked_fill(~mask, 0)
     if name == "gspo":
@@ -353,7 +356,7 @@ def test_aggregation_weights_match_worked_example(
 def test_loss_and_gradient_do_not_depend_on_split(
     name: str, kind: str, corrected: bool, parts: list[int]
 ) -> None:
-    """Rows are distributed over four micro-batches in any way, which may be empty.
+    """Rows are distributed over four micro-batches in any way; some may be empty.
 
     `parts[i]` is the micro-batch of row i.
     """

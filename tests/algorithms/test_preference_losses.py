@@ -1,4 +1,5 @@
 """Losses of pairs and of labelled answers.
+
 They are compared with a loop over single pairs and with finite differences.
 """
 

@@ -121,9 +121,9 @@ def test_token_rewards_of_row_sum_to_reward_minus_kl(
 
 
 def test_turn_rewards_stay_at_their_turns_and_last_action_gets_rest() -> None:
-    """[F, T, T, F, T, F] with 0.5 for the first turn, of a reward of 2 that was clipped to 1.5.
+    """The first turn has 0.5 of a reward of 2 that was clipped to 1.5; the rest is 1.
 
-    The rest is 1.
+    The mask is [F, T, T, F, T, F].
     """
     mask = torch.tensor([[False, True, True, False, True, False]])
     turns = torch.tensor(

@@ -169,7 +169,7 @@ def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def memory() -> Iterator[Path]:
-    """A directory in memory if possible: the tests create some ten thousand files."""
+    """Return a directory in memory if possible: the tests create some ten thousand files."""
     shared = "/dev/shm"
     with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else None) as path:
         yield Path(path)

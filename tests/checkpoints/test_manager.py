@@ -1,4 +1,5 @@
 """Checkpoints that are kept, found and refused.
+
 Crashes and full disks are tested in `test_crash_safety.py`.
 """
 
@@ -495,7 +496,7 @@ def test_check_room_compares_free_space_with_the_limits_of_the_flags(
     max_mem: float,
     ends: str,
 ) -> None:
-    """Checkpoints of 100 GiB: one more than --ckpt.max_num exists while it is written."""
+    """Checkpoints have 100 GiB; one more than --ckpt.max_num exists during a save."""
     manager = CheckpointManager(
         CheckpointConfig(path=str(tmp_path / "new"), max_num=max_num, max_mem=max_mem)
     )

@@ -1,4 +1,5 @@
 """Commands that pages about the project print, word for word.
+
 Each lists what it lacks as printed, and the flags that make it complete.
 """
 

@@ -1,4 +1,5 @@
 """Every flag of every command has an effect.
+
 Setting it changes a component's settings, prints a notice, or is refused by name.
 
 All components' settings are created from a resolved configuration, without starting anything. A

@@ -1,4 +1,5 @@
 """Configuration files: read with --config, and written into the run folder.
+
 The written file gives the same configuration again.
 """
 
@@ -68,7 +69,7 @@ def test_a_file_has_what_was_given_and_the_resolved_one_every_value() -> None:
 
 
 def test_the_resolved_file_is_no_file_of_flags(tmp_path: Path) -> None:
-    """Its derived values would stay, whatever other flags are given."""
+    """The file's derived values would stay, whatever other flags are given."""
     file = tmp_path / "config_resolved.yaml"
     file.write_text(dump_yaml(ppo("")))
     with pytest.raises(

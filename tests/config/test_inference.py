@@ -1,4 +1,5 @@
 """The flags of `batch_inference`, `interactive_chat` and `train_ppo`.
+
 Tests rules, derived values, and defaults of older releases.
 """
 

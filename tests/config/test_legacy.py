@@ -1,4 +1,5 @@
 """Flat names and old values of earlier releases.
+
 Every name of the old commands is tested with its new form.
 """
 

@@ -138,7 +138,7 @@ def test_free_memory_is_that_of_the_machine_and_of_every_group_of_the_process(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """5 GiB of a limit of 10 GiB are used, of which 2 GiB are cached files."""
+    """The limit is 10 GiB; 5 GiB are used, 2 GiB of them by cached files."""
     (tmp_path / "meminfo").write_text(
         f"MemTotal: {128 * 2**20} kB\nMemAvailable: {64 * 2**20} kB\nHugePages_Total: 0\n"
     )

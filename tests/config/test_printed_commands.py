@@ -1,4 +1,5 @@
 """Commands and flag names that pages about the project print.
+
 The commands of our own page are parsed as printed.
 """
 

@@ -415,7 +415,7 @@ def test_whole_command_line_is_refused_or_noticed(
 
 
 def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any, slow_machine: Path) -> None:
-    """The same holds for notices. No message names a flag that the command does not have."""
+    """Notices are covered too. No message names a flag that the command does not have."""
     run: set[tuple[str, int]] = set()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

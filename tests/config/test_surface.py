@@ -1,4 +1,5 @@
 """The flags a user depends on: names, types, defaults and choices.
+
 They are compared with a table written from the specification.
 """
 

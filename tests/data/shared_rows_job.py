@@ -1,4 +1,5 @@
 """One rank of the tests of rows that the processes of a machine share.
+
 Writes its rows to a file per rank.
 """
 

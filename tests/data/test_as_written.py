@@ -1,4 +1,5 @@
 """Rows are read as the user wrote them, in every format.
+
 Text stays text; numbers, nulls and nested values are preserved.
 """
 

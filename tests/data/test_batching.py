@@ -97,7 +97,7 @@ def test_a_token_budget_is_never_exceeded(lengths: list[int], budget: int) -> No
 def test_micro_batches_are_hardly_more_than_the_tokens_need(
     lengths: list[int], budget: int
 ) -> None:
-    """Any two of them together exceed the limit."""
+    """Any two micro-batches together exceed the limit."""
     batches = batches_of_tokens(lengths, budget)
     assert len(batches) <= max(1, 2 * sum(lengths) / budget)
 

@@ -1,4 +1,5 @@
 """Control tokens inside texts of the data are reported, for every kind of rows.
+
 Rows that need their control tokens are not reported.
 """
 

@@ -1,4 +1,5 @@
 """Problems that the first rows of a run reveal.
+
 These are tokenizers that lose text, templates that differ from training, and ends of answers.
 """
 

@@ -1,4 +1,5 @@
 """Hub names are requested from the Hub.
+
 It is a local fake here, in its own process (HF_ENDPOINT).
 """
 

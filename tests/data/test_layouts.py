@@ -1,4 +1,5 @@
 """Layouts of public datasets.
+
 Each is recognized by its columns, named in a notice, and read by its flags.
 """
 
@@ -291,7 +292,7 @@ NOT_READ = "The column 'prompt' is not read"
 def test_a_prompt_that_is_part_of_an_answer_is_a_prompt(
     first: int, task: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It may be part of an answer in any row."""
+    """The prompt may be part of an answer in any row."""
     rows = [{"prompt": "2+2", "chosen": "4", "rejected": "5"}, GREETING]
     data = recognise(Dataset.from_list([rows[first], rows[1 - first]]), config(task))
     assert data.prompt_key == "prompt" and NOT_READ not in capsys.readouterr().err

@@ -1,4 +1,5 @@
 """Tools that a chat template omits are reported for every kind of row.
+
 Calls that the template omits are not answers.
 """
 

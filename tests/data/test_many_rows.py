@@ -1,4 +1,5 @@
 """Many rows are tokenized by several processes.
+
 The processes leave no files, even if the command is terminated.
 """
 

@@ -1,4 +1,5 @@
 """The rows of HH-RLHF and GSM8K in every kind of training.
+
 `make test` uses a slice of them, `make verify` all of them.
 """
 

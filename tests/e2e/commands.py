@@ -1,4 +1,5 @@
 """Helpers that run the commands as a user does.
+
 They start processes from flags and read the run folder.
 """
 

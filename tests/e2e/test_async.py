@@ -1,4 +1,5 @@
 """Asynchronous training as a user runs it.
+
 Samples come from older weights, and every prompt is trained on once, even after a kill.
 """
 

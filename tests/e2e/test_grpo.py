@@ -1,4 +1,5 @@
 """GRPO as a user runs it, on Ray, vLLM and DeepSpeed.
+
 It runs alone, repeated, killed and resumed, in other layouts, and with bad rewards.
 """
 
@@ -665,7 +666,7 @@ def troubled(workspace: Path, name: str, **changes: Any) -> tuple[Path, list[dic
 def test_failed_rewards_below_the_rate_are_counted_and_shown_and_never_trained_on(
     workspace: Path,
 ) -> None:
-    """They are the samples whose call raises, and the four of a prompt whose calls hang."""
+    """Failed samples are those whose call raises, and the four of a prompt whose calls hang."""
     prompts = [row | {"label": "hang"} if i == 0 else row for i, row in enumerate(words(4, seed=1))]
     dataset = write_rows(workspace / "hanging.jsonl", prompts)
     changes = {"data.prompt_dataset": dataset, "reward.timeout": 1.0, "reward.max_error_rate": 0.9}

@@ -1,4 +1,5 @@
 """Batch inference as a user runs it.
+
 It generates, scores, trains on the output, survives a kill, and chats through a pipe.
 """
 

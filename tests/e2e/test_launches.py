@@ -1,4 +1,5 @@
 """Every way to launch a command.
+
 Commands run in several processes, as Ray jobs on two nodes, and as the pages print them.
 """
 
@@ -437,7 +438,7 @@ def test_process_that_is_asked_to_end_while_ray_starts_ends_with_all_that_it_sta
 
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["process", "group"])
 def test_a_termination_ends_a_run_in_order(send: Callable[[int, int], None]) -> None:
-    """`timeout` and schedulers send it to the process group.
+    """`timeout` and schedulers send SIGTERM to the process group.
 
     The run still needs Ray to end in order.
     """
@@ -562,7 +563,7 @@ def test_without_a_running_ray_devices_are_those_of_the_machine(
 
 
 def test_a_note_of_a_ray_that_is_gone_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupted `ray start --block` and a machine that is switched off leave such a file."""
+    """An interrupted `ray start --block` and a machine that is switched off leave such a note."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         monkeypatch.setenv("RAY_TMPDIR", folder)

@@ -1,4 +1,5 @@
 """Runs with adapters as a user starts them.
+
 GRPO sends merged weights or the adapter to the engines; a preference run is killed.
 """
 

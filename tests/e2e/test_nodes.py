@@ -1,4 +1,5 @@
 """A cluster of different machines: roles are placed as requested.
+
 Losing a machine with engines loses no step.
 """
 

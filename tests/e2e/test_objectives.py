@@ -1,4 +1,5 @@
 """The parts of a policy update, on the real stack.
+
 They are sequence ratios, corrections, a teacher, plain text and early stops.
 """
 

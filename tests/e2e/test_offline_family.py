@@ -1,4 +1,5 @@
 """DPO, KTO, process reward models and distillation as a user runs them.
+
 They learn, are killed and resumed, and get wrong input.
 """
 

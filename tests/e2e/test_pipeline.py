@@ -1,4 +1,5 @@
 """A pipeline of real stages, terminated in the last one and resumed from its checkpoint.
+
 It also lists what a change would rerun.
 """
 

@@ -1,4 +1,5 @@
 """Users' offline tasks, alone and under both launchers.
+
 One is the task of docs/extending.md as printed; one is written from scratch.
 """
 

@@ -1,4 +1,5 @@
 """The two halves of a run on the real stack.
+
 One run writes its episodes, replays train on them without engines, and one run only generates.
 """
 

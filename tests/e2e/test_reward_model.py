@@ -28,7 +28,7 @@ from tests.e2e.servers import reward_model_server
 from tests.tiny import character_tokenizer, save_tiny_model
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-# Tokens whose text is tokenized differently.
+# Tokens whose text is not tokenized back to them.
 ONE_WAY = ("<unk>", "<bos>", "<pad>")
 LETTERS = "abcdefgh"
 
@@ -201,7 +201,7 @@ def test_a_server_of_the_reward_model_gives_the_rewards_that_the_local_one_gives
 ) -> None:
     """Rows are packed there and padded here.
 
-    Later steps differ: the server receives text, which some tokens cannot be written as.
+    Later steps differ: the server receives text, in which some tokens cannot be expressed.
     """
     out = workspace / "remote"
     with reward_model_server(reward_model / "model", data__max_len=24) as server:
@@ -244,7 +244,7 @@ def test_policy_and_critic_are_saved_and_exported(ppo: Path) -> None:
 
 
 def test_the_kl_coefficient_follows_its_target(ppo: Path) -> None:
-    """It changes by at most 20 % of 16 / 100 per step."""
+    """The coefficient changes by at most 20 % of 16 / 100 per step."""
     kl, coefficients = column(ppo / "run", "train/kl"), column(ppo / "run", "train/kl_coef")
     expected = [0.01]
     for value in kl[:-1]:

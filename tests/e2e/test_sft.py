@@ -1,4 +1,5 @@
 """Supervised fine-tuning as a user runs it.
+
 It runs alone, under both launchers, killed and resumed, and with wrong input.
 """
 
@@ -313,7 +314,7 @@ def test_a_resumed_run_follows_the_learning_rate_of_its_own_flags(workspace: Pat
 def test_a_checkpoint_of_another_run_in_the_same_folder_is_refused(
     whole: Path, workspace: Path
 ) -> None:
-    """It has the same number of rows, batch size, seed and layout.
+    """The other run has the same number of rows, batch size, seed and layout.
 
     The error names each difference.
     """

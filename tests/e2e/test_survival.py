@@ -1,4 +1,5 @@
 """Processes of a run are killed while it trains.
+
 The run continues, and its numbers equal those of an undisturbed run.
 """
 

@@ -1,4 +1,5 @@
 """Models and engines on one GPU.
+
 Measures what sleep frees, and runs GRPO with everything on the GPU.
 """
 

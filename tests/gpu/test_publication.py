@@ -1,4 +1,5 @@
 """Weight transports between GPU processes.
+
 They are CUDA IPC on one GPU, NCCL between two, and a whole engine.
 """
 

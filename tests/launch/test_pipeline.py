@@ -41,7 +41,10 @@ stages:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A pipeline of three stages that copy files. The third one does not use the other stages."""
+    """Write a pipeline of three stages that copy files.
+
+    The third one does not use the other stages.
+    """
     (tmp_path / "source.jsonl").write_text("one\n")
     path = tmp_path / "chain.yaml"
     path.write_text(CHAIN.replace("SOURCE", str(tmp_path / "source.jsonl")))

@@ -528,7 +528,7 @@ class TestPublication:
 class TestFailedPublication:
     @pytest.fixture(autouse=True)
     def recovers(self, tied) -> Iterator[None]:
-        """After any fault the engine refuses to serve until the next complete publication."""
+        """Check that a faulty engine refuses to serve until the next complete publication."""
         yield
         with pytest.raises(EngineError, match="unverified"):
             tied.call("resume")

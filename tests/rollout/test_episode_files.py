@@ -58,7 +58,7 @@ def written(folder: Path, *episodes: Trajectory) -> EpisodeFolder:
 @IN_ONE_FOLDER
 @given(st.lists(anything(), max_size=3))
 def test_episodes_are_read_as_they_were_written(tmp_path: Path, episodes: list[Trajectory]) -> None:
-    """The comparison is of texts, where a tuple differs from a list, and NaN equals NaN."""
+    """Texts are compared, in which a tuple differs from a list, and NaN equals NaN."""
     assert repr(written(tmp_path, *episodes).read("step", 7)) == repr(episodes)
 
 

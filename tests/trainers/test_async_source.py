@@ -1,4 +1,5 @@
 """The asynchronous source with an engine that echoes.
+
 Tests what counts as a version, what a checkpoint contains, and when prompts start.
 """
 
@@ -190,9 +191,9 @@ def test_a_checkpoint_can_be_continued_with_a_smaller_limit(
 def test_the_steps_are_counted_where_the_samples_are_taken(
     loop: BackgroundLoop, tmp_path: Path
 ) -> None:
-    """A run that is terminated between the two then knows that it cannot save.
+    """A run that is terminated between source and loop then knows that it cannot save.
 
-    The samples are neither in the source nor in the loop.
+    At that moment, the samples are in neither of them.
     """
     made = source(loop, VersionedEcho(), queue=2, staleness=2)
     while (taken := loop.run(made._progress(), 5.0)) is None:
@@ -371,7 +372,7 @@ def test_a_reward_that_begins_to_fail_while_a_step_trains_does_not_use_up_the_pr
 def test_prompts_whose_samples_all_failed_are_drawn_again_after_a_resume(
     loop: BackgroundLoop, tmp_path: Path
 ) -> None:
-    """The reward works again, and the run continues."""
+    """The reward works again after the resume."""
     engines = Judged(broken_from=2, most=2)
     first = source(loop, engines, queue=2, staleness=2)
     before = [t.prompt.index for t in next(iter(first))]
@@ -397,7 +398,7 @@ def test_failures_that_the_budget_allows_end_nothing(loop: BackgroundLoop) -> No
 
 
 def test_rejected_prompts_are_replaced_while_a_step_trains(loop: BackgroundLoop) -> None:
-    """This continues until a complete batch waits, without a request from the loop."""
+    """Prompts are replaced until a complete batch waits, without a request from the loop."""
     made = source(loop, Judged(range(2, 20)), queue=1, staleness=1)
     steps = iter(made)
     assert [t.prompt.index for t in next(steps)] == [0, 1]

@@ -1,4 +1,5 @@
 """From rewards to advantages.
+
 Batches are small enough to recompute by hand, or are compared with loops written from the papers.
 """
 

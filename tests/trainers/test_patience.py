@@ -368,7 +368,7 @@ def test_a_policy_that_never_gets_better_than_at_the_start_is_exported_as_it_was
 
 
 def test_a_resumed_run_of_rl_ends_where_an_unbroken_one_does(tmp_path: Path) -> None:
-    """It resumes from the checkpoint of step 3, which had waited for one evaluation."""
+    """The run resumes from the checkpoint of step 3, which had waited for one evaluation."""
     OnPolicy(tmp_path, SCORES, patience=3, save_steps=1).fit()
     resumed = OnPolicy(tmp_path, SCORES, patience=3, save_steps=1)
     checkpoint = resumed.saved.find(3, best=False)

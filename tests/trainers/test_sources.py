@@ -1,4 +1,5 @@
 """The prompts of a step depend only on the seed and the position in the run.
+
 Evaluation counts every prompt once.
 """
 

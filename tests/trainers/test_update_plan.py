@@ -1,4 +1,5 @@
 """Every row is trained on once per epoch.
+
 The rows of an optimizer step do not depend on the number of ranks.
 """
 

@@ -1,4 +1,5 @@
 """The learning runs' reward: the share of digits in their correct place.
+
 The score is 1 for a completely correct answer, else 0.
 """
 

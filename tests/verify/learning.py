@@ -1,4 +1,5 @@
 """The records of the learning runs, and the page made from them.
+
 docs/results/learning.jsonl has a JSON line for each run and seed.
 """
 

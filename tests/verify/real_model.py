@@ -1,4 +1,5 @@
 """The records of a real model's training, and the page made from them.
+
 docs/results/real_model.jsonl has a JSON line for each run and seed.
 """
 

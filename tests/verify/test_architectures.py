@@ -1,4 +1,5 @@
 """Tiny random models of many architectures through SFT, DPO, LoRA and GRPO.
+
 The results are a page of which architecture works with which command.
 """
 

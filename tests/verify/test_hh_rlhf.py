@@ -1,4 +1,5 @@
 """All HH-RLHF pairs through `train_rm`, killed and resumed in the middle.
+
 Then all their prompts through PPO with that model.
 """
 

@@ -1,4 +1,5 @@
 """Synchronous and asynchronous training side by side, with an environment of random latency.
+
 The results are a page of docs/results/.
 """
 

@@ -1,4 +1,5 @@
 """All rows of HH-RLHF and GSM8K through offline training.
+
 HH-RLHF goes through SFT, DPO and KTO, and every graded step of GSM8K's solutions through PRM. The
 loss flags are the defaults.
 """

@@ -1,4 +1,5 @@
 """The reward server under load.
+
 Clients send the next request as soon as they are answered, with and without batching side by side.
 """
 

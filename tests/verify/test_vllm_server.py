@@ -1,4 +1,5 @@
 """A stock vLLM server serves the exports of the commands.
+
 It generates the same tokens as plain Transformers.
 """
 

@@ -18,7 +18,7 @@ class AgentExecutor(OpenAIAgentExecutor):
         return getattr(self, label)(client, prompt, session_id)
 
     def talk(self, client, prompt, session_id):
-        """Three turns, the second through the shared address, with the session in the body."""
+        """Play three turns, the second through the shared address, with the session in the body."""
         messages = [{"role": "user", "content": prompt}]
         for turn in range(3):
             where = client if turn != 1 else client.with_options(base_url=self.base_url)
@@ -60,7 +60,7 @@ class AgentExecutor(OpenAIAgentExecutor):
         return counted["count"]
 
     def err(self, client, prompt, session_id):
-        """Requests that cannot be answered are refused with a reason, and the session continues."""
+        """Send requests that are refused with a reason, and continue the session."""
         refused = []
         for change in (
             {"messages": []},
@@ -104,7 +104,7 @@ class AgentExecutor(OpenAIAgentExecutor):
             client.chat.completions.create(model="any", messages=messages)
 
     def summarise(self, client, prompt, session_id):
-        """Two turns, then a new conversation."""
+        """Play two turns, then start a new conversation."""
         messages = [{"role": "user", "content": prompt}]
         first = client.chat.completions.create(model="any", messages=messages).choices[0].message
         messages += [first, {"role": "user", "content": "+1"}]

@@ -1,4 +1,5 @@
 """A task written from scratch: a text classifier.
+
 The probability of label 1 is σ(score of the last token).
 """
 

@@ -1,4 +1,5 @@
 """Two tasks that need more than a model and a loss.
+
 One learns from a frozen model; the other needs a number computed over its whole window.
 """
 

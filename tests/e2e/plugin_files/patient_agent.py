@@ -1,4 +1,5 @@
 """An agent with one turn.
+
 The samples of one prompt end at once; all other samples wait until models have begun to score that
 prompt.
 """

@@ -1,4 +1,5 @@
 """A plugin that slows down the reference, the critic and the reward model.
+
 It records when each of them worked.
 """
 

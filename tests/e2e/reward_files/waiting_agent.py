@@ -1,4 +1,5 @@
 """Two turns with a wait of random length before each, occasionally a long one.
+
 The reward is the share of the letter a.
 """
 

@@ -1,4 +1,5 @@
 """Return values that are not rewards, or unusual ones.
+
 `returns` gives what its first label requests.
 """
 

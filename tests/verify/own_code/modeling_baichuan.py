@@ -1,4 +1,5 @@
 """A model like Baichuan: one weight, `W_pack`, makes queries, keys and values.
+
 Written for the tests, for the current version of Transformers.
 """
 
