@@ -245,7 +245,7 @@ def test_drafts_from_n_grams_do_not_change_the_log_probabilities(rollout, engine
     samples, _ = rollout("speculating", REFRAINS, spec)
     off = differences(engines["model"], samples)
     assert off.max() < 1e-4 and off.mean() < 1e-5
-    # The drafts were judged with random draws of their own.
+    # The drafts were accepted or rejected with separate random draws.
     assert tokens(samples) != tokens(rollout("plain", REFRAINS, spec)[0])
 
 

@@ -24,8 +24,8 @@ from tests.verify.results import versions
 
 pytestmark = pytest.mark.verify
 STEPS = 32
-# Of held-out pass@1, and of the share solved from the first steps to the last: three standard
-# errors.
+# Three standard errors of held-out pass@1, and of the change in the share solved from the first
+# steps to the last.
 LIFT = 0.05
 PASS_AT_1 = "eval/eval_sort_pass1"
 # Samples are four versions old, which a correction has to compensate for.
@@ -58,7 +58,7 @@ RUNS = {
         ("clip_higher", "dual_clip", "gspo", "cispo", "sequence", "constant"), batches(32, 8)
     ),
     **dict.fromkeys((UNCORRECTED, *CORRECTIONS), f"{batches(32, 8)} {STALE}"),
-    "distill": f"{batches(32, 8)} --reward.weights 0",  # the rule is only measured
+    "distill": f"{batches(32, 8)} --reward.weights 0",  # the rule is measured only
     "dapo": f"{batches(32, 8)} --reward.overlong_buffer_len 2",
 }
 
