@@ -27,7 +27,7 @@ from benchmarks.workload import BATCH, EPOCHS, LONGEST_ROW, OFFLINE_MICRO_BATCH
 
 
 class GroupedPairs:
-    """A trainer of pairs with the lengths of rows, which TRL's trainers do not have."""
+    """A mixin that groups pairs by length, because TRL's trainers do not know their lengths."""
 
     train_dataset: Any
 

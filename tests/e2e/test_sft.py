@@ -247,7 +247,7 @@ def test_two_processes_tell_of_a_broken_row_once(
 def test_a_killed_and_resumed_run_logs_what_an_unbroken_one_logs(
     whole: Path, workspace: Path
 ) -> None:
-    """The runs use the configuration that the uninterrupted run wrote, which shows it is complete.
+    """The uninterrupted run wrote the configuration, which is thereby shown to be complete.
 
     Numbers are equal to the last digit.
     """

@@ -509,7 +509,7 @@ def test_processes_that_ended_in_the_background_do_not_count_towards_the_limit(
 
 
 def test_a_late_call_ends_even_if_a_process_was_forked_beside_it(tmp_path: Path) -> None:
-    """A fork, such as a data loader's worker, copies the files that tell a process to end."""
+    """A fork, such as a data loader's worker, inherits the files that tell a process to end."""
     with ProcessPool(1, log_dir=tmp_path) as own:
         assert call(own, "echo")
         if (beside := os.fork()) == 0:
