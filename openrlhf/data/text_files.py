@@ -259,10 +259,10 @@ NO_HEADER = Record(0, [])  # the header of an empty file
 def csv_records(file: IO[bytes], name: str, separator: str) -> Iterator[Record]:
     """Yield the records of a CSV file: first the names of the columns, then the rows.
 
-    Empty lines are skipped. If the header does not contain `separator`, the file is split at
-    commas, semicolons or tabs instead. Columns without a name get the names that pandas would give
-    them. Raises a DataError with the line for text that is not UTF-8, for unmatched quotes, and for
-    two columns with the same name.
+    Empty lines are skipped. If the header does not contain `separator`, the first of comma,
+    semicolon and tab that it contains is used instead. Columns without a name get the names that
+    pandas would give them. Raises a DataError with the line for text that is not UTF-8, for
+    unmatched quotes, and for two columns with the same name.
     """
     csv.field_size_limit(MAX_CELL_CHARACTERS)
     lines = _csv_lines(file, name)

@@ -1,1 +1,1 @@
-"""From prompts to rewarded trajectories: engines, routing, and the generator."""
+"""Generation of rewarded trajectories from prompts: engines, routing, and the generator."""

@@ -1,4 +1,4 @@
-"""An event loop in its own thread: asynchronous generation for synchronous code."""
+"""An event loop in its own thread, which runs asynchronous generation for synchronous code."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from openrlhf.config.flags import UserError
 
 T = TypeVar("T")
-CLOSE_TIMEOUT_S = 60.0  # for cancelled samples to end
+CLOSE_TIMEOUT_S = 60.0  # time for cancelled samples to end
 END = object()
 
 
@@ -18,7 +18,7 @@ class RolloutError(UserError, RuntimeError):
 
 
 class BackgroundLoop:
-    """Runs coroutines for synchronous code in one event loop: generation and all it waits for."""
+    """One event loop that runs coroutines for synchronous code: generation and rewards."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

@@ -1,11 +1,11 @@
-"""The rollout engine: a class around vLLM for a Ray actor. Token ids in, token ids out.
+"""The rollout engine, a Ray actor class that wraps vLLM. Token ids in, token ids out.
 
     environment = {"env_vars": engine_environment("cpu")}
     engine = ray.remote(RolloutEngine).options(runtime_env=environment).remote(0)
     engine.start.remote(settings)
 
-Only methods of the actor import vLLM, which takes 5 s: the controller imports this module too. For
-the same reason, no class of vLLM's leaves the actor, errors included.
+Only methods of the actor import vLLM, because the import takes 5 s and the controller imports this
+module too. For the same reason, no vLLM class leaves the actor, including exceptions.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class EngineError(RuntimeError):
 
 
 class EngineDied(EngineError):
-    """vLLM has ended or failed: the engine has to be restarted."""
+    """vLLM has ended or failed; the engine must be restarted."""
 
 
 class RequestRefused(EngineError):
-    """The engine works, but it does not serve this request."""
+    """The engine works, but refuses this request."""
 
 
 def _plain_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     """Make a method raise only our own exceptions.
 
-    A caller would have to import vLLM to read vLLM's exceptions.
+    A caller would have to import vLLM to unpickle vLLM's exceptions.
     """
 
     @functools.wraps(method)
@@ -58,7 +58,7 @@ def _plain_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaita
         except Exception as error:
             died = self._llm is not None and self._llm.errored
             if not died and isinstance(error, refusals()):
-                # Only the reason: agents and their clients read it.
+                # Only the reason, because agents and their clients read it.
                 raise RequestRefused(str(error)) from None
             cause = f"{type(error).__name__}: {error}"
             message = f"engine {self.index}, {method.__name__}: {cause}"
@@ -72,8 +72,8 @@ def _plain_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaita
 class RolloutEngine:
     """One vLLM engine. Methods may be called concurrently, and raise EngineError.
 
-    Weights: version 0 is the model folder's. `receive` leaves the engine paused. `resume` lets the
-    engine serve, unless the last version it received is unverified.
+    Version 0 of the weights is loaded from the model folder. `receive` leaves the engine paused.
+    `resume` lets the engine serve again, unless the last received version is unverified.
     """
 
     def __init__(self, index: int) -> None:
@@ -82,14 +82,13 @@ class RolloutEngine:
         self._requests = itertools.count()
         self._paused = False
         self._unverified: int | None = None
-        self._asleep: set[str] = set()  # the parts that are not in the device's memory
+        self._asleep: set[str] = set()  # parts that are not in device memory
         self._waking = asyncio.Lock()
 
     def prepare(self, device: Device, *gpus: list[str]) -> None:
         """Import vLLM, which takes seconds.
 
-        `gpus`: the GPUs of the processes whose devices the engine uses, if it has no devices of its
-        own.
+        `gpus`: the GPUs of the processes that share their devices with the engine, if any.
         """
         if gpus and device == "cuda":
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(itertools.chain.from_iterable(gpus))
@@ -97,7 +96,7 @@ class RolloutEngine:
         compiler = "torch._inductor.lowering"
         with quick_imports():
             if device == "cpu":
-                # Nothing is compiled on a CPU, and vLLM continues if this import fails.
+                # Nothing is compiled on a CPU, and vLLM works without this module.
                 modules[compiler] = None
                 import vllm
 
@@ -112,8 +111,7 @@ class RolloutEngine:
     async def start(self, settings: EngineSettings, log_path: str | None = None) -> None:
         """Load the model, and serve version 0.
 
-        `log_path`: file for the output of vLLM. Without it, vLLM writes to the output of the
-        process.
+        `log_path`: file for vLLM's output. Without it, vLLM writes to the output of the process.
         """
         if log_path:
             redirect_output(log_path)
@@ -133,7 +131,7 @@ class RolloutEngine:
 
     @_plain_errors
     async def stop(self) -> None:
-        """End vLLM's processes and wait until the device's memory is free."""
+        """End vLLM's processes and wait until the device memory is free."""
         self._llm.shutdown()
         self._llm = None
 
@@ -141,7 +139,7 @@ class RolloutEngine:
     async def generate(
         self, prompt_tokens: list[int], params: list[SamplingParams]
     ) -> list[Generation]:
-        """Return one sample of the prompt for each of `params`, in their order.
+        """Return one sample of the prompt for each of `params`, in the same order.
 
         Waits during a pause, and wakes a sleeping engine.
         """
@@ -150,7 +148,7 @@ class RolloutEngine:
         try:
             return await asyncio.gather(*samples)
         finally:
-            for sample in samples:  # end the others if one failed or the caller cancelled
+            for sample in samples:  # cancel all if one failed or the caller was cancelled
                 sample.cancel()
 
     async def _sample(self, prompt_tokens: list[int], params: SamplingParams) -> Generation:
@@ -166,7 +164,7 @@ class RolloutEngine:
             tokens_input(prompt_tokens), self._vllm_params(params), request, lora_request=adapter
         )
         try:
-            [answer] = [answer async for answer in stream]  # FINAL_ONLY: there is one
+            [answer] = [answer async for answer in stream]  # FINAL_ONLY: a single answer
         finally:
             versions = self._versions.pop(request)
         [output] = answer.outputs
@@ -175,7 +173,7 @@ class RolloutEngine:
             logprobs.append(candidates[token].logprob)
         stop_reason = output.stop_reason
         if not isinstance(stop_reason, str) and stop_reason not in (params.stop_token_ids or ()):
-            stop_reason = None  # an end token, which the parameters do not name
+            stop_reason = None  # an end token that the parameters do not list
         text = None
         if params.stop:
             text = output.text
@@ -233,7 +231,7 @@ class RolloutEngine:
     async def receive(self, manifest: WeightManifest) -> tuple[WorkerReceipt, ...]:
         """Pause, receive the version that the group's sender sends, and verify it.
 
-        Samples under way are frozen. After `resume` they continue with the new weights and a
+        Running samples are frozen. After `resume` they continue with the new weights and a
         recomputed KV cache. A sleeping engine wakes its weights, but not its KV cache. Raises
         PublicationError if the version did not arrive completely. The engine then stays paused
         until a publication succeeds.
@@ -263,14 +261,14 @@ class RolloutEngine:
 
     @_plain_errors
     async def ping(self) -> None:
-        """Return when vLLM's core has answered. Raises EngineDied if it has ended."""
+        """Wait until vLLM's core answers. Raises EngineDied if it has ended."""
         await self._llm.is_paused()
 
     @_plain_errors
     async def pause(self) -> None:
-        """Freeze the samples under way.
+        """Freeze the running samples.
 
-        The KV cache is dropped, because it was computed with the present weights.
+        The KV cache is dropped, because it was computed with the current weights.
         """
         await self._llm.pause_generation(mode="keep", clear_cache=True)
         self._paused = True
@@ -289,9 +287,9 @@ class RolloutEngine:
 
     @_plain_errors
     async def sleep(self) -> None:
-        """Free the device: move the weights to CPU memory, and drop the KV cache.
+        """Free the device memory: move the weights to CPU memory, and drop the KV cache.
 
-        No sample may be under way.
+        No sample may be running.
         """
         if self._asleep:
             return
@@ -300,7 +298,7 @@ class RolloutEngine:
         note(f"engine {self.index} asleep")
 
     async def _wake(self, *parts: str) -> None:
-        """Bring these parts back into the device's memory in order, unless they are awake."""
+        """Move these parts back to device memory in order, unless they are awake."""
         async with self._waking:
             for part in parts:
                 if part in self._asleep:

@@ -1,7 +1,7 @@
-"""The check of `--vllm.engine_args` by vLLM itself: names of arguments, and types of their values.
+"""The check of `--vllm.engine_args` by vLLM itself: argument names and types of values.
 
-The check runs in its own process, which takes 5 s. Importing vLLM changes the environment, which
-later processes would inherit.
+The check takes 5 s. It runs in a separate process, because importing vLLM changes the environment,
+which later processes would inherit.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from openrlhf.rollout.engine_settings import Device, engine_environment
 
 
 def check_engine_args(extra: Mapping[str, Any], device: Device) -> None:
-    """Raise ConfigError for an argument that vLLM does not have, or a value of another type.
+    """Raise ConfigError for an argument that vLLM does not have, or a value of the wrong type.
 
-    No device is touched.
+    No device is used.
     """
     if not extra:
         return
@@ -55,7 +55,7 @@ def _mistakes_of(arguments: type, given: Mapping[str, Any], where: str) -> Itera
         if name not in types:
             yield f"{where}: vLLM has no argument {name}.{did_you_mean(nearest(name, types))}"
             continue
-        if isinstance(types[name], str):  # an annotation that only vLLM could evaluate
+        if isinstance(types[name], str):  # an annotation that only vLLM can evaluate
             continue
         text = json.dumps(value)
         try:
@@ -63,7 +63,7 @@ def _mistakes_of(arguments: type, given: Mapping[str, Any], where: str) -> Itera
         except ValidationError as error:
             problems = error.errors()
             if any(problem["type"] == "enum" for problem in problems):
-                continue  # vLLM takes the names of its enumerations, which pydantic does not
+                continue  # vLLM accepts the names of its enum members, but pydantic does not
             reasons = "; ".join(dict.fromkeys(problem["msg"] for problem in problems))
             yield f"{where}: {name} is {text}, which vLLM does not accept: {reasons}."
 

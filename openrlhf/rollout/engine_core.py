@@ -1,9 +1,9 @@
 """vLLM's engine core in a thread of the engine actor, for engines on a CPU.
 
 vLLM runs the core in its own process, which imports everything a second time. In a thread, the same
-`AsyncLLM` starts in about 2 s instead of 7 to 18 s and takes 0.7 GiB instead of 1.1. Two hooks of
-vLLM make this possible: `AsyncLLM(client_addresses=…)`, which its API servers use, and a core
-without a handshake, as in its Ray actors.
+`AsyncLLM` starts in about 2 s instead of 7 to 18 s and uses 0.7 GiB instead of 1.1 GiB. Two hooks
+of vLLM make this possible: `AsyncLLM(client_addresses=…)`, which vLLM's API servers use, and a core
+without a handshake, as in vLLM's Ray actors.
 """
 
 import json
@@ -41,15 +41,15 @@ from openrlhf.rollout.engine_settings import CPU_KV_CACHE_BYTES
 
 
 def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
-    """Start an engine whose core lives as long as the process.
+    """Start an engine whose core runs until the process ends.
 
-    Raises every exception of the core's start.
+    Raises any exception that occurs while the core starts.
     """
     register_architectures(arguments.model)
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     head_size = config.model_config.get_head_size()
     supported = CPUAttentionBackend.get_supported_head_sizes()
-    if head_size not in supported:  # vLLM would die at the first sample without a message
+    if head_size not in supported:  # vLLM would crash without a message at the first sample
         raise ValueError(
             f"vLLM's CPU attention has kernels for heads of {supported} entries, but the heads of "
             f"{arguments.model} have {head_size} entries. Use a model with one of these sizes "
@@ -76,9 +76,10 @@ def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
 
 
 def register_architectures(model: str) -> None:
-    """Give vLLM the classes of a model.
+    """Register the classes of a model with vLLM.
 
-    vLLM inspects a class known only by name in a subprocess, which takes 11 s once.
+    If vLLM knows a class only by name, it inspects the class in a subprocess, which takes 11 s
+    once.
     """
     config = Path(model) / "config.json"
     if not config.is_file():
@@ -90,11 +91,11 @@ def register_architectures(model: str) -> None:
 
 
 def correct_rejection_sampler() -> None:
-    """Make vLLM judge drafts at the temperature, top-k and top-p of their sample.
+    """Make vLLM verify draft tokens with the temperature, top-k and top-p of their sample.
 
-    On a CPU without Triton, vLLM writes these values into a copy that it drops, and divides by
-    uninitialised memory. The log-probabilities are NaN and seeds have no effect. Also, top-k fails
-    in a step without drafts.
+    On a CPU without Triton, vLLM writes these values into a copy that it discards, and divides by
+    uninitialized memory. The log-probabilities are then NaN and seeds have no effect. Also, top-k
+    fails in a step without drafts.
     """
     constrain = rejection_sampler.apply_sampling_constraints
 
@@ -124,7 +125,7 @@ class _Core(EngineCoreProc):
     """A core that gets its addresses without a handshake, and sends only finished samples.
 
     vLLM's core sends every token of every sample through a socket. Only the detokenizer, which
-    looks for stop strings on the other side, needs them one by one.
+    searches for stop strings at the other end, needs the tokens one by one.
     """
 
     def __init__(self, config: VllmConfig, addresses: EngineZmqAddresses) -> None:
@@ -140,15 +141,15 @@ class _Core(EngineCoreProc):
         yield self._known_addresses
 
     def _initialize_kv_caches(self, vllm_config: VllmConfig) -> KVCacheConfig:
-        """Limit a cache of the default size to twice the needs of a full batch of longest samples.
+        """Limit the default cache size to twice the size of a full batch of longest samples.
 
-        Filling the cache with zeros takes time.
+        A larger cache would only take more time to fill with zeros.
         """
         cache = vllm_config.cache_config
         if cache.kv_cache_memory_bytes == CPU_KV_CACHE_BYTES:
             longest_sample_bytes = max(
                 max_memory_usage_bytes(vllm_config, specs.values())
-                for specs in self.model_executor.get_kv_cache_specs()  # of each worker
+                for specs in self.model_executor.get_kv_cache_specs()  # for each worker
             )
             full_batch_bytes = vllm_config.scheduler_config.max_num_seqs * longest_sample_bytes
             cache.kv_cache_memory_bytes = min(2 * full_batch_bytes, CPU_KV_CACHE_BYTES)
@@ -171,10 +172,7 @@ class _Core(EngineCoreProc):
         return complete, executed
 
     def send_held(self) -> None:
-        """Send the tokens that unfinished samples have so far.
-
-        Their next tokens have another weight version.
-        """
+        """Send the tokens of unfinished samples, because later tokens have a new weight version."""
         if parts := list(map(join_outputs, self._held.values())):
             self.output_queue.put_nowait((0, EngineCoreOutputs(outputs=parts)))
         self._held.clear()
@@ -186,7 +184,7 @@ class _Core(EngineCoreProc):
 
 
 def join_outputs(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
-    """Return the last output of a request, with the tokens and log-probabilities of all outputs."""
+    """Return the last output of a request with the tokens and log-probabilities of all outputs."""
     tokens: list[int] = []
     logprobs: list[tuple[Any, ...]] = []
     for output in outputs:
@@ -205,10 +203,10 @@ def join_outputs(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
 def run_core(config: VllmConfig, addresses: EngineZmqAddresses, started: Future[_Core]) -> None:
     """Run a core until it fails.
 
-    The `AsyncLLM` notices a failure; its calls then raise vLLM's EngineDeadError.
+    The `AsyncLLM` detects a failure, and its calls then raise vLLM's EngineDeadError.
     """
     try:
-        # A copy, as a new process would have: the core changes its configuration while it starts.
+        # Pass a copy, as to a new process, because the core changes its configuration at the start.
         core = _Core(pickle.loads(cloudpickle.dumps(config)), addresses)
     except BaseException as error:
         started.set_exception(error)

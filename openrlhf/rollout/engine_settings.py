@@ -1,6 +1,6 @@
 """The settings of a rollout engine, and vLLM's arguments and environment for them.
 
-Imports nothing heavy.
+This module imports no heavy library.
 """
 
 import os
@@ -13,29 +13,29 @@ from openrlhf.rollout.engine_versions import runner_environment
 
 Device = Literal["cpu", "cuda"]
 TORCH_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
-ADAPTER_ID = 1  # of the one adapter that an engine serves
+ADAPTER_ID = 1  # id of the one adapter that an engine serves
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's max_lora_rank
 CPU_KV_CACHE_BYTES = 2**30  # vLLM's own default is most of the machine's memory, filled with zeros
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """The settings that all engines of a run have in common."""
+    """The settings shared by all engines of a run."""
 
     model: str  # folder or Hub name
-    vllm: VLLMConfig  # its `engine_args` win over the arguments made from the other settings
+    vllm: VLLMConfig  # its `engine_args` override the arguments derived from other settings
     max_model_len: int  # prompt and response, tokens
-    seed: int = 0  # of samples without a seed; the engine's index is added
+    seed: int = 0  # for samples without a seed; the engine's index is added
     device: Device = "cpu"
     seeded: bool = True  # samples may carry seeds
     stop_strings: bool = False  # samples may carry stop strings: loads the tokenizer
     end_token_ids: tuple[int, ...] = ()  # the tokenizer's; vLLM reads generation_config.json's
     trust_remote_code: bool = False
-    lora_rank: int = 0  # of the adapter that is published; 0: whole weights are published
+    lora_rank: int = 0  # rank of the published adapter; 0: full weights are published
 
 
 def engine_device() -> Device:
-    """Return the device of engines: GPUs, or the CPU if there is no GPU."""
+    """Return the device of engines: "cuda", or "cpu" if there is no GPU."""
     if count_gpus():
         return "cuda"
     return "cpu"
@@ -56,9 +56,9 @@ def engine_environment(device: Device) -> dict[str, str]:
     if device == "cuda":
         return environment | runner_environment() | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     return environment | {
-        # A node may have GPUs that are not Ray's.
+        # A node may have GPUs that Ray does not manage.
         "CUDA_VISIBLE_DEVICES": "",
-        # Two spinning threads on two cores are 10 to 25 times slower.
+        # Two spin-waiting threads on two cores are 10 to 25 times slower.
         "OMP_NUM_THREADS": "1",
         # Without this, vLLM compiles its log-probability helper at the first sample: 2 to 12 s.
         "TORCHDYNAMO_DISABLE": "1",
@@ -70,7 +70,7 @@ def engine_environment(device: Device) -> dict[str, str]:
 
 
 def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
-    """Return the keyword arguments of vLLM's `AsyncEngineArgs` for engine number `index`."""
+    """Return the keyword arguments of vLLM's `AsyncEngineArgs` for the engine `index`."""
     vllm = settings.vllm
     on_cpu = settings.device == "cpu"
     executor = "mp"
@@ -89,7 +89,7 @@ def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
         "quantization": vllm.quantization,
         "gpu_memory_utilization": vllm.gpu_memory_utilization,
         "trust_remote_code": settings.trust_remote_code,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "logprobs_mode": "processed_logprobs",  # log-probabilities of the sampling distribution
         "skip_tokenizer_init": not settings.stop_strings,
         "worker_extension_cls": "openrlhf.rollout.engine_worker.WorkerExtension",
         "enable_sleep_mode": vllm.enable_sleep and not on_cpu,
@@ -102,8 +102,8 @@ def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
         # Use vLLM's own kernels, because nothing is compiled.
         arguments["compilation_config"] = {"custom_ops": ["all"]}
         if settings.seeded:
-            # If vLLM prefills a seeded sample in parts, it rewinds the sample's generator. CPU
-            # generators cannot be rewound, and the engine dies.
+            # If vLLM prefills a seeded sample in chunks, it rewinds the sample's generator. CPU
+            # generators cannot be rewound, and the engine would die.
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(2048, settings.max_model_len)
     if settings.lora_rank:

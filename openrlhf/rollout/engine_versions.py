@@ -1,7 +1,7 @@
 """Differences between vLLM 0.24 and 0.32, the supported versions; docs/gpu.md lists all of them.
 
-A difference that is visible in vLLM's classes is looked up there; the others depend on vLLM's
-version number. Only the functions import vLLM.
+A difference that is visible in vLLM's classes is detected there; the other differences depend on
+vLLM's version number. Only the functions import vLLM.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ from openrlhf.config.machine import installed
 
 
 def runner_environment() -> dict[str, str]:
-    """Return the environment variables that choose the model runner of a CUDA engine.
+    """Return the environment variables that select the model runner of a CUDA engine.
 
-    vLLM 0.24 does not tell its second model runner about frozen samples.
+    vLLM 0.24 does not notify its second model runner of frozen samples.
     """
     vllm = installed("vllm")
     if vllm and vllm.version.startswith("0.24."):
@@ -23,7 +23,7 @@ def runner_environment() -> dict[str, str]:
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """Return vLLM's errors about a request. In vLLM below 0.27, all of them are ValueErrors."""
+    """Return vLLM's exceptions for invalid requests, which are ValueErrors in vLLM below 0.27."""
     from vllm import exceptions
 
     client_error = getattr(exceptions, "VLLMClientError", ValueError)
@@ -31,7 +31,7 @@ def refusals() -> tuple[type[Exception], ...]:
 
 
 def check_reload(config: Any) -> None:
-    """Raise ValueError if the model of a `VllmConfig` cannot take in new weights.
+    """Raise ValueError if the model of a `VllmConfig` cannot load new weights.
 
     vLLM below 0.26 drops some buffers.
     """
@@ -51,7 +51,7 @@ def check_reload(config: Any) -> None:
 def heed_seeds_on_cpu() -> None:
     """Make vLLM below 0.29 use the seeds of samples on a CPU in every batch.
 
-    It ignores them if the batch has greedy samples, or samples without a seed.
+    vLLM ignores the seeds if the batch has greedy samples, or samples without a seed.
     """
     from packaging.version import Version
     from vllm import __version__
@@ -62,9 +62,9 @@ def heed_seeds_on_cpu() -> None:
 
 
 def adapter_renames(model: Any) -> Any:
-    """Return vLLM's mapper from the layer names of Transformers to its own for this model.
+    """Return vLLM's mapper from Transformers layer names to its own names for this model.
 
-    It is None for a model whose layers vLLM does not rename.
+    Returns None if vLLM does not rename the model's layers.
     """
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     if hasattr(mapper, "get_rename_mapper"):
@@ -75,7 +75,7 @@ def adapter_renames(model: Any) -> Any:
 def expert_kernel(quant_method: Any) -> Any:
     """Return the packed weights of a CPU engine's experts; None if there are none.
 
-    vLLM below 0.28 has another name for them.
+    vLLM below 0.28 stores them under a different name.
     """
     return getattr(quant_method, "moe_kernel", None) or getattr(quant_method, "cpu_fused_moe", None)
 
@@ -84,7 +84,7 @@ class SampledVersions:
     """The weight versions that sampled each request's tokens, which vLLM below 0.32 discards."""
 
     def __init__(self, llm: Any) -> None:
-        """Start to count. `llm`: an `AsyncLLM` that has not received anything yet."""
+        """Start recording. `llm`: an `AsyncLLM` that has not received any request yet."""
         self._llm = llm
         self._version = 0
         self._seen: dict[str, dict[int, None]] = defaultdict(dict)  # by request, in order
@@ -101,14 +101,14 @@ class SampledVersions:
         return outputs
 
     async def switch(self, version: int) -> None:
-        """Count tokens that arrive from now on for `version`.
+        """Record `version` for tokens that arrive from now on.
 
-        The engine is paused, and has sent all tokens so far.
+        The engine must be paused and have sent all earlier tokens.
         """
         while not self._llm.engine_core.outputs_queue.empty() and not self._llm.errored:
             await asyncio.sleep(0)
         self._version = version
 
     def pop(self, request: str) -> tuple[int, ...]:
-        """Return the versions of a request that has ended, and forget them."""
+        """Return and forget the versions of a finished request."""
         return tuple(self._seen.pop(request, ()))

@@ -1,8 +1,8 @@
-"""The part of a publication that is vLLM's: load the weights that arrive, report what was loaded.
+"""The vLLM side of a publication: loading the weights that arrive, and reporting what was loaded.
 
 vLLM mixes `WorkerExtension` into its worker class, and `RolloutEngine` calls the methods through
-`collective_rpc`. This is not one of vLLM's weight-transfer backends, because they return nothing to
-verify. The contract of a publication is at the top of `openrlhf.weights`.
+`collective_rpc`. vLLM's weight-transfer backends are not used, because they return nothing that
+could be verified. The contract of a publication is at the top of `openrlhf.weights`.
 """
 
 import pickle
@@ -30,8 +30,8 @@ from openrlhf.rollout.engine_versions import adapter_renames, expert_kernel, hee
 from openrlhf.weights.manifest import WeightManifest
 from openrlhf.weights.receiver import Delivery, LoadReport, WeightReceiver
 
-# vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX). Linux refuses them to a
-# process that has not asked for them, and vLLM does not ask. Unless oneDNN happened to ask before,
+# vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX). Linux denies them to a
+# process that has not requested them, and vLLM does not. Unless oneDNN has already requested them,
 # the first sample ends the engine with SIGILL.
 if torch.cpu._is_amx_tile_supported():
     torch.cpu._init_amx()
@@ -41,13 +41,13 @@ heed_seeds_on_cpu()  # here, because each worker of an engine imports this modul
 class WorkerExtension:
     """Methods added to vLLM's worker class.
 
-    Our classes travel as pickled bytes, because vLLM sends plain values only.
+    Our classes are passed as pickled bytes, because vLLM sends only plain values.
     """
 
     vllm_config: VllmConfig
     device: torch.device
     model_runner: Any
-    publication = WeightReceiver()  # a process has one worker
+    publication = WeightReceiver()  # on the class, because a process has one worker
 
     def publication_join(self, group: bytes, rank_offset: int) -> None:
         """Leave the previous weight group and join `group`, a pickled `WeightGroup`.
@@ -60,12 +60,13 @@ class WorkerExtension:
     def publication_receive(self, message: bytes) -> bytes:
         """Receive the weights of a pickled `WeightManifest`, and return a pickled `WorkerReceipt`.
 
-        No step may run meanwhile: the engine is paused and its scheduler waits for this call. If
-        the call raises, the model has old, new and missing weights until a later call succeeds.
+        No step may run at the same time: the engine is paused and its scheduler waits for this
+        call. If the call raises, the model has old, new and missing weights until a later call
+        succeeds.
         """
         manifest: WeightManifest = pickle.loads(message)
         if self.device.type != "cpu":
-            # A pause of vLLM below 0.29 does not wait for kernels.
+            # In vLLM below 0.29, a pause does not wait for kernels.
             torch.accelerator.synchronize(self.device)
         with set_current_vllm_config(self.vllm_config):
             receipt = self.publication.receive(manifest, self.device, self._load)
@@ -95,10 +96,11 @@ def load_model(model: nn.Module, config: VllmConfig, delivery: Delivery) -> Load
 
 
 def load_adapter(manager: Any, settings: dict[str, Any], delivery: Delivery) -> LoadReport:
-    """Serve the adapter that arrives, in place of the previous one.
+    """Replace the previous adapter with the adapter that arrives.
 
-    `manager` is vLLM's. Unwritten are layers of the adapter that the engine cannot adapt. Nothing
-    is stale: packed copies are of the model's own weights, which stay.
+    `manager` is vLLM's. The report lists adapter layers that the engine cannot adapt as unwritten.
+    It lists nothing as stale, because packed copies belong to the model's own weights, which do not
+    change.
     """
     tensors = dict(delivery.tensors())
     delivery.finish()
@@ -119,7 +121,7 @@ def load_adapter(manager: Any, settings: dict[str, Any], delivery: Delivery) -> 
 def begin_reload(model: nn.Module) -> None:
     """Start vLLM's layerwise reload.
 
-    Layers fill up tensor by tensor, and are processed once they are full.
+    Layers are filled tensor by tensor, and processed once they are full.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -131,8 +133,8 @@ def begin_reload(model: nn.Module) -> None:
         if method is not None:
             method.moe_kernel = None  # vLLM packs experts only while it builds their kernel
         if isinstance(layer, ParallelLMHead) and layer.bias is not None:
-            # vLLM's loader of Transformers models makes a new bias for each update, which nothing
-            # would count.
+            # vLLM's loader of Transformers models creates a new bias for each update, which would
+            # not be counted.
             layer._register_bias = lambda: None
     initialize_layerwise_reload(model)
 
@@ -147,10 +149,10 @@ class Unfilled(NamedTuple):
 def unwritten_layers(model: nn.Module) -> list[str]:
     """Return the layers that the update has not filled, with counts.
 
-    Must be called before the reload is finalised. vLLM only logs a warning for a layer without new
-    values, and silently completes a partly filled layer. Some elements need no new value: padding
-    of the vocabulary, buffers, elements that vLLM does not count, and a layer that shares its
-    parameters with a filled layer (a tied head).
+    Must be called before the reload is finalized. vLLM only logs a warning for a layer without new
+    values, and silently completes a partially filled layer. Some elements need no new value:
+    padding of the vocabulary, buffers, elements that vLLM does not count, and a layer that shares
+    its parameters with a filled layer (a tied head).
     """
     filled: set[int] = set()
     unfilled: list[Unfilled] = []
@@ -176,7 +178,7 @@ def unwritten_layers(model: nn.Module) -> list[str]:
 def vocabulary_padding(layer: nn.Module) -> int:
     """Return the number of elements of an embedding or head that belong to no token.
 
-    vLLM rounds vocabularies up.
+    vLLM rounds up the vocabulary size.
     """
     if not isinstance(layer, VocabParallelEmbedding):
         return 0
@@ -187,7 +189,7 @@ def vocabulary_padding(layer: nn.Module) -> int:
 def packed_handles(model: nn.Module) -> dict[str, Any]:
     """Return the layers of a CPU engine with packed weights.
 
-    The value is the object that the last packing made.
+    The value is the object that the last packing created.
     """
     unpacked = (None, nn.functional.linear)
     handles: dict[str, Any] = {}
@@ -207,7 +209,7 @@ def packed_experts(layer: nn.Module) -> Any:
 
 
 def repack_linears(model: nn.Module) -> None:
-    """Pack all packed layers again, because vLLM leaves a tied head with its old packed copy."""
+    """Repack all packed layers, because vLLM leaves a tied head with its old packed copy."""
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
         if hasattr(layer, "cpu_linear") and isinstance(weight, Tensor) and weight.numel() > 0:

@@ -1,15 +1,15 @@
 """Episodes on disk, as they were generated and rewarded.
 
---rollout.dump_dir writes them, and --rollout.replay_dir reads them:
+--rollout.dump_dir writes these files, and --rollout.replay_dir reads them:
 
     step-000007.jsonl.gz    the episodes of step 7, in prompt order
     eval-000006.jsonl.gz    the episodes of the evaluation of the weights after step 6
     earlier/<n>/            files that an earlier run left in the folder
 
 The first line of a file is a header: {"format": 1, "kind": "step", "step": 7, "episodes": 64,
-"run": {…}}. Each of the other lines is a `Trajectory` with its fields by name. Numbers are stored
-exactly. A label that JSON can express is stored exactly too; any other label (bytes, dates, images)
-is stored as its text.
+"run": {…}}. Each other line is a `Trajectory` with its fields by name. Numbers are stored exactly.
+Labels that JSON can express are stored exactly too; any other label (bytes, dates, images) is
+stored as text.
 """
 
 import gzip
@@ -38,7 +38,7 @@ Kind = Literal["step", "eval"]
 
 
 class EpisodeFile(NamedTuple):
-    """A file of a folder, as its name describes it."""
+    """The kind and the step of a file, parsed from its name."""
 
     name: str
     kind: str
@@ -48,7 +48,7 @@ class EpisodeFile(NamedTuple):
 class EpisodeFolder:
     """The files of a run, each written completely or not at all.
 
-    Reading raises DataError with file and line.
+    Reading raises a DataError with file and line.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -77,7 +77,7 @@ class EpisodeFolder:
     def begin(self, *, after: int) -> None:
         """Prepare the folder for a run that continues after step `after` (-1: a new run).
 
-        Files of later steps are set aside.
+        Files of later steps are moved to earlier/<n>/.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         set_aside(self.path, [file.name for file in self._files() if file.step > after])
@@ -85,7 +85,7 @@ class EpisodeFolder:
     def write(
         self, kind: Kind, step: int, episodes: Sequence[Trajectory], *, run: Mapping[str, Any]
     ) -> None:
-        """Write or replace a file. `run`: the identity that a run must have to replay the file."""
+        """Write or replace a file. `run`: the identity that a run needs to replay the file."""
         header = {
             "format": FORMAT,
             "kind": kind,

@@ -1,4 +1,4 @@
-"""Metrics of episodes: of a training step, and of an evaluation by data source."""
+"""Metrics of the episodes of a training step, and of an evaluation by data source."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -17,8 +17,8 @@ def rollout_metrics(
 ) -> dict[str, Metric]:
     """Return the metrics of a step's rollout.
 
-    Every episode is kept, failed, filtered, or left out. An episode is left out if no other sample
-    of its prompt has finished, or if it has no sampled token.
+    Each episode is kept, failed, filtered or left out. An episode is left out if no other sample of
+    its prompt has finished, or if it has no sampled token.
     """
     rewards = [episode.reward for episode in kept if episode.reward is not None]
     reward_std = 0.0
@@ -48,7 +48,7 @@ def rollout_metrics(
 
 
 def _episode_metrics(episode: Trajectory) -> dict[str, Metric]:
-    """Return the means that a kept episode counts in, the user's extra numbers included.
+    """Return the contributions of a kept episode to the means, including the user's extra numbers.
 
     An extra number with the name of one of our metrics gets the prefix `user_`.
     """
@@ -73,9 +73,9 @@ def _episode_metrics(episode: Trajectory) -> dict[str, Metric]:
 def evaluation_metrics(trajectories: Sequence[Trajectory], *, k: int) -> dict[str, float]:
     """Return the metrics of an evaluation under their logged names.
 
-    For each data source: pass@1, pass@k, rewards, response lengths and truncation. pass@1 is the
+    Each data source has pass@1, pass@k, rewards, response lengths and truncation. pass@1 is the
     mean over prompts of the mean score of their samples; `score_stderr` is its standard error.
-    pass@k is the mean over prompts of the best score. Failed samples are left out and counted.
+    pass@k is the mean over prompts of the best score. Failed samples are excluded and counted.
     """
     finished = [episode for episode in trajectories if not episode.failed]
     metrics = {
@@ -93,7 +93,7 @@ def evaluation_metrics(trajectories: Sequence[Trajectory], *, k: int) -> dict[st
 
 
 def group_by_source(items: Iterable[T], episode: Callable[[T], Trajectory]) -> dict[str, list[T]]:
-    """Return the items of each data source; the source of an item is the source of its episode."""
+    """Group items by the data source of their episodes."""
     sources: dict[str, list[T]] = {}
     for item in items:
         sources.setdefault(episode(item).prompt.datasource, []).append(item)
@@ -101,7 +101,7 @@ def group_by_source(items: Iterable[T], episode: Callable[[T], Trajectory]) -> d
 
 
 def source_columns(trajectories: Sequence[Trajectory], *, k: int) -> dict[str, float]:
-    """Return the columns of a table about the episodes of one data source."""
+    """Return the table columns for the episodes of one data source."""
     finished = [episode for episode in trajectories if not episode.failed]
     metrics = _source_metrics(finished, k=k)
     return {

@@ -30,7 +30,7 @@ from openrlhf.rollout.engine_settings import Device, EngineSettings, engine_envi
 from openrlhf.rollout.routing import Router
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
-WATCH_INTERVAL_S = 2.0  # between two checks of all engines
+WATCH_INTERVAL_S = 2.0  # time between two checks of all engines
 
 
 @dataclass(eq=False, kw_only=True)
@@ -41,7 +41,7 @@ class Member:
     slots: Slots
     actor: Any = None
     log: str = ""
-    up: bool = False  # has a model with the present weights, and may be asked for samples
+    up: bool = False  # has a model with the current weights, and can draw samples
     restarts: int = 0
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
@@ -50,15 +50,15 @@ class Member:
 
 
 class Fleet:
-    """All engines of a model. Nothing else holds a list of engines.
+    """All engines of a model. No other object holds a list of engines.
 
-    The processes import vLLM from the start; `start` gives them a model, and `wait` returns when
-    all of them serve. Call `generate` from one event loop only. With `hosts`, the engines use the
-    devices of these processes.
+    The processes start importing vLLM when they are created. `start` makes them load the model, and
+    `wait` returns when all of them serve. Call `generate` from one event loop only. With `hosts`,
+    the engines use the devices of these processes.
 
-    An engine that dies or hangs is restarted with the present weights, which `refit` sends; its
-    unfinished samples are drawn again. If its machine is gone, it moves to another machine or
-    leaves the fleet. Engines join, up to --vllm.max_engines, when the cluster has room.
+    An engine that dies or hangs is restarted with the current weights, which `refit` sends; its
+    unfinished samples are drawn again. If its machine is gone, the engine moves to another machine
+    or leaves the fleet. Engines join, up to --vllm.max_engines, when the cluster has room.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Fleet:
         self.workers_per_engine = group.devices
         self.refit: Callable[[Member], None] | None = None
         self.say: Callable[[str], None] = print
-        # For sockets and files that vLLM never removes.
+        # A folder for sockets and files that vLLM never removes.
         self._scratch = tempfile.mkdtemp(prefix="openrlhf-")
         self._failure: Exception | None = None
         self._closed = threading.Event()
@@ -92,7 +92,7 @@ class Fleet:
         self._router = Router(self._members)
 
     def _launch(self, member: Member) -> None:
-        """Give a member a new process, which imports vLLM."""
+        """Start a new process for a member, which imports vLLM."""
         device: Device = "cuda" if self.on_gpus else "cpu"
         environment = engine_environment(device) | {"TMPDIR": self._scratch}
         gpus: list[Any] = []
@@ -110,11 +110,11 @@ class Fleet:
 
     @property
     def up(self) -> list[Member]:
-        """The engines that have a model, in order."""
+        """The engines that serve, in order."""
         return [member for member in list(self._members.values()) if member.up]
 
     def start(self, settings: EngineSettings, *, log_dir: str, timeout_s: float) -> None:
-        """Let all engines load the model, without waiting for them.
+        """Make all engines load the model, without waiting for them.
 
         Raises PlacementError if their devices are not free.
         """
@@ -130,7 +130,7 @@ class Fleet:
         return member.call(RolloutEngine.start, self.settings, log_path=member.log)
 
     def wait(self) -> None:
-        """Return when all engines serve or sleep. Raises EngineError or WorkerError."""
+        """Wait until all engines serve or sleep. Raises EngineError or WorkerError."""
         if self.up:
             return
         gather(self._loading, timeout_s=self.timeout_s, doing="start the engines")
@@ -142,13 +142,13 @@ class Fleet:
         self._watcher.start()
 
     def metrics(self) -> dict[str, Metric]:
-        """Return metrics of the use of the engines since the last call."""
+        """Return metrics of engine use since the last call."""
         return {"timing/engines_idle": self._router.idle(list(self._members))}
 
     async def rest(self) -> None:
-        """Free the memory that other processes use on the same devices.
+        """Free device memory for the processes that share the engines' devices.
 
-        It stays free until the next sample or publication.
+        The memory stays free until the next sample or publication.
         """
         if not self.settings.vllm.enable_sleep:
             return
@@ -162,7 +162,7 @@ class Fleet:
     async def generate(
         self, key: Hashable, tokens: list[int], params: list[SamplingParams]
     ) -> list[Generation]:
-        """Return one sample of the prompt for each of `params`, all from one engine.
+        """Return one sample of the prompt for each of `params`, all from the same engine.
 
         Samples with the same `key` share a prefix. If the engine dies, another engine draws the
         samples again.
@@ -178,13 +178,13 @@ class Fleet:
                 raise
             except (*DEATHS, EngineDied) as error:
                 self.lose(member, actor, error)
-            except RequestRefused as error:  # Ray's copy of it has the traceback as its text
+            except RequestRefused as error:  # the message of Ray's copy contains the traceback
                 raise getattr(error, "cause", error) from None
             finally:
                 self._router.done(key, member.index, len(params))
 
     async def _pick(self, key: Hashable, samples: int) -> Member:
-        """Return the engine to ask, after one serves.
+        """Wait until an engine serves, and return the engine to draw samples from.
 
         Raises RolloutError if an engine was lost too often.
         """
@@ -200,13 +200,13 @@ class Fleet:
             raise self._failure
 
     def lose(self, member: Member, actor: Any, error: Exception) -> None:
-        """Note that the process `actor` of an engine has died, and restart the engine.
+        """Record that the process `actor` of an engine has died, and restart the engine.
 
         After --vllm.max_restarts restarts, the fleet fails instead.
         """
         with self._changing:
             if not member.up or member.actor is not actor or self._closed.is_set():
-                return  # another thread has noticed
+                return  # another thread has handled it
             member.up = False
         self._restart(member, error)
 
@@ -232,7 +232,7 @@ class Fleet:
         ).start()
 
     def _leave(self, member: Member) -> None:
-        """Continue without an engine for which no machine is left."""
+        """Remove an engine for which no machine is left."""
         del self._members[member.index]
         if not self._members:
             self._failure = RolloutError(
@@ -244,7 +244,7 @@ class Fleet:
         )
 
     def _join(self, slots: Slots) -> None:
-        """Start one more engine."""
+        """Add an engine and start it."""
         index = max(self._members, default=-1) + 1
         self.say(f"Engine {index} joins on {slots.machine.name}.")
         self._members[index] = Member(index=index, slots=slots)
@@ -259,9 +259,9 @@ class Fleet:
         return Slots(self.group, places[self.group.name], on_gpus=self.on_gpus)
 
     def _bring_up(self, member: Member) -> None:
-        """Give a member a process with model and weights. Then it serves.
+        """Start a member in a new process and load model and weights, so that it serves.
 
-        It stays on its machine, unless that is gone.
+        The member stays on its machine, unless the machine is gone.
         """
         began = time.monotonic()
         try:
@@ -281,7 +281,7 @@ class Fleet:
             gather([self._load(member)], timeout_s=self.timeout_s, doing="start the engine")
             self._router.add(member.index)
             if self.refit:
-                self.refit(member)  # which sets `up`, so that the member misses no publication
+                self.refit(member)  # sets `up`, so that the member misses no publication
             else:
                 member.up = True
             again = ""
@@ -292,7 +292,7 @@ class Fleet:
             self._restart(member, error)
 
     def _watch(self) -> None:
-        """Look for engines that do not answer, and for room for more engines."""
+        """Check regularly for engines that do not answer, and for room for more engines."""
         while not self._closed.wait(WATCH_INTERVAL_S):
             try:
                 self.find_lost()
@@ -303,7 +303,7 @@ class Fleet:
                 self.say(f"The check of the engines failed: {error}")
 
     def find_lost(self) -> None:
-        """Check that all engines answer, and restart those that do not."""
+        """Check that all engines answer, and restart engines that do not."""
         calls = {member.actor.ping.remote(): (member, member.actor) for member in self.up}
         timeout_s = self.settings.vllm.hang_timeout
         answered, silent = ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
@@ -318,7 +318,7 @@ class Fleet:
 
     @contextmanager
     def naming_logs(self) -> Iterator[None]:
-        """Turn an engine's failure in the block into a RolloutError that names the logs."""
+        """Convert an engine failure in the block to a RolloutError that names the logs."""
         try:
             yield
         except (*DEATHS, EngineError) as error:
@@ -328,13 +328,13 @@ class Fleet:
             ) from error
 
     def stop(self) -> None:
-        """Free the memory of the devices for other processes."""
+        """Free the device memory for other processes."""
         self._closed.set()
         calls = [member.call(RolloutEngine.stop) for member in self.up]
         gather(calls, timeout_s=self.timeout_s, doing="end the engines")
 
     def close(self) -> None:
-        """End the processes and release their slots."""
+        """End all processes and release their slots."""
         self._closed.set()
         for member in self._members.values():
             ray.kill(member.actor)
@@ -348,7 +348,7 @@ class Fleet:
 def mark_nonfinite(sample: Generation, engine: int) -> Generation:
     """Return the sample, marked as failed if a log-probability is not finite.
 
-    A NaN would make all weights NaN.
+    Training on a NaN would make all weights NaN.
     """
     if math.isfinite(sum(sample.logprobs)):
         return sample

@@ -1,4 +1,4 @@
-"""The generator: from prompts to groups of samples, rewarded as they finish."""
+"""The generator, which turns prompts into groups of samples and rewards them as they finish."""
 
 import asyncio
 import hashlib
@@ -19,14 +19,14 @@ from openrlhf.rewards.protocol import Reward, RewardResult, request_of
 from openrlhf.rollout.measures import SampleCost, generation_metrics
 from openrlhf.rollout.sampling import Generation, SamplingParams
 
-Group = list[Trajectory]  # all samples of one prompt, failed ones among them
+Group = list[Trajectory]  # all samples of one prompt, including failed ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSpec:
-    """Sampling of prompts: number of samples, parameters and seeds.
+    """Sampling settings: number of samples, parameters and seeds.
 
-    A run has one for training and one for evaluation.
+    A run has one specification for training and one for evaluation.
     """
 
     purpose: str  # "train" or "eval": part of every seed
@@ -48,7 +48,7 @@ class SamplingSpec:
     def agent_params_for(self, prompt: Prompt) -> list[SamplingParams]:
         """Return the sampling parameters for the agent of each sample, with log-probabilities.
 
-        `max_tokens` limits a turn.
+        `max_tokens` is the limit of a single turn.
         """
         return self._params(prompt, self.rollout.max_new_tokens, logprobs=1)
 
@@ -69,9 +69,9 @@ class SamplingSpec:
         return [replace(common, seed=seed) for seed in seeds]
 
     def seed_of(self, prompt: Prompt, sample: int, turn: int = 0) -> int | None:
-        """Return the seed of one sampled turn, 32 bits.
+        """Return the 32-bit seed of one sampled turn.
 
-        It depends on what is sampled, not on when or where.
+        It depends on what is sampled, not on the time or the engine.
         """
         if self.seed is None:
             return None
@@ -80,7 +80,7 @@ class SamplingSpec:
 
     @property
     def prompt_room(self) -> int:
-        """Tokens of the longest prompt that leaves room for a response."""
+        """Number of tokens of the longest prompt that leaves room for a response."""
         return self.max_len - (self.rollout.max_new_tokens or 1)
 
 
@@ -97,25 +97,25 @@ Sampled = Callable[[Prompt], None]
 
 
 async def as_sampled(group: Group) -> Group:
-    """Return the unchanged group: nothing is added before the filter reads it."""
+    """Return the group unchanged."""
     return group
 
 
 def unobserved(_: Prompt) -> None:
-    """Ignore that a prompt's last token is drawn."""
+    """Ignore that the last token of a prompt's samples has been drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """Settings of a stream of groups.
 
-    They travel with the prompts, so that the generator reads nothing from the trainer.
+    They are passed with the prompts, so that the generator reads nothing from the trainer.
 
     `annotated` may add scores of reward models, and mark the samples of a prompt as filtered. A
-    filtered prompt is replaced by the next prompt, so that the stream has the requested number of
-    other groups. `sampled` is called when the engines have drawn the last token of a prompt's
-    samples, before these are rewarded. With agents, which may sample again at any time, it is
-    called when all episodes of the prompt have ended.
+    filtered prompt is replaced by the next prompt, so that the stream yields the requested number
+    of unfiltered groups. `sampled` is called when the engines have drawn the last token of a
+    prompt's samples, before the samples are rewarded. With agents, which may sample again at any
+    time, it is called when all episodes of the prompt have ended.
     """
 
     spec: SamplingSpec
@@ -137,8 +137,8 @@ class Generator(Protocol):
     ) -> AsyncGenerator[Group]:
         """Yield groups in the order in which they finish.
 
-        The stream ends after `groups` groups that are not filtered, or with the last prompt. At
-        most `at_once` prompts (by default `groups`) are sampled at a time.
+        The stream ends after `groups` unfiltered groups, or with the last prompt. At most `at_once`
+        prompts (by default `groups`) are sampled concurrently.
         """
         ...
 
@@ -154,7 +154,7 @@ class Engines(Protocol):
         self, key: Hashable, tokens: list[int], params: list[SamplingParams]
     ) -> list[Generation]: ...
 
-    async def rest(self) -> None: ...  # no sample is requested until the next stream
+    async def rest(self) -> None: ...  # called when no sample is requested until the next stream
 
     def metrics(self) -> dict[str, Metric]: ...  # since the last call
 
@@ -165,20 +165,19 @@ Generate = Callable[
 
 
 class Agents(Protocol):
-    """A player of episodes in place of single samples, with `generate` as the engine."""
+    """Agents that play episodes instead of drawing single samples, using `generate`."""
 
     async def play(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> Group: ...
 
 
 @dataclass(eq=False, repr=False)
 class RolloutGenerator:
-    """Draws samples from the engines and has them rewarded.
+    """A generator that draws samples from the engines and rewards them.
 
-    It lives in the controller; user code runs in other processes. Without `agents` an episode is
-    one sample of the prompt, and `reward` scores the episode. With agents an agent plays the
-    episode. Without a reward, reward models score the finished episodes later. An episode whose
-    reward failed gets the reward `fallback` (--reward.on_error); without a fallback the episode has
-    failed.
+    It runs in the controller; user code runs in other processes. Without `agents` an episode is one
+    sample of the prompt, and `reward` scores the episode. With `agents` an agent plays the episode.
+    Without a reward, reward models score the finished episodes later. An episode whose reward
+    failed gets the reward `fallback` (--reward.on_error); without a fallback the episode fails.
     """
 
     engines: Engines
@@ -201,10 +200,10 @@ class RolloutGenerator:
     ) -> AsyncGenerator[Group]:
         """Yield groups as `Generator.stream` does.
 
-        Closing the stream cancels the samples under way. Raises the error of a failed engine.
+        Closing the stream cancels the running samples. Raises the error of a failed engine.
         """
         waiting = iter(prompts)
-        missing = groups  # prompts to start, if no group under way is filtered
+        missing = groups  # prompts still to start, if no running group is filtered
         under_way: set[asyncio.Task[Group]] = set()
 
         def start(count: int) -> int:
@@ -272,7 +271,7 @@ class RolloutGenerator:
         if spec.purpose != "train":
             return generations
         for generation in generations:
-            # The list is never replaced here: another thread takes it in `metrics`.
+            # Only append, because `metrics` replaces the list in another thread.
             self._costs.append(
                 SampleCost(
                     asked=asked,

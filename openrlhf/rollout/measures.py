@@ -1,4 +1,4 @@
-"""The cost of generation: cached prompt tokens, and time in which only a few long samples ran."""
+"""The cost of generation: cached prompt tokens, and time when only a few long samples ran."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from openrlhf.observability.metrics import Mean, Metric
 class SampleCost:
     """The cost of one sample, as the engine reported it."""
 
-    asked: float  # seconds, on the controller's clock
-    seconds: float  # from the request to the last token, waiting included
+    asked: float  # time of the request on the controller's clock, in seconds
+    seconds: float  # from the request to the last token, including waiting
     prompt_tokens: int
-    cached_tokens: int  # tokens of the prompt that the engine had in its cache
+    cached_tokens: int  # prompt tokens that were in the engine's cache
 
 
 class Period(NamedTuple):
-    """A period in which the same number of spans is running."""
+    """A period in which the number of running spans is constant."""
 
     running: int
     seconds: float
@@ -49,7 +49,7 @@ def generation_metrics(costs: Sequence[SampleCost]) -> dict[str, Metric]:
 
 
 def concurrency(spans: Iterable[tuple[float, float]]) -> list[Period]:
-    """Return how many of these spans of time run side by side, and for how many seconds.
+    """Return the number of concurrent time spans over time, with durations in seconds.
 
     Time in which no span runs is left out. Example: the spans from 0 to 3 and from 1 to 2 give
     [(1, 1), (2, 1), (1, 1)].

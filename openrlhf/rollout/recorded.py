@@ -16,9 +16,10 @@ from openrlhf.rollout.generator import Generator, Group, Request, in_prompt_orde
 
 
 class DumpingGenerator:
-    """Writes every group of another generator to disk, before reward models and filters read it.
+    """A generator that writes every group of another generator to disk.
 
-    `run`: the identity that a run must have to replay the files.
+    Groups are written as they are before reward models and filters read them. `run`: the identity
+    that a run needs to replay the files.
     """
 
     def __init__(
@@ -27,8 +28,8 @@ class DumpingGenerator:
         self.generator = generator
         self.folder = folder
         self.run = run
-        self._file: tuple[Kind, int] | None = None  # the file that is written
-        self._episodes: list[Trajectory] = []  # of that file
+        self._file: tuple[Kind, int] | None = None  # the file that is being written
+        self._episodes: list[Trajectory] = []  # the episodes of that file
 
     async def stream(
         self,
@@ -40,7 +41,7 @@ class DumpingGenerator:
     ) -> AsyncGenerator[Group]:
         """Yield the groups of the other generator.
 
-        The file of a step, or of an evaluation, grows with each stream.
+        Each stream adds its groups to the file of the step or of the evaluation.
         """
         kind: Kind = "step"
         if request.spec.purpose == "eval":
@@ -70,14 +71,14 @@ class DumpingGenerator:
 
 
 class ReplayGenerator:
-    """A source of the samples that an earlier run wrote; empty after the folder's last step.
+    """A generator that reads the samples of an earlier run; empty after the folder's last step.
 
-    Raises DataError if the files are damaged, or have other prompts.
+    Raises DataError if the files are damaged or have different prompts.
     """
 
     def __init__(self, folder: EpisodeFolder) -> None:
         self.folder = folder
-        self._read = 0  # the step of `_samples`
+        self._read = 0  # step of `_samples`
         self._samples: dict[int, Group] = {}  # by prompt
 
     async def stream(
@@ -127,5 +128,5 @@ class ReplayGenerator:
                 f"{prompt.tokens[:8]}… in this run. Use the same --data.prompt_dataset, columns, "
                 "template and tokenizer."
             )
-        # With the label and images of this run, which JSON may not express.
+        # Use the label and images of this run, because JSON may not be able to express them.
         return [replace(sample, prompt=prompt) for sample in samples]

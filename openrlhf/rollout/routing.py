@@ -1,4 +1,4 @@
-"""The choice of an engine: the one that has the prefix cached, unless it is far busier."""
+"""The choice of an engine: the engine with the cached prefix, unless it is much busier."""
 
 import time
 from collections import Counter, defaultdict
@@ -6,18 +6,18 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from openrlhf.observability.metrics import Mean
 
-SLACK = 8  # samples: engines this close to each other are equally busy
-MOST_KEYS = 100_000  # keys to remember; the prefix of an older key has left the engine's cache
+SLACK = 8  # engines whose loads differ by at most this many samples count as equally busy
+MOST_KEYS = 100_000  # keys to remember; prefixes of older keys are no longer cached
 
 
 class Router:
-    """Spreads samples over engines by the number of samples in flight.
+    """A router that spreads samples over engines by the number of samples in flight.
 
     Samples with the same prefix have the same key (the samples of a prompt, the turns of an
-    episode). They go to the engine that the key had last, because that engine need not prefill the
-    prefix again. The exception is a busy engine: if its samples of *other* keys are more than
-    `SLACK` above, and more than 1.5 times, the samples of the least busy engine, the least busy
-    engine is picked.
+    episode). They go to the engine that the key used last, because that engine does not need to
+    prefill the prefix again. The exception is a busy engine: if its number of samples of *other*
+    keys exceeds the samples of the least busy engine by more than `SLACK` and by a factor of more
+    than 1.5, the least busy engine is picked.
 
     Call `pick` and `done` from one thread only.
     """
@@ -30,17 +30,17 @@ class Router:
         self._changed: dict[int, float] = {}
         for engine in engines:
             self.add(engine)
-        # The last engine of each key, the least recent key first.
+        # The last engine of each key, least recently used key first.
         self._homes: dict[Hashable, int] = {}
         self._of_key: Counter[tuple[Hashable, int]] = Counter()
 
     def add(self, engine: int) -> None:
-        """Add an engine that is new, or whose cache is empty again."""
+        """Add an engine that is new, or that has restarted with an empty cache."""
         self.in_flight.setdefault(engine, 0)
         self._changed.setdefault(engine, time.monotonic())
 
     def pick(self, key: Hashable, samples: int = 1, *, among: Sequence[int] = ()) -> int:
-        """Return the engine for `samples` more samples of `key`; by default any engine may be it.
+        """Return the engine for `samples` more samples of `key`, by default any engine.
 
         The samples are in flight until `done` is called.
         """
@@ -60,7 +60,7 @@ class Router:
         return engine
 
     def done(self, key: Hashable, engine: int, samples: int = 1) -> None:
-        """Note that these samples of `engine` are finished or cancelled."""
+        """Record that these samples of `engine` are finished or cancelled."""
         self._count_idle(engine, time.monotonic())
         self.in_flight[engine] -= samples
         self._of_key[key, engine] -= samples
@@ -76,10 +76,10 @@ class Router:
     def idle(self, engines: Iterable[int]) -> Mean:
         """Return the share of time since the last call in which these engines had no sample.
 
-        Engines that were never added are left out.
+        Engines that were never added are ignored.
         """
         now = time.monotonic()
-        added = list(self.in_flight)  # engines may join meanwhile
+        added = list(self.in_flight)  # a copy, because engines may join at any time
         for engine in added:
             self._count_idle(engine, now)
         counted = set(added).intersection(engines)

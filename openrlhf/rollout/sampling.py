@@ -1,6 +1,6 @@
 """The request to an engine, and the engine's answer.
 
-Both are plain data, so that user processes import the module quickly.
+Both are plain data, so that user processes can import this module quickly.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True)
 class SamplingParams:
-    """The sampling parameters of one sample, under vLLM's attribute names.
+    """The sampling parameters of one sample, with vLLM's attribute names.
 
     Attributes can be assigned, because agents change them between turns.
     """
@@ -36,9 +36,9 @@ class SamplingParams:
 class Generation:
     """One sample.
 
-    The lists have one entry per sampled token, including an end or stop token. `logprobs` are of
-    the distribution that was sampled from, after temperature, top-k, top-p and min-p. `stop_reason`
-    is the stop token or stop string that ended the sample, if the parameters have it, or None.
+    The lists have one entry per sampled token, including an end or stop token. `logprobs` refer to
+    the sampling distribution, after temperature, top-k, top-p and min-p. `stop_reason` is the stop
+    token or stop string that ended the sample if the parameters list it, otherwise None.
     """
 
     tokens: list[int]
@@ -47,5 +47,5 @@ class Generation:
     stop_reason: int | str | None = None
     weight_versions: tuple[int, ...] = ()  # the versions that sampled the tokens, oldest first
     text: str | None = None  # only if the parameters have stop strings
-    cached_tokens: int = 0  # tokens of the prompt that were in the engine's prefix cache
-    seconds: float = 0.0  # from the request to the last token, waiting included
+    cached_tokens: int = 0  # prompt tokens that were in the engine's prefix cache
+    seconds: float = 0.0  # from the request to the last token, including waiting
