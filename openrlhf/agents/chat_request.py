@@ -94,7 +94,7 @@ class ChatRequest(_Request):
 
     @property
     def parses_calls(self) -> bool:
-        """Whether tool calls are parsed from the reply."""
+        """True if tool calls are parsed from the reply."""
         return bool(self.tools) and (self.model_extra or {}).get("tool_choice") != "none"
 
     def content(self) -> dict[str, Any]:

@@ -50,7 +50,7 @@ Result = dict[str, Any] | str  # the columns of a row, or the reason why the row
 MAX_ROWS_NAMED = 5  # malformed rows that an error message lists
 STORED = {bool: Value("bool"), int: Value("int32"), float: Value("float64"), str: Value("string")}
 STORED |= {list[kind]: List(value) for kind, value in STORED.items()}
-# Columns besides the fields of a row.
+# Columns in addition to the fields of a row.
 NOTES = {
     MALFORMED: STORED[str],
     "dropped": STORED[str],

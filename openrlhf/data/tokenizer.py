@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from openrlhf.data.errors import DataError
 from openrlhf.reporting import notice
 
-# More than ordinary text has. A longer text cannot fit and may take minutes to tokenize.
+# More than in ordinary text. A longer text cannot fit and may take minutes to tokenize.
 CHARACTERS_PER_TOKEN = 64
 LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # of Transformers
 FEWEST_CHARACTERS = 1 << 16

@@ -1,8 +1,9 @@
 """Restrictions on processes that run untrusted code, and cleanup of all their descendants.
 
-Used for user processes and sandboxed programs. It needs only the standard library and Linux system
-calls that require no privileges. A restriction is permanent for the calling process and inherited
-by its children. If the kernel does not support it, the function raises OSError or returns False.
+User processes and sandboxed programs use this module. It needs only the standard library and Linux
+system calls that require no privileges. A restriction is permanent for the calling process and
+inherited by its children. If the kernel does not support it, the function raises OSError or returns
+False.
 The parent of a confined process calls `adopt_orphans` before starting it and `end_all` afterwards.
 A descendant that daemonizes, leaves its session or loses its parent then becomes a child of the
 caller, so that `end_all` finds it.

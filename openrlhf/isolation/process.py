@@ -115,7 +115,7 @@ class UserProcess:
             announced.cancel()
 
     async def _start(self) -> None:
-        """Start the process in a session of its own, and start reading its messages."""
+        """Start the process in its own session, and start reading its messages."""
         ours, theirs = socket.socketpair()
         uid = random.choice(UIDS)  # user code runs as this user if we are root
         if self.log is None:
@@ -360,7 +360,7 @@ def log_size(log: Path | None) -> int:
 
 
 def _printed(log: Path | None, start: int) -> str:
-    """Return the last 4000 bytes logged since byte `start`, as part of a message."""
+    """Return at most the last 4000 bytes logged since byte `start`, for an error message."""
     if log is None:
         return ""
     size = log_size(log)

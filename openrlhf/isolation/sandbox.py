@@ -51,7 +51,7 @@ READABLE = [
 
 
 class SandboxError(RuntimeError):
-    """A failure of the sandbox itself, which says nothing about the program."""
+    """A failure of the sandbox itself; the outcome of the program is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

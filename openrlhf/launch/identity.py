@@ -24,7 +24,7 @@ from openrlhf.data.rows import contents_of, without_origin
 from openrlhf.files import fingerprint
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows
 
-# Flags that must match, besides data and models, --rollout.batch_size and --train.seed.
+# Flags that must match, in addition to data and models, --rollout.batch_size and --train.seed.
 FLAGS: dict[str, list[str]] = {
     # to resume an RL run
     "run": [

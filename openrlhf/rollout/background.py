@@ -14,7 +14,7 @@ END = object()
 
 
 class RolloutError(UserError, RuntimeError):
-    """Generation failed or did not finish in time."""
+    """A failure or a timeout of generation."""
 
 
 class BackgroundLoop:

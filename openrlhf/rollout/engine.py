@@ -36,11 +36,11 @@ class EngineError(RuntimeError):
 
 
 class EngineDied(EngineError):
-    """vLLM has ended or failed; the engine must be restarted."""
+    """A failed call because vLLM has ended or failed; the engine must be restarted."""
 
 
 class RequestRefused(EngineError):
-    """The engine works, but refuses this request."""
+    """A request that a working engine refuses."""
 
 
 def _plain_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
