@@ -46,7 +46,7 @@ ALLOWED = {
     "pkey_mprotect": 329, "pkey_alloc": 330, "pkey_free": 331, "statx": 332, "rseq": 334,
     "close_range": 436, "faccessat2": 439, "epoll_pwait2": 441,
 }  # fmt: skip
-# The newest call that libc makes by itself without a fallback. libc falls back from newer calls.
+# The newest known call that libc makes by itself. If a newer call does not exist, libc falls back.
 NEWEST_KNOWN = 334
 
 
