@@ -107,7 +107,7 @@ def fail(error: object) -> NoReturn:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(OTHERS_WAIT_S)
-    alert(f"error: {error}")
+    alert(f"error: {error}".rstrip())  # a traceback ends with a line break
     leave(2)
     raise SystemExit(2)
 

@@ -1,8 +1,8 @@
 """`openrlhf reward test`: the reward of a run, called as in a run, on rows that have a response."""
 
 import asyncio
-import os
 import shutil
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from openrlhf.data.templates import fill_template
 from openrlhf.data.tokenizer import get_tokenizer
 from openrlhf.masking import without_secrets
 from openrlhf.observability.tables import print_texts
-from openrlhf.reporting import say
+from openrlhf.reporting import say, warn
 from openrlhf.rewards.labels import check_labels, math_answers
 from openrlhf.rewards.preview import answered, wrong_requests
 from openrlhf.rewards.protocol import Reward, RewardRequest, RewardResult
@@ -63,45 +63,73 @@ def try_reward(config: RewardTestConfig) -> NoReturn:
     if not config.data.output_key:
         wrong = wrong_requests(requests[:WRONG_ANSWERS], tokenizer)
     offer_engines(config.rollout, config.reward)
-    logs = Path(f"runs/reward_test-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}/logs")
-    with reward_of(config.reward, log_dir=logs) as reward:
-        assert reward is not None
-        at_once = config.reward.workers
-        if config.reward.urls:
-            at_once = IN_FLIGHT
-        started = time.monotonic()
-        scored = asyncio.run(
-            score_all(reward, [*requests, *wrong], at_once=at_once, groups=config.reward.batch)
-        )
-        seconds = time.monotonic() - started
+    at_once = config.reward.workers
+    if config.reward.urls:
+        at_once = IN_FLIGHT
+    logs = Path(tempfile.mkdtemp(prefix="openrlhf-reward-test-"))
+    try:
+        with reward_of(config.reward, log_dir=logs) as reward:
+            assert reward is not None
+            started = time.monotonic()
+            scored = asyncio.run(
+                score_all(reward, [*requests, *wrong], at_once=at_once, groups=config.reward.batch)
+            )
+            seconds = time.monotonic() - started
+    except BaseException:
+        if not read_output(logs):
+            shutil.rmtree(logs)
+        raise
     print_scores(scored[: len(requests)], seconds=seconds, at_once=at_once)
-    wrong_rewards = rewards_of(scored[len(requests) :])
-    if wrong_rewards:
-        say(
-            f"\nWrong answers (labels of other rows): {len(wrong_rewards):,}, mean reward "
-            f"{fmean(wrong_rewards):.4g}"
-        )
+    print_wrong_answers(rewards_of(scored[: len(requests)]), rewards_of(scored[len(requests) :]))
     if tokenizer is None:
         say(
             "\nResponses were scored unchanged. In a run, the tokenizer encodes and decodes them "
             "and adds the end token. To score them that way, pass --actor.model_name_or_path."
         )
-    show_output(logs)
+    show_output(logs, keep=bool(errors_of(scored)))
     if len(errors_of(scored)) > config.reward.max_error_rate * len(scored):
         raise SystemExit(1)
     raise SystemExit(0)
 
 
-def show_output(logs: Path) -> None:
-    """Print the end of the reward's own output, and its folder. Delete an empty folder."""
+def print_wrong_answers(right_rewards: Sequence[float], wrong_rewards: Sequence[float]) -> None:
+    """Print the mean reward of wrong answers, and warn if no reward differs from another."""
+    if not wrong_rewards:
+        return
+    say(
+        f"\nWrong answers (labels of other rows): {len(wrong_rewards):,}, mean reward "
+        f"{fmean(wrong_rewards):.4g}"
+    )
+    if right_rewards and len({*right_rewards, *wrong_rewards}) == 1:
+        warn(
+            f"All right and wrong answers have the same reward, {wrong_rewards[0]:.4g}. A reward "
+            "that does not depend on the answer cannot teach a model: check what it compares."
+        )
+
+
+def read_output(logs: Path) -> str:
+    """Return all that the reward has printed."""
     output = ""
     for log in sorted(logs.glob("*")):
         output += log.read_text(errors="replace")
-    if output:
+    return output
+
+
+def show_output(logs: Path, *, keep: bool) -> None:
+    """Print the end of the reward's own output, and delete its logs.
+
+    The logs stay if they contain more than is printed, or if they have output and `keep` is true.
+    """
+    output = read_output(logs).strip()
+    kept = output != "" and (keep or len(output) > SHOWN_OUTPUT)
+    if kept:
         say(f"\nOutput of the reward, its end (complete in {logs}):")
+    elif output:
+        say("\nOutput of the reward:")
+    if output:
         say(output[-SHOWN_OUTPUT:].strip())
-    elif logs.exists():
-        shutil.rmtree(logs.parent)
+    if not kept:
+        shutil.rmtree(logs)
 
 
 def read_requests(
@@ -163,16 +191,21 @@ async def score_all(
 ) -> list[Scored]:
     """Score all requests, `at_once` calls at a time.
 
-    `groups`: adjacent requests with the same prompt share a call.
+    `groups`: adjacent requests with the same prompt share a call. A request without such a neighbor
+    is passed twice, because a run passes several samples of a prompt: a function that returns too
+    few rewards fails here too.
     """
     turns = asyncio.Semaphore(at_once)
 
     async def call(group: list[RewardRequest]) -> list[Scored]:
+        samples = group
+        if groups and len(group) == 1:
+            samples = group * 2
         async with turns:
             started = time.monotonic()  # without the wait for a free process
-            results = await reward.score(group)
+            results = await reward.score(samples)
             seconds = time.monotonic() - started
-        pairs = zip(group, results, strict=True)
+        pairs = zip(group, results[: len(group)], strict=True)
         return [
             Scored(request=request, result=result, seconds=seconds) for request, result in pairs
         ]
@@ -187,7 +220,7 @@ async def score_all(
 
 
 def print_scores(rows: Sequence[Scored], *, seconds: float, at_once: int) -> None:
-    """Print rewards, errors by kind, times, some scored rows and the first errors.
+    """Print rewards, errors by kind, times, some scored rows and the first different errors.
 
     `seconds` is the duration of all calls together.
     """
@@ -196,9 +229,16 @@ def print_scores(rows: Sequence[Scored], *, seconds: float, at_once: int) -> Non
     examples = _examples(rows)
     if examples:
         print_texts("Scored", ("reward", "label", "response"), examples)
-    for row in errors_of(rows)[:SHOWN_ERRORS]:
-        say(f"\n{row.result.failure}, with the response {_end(row.request.response)!r}")
-        say(without_secrets(row.result.error or "").strip())
+    failed_rows: dict[str, list[Scored]] = {}
+    for row in errors_of(rows):
+        failed_rows.setdefault(row.result.error or "", []).append(row)
+    for error, same in list(failed_rows.items())[:SHOWN_ERRORS]:
+        response = _end(same[0].request.response)
+        if len(same) == 1:
+            say(f"\n{same[0].result.failure}, with the response {response!r}")
+        else:
+            say(f"\n{same[0].result.failure} in {len(same):,} rows, first with {response!r}")
+        say(without_secrets(error).strip())
 
 
 def rewards_of(rows: Sequence[Scored]) -> list[float]:

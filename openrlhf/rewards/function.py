@@ -1,6 +1,5 @@
 """The user's reward function, called in processes that can be killed."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -127,12 +126,7 @@ class FunctionReward(Reward):
     async def ask(self, requests: list[RewardRequest]) -> Any:
         """Return the value of the function for these requests."""
         args, kwargs = (await self._learn_arguments()).of(requests)
-        returned = await self.pool.call(self.source, *args, timeout=self.timeout, **kwargs)
-        if not isinstance(returned, Mapping):
-            warn_once(
-                f"{self.source} returns rewards alone. A dict can hold scores and extra_logs too."
-            )
-        return returned
+        return await self.pool.call(self.source, *args, timeout=self.timeout, **kwargs)
 
     async def _learn_arguments(self) -> Arguments:
         if self._arguments is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ def reward_func(queries, prompts, labels):
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "moody.py").write_text(MOODY)
     return tmp_path
 
@@ -179,11 +181,90 @@ def test_complete_output_of_function_is_kept_at_printed_path(
     )
     flags = ("--data.prompt_dataset", rows(folder, ["x"]), "--data.label_key", "output")
     _, printed = reward_test(capsys, "--reward.remote_url", folder / "chatty.py", *flags)
-    [logs] = folder.glob("runs/*/logs")
-    assert "It wrote to " + str(logs.relative_to(folder)) in printed
+    [logs] = log_folders(folder)
+    assert f"It wrote to {logs}/" in printed and f"complete in {logs})" in printed
     assert any("hello" in log.read_text() for log in logs.iterdir())
     status, _ = reward_test(capsys, "--reward.verifier", "math", *flags)
-    assert status == 0 and list(folder.glob("runs/*/logs")) == [logs], "a silent one leaves nothing"
+    assert status == 0 and log_folders(folder) == [logs], "a silent one leaves nothing"
+
+
+def log_folders(folder: Path) -> list[Path]:
+    return list(folder.glob("openrlhf-reward-test-*"))
+
+
+def test_output_of_function_without_errors_leaves_no_folder(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, printed = run_function(
+        folder, capsys, "    print('hello')\n    return [float(queries[0][-1] == labels[0])]\n"
+    )
+    assert status == 0 and "hello" in printed
+    assert log_folders(folder) == [] and not (folder / "runs").exists()
+
+
+def test_file_that_cannot_be_loaded_leaves_no_folder_and_ends_with_one_line_break(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "broken.py").write_text("def reward_func(:\n")
+    data = rows(folder, ["4"])
+    with pytest.raises(SystemExit):
+        main.main(["reward", "test", "--reward.remote_url", str(folder / "broken.py"),
+                   "--data.prompt_dataset", str(data), "--data.label_key", "output"])  # fmt: skip
+    printed = capsys.readouterr().err
+    assert "SyntaxError: " in printed
+    assert not printed.endswith("\n\n")
+    assert log_folders(folder) == []
+
+
+def run_function(
+    folder: Path, capsys: pytest.CaptureFixture[str], body: str, *flags: str
+) -> tuple[int, str]:
+    """Run the command on three rows with the function that has this body."""
+    (folder / "tried.py").write_text(f"def reward_func(queries, prompts, labels):\n{body}")
+    data = folder / "rows.jsonl"
+    lines = [json.dumps({"input": f"{n}+0=", "output": str(n)}) + "\n" for n in (4, 5, 6)]
+    data.write_text("".join(lines))
+    return reward_test(
+        capsys, "--reward.remote_url", folder / "tried.py", "--data.prompt_dataset", data,
+        "--data.label_key", "output", *flags,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("returned", "is_warned"),
+    [
+        ('{"rewards": [1.0]}', True),
+        ("[1.0] * len(queries)", True),
+        ("[float(queries[0] == prompts[0] + labels[0])]", False),
+    ],
+)
+def test_reward_that_ignores_answer_gets_a_warning(
+    folder: Path, capsys: pytest.CaptureFixture[str], returned: str, is_warned: bool
+) -> None:
+    status, printed = run_function(folder, capsys, f"    return {returned}\n")
+    assert status == 0
+    assert (
+        "[warning] All right and wrong answers have the same reward, 1." in printed
+    ) == is_warned
+
+
+def test_too_few_rewards_of_batched_function_fail_on_prompts_with_one_row(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = "    return [float(len(queries[0]))]\n"
+    assert run_function(folder, capsys, body)[0] == 0
+    status, printed = run_function(folder, capsys, body, "--reward.batch")
+    assert status == 1
+    assert "returned 1 rewards for 2 samples" in printed
+
+
+def test_error_of_several_rows_is_printed_once_with_their_number(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, printed = run_function(folder, capsys, "    return [undefined]\n")
+    assert status == 1
+    assert printed.count("NameError") == 1
+    assert "exception in 3 rows, first with '4'" in printed
 
 
 def test_batch_mode_scores_adjacent_rows_of_prompt_in_one_call(
