@@ -37,7 +37,7 @@ def make_lines(curves: Mapping[str, Curve]) -> list[Line]:
 
 def _make_line(label: str, color: int, pale: bool, curve: Curve) -> Line:
     steps = [step for step, _ in curve]
-    values = [float(f"{value:.5g}") for _, value in curve]
+    values = [float(f"{value:.8g}") for _, value in curve]  # the page rounds to 4 digits
     return Line(label, color, pale, steps, values)
 
 

@@ -215,7 +215,8 @@ RULES = [  # in the order of reporting
     Rule("entropy growth", "train/entropy_loss", "above", 1, of_start=2),
     Rule("chance", "train/acc", "mean below", 0.53, points=30, at_end=True),
     Rule("less likely answers", "train/chosen_logratio", "below", -5),
-    Rule("truncation", "train/truncated", "above", 0.95),
+    Rule("truncation", "train/truncated", "above", 0.8999),  # 90 % and more
+    Rule("truncation", "train/truncated", "above", 0.8999, points=0, at_end=True),
     Rule("mismatch", "train/logprob_gap_mean", "above", 0.1, points=3),
     Rule("mismatch", "train/rollout_ratio", "above", 1.2, points=3),
     Rule("mismatch", "train/rollout_ratio", "below", 0.8, points=3),

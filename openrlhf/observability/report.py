@@ -15,6 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from jinja2 import Environment, FileSystemLoader
 
 from openrlhf.files import write_atomically
@@ -52,6 +53,12 @@ MAIN_NUMBERS = (
     r"train/kl",
     r"train/response_length",
 )
+# Settings below the title, and the flags that hold them in one command or another.
+SETTINGS = {
+    "advantages": ("algo.advantage.estimator",),
+    "model": ("actor.model_name_or_path", "model.model_name_or_path"),
+    "data": ("data.prompt_dataset", "data.dataset"),
+}
 # Title of each panel and its metrics, which have the same unit.
 PANELS = {
     "Pass rate": r"eval/eval_.+_pass\d+",
@@ -123,6 +130,7 @@ class StageView:
     """Contents of the page's section about a stage."""
 
     folder: Path
+    settings: Sequence[str]
     facts: Sequence[str]
     series: Series
     tiles: Sequence[MainNumber]
@@ -191,6 +199,7 @@ def read_stage(folder: Path) -> StageView:
     config = _read(folder / RESOLVED) or _read(folder / CONFIG)
     return StageView(
         folder=folder,
+        settings=read_settings(config),
         facts=_facts(rows),
         series=series,
         tiles=main_numbers(series)[:MAX_TILES],
@@ -201,6 +210,29 @@ def read_stage(folder: Path) -> StageView:
         texts=_read(folder / TEXTS),
         config=config,
     )
+
+
+def read_settings(config: str) -> list[str]:
+    """Return the main settings of a configuration in YAML, e.g. ["model gpt2", "data rows.jsonl"].
+
+    Settings that the configuration does not have are left out.
+    """
+    try:
+        tree = yaml.safe_load(config)
+    except yaml.YAMLError:
+        return []
+    settings: list[str] = []
+    for label, flags in SETTINGS.items():
+        for flag in flags:
+            value = tree
+            for name in flag.split("."):
+                if isinstance(value, dict):
+                    value = value.get(name)
+                else:
+                    value = None
+            if value:
+                settings.append(f"{label} {value}")
+    return settings
 
 
 def compare(runs: Mapping[str, Series]) -> list[Panel]:

@@ -39,6 +39,11 @@ def test_thin_out_keeps_single_spike_of_long_series():
     assert (1234, 50.0) in thin_out(series)
 
 
+def test_lines_keep_enough_digits_to_be_rounded_once():
+    [line] = make_lines({"loss": [(1, 4.215486)]})
+    assert f"{line.values[0]:.4g}" == "4.215"
+
+
 def test_trend_keeps_constant_and_does_not_lag_behind_slope():
     assert [value for _, value in trend(curve([2.0] * 50))] == pytest.approx([2.0] * 50)
     slope = dict(trend(curve([float(i) for i in range(201)], first_step=0)))
@@ -77,7 +82,7 @@ def test_only_noisy_curves_have_trend():
 def test_lines_have_numbers_of_every_curve():
     first, second = make_lines({"a": curve([0.5, 0.25]), "b": curve([1 / 3], first_step=5)})
     assert (first.steps, first.values) == ([1, 2], [0.5, 0.25])
-    assert (second.steps, second.values) == ([5], [0.33333])
+    assert (second.steps, second.values) == ([5], [0.33333333])
 
 
 @pytest.mark.parametrize("values", [[0.0], [3.0] * 40, [1e-300], [-5.0], [1e99, -1e99] * 20])

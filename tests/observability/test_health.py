@@ -175,6 +175,17 @@ def test_chance_accuracy_is_reported_at_end_of_long_run(
     )
 
 
+@pytest.mark.parametrize(
+    ("steps", "share", "reported"),
+    [(2, 0.9, "end"), (5, 0.9, "running"), (2, 0.85, "never"), (8, 0.85, "never")],
+)
+def test_truncation_of_nine_in_ten_episodes_is_reported_in_short_runs_too(
+    steps: int, share: float, reported: str
+) -> None:
+    rows = [{"step": n, "train/truncated": share} for n in range(steps)]
+    assert reported_when(rows) == reported
+
+
 def test_zero_learning_rate_is_reported_unless_run_ends_after_first_step() -> None:
     assert reported_when([{"step": 1, "train/lr": 0.0}]) == "never"
     assert reported_when([{"step": n, "train/lr": 0.0} for n in range(2)]) == "end"

@@ -87,6 +87,29 @@ def test_page_shows_curves_numbers_config_and_samples(run):
     assert "step 40 · reward 1.000 · ended by stop 2+2= 4" in page.text
 
 
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (
+            "actor: {model_name_or_path: gpt2}\ndata: {prompt_dataset: a.jsonl}\n"
+            "algo: {advantage: {estimator: rloo}}\n",
+            "advantages rloo · model gpt2 · data a.jsonl",
+        ),
+        ("model: {model_name_or_path: gpt2}\ndata: {dataset: b.csv}\n", "model gpt2 · data b.csv"),
+        ("model: gpt2\ndata:\n", None),
+        ("no: {yaml", None),
+    ],
+)
+def test_page_shows_model_and_data_below_title(tmp_path, config: str, settings: str | None):
+    folder = RunFolder(tmp_path / "run")
+    folder.write_config("", config)
+    text = page_of(report_run(folder.path)).text
+    if settings is None:
+        assert read_stage(folder.path).settings == []
+    else:
+        assert text.index("run written") < text.index(settings) < text.index("No metrics")
+
+
 def test_page_refers_to_no_other_files(run):
     page = page_of(report_run(run.path))
     links = [a for _, attrs in page.tags for a in (attrs.get("src"), attrs.get("href")) if a]
