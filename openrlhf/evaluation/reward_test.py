@@ -199,7 +199,7 @@ async def score_all(
 
     async def call(group: list[RewardRequest]) -> list[Scored]:
         samples = group
-        if groups and len(group) == 1:
+        if reward.batch and len(group) == 1:
             samples = group * 2
         async with turns:
             started = time.monotonic()  # without the wait for a free process
