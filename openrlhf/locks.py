@@ -82,6 +82,30 @@ def locked(place: Path, named: str, *, is_file: bool = False) -> Iterator[int | 
             _release(path, held)
 
 
+def check_unlocked(place: Path, named: str, *, is_file: bool = False) -> None:
+    """Raise InUseError if another process holds the lock of a folder, or of a file.
+
+    Creates nothing and holds no lock afterwards. The message calls the path `named`.
+    """
+    path = lock_of(place, is_file=is_file)
+    if path in _held:
+        return
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return  # no process has locked it, or it cannot be locked
+    try:
+        # Shared, so that two checks at the same time do not see each other.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        record = os.read(descriptor, LONGEST_RECORD_BYTES)
+        raise InUseError(f"{named} is in use by {_describe_holder(record)}") from None
+    except OSError:
+        pass  # the file system does not support locks: a start prints a notice
+    finally:
+        os.close(descriptor)
+
+
 def _acquire(path: Path, named: str) -> _Held | None:
     created_folder = _create_folder(path.parent)
     while True:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.locks import InUseError, lock_of, locked
+from openrlhf.locks import InUseError, check_unlocked, lock_of, locked
 from tests.ranks import ROOT
 
 HOLDER = """
@@ -70,6 +70,8 @@ def test_lock_raises_error_naming_holder_until_holder_is_killed(
         named = rf"--flag x .*process {holder.pid} on {os.uname().nodename}"
         with pytest.raises(InUseError, match=named), locked(same, "--flag x", is_file=is_file):
             pass
+        with pytest.raises(InUseError, match=named):
+            check_unlocked(same, "--flag x", is_file=is_file)
     with locked(tmp_path / "a" / "other", "--flag y", is_file=is_file):
         pass
     holder.send_signal(signal.SIGKILL)
@@ -77,8 +79,17 @@ def test_lock_raises_error_naming_holder_until_holder_is_killed(
     assert lock_of(path, is_file=is_file).exists(), (
         "the file of a killed process must not lock the path"
     )
+    check_unlocked(path, "--flag x", is_file=is_file)
     with locked(path, "--flag x", is_file=is_file):
-        pass
+        check_unlocked(path, "--flag x", is_file=is_file)  # it is this process that holds the lock
+
+
+def test_check_of_lock_creates_nothing_and_keeps_no_lock(hold: Hold, tmp_path: Path) -> None:
+    check_unlocked(tmp_path / "missing", "it")
+    assert not (tmp_path / "missing").exists()
+    lock_of(tmp_path).touch()  # as a killed process leaves it
+    check_unlocked(tmp_path, "it")
+    assert hold(tmp_path, then="pass").wait() == 0
 
 
 def test_lock_lasts_while_child_that_inherited_it_runs(hold: Hold, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from openrlhf.config.commands import Command
 from openrlhf.config.flags import UserError, flags_of, toml_beside, value_at
 from openrlhf.config.options import parse_config
 from openrlhf.config.places import Output, model_in, outputs
-from openrlhf.locks import InUseError, locked
+from openrlhf.locks import InUseError, check_unlocked, locked
 from openrlhf.reporting import alert, is_first, notice
 from openrlhf.termination import ctrl_c_raises
 
@@ -206,16 +206,19 @@ def writing_alone(config: Command) -> Iterator[None]:
 
     Raises InUseError if another process holds one of them. The folder of a resumed run is known to
     `RunFolder` only, which locks it. Under a launcher, the first process holds the locks. A dry run
-    takes no locks.
+    only checks that no other process holds them.
     """
     is_dry_run = "dry_run" in flags_of(type(config)) and value_at(config, "dry_run")
     with ExitStack() as locks:
-        if is_first() and not is_dry_run:
+        if is_first():
             for output in outputs(config):
-                if output.kind not in SHARED and not _is_locked_by_run_folder(config, output):
-                    locks.enter_context(
-                        locked(Path(output.path), output.named, is_file=output.is_file)
-                    )
+                if output.kind in SHARED or _is_locked_by_run_folder(config, output):
+                    continue
+                place = Path(output.path)
+                if is_dry_run:
+                    check_unlocked(place, output.named, is_file=output.is_file)
+                else:
+                    locks.enter_context(locked(place, output.named, is_file=output.is_file))
         yield
 
 

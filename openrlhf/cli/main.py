@@ -72,9 +72,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.append(arguments.pop(0))
     name = arguments[0] if arguments else "--help"
     rest = arguments[1:]
+    if name == "help":
+        name, *rest = [*rest[:1], "--help", *rest[1:]]
     by_command = {verb.command: verb for verb in VERBS.values()}
     verb = VERBS.get(name) or by_command.get(name)
-    if verb is VERBS["reward"] and rest[:1] == ["test"]:
+    if verb is VERBS["reward"] and rest and not rest[0].startswith("-"):
+        if rest[0] != "test":
+            fail(
+                f"`openrlhf reward` has one command, test, not {rest[0]}: `openrlhf reward test "
+                "--help` shows its flags."
+            )
         rest = rest[1:]
     if verb:
         verb.run(rest)

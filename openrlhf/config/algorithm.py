@@ -11,7 +11,12 @@ from openrlhf.config.flags import Section, Unused, option
 class AdvantageConfig(Section):
     """Advantage estimation."""
 
-    estimator: str = option("gae", "Estimator.", choices=choices.ESTIMATORS)
+    estimator: str = option(
+        "gae",
+        "Estimator. gae: PPO with a critic. reinforce: REINFORCE++. rloo: RLOO. "
+        "reinforce_baseline: REINFORCE++-baseline. group_norm: GRPO. dr_grpo: Dr. GRPO.",
+        choices=choices.ESTIMATORS,
+    )
     gamma: float = option(1.0, "Discount per token.", ge=0, le=1)
     lambd: float = option(1.0, "Lambda of GAE.", ge=0, le=1)
     no_std_norm: bool = option(

@@ -403,7 +403,10 @@ def nearest(name: str, known: Collection[str]) -> list[str]:
     close_leaves = difflib.get_close_matches(leaf, leaves.values(), n=2, cutoff=0.8)
     similar_leaf = [path for path in known if leaves[path] in close_leaves]
     shorter_leaf = [path for path in known if leaf.endswith(f"_{leaves[path]}")]
-    similar_name = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
+    cutoff = 0.7
+    if len(name) < 5:  # has few letters to share, such as dop and dpo
+        cutoff = 0.6
+    similar_name = difflib.get_close_matches(name, known, n=2, cutoff=cutoff)
     by_preference = [*same_leaf, *similar_leaf, *shorter_leaf, *similar_name]
     return list(dict.fromkeys(by_preference))[:2]
 

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from openrlhf.config.flags import Flag, flags_of
+from openrlhf.config.methods import command_of_method
 from openrlhf.config.unsupported import refused_flags
 
 WIDTH, INDENT = 100, 32
 WIDEST_CHOICES = 60
 FOOTER = """
---help all lists every flag, --help WORD the flags with this word in their name or description.
+--help all lists every flag, --help WORD the flags with this word in name, description or choices.
 --help_json prints a JSON schema of all flags.
 Unique beginnings of a flag and the flat names of older releases are accepted. Values come from the
 defaults, then from the file of --config, then from the flags."""
@@ -21,7 +22,7 @@ def help_text(root: type[Any], command: str, *, topic: str = "") -> str:
     """Return the help of a command: an overview, or the flags that a topic selects.
 
     The topic `all` selects all flags; any other topic selects the flags with this word in their
-    name or description.
+    name, description or choices, or the flags of the method of this name, such as `dapo`.
     """
     head = f"usage: openrlhf {command} [--config FILE.yaml] [--flag VALUE ...]\n\n{root.__doc__}"
     flags = flags_of(root)
@@ -30,12 +31,17 @@ def help_text(root: type[Any], command: str, *, topic: str = "") -> str:
     if not topic or topic.startswith("-"):
         return "\n".join([head, *_overview(root), FOOTER])
     word = topic.lower()
+    flags_of_method = (command_of_method(topic) or "").split()
     found: list[Flag] = []
     for flag in flags.values():
-        if word in f"{flag.path} {flag.help}".lower():
+        text = f"{flag.path} {flag.help} {' '.join(flag.choices or ())}"
+        if word in text.lower() or flag.name in flags_of_method:
             found.append(flag)
     if not found:
-        return f"{command} has no flag with {topic} in its name or description: try --help all."
+        return (
+            f"{command} has no flag with {topic} in its name, description or choices: try --help "
+            "all."
+        )
     return "\n".join(_entries_by_section(found, refused_flags(root)))
 
 

@@ -195,8 +195,8 @@ def rollout_violations(config: RLFlags) -> Iterator[str]:
         )
     if rollout.only and rollout.replay_dir:
         yield (
-            "--rollout.only generates and <rollout.replay_dir> trains on what an earlier run "
-            "generated: give one of them."
+            "--rollout.only generates without training and <rollout.replay_dir> trains without "
+            "generating: leave one of them out."
         )
     if rollout.replay_dir and not os.path.isdir(rollout.replay_dir):
         yield (

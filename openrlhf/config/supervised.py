@@ -245,7 +245,10 @@ class DPOConfig(ReferencedConfig):
         yield from super().violations()
         asked = self.given.get("model.loss_type", "ipo")
         if self.model.ipo_enable and asked != "ipo":
-            yield f"--model.ipo_enable is not --model.loss_type {asked}: give one of them."
+            yield (
+                f"--model.ipo_enable (--model.loss_type ipo) and --model.loss_type {asked} "
+                "contradict each other: leave one of them out."
+            )
 
 
 class KTOLossConfig(Section):

@@ -446,7 +446,8 @@ def _broken(error: ValueError, name: str, line: int) -> DataError:
     """Return the error for a text that is not valid JSON."""
     reason = str(error)
     if isinstance(error, json.JSONDecodeError):
-        reason = f"the JSON is broken: {error.msg}, at column {error.colno}"
+        problem = error.msg.removesuffix(" at")  # as in "Invalid control character at"
+        reason = f"the JSON is broken: {problem}, at column {error.colno}"
     return DataError(f"{name}, line {line}: {reason}.")
 
 

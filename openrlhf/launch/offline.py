@@ -6,6 +6,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +32,7 @@ from openrlhf.data.trained_format import kept_format, prompts_in, with_trained_f
 from openrlhf.launch.identity import offline_identity
 from openrlhf.launch.precompute import with_reference
 from openrlhf.launch.run_length import check_steps
+from openrlhf.locks import check_unlocked
 from openrlhf.models.loading import ModelError, configuration, end_tokens
 from openrlhf.models.proof import UNPROVEN, prove_layout
 from openrlhf.models.stored_files import check_can_be_exported
@@ -70,10 +72,25 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     if not task.config.dry_run:
         train(task, tokenizer, checkpoints)
         return
+    if is_first() and task.config.ckpt.load_enable:
+        check_continuation(task.config, checkpoints)
     plan = make_plan(task, tokenizer, FirstStart.here())
     if is_first():
         shown = first_texts(task, plan.train_rows, tokenizer)
         say(plan.summary, show_template(tokenizer), *shown, UNPROVEN)
+
+
+def check_continuation(config: SupervisedConfig, checkpoints: CheckpointManager) -> None:
+    """Check, in a dry run, from which checkpoint the run would continue.
+
+    Warns if there is none. Raises CheckpointError if its engines do not fit, and InUseError if
+    another process writes to the run folder that would be continued.
+    """
+    run_dir = os.path.abspath(config.run.dir)
+    checkpoint = checkpoints.latest()
+    if checkpoint:
+        run_dir = checkpoint.state.continued_folder(run_dir)
+    check_unlocked(Path(run_dir), f"--run.dir {run_dir}")
 
 
 def train(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
 from openrlhf.checkpoints.manager import CheckpointManager
 from openrlhf.checkpoints.manifest import Checkpoint, RunState
@@ -24,6 +25,7 @@ from openrlhf.launch.prompt_data import PromptData, load_prompts
 from openrlhf.launch.replay import replay_folder, start_of_episodes
 from openrlhf.launch.run import Run
 from openrlhf.launch.run_length import check_steps
+from openrlhf.locks import check_unlocked
 from openrlhf.models.proof import UNPROVEN
 from openrlhf.models.stored_files import check_can_be_exported
 from openrlhf.models.weights import require_finite_files
@@ -81,6 +83,7 @@ def prepare(config: PPOConfig, processes: Processes) -> Run | None:
         consumed = checkpoint.state.consumed
     replay = replay_folder(config, data, done=done, consumed=consumed)
     if config.dry_run:
+        check_unlocked(Path(start.run_dir), f"--run.dir {start.run_dir}")
         show_plan(config, data, processes.plan)
         return None
     if config.rollout.only:

@@ -180,6 +180,37 @@ def test_misspelled_verb_suggests_nearest(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
+    ("words", "verb"), [(["dop", "--help"], "dpo"), (["sfr"], "sft"), (["help", "kot"], "kto")]
+)
+def test_misspelled_short_verb_suggests_nearest(
+    words: list[str], verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(words)
+    assert ended.value.code == 2
+    assert f"Did you mean {verb}?" in capsys.readouterr().err
+
+
+def test_help_as_verb_is_help_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    main.main(["--help"])
+    overview = capsys.readouterr().out
+    main.main(["help"])
+    assert capsys.readouterr().out == overview
+    with pytest.raises(SystemExit) as ended:
+        main.main(["help", "dpo", "ipo"])
+    assert not ended.value.code
+    assert "--model.ipo_enable" in capsys.readouterr().out
+
+
+def test_misspelled_reward_test_names_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["reward", "tets"])
+    assert ended.value.code == 2
+    errors = capsys.readouterr().err
+    assert "tets" in errors and "openrlhf reward test" in errors and "mistakes" not in errors
+
+
+@pytest.mark.parametrize(
     ("verb", "command"),
     [
         ("grpo", "ppo --algo.advantage.estimator group_norm"),
@@ -403,6 +434,14 @@ def test_output_locked_by_another_process_is_refused(tmp_path: Path) -> None:
                     with (
                         pytest.raises(InUseError, match=f"in use by process {holder.pid} "),
                         common.writing_alone(writing_to(command, others | {path: taken[path]})),
+                    ):
+                        pass
+                    if "dry_run" not in flags_of(COMMANDS[command]):
+                        continue
+                    dry = writing_to(command, others | {path: taken[path]})
+                    with (
+                        pytest.raises(InUseError, match=f"in use by process {holder.pid} "),
+                        common.writing_alone(amend(dry, {"dry_run": True})),
                     ):
                         pass
         finally:

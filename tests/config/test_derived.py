@@ -511,7 +511,8 @@ def test_resolving_twice_changes_nothing(command: str) -> None:
 def test_the_switch_of_ipo_is_its_loss() -> None:
     assert parse("train_dpo", "--model.ipo_enable").model.loss_type == "ipo"
     assert violations("train_dpo", "--model.ipo_enable --model.loss_type hinge") == [
-        "--model.ipo_enable is not --model.loss_type hinge: give one of them."
+        "--model.ipo_enable (--model.loss_type ipo) and --model.loss_type hinge contradict each "
+        "other: leave one of them out."
     ]
 
 

@@ -103,7 +103,7 @@ BROKEN: list[tuple[str, str, str]] = [
        f"--{model}.aux_loss_coef 0.01 would not reach the routers")
       for command, model in ((RL, "actor"), (SFT, "model"))],
     (RL, "--rollout.only --rollout.replay_dir .",
-     "--rollout.only generates and --rollout.replay_dir . trains on what"),
+     "--rollout.only generates without training and --rollout.replay_dir . trains without"),
     (RL, "--rollout.replay_dir gone",
      "--rollout.replay_dir gone is not a folder on this machine: write one with"),
     (RL, "--algo.kl.target 0.1 --algo.kl.init_coef 0",
@@ -333,7 +333,7 @@ WHOLE_LINES: list[tuple[str, str, str]] = [
      "--reward.verifier"),
     (REWARD_TEST, "", "name the column of the responses with --data.output_key"),
     ("train_dpo", "--model.ipo_enable --model.loss_type hinge",
-     "--model.ipo_enable is not --model.loss_type hinge"),
+     "--model.ipo_enable (--model.loss_type ipo) and --model.loss_type hinge"),
     (SFT, "--data.input_template Q:", "--data.input_template 'Q:' has no {} for the prompt"),
     (SFT, r"--data.input_template {}\nA:", "--data.input_template has a backslash and an n"),
     (SFT, "", "--ds.param_dtype bf16 takes 5 to 20 times as long as --ds.param_dtype fp32"),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -267,3 +269,48 @@ def test_rows_are_rendered_with_the_date_of_the_first_start(
     with pytest.raises(SystemExit):
         VERBS["sft"].run(line.split())
     assert rendered == ["2027-01-15T12:00:00"]
+
+
+def test_dry_run_says_that_run_starts_from_beginning_without_checkpoint(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"input": "a", "output": "ok"}\n')
+    line = (
+        f"--model.model_name_or_path {model} --data.dataset {tmp_path}/rows.jsonl "
+        f"--train.batch_size 1 --run.dir {tmp_path}/run --ckpt.output_dir {tmp_path}/model "
+        f"--ckpt.path {tmp_path}/nockpt --dry_run"
+    )
+    warning = f"No complete checkpoint in --ckpt.path {tmp_path}/nockpt"
+    VERBS["sft"].run(line.split())
+    assert warning not in capsys.readouterr().err
+    VERBS["sft"].run([*line.split(), "--ckpt.load_enable"])
+    assert warning in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from openrlhf.locks import locked
+with locked(Path(sys.argv[1]), "it"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("flags", ["", "--ckpt.load_enable"])
+def test_dry_run_refuses_run_folder_of_another_process(
+    flags: str, dry_run: Show, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = f"--ckpt.path {tmp_path}/nockpt --ckpt.output_dir {tmp_path}/model"
+    words = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout and holder.stdout.readline() == "held\n"
+        with pytest.raises(SystemExit) as ended:
+            dry_run("sft", [{"input": "a", "output": "ok"}], f"{places} {flags}")
+        holder.kill()
+    assert ended.value.code == 2
+    errors = capsys.readouterr().err
+    assert f"--run.dir {tmp_path} is in use by process {holder.pid} " in errors
