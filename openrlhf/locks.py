@@ -98,8 +98,7 @@ def check_unlocked(place: Path, named: str, *, is_file: bool = False) -> None:
         # Shared, so that two checks at the same time do not see each other.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        record = os.read(descriptor, LONGEST_RECORD_BYTES)
-        raise InUseError(f"{named} is in use by {_describe_holder(record)}") from None
+        raise _in_use(descriptor, named) from None
     except OSError:
         pass  # the file system does not support locks: a start prints a notice
     finally:
@@ -117,9 +116,9 @@ def _acquire(path: Path, named: str) -> _Held | None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            record = os.read(descriptor, LONGEST_RECORD_BYTES)
+            error = _in_use(descriptor, named)
             os.close(descriptor)
-            raise InUseError(f"{named} is in use by {_describe_holder(record)}") from None
+            raise error from None
         except OSError as error:
             os.close(descriptor)
             _report_no_lock(path, error)
@@ -132,6 +131,12 @@ def _acquire(path: Path, named: str) -> _Held | None:
     held = _Held(descriptor=descriptor, blocks=0)
     _held[path] = held
     return held
+
+
+def _in_use(descriptor: int, named: str) -> InUseError:
+    """Return the error that names the process whose lock file is open as `descriptor`."""
+    record = os.read(descriptor, LONGEST_RECORD_BYTES)
+    return InUseError(f"{named} is in use by {_describe_holder(record)}")
 
 
 def _create_folder(folder: Path) -> bool:

@@ -96,7 +96,7 @@ class ExperienceMaker:
             timing[f"timing/{name}"] = Last(time.perf_counter() - start)
 
         places = trainable(trajectories, needs_groups=needs_groups)
-        scored = EpisodeRows.of([trajectories[place] for place in places])
+        scored = EpisodeRows([trajectories[place] for place in places])
         if places:
             timeout_s = self.config.train.step_timeout
             scored = annotate(scored, self.stages, timeout_s=timeout_s, finished=clock)

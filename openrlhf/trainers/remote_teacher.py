@@ -8,7 +8,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -175,7 +175,7 @@ class RemoteTeacherStage:
                     episodes.append(episode.failing(message, error.failure))
                     size = sum(len(conversation.tokens) for conversation in episode.conversations)
                     column += [math.nan] * size
-            batch = replace(batch, episodes=episodes)
+            batch = EpisodeRows(episodes, batch.rows)
             return batch.with_column(self.writes, torch.tensor(column))
 
         return add

@@ -23,40 +23,45 @@ from openrlhf.trainers.update_plan import share
 from openrlhf.workers.frozen import RewardWorker
 
 
-@dataclass(frozen=True, kw_only=True)
 class EpisodeRows:
     """Finished episodes, and their rows with the columns that are known so far.
 
     The rows are the conversations of the episodes, in order: those of the first episode, then those
-    of the second.
+    of the second. By default they are made of the episodes, when a stage first reads them: rewards
+    of a function alone need no rows.
     """
 
-    episodes: list[Trajectory]
-    rows: Experience
+    def __init__(self, episodes: Sequence[Trajectory], rows: Experience | None = None) -> None:
+        self.episodes = list(episodes)
+        self._rows = rows
 
-    @classmethod
-    def of(cls, episodes: Sequence[Trajectory]) -> "EpisodeRows":
-        """Return finished episodes with the columns that all of them have already."""
-        return cls(episodes=list(episodes), rows=Experience.from_trajectories(episodes))
+    @property
+    def rows(self) -> Experience:
+        """The rows, with the columns that all episodes have already."""
+        if self._rows is None:
+            self._rows = Experience.from_trajectories(self.episodes)
+        return self._rows
 
     def with_column(self, name: str, column: Tensor) -> "EpisodeRows":
         """Return the same episodes, with a per-token column (N,) of their rows."""
-        return replace(self, rows=replace(self.rows, **{name: column}))
+        return EpisodeRows(self.episodes, replace(self.rows, **{name: column}))
 
     def with_episodes(self, episodes: Sequence[Trajectory]) -> "EpisodeRows":
         """Return the same rows, with the rewards that their episodes have now.
 
         Rows of an episode that has failed have NaN.
         """
+        if self._rows is None:
+            return EpisodeRows(episodes)
         rewards: list[float] = []
         for episode in episodes:
             rewards.append(math.nan if episode.reward is None else episode.reward)
         rows = replace(
-            self.rows,
-            rewards=torch.tensor(rewards)[self.rows.episode_of_row],
+            self._rows,
+            rewards=torch.tensor(rewards)[self._rows.episode_of_row],
             turn_rewards=turn_reward_column(episodes),
         )
-        return EpisodeRows(episodes=list(episodes), rows=rows)
+        return EpisodeRows(episodes, rows)
 
     def episodes_with(self, columns: Sequence[str]) -> list[Trajectory]:
         """Return the episodes; every conversation holds its part of the named columns."""
@@ -202,15 +207,16 @@ class RewardStage:
 
     def launch(self, batch: EpisodeRows) -> Add:
         """Have every model score every episode. Models read the last conversation of an episode."""
-        last_rows = batch.rows
-        if batch.rows.trajectory_ids is not None:
-            last_rows = batch.rows.select(batch.rows.last_rows)
         whole = None  # a reward for each row, by each model
         steps = None  # a reward for each token, by the process reward model
-        if self.workers and self.reward.scalars:
-            whole = Pending(last_rows.texts(), self.workers, RewardWorker.rewards, per_sample=True)
-        if self.workers and self.reward.process_model:
-            steps = Pending(last_rows.targets(), self.workers, RewardWorker.step_rewards)
+        if self.workers:
+            rows = batch.rows
+            if rows.trajectory_ids is not None:
+                rows = rows.select(rows.last_rows)
+            if self.reward.scalars:
+                whole = Pending(rows.texts(), self.workers, RewardWorker.rewards, per_sample=True)
+            if self.reward.process_model:
+                steps = Pending(rows.targets(), self.workers, RewardWorker.step_rewards)
 
         def add(batch: EpisodeRows, timeout_s: float) -> EpisodeRows:
             by_models: list[list[float]] = [[] for _ in batch.episodes]
@@ -218,7 +224,7 @@ class RewardStage:
             if whole:
                 by_models = whole.collect(timeout_s).tolist()
             if steps:
-                by_steps = [part.tolist() for part in last_rows.parts(steps.collect(timeout_s))]
+                by_steps = [part.tolist() for part in steps.batch.parts(steps.collect(timeout_s))]
             weights = self.reward.weights or ()
             rewarded: list[Trajectory] = []
             for place, episode in enumerate(batch.episodes):
@@ -244,7 +250,7 @@ class EarlyStages:
         finished = [trajectory for trajectory in trajectories if not trajectory.failed]
         if not finished:
             return list(trajectories)
-        batch = annotate(EpisodeRows.of(finished), self.stages, timeout_s=self.timeout_s)
+        batch = annotate(EpisodeRows(finished), self.stages, timeout_s=self.timeout_s)
         columns = [stage.writes for stage in self.stages if stage.writes]
         in_order = iter(batch.episodes_with(columns))
         all_episodes: list[Trajectory] = []

@@ -552,7 +552,7 @@ def test_a_column_of_an_early_stage_reaches_every_conversation() -> None:
     whole = replace(episode(score=1.0), earlier=(earlier,))
     count = len(earlier.tokens)
     column = torch.tensor([0.5] * count + [0.25] * count)
-    annotation = EpisodeRows.of([whole]).with_column("old_logprobs", column)
+    annotation = EpisodeRows([whole]).with_column("old_logprobs", column)
     [done] = annotation.episodes_with(["old_logprobs"])
     experience = Experience.from_trajectories([done])
     assert experience.old_logprobs is not None

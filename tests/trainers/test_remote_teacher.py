@@ -120,7 +120,7 @@ def test_an_answer_after_the_deadline_fails_its_episode_and_cancels_the_question
             answered.set()
             return [0.0, -1.0]
 
-    batch = EpisodeRows.of([episode(0, 0, score=1.0), episode(0, 1, score=0.0)])
+    batch = EpisodeRows([episode(0, 0, score=1.0), episode(0, 1, score=0.0)])
     add = RemoteTeacherStage(Slow("--algo.distill.teacher wise", UNUSED)).launch(batch)
     assert answered.wait(30)
     batch = add(batch, 1.0)
