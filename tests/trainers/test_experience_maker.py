@@ -386,6 +386,13 @@ def test_stages_of_one_prompt_leave_failed_episodes_and_their_places_alone() -> 
     assert [t.reward for t in rule.annotate(group)] == [1.0, None, 0.0]
 
 
+def test_rewards_of_a_function_alone_convert_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = [episode(0, 0, score=4.0), episode(0, 1, score=6.0)]
+    rule = EarlyStages(stages=[judges(models=False, weights=(0.25,))], timeout_s=1.0)
+    monkeypatch.setattr(Experience, "from_trajectories", None)
+    assert [trajectory.reward for trajectory in rule.annotate(group)] == [1.0, 1.5]
+
+
 def test_a_column_that_every_episode_has_is_not_computed_again() -> None:
     SENT.clear()
     group = [episode(0, 0, score=1.0), episode(0, 1, score=0.0, actions=2)]
