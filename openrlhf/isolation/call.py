@@ -32,7 +32,7 @@ class UserCodeError(RuntimeError):
 class ProcessLost(UserCodeError):
     """A call whose process ended.
 
-    `again` is where the call may be retried; None if this call itself killed the process.
+    `again` is where the call may be retried, or None if the call itself killed the process.
     """
 
     def __init__(self, error: UserCodeError, again: Literal["anywhere", "alone"] | None) -> None:
@@ -48,13 +48,13 @@ class UserCall:
     and the question. `asked` collects questions and answers, even if the call fails.
     """
 
-    name: str  # in messages
+    name: str  # what messages call it
     target: str  # path/to/file.py:function or package.module:function
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    seconds: float  # of its own work; restarts after each answer
+    seconds: float  # time limit of its own work; restarts after each answer
     limit: str
-    total_seconds: float | None = None  # including time spent waiting for answers
+    total_seconds: float | None = None  # time limit that includes waiting for answers
     total_limit: str = ""
     answer: Callable[[int, Any], Awaitable[Any]] | None = None
     asked: list[Asked] = field(default_factory=list[Asked], compare=False)

@@ -2,8 +2,9 @@
 
 User processes and sandboxed programs use this module. It needs only the standard library and Linux
 system calls that require no privileges. A restriction is permanent for the calling process and
-inherited by its children. If the kernel does not support it, the function raises OSError or returns
-False.
+inherited by its children. If the kernel does not support a restriction, its function raises OSError
+or returns False.
+
 The parent of a confined process calls `adopt_orphans` before starting it and `end_all` afterwards.
 A descendant that daemonizes, leaves its session or loses its parent then becomes a child of the
 caller, so that `end_all` finds it.
@@ -138,8 +139,8 @@ def landlock_version() -> int:
 def restrict_files(*, read: Iterable[str], write: str) -> None:
     """Deny access to all files except the paths in `read` and the writable folder `write`.
 
-    Uses Landlock. Newer versions also deny TCP connections, and signals and abstract sockets to
-    other processes. Raises OSError if the kernel has no Landlock.
+    Uses Landlock. Newer versions also deny TCP connections, signals to other processes, and
+    abstract sockets. Raises OSError if the kernel has no Landlock.
     """
     version = landlock_version()
     every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
@@ -169,12 +170,12 @@ def restrict_files(*, read: Iterable[str], write: str) -> None:
 
 
 def restrict_calls() -> None:
-    """Have the kernel refuse all system calls that `system_calls` does not list (seccomp).
+    """Have the kernel reject all system calls that `system_calls` does not list (seccomp).
 
     Raises OSError if the kernel has no seccomp, or if the platform is not x86-64.
     """
     if platform.machine() != "x86_64":
-        raise OSError(f"the list of system calls is one for x86-64, not {platform.machine()}")
+        raise OSError(f"the list of allowed system calls is for x86-64, not {platform.machine()}")
     program = seccomp_filter()
     code = ctypes.create_string_buffer(b"".join(program))
     described = ctypes.create_string_buffer(
@@ -215,7 +216,7 @@ def killed_some() -> bool:
 
 
 def descendants() -> list[int]:
-    """Return the ids of all descendants of this process that /proc lists now."""
+    """Return the ids of all descendants of this process that /proc currently lists."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

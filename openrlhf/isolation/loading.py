@@ -1,4 +1,4 @@
-"""Import of the user's files and functions, their signatures, and conversion of their results."""
+"""Import of user files and functions, their signatures, and conversion of their results."""
 
 import importlib
 import importlib.util
@@ -31,7 +31,7 @@ def plain(value: Any) -> Any:
         return float(value)
     kind = type(value).__qualname__
     raise TypeError(
-        f"returned type {kind}; only numbers, text, lists, dicts and tensors can leave the process"
+        f"returned type {kind}; only numbers, text, lists, dicts and tensors can be returned"
     )
 
 
@@ -68,9 +68,9 @@ def load_function(target: str) -> Callable[..., Any]:
 
 
 def parameters_of(target: str) -> list[list[Any]] | None:
-    """Return [name, kind, required] of each parameter; None if there is no signature.
+    """Return [name, kind, required] for each parameter, or None if there is no signature.
 
-    Kinds have the names that `inspect` uses.
+    Kinds are named as in `inspect`.
     """
     try:
         parameters = inspect.signature(load_function(target)).parameters.values()
@@ -86,13 +86,13 @@ def is_required(parameter: inspect.Parameter) -> bool:
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Return True if a function accepts a keyword argument of this name."""
+    """Return True if a function accepts a keyword argument with this name."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 async def awaited(value: Any) -> Any:
-    """Return `value`, awaited if it is awaitable, as the result of an `async def` function is."""
+    """Return `value`, or its result if it is awaitable (e.g. from an `async def` function)."""
     if inspect.isawaitable(value):
         return await value
     return value

@@ -24,12 +24,14 @@ from openrlhf.reporting import warn_once
 
 __all__ = ["Asked", "ProcessPool", "UserCall", "UserCodeError"]
 
-LOAD_S = 120.0  # minimum time limit of the import of a user's file
-LEAST_ALONE = 4  # minimum number of processes for calls that run alone
-LOSSES = 4  # lost processes after which a call that only waited for answers fails or runs alone
-LOG_BYTES = 16 << 20  # a longer log is cut
-LOG_KEPT = 1 << 20  # bytes kept at each end of a log that is cut
-LOG_SECONDS = 1.0  # between two checks of the log sizes
+LOAD_S = 120.0  # minimum time limit for importing a user's file
+LEAST_ALONE = 4  # minimum number of processes reserved for calls that run alone
+LOSSES = (
+    4  # after this many lost processes, a call that only waited for answers fails or runs alone
+)
+LOG_BYTES = 16 << 20  # logs above this size are shortened
+LOG_KEPT = 1 << 20  # bytes kept at each end of a shortened log
+LOG_SECONDS = 1.0  # interval between checks of the log sizes
 T = TypeVar("T")
 
 
@@ -109,8 +111,8 @@ class ProcessPool:
             if lost.again is None or call is setup or self._closed or not self._alone.logs:
                 raise
         warn_once(
-            "Calls of user code whose process was lost or blocked, or that lacked memory beside "
-            "others, run again, each alone in a process."
+            "User code calls that lost their process, were blocked, or ran out of memory next to "
+            "other calls are retried, each alone in a process."
         )
         return await self._alone.run(call, setup)
 
@@ -135,7 +137,7 @@ class ProcessPool:
         self._keeping_short.cancel()
         await asyncio.gather(self._shared.close(), self._alone.close())
         calls = asyncio.all_tasks() - {asyncio.current_task()}
-        if calls:  # they are raising their errors
+        if calls:  # they are still raising their errors
             await asyncio.wait(calls)
 
     def __enter__(self) -> Self:
@@ -146,12 +148,9 @@ class ProcessPool:
 
 
 def loading(name: str, target: str, *args: Any, seconds: float, limit: str) -> UserCall:
-    """Build the call that loads a user's file in a process, limited to `seconds` or `LOAD_S`.
-
-    The longer of the two applies.
-    """
+    """Return the call that loads a user's file, limited to `seconds` or `LOAD_S` if longer."""
     if seconds <= LOAD_S:
-        seconds, limit = LOAD_S, f"more only with {limit}"
+        seconds, limit = LOAD_S, f"a larger {limit} allows more"
     return UserCall(name=f"loading {name}", target=target, args=args, seconds=seconds, limit=limit)
 
 
@@ -172,8 +171,8 @@ class _Processes:
         self.limits = limits
         self.logs = [log and Path(f"{log}-{number}.log") for number in range(count)]
         self._processes = [self._fresh(number) for number in range(count)]
-        self._replaced = set[UserProcess]()  # still ending
-        # Acquired in the order of the calls.
+        self._replaced = set[UserProcess]()  # replaced processes that are still ending
+        # Calls acquire it in the order in which they arrive.
         self._places = asyncio.Semaphore(count * limits.at_once)
         self._closed: UserCodeError | None = None
 
@@ -232,7 +231,8 @@ async def _keep_short(logs: Sequence[Path]) -> None:
             if (size := log_size(log)) > LOG_BYTES:
                 cut[log] += size - 2 * LOG_KEPT
                 _cut(
-                    log, f"\n[{cut[log]:,} bytes were cut here: this log may have {LOG_BYTES:,}]\n"
+                    log,
+                    f"\n[{cut[log]:,} bytes were cut here: logs are limited to {LOG_BYTES:,}]\n",
                 )
         await asyncio.sleep(LOG_SECONDS)
 

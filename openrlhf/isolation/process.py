@@ -26,7 +26,7 @@ from openrlhf.isolation.program import DUMP_SIGNAL, LENGTH, MAX_MESSAGE_BYTES
 from openrlhf.reporting import warn
 
 END_S = 5.0  # time for a process to end with all its descendants before it is killed
-DUMP_S = 0.5  # time for a late call to write the stack of where it hangs
+DUMP_S = 0.5  # time for a late call to write the stack trace of where it hangs
 SLOW_LOAD_S = 10.0  # time after which a load that is still running is reported
 PROGRAM = "import sys; from openrlhf.isolation.program import main; main(*map(int, sys.argv[1:]))"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
@@ -40,7 +40,7 @@ class _Running:
     call: UserCall
     done: asyncio.Future[Any]
     log_start: int  # size of the log in bytes when the call started
-    questions: int = 0  # asked so far
+    questions: int = 0  # number of questions asked so far
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # tasks that compute its answers
     clock: asyncio.Timeout  # time limit of its own work
     late: str | None = None  # description of the deadline that it missed
@@ -62,7 +62,7 @@ class UserProcess:
         self._calls: dict[int, _Running] = {}
         self._numbers = itertools.count()
         self._connected: asyncio.Task[None] | None = None
-        # The error of remaining calls, unless the process ended by itself.
+        # The error that remaining calls raise, unless the process ended by itself.
         self._ending: UserCodeError | None = None
         self._culprit_known = False
         self.gone = asyncio.Event()
@@ -103,7 +103,7 @@ class UserProcess:
         announced = asyncio.get_running_loop().call_later(
             SLOW_LOAD_S,
             warn,
-            f"{setup.name} has taken {SLOW_LOAD_S:g} s so far; it may take {setup.seconds:g} s.",
+            f"{setup.name} has taken {SLOW_LOAD_S:g} s so far; its limit is {setup.seconds:g} s.",
         )
         try:
             return await self._run(setup)
@@ -137,7 +137,7 @@ class UserProcess:
         except OSError as error:
             ours.close()
             raise UserCodeError(
-                f"no process can be started for user code: {error}", Failure.KILLED
+                f"could not start a process for user code: {error}", Failure.KILLED
             ) from error
         finally:
             theirs.close()
@@ -261,7 +261,7 @@ class UserProcess:
             memory = f"(--reward.memory_gib is {self.limits.memory_gib:g}.)"
         words = f"{running.call.name} failed"
         if running.late:
-            words = f"{running.late}, and was ended here"
+            words = f"{running.late} and was interrupted here"
             failure = Failure.TIMEOUT
         error = UserCodeError(f"{words}:\n{message['error']}{memory}", failure)
         # The call lacked memory or processes, which other calls may be holding.
@@ -286,7 +286,7 @@ class UserProcess:
             try:
                 assert answering.call.answer
                 given = await answering.call.answer(place, question)
-            except Exception as failed:  # an error of the pool's owner, not of user code
+            except Exception as failed:  # an error in the pool's owner, not in user code
                 if not answering.done.done():
                     answering.done.set_exception(failed)
                     self._write(kind="cancel", call=answering.number)
@@ -345,7 +345,7 @@ def _set(clock: asyncio.Timeout, end: float | None) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of user processes: our environment with our import path."""
+    """Return the environment of user processes: our environment plus our import path."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     # If we are root, the process becomes a user without an entry in the password file.
     names = {"USER": "root", "HOME": os.path.expanduser("~")} if os.geteuid() == 0 else {}
@@ -376,5 +376,7 @@ def _ending(code: int) -> str:
     """Describe an exit status in words."""
     if code >= 0:
         return f"it exited with status {code}"
-    hint = " (by hand, or because the machine ran out of memory)" if code == -signal.SIGKILL else ""
+    hint = (
+        " (manually, or because the machine ran out of memory)" if code == -signal.SIGKILL else ""
+    )
     return f"killed by signal {-code}, {signal.strsignal(-code)}{hint}"

@@ -1,4 +1,4 @@
-"""The program of a user process: it loads the user's functions and runs the calls of its pool.
+"""The program in a user process. It loads the user's functions and runs calls for the pool.
 
 The pool starts it with the arguments SOCKET MEMORY_BYTES UID. User code runs in a child process, so
 that the parent can kill all processes that user code leaves behind, even if the run was killed. The
@@ -11,9 +11,9 @@ carries only built-in data, so no object of user code is unpickled outside.
          answer   the answer to a question              ask    a call's question to the pool's owner
          cancel   a call has timed out
 
-A function runs in the main thread while no event loop is running, so that it can start its own. An
-awaitable result, as of an `async def` function, is awaited in one event loop together with the
-other running calls.
+Functions run in the main thread while no event loop is running, so that they can start their own.
+An awaitable result, such as that of an `async def` function, is awaited in one event loop together
+with the other running calls.
 """
 
 import asyncio
@@ -43,18 +43,20 @@ from openrlhf.core.trajectory import Failure
 from openrlhf.isolation import confinement
 from openrlhf.isolation.loading import load_function, plain
 
-# Processes and threads of a user process and its descendants: this stops a fork bomb.
+# Maximum number of processes and threads of a user process and its descendants (fork bombs).
 PROCESSES = 512
-# Shared by calls that wait in `asyncio.to_thread` and late calls that still hang there.
+# Threads for `asyncio.to_thread`, shared by waiting calls and late calls that still hang there.
 THREADS = 256
-STACK_BYTES = 2 << 20  # of each thread; stacks count toward the memory of the process
-MAX_MESSAGE_BYTES = 1 << 26  # of a message from a user process
-LONGEST_ERROR = 100_000  # characters
+STACK_BYTES = 2 << 20  # stack size of each thread; stacks count toward the process's memory limit
+MAX_MESSAGE_BYTES = 1 << 26  # maximum size of a message from a user process
+LONGEST_ERROR = 100_000  # maximum length of an error in characters
 OURS = (str(Path(__file__).parents[1]), "<frozen importlib")
 LENGTH = struct.Struct("!Q")  # each message is preceded by its length in bytes
-DUMP_SIGNAL = signal.SIGUSR1  # a user process then writes the stack of its main thread to stderr
+DUMP_SIGNAL = (
+    signal.SIGUSR1
+)  # a user process that receives it writes the stack trace of its main thread to stderr
 Ask = Callable[[Any], Coroutine[Any, Any, Any]]
-ASK = contextvars.ContextVar[Ask]("asks the pool's owner, for the call that runs here")
+ASK = contextvars.ContextVar[Ask]("sends the current call's questions to the pool's owner")
 
 
 class Program:
@@ -63,7 +65,7 @@ class Program:
     def __init__(self, channel: socket.socket) -> None:
         self._channel, self._process = channel, os.getpid()
         self.loop = asyncio.new_event_loop()
-        # Calls. None: the pool disconnected.
+        # Calls to run; None means that the pool disconnected.
         self._incoming = asyncio.Queue[dict[str, Any] | None]()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -124,12 +126,12 @@ class Program:
             self._failed(call, error, Failure.RESULT)
 
     def _failed(self, call: int, error: BaseException, otherwise: Failure) -> None:
-        """Send the error of a call; some errors mark the process as not reusable."""
+        """Send a call's error; some errors mark the process as not reusable."""
         failure, text = failure_of(error, otherwise), traceback_of(error)[-LONGEST_ERROR:]
         full = failure is not Failure.MEMORY and _is_full()
         if full:
             text += (
-                "This process and what it started have reached the limit of "
+                "This process and its descendants have reached the limit of "
                 f"{PROCESSES} processes and threads. "
             )
         scarce = full or failure is Failure.MEMORY  # other calls may have used up the resource
@@ -144,16 +146,16 @@ class Program:
         data = marshal.dumps(message)
         if len(data) > MAX_MESSAGE_BYTES:
             raise ValueError(
-                f"returned {len(data):,} bytes, more than the {MAX_MESSAGE_BYTES:,} "
-                "that may be sent"
+                f"returned {len(data):,} bytes, more than the maximum message size of "
+                f"{MAX_MESSAGE_BYTES:,} bytes"
             )
         self._writer.write(LENGTH.pack(len(data)) + data)
 
     async def ask(self, call: int, question: Any) -> Any:
-        """Send a question of a call to the pool's owner and return the answer.
+        """Send a call's question to the pool's owner and return the answer.
 
-        A question from another thread's event loop or from a finished call cannot be attributed: it
-        is sent without a call.
+        A question from another thread's event loop or from a finished call cannot be attributed to
+        a call, so it is sent without one.
         """
         if asyncio.get_running_loop() is self.loop:
             return await self._ask(call if call in self._tasks else None, question)
@@ -169,7 +171,7 @@ class Program:
 
 
 def failure_of(error: BaseException, otherwise: Failure) -> Failure:
-    """Classify an exception of user code; one of our own errors carries its `failure` with it."""
+    """Classify an exception raised by user code. Our own errors have a `failure` attribute."""
     own = getattr(error, "failure", None)
     if isinstance(own, Failure):
         return own
@@ -181,7 +183,7 @@ def failure_of(error: BaseException, otherwise: Failure) -> Failure:
 def traceback_of(error: BaseException) -> str:
     """Return the traceback of an error, starting at the first frame of user code.
 
-    For one of our own errors, exceptions chained to it are left out: its message is complete.
+    Exceptions chained to one of our own errors are omitted because its message is complete.
     """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(OURS):
@@ -191,7 +193,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def _is_full() -> bool:
-    """Return True if this process has reached its limit of processes and threads."""
+    """Return True if this process has reached its limit on processes and threads."""
     try:
         threading.Thread(target=int).start()
     except RuntimeError:
@@ -214,7 +216,7 @@ def main(socket_fd: int, memory_bytes: int, uid: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: confinement.reap_orphans(child))
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     select.select([sys.stdin, os.pidfd_open(child)], [], [])
-    # The handlers of these signals would signal a process that has ended.
+    # From here on, the handlers of these signals would signal a process that has ended.
     for number in (signal.SIGTERM, DUMP_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
     end_like(os.waitstatus_to_exitcode(confinement.end_all(child)))

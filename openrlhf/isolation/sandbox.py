@@ -29,9 +29,9 @@ MEMORY_BYTES = 2 << 30  # address space of each process
 FILE_BYTES = 16 << 20  # of each file, including the captured output
 PROCESSES, OPEN_FILES = 32, 128
 FOLDER_ENTRIES, FOLDER_BYTES = 4096, 256 << 20  # limits on the contents of a program's folder
-LOOK_SECONDS = 0.05  # between two checks of the folder
+LOOK_SECONDS = 0.05  # interval between checks of the folder
 SPARE_SECONDS = 30  # extra time for the launcher after the program's deadline
-OK, FAILED, LATE = 0, 100, 101  # exit statuses of a launcher; any other status is a bug of ours
+OK, FAILED, LATE = 0, 100, 101  # exit statuses of a launcher; any other status is a bug
 LAUNCH = (
     f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
     "from openrlhf.isolation.sandbox import launch"
@@ -95,7 +95,7 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
         except subprocess.TimeoutExpired as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise SandboxError(
-                f"the sandbox did not end {SPARE_SECONDS} s after its program's deadline"
+                f"the sandbox was still running {SPARE_SECONDS} s after its program's deadline"
             ) from error
         errors.seek(max(0, errors.seek(0, os.SEEK_END) - 2000))
         said = errors.read().decode(errors="replace")
@@ -112,7 +112,7 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
 
 
 def missing_protection() -> list[str]:
-    """Describe each protection that this machine does not support; empty if all are supported."""
+    """Return a description of each protection that this machine does not support."""
     probe = run_program("import os\nprint(os.environ['UNPROTECTED'])", seconds=20)
     if not probe.ok:
         raise SandboxError(f"the sandbox does not work here:\n{probe.errors}")
@@ -128,7 +128,7 @@ def launch(seconds: float, uid: int, readable: list[str]) -> NoReturn:
     with suppress(OSError):
         os.chown(".", uid, -1)
     if not confinement.limit_processes(PROCESSES, uid):
-        unprotected.append("processes are limited by the account's own limit only")
+        unprotected.append("only the account's own limit restricts the number of processes")
     confinement.adopt_orphans()
     child = subprocess.Popen(
         [sys.executable, "-I", "program.py"],
@@ -139,7 +139,7 @@ def launch(seconds: float, uid: int, readable: list[str]) -> NoReturn:
     status = confinement.end_all(child.pid)
     if full:
         limits = f"{FOLDER_ENTRIES:,} files and folders or {FOLDER_BYTES >> 20} MiB"
-        os.write(2, f"The program's folder holds more than {limits}.\n".encode())
+        os.write(2, f"The program's folder contains more than {limits}.\n".encode())
     late = not on_time or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU)
     if full:
         ending = FAILED
@@ -159,7 +159,7 @@ def launch(seconds: float, uid: int, readable: list[str]) -> NoReturn:
 
 
 def _wait(child: int, seconds: float) -> tuple[bool, bool]:
-    """Wait until a program ends, fills its folder or times out. Returns (on time, folder full)."""
+    """Wait until a program ends, fills its folder or times out. Returns (in time, folder full)."""
     deadline = time.monotonic() + seconds
     ended = os.pidfd_open(child)
     while (left := deadline - time.monotonic()) > 0:
@@ -220,14 +220,14 @@ def remove_folder(folder: str) -> None:
 
 
 def _make_writable(folder: str) -> None:
-    with suppress(OSError):  # not our folder: capabilities may make this call unnecessary
+    with suppress(OSError):  # not our folder; capabilities may make this call unnecessary
         os.chmod(folder, 0o700)
 
 
 def _confine(seconds: float, readable: list[str], unprotected: list[str]) -> None:
-    """Drop the rights that a program does not need.
+    """Drop rights that a program does not need.
 
-    The environment variable UNPROTECTED describes the rights that cannot be dropped, as JSON.
+    The environment variable UNPROTECTED describes, as JSON, the rights that cannot be dropped.
     """
     cpu = max(1, round(seconds))
     for kind, value in (
@@ -247,7 +247,7 @@ def _confine(seconds: float, readable: list[str], unprotected: list[str]) -> Non
     except OSError as error:
         kept = set()
         unprotected.append(
-            f"files that this account may read or write are not out of reach (no Landlock: {error})"
+            f"the program can read and write all files that this account can (no Landlock: {error})"
         )
     confinement.keep_capabilities(kept)
     try:
@@ -258,7 +258,7 @@ def _confine(seconds: float, readable: list[str], unprotected: list[str]) -> Non
 
 
 def _open_without_seccomp(error: OSError) -> list[str]:
-    """Describe the actions that this kernel's Landlock does not refuse without seccomp."""
+    """Describe the actions that this kernel's Landlock does not block without seccomp."""
     try:
         version = confinement.landlock_version()
     except OSError:
@@ -268,18 +268,18 @@ def _open_without_seccomp(error: OSError) -> list[str]:
     ]
     if version < confinement.LANDLOCK_SIGNALS:
         unprotected.append(
-            f"other processes of this account can be signalled and limited (no seccomp: {error})"
+            f"this account's other processes can be sent signals and limited (no seccomp: {error})"
         )
     else:
         unprotected.append(
-            f"other processes of this account can be limited and slowed down (no seccomp: {error})"
+            f"this account's other processes can be limited and slowed down (no seccomp: {error})"
         )
     if version < confinement.LANDLOCK_NETWORK:
-        unprotected.append(f"there is a network (no seccomp: {error})")
+        unprotected.append(f"the network is not blocked (no seccomp: {error})")
     else:
-        unprotected.append(f"there is a network, without TCP (no seccomp: {error})")
+        unprotected.append(f"the network is not fully blocked, only TCP is (no seccomp: {error})")
     if 0 < version < confinement.LANDLOCK_TRUNCATE:
         unprotected.append(
-            f"files of the interpreter can be emptied (Landlock of version {version}, no seccomp)"
+            f"the interpreter's files can be truncated (Landlock version {version}, no seccomp)"
         )
     return unprotected

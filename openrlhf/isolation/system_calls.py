@@ -2,8 +2,8 @@
 
 Numbers and argument values are for Linux on x86-64. The list contains the calls that the
 interpreter, libc and numerical libraries need for computing, threads, child processes, pipes and
-files. It contains no call that reaches another process, a network or a device, or that changes the
-owner, permissions or times of a file, and no call added by later kernels.
+files. It contains no calls that reach another process, a network or a device, that change the
+owner, permissions or times of a file, or that later kernels added.
 """
 
 import errno
@@ -46,7 +46,7 @@ ALLOWED = {
     "pkey_mprotect": 329, "pkey_alloc": 330, "pkey_free": 331, "statx": 332, "rseq": 334,
     "close_range": 436, "faccessat2": 439, "epoll_pwait2": 441,
 }  # fmt: skip
-# The newest known call that libc makes by itself. If a newer call does not exist, libc falls back.
+# The newest known call that libc makes by itself. If a newer call is absent, libc falls back.
 NEWEST_KNOWN = 334
 
 
@@ -109,7 +109,9 @@ ALLOW, ERROR, KILL = 0x7FFF_0000, 0x0005_0000, 0x8000_0000
 REFUSE, ABSENT = ERROR | errno.EPERM, ERROR | errno.ENOSYS
 X86_64, X32_CALLS = 0xC000_003E, 0x4000_0000
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # bytes in struct seccomp_data
-Instruction = tuple[int, int, int, int]  # code, instructions to skip if true, and if false, operand
+Instruction = tuple[
+    int, int, int, int
+]  # code, number of instructions to skip if true, if false, operand
 
 
 def seccomp_filter() -> list[bytes]:

@@ -1,14 +1,14 @@
-"""Assertions about a program that are checked outside its process.
+"""Assertions about a program, checked outside the program's process.
 
-The program computes values and never sees the expected ones.
+The program only computes values. It never sees the expected values.
 
-An assertion can be checked this way if it only needs the values of the program's calls with
+An assertion can be checked this way if all it needs from the program is the values of calls with
 constant arguments:
 
-    assert square(3) == 9                asks `square(3)`; outside, its value is compared with 9
-    assert sorted(pairs([1, 2])) == []   asks `pairs([1, 2])`; the rest is computed outside
-    assert square(square(3)) == 81       is not checked outside: an argument comes from the program
-    assert square(3) == cube(2)          is not checked outside: both sides come from the program
+    assert square(3) == 9                evaluate `square(3)` inside, compare with 9 outside
+    assert sorted(pairs([1, 2])) == []   evaluate `pairs([1, 2])` inside, the rest outside
+    assert square(square(3)) == 81       not checked outside: an argument comes from the program
+    assert square(3) == cube(2)          not checked outside: both sides come from the program
 """
 
 import ast
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any, cast
 
-# Not `bytes`: bytes(n) allocates n bytes, however large n is.
+# `bytes` is excluded: bytes(n) allocates n bytes, however large n is.
 FUNCTIONS: Mapping[str, Any] = {
     function.__name__: function
     for function in (
@@ -33,17 +33,17 @@ PLAIN = (
     ast.boolop, ast.UnaryOp, ast.unaryop, ast.BinOp, ast.operator, ast.Subscript, ast.Slice,
     ast.IfExp, ast.keyword, ast.expr_context,
 )  # fmt: skip
-# With a value from the program, the result of these could fill the memory.
+# With a value from the program as operand, these operations could exhaust the memory.
 GROWING = (ast.Mult, ast.Pow, ast.LShift, ast.Mod)
-# In an assertion these names are Python's, not functions of the program.
+# In an assertion, these names refer to Python's own functions, not to the program's.
 OWN_NAMES = {*dir(builtins), "math"}
-# Characters. The time to compare some values grows with the square of their length.
+# In characters. Comparing some values takes time quadratic in their length.
 LONGEST_ANSWER = 1 << 18
 VALUE = "__value_{}"
 
 
 class Other:
-    """A value of the program that is not plain data. It equals nothing, and is true or false."""
+    """A program's value that is not plain data. It equals no other value but keeps its truth."""
 
     def __init__(self, true: bool) -> None:
         self.true = true
@@ -58,13 +58,13 @@ class _NotOutside(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Assertions:
-    """Assertions and the calls of the program that they need."""
+    """Assertions and the program's calls that they need."""
 
-    calls: Sequence[str]  # expressions for the program's process, in the order of the tests
-    tests: Sequence[CodeType]  # expressions of FUNCTIONS and of the values of `calls`
+    calls: Sequence[str]  # expressions to evaluate in the program's process, in test order
+    tests: Sequence[CodeType]  # expressions that use FUNCTIONS and the values of `calls`
 
     def hold(self, answer: str) -> bool:
-        """Return whether all assertions hold for `answer`, the program's values of `calls`."""
+        """Return whether all assertions hold if `answer` has the values of `calls` as JSON."""
         if len(answer) > LONGEST_ANSWER:
             return False
         try:
@@ -73,15 +73,15 @@ class Assertions:
             for test in self.tests:
                 if not eval(test, {"__builtins__": {}, **FUNCTIONS, **names}):
                     return False
-        except Exception:  # no values, or for example a text where the assertion needs a number
+        except Exception:  # values are missing or of the wrong type
             return False
         return True
 
 
 def plain(form: Any) -> Any:
-    """Return the data that a program has written as JSON, of Python's own types only.
+    """Convert the JSON that a program wrote to values of built-in types.
 
-    Tagged objects stand for tuples, sets and so on.
+    Tagged objects represent tuples, sets and other types that JSON lacks.
     """
     match form:
         case list():
@@ -111,9 +111,9 @@ def plain(form: Any) -> Any:
 
 
 def read_assertions(tests: str, entry: str) -> Assertions | None:
-    """Return the assertions of a label's tests, or None if they need the program's process.
+    """Return the assertions in a label's tests, or None if they must run in the program's process.
 
-    `entry` is the function that a test function `check` is called with.
+    `entry` is the name of the function that is passed to a test function `check`.
     """
     reader = _Reader(entry)
     try:
@@ -131,7 +131,7 @@ def read_assertions(tests: str, entry: str) -> Assertions | None:
 
 
 class _Reader(ast.NodeTransformer):
-    """A reader of statements, one after the other."""
+    """A reader that collects calls and tests, one statement at a time."""
 
     def __init__(self, entry: str) -> None:
         self.entry = entry
@@ -139,9 +139,9 @@ class _Reader(ast.NodeTransformer):
         self.tests: list[ast.expr] = []
 
     def read(self, statement: ast.stmt) -> None:
-        """Read an assertion, a function `check` with assertions, or a statement without effect.
+        """Read an assertion, a function `check` that contains assertions, or a no-op statement.
 
-        Raises _NotOutside.
+        Raises _NotOutside for any other statement.
         """
         match statement:
             case ast.Assert(test=test):
@@ -163,29 +163,31 @@ class _Reader(ast.NodeTransformer):
                 | ast.Import(names=[ast.alias(name="math", asname=None)])
             ):
                 pass
-            case ast.Assign(targets=[ast.Name(id="METADATA")]):  # in HumanEval, unused
+            case ast.Assign(
+                targets=[ast.Name(id="METADATA")]
+            ):  # HumanEval defines it without using it
                 pass
             case _:
                 raise _NotOutside
 
     def outside(self, test: ast.expr) -> ast.expr:
-        """Return an assertion with names for the values of its calls. Raises _NotOutside."""
+        """Return an assertion with its calls replaced by names. Raises _NotOutside."""
         before = len(self.calls)
         rewritten = self.visit(test)
         if len(self.calls) > before:
             return rewritten
         for node in ast.walk(test):
             if isinstance(node, ast.Call):
-                # The program may have a function with the name of one of FUNCTIONS.
+                # The program may define a function with the same name as one of FUNCTIONS.
                 raise _NotOutside
         return rewritten
 
     def visit(self, node: Any) -> Any:
-        """Return a part of an assertion, with calls of the program replaced. Raises _NotOutside."""
+        """Return part of an assertion with its calls replaced by names. Raises _NotOutside."""
         if isinstance(node, ast.Compare):
             of_program = [side for side in (node.left, *node.comparators) if not is_constant(side)]
             if len(of_program) > 1:
-                # Perhaps only the program's own classes can compare the values.
+                # Comparing these values may require the program's own classes.
                 raise _NotOutside
         if is_asked(node):
             name = VALUE.format(len(self.calls))
@@ -208,7 +210,7 @@ class _Reader(ast.NodeTransformer):
 
 
 class _Renamed(ast.NodeTransformer):
-    """A renaming of a test function's parameter to the function that it stands for."""
+    """A transformer that renames a test function's parameter to the function passed for it."""
 
     def __init__(self, old: str, new: str) -> None:
         self.old = old
@@ -221,10 +223,10 @@ class _Renamed(ast.NodeTransformer):
 
 
 def is_asked(node: ast.AST) -> bool:
-    """Return whether the node is a call of the program's functions with constant arguments.
+    """Return whether the node calls one of the program's functions with constant arguments.
 
-    Examples: `f(3)`, `f(3).lower()`, `Solution().f(x=3)`. Not `f(3).startswith("a")`, which would
-    show the program its expected value.
+    Examples: `f(3)`, `f(3).lower()`, `Solution().f(x=3)`. A counterexample is
+    `f(3).startswith("a")`, which would show the program its expected value.
     """
     if not isinstance(node, ast.Call) or function_of(node) is not None:
         return False
@@ -240,7 +242,7 @@ def is_asked(node: ast.AST) -> bool:
 
 
 def function_of(call: ast.Call) -> str | None:
-    """Return the name of the function if a call is one of FUNCTIONS, else None."""
+    """Return the function's name if it is one of FUNCTIONS, else None."""
     match call.func:
         case ast.Attribute(value=ast.Name(id="math"), attr="isclose"):
             return "isclose"
@@ -250,7 +252,7 @@ def function_of(call: ast.Call) -> str | None:
 
 
 def is_constant(node: ast.AST) -> bool:
-    """Return whether an expression needs nothing from the program."""
+    """Return whether an expression can be evaluated without the program."""
     if isinstance(node, ast.Call):
         return function_of(node) is not None and all(map(is_constant, _argument_values(node)))
     return isinstance(node, PLAIN) and all(map(is_constant, ast.iter_child_nodes(node)))

@@ -1,4 +1,4 @@
-"""Limit on the failed episodes of a batch, above which the run ends."""
+"""Limit on the fraction of failed episodes in a batch. The run stops if a batch exceeds it."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from openrlhf.core.trajectory import Trajectory
 
 
 class RewardErrors(UserError, RuntimeError):
-    """Too many episodes of a batch failed; the message holds the first error."""
+    """Too many failed episodes in one batch. The message contains the first error."""
 
 
 class ErrorBudget:
-    """The fraction of a batch's episodes that may fail.
+    """The maximum fraction of a batch's episodes that may fail.
 
     It is --reward.max_error_rate, or 1 with --reward.on_error drop.
     """
@@ -23,26 +23,26 @@ class ErrorBudget:
             self.max_error_rate = 1.0
 
     def exceeded_by(self, failed: int, *, of: int) -> bool:
-        """Return whether `failed` of `of` failures exceed the fraction."""
+        """Return whether `failed` failures out of `of` episodes exceed the limit."""
         return failed > self.max_error_rate * of
 
     def check(self, trajectories: Sequence[Trajectory], *, of: str = "episodes") -> None:
-        """Raise RewardErrors, with the first error, if too many trajectories have failed.
+        """Raise RewardErrors with the first error if too many trajectories failed.
 
-        `of` names the trajectories in the message.
+        `of` is what the message calls the trajectories.
         """
         failed = [trajectory.error for trajectory in trajectories if trajectory.failed]
         self.check_errors(failed, of=len(trajectories), what=f"{of} failed")
 
     def check_errors(self, errors: Sequence[str | None], *, of: int, what: str) -> None:
-        """Raise RewardErrors, with the first error, if there are too many errors.
+        """Raise RewardErrors with the first error if there are too many errors.
 
-        `what` describes the errors in the message: "episodes failed".
+        `what` describes the errors in the message, for example "episodes failed".
         """
         if self.exceeded_by(len(errors), of=of):
             raise RewardErrors(
-                f"{len(errors)} of {of} {what}, a larger fraction than --reward.max_error_rate "
-                f"{self.max_error_rate:g}. To continue regardless, raise the flag or set "
-                "--reward.on_error drop, which leaves failed episodes out. "
-                f"The first error:\n{errors[0]}"
+                f"{len(errors)} of {of} {what}, more than --reward.max_error_rate "
+                f"{self.max_error_rate:g} allows. To continue anyway, raise this limit or set "
+                "--reward.on_error drop, which drops failed episodes. "
+                f"First error:\n{errors[0]}"
             )

@@ -1,7 +1,7 @@
 """Built-in rewards that check a response's format, length or code against its label.
 
-`math` is in `graders`. Each verifier takes a response, without special tokens, and its label, and
-runs in a user process, so that --reward.timeout bounds a label's regular expression.
+The `math` verifier is in `graders`. Each verifier takes a response without special tokens, and its
+label. It runs in a user process, so that --reward.timeout also limits a label's regular expression.
 """
 
 import json
@@ -16,15 +16,17 @@ from typing import Any, Self
 from openrlhf.isolation.sandbox import run_program
 from openrlhf.rewards.assertions import Assertions, read_assertions
 
-TEST_SECONDS = 10.0  # of CPU time for one test
-LEAST_TEST_SECONDS = 0.1  # with less time left, a test is not started
-PART_OF_TIMEOUT = 0.8  # of the call, for all tests of a program; the rest is for starting sandboxes
-# Languages of fenced blocks that may be the program.
+TEST_SECONDS = 10.0  # CPU time limit of one test
+LEAST_TEST_SECONDS = 0.1  # a test is not started if less time is left
+PART_OF_TIMEOUT = (
+    0.8  # share of the call's timeout for all tests; the rest is for starting sandboxes
+)
+# Language tags of fenced blocks that may contain the program.
 PYTHON_BLOCKS = ("python", "python3", "py", "")
 _FENCED = re.compile(r"```(\w*)[^\n]*\n(.*?)```", re.DOTALL)
 _RANGE = re.compile(r"\s*(?:(\d+)\s*-\s*)?(\d+)\s*")
 
-# Runs inside the sandbox. The token is printed only if every line before it was executed.
+# Runs inside the sandbox. The token is printed only if all earlier lines were executed.
 _HARNESS = """
 import json, os, sys
 program, tests, name, arguments, token = json.load(sys.stdin)
@@ -39,7 +41,7 @@ if name:
 write(output, (token + dumps(result)).encode())
 """
 
-# Prints the values of calls as JSON, in the form that `assertions.plain` reads.
+# Evaluates calls and prints their values as JSON, in the format that `assertions.plain` reads.
 _CALLS = """
 import json, os, sys
 program, calls, token = json.load(sys.stdin)
@@ -79,8 +81,9 @@ write(output, (token + dumps(values)).encode())
 def grade_format(response: str, label: str) -> float:
     """Return 1.0 if the whole response matches the label, else 0.0.
 
-    The label is a regular expression in which . matches line breaks too. An empty label asks for
-    `<think>…</think>` once, then an answer; the opening tag may be the end of the prompt instead.
+    The label is a regular expression in which `.` also matches line breaks. An empty label requires
+    a single `<think>…</think>` block followed by an answer; the prompt may already end with the
+    opening tag.
     """
     if label:
         return float(re.fullmatch(label, response.strip(), re.DOTALL) is not None)
@@ -92,7 +95,7 @@ def grade_format(response: str, label: str) -> float:
 def grade_length(response: str, label: str) -> float:
     """Return 1.0 if the number of words is in the label's range: `200` (at most) or `100-200`.
 
-    Outside the range the reward falls linearly: to 0 at no words, and at twice the upper bound.
+    Outside the range the reward falls linearly to 0, at zero words or at twice the upper bound.
     """
     low, high = word_bounds(label)
     words = len(response.split())
@@ -102,9 +105,10 @@ def grade_length(response: str, label: str) -> float:
 
 
 def word_bounds(label: str) -> tuple[int, int]:
-    """Return the least and the largest number of words that a label asks for. Raises ValueError."""
+    """Return the minimum and maximum number of words that a label allows. Raises ValueError."""
     problem = (
-        f"--reward.verifier length takes a label like 200 or 100-200, in words, not {label[:200]!r}"
+        "--reward.verifier length expects a number of words or a range as label, such as 200 or "
+        f"100-200, not {label[:200]!r}"
     )
     bounds = _RANGE.fullmatch(label)
     if bounds is None:
@@ -121,13 +125,13 @@ class CodeTests:
     """The label of a coding problem: asserts, or inputs and expected outputs."""
 
     asserts: str = ""
-    outside: Assertions | None = None  # the asserts, if the program need not see them
-    function: str = ""  # called with each input, instead of the program reading it
+    outside: Assertions | None = None  # the asserts, if they can be checked outside the program
+    function: str = ""  # function to call with each input; if empty, the input is stdin
     cases: Sequence[tuple[Any, Any]] = ()
 
     @classmethod
     def parse(cls, label: str) -> Self:
-        """Read a label: JSON with "tests", or with "inputs" and "outputs". Raises ValueError.
+        """Parse a label: JSON with "tests", or with "inputs" and "outputs". Raises ValueError.
 
         The two forms are `{"tests": "assert …", "entry": name}` and
         `{"inputs": […], "outputs": […], "fn_name": name}`.
@@ -138,8 +142,8 @@ class CodeTests:
             given = None
         if not isinstance(given, Mapping) or not (given.get("tests") or given.get("inputs")):
             raise ValueError(
-                '--reward.verifier code takes a label with "tests" or "inputs" and "outputs", '
-                f"not {label[:200]!r}"
+                '--reward.verifier code expects a JSON label with "tests", or with "inputs" and '
+                f'"outputs", not {label[:200]!r}'
             )
         name = given.get("fn_name") or given.get("entry") or ""
         if asserts := given.get("tests"):
@@ -158,17 +162,17 @@ class CodeTests:
 
 
 def grade_code(response: str, label: str, timeout: float) -> dict[str, Any]:
-    """Return 1.0 if the program in the response passes all tests of its label, else 0.0.
+    """Return reward 1.0 if the program in the response passes all tests in its label, else 0.0.
 
-    The fraction of passed tests is logged. After a test that ran out of time, or when
-    `PART_OF_TIMEOUT` of `timeout` (seconds) is used up, the remaining tests count as failed.
+    The fraction of passed tests is logged. The remaining tests count as failed once a test times
+    out or the tests have used up `PART_OF_TIMEOUT` of `timeout` (seconds).
     """
     tests = CodeTests.parse(label)
     program = program_in(response)
     passed = 0
     deadline = time.monotonic() + PART_OF_TIMEOUT * timeout
     for case in tests.cases or [None]:
-        # By the clock, a run may take twice its CPU time.
+        # The wall-clock limit of a run is twice its CPU time limit.
         seconds = min(TEST_SECONDS, (deadline - time.monotonic()) / 2)
         if seconds <= LEAST_TEST_SECONDS:
             break
@@ -182,7 +186,7 @@ def grade_code(response: str, label: str, timeout: float) -> dict[str, Any]:
 
 
 def program_in(response: str) -> str:
-    """Return the last fenced (```) block of Python or no language, else the whole response."""
+    """Return the last fenced (```) block tagged Python or untagged, else the whole response."""
     program = response
     for language, block in _FENCED.findall(response):
         if language.lower() in PYTHON_BLOCKS:
@@ -193,7 +197,7 @@ def program_in(response: str) -> str:
 def _passes(
     program: str, tests: CodeTests, case: tuple[Any, Any] | None, seconds: float
 ) -> tuple[bool, bool]:
-    """Return whether the program passes one test, and whether the test ran out of time."""
+    """Return whether the program passes one test, and whether the test timed out."""
     if case and not tests.function:
         ran = run_program(program, _text(case[0]), seconds=seconds)
         return ran.ok and same_output(ran.output, _text(case[1])), ran.late
@@ -219,9 +223,9 @@ def _passes(
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Return whether two outputs hold the same words.
+    """Return whether two outputs contain the same words in the same order.
 
-    Numbers with a decimal point may differ by a millionth.
+    Expected numbers with a decimal point are matched to within 1e-6.
     """
     words = output.split()
     expected_words = expected.split()
@@ -242,14 +246,14 @@ def _same_word(word: str, expected: str) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Return standard input or output as text. Some datasets hold it as a list of lines."""
+    """Return a test's input or output as text. Some datasets store it as a list of lines."""
     if isinstance(value, list):
         return "\n".join(map(str, value))
     return str(value)
 
 
 def _arguments(given: Any) -> list[Any]:
-    """Return the arguments of a call, given as a list, or as text with one JSON value per line."""
+    """Return a call's arguments, given as a list or as text with one JSON value per line."""
     if isinstance(given, str):
         return [_value(line) for line in given.splitlines()]
     return list(given)

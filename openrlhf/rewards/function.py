@@ -10,10 +10,10 @@ from openrlhf.isolation.pool import ProcessPool, UserCodeError
 from openrlhf.reporting import warn_once
 from openrlhf.rewards.protocol import Reward, RewardRequest, columns
 
-ARGUMENTS = ("queries", "prompts", "labels")  # of a reward function, in this order
-# Parameters of other trainers' functions, which get only the response.
+ARGUMENTS = ("queries", "prompts", "labels")  # arguments of a reward function, in this order
+# Parameter names that other frameworks use in reward functions, which get only the response.
 RESPONSES = {"completion", "completions", "response", "responses", "output", "outputs"}
-UNLABELLED = "takes no labels, and gets none"
+UNLABELLED = "has no parameter for labels, so it is called without them"
 
 
 class Parameter(NamedTuple):
@@ -26,18 +26,18 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """The members of `ARGUMENTS` that a function takes, by name or by position."""
+    """The names in `ARGUMENTS` that a function accepts, and whether they are passed by name."""
 
     names: tuple[str, ...]
     by_name: bool
-    notice: str = ""  # for its author: how the function is called, if that may surprise
+    notice: str = ""  # how the function is called, if its author may not expect it
 
     @classmethod
     def for_parameters(cls, parameters: list[list[Any]] | None) -> Self:
-        """Choose arguments by name if the function uses the names of `ARGUMENTS`, else by position.
+        """Pass arguments by name if the function uses the names in `ARGUMENTS`, else by position.
 
         A parameter is [name, kind, required]. Raises ValueError if the names show that the function
-        expects something else.
+        expects other arguments.
         """
         if parameters is None:
             return cls(names=ARGUMENTS, by_name=False)
@@ -66,8 +66,8 @@ class Arguments:
     @classmethod
     def _by_position(cls, positional: list[str], *, is_variadic: bool) -> Self:
         takes = (
-            f"takes ({', '.join(positional)}), but is called with (queries, prompts, labels), "
-            "a query being prompt and response"
+            f"takes ({', '.join(positional)}) but is called with (queries, prompts, labels), "
+            "where a query is a prompt followed by its response"
         )
         is_foreign = bool(RESPONSES & set(positional))
         for position, name in enumerate(positional):
@@ -76,7 +76,7 @@ class Arguments:
         if len(positional) == 2 and not is_variadic and "prompt" not in positional[1]:
             is_foreign = True
         if is_foreign:
-            raise ValueError(f"{takes}: give its parameters these names")
+            raise ValueError(f"{takes}: rename its parameters to these names")
         names = ARGUMENTS
         if not is_variadic:
             names = ARGUMENTS[: len(positional)]
@@ -88,7 +88,7 @@ class Arguments:
         return cls(names=names, by_name=False, notice=notice)
 
     def of(self, requests: list[RewardRequest]) -> tuple[list[list[Any]], dict[str, list[Any]]]:
-        """Return the positional and the keyword arguments of a call."""
+        """Return a call's positional and keyword arguments."""
         given = columns(requests)
         chosen = {name: given[name] for name in self.names}
         if self.by_name:
@@ -99,9 +99,9 @@ class Arguments:
 class FunctionReward(Reward):
     """The user's `reward_func(queries, prompts, labels)`, run in the processes of `pool`.
 
-    The function gets lists of length 1, one call per sample, or with --reward.batch all requests at
-    once. --reward.timeout bounds each call. The function may be `async`, take `**kwargs`, leave out
-    `labels`, and return a bare tensor or list of rewards. `function` is its name in the file.
+    The function is called once per sample with lists of length 1, or with --reward.batch once with
+    all requests. --reward.timeout limits each call. The function may be `async`, accept `**kwargs`,
+    omit `labels`, and return a bare tensor or list of rewards. `function` is its name in the file.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class FunctionReward(Reward):
         self._arguments: Arguments | None = None
 
     async def check(self) -> None:
-        """Load the file in a process. Raises ConfigError, with the traceback, if that fails."""
+        """Load the file in a process. Raises ConfigError with the traceback if loading fails."""
         try:
             await self._learn_arguments()
         except UserCodeError as error:
@@ -124,7 +124,7 @@ class FunctionReward(Reward):
             raise ConfigError(f"--reward.remote_url: {self.source} {error}") from error
 
     async def ask(self, requests: list[RewardRequest]) -> Any:
-        """Return the value of the function for these requests."""
+        """Return the function's return value for these requests."""
         args, kwargs = (await self._learn_arguments()).of(requests)
         return await self.pool.call(self.source, *args, timeout=self.timeout, **kwargs)
 

@@ -1,9 +1,9 @@
-"""Grading of answers to mathematical questions: string rules first, then math-verify.
+"""Grading of math answers: string rules first, then math-verify.
 
-`grade_answer` compares two answers by the rules that reward functions written for OpenRLHF rely on;
-`grade_math` grades a whole response. An unusual answer (9^{9^9}) takes seconds, so run both in a
-user process: math-verify stops itself by a signal, which only a main thread receives, and functions
-run in the main thread there.
+`grade_answer` compares two answers with the rules that reward functions written for OpenRLHF rely
+on; `grade_math` grades a whole response. An unusual answer such as 9^{9^9} takes seconds, so run
+both in a user process. Functions run in its main thread, as math-verify's signal-based timeout
+requires.
 """
 
 import logging
@@ -17,18 +17,18 @@ from math_verify import parse, verify
 from openrlhf.config.flags import toml_beside
 from openrlhf.rewards.labels import math_answers
 
-SYMBOLIC_SECONDS = 5  # for reading, and again for comparing, a pair of answers
-# Characters. Longer answers are not parsed, so that a babbling policy costs little.
+SYMBOLIC_SECONDS = 5  # time limit of each call to math-verify
+# In characters. Longer answers are not parsed, so that grading a rambling policy stays cheap.
 LONGEST_ANSWER = 1000
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warnings repeat the whole response
 
 TABLES = toml_beside(__file__)
 SPELLING_RULES = TABLES["signs"] + TABLES["spelling"]
 VALUE_RULES = TABLES["signs"] + TABLES["value"]
-# Not its units, among which are variables such as t.
+# Its removal of units is left off because it would also remove variables such as t.
 NORMAL_FORM = NormalizationConfig(malformed_operators=True, boxed="none")
 _MIXED = re.compile(r"(?<![\w^.])(\d+) +(\d+)/(\d+)")
-# math-verify's extraction joins neighbouring boxes, and reads a box that has no end.
+# math-verify's own extraction joins adjacent boxes and accepts a box that is never closed.
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 _GSM8K = re.compile(r"####\s*\$?\s*(-?[\d,./]*\d)")
 _FRACTION = re.compile(r"-?\d+/\d+")
@@ -44,7 +44,7 @@ def extract_boxed_answer(text: str | None) -> str | None:
     `so \boxed{\frac{1}{2}}.` → `\frac{1}{2}`
     """
     open_braces: list[re.Match[str]] = []
-    content: slice | None = None  # of the last box so far
+    content: slice | None = None  # content of the last box so far
     for brace in _BRACE.finditer(text or ""):
         if brace[0] != "}":
             open_braces.append(brace)
@@ -59,7 +59,7 @@ def extract_boxed_answer(text: str | None) -> str | None:
 
 
 def gsm8k_answer(text: str) -> str | None:
-    """Return the number after the last `####` (GSM8K's mark), without commas, or None."""
+    """Return the number after the last `####` (GSM8K's answer marker), without commas, or None."""
     found = _GSM8K.findall(text)
     if not found:
         return None
@@ -67,11 +67,11 @@ def gsm8k_answer(text: str) -> str | None:
 
 
 def grade_answer(given: str | None, truth: str | None) -> bool:
-    """Return whether `given` equals `truth` up to spelling, or in value part by part.
+    """Return whether `given` equals `truth` in normalized form, or part by part in value.
 
     Fractions must match as written (2/4 is not 1/2), and only an integer matches an integer. Other
-    parts are compared symbolically if they hold at most two different letters and no exponent above
-    9. None and overlong answers are wrong.
+    parts are compared symbolically if they contain at most two distinct letters and no exponent
+    above 9. None and answers above `LONGEST_ANSWER` are wrong.
     """
     if given is None or truth is None or len(given) > LONGEST_ANSWER:
         return False
@@ -95,12 +95,12 @@ def grade_answer(given: str | None, truth: str | None) -> bool:
 
 
 def grade_math(response: str, label: Any) -> float:
-    r"""Return 1.0 if the response's final answer is the label, or in the list of labels, else 0.0.
+    r"""Return 1.0 if the response's final answer equals the label or one of several, else 0.0.
 
     The final answer is the content of the last box, else the number after `####`, else the formula
     or number that math-verify finds in the last 1,000 characters (preferably after "answer"). A
-    label is a bare answer (`72`, `\frac{1}{2}`) or a solution with a box or `####` in it. Raises
-    ValueError for a label without an answer.
+    label is a bare answer (`72`, `\frac{1}{2}`), a solution that contains a box or `####`, or a
+    list of these. Raises ValueError for a label without an answer.
     """
     for truth in math_answers(label):
         if grade := _grade_one(response, truth):
@@ -125,7 +125,7 @@ def _grade_one(response: str, label: str) -> float:
 
 
 def _value(text: str) -> str:
-    """Normalize an answer: mixed numbers as fractions, no spaces, no capitals."""
+    """Convert mixed numbers to fractions, remove spaces, and convert to lower case."""
     text = _MIXED.sub(_as_fraction, _rewrite(text, VALUE_RULES))
     return "".join(text.split()).lower()
 
@@ -171,7 +171,7 @@ def _parse(answer: str) -> list[Any]:
 
 
 def _seconds() -> int:
-    """Return the time limit for math-verify: 0, that is none, outside the main thread."""
+    """Return math-verify's time limit: 0, which means no limit, outside the main thread."""
     if threading.current_thread() is threading.main_thread():
         return SYMBOLIC_SECONDS
     return 0

@@ -1,4 +1,4 @@
-"""A language model that compares two answers, behind an OpenAI-compatible server."""
+"""A judge: a language model on an OpenAI-compatible server that compares two answers."""
 
 import asyncio
 import re
@@ -15,19 +15,19 @@ QUESTION = Template(Path(__file__).with_suffix(".jinja").read_text(encoding="utf
 
 
 class NoVerdict(ValueError):
-    """The judge's answer does not say which answer is better."""
+    """A judge's reply that does not say which answer is better."""
 
     failure = Failure.RESULT
 
 
 class Judge:
-    """A judge that is asked about each pair of answers in both orders.
+    """A judge that compares each pair of answers in both orders.
 
-    A judge that prefers a position rather than an answer thus calls the pair a tie.
+    If it prefers a position rather than an answer, the result is a tie.
     """
 
     def __init__(self, judge: JudgeConfig, reward: RuleConfig) -> None:
-        """Connect to the server. Its key is the environment variable OPENAI_API_KEY."""
+        """Connect to the server. The API key is read from OPENAI_API_KEY."""
         assert judge.url
         base = judge.url.rstrip("/").removesuffix("/chat/completions")
         self.engine = RemoteEngine(
@@ -54,12 +54,12 @@ class Judge:
 
 
 def read_verdict(text: str) -> str:
-    """Return A or B, from the last line of the judge's answer.
+    """Return the verdict, A or B, from the last line of the judge's reply.
 
-    Raises NoVerdict, which quotes the answer.
+    Raises NoVerdict, which quotes the reply.
     """
     last = text.strip().rpartition("\n")[2]
     found = re.fullmatch(r"\W*(?:(?:answer|verdict)\W+)?([AB])\W*", last, re.IGNORECASE)
     if not found:
-        raise NoVerdict(f"judge: its last line is neither A nor B: {text[-200:]!r}")
+        raise NoVerdict(f"judge: the last line of its reply is neither A nor B: {text[-200:]!r}")
     return found[1].upper()

@@ -1,4 +1,4 @@
-"""Check of a dataset's labels, before sampling: can the built-in verifiers read them?"""
+"""Startup check that the built-in verifiers can parse a dataset's labels."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from openrlhf.rewards.protocol import shown
 
 
 def math_answers(label: Any) -> list[str]:
-    """Return the correct answers that a label holds: its text or number, or every item of a list.
+    """Return a label's correct answers: its text or number, or every item if it is a list.
 
     Raises ValueError if there are none.
     """
@@ -27,12 +27,12 @@ def math_answers(label: Any) -> list[str]:
             answers.append(json.dumps(value))
         else:
             raise ValueError(
-                "--reward.verifier math takes a text, a number, or a list of them, "
+                "--reward.verifier math expects text, a number, or a list of these as label, "
                 f"not {shown(label)}"
             )
     if not answers:
         raise ValueError(
-            "--reward.verifier math takes a list of answers with at least one answer, not []"
+            "--reward.verifier math expects at least one answer in a label that is a list, not []"
         )
     return answers
 
@@ -55,7 +55,7 @@ def _read_pattern(label: str) -> None:
         re.compile(label)
     except re.error as error:
         raise ValueError(
-            f"--reward.verifier format takes a regular expression, not {shown(label)}: {error}"
+            f"--reward.verifier format expects a regular expression, not {shown(label)}: {error}"
         ) from error
 
 
@@ -70,10 +70,10 @@ READERS: dict[str, Callable[[Any], Any]] = {
 def check_labels(
     verifier: str, labels: Iterable[Any], *, column: str, origin: Callable[[int], str]
 ) -> list[Finding]:
-    """Return a failure with the number of labels that a verifier cannot read, if any.
+    """Return a failure if a verifier cannot parse some of the labels.
 
-    The failure quotes the first such label. `origin` returns the dataset and row of a label, by its
-    number.
+    The failure counts these labels and quotes the first one. `origin` returns the dataset and row
+    of the label at an index.
     """
     read = READERS[verifier]
     unreadable = 0
@@ -90,8 +90,8 @@ def check_labels(
     if not unreadable:
         return []
     seen = (
-        f"{unreadable} of {count} labels cannot be read, so their answers could never be "
-        f"rewarded. The first: {first}."
+        f"{unreadable} of {count} labels cannot be parsed, so answers to their prompts could never "
+        f"be rewarded. First: {first}."
     )
-    fix = "Remove or correct these rows, or name another column with --data.label_key."
+    fix = "Remove or correct these rows, or choose a different column with --data.label_key."
     return [Finding(seen, fix, fails=True)]

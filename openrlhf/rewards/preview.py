@@ -1,6 +1,7 @@
-"""Trial of a reward before training: labels are correct answers, other rows' labels wrong ones.
+"""Trial of a reward before training.
 
-Requests are built as in a run, so that a reward that looks for an end token finds it in both.
+Labels serve as correct answers, and the labels of other rows as wrong answers. Requests are built
+as in a run, so a reward that looks for the eos token finds it here too.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 def answered(
     tokenizer: PreTrainedTokenizerBase | None, prompt: str, label: Any, response: str
 ) -> RewardRequest:
-    """Return the request for a response that ends with the end token, as in a run.
+    """Return the request for a response, with the eos token appended as in a run.
 
-    Without a tokenizer, the request holds the texts unchanged.
+    Without a tokenizer, the request contains the texts unchanged.
     """
     if tokenizer is None:
         return RewardRequest(
@@ -44,9 +45,9 @@ def answered(
 def wrong_requests(
     requests: Sequence[RewardRequest], tokenizer: PreTrainedTokenizerBase | None
 ) -> list[RewardRequest]:
-    """Return the requests whose label is text, each answered with the next label that differs.
+    """Answer each request whose label is text with the next label that differs from its own.
 
-    The list is empty if all labels are the same.
+    Returns no requests if all labels are equal.
     """
     labelled = [request for request in requests if _is_text(request.label)]
     wrong: list[RewardRequest] = []
@@ -65,9 +66,9 @@ def _is_text(label: Any) -> bool:
 async def reward_preview(
     reward: Reward, rows: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> list[Finding]:
-    """Return a notice if the reward fails on labels, or does not prefer them to wrong answers.
+    """Return a notice if the reward fails on labels or does not prefer them to wrong answers.
 
-    Rows whose label is not text are left out.
+    Rows whose label is not text are skipped.
     """
     rows = [row for row in rows if _is_text(row.label)]
     if not rows:
@@ -77,8 +78,8 @@ async def reward_preview(
     failed = [result for result in results if result.error is not None]
     if failed:
         seen = (
-            f"The reward failed on {len(failed)} of {len(results)} answers made of labels. "
-            f"The first error:\n{failed[0].error}"
+            f"The reward failed on {len(failed)} of {len(results)} test answers built from the "
+            f"labels. First error:\n{failed[0].error}"
         )
         return [Finding(seen)]
     rewards = [result.reward or 0.0 for result in results]
@@ -87,9 +88,9 @@ async def reward_preview(
     if not wrong_rewards or fmean(correct_rewards) > fmean(wrong_rewards):
         return []
     seen = (
-        f"The reward of correct answers (labels with the end token, such as "
-        f"{shown(correct[0].response)}) is {correct_rewards}, of labels of other rows "
-        f"{wrong_rewards}."
+        f"The reward does not prefer correct answers. It gives {correct_rewards} to the labels "
+        f"(with the eos token, such as {shown(correct[0].response)}) and {wrong_rewards} to the "
+        "labels of other rows."
     )
     fix = (
         "If labels are answers, check what the reward compares: `openrlhf reward test` shows more."
@@ -100,9 +101,9 @@ async def reward_preview(
 def check_reward(
     rule: RuleConfig, rows: Sequence[Prompt] = (), tokenizer: PreTrainedTokenizerBase | None = None
 ) -> list[Finding]:
-    """Load the function or verifier of the flags, or reach the servers, and try it on some rows.
+    """Load the configured function or verifier, or connect to the servers, and try it on some rows.
 
-    Returns the notice of `reward_preview`, if any. Labels are scored only if they may be answers.
+    Returns the notice from `reward_preview`, if any. Labels are scored only if they may be answers.
     Raises ConfigError.
     """
 

@@ -1,7 +1,7 @@
 """Rewards of finished samples: the request, the result, and the weighted sum of several rewards.
 
-A failed reward is a result with an error, never a number. --reward.on_error sets what becomes of
-the episode, `ErrorBudget` when the run stops.
+A failed reward is a result with an error, never a number. --reward.on_error decides whether the
+episode is dropped, and `ErrorBudget` when the run stops.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from openrlhf.core.trajectory import Failure, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LARGEST_REWARD = 3e38  # above this, float32 is infinite
+LARGEST_REWARD = 3e38  # larger values overflow float32 to infinity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class RewardRequest:
     query: str  # prompt and response, with special tokens
     prompt: str
     label: Any = ""
-    response: str = ""  # the sampled text alone
+    response: str = ""  # only the sampled text
     answer: str = ""  # the response without special tokens, for verifiers
 
 
@@ -45,11 +45,11 @@ def request_of(
 ) -> RewardRequest:
     """Return the request for a sample.
 
-    Query and answer stay empty unless they are in `reads`, because decoding takes time.
+    `query` and `answer` are decoded only if `reads` lists them, because decoding takes time.
     """
 
     def decode(tokens: Sequence[int], *, special: bool) -> str:
-        # Transformers inspects each token of a list, but not of an array.
+        # Transformers inspects each token in a list but not in an array.
         array = np.asarray(tokens, dtype=np.int64)
         return str(tokenizer.decode(array, skip_special_tokens=not special))
 
@@ -68,7 +68,7 @@ class RewardResult:
     """A sample's reward, or the error (a message with the traceback) if the reward failed."""
 
     reward: float | None = None
-    score: float | None = None  # read by dynamic filtering; by default the reward
+    score: float | None = None  # used by dynamic filtering; defaults to the reward
     extra_logs: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
     failure: Failure | None = None  # the kind of `error`
@@ -77,7 +77,7 @@ class RewardResult:
 class Reward(ABC):
     """A scorer of samples.
 
-    A call gets one request, or with `batch` all requests together. Calls run concurrently.
+    A call receives one request, or all requests if `batch` is set. Calls run concurrently.
     """
 
     source: str  # name of the reward in messages
@@ -91,16 +91,16 @@ class Reward(ABC):
 
     @abstractmethod
     async def ask(self, requests: list[RewardRequest]) -> Any:
-        """Return the value of one call, for `read_rewards`.
+        """Make one call and return its value for `read_rewards`.
 
         Raises UserCodeError or ServerError, which carry the kind of failure.
         """
 
     async def aclose(self) -> None:  # noqa: B027 — most rewards hold nothing open
-        """Close what `ask` has opened in this event loop. Nothing can be scored afterwards."""
+        """Close the connections that `ask` opened in this event loop. Call this method last."""
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        """Return one result per request, in order. An error is a result too."""
+        """Return one result per request, in order. Errors are returned as results."""
         calls: list[list[RewardRequest]] = []
         if not self.batch:
             calls = [[request] for request in requests]
@@ -125,7 +125,7 @@ class Reward(ABC):
 
 
 def columns(requests: Sequence[RewardRequest]) -> dict[str, list[Any]]:
-    """Return the requests as the arguments of a reward function."""
+    """Return the requests as arguments for a reward function."""
     queries: list[Any] = []
     prompts: list[Any] = []
     labels: list[Any] = []
@@ -137,10 +137,10 @@ def columns(requests: Sequence[RewardRequest]) -> dict[str, list[Any]]:
 
 
 def read_rewards(returned: Any, count: int) -> list[RewardResult]:
-    """Convert the value that a reward function returned for `count` samples to one result each.
+    """Convert a reward function's return value for `count` samples to one result per sample.
 
-    Expected: {"rewards": numbers, "scores": numbers, "extra_logs": {name: numbers}}, or the rewards
-    alone. Scores default to the rewards. Raises ValueError, with the returned value, otherwise.
+    Expected: {"rewards": numbers, "scores": numbers, "extra_logs": {name: numbers}}, or just the
+    rewards. Scores default to the rewards. Raises ValueError, which quotes any other value.
     """
     if not isinstance(returned, Mapping):
         returned = {"rewards": returned}
@@ -170,8 +170,7 @@ def numbers(
 ) -> list[float]:
     """Return `value`, a number or (nested) lists of numbers, as `count` floats.
 
-    `of` names what the floats belong to, for the message. Raises ValueError, with `value`, if it is
-    something else.
+    `of` is what the message calls the items. Raises ValueError, which quotes any other `value`.
     """
     flat = _flatten(value)
     if not all(isinstance(item, bool | int | float) for item in flat):
@@ -207,14 +206,14 @@ def combined(
     weights: Sequence[float],
     by_steps: Sequence[float] = (),
 ) -> Trajectory:
-    """Return the episode with the weighted sum of its rewards: of each model, then of the rule.
+    """Return the episode with the weighted sum of its rewards: each model's, then the rule's.
 
-    The rule is left out if the episode has no reward yet. `by_steps` holds the rewards that a
-    process reward model gives each token; their sum is the last of the models' rewards.
+    The rule's reward is the episode's current reward, if it has one. `by_steps` contains the
+    per-token rewards from a process reward model; their sum is the last of the models' rewards.
 
-    Without weights each reward counts 1. An agent's rewards of turns are weighted like its reward.
-    The rule's score stays the score; without a rule the sum is the score too. If there are several
-    rewards, each is logged. A sum that is not finite fails the episode.
+    Without weights, each reward has weight 1. An agent's turn rewards are weighted like its reward.
+    The score remains the rule's; without a rule, the sum becomes the score. If there are several
+    rewards, each is logged. A non-finite sum fails the episode.
     """
     model_rewards = list(by_models)
     if by_steps:
@@ -228,7 +227,7 @@ def combined(
     weighted = [w * reward for w, reward in zip(used_weights, rewards.values(), strict=True)]
     total = math.fsum(weighted)
     if not abs(total) < LARGEST_REWARD:
-        message = f"its reward is {total}: the reward models gave {model_rewards}"
+        message = f"the reward is {total}: the reward models returned {model_rewards}"
         return trajectory.failing(message, Failure.RESULT)
     turn_rewards: list[tuple[int, float]] = []
     for position, part in trajectory.turn_rewards:

@@ -1,10 +1,10 @@
 """OpenAI-compatible servers that the run did not start, for agents and reward functions.
 
-User code selects them by name. The process that starts user processes puts names and URLs in its
-environment, which user processes inherit.
+User code selects them by name. The process that starts user processes stores the names and URLs in
+its environment, which user processes inherit.
 
-The `openai` client is not used: its timeout bounds each read, not a whole attempt, and it cannot
-take a URL with query parameters. Importing it takes 0.8 s of CPU in each user process.
+The `openai` client is not used: its timeout limits each read instead of a whole attempt, it does
+not support URLs with query parameters, and importing it takes 0.8 s of CPU time per user process.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def offer_engines(rollout: RemoteEnginesConfig, reward: RuleConfig) -> None:
-    """Wait until all remote engines answer, then offer them to user processes that start later.
+    """Wait for all remote engines, then make them available to user processes started later.
 
     Raises ConfigError.
     """
@@ -37,12 +37,12 @@ def offer_engines(rollout: RemoteEnginesConfig, reward: RuleConfig) -> None:
 
 
 class RemoteEngine:
-    """One server.
+    """A client for one server.
 
-    `model` is the name of a model there; with None, the first model in the server's list.
-    `parameters` are parameters of the OpenAI API. Methods raise ServerError if the server is gone,
-    slow, refuses, or answers something else. Methods with names in `_sync` are for code that is not
-    async, and may be called from any thread. Requests of a process share their connections.
+    `model` is the name of a model on the server; None selects the first model that it lists.
+    `parameters` are OpenAI API parameters. Methods raise ServerError if the server is down or slow,
+    rejects the request, or returns an unexpected response. Methods ending in `_sync` are for
+    synchronous code and may be called from any thread. A process's requests share connections.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class RemoteEngine:
         key: str | None = None,
         **names: str,
     ) -> None:
-        """Use the server at this URL.
+        """Create a client for the server at this URL.
 
-        The credential is `key`, or else OPENAI_API_KEY. `names` are arguments of `HTTPServers`.
+        The API key is `key`, or else OPENAI_API_KEY. `names` are arguments of `HTTPServers`.
         """
         key = key or os.environ.get("OPENAI_API_KEY")
         self.servers = HTTPServers([url.rstrip("/")], rule, key=key, **names)
         self._model = model
-        self._first: str | None = None  # in the server's list, until the server refuses something
+        self._first: str | None = None  # first listed model; reset if the server rejects a request
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> str:
         """Return the text of the reply to a conversation."""
@@ -69,7 +69,7 @@ class RemoteEngine:
         return self.read(answered, "choices", 0, "message", "content", kind=str)
 
     async def completion(self, prompt: str | Sequence[int], **parameters: Any) -> str:
-        """Return the text that follows a prompt, given as text or as tokens."""
+        """Return the completion of a prompt that is given as text or as token ids."""
         answered = await self.ask("/completions", {"prompt": prompt, **parameters})
         return self.read(answered, "choices", 0, "text", kind=str)
 
@@ -82,7 +82,7 @@ class RemoteEngine:
         return in_background(self.completion(prompt, **parameters)).result()
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Return the server's answer to `body` plus the model's name. Raises ServerError."""
+        """Add the model's name to `body`, send it and return the response. Raises ServerError."""
         if "model" not in body:
             if not (self._model or self._first):
                 self._first = await self._listed("id", kind=str)
@@ -90,25 +90,25 @@ class RemoteEngine:
         return await self._answer(body, path)
 
     async def room(self) -> int | None:
-        """Return the token limit of request and answer together.
+        """Return the maximum number of tokens in a request and its response together.
 
-        It is None if the server does not report it; vLLM does.
+        Returns None if the server does not report this limit; vLLM does.
         """
         return (await self._listed(kind=dict)).get("max_model_len")
 
     async def _listed(self, *path: str, kind: type[T]) -> T:
-        """Return an entry of the first model in the server's list."""
+        """Return a field of the first model that the server lists."""
         return self.read(await self._answer(None, "/models"), "data", 0, *path, kind=kind)
 
     async def _answer(self, body: Mapping[str, Any] | None, path: str) -> Any:
         try:
             return await asyncio.wrap_future(in_background(self.servers.ask(body, path)))
         except ValueError as error:
-            self._first = None  # the server may have another model by now
+            self._first = None  # the server may serve a different model by now
             raise ServerError(f"{self.servers.kind} {error}") from error
 
     def read(self, answered: Any, *path: str | int, kind: type[T]) -> T:
-        """Return the value at a path in an answer. Raises ServerError if it is absent."""
+        """Return the value at a path in a response. Raises ServerError if it is missing."""
         found = answered
         try:
             for step in path:
@@ -118,8 +118,8 @@ class RemoteEngine:
         if not isinstance(found, kind):
             place = ".".join(map(str, path))
             raise ServerError(
-                f"{self.servers.kind} {self.servers.servers[0].name} sent no {kind.__name__} at "
-                f"{place}: {str(answered)[:200]!r}"
+                f"{self.servers.kind} {self.servers.servers[0].name} returned no {kind.__name__} "
+                f"at {place}: {str(answered)[:200]!r}"
             )
         return found
 
@@ -127,15 +127,15 @@ class RemoteEngine:
 def remote_engine(
     name: str, model: str | None = None, *, timeout: float | None = None, key: str | None = None
 ) -> RemoteEngine:
-    """Return the engine of that name in --rollout.remote_engines. Raises LookupError if absent.
+    """Return the engine with this name from --rollout.remote_engines, or raise LookupError.
 
-    `timeout` (seconds) bounds one attempt; without it, --reward.timeout does. The credential is
-    `key`, or else OPENAI_API_KEY.
+    `timeout` (seconds) limits each attempt and defaults to --reward.timeout. The API key is `key`,
+    or else OPENAI_API_KEY.
     """
     offered = json.loads(os.environ.get(VARIABLE, '{"urls": {}}'))
     if name not in offered["urls"]:
         known = ", ".join(offered["urls"]) or "none"
-        raise LookupError(f"{FLAG} has no engine {name!r}; its engines: {known}")
+        raise LookupError(f"{FLAG} has no engine {name!r}; available engines: {known}")
     rule = RuleConfig(timeout=timeout or offered["timeout"], retries=offered["retries"])
     return _engine(offered["urls"][name], model, rule, key, os.getpid())
 
@@ -144,18 +144,18 @@ def remote_engine(
 def _engine(
     url: str, model: str | None, rule: RuleConfig, key: str | None, process: int
 ) -> RemoteEngine:
-    """Return the engine that equal calls in a process share: a fork lacks its parent's threads."""
+    """Return the engine that identical calls in a process share; forks do not inherit threads."""
     return RemoteEngine(url, rule, model=model, key=key, kind="remote engine", flag=FLAG)
 
 
 @cache
 def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """Return the event loop of all requests of a process, in a thread of its own."""
+    """Return a process's event loop for requests, which runs in its own thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="remote engines", daemon=True).start()
     return loop
 
 
 def in_background(asked: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run a coroutine that asks engines in the event loop of all requests."""
+    """Run a coroutine in the process's event loop for requests."""
     return asyncio.run_coroutine_threadsafe(asked, _loop(os.getpid()))

@@ -1,4 +1,4 @@
-"""The reward that the flags select, if it comes from a function, a verifier or HTTP servers."""
+"""The reward that the flags select: a function, a verifier or HTTP servers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from openrlhf.rewards.labels import label_text
 from openrlhf.rewards.protocol import Reward, RewardRequest, columns
 from openrlhf.rewards.servers import HTTPServers
 
-VERIFIERS = {  # called with a response and its label; code with a limit of seconds, too
+VERIFIERS = {  # called with a response and its label; `code` also with a time limit in seconds
     "math": "openrlhf.rewards.graders:grade_math",
     "code": "openrlhf.rewards.checks:grade_code",
     "format": "openrlhf.rewards.checks:grade_format",
@@ -25,9 +25,9 @@ VERIFIERS = {  # called with a response and its label; code with a limit of seco
 def reward_of(
     reward: RuleConfig, *, workers: int | None = None, log_dir: Path | None = None
 ) -> Iterator[Reward | None]:
-    """Yield the function, servers or verifier of these flags, or None if they select none.
+    """Yield the function, servers or verifier that these flags select, or None.
 
-    Code that runs here gets a pool of processes until the block exits.
+    A function or verifier runs in a pool of processes, which is closed when the block exits.
     """
     if reward.urls:
         yield HTTPReward(reward)
@@ -44,9 +44,9 @@ def reward_of(
 
 
 class HTTPReward(Reward):
-    """Servers that answer POST {"query": [...], "prompts": [...], "labels": [...]}.
+    """Servers that accept POST {"query": [...], "prompts": [...], "labels": [...]}.
 
-    `read_rewards` describes the answer.
+    `read_rewards` describes the response.
     """
 
     source = "reward server:"
@@ -58,11 +58,11 @@ class HTTPReward(Reward):
         self.batch = rule.batch
 
     async def check(self) -> None:
-        """Wait for the servers. Raises ConfigError naming the servers that do not answer."""
+        """Wait for the servers. Raises ConfigError, which names the servers that do not respond."""
         await self.servers.check()
 
     async def ask(self, requests: list[RewardRequest]) -> Any:
-        """Return the answer of one of the servers."""
+        """Return the response from one of the servers."""
         asked = columns(requests)
         return await self.servers.ask({"query": asked.pop("queries"), **asked})
 
@@ -72,7 +72,7 @@ class HTTPReward(Reward):
 
 
 class VerifierReward(Reward):
-    """A check of responses against labels (--reward.verifier), in the processes of `pool`."""
+    """A built-in verifier (--reward.verifier) that runs in the processes of `pool`."""
 
     reads = ("answer",)
 
@@ -93,13 +93,15 @@ class VerifierReward(Reward):
             for missing in await self.pool.call(
                 "openrlhf.isolation.sandbox:missing_protection", timeout=120
             ):
-                warn_once(f"--reward.verifier code, on this machine: {missing}.")
+                warn_once(
+                    f"--reward.verifier code is not fully isolated on this machine: {missing}."
+                )
 
     async def ask(self, requests: list[RewardRequest]) -> Any:
         """Return the verifier's result for one response."""
         [request] = requests
         label = request.label
-        if self.source != VERIFIERS["math"]:  # the math verifier reads lists
+        if self.source != VERIFIERS["math"]:  # the math verifier accepts lists
             label = label_text(label)
         limits: list[float] = []
         if self.sandboxed:

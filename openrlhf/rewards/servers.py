@@ -1,4 +1,4 @@
-"""HTTP servers that this run did not start: routing, retries, back-off, error messages."""
+"""HTTP servers that this run did not start: routing, retries, backoff and error messages."""
 
 import asyncio
 import random
@@ -16,25 +16,25 @@ from openrlhf.core.trajectory import Failure
 from openrlhf.masking import without_secrets
 from openrlhf.reporting import warn
 
-IN_FLIGHT = 128  # concurrent requests; further requests wait, and their deadlines do not run yet
+IN_FLIGHT = 128  # maximum concurrent requests; the deadline of a queued request has not started
 LONGEST_PAUSE_S = 30.0
 START_S = 30  # how long `check` waits for a server that is still starting
-PROBE_S = 5.0  # for one attempt of `check`
-RETRIED = {408, 425, 429, *range(500, 600)}  # statuses that another attempt may change
+PROBE_S = 5.0  # time limit of one attempt in `check`
+RETRIED = {408, 425, 429, *range(500, 600)}  # HTTP statuses for which a retry may succeed
 
 
 class ServerError(RuntimeError):
-    """A server did not answer, or is temporarily unable to: another attempt may succeed."""
+    """A server that did not respond or is temporarily unavailable. A retry may succeed."""
 
-    failure = Failure.SERVER  # what an episode counts as if user code does not catch it
+    failure = Failure.SERVER  # kind of failure of an episode whose code does not catch this error
 
 
 @dataclass
 class _Server:
     url: str
     in_flight: int = 0
-    failures: int = 0  # since it last answered
-    rests_until: float = 0.0  # by the monotonic clock
+    failures: int = 0  # consecutive failures since the last response
+    rests_until: float = 0.0  # end of the backoff, by the monotonic clock
 
     @property
     def name(self) -> str:
@@ -43,18 +43,18 @@ class _Server:
 
     @property
     def rest(self) -> float:
-        """The seconds for which it still rests."""
+        """The remaining backoff in seconds."""
         return max(0.0, self.rests_until - monotonic())
 
 
 class HTTPServers:
-    """Interchangeable servers that answer with JSON.
+    """Interchangeable servers that respond with JSON.
 
-    `timeout` (seconds) bounds one attempt, `retries` is the number of attempts after the first. A
-    server that failed rests, each time longer. An attempt prefers a server that does not rest, then
-    one not yet tried, then the least busy. If all of them rest, the next attempt waits for the one
-    whose rest ends first, and goes to it. `kind` names a server in messages, `flag` is the flag of
-    its URL, `limit` the flag of the timeout, `key` the credential sent with every request.
+    `timeout` (seconds) limits each attempt; `retries` is the number of attempts after the first.
+    Each failure of a server extends its backoff. An attempt prefers a server without a backoff,
+    then one not yet tried, then the least busy. If all servers are backing off, the next attempt
+    waits for the server whose backoff ends first. `kind` is what messages call a server. `flag` and
+    `limit` are the flags that set its URL and timeout. `key` is sent with every request.
     """
 
     def __init__(
@@ -77,29 +77,29 @@ class HTTPServers:
         if key:
             headers["Authorization"] = f"Bearer {key}"
         limits = httpx.Limits(max_connections=IN_FLIGHT, max_keepalive_connections=IN_FLIGHT)
-        # Of the event loop that `ask` and `aclose` run in.
+        # Bound to the event loop in which `ask` and `aclose` run.
         self._client = httpx.AsyncClient(
             timeout=None, follow_redirects=True, limits=limits, headers=headers
         )
         self._turns = asyncio.Semaphore(IN_FLIGHT)
 
     async def check(self) -> None:
-        """Wait for the servers. Raises ConfigError naming the servers that do not answer."""
+        """Wait for the servers. Raises ConfigError, which names the servers that do not respond."""
         async with httpx.AsyncClient() as client:
             problems = await asyncio.gather(*(_await_server(client, s.url) for s in self.servers))
         if problems := [problem for problem in problems if problem]:
-            remedy = f"Start the {self.kind}, or correct host and port."
+            remedy = f"Start the {self.kind}, or correct its host and port."
             raise ConfigError([f"{self.flag}: {problem}. {remedy}" for problem in problems])
 
     async def aclose(self) -> None:
-        """Close the connections. Nothing can be asked afterwards."""
+        """Close the connections. No requests can be sent afterwards."""
         await self._client.aclose()
 
     async def ask(self, body: Mapping[str, Any] | None, path: str = "") -> Any:
-        """Return the first answer in `retries` + 1 attempts to POST `body` to the URL plus `path`.
+        """POST `body` to the URL plus `path` in up to `retries` + 1 attempts; return the response.
 
-        Without a body the request is a GET. Raises ServerError after the last attempt, ValueError
-        or TypeError if the answer is not JSON.
+        Without a body, send a GET request. Raises ServerError after the last attempt, and
+        ValueError or TypeError if a retry cannot help, for example if the response is not JSON.
         """
         tried: list[str] = []
         attempts = AsyncRetrying(
@@ -117,9 +117,9 @@ class HTTPServers:
             raise ServerError(f"{error} (after {attempts_made})") from error
 
     async def _attempt(self, body: Mapping[str, Any] | None, path: str, tried: list[str]) -> Any:
-        """Return the answer of one server, if possible one that does not rest and was not `tried`.
+        """Send the request to one server, preferably one without a backoff that was not `tried`.
 
-        Raises ServerError, or ValueError if another attempt cannot help.
+        Raises ServerError, or ValueError if a retry cannot help.
         """
         async with self._turns:
             server = min(
@@ -134,12 +134,12 @@ class HTTPServers:
         server.failures = 0
         server.rests_until = 0.0
         if response.is_error:
-            raise ValueError(f"{server.name}{path} answered {_refusal(response)}")
+            raise ValueError(f"{server.name}{path} responded with {_refusal(response)}")
         try:
             return response.json()
         except ValueError as error:
             raise ValueError(
-                f"{server.name}{path} sent no JSON: {response.text[:200]!r}"
+                f"{server.name}{path} did not return JSON: {response.text[:200]!r}"
             ) from error
 
     async def _send(
@@ -152,7 +152,7 @@ class HTTPServers:
             async with asyncio.timeout(self.timeout):
                 response = await self._client.request(method, _below(server.url, path), json=body)
         except TimeoutError as error:
-            late = f"no answer within {self.timeout:g} s ({self.limit})"
+            late = f"no response within {self.timeout:g} s ({self.limit})"
             raise self._failed(server, late) from error
         except httpx.HTTPError as error:
             raise self._failed(server, _message(error)) from error
@@ -161,8 +161,8 @@ class HTTPServers:
         return response
 
     def _failed(self, server: _Server, problem: str) -> ServerError:
-        """Let the server rest, twice as long after each failure in a row; return the error."""
-        if not server.rest:  # requests that were under way together count as one failure
+        """Back off, twice as long after each consecutive failure, and return the error."""
+        if not server.rest:  # failures of concurrent requests count as one
             if not server.failures:
                 warn(f"{self.kind} {server.name}: {problem}")
             server.failures = min(server.failures + 1, 10)
@@ -172,7 +172,7 @@ class HTTPServers:
 
 
 async def _await_server(client: httpx.AsyncClient, url: str) -> str | None:
-    """Wait START_S for a server. Return None once it answers anything, else the problem."""
+    """Wait up to START_S for any response. Return None, or the problem if none arrives."""
     deadline = monotonic() + START_S
     problem = None
     while (remaining := deadline - monotonic()) > 0:
@@ -180,9 +180,9 @@ async def _await_server(client: httpx.AsyncClient, url: str) -> str | None:
             await client.head(url, timeout=min(PROBE_S, remaining))
             return None
         except httpx.ReadTimeout:
-            return None  # it accepted the connection, and is busy
+            return None  # it accepted the connection but is busy
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            failure = f"{without_secrets(url)} does not answer: {_message(error)}"
+            failure = f"{without_secrets(url)} does not respond: {_message(error)}"
         if problem is None:
             warn(f"{failure}; waiting up to {START_S:d} s for it")
         problem = failure

@@ -1,4 +1,4 @@
-"""A pool of processes: user code may do anything to its own process, and nothing to others."""
+"""The process pool: user code can do anything to its own process but nothing to others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pool(logs: Path) -> Iterator[ProcessPool]:
         yield pool
 
 
-PATIENCE = 60.0  # seconds, for what must end by itself: long enough for any slow machine
+PATIENCE = 60.0  # seconds to wait for a process to end by itself: long enough for any slow machine
 
 
 def call(
@@ -63,8 +63,8 @@ def becomes_true(condition: Callable[[], bool], seconds: float = PATIENCE) -> bo
     return done
 
 
-def test_a_busy_event_loop_of_the_caller_costs_no_call_its_time(tmp_path: Path) -> None:
-    """The loop that waits for a call is blocked until the call's deadline has passed."""
+def test_blocked_event_loop_of_the_caller_does_not_time_out_calls(tmp_path: Path) -> None:
+    """The event loop that awaits the call is blocked until the call's deadline has passed."""
 
     async def busy(pool: ProcessPool) -> object:
         calling = asyncio.create_task(pool.call(TROUBLE + "nap", 0.01, timeout=1.0))
@@ -77,22 +77,22 @@ def test_a_busy_event_loop_of_the_caller_costs_no_call_its_time(tmp_path: Path) 
         assert isinstance(asyncio.run(busy(pool)), int)
 
 
-def test_arguments_arrive_and_the_result_comes_back(pool: ProcessPool):
+def test_arguments_and_result_are_passed_between_processes(pool: ProcessPool):
     images = [b"\x00\xff", None]
     answer = call(pool, "echo", 1, "two", [3.5], images=images, label={"a": (1, 2)})
     assert answer == [[1, "two", [3.5]], {"images": images, "label": {"a": [1, 2]}}]
 
 
-def test_an_importable_function_is_a_target_too(pool: ProcessPool):
+def test_function_of_an_installed_package_can_be_called(pool: ProcessPool):
     assert call(pool, "math:hypot", 3, 4) == 5
 
 
-def test_an_async_function_is_awaited_in_a_loop_that_stays():
+def test_async_functions_of_a_process_share_one_event_loop():
     with ProcessPool(1) as single:
         assert call(single, "loop_stays") and call(single, "loop_stays")
 
 
-def test_a_file_is_loaded_once_and_finds_its_neighbours():
+def test_file_is_loaded_only_once_and_can_import_from_its_folder():
     with ProcessPool(1) as single:
         assert [call(single, "count") for _ in range(3)] == [1, 2, 3]
         exact = f"{FILES / 'exact.py'}:reward_func"
@@ -100,26 +100,24 @@ def test_a_file_is_loaded_once_and_finds_its_neighbours():
         assert call(single, "count") == 4
 
 
-def test_what_user_code_prints_goes_to_the_log_and_never_into_the_answer(
-    logs: Path, pool: ProcessPool
-):
+def test_output_of_user_code_goes_to_the_log_and_not_into_the_result(logs: Path, pool: ProcessPool):
     assert call(pool, "shout") == "quiet"
     printed = "".join(log.read_text() for log in logs.iterdir())
     for line in ("printed to stdout", "written to descriptor 1", "printed to stderr"):
         assert line in printed
 
 
-def test_user_processes_see_no_gpu_and_use_one_thread(pool: ProcessPool):
+def test_user_process_sees_no_gpu_and_uses_one_thread(pool: ProcessPool):
     assert call(pool, "environment", "CUDA_VISIBLE_DEVICES") == ""
     assert call(pool, "environment", "OMP_NUM_THREADS") == "1"
 
 
-def test_a_user_process_imports_nothing_heavy_by_itself(pool: ProcessPool):
+def test_user_process_imports_no_heavy_packages_by_itself(pool: ProcessPool):
     heavy = {"torch", "vllm", "ray", "numpy", "transformers", "sympy", "deepspeed"}
     assert not heavy & set(call(pool, "modules"))
 
 
-def test_tensors_and_arrays_come_back_as_plain_numbers(tmp_path: Path):
+def test_tensors_and_arrays_are_returned_as_plain_numbers(tmp_path: Path):
     file = tmp_path / "tensors.py"
     file.write_text(
         "import numpy, torch\n"
@@ -152,7 +150,7 @@ def test_tensors_and_arrays_come_back_as_plain_numbers(tmp_path: Path):
         (
             "hang_in_await",
             "timeout",
-            "took more than 0.3 s .--reward.timeout., and was ended here(\n|.)*in hang_in_await",
+            "took more than 0.3 s .--reward.timeout. and was interrupted(\n|.)*in hang_in_await",
         ),
         ("hold_the_interpreter", "timeout", "in hold_the_interpreter"),
         ("close_everything", "killed exit", "close_everything ended its process"),
@@ -160,7 +158,7 @@ def test_tensors_and_arrays_come_back_as_plain_numbers(tmp_path: Path):
         ("absent", "exception", "has no function absent; its functions are: echo, process"),
     ],
 )
-def test_trouble_is_an_error_within_the_deadline_and_the_next_call_works(
+def test_misbehaving_function_fails_within_its_deadline_and_the_next_call_works(
     pool: ProcessPool, function: str, failure: str, text: str
 ):
     timeout = 0.3 if failure == "timeout" else PATIENCE
@@ -170,7 +168,7 @@ def test_trouble_is_an_error_within_the_deadline_and_the_next_call_works(
     assert call(pool, "echo", "fine") == [["fine"], {}]
 
 
-def test_a_late_call_is_cut_at_its_own_deadline_and_delays_no_other(pool: ProcessPool):
+def test_late_call_is_stopped_at_its_own_deadline_without_delaying_others(pool: ProcessPool):
     async def both() -> list[object]:
         late = asyncio.create_task(pool.call(TROUBLE + "hang", timeout=8.0))
         others = [await pool.call(TROUBLE + "echo", i, timeout=PATIENCE) for i in range(50)]
@@ -181,7 +179,7 @@ def test_a_late_call_is_cut_at_its_own_deadline_and_delays_no_other(pool: Proces
     assert asyncio.run(both()) == [[[i], {}] for i in range(50)]
 
 
-def test_the_children_of_a_killed_process_die_with_it(pool: ProcessPool, tmp_path: Path):
+def test_children_of_a_killed_process_die_with_it(pool: ProcessPool, tmp_path: Path):
     pids = tmp_path / "pids"
 
     async def give_up() -> None:
@@ -198,7 +196,7 @@ def test_the_children_of_a_killed_process_die_with_it(pool: ProcessPool, tmp_pat
     assert becomes_true(lambda: not running(process) and not running(child))
 
 
-def test_processes_and_what_left_their_session_die_with_a_killed_run_even_inside_a_call(
+def test_user_processes_and_daemons_die_if_the_run_is_killed_during_a_call(
     tmp_path: Path,
 ):
     script = tmp_path / "parent.py"
@@ -235,7 +233,7 @@ def test_processes_and_what_left_their_session_die_with_a_killed_run_even_inside
         (None, "FileNotFoundError"),
     ],
 )
-def test_a_file_that_cannot_be_loaded_is_reported_with_its_traceback(
+def test_file_that_cannot_be_loaded_is_reported_with_a_traceback(
     pool: ProcessPool, tmp_path: Path, content: str | None, text: str
 ):
     file = tmp_path / "broken.py"
@@ -246,7 +244,7 @@ def test_a_file_that_cannot_be_loaded_is_reported_with_its_traceback(
     assert call(pool, "echo") == [[], {}]
 
 
-def test_a_check_names_the_parameters(pool: ProcessPool):
+def test_check_returns_the_parameters_of_a_function(pool: ProcessPool):
     parameters = asyncio.run(pool.check(f"{FILES / 'exact.py'}:reward_func"))
     assert parameters == [
         *([name, "POSITIONAL_OR_KEYWORD", True] for name in ("queries", "prompts", "labels")),
@@ -254,14 +252,14 @@ def test_a_check_names_the_parameters(pool: ProcessPool):
     ]
 
 
-def test_loading_has_a_deadline_of_its_own(tmp_path: Path):
+def test_loading_has_its_own_deadline(tmp_path: Path):
     file = tmp_path / "slow.py"
     file.write_text("import time\ntime.sleep(1)\ndef f(): return 'loaded'\n")
     with ProcessPool(1) as patient:
         assert call(patient, f"{file}:f", timeout=0.5) == "loaded"
 
 
-def test_a_file_that_hangs_while_it_is_loaded_is_announced_and_ends_at_the_limit(
+def test_file_that_hangs_on_load_is_reported_and_killed_at_the_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(pool_module, "LOAD_S", 2.0)
@@ -273,10 +271,10 @@ def test_a_file_that_hangs_while_it_is_loaded_is_announced_and_ends_at_the_limit
         pytest.raises(UserCodeError, match=r"hangs.py:f took more than 2 s(\n|.)*line 2 in"),
     ):
         asyncio.run(pool.check(f"{file}:f"))
-    assert f"loading {file}:f has taken 0.5 s so far; it may take 2 s." in capsys.readouterr().err
+    assert f"loading {file}:f has taken 0.5 s so far; its limit is 2 s." in capsys.readouterr().err
 
 
-def test_a_fresh_process_has_loaded_what_was_checked_before_it_is_asked(tmp_path: Path):
+def test_replacement_process_loads_checked_files_before_the_next_call(tmp_path: Path):
     file = tmp_path / "notes.py"
     file.write_text(
         f"open({str(tmp_path / 'loads')!r}, 'a').write('x')\ndef f(): import os; os._exit(1)\n"
@@ -288,7 +286,7 @@ def test_a_fresh_process_has_loaded_what_was_checked_before_it_is_asked(tmp_path
         assert becomes_true(lambda: (tmp_path / "loads").read_text() == "xx")
 
 
-def test_a_fresh_process_that_loads_several_functions_answers_each_call_with_its_own_result():
+def test_replacement_process_that_loads_several_functions_returns_each_calls_own_result():
     async def die_and_go_on(pool: ProcessPool) -> object:
         for name in ("echo", "count", "process"):
             await pool.check(TROUBLE + name)
@@ -300,13 +298,13 @@ def test_a_fresh_process_that_loads_several_functions_answers_each_call_with_its
         assert asyncio.run(die_and_go_on(pool)) == 1
 
 
-def test_a_copy_of_a_process_that_user_code_forked_answers_nothing():
+def test_fork_made_by_user_code_sends_no_results():
     with ProcessPool(1) as pool:
         assert [call(pool, "fork_and_return") for _ in range(5)] == [1, 2, 3, 4, 5]
 
 
-def test_a_fork_bomb_that_leaves_its_session_is_bounded_and_nothing_is_left_of_it(tmp_path: Path):
-    """The bomb also limits itself: copies that find no room sleep, and all of them end."""
+def test_fork_bomb_that_leaves_its_session_is_limited_and_fully_killed(tmp_path: Path):
+    """The bomb limits itself, too: a copy that cannot fork sleeps, and every copy exits."""
     pids = tmp_path / "pids"
     with ProcessPool(1) as pool:
         with pytest.raises(UserCodeError) as caught:
@@ -317,17 +315,17 @@ def test_a_fork_bomb_that_leaves_its_session_is_bounded_and_nothing_is_left_of_i
     assert 10 < len(forked) <= PROCESSES
     assert becomes_true(
         lambda: not any(map(running, forked))
-    )  # a busy machine takes a while to end killed processes
+    )  # killed processes take a while to disappear on a busy machine
 
 
-def test_no_call_has_more_processes_than_the_limit():
-    """This also holds for root, whose processes the kernel would not count."""
+def test_call_cannot_start_more_processes_than_the_limit():
+    """This also applies to root, whose processes the kernel does not limit by itself."""
     with ProcessPool(1) as pool:
         assert call(pool, "fork_until_refused", PROCESSES + 10) < PROCESSES
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root's processes become other users")
-def test_a_process_of_root_is_another_user_and_does_with_files_what_root_does(tmp_path: Path):
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change to another user")
+def test_user_process_of_root_has_another_uid_but_roots_file_access(tmp_path: Path):
     secret = tmp_path / "secret"
     secret.write_text("root's")
     secret.chmod(0o600)
@@ -337,7 +335,7 @@ def test_a_process_of_root_is_another_user_and_does_with_files_what_root_does(tm
     assert (read, owner) == ("root's", 0)
 
 
-def test_no_more_calls_run_at_once_than_there_are_processes(pool: ProcessPool):
+def test_no_more_calls_run_concurrently_than_there_are_processes(pool: ProcessPool):
     async def many() -> list[int]:
         return await asyncio.gather(
             *(pool.call(TROUBLE + "nap", 0.05, timeout=PATIENCE) for _ in range(40))
@@ -376,7 +374,7 @@ def test_processes_outlive_the_thread_that_started_them():
         assert call(pool, "process") == first
 
 
-def test_a_cancelled_call_frees_its_process(pool: ProcessPool):
+def test_cancelled_call_frees_its_process(pool: ProcessPool):
     async def give_up() -> None:
         for _ in range(2):
             with pytest.raises(TimeoutError):
@@ -386,7 +384,7 @@ def test_a_cancelled_call_frees_its_process(pool: ProcessPool):
     assert call(pool, "echo") == [[], {}]
 
 
-def test_a_cancelled_wait_loses_no_process():
+def test_cancelling_a_queued_call_does_not_lose_a_process():
     async def busy() -> object:
         running = asyncio.create_task(pool.call(TROUBLE + "nap", 0.5, timeout=PATIENCE))
         await asyncio.sleep(0.05)
@@ -402,23 +400,23 @@ def test_a_cancelled_wait_loses_no_process():
         asyncio.run(busy())
 
 
-def test_a_process_killed_between_calls_is_replaced_without_an_error():
+def test_process_killed_between_calls_is_replaced_without_an_error():
     with ProcessPool(1) as pool:
         first = call(pool, "process")
         os.kill(first, signal.SIGKILL)
-        # Until the pool has noticed the end, the next call would be written to the dead process,
-        # and blamed for it.
+        # Until the pool notices that the process died, the next call would be sent to the dead
+        # process and blamed for its death.
         [process] = pool._shared._processes
         assert becomes_true(lambda: not running(first) and not process.usable)
         assert call(pool, "process") != first
 
 
-def test_arguments_that_cannot_be_sent_are_an_error_of_the_call(pool: ProcessPool):
+def test_call_with_unpicklable_arguments_raises(pool: ProcessPool):
     with pytest.raises(UserCodeError, match=r"the arguments of .* cannot be sent"):
         call(pool, "echo", lambda: None)
 
 
-def test_closing_kills_every_process_and_ends_every_call(tmp_path: Path):
+def test_close_kills_all_processes_and_fails_all_calls(tmp_path: Path):
     async def close_under_way() -> list[BaseException]:
         pool = ProcessPool(2)
         both = await asyncio.gather(
@@ -438,7 +436,7 @@ def test_closing_kills_every_process_and_ends_every_call(tmp_path: Path):
     assert [str(outcome) for outcome in outcomes] == ["the pool of processes was closed"] * 4
 
 
-def test_a_process_full_of_leaked_children_is_renewed_and_the_error_names_the_limit():
+def test_process_full_of_leaked_children_is_replaced_and_the_error_names_the_limit():
     with ProcessPool(1) as pool:
         first = call(pool, "leak", PROCESSES // 2)
         with pytest.raises(
@@ -449,7 +447,7 @@ def test_a_process_full_of_leaked_children_is_renewed_and_the_error_names_the_li
         assert call(pool, "leak", PROCESSES // 2) != first
 
 
-def test_an_error_of_the_same_number_at_a_socket_is_not_taken_for_that():
+def test_blocking_io_error_from_a_pipe_is_not_mistaken_for_the_process_limit():
     with ProcessPool(1) as pool:
         process = call(pool, "process")
         with pytest.raises(UserCodeError, match="BlockingIOError") as caught:
@@ -458,9 +456,7 @@ def test_an_error_of_the_same_number_at_a_socket_is_not_taken_for_that():
         assert call(pool, "process") == process
 
 
-def test_of_a_log_that_grows_too_long_the_beginning_and_the_end_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_oversized_log_keeps_its_beginning_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pool_module, "LOG_BYTES", 400_000)
     monkeypatch.setattr(pool_module, "LOG_KEPT", 100_000)
     monkeypatch.setattr(pool_module, "LOG_SECONDS", 0.01)
@@ -473,20 +469,20 @@ def test_of_a_log_that_grows_too_long_the_beginning_and_the_end_are_kept(
     said = log.read_text()
     assert said.startswith("part 0\n") and said.endswith("part 4\n" + "x" * 10)
     cut = int(
-        re.search(r"\n\[([\d,]+) bytes were cut here: this log may have 400,000\]\n", said)[
+        re.search(r"\n\[([\d,]+) bytes were cut here: logs are limited to 400,000\]\n", said)[
             1
         ].replace(",", "")
     )
     assert 1_000_000 <= cut + said.count("x") <= 1_200_200
 
 
-# ---- what user code may do to the process that monitors it
+# ---- attacks of user code on the process that monitors it
 
 
 @pytest.mark.parametrize(
     ("name", "failure"), [("stop_everybody", Failure.TIMEOUT), ("kill_my_parent", Failure.KILLED)]
 )
-def test_code_that_stops_or_kills_the_processes_around_it_ends_like_code_that_hangs(
+def test_code_that_stops_or_kills_its_own_processes_is_killed(
     name: str, failure: Failure, tmp_path: Path
 ) -> None:
     with ProcessPool(1, log_dir=tmp_path) as own, pytest.raises(UserCodeError) as raised:
@@ -494,22 +490,22 @@ def test_code_that_stops_or_kills_the_processes_around_it_ends_like_code_that_ha
     assert raised.value.failure is failure
 
 
-def test_a_daemon_of_code_that_kills_its_process_group_ends_too(tmp_path: Path) -> None:
+def test_daemon_of_code_that_kills_its_process_group_is_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     with ProcessPool(1, log_dir=tmp_path) as own, pytest.raises(UserCodeError):
         call(own, "leave_a_daemon_and_kill_my_group", str(pids))
     assert becomes_true(lambda: not running(int(pids.read_text())))
 
 
-def test_processes_that_ended_in_the_background_do_not_count_towards_the_limit(
+def test_finished_background_processes_do_not_count_toward_the_limit(
     tmp_path: Path,
 ) -> None:
     with ProcessPool(1, log_dir=tmp_path) as own:
         assert call(own, "start_in_background", PROCESSES + 100) == PROCESSES + 100
 
 
-def test_a_late_call_ends_even_if_a_process_was_forked_beside_it(tmp_path: Path) -> None:
-    """A fork, such as a data loader's worker, inherits the files that tell a process to end."""
+def test_late_call_is_killed_even_if_a_fork_of_the_caller_is_running(tmp_path: Path) -> None:
+    """A fork, such as a data loader worker, inherits the pipe whose closing ends the process."""
     with ProcessPool(1, log_dir=tmp_path) as own:
         assert call(own, "echo")
         if (beside := os.fork()) == 0:

@@ -1,4 +1,4 @@
-"""The sandbox: for a limited time, a program may do anything in its own folder, nothing outside."""
+"""The sandbox: a program can do anything in its own folder for a limited time, nothing outside."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from openrlhf.isolation import sandbox
 from openrlhf.isolation.pool import ProcessPool
 from openrlhf.isolation.sandbox import Ran, SandboxError, missing_protection, run_program
 
-SECONDS = 5.0  # far more than any of these programs needs
+SECONDS = 5.0  # far longer than any of these programs needs
 
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep sandboxes apart from those of other tests."""
+    """Use a separate folder for the sandboxes of each test."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("sandboxes")))
 
 
 def processes(mark: str) -> list[str]:
-    """Return the ids of other processes whose command line or environment contains a text."""
+    """Return the ids of other processes whose command line or environment contains `mark`."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -45,17 +45,17 @@ def run(program: str, stdin: str = "", seconds: float = SECONDS) -> Ran:
     ran = run_program(program, stdin, seconds=seconds)
     deadline = time.monotonic() + 60
     while not set(Path(tempfile.gettempdir()).glob("sandbox-*")) <= before:
-        assert time.monotonic() < deadline, "the folder of the program is left"
+        assert time.monotonic() < deadline, "the program's folder was not removed"
         time.sleep(0.01)
     return ran
 
 
-def test_a_program_reads_its_input_and_its_output_is_kept() -> None:
+def test_program_reads_stdin_and_its_output_is_captured() -> None:
     ran = run("print(sum(map(int, input().split())))", "3 4\n")
     assert (ran.ok, ran.late, ran.output, ran.errors) == (True, False, "7\n", "")
 
 
-def test_it_may_use_its_folder_its_libraries_threads_and_processes() -> None:
+def test_program_may_use_its_folder_libraries_threads_and_subprocesses() -> None:
     program = """
 import asyncio, multiprocessing, numpy, subprocess, threading
 open("a.txt", "w").write("kept")
@@ -85,22 +85,22 @@ print(numpy.arange(3).sum())
         ("import ctypes; ctypes.string_at(0)", ""),
     ],
 )  # fmt: skip
-def test_what_goes_wrong_in_it_is_its_own_failure(program: str, said: str) -> None:
+def test_error_in_a_program_is_reported_as_its_failure(program: str, said: str) -> None:
     ran = run(program)
     assert not ran.ok and not ran.late
     assert said in ran.errors
     assert len(ran.output) <= sandbox.FILE_BYTES and len(ran.errors) <= 2000
 
 
-def test_a_program_that_sleeps_or_computes_for_too_long_is_late() -> None:
+def test_program_that_sleeps_or_computes_for_too_long_times_out() -> None:
     assert run("import time; print('here', flush=True); time.sleep(1000)", seconds=0.5) == Ran(
         ok=False, late=True, output="here\n", errors=""
     )
     assert run("while True: pass", seconds=1) == Ran(ok=False, late=True, output="", errors="")
 
 
-def test_nothing_is_left_of_a_fork_bomb_that_leaves_its_session() -> None:
-    """The bomb also limits itself: copies that find no room sleep, and all of them end."""
+def test_fork_bomb_that_leaves_its_session_is_fully_killed() -> None:
+    """The bomb limits itself, too: a copy that cannot fork sleeps, and every copy exits."""
     mark = secrets.token_hex(8)
     bomb = f"""
 import os, sys, time
@@ -120,7 +120,7 @@ while time.monotonic() < end:
     assert processes(mark) == []
 
 
-def test_no_daemon_outlives_its_program() -> None:
+def test_daemon_does_not_outlive_its_program() -> None:
     mark = secrets.token_hex(8)
     program = f"""
 import subprocess, sys
@@ -133,7 +133,7 @@ print("started")
 
 
 needs_everything = pytest.mark.skipif(
-    bool(missing_protection()), reason=f"not on this machine: {missing_protection()}"
+    bool(missing_protection()), reason=f"this machine lacks: {missing_protection()}"
 )
 
 
@@ -153,7 +153,7 @@ needs_everything = pytest.mark.skipif(
         "__import__('os').kill(-1, 9)",
     ],
 )
-def test_files_elsewhere_the_network_and_other_processes_are_out_of_reach(
+def test_program_cannot_reach_other_files_the_network_or_other_processes(
     tmp_path: Path, reach: str
 ) -> None:
     outside = tmp_path / "answers.json"
@@ -164,8 +164,8 @@ def test_files_elsewhere_the_network_and_other_processes_are_out_of_reach(
     assert outside.read_text() == "42"
 
 
-# Each program tries to reach the process or the file in its first two arguments, which belong to
-# the user of the sandbox.
+# Each program tries to reach the process or the file given by its first two arguments. Both belong
+# to the user who runs the sandbox.
 ESCAPES = {
     "signal on input": """
 import fcntl, os, signal, socket
@@ -216,8 +216,8 @@ fcntl.fcntl(near, fcntl.F_SETFL, os.O_ASYNC)
         "import ctypes; call(ctypes.CDLL(None, use_errno=True).shmget(1, 4096, 0o1600))"
     ),
 }
-# Runs as the user of the sandbox; prints the escapes that succeeded, and whether process and file
-# are unchanged.
+# Runs as the user who runs the sandbox. It prints the escapes that succeeded, and whether the
+# process and the file are unchanged.
 TRY_ESCAPES = """
 import json, os, pathlib, subprocess, sys, tempfile
 from openrlhf.isolation.sandbox import run_program
@@ -251,13 +251,13 @@ def call(result):
 
 @needs_everything
 @pytest.mark.parametrize("user", ["the tester", "an ordinary user"])
-def test_no_escape_reaches_a_process_or_a_file_of_the_same_user(user: str) -> None:
+def test_escape_attempts_reach_no_process_or_file_of_the_same_user(user: str) -> None:
     uid, interpreter = os.getuid(), sys.executable
     if user == "an ordinary user":
-        interpreter = shutil.which("python3", path="/usr/bin")  # which every user may read
+        interpreter = shutil.which("python3", path="/usr/bin")  # readable by every user
         if uid != 0 or interpreter is None:
             pytest.skip(
-                "needs root, who may become an ordinary user, and the interpreter of the system"
+                "needs root, to become an ordinary user, and the system's Python interpreter"
             )
         uid = 65534
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
@@ -273,7 +273,7 @@ def test_no_escape_reaches_a_process_or_a_file_of_the_same_user(user: str) -> No
             check=False,
         )
     if user == "an ordinary user" and "ImportError" in ended.stderr:
-        pytest.skip("the interpreter of the system is too old for the package")
+        pytest.skip("the system's Python interpreter is too old for the package")
     if user == "an ordinary user" and "ModuleNotFoundError" in ended.stderr:
         pytest.skip("an ordinary user cannot read the package here")
     assert ended.returncode == 0, ended.stderr
@@ -289,12 +289,14 @@ def test_no_escape_reaches_a_process_or_a_file_of_the_same_user(user: str) -> No
         "for number in range(60): open(str(number), 'wb').write(bytes(10 << 20))",
     ],
 )
-def test_a_program_that_fills_its_folder_fails_at_once_and_leaves_nothing(program: str) -> None:
+def test_program_that_fills_its_folder_fails_at_once_and_leaves_nothing_behind(
+    program: str,
+) -> None:
     ran = run("import os, time\n" + program, seconds=30)
     assert not ran.ok and not ran.late
 
 
-def test_a_folder_of_any_depth_is_removed_whatever_its_permissions(tmp_path: Path) -> None:
+def test_folder_of_any_depth_is_removed_regardless_of_permissions(tmp_path: Path) -> None:
     folder = tmp_path / "sandbox"
     folder.mkdir()
     deepest = os.open(folder, os.O_RDONLY)
@@ -311,7 +313,7 @@ def test_a_folder_of_any_depth_is_removed_whatever_its_permissions(tmp_path: Pat
 
 
 @needs_everything
-def test_it_works_in_a_host_too_which_is_confined_itself(tmp_path: Path) -> None:
+def test_sandbox_works_inside_a_confined_user_process(tmp_path: Path) -> None:
     program = "import os; print(input(), os.environ['UNPROTECTED'], len(os.environ) < 12)"
     file = tmp_path / "reward.py"
     file.write_text(
@@ -322,7 +324,7 @@ def test_it_works_in_a_host_too_which_is_confined_itself(tmp_path: Path) -> None
         assert asyncio.run(pool.call(f"{file}:run", timeout=30)) == "nested [] True\n"
 
 
-def test_a_sandbox_that_does_not_work_is_an_error_and_no_failure_of_the_program(
+def test_broken_sandbox_raises_instead_of_failing_the_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sandbox, "READABLE", ["/usr"])  # without an interpreter

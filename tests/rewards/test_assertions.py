@@ -1,4 +1,4 @@
-"""Assertions of a label that are checked outside the program's process, and programs that cheat."""
+"""Assertions in labels that are checked outside the program's process, and cheating programs."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_cheating_program_fails_and_correct_program_passes(tests: str, cheat: st
         ("__import__('enum').IntEnum('Color', 'RED')['RED']", "f() == 1"),
     ],
 )
-def test_values_compare_outside_as_they_do_inside_the_program(value: str, test: str) -> None:
+def test_values_compare_equal_outside_the_program_as_inside(value: str, test: str) -> None:
     assert read_assertions(f"assert {test}", "")
     assert reward(f"def f(): return {value}", f"assert {test}") == 1.0
 
@@ -125,12 +125,12 @@ def test_values_compare_outside_as_they_do_inside_the_program(value: str, test: 
         ("1 / 0", "f() == 1"),
     ],
 )
-def test_wrong_values_fail(value: str, test: str) -> None:
+def test_wrong_values_fail_the_assertion(value: str, test: str) -> None:
     assert read_assertions(f"assert {test}", "")
     assert reward(f"def f(): return {value}", f"assert {test}") == 0.0
 
 
-def test_method_call_can_be_checked_outside() -> None:
+def test_method_calls_are_checked_outside_the_program() -> None:
     program = (
         "class Solution:\n"
         "    def __init__(self, k): self.k = k\n"
@@ -171,11 +171,11 @@ def test_method_call_can_be_checked_outside() -> None:
         "assert " + "(" * 500 + "f(3)" + ")" * 500,
     ],
 )
-def test_assertions_that_need_more_than_values_run_inside_the_program(tests: str) -> None:
+def test_assertions_that_need_more_than_values_are_checked_inside_the_program(tests: str) -> None:
     assert read_assertions(tests + "\ncheck(f)" * ("def check" in tests), "f") is None
 
 
-def test_assertions_inside_the_program_tell_right_from_wrong() -> None:
+def test_assertions_inside_the_program_distinguish_correct_from_wrong_programs() -> None:
     tests = "for x in range(3):\n    assert square(x) == x * x"
     assert reward(RIGHT, tests) == 1.0
     program = "import datetime\ndef day(n): return datetime.date(2020, 1, n)"
@@ -198,7 +198,7 @@ def test_assertions_inside_the_program_tell_right_from_wrong() -> None:
         '[{"a": 1}]',
     ],
 )
-def test_output_that_is_not_data_fails(answer: str) -> None:
+def test_output_that_is_not_valid_data_fails_the_assertion(answer: str) -> None:
     assertions = read_assertions("assert f(3) == 9", "")
     assert assertions
     assert not assertions.hold(answer)

@@ -1,4 +1,4 @@
-"""Built-in verifiers of format, length and code."""
+"""Built-in verifiers for format, length and code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from openrlhf.rewards.rule import VerifierReward
         ("", 0.0),
     ],
 )
-def test_format_without_label_requires_one_thought_before_the_answer(
+def test_format_without_label_requires_one_think_block_before_the_answer(
     response: str, expected: float
 ) -> None:
     assert grade_format(response, "") == expected
@@ -69,12 +69,12 @@ def test_length_reward_falls_linearly_outside_the_bounds(
 
 
 @pytest.mark.parametrize("label", ["", "short", "-3", "10-5", "0", "1.5"])
-def test_length_label_that_is_not_a_range_raises(label: str) -> None:
-    with pytest.raises(ValueError, match="takes a label like 200 or 100-200"):
+def test_length_label_that_is_not_a_number_or_range_raises(label: str) -> None:
+    with pytest.raises(ValueError, match="as label, such as 200 or 100-200"):
         grade_length("word", label)
 
 
-def test_program_is_the_last_python_block_or_the_whole_response() -> None:
+def test_program_is_taken_from_the_last_python_block_or_the_whole_response() -> None:
     assert (
         program_in("Try\n```python\nprint(1)\n```\nno:\n```py\nprint(2)\n```\nDone.")
         == "print(2)\n"
@@ -98,7 +98,7 @@ def test_program_is_the_last_python_block_or_the_whole_response() -> None:
         ("", "", True),
     ],
 )
-def test_outputs_compare_by_word_with_tolerance_for_decimals(
+def test_outputs_are_compared_word_by_word_with_tolerance_for_decimals(
     output: str, expected: str, same: bool
 ) -> None:
     assert same_output(output, expected) is same
@@ -179,7 +179,7 @@ def test_program_is_rewarded_only_if_all_its_tests_pass(
         "",
     ],
 )
-def test_program_that_exits_before_its_tests_fails(trick: str, label: Any) -> None:
+def test_program_that_exits_before_its_tests_run_fails(trick: str, label: Any) -> None:
     assert code(trick, label) == (0.0, 0.0)
     assert code(f"{trick}\n{RIGHT}", label)[0] == (1.0 if not trick else 0.0)
 
@@ -194,9 +194,9 @@ def test_tests_after_a_timeout_are_skipped() -> None:
 @pytest.mark.parametrize(
     ("label", "said"),
     [
-        ("not json", 'takes a label with "tests" or "inputs"'),
-        ("[1]", 'takes a label with "tests" or "inputs"'),
-        ("{}", 'takes a label with "tests" or "inputs"'),
+        ("not json", 'with "tests", or with "inputs" and "outputs", not \'not json\''),
+        ("[1]", r'with "tests", or with "inputs" and "outputs", not \'\[1\]\''),
+        ("{}", 'with "tests", or with "inputs" and "outputs", not \'{}\''),
         ('{"inputs": ["1"], "outputs": []}', "has 1 inputs and 0 outputs"),
     ],
 )
@@ -205,7 +205,7 @@ def test_code_label_without_tests_raises(label: str, said: str) -> None:
         grade_code("print(1)", label, 60)
 
 
-# ---- as rewards, in user processes
+# ---- verifiers as rewards, in user processes
 
 
 @pytest.fixture(scope="module")
@@ -225,14 +225,14 @@ def score(
     return asyncio.run(reward.score([request]))[0]
 
 
-def test_verifiers_read_the_response_without_special_tokens(
+def test_verifiers_get_the_response_without_special_tokens(
     pool: ProcessPool,
 ) -> None:
     assert score(pool, "format", "ok", "ok") == RewardResult(reward=1.0, score=1.0)
     assert score(pool, "length", "one two three", 2) == RewardResult(reward=0.5, score=0.5)
     graded = score(
         pool, "code", "```python\nprint(int(input()) * 2)\n```", SQUARES
-    )  # the label may be an object
+    )  # the label may be a JSON object
     assert graded == RewardResult(reward=0.0, score=0.0, extra_logs={"tests_passed": 0.5})
 
 
@@ -241,7 +241,7 @@ def test_endless_regular_expression_times_out(pool: ProcessPool) -> None:
     assert (result.reward, result.failure) == (None, Failure.TIMEOUT)
 
 
-def test_unreadable_label_fails_the_sample(pool: ProcessPool) -> None:
+def test_sample_with_unparsable_label_fails(pool: ProcessPool) -> None:
     result = score(pool, "length", "one", "long")
     assert (result.reward, result.failure) == (None, Failure.EXCEPTION)
-    assert "takes a label like 200" in str(result.error)
+    assert "as label, such as 200" in str(result.error)

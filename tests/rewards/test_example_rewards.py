@@ -52,13 +52,13 @@ def score(pool: ProcessPool, file: str, response: str, label: str) -> RewardResu
         ("code_share.py", "print(4)", SQUARES, RewardResult(reward=0, score=0)),
     ],
 )  # fmt: skip
-def test_example_scores_as_its_docstring_says(
+def test_example_reward_matches_its_docstring(
     pool: ProcessPool, file: str, response: str, label: str, expected: RewardResult
 ) -> None:
     assert score(pool, file, response, label) == expected
 
 
-def test_every_example_is_covered() -> None:
+def test_every_example_reward_has_a_case() -> None:
     assert {file.name for file in EXAMPLES.glob("*.py")} == {
         "math_answers.py",
         "math_format.py",
@@ -70,7 +70,7 @@ def test_every_example_is_covered() -> None:
     "end",
     ["</s>", "<|im_end|>", "<|eot_id|>", "<eos>", "<end_of_turn>\n", "<｜end▁of▁sentence｜>", ""],
 )
-def test_first_function_in_rewards_page_ignores_the_end_token(
+def test_first_function_in_rewards_page_ignores_the_eos_token(
     pool: ProcessPool, tmp_path: Path, end: str
 ) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/rewards.md").read_text(), re.DOTALL)

@@ -1,4 +1,4 @@
-"""Grading: which answers are equal. Each row can be checked by eye."""
+"""Which answers the graders treat as equal. Each row can be checked by eye."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ from openrlhf.rewards.graders import extract_boxed_answer, grade_answer, grade_m
         (None, None),
     ],
 )
-def test_boxed_answer_is_the_last_box_with_balanced_braces(text: str | None, answer: str | None):
+def test_boxed_answer_comes_from_the_last_box_with_balanced_braces(
+    text: str | None, answer: str | None
+):
     assert extract_boxed_answer(text) == answer
 
 
 @pytest.mark.timeout(60)
-def test_response_full_of_open_boxes_takes_linear_time():
+def test_response_full_of_unclosed_boxes_takes_linear_time():
     assert extract_boxed_answer(r"\boxed{" * 100_000) is None
 
 
@@ -50,7 +52,7 @@ def test_response_full_of_open_boxes_takes_linear_time():
         ("72", None),
     ],
 )
-def test_gsm8k_answer_follows_four_hashes(text: str, answer: str | None):
+def test_gsm8k_answer_is_the_number_after_four_hashes(text: str, answer: str | None):
     assert gsm8k_answer(text) == answer
 
 
@@ -108,8 +110,8 @@ SAME_VALUE = [
 ]
 DIFFERENT = [
     ("5", "6"),
-    ("2/4", "1/2"),  # fractions as written
-    ("4/2", "2"),  # an integer is matched by integers
+    ("2/4", "1/2"),  # fractions must match as written
+    ("4/2", "2"),  # only an integer matches an integer
     ("3 million", "3000000"),
     ("50%", "0.5"),
     ("0.333333", "1/3"),
@@ -118,7 +120,7 @@ DIFFERENT = [
     ("(1,2,3)", "(1,2)"),
     ("1", "(1,2)"),
     ("yadnom", "monday"),
-    ("a+b+c", "c+b+a"),  # more than two letters
+    ("a+b+c", "c+b+a"),  # more than two distinct letters
     ("2^{100}", "4^{50}"),  # exponents above 9
     ("9^{9^{9}}", "1/3"),
     ("", "0"),
@@ -132,12 +134,12 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("given", "truth"), SAME_SPELLING)
-def test_spellings_of_the_same_answer_are_equal(given: str, truth: str):
+def test_answers_in_different_notation_are_equal(given: str, truth: str):
     assert grade_answer(given, truth) and grade_answer(truth, given)
 
 
 @pytest.mark.parametrize(("given", "truth"), SAME_VALUE)
-def test_forms_of_the_same_value_are_equal(given: str, truth: str):
+def test_answers_with_the_same_value_are_equal(given: str, truth: str):
     assert grade_answer(given, truth) and grade_answer(truth, given)
 
 
@@ -167,12 +169,12 @@ def test_different_answers_are_not_equal(given: str | None, truth: str | None):
         ("", "5", 0.0),
     ],
 )
-def test_response_is_graded_by_its_final_answer(response: str, label: str, grade: float):
+def test_response_is_graded_on_its_final_answer(response: str, label: str, grade: float):
     assert grade_math(response, label) == grade
 
 
 @pytest.mark.timeout(60)
-def test_long_nonsense_is_graded_quickly_and_not_logged(capfd: pytest.CaptureFixture[str]):
+def test_long_nonsense_response_is_graded_quickly_and_not_logged(capfd: pytest.CaptureFixture[str]):
     for babble in (
         "1 " * 50_000,
         "$" * 50_000,
@@ -192,7 +194,7 @@ def test_grading_works_outside_the_main_thread():
     assert grades == [1.0]
 
 
-def test_utils_exports_graders_without_importing_them():
+def test_utils_exports_graders_lazily():
     script = (
         "import sys, openrlhf.utils\n"
         "assert not {'sympy', 'math_verify', 'torch'} & set(sys.modules)\n"

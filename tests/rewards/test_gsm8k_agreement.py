@@ -1,4 +1,4 @@
-"""The math verifier against GSM8K's graded solutions: 1,319 problems, four models each."""
+"""The math verifier compared with GSM8K's graded solutions: 1,319 problems, four models each."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ FORMATS = [
 
 def problems() -> list[dict[str, Any]]:
     if not SOLUTIONS.exists():
-        pytest.skip(
-            f"{SOLUTIONS} does not exist. Set OPENRLHF_TEST_DATA to the folder of test data."
-        )
+        pytest.skip(f"{SOLUTIONS} does not exist. Set OPENRLHF_TEST_DATA to the test data folder.")
     return [json.loads(line) for line in SOLUTIONS.read_text().splitlines()]
 
 
 def disagreements(rows: list[dict[str, Any]], style: str) -> list[tuple[str, str, bool]]:
-    """Return the solution's end, the answer and GSM8K's verdict of each disagreement."""
+    """Return the end of the solution, the answer and GSM8K's verdict for each disagreement."""
     found = []
     for row in rows:
         label = row["ground_truth"].rpartition("A:")[2].strip()
@@ -47,7 +45,7 @@ def disagreements(rows: list[dict[str, Any]], style: str) -> list[tuple[str, str
 
 
 @pytest.mark.parametrize("style", FORMATS)
-def test_the_verifier_agrees_with_gsm8k_on_a_slice(style: str):
+def test_verifier_agrees_with_gsm8k_on_a_slice(style: str):
     assert disagreements(problems()[::20], style) == []
 
 

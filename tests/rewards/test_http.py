@@ -55,7 +55,7 @@ def served_by(urls: list[str], **flags: Any) -> HTTPReward:
     return HTTPReward(RuleConfig(remote_url=",".join(urls), **flags))
 
 
-def test_request_has_one_sample_in_lists_of_length_one(server: RewardServer):
+def test_request_contains_one_sample_in_lists_of_length_one(server: RewardServer):
     results = score([server.url + "/get_reward"], request("ee", "yes"), request("", {"a": 1}))
     assert [result.reward for result in results] == [2.0, 0.0]
     assert [result.score for result in results] == [2.0, 0.0]
@@ -66,13 +66,13 @@ def test_request_has_one_sample_in_lists_of_length_one(server: RewardServer):
     ]
 
 
-def test_request_has_all_samples_with_batch(server: RewardServer):
+def test_with_batch_one_request_contains_all_samples(server: RewardServer):
     results = score([server.url + "/scores"], request("ee"), request("e"), batch=True)
     assert [(result.reward, result.score) for result in results] == [(2.0, 0.25), (1.0, 0.25)]
     assert [len(body["query"]) for body in server.bodies] == [2]
 
 
-def test_many_samples_share_few_connections(server: RewardServer):
+def test_many_samples_share_a_limited_number_of_connections(server: RewardServer):
     results = score([server.url], *[request("e" * (i % 7)) for i in range(600)])
     assert [result.reward for result in results] == [i % 7 for i in range(600)]
 
@@ -87,14 +87,14 @@ def test_busy_server_is_retried(server: RewardServer):
     [
         ("broken", 3, r"server http.*/broken: status 500: .*out of memory.* \(after 3 attempts\)"),
         ("close", 3, r"ReadError|RemoteProtocolError"),
-        ("wrong_query", 1, "answered status 422: .*field missing"),
-        ("no_json", 1, "sent no JSON: '<html>'"),
+        ("wrong_query", 1, "responded with status 422: .*field missing"),
+        ("no_json", 1, "did not return JSON: '<html>'"),
         ("too_many", 1, "returned 3 rewards for 1 samples"),
         ("huge", 1, "int too large"),
         ("not_finite", 1, "returned rewards that are not finite"),
     ],
 )
-def test_failed_request_reports_the_server_and_the_reason(
+def test_error_of_failed_request_names_server_and_reason(
     server: RewardServer, path: str, asked: int, error: str
 ):
     (result,) = score([f"{server.url}/{path}"], request("e"))
@@ -107,16 +107,16 @@ def test_failed_request_reports_the_server_and_the_reason(
 def test_timeout_bounds_each_attempt(server: RewardServer):
     (result,) = score([f"{server.url}/hang"], request("e"), timeout=0.2)
     assert result.reward is None
-    assert "no answer within 0.2 s (--reward.timeout) (after 3 attempts)" in str(result.error)
+    assert "no response within 0.2 s (--reward.timeout) (after 3 attempts)" in str(result.error)
 
 
-def test_label_without_json_form_fails_only_its_sample(server: RewardServer):
+def test_label_that_cannot_be_encoded_as_json_fails_only_its_sample(server: RewardServer):
     good, bad = score([server.url], request("e"), request("e", label=object()))
     assert (good.reward, bad.reward) == (1.0, None)
     assert "not JSON serializable" in str(bad.error)
 
 
-def test_load_is_shared_among_working_servers(
+def test_load_is_balanced_across_working_servers(
     server: RewardServer, capsys: pytest.CaptureFixture[str]
 ):
     dead = f"http://127.0.0.1:{free_port()}"
@@ -130,23 +130,23 @@ def test_load_is_shared_among_working_servers(
     assert len(warned) == len(set(warned)) <= 4
 
 
-def test_missing_server_is_reported_before_the_run(
+def test_unreachable_server_is_reported_before_the_run(
     server: RewardServer, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(http_servers, "START_S", 2)
     dead = f"http://127.0.0.1:{free_port()}/get_reward"
     asyncio.run(served_by([server.url], timeout=1, retries=0).check())
-    with pytest.raises(ConfigError, match=f"{dead} does not answer.*Start the reward server"):
+    with pytest.raises(ConfigError, match=f"{dead} does not respond.*Start the reward server"):
         asyncio.run(served_by([server.url, dead], timeout=1, retries=0).check())
 
 
-def test_servers_that_drop_packets_are_awaited_for_start_s_in_all(monkeypatch: pytest.MonkeyPatch):
+def test_total_wait_for_a_server_that_drops_packets_is_start_s(monkeypatch: pytest.MonkeyPatch):
     clock = 0.0
 
     async def drop(self: Any, asked: httpx.Request) -> httpx.Response:
         nonlocal clock
         clock += asked.extensions["timeout"]["connect"]
-        raise httpx.ConnectTimeout("no answer")
+        raise httpx.ConnectTimeout("no response")
 
     async def sleep(seconds: float) -> None:
         nonlocal clock
@@ -155,12 +155,12 @@ def test_servers_that_drop_packets_are_awaited_for_start_s_in_all(monkeypatch: p
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", drop)
     monkeypatch.setattr(asyncio, "sleep", sleep)
     monkeypatch.setattr(http_servers, "monotonic", lambda: clock)
-    with pytest.raises(ConfigError, match="http://dropped does not answer"):
+    with pytest.raises(ConfigError, match="http://dropped does not respond"):
         asyncio.run(served_by(["http://dropped"]).check())
     assert clock == pytest.approx(http_servers.START_S)
 
 
-def test_resting_server_is_not_asked_while_another_rests_for_less_time(server: RewardServer):
+def test_server_with_the_shortest_remaining_backoff_is_used(server: RewardServer):
     with reward_server() as resting:
         reward = served_by([server.url + "/busy_twice", resting.url])
         reward.servers.servers[1].rests_until = monotonic() + 1000
@@ -170,7 +170,7 @@ def test_resting_server_is_not_asked_while_another_rests_for_less_time(server: R
     assert not resting.bodies
 
 
-def test_untried_server_is_asked_before_one_that_failed(server: RewardServer):
+def test_untried_server_is_used_before_one_that_failed(server: RewardServer):
     with reward_server() as broken:
         reward = served_by([broken.url + "/broken", server.url], retries=1)
         (result,) = asyncio.run(reward.score([request("e")]))
@@ -178,7 +178,7 @@ def test_untried_server_is_asked_before_one_that_failed(server: RewardServer):
     assert len(broken.bodies) == 1
 
 
-def test_each_missing_server_is_one_violation(monkeypatch: pytest.MonkeyPatch):
+def test_each_unreachable_server_is_a_separate_violation(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_servers, "START_S", 1)
     urls = [f"http://127.0.0.1:{free_port()}/{path}" for path in ("a", "b")]
     with pytest.raises(ConfigError) as raised:
@@ -186,7 +186,7 @@ def test_each_missing_server_is_one_violation(monkeypatch: pytest.MonkeyPatch):
     assert len(raised.value.violations) == 2
 
 
-def test_check_before_the_run_closes_its_connections(
+def test_startup_check_closes_its_connections(
     server: RewardServer, monkeypatch: pytest.MonkeyPatch
 ):
     clients: list[httpx.AsyncClient] = []
@@ -203,21 +203,21 @@ def test_check_before_the_run_closes_its_connections(
     assert all(client.is_closed for client in clients)
 
 
-def test_pause_stays_bounded_after_thousands_of_failures(server: RewardServer):
+def test_backoff_stays_bounded_after_thousands_of_failures(server: RewardServer):
     reward = served_by([f"http://127.0.0.1:{free_port()}"], timeout=1, retries=0)
     reward.servers.servers[0].failures = 5000
     (result,) = asyncio.run(reward.score([request("e")]))
     assert "after 1 attempt" in str(result.error)
 
 
-def test_requests_in_flight_do_not_wait_for_connections(server: RewardServer):
-    """The server answers once the largest number of concurrent requests has arrived."""
+def test_concurrent_requests_do_not_wait_for_connections(server: RewardServer):
+    """The server responds only after the maximum number of concurrent requests has arrived."""
     server.together = threading.Barrier(http_servers.IN_FLIGHT)
     results = score([server.url + "/together"], *[request("e")] * http_servers.IN_FLIGHT, retries=0)
     assert {result.error for result in results} == {None}
 
 
-def test_credentials_in_url_are_sent_and_never_shown(
+def test_credentials_in_url_are_sent_but_never_logged(
     server: RewardServer, capsys: pytest.CaptureFixture[str]
 ):
     secret = server.url.replace("http://", "http://me:hunter2@")

@@ -1,4 +1,4 @@
-"""A judge behind a server: requests, verdicts and failures."""
+"""A judge on a server: requests, verdicts and failures."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def compare(server: JudgeServer, model: str, first: str, second: str) -> float:
     return asyncio.run(judge.compare("say e", first, second))
 
 
-def test_better_answer_wins_in_either_position(server: JudgeServer) -> None:
+def test_better_answer_wins_in_both_positions(server: JudgeServer) -> None:
     assert compare(server, "letters", "eee", "x") == 1.0
     assert compare(server, "letters", "x", "eee") == 0.0
 
 
-def test_judge_that_prefers_a_position_calls_a_tie(server: JudgeServer) -> None:
+def test_judge_with_position_bias_results_in_a_tie(server: JudgeServer) -> None:
     assert compare(server, "first", "eee", "x") == 0.5
     asked = [body["messages"][0]["content"] for body in server.bodies]
     assert sorted(map(answers_in, asked)) == [("eee", "x"), ("x", "eee")]
     assert all("<message>\nsay e\n</message>" in text for text in asked)
 
 
-def test_request_is_a_chat_completion_with_the_key(
+def test_request_is_a_chat_completion_with_the_api_key(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
@@ -62,7 +62,7 @@ def test_request_is_a_chat_completion_with_the_key(
     assert server.keys == {"Bearer secret"}
 
 
-def test_placeholders_in_answers_are_not_filled_in(
+def test_placeholders_in_answers_are_not_substituted(
     server: JudgeServer,
 ) -> None:
     compare(server, "letters", "{b}{message}", r"\1 {a}")
@@ -72,19 +72,19 @@ def test_placeholders_in_answers_are_not_filled_in(
     ]
 
 
-def test_reasons_may_precede_the_verdict(server: JudgeServer) -> None:
+def test_verdict_may_follow_an_explanation(server: JudgeServer) -> None:
     assert compare(server, "chatty", "eee", "x") == 1.0
 
 
 @pytest.mark.parametrize(
     ("text", "letter"), [("A", "A"), (" b.\n", "B"), ("[[B]]", "B"), ("A wins?\nVerdict: A", "A")]
 )
-def test_last_line_with_one_letter_is_a_verdict(text: str, letter: str) -> None:
+def test_single_letter_on_the_last_line_is_the_verdict(text: str, letter: str) -> None:
     assert read_verdict(text) == letter
 
 
 @pytest.mark.parametrize("text", ["", "A or B", "A\nbecause it is short", "C", "neither"])
-def test_other_last_lines_are_no_verdict(text: str) -> None:
+def test_any_other_last_line_is_not_a_verdict(text: str) -> None:
     with pytest.raises(NoVerdict, match="neither A nor B"):
         read_verdict(text)
 
@@ -102,12 +102,12 @@ def test_busy_judge_is_retried(server: JudgeServer) -> None:
             Failure.SERVER,
             r"judge http.*/v1: status 500: .*out of memory.*\(after 3 attempts\)",
         ),
-        ("unknown", Failure.SERVER, "judge http.* answered status 404: .*no such model"),
-        ("silent", Failure.SERVER, r"judge http.* sent no str at choices\.0\.message\.content"),
+        ("unknown", Failure.SERVER, "judge http.* responded with status 404: .*no such model"),
+        ("silent", Failure.SERVER, r"judge http.* returned no str at choices\.0\.message\.content"),
         ("undecided", Failure.RESULT, "neither A nor B: .*Both A and B are fine"),
     ],
 )
-def test_missing_verdict_reports_the_reason(
+def test_error_for_missing_verdict_gives_the_reason(
     server: JudgeServer, model: str, failure: Failure, error: str
 ) -> None:
     with pytest.raises((ServerError, NoVerdict), match=error) as caught:
@@ -115,7 +115,7 @@ def test_missing_verdict_reports_the_reason(
     assert caught.value.failure is failure
 
 
-def test_missing_judge_is_reported_before_sampling(
+def test_unreachable_judge_is_reported_before_sampling(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_servers, "START_S", 1)
@@ -123,5 +123,5 @@ def test_missing_judge_is_reported_before_sampling(
         Judge(JudgeConfig(url=server.url, model="letters"), RuleConfig()).engine.servers.check()
     )
     gone = Judge(JudgeConfig(url=f"http://127.0.0.1:{free_port()}/v1", model="m"), RuleConfig())
-    with pytest.raises(ConfigError, match=r"--judge\.url: .* does not answer.*Start the judge"):
+    with pytest.raises(ConfigError, match=r"--judge\.url: .* does not respond.*Start the judge"):
         asyncio.run(gone.engine.servers.check())

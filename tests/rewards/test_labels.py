@@ -1,4 +1,4 @@
-"""Check of labels before a run."""
+"""The check of labels at startup."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ READABLE: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("verifier", "label"), UNREADABLE)
-def test_finding_counts_unreadable_labels_and_locates_the_first(verifier: str, label: Any) -> None:
+def test_finding_counts_unparsable_labels_and_locates_the_first(verifier: str, label: Any) -> None:
     readable = next(each for name, each in READABLE if name == verifier)
     [found] = check_labels(
         verifier,
@@ -53,11 +53,11 @@ def test_finding_counts_unreadable_labels_and_locates_the_first(verifier: str, l
 
 
 @pytest.mark.parametrize(("verifier", "label"), READABLE)
-def test_readable_label_passes(verifier: str, label: Any) -> None:
+def test_parsable_label_passes_the_check(verifier: str, label: Any) -> None:
     assert check_labels(verifier, [label], column="answer", origin=str) == []
 
 
-def test_any_answer_in_a_list_label_is_correct() -> None:
+def test_any_answer_in_a_list_label_is_accepted() -> None:
     assert [grade_math(rf"\boxed{{{answer}}}", [42, "43"]) for answer in (42, 43, 44)] == [
         1.0,
         1.0,

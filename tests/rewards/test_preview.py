@@ -1,4 +1,4 @@
-"""Trial of a reward on labels before a run."""
+"""The trial of a reward on labels before a run."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def line(pool: ProcessPool, folder: Path, body: str, labels: list[str] = LABELS)
     return " ".join(map(str, found))
 
 
-def test_correct_answer_ends_with_the_end_token() -> None:
+def test_correct_answer_ends_with_the_eos_token() -> None:
     request = answered(TOKENIZER, "1+1=", "2", "2")
     assert (request.query, request.response, request.answer) == ("1+1=2<eos>", "2<eos>", "2")
     assert answered(TOKENIZER, "1+1=", "2", "2<eos>") == request
 
 
-def test_preview_warns_about_reward_that_does_not_expect_the_end_token(
+def test_preview_warns_about_reward_that_does_not_expect_the_eos_token(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
     assert (
@@ -52,7 +52,7 @@ def test_preview_warns_about_reward_that_does_not_expect_the_end_token(
     )
     said = line(pool, tmp_path, "return [float(queries[0] == prompts[0] + labels[0])]")
     assert "'2<eos>'" in said
-    assert said.count("[0.0, 0.0, 0.0]") == 2  # correct answers, and labels of other rows
+    assert said.count("[0.0, 0.0, 0.0]") == 2  # for correct answers and for labels of other rows
 
 
 def test_preview_quotes_the_first_error(pool: ProcessPool, tmp_path: Path) -> None:
@@ -60,12 +60,12 @@ def test_preview_quotes_the_first_error(pool: ProcessPool, tmp_path: Path) -> No
     assert said.startswith("The reward failed on 6 of 6") and "no such label" in said
 
 
-def test_preview_is_silent_without_different_labels(pool: ProcessPool, tmp_path: Path) -> None:
+def test_preview_reports_nothing_if_all_labels_are_equal(pool: ProcessPool, tmp_path: Path) -> None:
     for labels in (["2", "2"], ["", ""]):
         assert line(pool, tmp_path, "return [0.0]", labels) == ""
 
 
-def test_wrong_answer_is_the_next_different_label() -> None:
+def test_wrong_answer_is_the_next_label_that_differs() -> None:
     def wrong(*labels: str) -> list[str]:
         requests = [answered(None, "1+1=", label, label) for label in labels]
         return [request.query for request in wrong_requests(requests, None)]

@@ -1,4 +1,4 @@
-"""Servers that user code calls by name: requests, callers and failures."""
+"""Remote engines that user code selects by name: requests, callers and failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[OpenAIServer]:
-    """Serve an engine as `helper`. A request gets two attempts."""
+    """Start an engine named `helper`. Each request gets two attempts."""
     with openai_server() as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "")
         patch.setattr(http_servers, "LONGEST_PAUSE_S", 0.1)
@@ -66,7 +66,7 @@ def score(pool: ProcessPool, function: str, model: str) -> RewardResult:
     return asyncio.run(reward.score([request]))[0]
 
 
-def test_chat_sends_messages_and_parameters_and_returns_text(
+def test_chat_sends_messages_and_parameters_and_returns_the_reply(
     server: OpenAIServer,
 ) -> None:
     assert chat("loud", temperature=0, max_tokens=3) == "HELLO"
@@ -74,7 +74,7 @@ def test_chat_sends_messages_and_parameters_and_returns_text(
     assert server.asked == [("/v1/chat/completions", body)]
 
 
-def test_completion_takes_text_or_tokens(server: OpenAIServer) -> None:
+def test_completion_accepts_text_or_tokens(server: OpenAIServer) -> None:
     engine = remote_engine("helper", "loud")
     assert asyncio.run(engine.completion("four")) == "4"
     assert asyncio.run(engine.completion([7, 8, 9], stop=["."])) == "3"
@@ -84,14 +84,14 @@ def test_completion_takes_text_or_tokens(server: OpenAIServer) -> None:
     )
 
 
-def test_default_model_is_the_first_listed_and_is_looked_up_once(
+def test_default_model_is_the_first_listed_and_looked_up_only_once(
     server: OpenAIServer,
 ) -> None:
     engine = remote_engine("helper")
     assert [engine.chat_sync(HELLO), engine.completion_sync("four")] == ["HELLO", "4"]
     assert (
         remote_engine("helper").chat_sync(HELLO) == "HELLO"
-    )  # like a function that sends a request in every call
+    )  # as in a reward function that looks up the engine in every call
     chats = ["/v1/chat/completions", "/v1/completions", "/v1/chat/completions"]
     assert [path for path, _ in server.asked] == ["/v1/models", *chats]
     assert all(body is None or body["model"] == "loud" for _, body in server.asked)
@@ -111,7 +111,7 @@ def test_engine_works_across_event_loops_and_threads(
     assert engine.chat_sync(HELLO) == "HELLO"
 
 
-def test_key_is_given_or_from_the_environment(
+def test_api_key_is_an_argument_or_read_from_the_environment(
     server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "common")
@@ -133,13 +133,13 @@ def test_busy_server_is_retried(server: OpenAIServer) -> None:
             2,
             r"remote engine http.*/v1: status 500: .*out of memory.* \(after 2 attempts\)",
         ),
-        ("unknown", 1, "/v1/chat/completions answered status 404: .*no such model"),
-        ("no_json", 1, "sent no JSON: '<html>'"),
-        ("wrong_json", 1, r"sent no str at choices\.0\.message\.content: \"{'choices': \[\]}"),
-        ("silent", 1, "sent no str at choices"),
+        ("unknown", 1, "/v1/chat/completions responded with status 404: .*no such model"),
+        ("no_json", 1, "did not return JSON: '<html>'"),
+        ("wrong_json", 1, r"returned no str at choices\.0\.message\.content: \"{'choices': \[\]}"),
+        ("silent", 1, "returned no str at choices"),
     ],
 )
-def test_failures_raise_server_error(
+def test_failed_request_raises_server_error(
     server: OpenAIServer, model: str, asked: int, error: str
 ) -> None:
     with pytest.raises(ServerError, match=error) as caught:
@@ -150,13 +150,13 @@ def test_failures_raise_server_error(
 
 def test_timeout_bounds_each_attempt(server: OpenAIServer) -> None:
     with pytest.raises(
-        ServerError, match=r"no answer within 0\.5 s .*\(after 2 attempts\)"
+        ServerError, match=r"no response within 0\.5 s .*\(after 2 attempts\)"
     ) as caught:
         chat("slow", timeout=0.5)
     assert caught.value.failure is Failure.SERVER
 
 
-def test_server_without_models_raises_server_error(
+def test_server_that_lists_no_models_raises_server_error(
     server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "models", [])
@@ -164,21 +164,22 @@ def test_server_without_models_raises_server_error(
         chat()
 
 
-def test_unknown_name_error_lists_known_engines(server: OpenAIServer) -> None:
+def test_error_for_unknown_engine_lists_available_engines(server: OpenAIServer) -> None:
     with pytest.raises(
-        LookupError, match=r"--rollout\.remote_engines has no engine 'judge'; its engines: helper"
+        LookupError,
+        match=r"--rollout\.remote_engines has no engine 'judge'; available engines: helper",
     ):
         remote_engine("judge")
 
 
-def test_missing_engine_is_reported_before_the_run(
+def test_unreachable_engine_is_reported_before_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_servers, "START_S", 1)
     monkeypatch.setenv(VARIABLE, "")
     with pytest.raises(
         ConfigError,
-        match=r"--rollout\.remote_engines: http.* does not answer.*Start the remote engine",
+        match=r"--rollout\.remote_engines: http.* does not respond.*Start the remote engine",
     ):
         offer_engines(
             RemoteEnginesConfig(remote_engines=(f"judge=http://127.0.0.1:{free_port()}/v1",)),
@@ -208,5 +209,5 @@ def test_reward_function_can_catch_server_error(server: OpenAIServer, pool: Proc
     assert score(pool, "catches", "broken").reward == -1.0
 
 
-def test_unknown_name_counts_as_exception(server: OpenAIServer, pool: ProcessPool) -> None:
+def test_unknown_engine_name_counts_as_exception(server: OpenAIServer, pool: ProcessPool) -> None:
     assert score(pool, "unknown", "loud").failure is Failure.EXCEPTION

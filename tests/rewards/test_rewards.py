@@ -1,4 +1,4 @@
-"""Rewards of user functions: signatures, return values and errors."""
+"""Rewards from user functions: signatures, return values and errors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_function_is_called_once_per_sample(pool: ProcessPool):
     ]
 
 
-def test_function_gets_all_samples_at_once_with_batch(pool: ProcessPool):
+def test_with_batch_function_gets_all_samples_at_once(pool: ProcessPool):
     results = score(function(pool, "exact.py", batch=True), request("5", "4"), request("4", "4"))
     assert results == [
         RewardResult(reward=0.0, score=0.0, extra_logs={"calls": 2.0}),
@@ -70,7 +70,7 @@ def test_function_gets_all_samples_at_once_with_batch(pool: ProcessPool):
     ]
 
 
-def test_no_samples_make_no_call(pool: ProcessPool):
+def test_empty_batch_makes_no_reward_call(pool: ProcessPool):
     assert score(function(pool, "exact.py", batch=True)) == score(function(pool, "exact.py")) == []
 
 
@@ -84,11 +84,13 @@ def test_no_samples_make_no_call(pool: ProcessPool):
         ("without_labels", 5.0),
     ],
 )
-def test_other_signatures_and_tensors_are_accepted(pool: ProcessPool, name: str, expected: float):
+def test_alternative_signatures_and_returned_tensors_are_accepted(
+    pool: ProcessPool, name: str, expected: float
+):
     assert rewards_of(score(function(pool, "legacy.py", name), request("4", "4"))) == [expected]
 
 
-def test_missing_labels_are_noticed_once_and_bare_rewards_are_accepted(
+def test_function_without_labels_gets_one_notice_and_may_return_bare_rewards(
     pool: ProcessPool, capsys: pytest.CaptureFixture[str]
 ):
     warn_once.cache_clear()
@@ -96,14 +98,16 @@ def test_missing_labels_are_noticed_once_and_bare_rewards_are_accepted(
         reward = function(pool, "legacy.py", "without_labels")
         assert rewards_of(score(reward, request("4"), request("four"))) == [5.0, 8.0]
     [message] = capsys.readouterr().err.splitlines()
-    assert "without_labels takes no labels" in message
+    assert "without_labels has no parameter for labels" in message
 
 
 @pytest.mark.parametrize("name", ["of_another_trainer", "of_a_response", "of_an_answer"])
-def test_function_with_foreign_parameter_names_is_refused(pool: ProcessPool, name: str):
+def test_function_with_parameter_names_of_other_frameworks_is_rejected(
+    pool: ProcessPool, name: str
+):
     with pytest.raises(
         ConfigError,
-        match=r"but is called with \(queries, prompts, labels\).* give its parameters these names",
+        match=r"but is called with \(queries, prompts, labels\).* rename its parameters",
     ):
         asyncio.run(function(pool, "legacy.py", name).check())
 
@@ -114,12 +118,12 @@ def test_function_with_unknown_parameter_names_gets_a_notice(
     warn_once.cache_clear()
     asyncio.run(function(pool, "legacy.py", "other_names").check())
     assert (
-        "takes (texts, starts, answers), but is called with (queries, prompts, labels)"
+        "takes (texts, starts, answers) but is called with (queries, prompts, labels)"
         in capsys.readouterr().err
     )
 
 
-def test_function_that_follows_the_contract_gets_no_notice(
+def test_function_with_expected_parameters_gets_no_notice(
     pool: ProcessPool, capsys: pytest.CaptureFixture[str]
 ):
     score(function(pool, "exact.py"), request("4", "4"))
@@ -130,7 +134,7 @@ def test_function_that_follows_the_contract_gets_no_notice(
     ("label", "reward", "score_expected"),
     [("zero score", 2.0, 0.0), ("true", 1.0, 1.0), ("bare", 0.25, 0.25)],
 )
-def test_scores_default_to_rewards_and_zero_is_kept(
+def test_scores_default_to_rewards_and_zero_scores_are_kept(
     pool: ProcessPool, label: str, reward: float, score_expected: float
 ):
     [result] = score(function(pool, "returns.py", "returns"), request("", label))
@@ -153,9 +157,7 @@ def test_scores_default_to_rewards_and_zero_is_kept(
         ("opaque", "returned type Opaque"),
     ],
 )
-def test_invalid_return_value_becomes_an_error_that_quotes_it(
-    pool: ProcessPool, label: str, text: str
-):
+def test_error_for_invalid_return_value_quotes_it(pool: ProcessPool, label: str, text: str):
     bad, good = score(
         function(pool, "returns.py", "returns"), request("", label), request("", "bare")
     )
@@ -177,7 +179,7 @@ def test_invalid_return_value_fails_the_whole_batch(pool: ProcessPool):
     )
 
 
-def test_hanging_or_exiting_function_fails_only_its_sample(tmp_path: Path, pool: ProcessPool):
+def test_function_that_hangs_or_exits_fails_only_its_sample(tmp_path: Path, pool: ProcessPool):
     file = tmp_path / "moody.py"
     file.write_text(
         "import os, time\n"
@@ -215,13 +217,13 @@ def test_rewards_may_be_nested_lists():
         read_rewards({"rewards": [1, 2], "extra_logs": {"a": 3}}, 2)
 
 
-def test_long_return_value_is_truncated_in_the_error():
+def test_error_truncates_a_long_return_value():
     with pytest.raises(ValueError) as caught:
         read_rewards(list(range(10_000)), 1)
     assert "10000 rewards for 1 samples" in str(caught.value) and len(str(caught.value)) < 300
 
 
-def test_math_verifier_grades_responses_and_ignores_prompts(pool: ProcessPool):
+def test_math_verifier_grades_the_response_and_ignores_the_prompt(pool: ProcessPool):
     reward = VerifierReward(RuleConfig(verifier="math", timeout=30), pool)
     asyncio.run(reward.check())
     results = score(
@@ -234,7 +236,7 @@ def test_math_verifier_grades_responses_and_ignores_prompts(pool: ProcessPool):
     assert rewards_of(results) == [1.0, 1.0, 0.0, 1.0]
 
 
-def test_only_texts_that_a_reward_reads_are_decoded(pool: ProcessPool, tmp_path: Path):
+def test_only_the_texts_that_a_reward_reads_are_decoded(pool: ProcessPool, tmp_path: Path):
     file = tmp_path / "reward.py"
     file.write_text(
         "def reward_func(queries, prompts, labels):\n    return float(queries == ['1+1=2<eos>'])\n"
@@ -253,7 +255,7 @@ def test_only_texts_that_a_reward_reads_are_decoded(pool: ProcessPool, tmp_path:
     assert request_of(tokenizer, "1+1=", "2", asked, []).response == ""
 
 
-def test_on_error_sets_error_budget_and_fallback_reward() -> None:
+def test_on_error_flag_sets_error_budget_and_fallback_reward() -> None:
     flags = {
         text: RewardConfig(on_error=text, max_error_rate=0.25) for text in ("fail", "drop", "-1")
     }
@@ -278,7 +280,7 @@ def episodes(failed: int, total: int) -> list[Trajectory]:
     ]
 
 
-def test_run_stops_above_the_error_rate_with_the_first_traceback():
+def test_run_stops_above_the_error_rate_and_shows_the_first_traceback():
     budget = ErrorBudget(RewardConfig(max_error_rate=0.1))
     budget.check(episodes(2, 20))
     budget.check([])

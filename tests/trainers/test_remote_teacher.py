@@ -190,7 +190,7 @@ def test_a_server_that_does_not_tell_its_tokens_is_pointed_out(
             {"id": "unknown"},
             "it must be a vLLM server with the policy's vocabulary. .*no such model",
         ),
-        ({"id": "wrong_json"}, r"sent no list at choices\.0\.prompt_logprobs"),
+        ({"id": "wrong_json"}, r"returned no list at choices\.0\.prompt_logprobs"),
     ],
 )
 def test_a_server_that_cannot_teach_is_refused_before_anything_starts(

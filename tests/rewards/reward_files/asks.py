@@ -1,4 +1,4 @@
-"""Reward functions that ask a remote engine; the label is the model's name there."""
+"""Reward functions that query a remote engine. The label is the name of its model."""
 
 from openrlhf.utils import ServerError, remote_engine
 

@@ -1,7 +1,4 @@
-"""Return values that are not rewards, or unusual ones.
-
-`returns` gives what its first label requests.
-"""
+"""Invalid and unusual return values. The first label selects the value that `returns` returns."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Functions that do what user code must not do, and a few that report on their process."""
+"""Functions that misbehave, and a few that report on their process."""
 
 import asyncio
 import ctypes
@@ -173,7 +173,7 @@ def babble(part, characters):
 
 
 def meet(folder):
-    """Return once two processes are here."""
+    """Return as soon as two processes run this function at the same time."""
     open(os.path.join(folder, f"{os.getpid()}.met"), "w").close()
     while sum(name.endswith(".met") for name in os.listdir(folder)) < 2:
         time.sleep(0.01)
@@ -181,7 +181,7 @@ def meet(folder):
 
 
 def stop_everybody() -> None:
-    """Stop every process of our process group."""
+    """Stop every process in our process group."""
     os.kill(0, signal.SIGSTOP)
 
 
@@ -192,7 +192,7 @@ def kill_my_parent() -> None:
 
 
 def leave_a_daemon_and_kill_my_group(pids: str) -> None:
-    """Start a process in its own session, then kill every process of our process group."""
+    """Start a process in its own session, then kill every process in our process group."""
     daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     Path(pids).write_text(str(daemon.pid))
     os.killpg(0, signal.SIGKILL)
