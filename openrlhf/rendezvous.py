@@ -1,6 +1,6 @@
-"""Rendezvous stores of process groups: torch's TCPStore, listening on a single address.
+"""Rendezvous stores for process groups: torch's TCPStore, listening on a single address.
 
-By default the store listens on all interfaces, and it never requires a password.
+By default, torch's store listens on all interfaces, and it never requires a password.
 """
 
 import ipaddress
@@ -16,17 +16,18 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from openrlhf.reporting import warn
 
-# For `init_process_group`: reads the variables of env://, and uses this module's store.
+# For `init_process_group`: reads the same variables as env://, but uses this module's store.
 INIT_METHOD = "openrlhf://"
 MAX_WAITING_CONNECTIONS = 2048
 
 
 def host_store(host: str, port: int, *, timeout: timedelta, world_size: int | None = None) -> Store:
-    """Return the store of rank 0, which listens on `host` only.
+    """Create rank 0's store, which listens only on `host`.
 
     With `world_size`, wait until all ranks have connected. The store listens on all interfaces if
-    `host` is a name, which can mean loopback here and another address elsewhere, or if this machine
-    does not have the address (for example, behind NAT). Raises RuntimeError, as torch does.
+    `host` is a name, which may resolve to loopback here and to another address elsewhere, or if
+    this machine does not have the address (for example, behind NAT). Raises RuntimeError, as torch
+    does.
     """
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         host,
@@ -40,7 +41,7 @@ def host_store(host: str, port: int, *, timeout: timedelta, world_size: int | No
 
 
 def join_store(host: str, port: int, *, timeout: timedelta) -> Store:
-    """Return the store of another rank, connected to the store of rank 0.
+    """Create the store of a rank other than 0, connected to rank 0's store.
 
     Raises RuntimeError, as torch does.
     """
@@ -50,7 +51,7 @@ def join_store(host: str, port: int, *, timeout: timedelta) -> Store:
 
 
 def _listen(host: str, port: int) -> int | None:
-    """Return the descriptor of a socket that listens on `host`.
+    """Return the file descriptor of a socket that listens on `host`.
 
     Returns None if the store must listen on all interfaces.
     """
@@ -75,7 +76,7 @@ def _listen(host: str, port: int) -> int | None:
 
 
 def _meet(url: str, timeout: timedelta, **settings: Any) -> Iterator[tuple[Store, int, int]]:
-    """Yield store, rank and number of ranks, as torch's env:// does."""
+    """Yield the store, the rank and the world size, as torch's env:// does."""
     rank = int(os.environ["RANK"])
     torchrun_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank > 0 or torchrun_has_store:

@@ -1,5 +1,5 @@
 """Multi-turn episodes.
 
-The package has the contract of user agents, the processes that run them, and the endpoint for
-agents that use the OpenAI API.
+The package contains the interface for user agents, the processes that run them, and an
+OpenAI-compatible endpoint for agents that use that API.
 """

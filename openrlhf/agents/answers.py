@@ -1,10 +1,10 @@
-"""The engine's answers to an agent, with vLLM's attribute names."""
+"""The engine's responses to an agent, with vLLM's attribute names."""
 
 from dataclasses import dataclass
 
 
 class EngineRefusal(ValueError):
-    """A request that the engine refuses."""
+    """An error for a request that the engine rejects."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,9 @@ class CompletionOutput:
     stop_reason: int | str | None
 
     def is_cut(self, prompt_length: int, max_length: int, max_new_tokens: int | None) -> bool:
-        """Return whether a limit of the run cut the sample: context length or tokens per turn.
+        """Return whether a limit of the run (context length, tokens per turn) truncated the sample.
 
-        A sample that reached a lower limit set by the request itself is not cut.
+        A sample that only reached a lower limit set by the request itself does not count.
         """
         room = max_length - prompt_length
         limit = min(room, max_new_tokens or room)

@@ -1,6 +1,6 @@
 """Conversion of an executor's result into an episode for training.
 
-The result is checked, and its token ids are compared with the engine's samples.
+The result is validated, and its token ids are matched with the engine's samples.
 """
 
 import math
@@ -17,7 +17,7 @@ FINISHED = {"stop", "length", "abort"}  # finish reasons of samples that can be 
 
 
 class EpisodeMistake(UserCodeError):
-    """An executor's result that is not a valid episode. The message contains the value."""
+    """An error for an executor's result that is no valid episode. The message shows the value."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Failure.RESULT)
@@ -31,30 +31,30 @@ class Assembled:
     reward: RewardResult
     truncated: bool
     turns: int
-    earlier: Sequence[TrajectoryBuilder] = ()  # the conversations before the last one
-    # (position of the turn's last token, reward of the turn)
+    earlier: Sequence[TrajectoryBuilder] = ()  # the episode's conversations before the last one
+    # one (position of the turn's last token, reward of the turn) for each rewarded turn
     turn_rewards: tuple[tuple[int, float], ...] = ()
-    notices: Mapping[str, str]  # sentences for the user, by kind
+    notices: Mapping[str, str]  # messages for the user, keyed by kind of notice
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Conversation:
-    """The tokens of a conversation, cut to the maximum length."""
+    """A conversation's tokens, truncated to the maximum length."""
 
     builder: TrajectoryBuilder
-    ranges: list[tuple[int, int]]  # action ranges before the cut
+    ranges: list[tuple[int, int]]  # action ranges before truncation
     truncated: bool
 
 
 def assemble(
     result: Mapping[str, Any], asked: Sequence[Asked], max_length: int, *, vocabulary: int
 ) -> Assembled:
-    """Convert the result of an executor to an episode, cut to `max_length` tokens.
+    """Convert an executor's result to an episode, truncated to `max_length` tokens.
 
     `asked` holds the episode's requests to the engine. Sampled tokens get the log-probabilities and
     weight versions that the engine returned with them. The executor's own `rollout_log_probs` are
-    used only for tokens that the engine did not sample. Raises EpisodeMistake, and UserCodeError
-    for a sample that the engine could not finish.
+    used only for tokens that the engine did not sample. Raises EpisodeMistake for an invalid
+    result, and UserCodeError for a sample that the engine could not finish.
     """
     samples = _Samples(asked)
     earlier: list[TrajectoryBuilder] = []
@@ -89,7 +89,7 @@ def assemble(
 def _build(
     entry: Mapping[str, Any], samples: "_Samples", max_length: int, vocabulary: int
 ) -> _Conversation:
-    """Return the conversation in a dict with `observation_tokens` and `action_ranges`."""
+    """Build a conversation from a dict with `observation_tokens` and `action_ranges`."""
     tokens = _tokens(entry, samples.unused, vocabulary)
     ranges = _ranges(entry, len(tokens))
     given = _numbers(entry, "rollout_log_probs", len(tokens), "tokens")
@@ -104,7 +104,7 @@ def _build(
 
 
 def _earlier(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the conversations before the last one."""
+    """Return the episode's conversations before the last one."""
     given = result.get("earlier") or []
     if not isinstance(given, list) or not all(isinstance(entry, Mapping) for entry in given):
         raise EpisodeMistake(
@@ -115,9 +115,9 @@ def _earlier(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 class _Samples:
-    """The engine's samples, matched in order with the tokens of an episode.
+    """The engine's samples, matched in order with an episode's tokens.
 
-    The engine's other answers, which are refusals, are ignored.
+    Requests that the engine rejected are ignored.
     """
 
     def __init__(self, asked: Sequence[Asked]) -> None:
@@ -137,12 +137,12 @@ class _Samples:
                 if given is None:
                     raise EpisodeMistake(
                         f"action_ranges include tokens {start} to {end - 1}, which the engine did "
-                        "not sample in this episode. Return the token_ids of its outputs, or "
+                        "not sample in this episode. Return the engine's token_ids, or provide "
                         "rollout_log_probs with their log-probabilities"
                     )
                 self.notices["not sampled"] = (
-                    "action_ranges include tokens that the engine did not sample. Their "
-                    "rollout_log_probs may not be the policy's"
+                    "action_ranges include tokens that the engine did not sample, so their "
+                    "rollout_log_probs may differ from the policy's"
                 )
                 builder.append_action(tokens[start:end], given[start:end])
                 return
@@ -154,8 +154,8 @@ class _Samples:
     def _take(self, tokens: list[int], start: int, end: int) -> Generation | None:
         """Return the longest sample that matches the tokens at `start`; remove it from `unused`.
 
-        Samples whose prompt is exactly the tokens before `start` are preferred. A sample of a
-        request whose episode is unknown is used only if its prompt matches exactly.
+        Samples whose prompt equals the tokens before `start` are preferred. If a sample may belong
+        to another episode, it is used only if its prompt is equal.
         """
         span = tokens[start:end]
         exact: list[Asked] = []
@@ -172,8 +172,8 @@ class _Samples:
             if not fitting:
                 return None
             self.notices["other context"] = (
-                "the engine sampled an action after other tokens than observation_tokens has "
-                "before the action, so the log-probabilities are not the policy's"
+                "the tokens before an action in observation_tokens differ from the prompt from "
+                "which the engine sampled it, so its log-probabilities are not the policy's"
             )
         chosen = max(
             exact or fitting,
@@ -183,7 +183,7 @@ class _Samples:
         sample: Generation = chosen.answer
         if sample.finish_reason not in FINISHED:
             raise UserCodeError(
-                f"the engine ended a sample: {sample.finish_reason}", Failure.ENGINE
+                f"a sample failed in the engine: {sample.finish_reason}", Failure.ENGINE
             )
         return sample
 
@@ -198,33 +198,33 @@ def _tokens(entry: Mapping[str, Any], samples: Sequence[Asked], vocabulary: int)
         unknown.difference_update(sample.answer.tokens)
     if unknown:
         raise EpisodeMistake(
-            f"observation_tokens have {sorted(unknown)[:3]}; "
-            f"the tokenizer's ids go to {vocabulary - 1}"
+            f"observation_tokens contain the unknown ids {sorted(unknown)[:3]}; "
+            f"the tokenizer's largest id is {vocabulary - 1}"
         )
     return tokens
 
 
 def _ranges(entry: Mapping[str, Any], length: int) -> list[tuple[int, int]]:
-    """Return the action ranges, in order and inside the conversation of `length` tokens."""
+    """Return the action ranges. Raises EpisodeMistake if they overlap or exceed `length` tokens."""
     given = entry.get("action_ranges")
     if not isinstance(given, list) or not given or not all(map(_is_range, given)):
         raise EpisodeMistake(
-            f"action_ranges must be a list of [start, end) pairs, at least one, not {shown(given)}"
+            f"action_ranges must be a non-empty list of [start, end) pairs, not {shown(given)}"
         )
     ranges: list[tuple[int, int]] = []
     previous_end = 0
     for start, end in given:
         if not previous_end <= start <= end <= length:
             raise EpisodeMistake(
-                f"action_ranges must be in order and within {length} tokens, not {shown(given)}"
+                f"action_ranges must be sorted and within {length} tokens, not {shown(given)}"
             )
         ranges.append((start, end))
         previous_end = end
     if ranges[0][0] == 0:
         raise EpisodeMistake(
             f"action_ranges start at token 0: {shown(given)}. The policy cannot sample the first "
-            "token, because nothing precedes it. Positions count from the beginning of "
-            "observation_tokens, prompt included"
+            "token, because nothing precedes it. Positions are counted from the beginning of "
+            "observation_tokens, which include the prompt"
         )
     return ranges
 
@@ -236,7 +236,7 @@ def _is_range(pair: Any) -> bool:
 
 
 def _numbers(entry: Mapping[str, Any], name: str, count: int, of: str) -> list[float] | None:
-    """Return the entry `name`, one number for each of `count` tokens or ranges, or None."""
+    """Return the entry `name`, one number per token or range, or None if it is missing."""
     if entry.get(name) is None:
         return None
     try:
@@ -246,9 +246,9 @@ def _numbers(entry: Mapping[str, Any], name: str, count: int, of: str) -> list[f
 
 
 def _notices(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return the notices of our own executors.
+    """Return the notices from our own executors.
 
-    A user's executor may use the entry `notices` for something else.
+    A user's executor may use the key `notices` for something else.
     """
     given = result.get("notices")
     if not isinstance(given, Mapping):
@@ -257,9 +257,9 @@ def _notices(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _reward(result: Mapping[str, Any], turn_rewards: Sequence[float] | None) -> RewardResult:
-    """Return the episode's reward, by default the sum of its turn rewards.
+    """Return the episode's reward, which defaults to the sum of its turn rewards.
 
-    Without any of them the result has no reward, and a reward model scores the episode.
+    Without either, the result has no reward, and a reward model scores the episode.
     """
     reward = result.get("reward")
     if reward is None and turn_rewards:

@@ -1,6 +1,6 @@
 """Requests to the OpenAI-compatible endpoint.
 
-Every field is used, accepted without effect, or refused by name.
+Every field is used, ignored, or rejected with an error that names it.
 """
 
 from inspect import signature
@@ -10,15 +10,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-# Sampling is set by the run, because the log-probabilities must be the policy's. The remaining
-# fields identify the client for accounting and caching.
+# Fields that are ignored. The run sets the sampling parameters, so that the log-probabilities are
+# the policy's. The remaining fields identify the client for accounting and caching.
 WITHOUT_EFFECT = {
     "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "seed",
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention",
 }  # fmt: skip
-# Fields of the API and of vLLM, with the values that request the endpoint's default behavior.
+# OpenAI and vLLM fields, with the accepted values: those that request the default behavior.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "top_logprobs": (0,),
@@ -41,7 +41,7 @@ Length = Annotated[int, Field(ge=1)]
 
 
 class _Request(BaseModel):
-    """A request. For undeclared fields, only certain values are accepted."""
+    """A request. Fields that are not declared here are accepted only with certain values."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -55,7 +55,7 @@ class _Request(BaseModel):
                 continue
             accepted = NEUTRAL_VALUES.get(name)
             if accepted is None:
-                raise _unsupported(name, "this endpoint does not support it. Leave it out")
+                raise _unsupported(name, "this endpoint does not support it. Remove it")
             if not any(type(value) is type(other) and value == other for other in accepted):
                 allowed = " or ".join(map(repr, accepted))
                 raise _unsupported(name, f"{value!r:.100} is not supported, only {allowed}")
@@ -66,7 +66,7 @@ class _Request(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """Options of a streamed answer. `include_obfuscation` has no effect."""
+    """Options for a streamed response. `include_obfuscation` has no effect."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -98,12 +98,12 @@ class ChatRequest(_Request):
         return bool(self.tools) and (self.model_extra or {}).get("tool_choice") != "none"
 
     def content(self) -> dict[str, Any]:
-        """Return the fields that determine the reply, for recognizing a repeated request."""
+        """Return the fields that determine the reply, used to recognize a repeated request."""
         return self.model_dump(exclude={"stream", "stream_options", "session_id"} | WITHOUT_EFFECT)
 
 
 class TokenizeRequest(_Request):
-    """A request to /tokenize: messages or a prompt."""
+    """A request to /tokenize, with either messages or a prompt."""
 
     messages: list[dict[str, Any]] | None = None
     prompt: str | None = None
@@ -111,7 +111,7 @@ class TokenizeRequest(_Request):
     @model_validator(mode="after")
     def _check_text(self) -> Self:
         if (self.messages is None) == (self.prompt is None):
-            raise _unsupported("messages", "give either messages or a prompt")
+            raise _unsupported("messages", "pass either messages or a prompt")
         return self
 
 
@@ -121,7 +121,7 @@ def _unsupported(name: str, reason: str) -> PydanticCustomError:
 
 
 def reason_of(errors: list[Any]) -> tuple[str, str | None]:
-    """Return a sentence about the first validation error of a request, and the field's name."""
+    """Return a message for a request's first validation error, and the field's name."""
     error = errors[0]
     if error["type"] == "json_invalid":
         detail = error.get("ctx", {}).get("error", error["msg"])

@@ -1,4 +1,4 @@
-"""Tokenization of a text that follows other tokens, as if both were encoded as one text."""
+"""Tokenization of text that follows other tokens, as if both were encoded together."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CONTEXT_TOKENS = 64  # maximum number of preceding tokens that are encoded with a text
+CONTEXT_TOKENS = 64  # maximum number of preceding tokens that are encoded together with a text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """The tokens of a text.
+    """A text encoded as the continuation of other tokens.
 
-    `exact` is false if the tokenizer would merge the start of the text and the characters before it
-    into one token. Sampled tokens cannot be merged, so the text then begins with a new token.
+    `exact` is false if the tokenizer would merge the start of the text with the preceding
+    characters. Sampled tokens cannot be changed, so the text then begins with a new token.
     """
 
     tokens: list[int]
@@ -25,7 +25,7 @@ class Continuation:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the tokens of a text, without the special tokens that a tokenizer adds."""
+    """Return the tokens of a text, without the special tokens that the tokenizer would add."""
     encoded = tokenizer(text, add_special_tokens=False, verbose=False)
     return list(encoded["input_ids"])  # type: ignore[arg-type]
 
@@ -33,12 +33,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def encode_after(
     tokenizer: PreTrainedTokenizerBase, before: Sequence[int], text: str
 ) -> Continuation:
-    """Return the tokens of `text` when it follows the tokens `before`.
+    """Encode `text` as a continuation of the tokens `before`.
 
-    A tokenizer may treat the start of a text differently: sentencepiece adds a space there.
+    A tokenizer may treat the start of a text specially: sentencepiece adds a space there.
 
-    Example: a Llama tokenizer encodes "\\n<|user|>" as `\\n`, `<|user|>` after `</s>`, and as `▁`,
-    `\\n`, `<|user|>` alone.
+    Example: a Llama tokenizer encodes "\\n<|user|>" as `\\n`, `<|user|>` after `</s>`, but as `▁`,
+    `\\n`, `<|user|>` on its own.
     """
     if not text:
         return Continuation(tokens=[], exact=True)
@@ -52,7 +52,7 @@ def encode_after(
 
 
 def _text_before(tokenizer: PreTrainedTokenizerBase, before: Sequence[int]) -> str:
-    """Return the end of the text of `before`, starting at its last added token.
+    """Decode the last tokens of `before`, starting at the last added token.
 
     Tokenizers split a text at added tokens before they encode it.
     """

@@ -1,8 +1,8 @@
-"""The contract of user agents: executors of episodes, and multi-turn environments.
+"""The interface for user agents: episode executors and multi-turn environments.
 
-The file of --train.agent_func_path defines a class `AgentExecutor`, a subclass of one of these
-executors. Each user process has one instance of it, which plays many episodes concurrently. These
-names are public in `openrlhf.utils.agent`.
+The --train.agent_func_path file defines a class `AgentExecutor` that subclasses one of these
+executors. Each agent process has one instance, which runs many episodes concurrently. The public
+import path of these names is `openrlhf.utils.agent`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """The policy at its newest published weights, from which an executor samples."""
+    """An engine with the latest published policy weights, from which an executor samples."""
 
     async def generate(
         self, prompt_token_ids: list[int], sampling_params: Any = None, multi_modal_data: Any = None
@@ -44,7 +44,7 @@ class Engine(Protocol):
 
 
 class AgentExecutorBase(ABC):
-    """An executor, constructed without arguments. Each call of `execute` plays one episode.
+    """An executor, constructed without arguments. Each call to `execute` runs one episode.
 
     `max_turns` is the value of --rollout.max_turns, if it is set.
     """
@@ -63,21 +63,21 @@ class AgentExecutorBase(ABC):
         llm_engine: Engine,
         images: Any = None,
     ) -> dict[str, Any]:
-        """Play one episode of at most `max_length` tokens. Called with keyword arguments.
+        """Run one episode of at most `max_length` tokens. Called with keyword arguments.
 
         Returns a dict with
 
         - `prompt`, `label`: the arguments;
         - `observation_tokens`: the token ids of the whole episode, including the prompt;
         - `action_ranges`: [start, end) of the tokens that the policy sampled;
-        - `rollout_log_probs`: log-probabilities of the sampled tokens, 0.0 for other tokens; None
-          uses the log-probabilities that the engine returned;
+        - `rollout_log_probs`: log-probabilities of the sampled tokens, 0.0 for other tokens; if
+          None, the log-probabilities that the engine returned are used;
         - `reward`, `scores`, `extra_logs` (optional): without a reward, a reward model scores the
           episode;
         - `truncated` (optional): whether the episode ran out of tokens or turns;
-        - `turn_rewards` (optional): a number per action range; `reward` is their sum by default;
-        - `earlier` (optional): the episode's previous conversations, which share its reward: dicts
-          with `observation_tokens` and `action_ranges`.
+        - `turn_rewards` (optional): one number per action range; `reward` defaults to their sum;
+        - `earlier` (optional): the episode's previous conversations, which share its reward, as
+          dicts with `observation_tokens` and `action_ranges`.
         """
 
 
@@ -85,23 +85,23 @@ class AgentInstanceBase(ABC):
     """The environment of one episode. Each episode creates a new instance."""
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Begin the episode with the prompt, `states["observation"]`.
+        """Begin the episode, whose prompt is `states["observation"]`.
 
-        To change the prompt, return a dict with another `observation`.
+        To change the prompt, return a dict with a different `observation`.
         """
         return states
 
     @abstractmethod
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Respond to an action of the policy.
+        """Respond to the policy's action.
 
         `states` has `observation_text` (the conversation before the action), `action_text`,
-        `label`, `sampling_params`, `turn` (from 0), and two entries about the end of the action.
-        `finish_reason` is "stop" if the policy ended its action, "length" if the action was cut.
-        `end_text` is the text that ended the action and is not in `action_text`, such as
-        "<|im_end|>"; it is empty for a cut action.
+        `label`, `sampling_params`, `turn` (from 0), and two entries on how the action ended.
+        `finish_reason` is "stop" if the policy ended its action, "length" if it was truncated.
+        `end_text` is the end-of-turn text, which is not part of `action_text`, such as
+        "<|im_end|>"; it is empty if the action was truncated.
 
-        Returns `rewards` of this turn, `environment_feedback` (the text that follows) and `done`;
+        Returns `rewards` for this turn, `environment_feedback` (the text that follows) and `done`;
         optionally `scores`, `extra_logs`, and `sampling_params` for later turns.
         """
 
@@ -110,12 +110,12 @@ class AgentInstanceBase(ABC):
 
 
 class MultiTurnAgentExecutor(AgentExecutorBase):
-    """An executor of episodes in which the policy and an environment take turns.
+    """An executor for episodes in which the policy and an environment take turns.
 
-    An episode ends when the environment is done, or when no tokens or turns are left. Each turn
-    samples at most `sampling_params.max_tokens` tokens. Sampled tokens are kept unchanged; only the
-    environment's text is tokenized. With `turn_rewards`, each turn is credited with its own reward
-    instead of the sum.
+    An episode ends when the environment is done or the episode runs out of tokens or turns. Each
+    turn samples at most `sampling_params.max_tokens` tokens. Sampled tokens are kept unchanged;
+    only the environment's text is tokenized. With `turn_rewards`, each turn is credited with its
+    own reward instead of the sum.
     """
 
     def __init__(
@@ -145,14 +145,14 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         llm_engine: Engine,
         images: Any = None,
     ) -> dict[str, Any]:
-        """Play one episode in a new environment, which is closed even if the episode fails."""
+        """Run one episode in a new environment, which is closed even if the episode fails."""
         agent = await _new(self.agent_instance_cls, self.env_kwargs)
         try:
             first = await awaited(agent.reset({"observation": prompt, "label": label}))
             if not isinstance(first, Mapping) or not isinstance(first.get("observation"), str):
                 raise ContractMistake(
                     f"{type(agent).__name__}.reset returned {first!r}; "
-                    "it must return a dict with the text observation"
+                    "it must return a dict whose observation is a string"
                 )
             episode = _Episode(
                 first["observation"], sampling_params, max_length, hf_tokenizer, llm_engine
@@ -201,9 +201,9 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
 
 
 class _Episode(TrajectoryBuilder):
-    """The tokens and the text so far.
+    """An episode's tokens and text so far.
 
-    A prompt that is too long is cut at the start, so that one action fits.
+    If the prompt is too long, its first tokens are dropped, so that one action fits.
     """
 
     def __init__(
@@ -223,19 +223,19 @@ class _Episode(TrajectoryBuilder):
         super().__init__(encode(tokenizer, text)[-prompt_room:])
         self.ranges: list[tuple[int, int]] = []
         self.rewards: list[float] = []  # one per turn
-        self.score: float | None = None  # of the last turn that has one
+        self.score: float | None = None  # score of the last turn that has one
         self.logs: dict[str, Any] = {}
         self.truncated = False
-        self.end_text = ""  # the text that ended the last action and is not in the action's text
+        self.end_text = ""  # the last action's end-of-turn text, not in `text`
         self.notices: dict[str, str] = {}
 
     @property
     def room(self) -> int:
-        """Number of tokens left."""
+        """The number of tokens left in the context."""
         return self.max_length - len(self.tokens)
 
     async def act(self, params: SamplingParams) -> CompletionOutput:
-        """Sample an action of the policy that fits into the remaining room, and append it."""
+        """Sample an action that fits into the remaining context, and append it."""
         bounded = copy.copy(params)
         bounded.max_tokens = min(self.room, params.max_tokens or self.room)
         request = await self.engine.generate(list(self.tokens), bounded)
@@ -254,7 +254,7 @@ class _Episode(TrajectoryBuilder):
         return output
 
     def _end_of(self, output: CompletionOutput) -> str:
-        """Return the stop string, or the text of the token, that ended an action."""
+        """Return the stop string, or the text of the stop token, that ended an action."""
         if output.finish_reason != "stop":
             return ""
         if isinstance(output.stop_reason, str):
@@ -262,10 +262,10 @@ class _Episode(TrajectoryBuilder):
         return str(self.tokenizer.decode(output.token_ids[-1:], skip_special_tokens=False))
 
     def observe(self, returned: Any, *, step: str) -> None:
-        """Append the environment's feedback, and keep its rewards and logs.
+        """Append the environment's feedback, and record its rewards and logs.
 
-        `returned` is the return value of `step`. Raises ContractMistake if an entry is missing or
-        wrong.
+        `returned` is the value that `step` returned. Raises ContractMistake if an entry is missing
+        or invalid.
         """
         _check_entries(returned, step)
         self.rewards.append(_number(returned, "rewards", step))
@@ -277,8 +277,8 @@ class _Episode(TrajectoryBuilder):
         if self.end_text and feedback.startswith(self.end_text):
             feedback = feedback.removeprefix(self.end_text)
             self.notices["end"] = (
-                f"environment_feedback begins with {self.end_text!r}. The policy has already "
-                "sampled this end of its action, so it is not repeated. In step, "
+                f"environment_feedback begins with {self.end_text!r}. The policy already sampled "
+                "this end-of-turn text, so it is not added again. In step, "
                 "states['end_text'] is the text that ended the action"
             )
         continuation = encode_after(self.tokenizer, self.tokens, feedback)
@@ -290,7 +290,7 @@ class _Episode(TrajectoryBuilder):
             )
 
     def result(self) -> dict[str, Any]:
-        """Return the episode's part of the result of `execute`."""
+        """Return the entries about the tokens in the result of `execute`."""
         return {
             "observation_tokens": self.tokens,
             "action_ranges": self.ranges,
@@ -301,10 +301,10 @@ class _Episode(TrajectoryBuilder):
 
 
 class SingleTurnAgentExecutor(AgentExecutorBase):
-    """An executor of single-turn episodes.
+    """An executor for single-turn episodes.
 
-    `remote_rm_url` is a file with `reward_func`, or reward servers. Without it the episode has no
-    reward yet.
+    `remote_rm_url` is a file that defines `reward_func`, or one or more reward server URLs.
+    Without it, episodes have no reward yet.
     """
 
     def __init__(self, remote_rm_url: str | list[str] | None = None) -> None:
@@ -314,7 +314,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
             sources = ",".join(sources)
         self._rule = RuleConfig(remote_url=sources)
         if remote_rm_url is not None and not self._rule.sources:
-            raise TypeError("remote_rm_url is empty: give a .py file or servers, or leave it out")
+            raise TypeError("remote_rm_url is empty: pass a .py file or server URLs, or omit it")
         self._servers = HTTPReward(self._rule)
 
     async def execute(
@@ -327,7 +327,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         llm_engine: Engine,
         images: Any = None,
     ) -> dict[str, Any]:
-        """Sample once, and get the reward from `remote_rm_url` if it is set."""
+        """Sample one response, and get its reward from `remote_rm_url` if it is set."""
         episode = _Episode(prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
         await episode.act(sampling_params)
         result = {"prompt": prompt, "label": label, **episode.result()}
@@ -359,7 +359,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
 
 
 class ContractMistake(ValueError):
-    """A value from an agent, its environment or its reward that violates the contract."""
+    """An error for an invalid value from an agent, its environment or its reward."""
 
     def __init__(self, message: str, failure: Failure | None = Failure.RESULT) -> None:
         super().__init__(message)
@@ -367,7 +367,7 @@ class ContractMistake(ValueError):
 
 
 def _check_entries(returned: Any, step: str) -> None:
-    """Raise ContractMistake if the return value of `step` lacks an entry or has a wrong one."""
+    """Raise ContractMistake if `step` returned a value with missing or invalid entries."""
     expected = "it must return a dict with rewards, environment_feedback and done"
     if not isinstance(returned, Mapping):
         raise ContractMistake(f"{step} returned {returned!r}; {expected}")
@@ -381,16 +381,16 @@ def _check_entries(returned: Any, step: str) -> None:
     if not isinstance(feedback, str | None):
         raise ContractMistake(f"{step} returned environment_feedback {feedback!r}, not text")
     if returned.get("environment_images") is not None:
-        raise ContractMistake(f"{step} returned environment_images; the policy reads text only")
+        raise ContractMistake(f"{step} returned environment_images; the policy only reads text")
 
 
 def _number(returned: Mapping[str, Any], name: str, step: str) -> float:
-    """Return an entry of the return value of `step` that is one number."""
+    """Return a numeric entry of the value that `step` returned."""
     value = returned[name]
     try:
         return numbers(name, plain(value), 1)[0]
     except ValueError:
-        raise ContractMistake(f"{step} returned {name} {value!r}, not one number") from None
+        raise ContractMistake(f"{step} returned {name} {value!r}, not a single number") from None
 
 
 async def _new(kind: type[AgentInstanceBase], arguments: Mapping[str, Any]) -> AgentInstanceBase:

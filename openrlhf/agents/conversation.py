@@ -1,4 +1,4 @@
-"""A conversation of a chat client with the policy, stored as tokens.
+"""A conversation between a chat client and the policy, stored as tokens.
 
 Replies keep their sampled tokens. Only new messages are rendered and tokenized.
 """
@@ -20,12 +20,12 @@ from openrlhf.data.templates import STAND_IN, Span, in_common, render
 from openrlhf.data.tokenizer import most_characters
 
 TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)  # Hermes format
-EXCERPT_CHARACTERS = 60  # length of a quoted text in a notice
-CONTEXT_CHARACTERS = 200  # characters before the text after a reply that are encoded with it
+EXCERPT_CHARACTERS = 60  # maximum length of quoted text in a notice
+CONTEXT_CHARACTERS = 200  # preceding characters that are encoded together with a text
 
 
 class ChatMistake(EngineRefusal):
-    """A request that cannot be answered.
+    """An error for a request that cannot be answered.
 
     The message is for the agent's author. `param` names the invalid field.
     """
@@ -36,13 +36,13 @@ class ChatMistake(EngineRefusal):
 
 
 class ContextFull(ChatMistake):
-    """A conversation that leaves no room for a reply."""
+    """An error for a conversation that leaves no room for a reply."""
 
 
 def check_size(text: str, max_length: int) -> None:
-    """Raise ContextFull for a text that is too long to fit into `max_length` tokens.
+    """Raise ContextFull if a text is too long to fit into `max_length` tokens.
 
-    The check avoids tokenizing the text, which would take long.
+    The check does not tokenize the text, which could take a long time.
     """
     limit = most_characters(max_length)
     if len(text) > limit:
@@ -67,7 +67,7 @@ class TemplateInputs:
         *,
         prompt: bool = True,
     ) -> str:
-        """Return the text of the request's messages, or of `messages` with the same tools.
+        """Render the request's messages, or `messages` with the same tools.
 
         With `prompt`, the text ends with the header of the policy's reply. Raises ChatMistake.
         """
@@ -103,17 +103,17 @@ class _Prompt:
     """The prompt of a request."""
 
     inputs: TemplateInputs
-    tokens: list[int]  # of the whole conversation
+    tokens: list[int]  # tokens of the whole conversation
     added: str  # the text that the request adds to the conversation
 
 
 class Conversation:
     """One conversation.
 
-    `tokens` and `ranges` are the observation tokens and action ranges of
-    `contract.AgentExecutorBase.execute`. `notices` has a sentence for each kind of difference
-    between the tokens and a new rendering of the conversation. `truncated` is true if a limit of
-    the run, not of a request, cut the last reply.
+    `tokens` and `ranges` are the observation tokens and action ranges that
+    `contract.AgentExecutorBase.execute` returns. `notices` has a message for each kind of
+    difference between the tokens and a fresh rendering of the conversation. `truncated` is true if
+    one of the run's own limits, not a request's, truncated the last reply.
     """
 
     def __init__(
@@ -130,13 +130,13 @@ class Conversation:
         self.ranges: list[tuple[int, int]] = []
         self.truncated = False
         self.notices: dict[str, str] = {}
-        self._texts: list[str] = []  # the text before each reply, as the template wrote it
+        self._texts: list[str] = []  # the text before each reply, as rendered by the template
         self._replies: list[str] = []  # the texts of the replies
-        self._text = ""  # the text of `tokens`
+        self._text = ""  # the decoded text of `tokens`
         self._pending: _Prompt | None = None  # the last prompt
         self._answered: TemplateInputs | None = None  # the last request that has a reply
         self._reply: Message = {}  # the last reply
-        self._reply_ended = False  # whether the reply's last token is an end token
+        self._reply_ended = False  # whether the reply ends with an end-of-turn token
 
     def mismatch(self, inputs: TemplateInputs) -> str | None:
         """Return why a request does not continue this conversation, or None if it does."""
@@ -155,7 +155,7 @@ class Conversation:
         if inputs.variables != before.variables:
             changed.append("chat_template_kwargs")
         if changed and self._renders_differently(inputs, before):
-            return f"its {' and '.join(changed)} change text that the policy has read"
+            return f"its {' and '.join(changed)} change text that the policy has already read"
         return None
 
     def _renders_differently(self, inputs: TemplateInputs, before: TemplateInputs) -> bool:
@@ -164,13 +164,13 @@ class Conversation:
         try:
             text = inputs.render(self.tokenizer, seen, prompt=False)
             return text != before.render(self.tokenizer, seen, prompt=False)
-        except ChatMistake:  # the template rejects one of them
+        except ChatMistake:  # the template rejects one of the requests
             return True
 
     def prompt_for(self, inputs: TemplateInputs) -> list[int]:
-        """Return the tokens that the policy continues, for a request without `mismatch`.
+        """Return the prompt tokens of a request without a `mismatch`.
 
-        Raises ChatMistake, or ContextFull.
+        Raises ChatMistake or ContextFull.
         """
         whole = inputs.render(self.tokenizer)
         check_size(whole, self.max_length)
@@ -191,7 +191,7 @@ class Conversation:
         return tokens
 
     def _added(self, inputs: TemplateInputs, before: TemplateInputs) -> str:
-        """Return the text after the last reply, without the end token that the policy sampled."""
+        """Return the text after the last reply, without the end token that was already sampled."""
         after = self._after_reply(inputs, before)
         if not self._reply_ended:
             return after
@@ -202,7 +202,7 @@ class Conversation:
         return after
 
     def _after_reply(self, inputs: TemplateInputs, before: TemplateInputs) -> str:
-        """Return the text that the chat template writes after the last reply.
+        """Return the text that the chat template renders after the last reply.
 
         The text of the reply itself is ignored.
         """
@@ -211,7 +211,7 @@ class Conversation:
         seen = [*before.messages, stand_in]
         try:
             text = inputs.render(self.tokenizer, [*seen, *new])
-        except ChatMistake:  # some templates require the call before its result
+        except ChatMistake:  # some templates require a tool call before its result
             if not self._reply.get("tool_calls"):
                 raise
             calls = with_parsed_arguments({**stand_in, "tool_calls": self._reply["tool_calls"]})
@@ -231,9 +231,9 @@ class Conversation:
         return after
 
     def _compare(self, whole: str, added: str, new: list[int]) -> None:
-        """Add notices if the tokens differ from a new rendering of the conversation.
+        """Add notices if the tokens differ from a fresh rendering of the conversation.
 
-        `whole` is that rendering. `new` are the tokens of `added`, the text after the last reply.
+        `whole` is that rendering. `added` is the text after the last reply, and `new` its tokens.
         """
         spans = _spans_between(whole, [*self._texts, added], self._replies)
         if spans is None:
@@ -296,14 +296,14 @@ class Conversation:
 
 
 def _difference(ours: str, whole: str) -> str:
-    """Describe the first difference between a conversation and a new rendering of it."""
+    """Describe the first difference between a conversation and a fresh rendering of it."""
     place = in_common(ours, whole)
     common = ours[max(0, place - EXCERPT_CHARACTERS) : place]
     end = place + EXCERPT_CHARACTERS
     return (
-        "the chat template renders earlier turns differently once later turns follow: after "
-        f"{common!r} the policy has read {ours[place:end]!r}, but the whole conversation has "
-        f"{whole[place:end]!r}. The policy continues from the text that it has read"
+        "the chat template renders earlier turns differently once later turns are added: after "
+        f"{common!r} the policy has read {ours[place:end]!r}, but the new rendering has "
+        f"{whole[place:end]!r}. The policy continues from the text that it has already read"
     )
 
 
@@ -343,7 +343,7 @@ def parse_reply(
     """Return a reply as a message, with tool calls extracted from its text.
 
     If the tokenizer has a response template, the template parses the `sampled` tokens that follow
-    `prefix`. Otherwise calls are `<tool_call>` blocks of JSON; a block that cannot be parsed
+    `prefix`. Otherwise tool calls are `<tool_call>` blocks with JSON; a block that cannot be parsed
     remains text.
     """
     calls: list[dict[str, Any]] = []
@@ -389,12 +389,12 @@ def _as_call(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_copy(message: Message, reply: Message) -> bool:
-    """Return whether a client's message is our reply. Clients add and drop empty fields."""
+    """Return whether a client's message repeats our reply. Clients may add or drop empty fields."""
     return message["role"] == "assistant" and _content_of(message) == _content_of(reply)
 
 
 def _content_of(message: Message) -> dict[str, Any]:
-    """Return the text and the tool calls of a message in a normalized form."""
+    """Return a message's text and tool calls in a normalized form."""
     calls: list[dict[str, Any]] = []
     for call in with_parsed_arguments(message).get("tool_calls") or []:
         function = call.get("function") or call

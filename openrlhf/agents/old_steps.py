@@ -10,7 +10,7 @@ from openrlhf.isolation.loading import takes
 def executor_of_step(step: Callable[..., Awaitable[Any]]) -> AgentExecutorBase:
     """Return an executor that calls `async def step(observation, action, label, **kwargs)`.
 
-    `step` returns (reward, next text, done, anything), or a dict with `rewards`, `next_observation`
+    `step` returns (reward, next text, done, info), or a dict with `rewards`, `next_observation`
     or `next_state`, `done`, and optionally `scores`, `sampling_params`, `extra_logs`. The next text
     is the whole text so far, followed by the feedback.
     """

@@ -1,6 +1,6 @@
 """An OpenAI-compatible endpoint for the policy, on the loopback interface of each agent process.
 
-Any agent that uses the API can be trained. Each session is one episode with one or more
+Any agent that uses the OpenAI API can be trained. Each session is one episode with one or more
 conversations. Samples are stored as tokens with their log-probabilities. The text that clients
 receive is never tokenized again.
 """
@@ -55,13 +55,13 @@ class _Session:
     max_length: int
     engine: Engine
     params: SamplingParams
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one request at a time
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # allows one request at a time
     requests: set[asyncio.Task[Any]] = field(default_factory=set)  # in progress
-    # Conversations with a reply, in the order of their last replies.
+    # Conversations that have a reply, ordered by the time of their last reply.
     conversations: list[Conversation] = field(default_factory=list[Conversation])
     notices: dict[str, str] = field(default_factory=dict[str, str])
-    truncated: bool = False  # a limit of the run refused the last request or cut the last reply
-    last_request: dict[str, Any] = field(default_factory=dict[str, Any])  # the last one answered
+    truncated: bool = False  # by a limit of the run, at the last request or its reply
+    last_request: dict[str, Any] = field(default_factory=dict[str, Any])  # answered last
     last_answer: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def conversation_for(self, inputs: TemplateInputs) -> Conversation:
@@ -75,7 +75,7 @@ class _Session:
         if self.conversations:
             reason = self.conversations[-1].mismatch(inputs)
             self.notices["conversation"] = (
-                f"a request starts a new conversation in its episode, because {reason}. The "
+                f"a request starts a new conversation within its episode, because {reason}. All "
                 "conversations of an episode share its reward (rollout/conversations_mean)"
             )
         return Conversation(self.tokenizer, self.max_length, max_new_tokens=self.params.max_tokens)
@@ -89,7 +89,7 @@ class _Session:
 
 
 class OpenAIAgentExecutor(AgentExecutorBase):
-    """An executor that calls `run_agent` once per episode, with a session at the endpoint.
+    """An executor that calls `run_agent` once per episode, with its own session at the endpoint.
 
     A client's `base_url` is `self.session_url(session_id)`, or `self.base_url` with `session_id` in
     the body of each request.
@@ -108,10 +108,10 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     def run_agent(self, prompt: str, label: Any, session_id: str) -> Any:
         """Run the agent on the prompt.
 
-        Returns the reward, or a dict with `reward`, and optionally `scores`, `extra_logs`. The
+        Returns the reward, or a dict with `reward` and optionally `scores` and `extra_logs`. The
         method may be `async def`, with an asynchronous client, or `def`, which runs in a thread. A
-        request that exceeds the context is refused with status 400 and code
-        `context_length_exceeded`; the episode then ends at the last reply and is truncated.
+        request that exceeds the context is rejected with status 400 and code
+        `context_length_exceeded`; the episode then ends at the last reply, as truncated.
         """
 
     def session_url(self, session_id: str) -> str:
@@ -128,7 +128,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         llm_engine: Engine,
         images: Any = None,
     ) -> dict[str, Any]:
-        """Play one episode: the agent's requests to its session, and the replies."""
+        """Run one episode: the agent's requests to its session, and the policy's replies."""
         self._tokenizer = hf_tokenizer
         self._max_length = max_length
         if self._serving is None:
@@ -164,7 +164,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             "label": label,
             **last,
             "earlier": earlier,
-            "rollout_log_probs": None,  # None: use the engine's
+            "rollout_log_probs": None,  # None: use the engine's log-probabilities
             "reward": returned.get("reward"),
             "scores": returned.get("scores"),
             "extra_logs": returned.get("extra_logs"),
@@ -176,8 +176,8 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         """Listen on a free port. Clients that connect before the server is running wait."""
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        # Clients reuse connections for later turns. A request sent while the server closes its
-        # connection would be lost.
+        # Keep connections open, because clients reuse them for later turns.
+        # A request would be lost if the server closed its connection at the same time.
         settings = uvicorn.Config(
             self._app(),
             log_level="warning",
@@ -243,7 +243,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         if session is None:
             raise ChatMistake(
                 f"there is no session {session_id!r}. Use session_url(session_id) as base_url, "
-                "or give session_id in the body",
+                "or pass session_id in the body",
                 "session_id",
             )
         task = asyncio.create_task(self._answer(session, request))
@@ -252,16 +252,16 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             return await task
         except asyncio.CancelledError:
             handler = asyncio.current_task()
-            if handler and handler.cancelling():  # the server is stopping, not only the episode
+            if handler and handler.cancelling():  # the server is stopping, not just the episode
                 raise
-            raise ChatMistake("the episode of this session is over") from None
+            raise ChatMistake("this session's episode has ended") from None
         finally:
             session.requests.discard(task)
 
     async def _answer(self, session: _Session, request: ChatRequest) -> dict[str, Any]:
         """Return a reply in the API's format.
 
-        A client that repeats its last request gets the same answer.
+        A client that repeats its last request gets the same reply.
         """
         limits = [request.max_tokens, request.max_completion_tokens, session.params.max_tokens]
         params = replace(
@@ -303,7 +303,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
 def completion(
     prompt_length: int, output: CompletionOutput, message: Message, logprobs: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return a sample in the API's format."""
+    """Format a sample as a response of the API."""
     choice = {
         "index": 0,
         "message": message,
@@ -330,7 +330,7 @@ def completion(
 
 
 class _Server(uvicorn.Server):
-    """A server that installs no signal handlers."""
+    """A server that does not install signal handlers."""
 
     def capture_signals(self) -> Any:
         return nullcontext()
@@ -345,7 +345,7 @@ def _refused(_: Request, error: Exception) -> JSONResponse:
 
 
 def _malformed(_: Request, error: Exception) -> JSONResponse:
-    """Answer a request with a missing, wrong or unsupported field, or without valid JSON."""
+    """Answer a request with a missing, invalid or unsupported field, or with invalid JSON."""
     assert isinstance(error, RequestValidationError)
     reason, param = reason_of(list(error.errors()))
     return _error(400, reason, param=param)
@@ -358,7 +358,7 @@ def _misdirected(request: Request, error: Exception) -> JSONResponse:
 
 
 def _broken(_: Request, error: Exception) -> JSONResponse:
-    """Answer a request after an error of the server. The traceback goes to the log."""
+    """Answer a request that caused a server error. The traceback goes to the log."""
     message = f"{type(error).__name__}: {error}"
     return _error(500, message, kind="server_error", code="server_error")
 
@@ -385,7 +385,7 @@ def _error(
 
 
 async def _events(answer: dict[str, Any], *, with_usage: bool) -> AsyncIterator[str]:
-    """Yield an answer as stream events: the message, its end, and optionally the usage."""
+    """Yield a response as stream events: message, finish reason and, optionally, usage."""
     [choice] = answer["choices"]
     message = choice["message"]
     delta = {"role": "assistant", "content": message["content"]}

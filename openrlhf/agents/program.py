@@ -1,6 +1,6 @@
-"""The program of an agent process.
+"""The code that runs in an agent process.
 
-One executor from the user's file plays many episodes on one event loop.
+One executor from the user's file runs many episodes on one event loop.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ RESULT_KEYS = {
     "observation_tokens", "action_ranges", "rollout_log_probs", "reward", "scores", "extra_logs",
     "truncated", "turn_rewards", "notices", "earlier",
 }  # fmt: skip
-# Parameters of vLLM that have no effect here.
+# vLLM sampling parameters that have no effect here.
 IGNORED_PARAMS = {"detokenize", "output_kind", "flat_logprobs", "skip_clone"}
 OLD_QUEUE = """\
-is written for releases 0.8.7 to 0.9.0. Let its class take no arguments, let its method be
+was written for releases 0.8.7 to 0.9.0. Remove the arguments of its class, change its method to
     async def execute(
         self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None
     )
-and return the dict that it puts on self.result_queue; or derive from MultiTurnAgentExecutor and \
+and return the dict that it now puts on self.result_queue. Or subclass MultiTurnAgentExecutor and \
 call
     super().__init__(YourAgentInstance)"""
 
@@ -56,7 +56,7 @@ class EngineProxy:
     ) -> RequestOutput:
         """Return one sample (see `contract.Engine`). May be awaited in any thread's event loop."""
         if multi_modal_data:
-            raise EngineRefusal("multi_modal_data is given, but the policy reads text only")
+            raise EngineRefusal("multi_modal_data is set, but the policy only reads text")
         prompt = [int(token) for token in prompt_token_ids]
         if sampling_params is None:
             sampling_params = self._params
@@ -87,7 +87,7 @@ class EngineProxy:
         return RequestOutput(prompt_token_ids=prompt, outputs=[output])
 
     def _text(self, generation: Generation, params: SamplingParams) -> str:
-        """Return the sample's text with special tokens, without its end token or stop string."""
+        """Return the sample's text with special tokens, excluding its end token or stop string."""
         tokens = generation.tokens
         if isinstance(generation.stop_reason, str):
             if generation.text is not None:
@@ -117,7 +117,7 @@ def own_params(params: Any) -> SamplingParams:
         if field.type is int or (field.type == int | None and value is not None):
             if type(value) is not int or abs(value) >> 63:
                 raise EngineRefusal(
-                    f"sampling_params.{field.name} is {value!r}, not an integer of 64 bits"
+                    f"sampling_params.{field.name} is {value!r}, not a 64-bit integer"
                 )
         setattr(own, field.name, value)
     return own
@@ -140,7 +140,7 @@ def _check_others_are_unset(params: Any, supported: set[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Loaded:
-    """The executor of this process, and the arguments that all its episodes share."""
+    """This process's executor, and the arguments that all of its episodes share."""
 
     executor: AgentExecutorBase
     tokenizer: PreTrainedTokenizerBase
@@ -151,7 +151,7 @@ _loaded: _Loaded
 
 
 def start(path: str, tokenizer: bytes, max_length: int, max_turns: int | None) -> None:
-    """Load the user's file before any episode. Raises the errors of `load_executor`."""
+    """Load the user's file before the first episode. Raises the same errors as `load_executor`."""
     from transformers.dynamic_module_utils import init_hf_modules  # slow import
 
     global _loaded
@@ -164,14 +164,14 @@ def start(path: str, tokenizer: bytes, max_length: int, max_turns: int | None) -
     if _loaded.executor.needs_chat_template and not _loaded.tokenizer.chat_template:
         raise TypeError(
             f"{path} sends chat messages to the policy, but {_loaded.tokenizer.name_or_path} has "
-            "no chat template. Put chat_template.jinja into the model's folder"
+            "no chat template. Add a chat_template.jinja to the model's folder"
         )
     if max_turns is not None:
         _loaded.executor.max_turns = max_turns
 
 
 async def play(prompt: str, label: Any, params: SamplingParams, images: Any) -> dict[str, Any]:
-    """Play one episode and return the entries of the executor's result that are used."""
+    """Run one episode and return the entries of the executor's result that are used."""
     arguments = {
         "prompt": prompt,
         "label": label,
@@ -190,14 +190,14 @@ async def play(prompt: str, label: Any, params: SamplingParams, images: Any) -> 
 
 
 def load_executor(path: Path) -> AgentExecutorBase:
-    """Return the executor of a user's file.
+    """Return the executor defined in a user's file.
 
-    Raises TypeError or AttributeError, with the mistake and its fix, if the file has none.
+    Raises TypeError or AttributeError, with a suggested fix, if the file defines no valid executor.
     """
     module = load_file(path)
     kind = getattr(module, CLASS, None)
     if kind is None and inspect.iscoroutinefunction(getattr(module, "step", None)):
-        notice(f"{path} has a function step, the form of releases up to 0.8.6. It is wrapped.")
+        notice(f"{path} defines a function step, as for releases up to 0.8.6. It will be wrapped.")
         return executor_of_step(module.step)
     if kind is None:
         own: list[str] = []
@@ -206,7 +206,7 @@ def load_executor(path: Path) -> AgentExecutorBase:
                 own.append(name)
         raise AttributeError(
             f"{path} has no class {CLASS}; its classes are: {', '.join(own) or 'none'}. "
-            "For an AgentInstanceBase, write\n"
+            "To use an AgentInstanceBase, write\n"
             "    class AgentExecutor(MultiTurnAgentExecutor):\n"
             "        def __init__(self):\n"
             "            super().__init__(YourAgentInstance)"

@@ -1,8 +1,8 @@
 """Placement of processes on machines: a pure plan, and the Ray placement groups that reserve it.
 
-A *device slot* is a GPU, or room for one process in a run without GPUs. The roles of a group share
-its slots: one process per slot hosts all of them. Engines may share the slots of a group too
-(hybrid engine).
+A *device slot* is a GPU, or room for one process in a run without GPUs. A group's roles share its
+slots: the process on each slot hosts all of them. Engines can share a group's slots too (hybrid
+engine).
 """
 
 from collections import Counter
@@ -17,21 +17,21 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from openrlhf.config.flags import UserError
 from openrlhf.config.rollout import VLLMConfig
 
-# Processes on a CPU mostly wait for each other, so that ten can share one core.
+# Processes on a CPU mostly wait for each other, so ten of them can share a core.
 CPU_PER_SLOT = 0.1
 NODE_ID = "ray.io/node-id"  # a label that Ray gives every node
-ROUNDING = 1e-6  # tolerance for amounts of resources, which are floating-point numbers
-# Name of a Ray resource → amount, or name of a node's label → value.
+ROUNDING = 1e-6  # tolerance for resource amounts, which are floating-point numbers
+# Ray resource name → amount, or node label name → value.
 Wants = Mapping[str, float | str]
 
 
 class PlacementError(UserError, RuntimeError):
-    """A cluster without the devices that the flags require, or one that cannot be joined."""
+    """An error for a cluster that lacks required devices or cannot be joined."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A node of the cluster, with its device slots and its other Ray resources and labels."""
+    """A cluster node, with its device slots, other Ray resources and labels."""
 
     name: str
     slots: int
@@ -41,11 +41,11 @@ class Machine:
 
     @property
     def kind(self) -> str:
-        """Equal for machines that are interchangeable."""
+        """A key that is equal for interchangeable machines."""
         return f"{self.slots} {sorted(self.resources.items())} {sorted(self.labels.items())}"
 
     def room(self, group: "HostGroup") -> int:
-        """Return how many processes of a group fit on the machine."""
+        """Return how many of a group's processes fit on the machine."""
         for name, value in group.labels.items():
             if self.labels.get(name) != value:
                 return 0
@@ -56,7 +56,7 @@ class Machine:
         return room
 
     def without(self, group: "HostGroup", processes: int) -> "Machine":
-        """Return the machine without the slots and resources of some processes of a group."""
+        """Return the machine without the slots and resources that these processes take."""
         left = dict(self.resources)
         for name, amount in group.amounts.items():
             if name in left:
@@ -70,13 +70,13 @@ class HostGroup:
 
     name: str
     roles: tuple[str, ...]
-    # Number of machines, with `per_node` processes each. None: `per_node` processes in all, on any
-    # machines.
+    # Number of machines, with `per_node` processes on each.
+    # None: `per_node` processes in total, on any machines.
     nodes: int | None = None
     per_node: int
     devices: int = 1
     wants: Wants = field(default_factory=dict)  # requirements of each process besides slots
-    shares: str | None = None  # the group whose slots these processes use too, in order
+    shares: str | None = None  # the group whose slots these processes also use, in order
 
     @property
     def processes(self) -> int:
@@ -85,7 +85,7 @@ class HostGroup:
 
     @property
     def slots(self) -> int:
-        """The number of device slots that only this group reserves."""
+        """The number of device slots that this group reserves for itself."""
         return 0 if self.shares else self.processes * self.devices
 
     @property
@@ -95,7 +95,7 @@ class HostGroup:
 
     @property
     def amounts(self) -> dict[str, float]:
-        """The Ray resources that each process takes."""
+        """The Ray resources that each process requires."""
         amounts: dict[str, float] = {}
         for name, value in self.wants.items():
             if not isinstance(value, str) and value:
@@ -109,7 +109,7 @@ class HostGroup:
 def engine_group(
     vllm: VLLMConfig, name: str, *, shares: str | None = None, wants: Wants | None = None
 ) -> HostGroup:
-    """Return the group of a model's engines: one process each, with the devices of its workers."""
+    """Return the group of a model's engines: one process each, with its workers' devices."""
     return HostGroup(
         name=name,
         roles=(name,),
@@ -120,7 +120,7 @@ def engine_group(
     )
 
 
-Places = Mapping[str, Sequence[Machine]]  # name of a group → machine of each of its processes
+Places = Mapping[str, Sequence[Machine]]  # group name → machine of each process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class Placement:
 
     @property
     def slots(self) -> int:
-        """The number of device slots of all groups."""
+        """The total number of device slots of all groups."""
         return sum(group.slots for group in self.groups)
 
     @property
@@ -142,10 +142,10 @@ class Placement:
     def places(self, machines: Sequence[Machine]) -> Places | None:
         """Return the machine of every process, or None if the groups do not fit.
 
-        The machines with the fewest free slots are used first.
+        The machines with the fewest free slots are filled first.
         """
         owners = [group for group in self.groups if not group.shares]
-        # Groups on whole machines come before groups on any machines, large ones before small ones.
+        # Place groups that need whole machines first, and large groups before small ones.
         owners.sort(key=lambda group: (group.nodes is None, -group.per_node * group.devices))
         filling = next(_fillings(owners, machines), None)
         if filling is None:
@@ -203,7 +203,7 @@ class Placement:
         )
 
     def describe(self, places: Places) -> str:
-        """Return the plan in one line per group: roles, processes, devices and machines."""
+        """Return the plan as one line per group: roles, processes, devices and machines."""
         lines: list[str] = []
         for group in self.groups:
             line = f"{group}: {group.processes} process(es)"
@@ -220,7 +220,7 @@ class Placement:
 def _fillings(
     groups: Sequence[HostGroup], machines: Sequence[Machine]
 ) -> Iterator[dict[str, list[int]]]:
-    """Yield every way to place the groups: name of a group → machine index of each process."""
+    """Yield every way to place the groups: group name → machine index of each process."""
     if not groups:
         yield {}
         return
@@ -232,12 +232,12 @@ def _fillings(
 
 
 def _choices(group: HostGroup, machines: Sequence[Machine]) -> Iterator[Counter[int]]:
-    """Yield every way to place one group: index of a machine → number of processes.
+    """Yield every way to place one group: machine index → number of processes.
 
     Interchangeable machines count as one.
     """
     fullest_first = sorted(range(len(machines)), key=lambda index: machines[index].slots)
-    if group.nodes is None:  # such groups come last, so one way is enough
+    if group.nodes is None:  # these groups are placed last, so one way is enough
         processes = Counter[int]()
         for index in fullest_first:
             processes[index] = min(machines[index].room(group), group.per_node - processes.total())
@@ -255,7 +255,7 @@ def _choices(group: HostGroup, machines: Sequence[Machine]) -> Iterator[Counter[
 
 
 def _selections(kinds: Sequence[Sequence[int]], number: int) -> Iterator[list[int]]:
-    """Yield every way to select `number` machines, if those of one kind are interchangeable."""
+    """Yield every way to select `number` machines; machines of one kind are interchangeable."""
     if not kinds:
         if not number:
             yield []
@@ -267,7 +267,7 @@ def _selections(kinds: Sequence[Sequence[int]], number: int) -> Iterator[list[in
 
 
 class Slots:
-    """Slots of a host group, reserved in Ray: one bundle per process, on the planned machine."""
+    """A host group's slots, reserved in Ray: one bundle per process, on the planned machine."""
 
     def __init__(self, group: HostGroup, machines: Sequence[Machine], *, on_gpus: bool) -> None:
         self.group = group
@@ -284,7 +284,7 @@ class Slots:
         )
 
     def wait(self, timeout_s: float) -> None:
-        """Return when Ray has reserved the slots. Raises PlacementError after `timeout_s`."""
+        """Wait until Ray has reserved the slots. Raises PlacementError after `timeout_s`."""
         if not self._bundles.wait(timeout_s):
             raise PlacementError(
                 f"Ray did not reserve {self._bundles.bundle_count} × "
@@ -294,9 +294,9 @@ class Slots:
             )
 
     def options(self, process: int, *, owner: bool = True) -> dict[str, Any]:
-        """Return Ray options for an actor on the slots of a process.
+        """Return Ray options for an actor on a process's slots.
 
-        An actor that is not their `owner` uses the devices of another actor.
+        An actor that is not the `owner` of the slots uses another actor's devices.
         """
         devices = self.group.devices if owner else 0
         return {

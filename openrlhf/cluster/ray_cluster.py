@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: an existing cluster that the run joins, or one that it starts."""
+"""A run's Ray cluster: an existing cluster that the run joins, or one that it starts."""
 
 import logging
 import os
@@ -35,34 +35,34 @@ from openrlhf.cluster.ray_watch import LostRay, RayProcess, RayWatch
 from openrlhf.config import machine
 from openrlhf.config.flags import UserError
 
-# Limit for a Ray that we start on a machine without GPUs, where batches are flat and small.
+# Limit for a Ray cluster that we start on a machine without GPUs, where batches are small.
 OBJECT_STORE_BYTES = 512 << 20
-# Name prefixes of resources that every node has. Other resources distinguish kinds of nodes.
+# Name prefixes of resources that every node has. Any other resource identifies a kind of node.
 COMMON_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory", "node:")
-# Ray's parameters without the autoscaler and the log reader, which are not used here.
+# Ray's parameters without the autoscaler and the log monitor, which are not used here.
 LEAN_PARAMS = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)  # type: ignore[arg-type]
-# Settings of a Ray that we start.
+# Settings for a Ray cluster that we start.
 OWN_RAY: dict[str, Any] = {
-    # Spare workers cost seconds on a small machine.
+    # Prestarting spare workers takes seconds on a small machine.
     "enable_worker_prestart": False,
     "prestart_worker_first_driver": False,
-    # Statistics, which are not used here, cost a quarter of the CPU time of an idle Ray.
+    # Metrics, which are not used here, cost a quarter of an idle Ray cluster's CPU time.
     "enable_metrics_collection": False,
     "event_stats": False,
-    # With Ray's nice value of 15, a run would only get the CPU time that other programs leave.
+    # With Ray's default nice value of 15, a run would get only the CPU time others leave unused.
     "worker_niceness": 0,
-    # The record of all tasks, which is not used here, grows by several MiB per hundred steps.
+    # Task events, which are not used here, grow by several MiB per hundred steps.
     "task_events_report_interval_ms": 0,
 }
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-# A control store that keeps its state elsewhere may be restarted. Ray ends its drivers 60 s after
-# the store's death.
+# A control store with external storage may be restarted.
+# Ray ends its drivers 60 s after the store's death.
 JOINED_PATIENCE_S = 40.0
 RAYLET_TIMEOUT_S = 5.0
 HEAD_TIMEOUT_S = 10.0
 PRINT_OF_RAY: Callable[[Any, bool], None] = worker.print_to_stdstream
-# An environment variable that marks all processes of a Ray that we start. Each Ray has its own
-# value.
+# An environment variable that marks all processes of a Ray cluster that we start.
+# Its value is different for each cluster.
 STARTED_BY = "OPENRLHF_RAY_STARTED_BY"
 
 
@@ -70,10 +70,11 @@ STARTED_BY = "OPENRLHF_RAY_STARTED_BY"
 def ray_cluster(plan: Placement, on_loss: Callable[[LostRay], None]) -> Iterator[None]:
     """Run the block in a Ray cluster.
 
-    Join the Ray of RAY_ADDRESS, of the Ray job, or of `ray start` on this machine; otherwise start
-    a Ray that ends with the block. `on_loss` has to end this process: a thread calls it if Ray's
-    control store, or the raylet of this machine, dies. Raises PlacementError if the Ray of
-    RAY_ADDRESS cannot be joined, or if the cluster is too small for the plan.
+    Join the cluster at RAY_ADDRESS, the Ray job's cluster, or the one that `ray start` has started
+    on this machine; otherwise start a cluster that is shut down when the block exits. `on_loss`
+    must end this process: a thread calls it if Ray's control store or this machine's raylet dies.
+    Raises PlacementError if the cluster at RAY_ADDRESS cannot be joined, or if the cluster is too
+    small for the plan.
     """
     was_connected = ray.is_initialized()
     with termination.in_order():
@@ -88,14 +89,14 @@ def ray_cluster(plan: Placement, on_loss: Callable[[LostRay], None]) -> Iterator
             if not was_connected:
                 ray.shutdown()
             error = sys.exception()
-            # Mistakes in flags, data and files are ValueErrors. After other errors keep Ray's logs.
+            # Mistakes in flags, data and files are ValueErrors. Keep Ray's logs after other errors.
             is_mistake = isinstance(error, UserError) and isinstance(error, ValueError)
             if session and (error is None or is_mistake):
                 shutil.rmtree(session, ignore_errors=True)
 
 
 def _watch(on_loss: Callable[[LostRay], None], *, own: bool) -> RayWatch:
-    """Watch the control store, and the raylet of this machine."""
+    """Watch the control store and this machine's raylet."""
     context = ray.get_runtime_context()
     patience_s = 0.0 if own else JOINED_PATIENCE_S
     store = _host_and_port(context.gcs_address)
@@ -120,26 +121,25 @@ def _raylet_address(node: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _print_unless_about_raylet(data: Mapping[str, Any], ignore_prefix: bool) -> None:
-    """Print a message of Ray, unless it is a dead raylet's log: `on_loss` reports the death."""
+    """Print a message from Ray, unless it is the log of a dead raylet, which `on_loss` reports."""
     if "Raylet is terminated" not in "\n".join(data["lines"]):
         PRINT_OF_RAY(data, ignore_prefix)
 
 
 def join_ray() -> int | None:
-    """Join the running Ray and return its number of GPUs, or None if no Ray is running.
+    """Join the running Ray cluster and return its number of GPUs, or None if there is no cluster.
 
-    A process that has joined a Ray stays in it. Nothing is reserved. The process leaves Ray when it
-    ends. Raises PlacementError if Ray cannot be joined.
+    The process stays connected until it exits. Nothing is reserved. Raises PlacementError if the
+    cluster cannot be joined.
     """
-    # Let Ray keep CUDA_VISIBLE_DEVICES of actors without GPUs.
+    # Make Ray keep CUDA_VISIBLE_DEVICES unchanged in actors without GPUs.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if not ray.is_initialized():
         address = _answering_address()
         if not address:
             return None
         try:
-            # Not with address="auto", which would also join a Ray that another run has started and
-            # will end.
+            # Not with address="auto": it would also join a cluster that another run has started.
             with termination.in_order():
                 _init_ray(**QUIET)
         except (OSError, ValueError, AuthenticationError) as error:
@@ -151,9 +151,9 @@ def join_ray() -> int | None:
 
 
 def machines(on_gpus: bool, *, free: bool = False) -> list[Machine]:
-    """Return the nodes of the joined cluster with their slots and resources: all, or free ones.
+    """Return the joined cluster's nodes with all of their slots and resources, or the `free` ones.
 
-    With `free`, nodes that do not answer now are left out: Ray takes half a minute to notice that a
+    With `free`, nodes that do not answer now are skipped: Ray takes half a minute to notice that a
     node is gone.
     """
     nodes = [node for node in ray.nodes() if node["Alive"] and (not free or _answers(node))]
@@ -198,7 +198,7 @@ def _answers(node: Mapping[str, Any]) -> bool:
 def expected_machines(on_gpus: bool, declared: str | None) -> list[Machine]:
     """Return the machines that a run would have, without starting anything.
 
-    They are the machines of a declared cluster, those of the joined Ray, or this machine.
+    They are the machines of the declared cluster, of the joined Ray cluster, or this machine alone.
     """
     if declared:
         sizes = machine.declared_machines(declared)
@@ -221,7 +221,7 @@ def places_now(plan: Placement) -> Places:
 
 
 def _start_ray(plan: Placement) -> str:
-    """Start a Ray that ends with the run, and return its session folder."""
+    """Start a Ray cluster that ends with the run, and return its session folder."""
     services.ConsolePopen = _spawn  # type: ignore[assignment, misc]
     parameter.RayParams = LEAN_PARAMS  # type: ignore[assignment, misc]
     settings: dict[str, Any] = {}
@@ -239,7 +239,7 @@ def _start_ray(plan: Placement) -> str:
             _system_config=settings,
             **QUIET,
         )
-    except Exception as error:  # Ray raises no narrower class
+    except Exception as error:  # Ray raises no more specific class
         raise PlacementError(
             f"Ray did not start on this machine: {error} If the machine is busy, try again."
         ) from error
@@ -247,12 +247,12 @@ def _start_ray(plan: Placement) -> str:
 
 
 def _init_ray(*args: Any, **options: Any) -> Any:
-    """Call `ray.init` in a thread. If the process is asked to end meanwhile, kill Ray and end.
+    """Call `ray.init` in a thread. If the process is told to end in the meantime, kill Ray and end.
 
-    In the main thread `ray.init` would replace the handler of SIGTERM, and notice the signal only
+    In the main thread `ray.init` would replace the SIGTERM handler, and notice the signal only
     after half a minute.
     """
-    # In another thread Ray would warn that it cannot set a signal handler.
+    # Outside the main thread, Ray would warn that it cannot set a signal handler.
     logging.getLogger(worker.__name__).setLevel(logging.ERROR)
     result = Future[Any]()
 
@@ -261,7 +261,7 @@ def _init_ray(*args: Any, **options: Any) -> Any:
             result.set_result(ray.init(*args, **options))
         except BaseException as error:
             result.set_exception(error)
-        # Linux would kill Ray's processes when the thread that started them ends.
+        # Keep this thread alive: Linux would kill the Ray processes that it started if it ended.
         threading.Event().wait()
 
     threading.Thread(target=init, name="ray-init", daemon=True).start()
@@ -269,26 +269,26 @@ def _init_ray(*args: Any, **options: Any) -> Any:
         context = result.result()
     except (SystemExit, KeyboardInterrupt):
         if termination.asked():
-            _Started.spawning.acquire()  # never released: no further process starts
+            _Started.spawning.acquire()  # never released: no more processes can start
             kill_started_ray()
             termination.end_at_once()
         raise
     if threading.current_thread() is threading.main_thread():
-        # Set the handlers again: Ray has installed one in C, which dumps a stack first.
+        # Restore the handlers: Ray has installed a C handler that first dumps a stack trace.
         for number in termination.ENDINGS:
             signal.signal(number, signal.getsignal(number))
     return context
 
 
 class _Started:
-    """State of the Ray that this process has started."""
+    """State of the Ray cluster that this process has started."""
 
     spawning = threading.Lock()
-    mark = ""  # value of STARTED_BY; a parent's Ray may have set another one in the environment
+    mark = ""  # value of STARTED_BY; the environment may have that of a parent's cluster
 
 
 def _spawn(*args: Any, **options: Any) -> "subprocess.Popen[Any]":
-    """Start a process of Ray in a process group of its own.
+    """Start a Ray process in its own process group.
 
     Schedulers and `timeout` send SIGTERM to the run's process group, and Ray must outlive the run.
     """
@@ -297,14 +297,14 @@ def _spawn(*args: Any, **options: Any) -> "subprocess.Popen[Any]":
 
 
 def kill_started_ray() -> bool:
-    """Kill all processes of the Ray that this process has started. Return False if none exist."""
+    """Kill all Ray processes that this process has started. Return False if there are none."""
     if not _Started.mark:
         return False
     mark = f"{STARTED_BY}={_Started.mark}".encode()
     killed = False
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and entry.name != str(os.getpid()):
-            with suppress(OSError):  # it ended meanwhile, or belongs to another user
+            with suppress(OSError):  # it has exited or belongs to another user
                 if mark in (entry / "environ").read_bytes().split(b"\0"):
                     os.kill(int(entry.name), signal.SIGKILL)
                     killed = True
@@ -312,16 +312,16 @@ def kill_started_ray() -> bool:
 
 
 def own_cores() -> int:
-    """Return the number of CPUs of a Ray that we start."""
+    """Return the number of CPUs of a Ray cluster that we start."""
     return max(os.cpu_count() or 1, 4)
 
 
 def _answering_address() -> str | None:
     """Return the address in RAY_ADDRESS, or the one that `ray start` has written on this machine.
 
-    Return None if neither exists. The file of `ray start` outlives its cluster, and `ray.init`
-    would wait minutes for that cluster, so an address in the file that does not answer is ignored.
-    Raises PlacementError if nothing answers at RAY_ADDRESS.
+    Return None if neither exists. The file written by `ray start` outlives its cluster, and
+    `ray.init` would wait minutes for a dead cluster, so an address from the file is ignored if
+    nothing answers there. Raises PlacementError if nothing answers at RAY_ADDRESS.
     """
     requested = os.environ.get("RAY_ADDRESS")
     try:
@@ -334,8 +334,8 @@ def _answering_address() -> str | None:
     except (OSError, ValueError) as error:
         if requested:
             raise PlacementError(
-                f"No Ray answers at RAY_ADDRESS {requested} ({error}). Start one with `ray start "
-                "--head`, or unset RAY_ADDRESS to let the run start its own Ray."
+                f"No Ray cluster answers at RAY_ADDRESS {requested} ({error}). Start one with "
+                "`ray start --head`, or unset RAY_ADDRESS to let the run start its own Ray."
             ) from error
         return None
     return address

@@ -1,12 +1,12 @@
 """Monitoring of the Ray processes that a command needs: the control store and the local raylet.
 
-The death of either raises no error. Ray ends the process of the command at its next use of the
-object store after the raylet has died, and a minute after the control store has died; until then
-some calls hang. So the command has to detect the death first.
+Ray does not report when one of them dies. It ends the command's process a minute after the control
+store has died, or when the command uses the object store after the raylet has died; until then
+some calls hang. The command therefore has to detect the death first.
 
     RayWatch
       └─ one thread per process: holds a connection, which the kernel closes when the process dies;
-         connects again whenever the connection ends, and calls `on_loss` once if no attempt has
+         reconnects whenever the connection ends, and calls `on_loss` once if no attempt has
          succeeded for `patience_s`
 """
 
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 CONNECT_TIMEOUT_S = 5.0
 RETRY_DELAY_S = 0.02
-# A lost machine does not close its connections. With these options the kernel drops a connection
-# after 5 + 3 * 2 seconds of silence.
+# A machine that crashes does not close its connections.
+# With these options the kernel drops a connection after 5 + 3 * 2 seconds of silence.
 KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
@@ -31,12 +31,12 @@ KEEPALIVE = (
 
 @dataclass(frozen=True, kw_only=True)
 class RayProcess:
-    """A process of Ray to watch."""
+    """A Ray process to watch."""
 
     name: str
     address: tuple[str, int]
-    own: bool  # True if this process has started the Ray
-    patience_s: float = 0.0  # time in which the process may be restarted
+    own: bool  # True if this process started Ray
+    patience_s: float = 0.0  # time allowed for a restart of the process
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class LostRay:
     """A Ray process that has died."""
 
     name: str
-    own: bool  # True if this process has started the Ray
+    own: bool  # True if this process started Ray
 
     def __str__(self) -> str:
         return f"Ray's {self.name} has died."
 
 
 class RayWatch:
-    """A watch that calls `on_loss` once, in a thread, when one of the processes has died.
+    """A watch that calls `on_loss` once, in a thread, when one of the processes dies.
 
-    From then on, nothing may use Ray.
+    After that, Ray must not be used.
     """
 
     def __init__(self, processes: Sequence[RayProcess], on_loss: Callable[[LostRay], None]) -> None:
@@ -80,7 +80,7 @@ class RayWatch:
         while not self._closed.is_set():
             started = time.monotonic()
             if _hold_connection(process.address):
-                # It does not matter how the connection ended: only failed attempts count.
+                # How the connection ended does not matter: only failed attempts count.
                 last_connected = time.monotonic()
             elif time.monotonic() - last_connected >= process.patience_s:
                 self._report(process)
@@ -97,14 +97,14 @@ class RayWatch:
 
 
 def _hold_connection(address: tuple[str, int]) -> bool:
-    """Connect, and return True when the connection has ended. Return False if nothing answers.
+    """Connect, and return True when the connection has ended; return False if nothing answers.
 
-    A connection may end although the process is alive: gRPC closes silent connections now and then,
-    and networks reset connections.
+    A connection may end while the process is alive: gRPC occasionally closes idle connections, and
+    networks reset connections.
     """
     try:
         connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
-    except ConnectionResetError:  # the process accepted the connection, and reset it at once
+    except ConnectionResetError:  # the process accepted the connection and immediately reset it
         return True
     except OSError:
         return False

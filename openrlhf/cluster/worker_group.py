@@ -24,15 +24,15 @@ from openrlhf.config.plugins import load_plugins
 from openrlhf.training.devices import free_port, redirect_output, worker_environment
 from openrlhf.training.layout import RankLayout
 
-# Errors of a call to a process that has died, or that Ray has killed because the machine ran out of
-# memory.
+# Errors of calls to a process that has died.
+# OutOfMemoryError: Ray killed it because the machine ran out of memory.
 DEATHS = (RayActorError, OutOfMemoryError)
-DEATH_REPORT_TIMEOUT_S = 5.0  # time in which Ray reports the death of a process
-Span = tuple[float, float]  # begin and end of a role's work, in seconds since the epoch
+DEATH_REPORT_TIMEOUT_S = 5.0  # time allowed for Ray to report a process's death
+Span = tuple[float, float]  # start and end of a role's work, in seconds since the epoch
 
 
 class WorkerError(UserError, RuntimeError):
-    """A worker process that died or did not answer in time.
+    """An error for a worker process that died or did not answer in time.
 
     The message names the process, its task and its log.
     """
@@ -40,23 +40,23 @@ class WorkerError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Call:
-    """A pending call to one process, or to several, whose first result counts."""
+    """A pending call to one or more processes. The first process's result is used."""
 
-    references: tuple[Any, ...]  # Ray's reference to the result of each process
+    references: tuple[Any, ...]  # Ray's reference to each process's result
     logs: tuple[str, ...]  # log file of each process
-    spans: list[Span] | None = None  # `gather` appends the time that the role worked on the call
+    spans: list[Span] | None = None  # `gather` appends the time span of the call
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a role's method, and the time that the role worked on it."""
+    """The result of a role's method, and the time span in which it ran."""
 
     value: Any
     span: Span
 
 
 class WorkerHost:
-    """The process of one device slot. Its roles share one process group and its libraries."""
+    """The process on one device slot. Its roles share a process group and loaded libraries."""
 
     def __init__(self) -> None:
         self.roles: dict[str, Any] = {}
@@ -71,7 +71,7 @@ class WorkerHost:
             import transformers.models.auto.modeling_auto  # noqa: F401
 
     def gpus(self) -> list[str]:
-        """Return the GPUs of this process, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
+        """Return this process's GPUs as CUDA_VISIBLE_DEVICES names them; an empty list on a CPU."""
         return list(map(str, ray.get_gpu_ids()))
 
     def meeting_point(self, log_path: str) -> tuple[str, int]:
@@ -91,7 +91,7 @@ class WorkerHost:
         load_plugins(plugins)
 
     def add_role(self, role: str, worker: Callable[..., Any], settings: Any) -> None:
-        """Create the worker of a role: `worker(strategy, settings)`."""
+        """Create a role's worker: `worker(strategy, settings)`."""
         self.roles[role] = worker(self.strategy, settings)
 
     def call(self, role: str, method: str, *args: Any) -> Answer:
@@ -104,7 +104,7 @@ class WorkerHost:
 class HostHandles:
     """The processes of one host group.
 
-    They import libraries as soon as they are created. `connect` makes them a process group.
+    They import libraries as soon as they are created. `connect` joins them into a process group.
     """
 
     def __init__(
@@ -118,14 +118,14 @@ class HostHandles:
     ) -> None:
         self.group = group
         self.layout = layout
-        # Some calls are collective, so all ranks must get calls in the same order.
+        # Some calls are collective, so all ranks must receive calls in the same order.
         self.ordering = threading.Lock()
         self.spans: list[Span] = []
         self.slots = Slots(group, machines, on_gpus=on_gpus)
         environment = worker_environment("cuda" if on_gpus else "cpu", threads=threads)
         host_class: Any = ray.remote(WorkerHost)
         self.actors: list[Any] = []  # by rank
-        self.gpus: list[Any] = []  # references to the GPUs of each process
+        self.gpus: list[Any] = []  # references to each process's list of GPUs
         for rank in range(group.processes):
             options = self.slots.options(rank)
             host = host_class.options(**options, runtime_env={"env_vars": environment}).remote()
@@ -134,9 +134,9 @@ class HostHandles:
             host.prepare.remote()
 
     def take_spans(self) -> list[Span]:
-        """Return and forget the times that roles worked since the last call."""
+        """Return and clear the time spans in which roles have worked since the last call."""
         spans = list(self.spans)
-        del self.spans[: len(spans)]  # other threads may have added spans meanwhile
+        del self.spans[: len(spans)]  # other threads may have added spans in the meantime
         return spans
 
     def close(self) -> None:
@@ -153,9 +153,9 @@ class HostHandles:
         timeout_s: float,
         plugins: Sequence[str] = (),
     ) -> None:
-        """Make the processes one process group.
+        """Join the processes into one process group.
 
-        `settings` are the keyword arguments of `Strategy` besides the layout. Raises PlacementError
+        `settings` are the keyword arguments of `Strategy` except the layout. Raises PlacementError
         or WorkerError if the processes do not start in time.
         """
         self.slots.wait(timeout_s)
@@ -171,7 +171,7 @@ class HostHandles:
         arguments = settings | {"layout": self.layout}
         calls = []
         for rank in processes:
-            local_rank = 0  # an actor sees its own GPU only
+            local_rank = 0  # an actor sees only its own GPU
             if not self.slots.on_gpus:
                 local_rank = rank % self.group.per_node
             environment = {
@@ -198,7 +198,7 @@ class WorkerGroup:
         self.hosts = hosts
         self.role = role
         self.layout = hosts.layout
-        self.slices = self.layout.dp  # number of slices of a batch
+        self.slices = self.layout.dp  # number of slices into which a batch is split
         self._ranks = range(self.layout.world_size)
 
     def create(self, worker: type, settings: Any) -> list[Call]:
@@ -211,7 +211,7 @@ class WorkerGroup:
         slices = list(zip(self.layout.slice_ranks(), map(ray.put, per_slice), strict=True))
         with self.hosts.ordering:
             calls = [self._call(ranks, method, argument) for ranks, argument in slices]
-        calls[0] = replace(calls[0], spans=self.hosts.spans)  # one slice stands for all
+        calls[0] = replace(calls[0], spans=self.hosts.spans)  # one slice represents all
         return calls
 
     def broadcast(self, method: Callable[..., Any], *args: Any) -> list[Call]:
@@ -230,12 +230,12 @@ def gather(
     doing: str,
     flag: str = "--train.step_timeout (or --train.setup_timeout while a run starts)",
 ) -> list[Any]:
-    """Return the results of calls, in order, when all processes have answered.
+    """Wait until all processes have answered, and return the results of the calls in order.
 
-    A call to several ranks has the result of its first rank. The first failure ends the wait,
-    because other ranks may hang in a collective after it. `doing` completes the messages "… did not
-    <doing> within …"; `flag` names the flag of the timeout. Raises WorkerError if a process dies or
-    the timeout passes; an exception of a worker's code is raised unchanged.
+    A call to several ranks returns the first rank's result. The first failure ends the wait,
+    because other ranks may hang in a collective after it. `doing` completes the message "… did not
+    <doing> within …"; `flag` names the flag that sets the timeout. Raises WorkerError if a process
+    dies or the timeout expires; an exception raised by a worker is raised unchanged.
     """
     deadline = time.monotonic() + timeout_s
     log_of: dict[Any, str] = {}
@@ -250,14 +250,14 @@ def gather(
                 logs = ", ".join(log_of[reference] for reference in waiting)
                 raise WorkerError(
                     f"{len(waiting)} of {len(log_of)} processes did not {doing} within "
-                    f"{timeout_s:g} s. Check their logs: {logs}. If the processes are only slow, "
-                    f"raise {flag}."
+                    f"{timeout_s:g} s. Check their logs: {logs}. If the processes are just slow, "
+                    f"increase {flag}."
                 )
             ray.get(done)
         return list(map(_result, calls))
     except RayTaskError as error:
-        # The worker's own exception. A UserError says what to change; another error may come from a
-        # peer of a process that has died.
+        # The worker's own exception. A UserError explains what to change.
+        # Any other error may come from the peer of a process that has died.
         death = None
         if not isinstance(error.cause, UserError):
             death = _find_death(waiting, log_of, doing)
@@ -267,7 +267,7 @@ def gather(
 
 
 def _result(call: Call) -> Any:
-    """Return the result of a call that has ended, and record the time that its role worked."""
+    """Return the result of a finished call, and record the time span in which its role worked."""
     result = ray.get(call.references[0])
     if not isinstance(result, Answer):
         return result
@@ -279,7 +279,7 @@ def _result(call: Call) -> Any:
 def _find_death(
     waiting: Sequence[Any], log_of: Mapping[Any, str], doing: str
 ) -> WorkerError | None:
-    """Return the error for the first of some processes that has died, or None.
+    """Return an error for the first process that has died, or None if all are alive.
 
     The peers of a dead process may fail in a collective before Ray reports the death.
     """
@@ -310,5 +310,5 @@ def reason_of_death(error: Exception) -> str:
     first_line = str(error).partition("\n")[0]
     return (
         f"Ray killed it because the machine ran out of memory ({first_line}). Use smaller "
-        "micro-batches, fewer processes or engines on this machine, or offload"
+        "micro-batches, fewer processes or engines on this machine, or offloading"
     )

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 from openrlhf.config.flags import UserError
 
 T = TypeVar("T")
-CLOSE_TIMEOUT_S = 60.0  # time for cancelled samples to end
+CLOSE_TIMEOUT_S = 60.0  # time allowed for cancelled samples to end
 END = object()
 
 
 class RolloutError(UserError, RuntimeError):
-    """A failure or a timeout of generation."""
+    """An error for generation that failed or timed out."""
 
 
 class BackgroundLoop:
@@ -38,10 +38,10 @@ class BackgroundLoop:
         except TimeoutError as error:
             raise RolloutError(
                 f"no group of samples was generated and rewarded within {timeout_s:g} s. If the "
-                "responses are merely long, raise --train.step_timeout, or lower "
+                "responses are just long, increase --train.step_timeout, or lower "
                 "--rollout.max_new_tokens or --rollout.batch_size."
             ) from error
-        except BaseException:  # such as Ctrl-C: the result is no longer needed
+        except BaseException:  # for example, Ctrl-C: the result is no longer needed
             future.cancel()
             raise
 
@@ -58,7 +58,7 @@ class BackgroundLoop:
             while (item := self.run(advance(), timeout_s)) is not END:
                 yield item
         finally:
-            with suppress(RuntimeError):  # still running after Ctrl-C: it was cancelled above
+            with suppress(RuntimeError):  # the stream is still being cancelled after Ctrl-C
                 self.run(stream.aclose(), CLOSE_TIMEOUT_S)
 
     def close(self) -> None:

@@ -4,8 +4,8 @@
     engine = ray.remote(RolloutEngine).options(runtime_env=environment).remote(0)
     engine.start.remote(settings)
 
-Only methods of the actor import vLLM, because the import takes 5 s and the controller imports this
-module too. For the same reason, no vLLM class leaves the actor, including exceptions.
+Only the actor's methods import vLLM, because the import takes 5 s and the controller imports this
+module too. For the same reason, no vLLM object leaves the actor, not even an exception.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from openrlhf.weights.transport import WeightGroup
 
 
 class EngineError(RuntimeError):
-    """A call to an engine failed."""
+    """An error for a failed call to an engine."""
 
 
 class EngineDied(EngineError):
-    """A failed call because vLLM has ended or failed; the engine must be restarted."""
+    """An error for a call that failed because vLLM died; the engine must be restarted."""
 
 
 class RequestRefused(EngineError):
-    """A request that a working engine refuses."""
+    """An error for a request that a working engine rejects."""
 
 
 def _plain_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -58,7 +58,7 @@ def _plain_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaita
         except Exception as error:
             died = self._llm is not None and self._llm.errored
             if not died and isinstance(error, refusals()):
-                # Only the reason, because agents and their clients read it.
+                # Pass on only the reason, because agents and their clients read it.
                 raise RequestRefused(str(error)) from None
             cause = f"{type(error).__name__}: {error}"
             message = f"engine {self.index}, {method.__name__}: {cause}"
@@ -70,7 +70,7 @@ def _plain_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaita
 
 
 class RolloutEngine:
-    """One vLLM engine. Methods may be called concurrently, and raise EngineError.
+    """One vLLM engine. Methods may be called concurrently, and raise EngineError if they fail.
 
     Version 0 of the weights is loaded from the model folder. `receive` leaves the engine paused.
     `resume` lets the engine serve again, unless the last received version is unverified.
@@ -88,7 +88,7 @@ class RolloutEngine:
     def prepare(self, device: Device, *gpus: list[str]) -> None:
         """Import vLLM, which takes seconds.
 
-        `gpus`: the GPUs of the processes that share their devices with the engine, if any.
+        `gpus`: the GPUs of each process whose devices the engine shares.
         """
         if gpus and device == "cuda":
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(itertools.chain.from_iterable(gpus))
@@ -111,7 +111,7 @@ class RolloutEngine:
     async def start(self, settings: EngineSettings, log_path: str | None = None) -> None:
         """Load the model, and serve version 0.
 
-        `log_path`: file for vLLM's output. Without it, vLLM writes to the output of the process.
+        `log_path`: file for vLLM's output. Without it, vLLM writes to the process's own output.
         """
         if log_path:
             redirect_output(log_path)
@@ -131,7 +131,7 @@ class RolloutEngine:
 
     @_plain_errors
     async def stop(self) -> None:
-        """End vLLM's processes and wait until the device memory is free."""
+        """Stop vLLM's processes and wait until the device memory is free."""
         self._llm.shutdown()
         self._llm = None
 
@@ -141,7 +141,7 @@ class RolloutEngine:
     ) -> list[Generation]:
         """Return one sample of the prompt for each of `params`, in the same order.
 
-        Waits during a pause, and wakes a sleeping engine.
+        Waits while the engine is paused, and wakes the engine if it is asleep.
         """
         await self._wake("weights", "kv_cache")
         samples = [asyncio.create_task(self._sample(prompt_tokens, each)) for each in params]
@@ -164,7 +164,7 @@ class RolloutEngine:
             tokens_input(prompt_tokens), self._vllm_params(params), request, lora_request=adapter
         )
         try:
-            [answer] = [answer async for answer in stream]  # FINAL_ONLY: a single answer
+            [answer] = [answer async for answer in stream]  # FINAL_ONLY: a single output
         finally:
             versions = self._versions.pop(request)
         [output] = answer.outputs
@@ -173,7 +173,7 @@ class RolloutEngine:
             logprobs.append(candidates[token].logprob)
         stop_reason = output.stop_reason
         if not isinstance(stop_reason, str) and stop_reason not in (params.stop_token_ids or ()):
-            stop_reason = None  # an end token that the parameters do not list
+            stop_reason = None  # a stop token that the parameters do not list
         text = None
         if params.stop:
             text = output.text
@@ -195,18 +195,18 @@ class RolloutEngine:
         settings = self.settings
         if params.stop and not settings.stop_strings:
             raise RequestRefused(
-                f"stop strings {params.stop!r} require an engine with a tokenizer: "
+                f"stop strings {params.stop!r} require an engine with a tokenizer: set "
                 "stop_strings=True"
             )
         if params.seed is not None and settings.device == "cpu" and not settings.seeded:
             raise RequestRefused(
-                f"seed {params.seed} requires an engine for seeded samples on a CPU: "
+                f"seed {params.seed} requires an engine that supports seeds on a CPU: set "
                 "--rollout.seeded on"
             )
         stop_tokens = list(params.stop_token_ids or ())
         vocabulary = self._llm.model_config.get_vocab_size()
         unknown = [token for token in stop_tokens if not 0 <= token < vocabulary]
-        if unknown:  # fatal to vLLM below 0.29
+        if unknown:  # would crash vLLM below 0.29
             raise RequestRefused(
                 f"stop_token_ids {unknown} are not in the vocabulary of {vocabulary} tokens"
             )
@@ -229,7 +229,7 @@ class RolloutEngine:
 
     @_plain_errors
     async def receive(self, manifest: WeightManifest) -> tuple[WorkerReceipt, ...]:
-        """Pause, receive the version that the group's sender sends, and verify it.
+        """Pause, receive the weights that the group's sender sends, and verify them.
 
         Running samples are frozen. After `resume` they continue with the new weights and a
         recomputed KV cache. A sleeping engine wakes its weights, but not its KV cache. Raises
@@ -248,7 +248,7 @@ class RolloutEngine:
             if self._llm.errored:
                 raise
             raise PublicationError(
-                f"engine {self.index} could not load version {manifest.version} and stays "
+                f"engine {self.index} could not load weight version {manifest.version} and stays "
                 f"paused: {error}"
             ) from None
         workers = tuple(map(pickle.loads, answers))
@@ -261,7 +261,7 @@ class RolloutEngine:
 
     @_plain_errors
     async def ping(self) -> None:
-        """Wait until vLLM's core answers. Raises EngineDied if it has ended."""
+        """Wait until vLLM's core responds. Raises EngineDied if it has died."""
         await self._llm.is_paused()
 
     @_plain_errors
@@ -275,13 +275,13 @@ class RolloutEngine:
 
     @_plain_errors
     async def resume(self) -> None:
-        """Serve again. Raises EngineError while the last publication is unverified."""
+        """Resume serving. Raises EngineError while the last publication is unverified."""
         if self._unverified is not None:
             raise EngineError(
-                f"engine {self.index} cannot resume, because version {self._unverified} is "
+                f"engine {self.index} cannot resume, because weight version {self._unverified} is "
                 "incomplete or unverified: publish again"
             )
-        if not self._asleep:  # vLLM resumes by itself when the last part wakes
+        if not self._asleep:  # vLLM resumes on its own when the last part wakes
             await self._llm.resume_generation()
         self._paused = False
 
@@ -298,7 +298,7 @@ class RolloutEngine:
         note(f"engine {self.index} asleep")
 
     async def _wake(self, *parts: str) -> None:
-        """Move these parts back to device memory in order, unless they are awake."""
+        """Move `parts` back to device memory in this order, skipping parts that are awake."""
         async with self._waking:
             for part in parts:
                 if part in self._asleep:

@@ -1,4 +1,4 @@
-"""The check of `--vllm.engine_args` by vLLM itself: argument names and types of values.
+"""Validation of `--vllm.engine_args` by vLLM itself: argument names and value types.
 
 The check takes 5 s. It runs in a separate process, because importing vLLM changes the environment,
 which later processes would inherit.
@@ -32,13 +32,13 @@ def check_engine_args(extra: Mapping[str, Any], device: Device) -> None:
         capture_output=True,
     )
     if answer.returncode:
-        raise RuntimeError(f"vLLM failed to check --vllm.engine_args:\n{answer.stderr}")
+        raise RuntimeError(f"vLLM could not validate --vllm.engine_args:\n{answer.stderr}")
     if mistakes := json.loads(answer.stdout.splitlines()[-1]):
         raise ConfigError(mistakes)
 
 
 def mistakes_in(extra: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each argument that vLLM would refuse. Imports vLLM."""
+    """Yield an error message for each argument that vLLM would reject. Imports vLLM."""
     from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 

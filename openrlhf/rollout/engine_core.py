@@ -1,8 +1,8 @@
 """vLLM's engine core in a thread of the engine actor, for engines on a CPU.
 
 vLLM runs the core in its own process, which imports everything a second time. In a thread, the same
-`AsyncLLM` starts in about 2 s instead of 7 to 18 s and uses 0.7 GiB instead of 1.1 GiB. Two hooks
-of vLLM make this possible: `AsyncLLM(client_addresses=…)`, which vLLM's API servers use, and a core
+`AsyncLLM` starts in about 2 s instead of 7 to 18 s and uses 0.7 GiB instead of 1.1 GiB. Two vLLM
+hooks make this possible: `AsyncLLM(client_addresses=…)`, which vLLM's API servers use, and a core
 without a handshake, as in vLLM's Ray actors.
 """
 
@@ -41,7 +41,7 @@ from openrlhf.rollout.engine_settings import CPU_KV_CACHE_BYTES
 
 
 def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
-    """Start an engine whose core runs until the process ends.
+    """Start an engine whose core runs until the process exits.
 
     Raises any exception that occurs while the core starts.
     """
@@ -51,9 +51,9 @@ def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
     supported = CPUAttentionBackend.get_supported_head_sizes()
     if head_size not in supported:  # vLLM would crash without a message at the first sample
         raise ValueError(
-            f"vLLM's CPU attention has kernels for heads of {supported} entries, but the heads of "
-            f"{arguments.model} have {head_size} entries. Use a model with one of these sizes "
-            "(hidden size ÷ attention heads)."
+            f"vLLM's CPU attention supports the head sizes {supported}, but {arguments.model} has "
+            f"the head size {head_size} (hidden size ÷ attention heads). Use a model with a "
+            "supported head size."
         )
     if config.speculative_config:
         correct_rejection_sampler()
@@ -76,10 +76,9 @@ def start_in_thread(arguments: AsyncEngineArgs) -> AsyncLLM:
 
 
 def register_architectures(model: str) -> None:
-    """Register the classes of a model with vLLM.
+    """Register a model's classes with vLLM.
 
-    If vLLM knows a class only by name, it inspects the class in a subprocess, which takes 11 s
-    once.
+    Otherwise vLLM knows them only by name and inspects them in a subprocess, which takes 11 s.
     """
     config = Path(model) / "config.json"
     if not config.is_file():
@@ -141,9 +140,9 @@ class _Core(EngineCoreProc):
         yield self._known_addresses
 
     def _initialize_kv_caches(self, vllm_config: VllmConfig) -> KVCacheConfig:
-        """Limit the default cache size to twice the size of a full batch of longest samples.
+        """Limit the default cache size to twice that of a full batch of maximum-length samples.
 
-        A larger cache would only take more time to fill with zeros.
+        A larger cache would only take longer to fill with zeros.
         """
         cache = vllm_config.cache_config
         if cache.kv_cache_memory_bytes == CPU_KV_CACHE_BYTES:
@@ -158,7 +157,7 @@ class _Core(EngineCoreProc):
     def _finished(
         self, outputs: dict[int, EngineCoreOutputs] | None, executed: bool
     ) -> tuple[dict[int, EngineCoreOutputs], bool]:
-        """Return the outputs of a step without those of unfinished samples, which are held."""
+        """Return a step's outputs for finished samples; hold back those of unfinished samples."""
         complete: dict[int, EngineCoreOutputs] = {}
         for client, step in (outputs or {}).items():
             finished: list[EngineCoreOutput] = []
@@ -172,7 +171,7 @@ class _Core(EngineCoreProc):
         return complete, executed
 
     def send_held(self) -> None:
-        """Send the tokens of unfinished samples, because later tokens have a new weight version."""
+        """Send the tokens held back so far, because later tokens have a new weight version."""
         if parts := list(map(join_outputs, self._held.values())):
             self.output_queue.put_nowait((0, EngineCoreOutputs(outputs=parts)))
         self._held.clear()
@@ -184,7 +183,7 @@ class _Core(EngineCoreProc):
 
 
 def join_outputs(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
-    """Return the last output of a request with the tokens and log-probabilities of all outputs."""
+    """Return a request's last output with the tokens and log-probabilities of all its outputs."""
     tokens: list[int] = []
     logprobs: list[tuple[Any, ...]] = []
     for output in outputs:
@@ -206,7 +205,7 @@ def run_core(config: VllmConfig, addresses: EngineZmqAddresses, started: Future[
     The `AsyncLLM` detects a failure, and its calls then raise vLLM's EngineDeadError.
     """
     try:
-        # Pass a copy, as to a new process, because the core changes its configuration at the start.
+        # Pass a copy, because the core changes its configuration at startup.
         core = _Core(pickle.loads(cloudpickle.dumps(config)), addresses)
     except BaseException as error:
         started.set_exception(error)
@@ -215,9 +214,9 @@ def run_core(config: VllmConfig, addresses: EngineZmqAddresses, started: Future[
     try:
         core.run_busy_loop()
     except SystemExit:
-        pass  # how the loop ends on request
+        pass  # raised by the loop when it is asked to end
     except BaseException:
-        traceback.print_exc()  # vLLM's EngineDeadError refers to it, and vLLM does not print it
+        traceback.print_exc()  # vLLM's EngineDeadError refers to it, but vLLM does not print it
         core._send_engine_dead()
     finally:
         core.shutdown()

@@ -1,4 +1,4 @@
-"""The settings of a rollout engine, and vLLM's arguments and environment for them.
+"""Settings for a rollout engine, and the vLLM arguments and environment derived from them.
 
 This module imports no heavy library.
 """
@@ -13,9 +13,9 @@ from openrlhf.rollout.engine_versions import runner_environment
 
 Device = Literal["cpu", "cuda"]
 TORCH_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
-ADAPTER_ID = 1  # id of the one adapter that an engine serves
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's max_lora_rank
-CPU_KV_CACHE_BYTES = 2**30  # vLLM's own default is most of the machine's memory, filled with zeros
+ADAPTER_ID = 1  # id of the only adapter that an engine serves
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM's max_lora_rank accepts
+CPU_KV_CACHE_BYTES = 2**30  # vLLM's own default zero-fills most of the machine's memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,25 +24,25 @@ class EngineSettings:
 
     model: str  # folder or Hub name
     vllm: VLLMConfig  # its `engine_args` override the arguments derived from other settings
-    max_model_len: int  # prompt and response, tokens
+    max_model_len: int  # prompt and response, in tokens
     seed: int = 0  # for samples without a seed; the engine's index is added
     device: Device = "cpu"
-    seeded: bool = True  # samples may carry seeds
-    stop_strings: bool = False  # samples may carry stop strings: loads the tokenizer
-    end_token_ids: tuple[int, ...] = ()  # the tokenizer's; vLLM reads generation_config.json's
+    seeded: bool = True  # samples may have seeds
+    stop_strings: bool = False  # samples may have stop strings, which requires a tokenizer
+    end_token_ids: tuple[int, ...] = ()  # besides those in generation_config.json
     trust_remote_code: bool = False
     lora_rank: int = 0  # rank of the published adapter; 0: full weights are published
 
 
 def engine_device() -> Device:
-    """Return the device of engines: "cuda", or "cpu" if there is no GPU."""
+    """Return the device type for engines: "cuda", or "cpu" if there is no GPU."""
     if count_gpus():
         return "cuda"
     return "cpu"
 
 
 def engine_environment(device: Device) -> dict[str, str]:
-    """Return the environment variables of an engine's process.
+    """Return the environment variables for an engine's process.
 
     They must be set before torch and vLLM are imported.
     """
@@ -97,13 +97,13 @@ def engine_arguments(settings: EngineSettings, index: int) -> dict[str, Any]:
         "use_tqdm_on_load": False,
     }
     if on_cpu:
-        arguments["block_size"] = 32  # tokens; with the default of 128 a cached prefix is rare
+        arguments["block_size"] = 32  # tokens; with the default of 128, few prefixes are cached
         arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
         # Use vLLM's own kernels, because nothing is compiled.
         arguments["compilation_config"] = {"custom_ops": ["all"]}
         if settings.seeded:
-            # If vLLM prefills a seeded sample in chunks, it rewinds the sample's generator. CPU
-            # generators cannot be rewound, and the engine would die.
+            # With chunked prefill, vLLM rewinds the generator of a seeded sample.
+            # CPU generators cannot be rewound, so the engine would die.
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(2048, settings.max_model_len)
     if settings.lora_rank:

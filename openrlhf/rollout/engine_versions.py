@@ -1,7 +1,7 @@
-"""Differences between vLLM 0.24 and 0.32, the supported versions; docs/gpu.md lists all of them.
+"""Differences between the supported vLLM versions, 0.24 to 0.32; docs/gpu.md lists all of them.
 
-A difference that is visible in vLLM's classes is detected there; the other differences depend on
-vLLM's version number. Only the functions import vLLM.
+Differences are detected from vLLM's classes if they are visible there, and otherwise from its
+version number. vLLM is only imported inside functions.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from openrlhf.config.machine import installed
 
 
 def runner_environment() -> dict[str, str]:
-    """Return the environment variables that select the model runner of a CUDA engine.
+    """Return the environment variables that select a CUDA engine's model runner.
 
     vLLM 0.24 does not notify its second model runner of frozen samples.
     """
@@ -43,13 +43,13 @@ def check_reload(config: Any) -> None:
     sharded = config.parallel_config.tensor_parallel_size > 1
     if config.model_config.is_hybrid or (quantised and sharded):
         raise ValueError(
-            "the installed vLLM cannot take in new weights of models with linear attention, nor of "
-            "quantised models on several devices. Install vLLM 0.26 or later."
+            "the installed vLLM cannot load new weights into models with linear attention, or into "
+            "quantized models on several devices. Install vLLM 0.26 or later."
         )
 
 
 def heed_seeds_on_cpu() -> None:
-    """Make vLLM below 0.29 use the seeds of samples on a CPU in every batch.
+    """Make vLLM below 0.29 respect sample seeds on a CPU in every batch.
 
     vLLM ignores the seeds if the batch has greedy samples, or samples without a seed.
     """
@@ -87,7 +87,7 @@ class SampledVersions:
         """Start recording. `llm`: an `AsyncLLM` that has not received any request yet."""
         self._llm = llm
         self._version = 0
-        self._seen: dict[str, dict[int, None]] = defaultdict(dict)  # by request, in order
+        self._seen: dict[str, dict[int, None]] = defaultdict(dict)  # versions by request, in order
         self._get_output = llm.engine_core.get_output_async
         llm.engine_core.get_output_async = self._get_counted_output
 
@@ -110,5 +110,5 @@ class SampledVersions:
         self._version = version
 
     def pop(self, request: str) -> tuple[int, ...]:
-        """Return and forget the versions of a finished request."""
+        """Remove and return the versions of a finished request."""
         return tuple(self._seen.pop(request, ()))

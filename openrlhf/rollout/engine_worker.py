@@ -1,8 +1,8 @@
-"""The vLLM side of a publication: loading the weights that arrive, and reporting what was loaded.
+"""The vLLM side of a publication: loading the incoming weights, and reporting what was loaded.
 
 vLLM mixes `WorkerExtension` into its worker class, and `RolloutEngine` calls the methods through
 `collective_rpc`. vLLM's weight-transfer backends are not used, because they return nothing that
-could be verified. The contract of a publication is at the top of `openrlhf.weights`.
+could be verified. The publication protocol is described at the top of `openrlhf.weights`.
 """
 
 import pickle
@@ -30,12 +30,12 @@ from openrlhf.rollout.engine_versions import adapter_renames, expert_kernel, hee
 from openrlhf.weights.manifest import WeightManifest
 from openrlhf.weights.receiver import Delivery, LoadReport, WeightReceiver
 
-# vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX). Linux denies them to a
-# process that has not requested them, and vLLM does not. Unless oneDNN has already requested them,
-# the first sample ends the engine with SIGILL.
+# vLLM's bfloat16 attention uses the matrix registers of Intel CPUs (AMX).
+# Linux requires a process to request them, and vLLM does not do that.
+# Unless oneDNN has already requested them, the first sample kills the engine with SIGILL.
 if torch.cpu._is_amx_tile_supported():
     torch.cpu._init_amx()
-heed_seeds_on_cpu()  # here, because each worker of an engine imports this module
+heed_seeds_on_cpu()  # here, because every engine worker imports this module
 
 
 class WorkerExtension:
@@ -61,8 +61,8 @@ class WorkerExtension:
         """Receive the weights of a pickled `WeightManifest`, and return a pickled `WorkerReceipt`.
 
         No step may run at the same time: the engine is paused and its scheduler waits for this
-        call. If the call raises, the model has old, new and missing weights until a later call
-        succeeds.
+        call. If the call raises, the model has a mix of old, new and missing weights until a later
+        call succeeds.
         """
         manifest: WeightManifest = pickle.loads(message)
         if self.device.type != "cpu":
@@ -96,11 +96,11 @@ def load_model(model: nn.Module, config: VllmConfig, delivery: Delivery) -> Load
 
 
 def load_adapter(manager: Any, settings: dict[str, Any], delivery: Delivery) -> LoadReport:
-    """Replace the previous adapter with the adapter that arrives.
+    """Replace the previous adapter with the incoming one.
 
-    `manager` is vLLM's. The report lists adapter layers that the engine cannot adapt as unwritten.
-    It lists nothing as stale, because packed copies belong to the model's own weights, which do not
-    change.
+    `manager` is vLLM's adapter manager. Adapter layers that the engine cannot adapt are reported as
+    unwritten. Nothing is reported as stale, because packed copies belong to the model's own
+    weights, which do not change.
     """
     tensors = dict(delivery.tensors())
     delivery.finish()
@@ -121,26 +121,26 @@ def load_adapter(manager: Any, settings: dict[str, Any], delivery: Delivery) -> 
 def begin_reload(model: nn.Module) -> None:
     """Start vLLM's layerwise reload.
 
-    Layers are filled tensor by tensor, and processed once they are full.
+    Layers are filled tensor by tensor, and processed when they are full.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
-        # Clear the counts of an update that failed in the middle of the layer: vLLM would count
-        # these tensors twice, treat the layer as full too early, and drop the remaining tensors.
+        # Clear the counts left by an update that failed in the middle of the layer.
+        # Otherwise vLLM would count these tensors twice and treat the layer as full too early.
         info.loaded_weights.clear()
         info.load_numel = 0
         method = packed_experts(layer)
         if method is not None:
-            method.moe_kernel = None  # vLLM packs experts only while it builds their kernel
+            method.moe_kernel = None  # vLLM packs experts only when it builds their kernel
         if isinstance(layer, ParallelLMHead) and layer.bias is not None:
-            # vLLM's loader of Transformers models creates a new bias for each update, which would
-            # not be counted.
+            # vLLM's loader for Transformers models creates a new bias for each update.
+            # The new bias would not be counted.
             layer._register_bias = lambda: None
     initialize_layerwise_reload(model)
 
 
 class Unfilled(NamedTuple):
-    """A layer without all new values: ids of its parameters, and its name with counts."""
+    """A partially filled layer: the ids of its parameters, and its name with counts."""
 
     parameters: set[int]
     description: str
@@ -150,9 +150,9 @@ def unwritten_layers(model: nn.Module) -> list[str]:
     """Return the layers that the update has not filled, with counts.
 
     Must be called before the reload is finalized. vLLM only logs a warning for a layer without new
-    values, and silently completes a partially filled layer. Some elements need no new value:
-    padding of the vocabulary, buffers, elements that vLLM does not count, and a layer that shares
-    its parameters with a filled layer (a tied head).
+    values, and silently completes a partially filled layer. Some elements do not need new values:
+    vocabulary padding, buffers, elements that vLLM does not count, and a layer that shares its
+    parameters with a filled layer (a tied head).
     """
     filled: set[int] = set()
     unfilled: list[Unfilled] = []
@@ -176,7 +176,7 @@ def unwritten_layers(model: nn.Module) -> list[str]:
 
 
 def vocabulary_padding(layer: nn.Module) -> int:
-    """Return the number of elements of an embedding or head that belong to no token.
+    """Return how many elements of an embedding or head are padding.
 
     vLLM rounds up the vocabulary size.
     """
@@ -187,9 +187,9 @@ def vocabulary_padding(layer: nn.Module) -> int:
 
 
 def packed_handles(model: nn.Module) -> dict[str, Any]:
-    """Return the layers of a CPU engine with packed weights.
+    """Return the CPU engine's layers with packed weights, by name.
 
-    The value is the object that the last packing created.
+    Each value is the object that the last packing created.
     """
     unpacked = (None, nn.functional.linear)
     handles: dict[str, Any] = {}
@@ -201,7 +201,7 @@ def packed_handles(model: nn.Module) -> dict[str, Any]:
 
 
 def packed_experts(layer: nn.Module) -> Any:
-    """Return the object that packs a mixture of experts on a CPU; None for any other layer."""
+    """Return the object that packs a mixture-of-experts layer on a CPU; None for other layers."""
     method = getattr(layer, "quant_method", None)
     if current_platform.is_cpu() and hasattr(method, "moe_kernel"):
         return method
@@ -209,7 +209,7 @@ def packed_experts(layer: nn.Module) -> Any:
 
 
 def repack_linears(model: nn.Module) -> None:
-    """Repack all packed layers, because vLLM leaves a tied head with its old packed copy."""
+    """Repack all packed layers, because vLLM does not repack a tied head."""
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
         if hasattr(layer, "cpu_linear") and isinstance(weight, Tensor) and weight.numel() > 0:

@@ -3,11 +3,11 @@
 --rollout.dump_dir writes these files, and --rollout.replay_dir reads them:
 
     step-000007.jsonl.gz    the episodes of step 7, in prompt order
-    eval-000006.jsonl.gz    the episodes of the evaluation of the weights after step 6
+    eval-000006.jsonl.gz    the evaluation episodes of the weights after step 6
     earlier/<n>/            files that an earlier run left in the folder
 
 The first line of a file is a header: {"format": 1, "kind": "step", "step": 7, "episodes": 64,
-"run": {…}}. Each other line is a `Trajectory` with its fields by name. Numbers are stored exactly.
+"run": {…}}. Every other line is a `Trajectory`, keyed by field name. Numbers are stored exactly.
 Labels that JSON can express are stored exactly too; any other label (bytes, dates, images) is
 stored as text.
 """
@@ -38,7 +38,7 @@ Kind = Literal["step", "eval"]
 
 
 class EpisodeFile(NamedTuple):
-    """The kind and the step of a file, parsed from its name."""
+    """The kind and step of an episode file, parsed from its name."""
 
     name: str
     kind: str
@@ -46,7 +46,7 @@ class EpisodeFile(NamedTuple):
 
 
 class EpisodeFolder:
-    """The files of a run, each written completely or not at all.
+    """A run's episode files, each written completely or not at all.
 
     Reading raises a DataError with file and line.
     """
@@ -55,7 +55,7 @@ class EpisodeFolder:
         self.path = Path(path).absolute()
 
     def file(self, kind: Kind, step: int) -> Path:
-        """Return the path of the episodes of a step or of an evaluation."""
+        """Return the path of the episode file of a training step or an evaluation."""
         return self.path / f"{kind}-{step:06}.jsonl.gz"
 
     def steps(self) -> list[int]:
@@ -85,7 +85,7 @@ class EpisodeFolder:
     def write(
         self, kind: Kind, step: int, episodes: Sequence[Trajectory], *, run: Mapping[str, Any]
     ) -> None:
-        """Write or replace a file. `run`: the identity that a run needs to replay the file."""
+        """Write or replace a file. `run`: the identity that a replaying run must have."""
         header = {
             "format": FORMAT,
             "kind": kind,
@@ -102,7 +102,7 @@ class EpisodeFolder:
         write_atomically(self.file(kind, step), data)
 
     def header(self, kind: Kind, step: int) -> dict[str, Any]:
-        """Return `episodes` (their number) and `run` (the argument of `write`) from a file."""
+        """Return a file's `episodes` (their number) and `run` (as passed to `write`)."""
         path = self.file(kind, step)
         try:
             with gzip.open(path) as file:
@@ -110,14 +110,14 @@ class EpisodeFolder:
             if header["format"] != FORMAT:
                 raise ValueError(
                     f"the file has format {header['format']}, but this version of the program "
-                    f"reads {FORMAT}"
+                    f"reads format {FORMAT}"
                 )
             return {"episodes": header["episodes"], "run": header["run"]}
         except DAMAGE as error:
             raise _damaged(path, 1, error) from error
 
     def read(self, kind: Kind, step: int) -> list[Trajectory]:
-        """Return the episodes of a file."""
+        """Return the episodes stored in a file."""
         path = self.file(kind, step)
         expected = self.header(kind, step)["episodes"]
         episodes: list[Trajectory] = []
@@ -136,7 +136,7 @@ class EpisodeFolder:
 def _damaged(path: Path, line: int, error: Exception) -> DataError:
     return DataError(
         f"{path}, line {line}, cannot be read: {type(error).__name__}: {error}. Copy the original "
-        "file again, or write it again with a run and --rollout.dump_dir."
+        "file again, or write it again with --rollout.dump_dir."
     )
 
 

@@ -1,4 +1,4 @@
-"""Metrics of the episodes of a training step, and of an evaluation by data source."""
+"""Metrics for the episodes of a training step, and for an evaluation by data source."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -15,10 +15,10 @@ T = TypeVar("T")
 def rollout_metrics(
     trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]
 ) -> dict[str, Metric]:
-    """Return the metrics of a step's rollout.
+    """Return the rollout metrics of a step.
 
-    Each episode is kept, failed, filtered or left out. An episode is left out if no other sample of
-    its prompt has finished, or if it has no sampled token.
+    Each episode is kept, failed, filtered or left out. An episode is left out if it is the only
+    finished sample of its prompt, or if it has no sampled token.
     """
     rewards = [episode.reward for episode in kept if episode.reward is not None]
     reward_std = 0.0
@@ -48,9 +48,9 @@ def rollout_metrics(
 
 
 def _episode_metrics(episode: Trajectory) -> dict[str, Metric]:
-    """Return the contributions of a kept episode to the means, including the user's extra numbers.
+    """Return a kept episode's contributions to the means, including the user's extra logs.
 
-    An extra number with the name of one of our metrics gets the prefix `user_`.
+    An extra log that has the name of a built-in metric gets the prefix `user_`.
     """
     metrics: dict[str, Metric] = {
         "rollout/response_length_mean": Mean(episode.num_actions, 1),
@@ -71,11 +71,11 @@ def _episode_metrics(episode: Trajectory) -> dict[str, Metric]:
 
 
 def evaluation_metrics(trajectories: Sequence[Trajectory], *, k: int) -> dict[str, float]:
-    """Return the metrics of an evaluation under their logged names.
+    """Return an evaluation's metrics under their logged names.
 
-    Each data source has pass@1, pass@k, rewards, response lengths and truncation. pass@1 is the
+    Each data source gets pass@1, pass@k, rewards, response lengths and truncation. pass@1 is the
     mean over prompts of the mean score of their samples; `score_stderr` is its standard error.
-    pass@k is the mean over prompts of the best score. Failed samples are excluded and counted.
+    pass@k is the mean over prompts of the best score. Failed samples are only counted.
     """
     finished = [episode for episode in trajectories if not episode.failed]
     metrics = {

@@ -41,7 +41,7 @@ class Member:
     slots: Slots
     actor: Any = None
     log: str = ""
-    up: bool = False  # has a model with the current weights, and can draw samples
+    up: bool = False  # has loaded the current weights and can generate samples
     restarts: int = 0
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
@@ -53,12 +53,12 @@ class Fleet:
     """All engines of a model. No other object holds a list of engines.
 
     The processes start importing vLLM when they are created. `start` makes them load the model, and
-    `wait` returns when all of them serve. Call `generate` from one event loop only. With `hosts`,
-    the engines use the devices of these processes.
+    `wait` returns when all of them are ready. Call `generate` from one event loop only. With
+    `hosts`, the engines use the devices of these processes.
 
     An engine that dies or hangs is restarted with the current weights, which `refit` sends; its
-    unfinished samples are drawn again. If its machine is gone, the engine moves to another machine
-    or leaves the fleet. Engines join, up to --vllm.max_engines, when the cluster has room.
+    unfinished samples are generated again. If its machine is gone, the engine moves to another
+    machine or leaves the fleet. Engines join, up to --vllm.max_engines, when the cluster has room.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Fleet:
         self._router = Router(self._members)
 
     def _launch(self, member: Member) -> None:
-        """Start a new process for a member, which imports vLLM."""
+        """Start a new process for a member. The process imports vLLM."""
         device: Device = "cuda" if self.on_gpus else "cpu"
         environment = engine_environment(device) | {"TMPDIR": self._scratch}
         gpus: list[Any] = []
@@ -110,7 +110,7 @@ class Fleet:
 
     @property
     def up(self) -> list[Member]:
-        """The engines that serve, in order."""
+        """The engines that are ready to serve, in order."""
         return [member for member in list(self._members.values()) if member.up]
 
     def start(self, settings: EngineSettings, *, log_dir: str, timeout_s: float) -> None:
@@ -130,7 +130,7 @@ class Fleet:
         return member.call(RolloutEngine.start, self.settings, log_path=member.log)
 
     def wait(self) -> None:
-        """Wait until all engines serve or sleep. Raises EngineError or WorkerError."""
+        """Wait until all engines are ready or asleep. Raises EngineError or WorkerError."""
         if self.up:
             return
         gather(self._loading, timeout_s=self.timeout_s, doing="start the engines")
@@ -142,7 +142,7 @@ class Fleet:
         self._watcher.start()
 
     def metrics(self) -> dict[str, Metric]:
-        """Return metrics of engine use since the last call."""
+        """Return metrics of engine utilization since the last call."""
         return {"timing/engines_idle": self._router.idle(list(self._members))}
 
     async def rest(self) -> None:
@@ -164,7 +164,7 @@ class Fleet:
     ) -> list[Generation]:
         """Return one sample of the prompt for each of `params`, all from the same engine.
 
-        Samples with the same `key` share a prefix. If the engine dies, another engine draws the
+        Samples with the same `key` share a prefix. If the engine dies, another engine generates the
         samples again.
         """
         while True:
@@ -178,13 +178,13 @@ class Fleet:
                 raise
             except (*DEATHS, EngineDied) as error:
                 self.lose(member, actor, error)
-            except RequestRefused as error:  # the message of Ray's copy contains the traceback
+            except RequestRefused as error:  # Ray's copy has a traceback in its message
                 raise getattr(error, "cause", error) from None
             finally:
                 self._router.done(key, member.index, len(params))
 
     async def _pick(self, key: Hashable, samples: int) -> Member:
-        """Wait until an engine serves, and return the engine to draw samples from.
+        """Wait until an engine is ready, and return the engine to sample from.
 
         Raises RolloutError if an engine was lost too often.
         """
@@ -206,7 +206,7 @@ class Fleet:
         """
         with self._changing:
             if not member.up or member.actor is not actor or self._closed.is_set():
-                return  # another thread has handled it
+                return  # another thread has already handled it
             member.up = False
         self._restart(member, error)
 
@@ -232,15 +232,13 @@ class Fleet:
         ).start()
 
     def _leave(self, member: Member) -> None:
-        """Remove an engine for which no machine is left."""
+        """Remove an engine whose machine is gone and cannot be replaced."""
         del self._members[member.index]
         if not self._members:
-            self._failure = RolloutError(
-                "the machine of the last engine is gone. Start the run again."
-            )
+            self._failure = RolloutError("the last engine's machine is gone. Start the run again.")
         self.say(
-            f"The machine of engine {member.index} is gone: {len(self._members)} engine(s) are "
-            "left."
+            f"The machine of engine {member.index} is gone. {len(self._members)} engine(s) remain "
+            "in the fleet."
         )
 
     def _join(self, slots: Slots) -> None:
@@ -251,7 +249,7 @@ class Fleet:
         self._bring_up(self._members[index])
 
     def _room(self) -> Slots | None:
-        """Reserve free slots for one more engine; None if there are none."""
+        """Reserve free slots for one more engine. Return None if there are none."""
         plan = Placement(groups=(self.group,), on_gpus=self.on_gpus)
         places = plan.places(machines(self.on_gpus, free=True))
         if not places:
@@ -259,7 +257,7 @@ class Fleet:
         return Slots(self.group, places[self.group.name], on_gpus=self.on_gpus)
 
     def _bring_up(self, member: Member) -> None:
-        """Start a member in a new process and load model and weights, so that it serves.
+        """Start a member in a new process, and load the model and the current weights.
 
         The member stays on its machine, unless the machine is gone.
         """
@@ -287,7 +285,7 @@ class Fleet:
             again = ""
             if member.restarts:
                 again = f" again after {time.monotonic() - began:.1f} s"
-            self.say(f"Engine {member.index} serves{again}.")
+            self.say(f"Engine {member.index} is up{again}.")
         except Exception as error:  # nothing else would see an error in this thread
             self._restart(member, error)
 
@@ -300,7 +298,7 @@ class Fleet:
                 if incomplete and not self.hosts and (slots := self._room()):
                     self._join(slots)
             except Exception as error:  # nothing else would see an error in this thread
-                self.say(f"The check of the engines failed: {error}")
+                self.say(f"Checking the engines failed: {error}")
 
     def find_lost(self) -> None:
         """Check that all engines answer, and restart engines that do not."""
@@ -328,7 +326,7 @@ class Fleet:
             ) from error
 
     def stop(self) -> None:
-        """Free the device memory for other processes."""
+        """Stop the engines, so that other processes can use the device memory."""
         self._closed.set()
         calls = [member.call(RolloutEngine.stop) for member in self.up]
         gather(calls, timeout_s=self.timeout_s, doing="end the engines")

@@ -1,4 +1,4 @@
-"""The generator, which turns prompts into groups of samples and rewards them as they finish."""
+"""The generator, which samples groups of responses to prompts and rewards them as they finish."""
 
 import asyncio
 import hashlib
@@ -24,31 +24,31 @@ Group = list[Trajectory]  # all samples of one prompt, including failed ones
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSpec:
-    """Sampling settings: number of samples, parameters and seeds.
+    """Sampling settings: number of samples, sampling parameters and seeds.
 
     A run has one specification for training and one for evaluation.
     """
 
     purpose: str  # "train" or "eval": part of every seed
-    rollout: RolloutConfig  # the number of samples, their temperature, and when they end
-    max_len: int  # prompt and response, tokens
+    rollout: RolloutConfig  # number of samples, temperature, stop conditions
+    max_len: int  # prompt and response, in tokens
     seed: int | None  # None: unseeded sampling
     repetition_penalty: float = 1.0
 
     @property
     def n_samples(self) -> int:
-        """Number of samples of each prompt."""
+        """Number of samples per prompt."""
         return self.rollout.n_samples_per_prompt
 
     def params_for(self, prompt: Prompt, prompt_length: int) -> list[SamplingParams]:
-        """Return the sampling parameters of each sample of a prompt."""
+        """Return the sampling parameters for each sample of a prompt."""
         budget = self.max_len - prompt_length
         return self._params(prompt, min(budget, self.rollout.max_new_tokens or budget))
 
     def agent_params_for(self, prompt: Prompt) -> list[SamplingParams]:
-        """Return the sampling parameters for the agent of each sample, with log-probabilities.
+        """Return the sampling parameters for each sample's agent, with log-probabilities.
 
-        `max_tokens` is the limit of a single turn.
+        `max_tokens` limits each turn.
         """
         return self._params(prompt, self.rollout.max_new_tokens, logprobs=1)
 
@@ -71,7 +71,7 @@ class SamplingSpec:
     def seed_of(self, prompt: Prompt, sample: int, turn: int = 0) -> int | None:
         """Return the 32-bit seed of one sampled turn.
 
-        It depends on what is sampled, not on the time or the engine.
+        It depends on the prompt, the sample and the turn, not on the time or the engine.
         """
         if self.seed is None:
             return None
@@ -80,12 +80,12 @@ class SamplingSpec:
 
     @property
     def prompt_room(self) -> int:
-        """Number of tokens of the longest prompt that leaves room for a response."""
+        """Maximum number of prompt tokens that leaves room for a response."""
         return self.max_len - (self.rollout.max_new_tokens or 1)
 
 
 def in_prompt_order(groups: Iterable[Group]) -> list[Trajectory]:
-    """Return the samples of all groups in the order of their prompts."""
+    """Return the samples of all groups in prompt order."""
     samples: list[Trajectory] = []
     for group in sorted(groups, key=lambda group: group[0].prompt.index):
         samples += group
@@ -102,20 +102,20 @@ async def as_sampled(group: Group) -> Group:
 
 
 def unobserved(_: Prompt) -> None:
-    """Ignore that the last token of a prompt's samples has been drawn."""
+    """Do nothing when a prompt's samples are complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Settings of a stream of groups.
+    """Settings for a stream of groups.
 
     They are passed with the prompts, so that the generator reads nothing from the trainer.
 
-    `annotated` may add scores of reward models, and mark the samples of a prompt as filtered. A
-    filtered prompt is replaced by the next prompt, so that the stream yields the requested number
-    of unfiltered groups. `sampled` is called when the engines have drawn the last token of a
+    `annotated` may add reward model scores, and mark a prompt's samples as filtered. A filtered
+    prompt is replaced by the next prompt, so that the stream yields the requested number of
+    unfiltered groups. `sampled` is called when the engines have sampled the last token of a
     prompt's samples, before the samples are rewarded. With agents, which may sample again at any
-    time, it is called when all episodes of the prompt have ended.
+    time, it is called when all of the prompt's episodes have ended.
     """
 
     spec: SamplingSpec
@@ -125,7 +125,7 @@ class Request:
 
 
 class Generator(Protocol):
-    """A source of samples for prompts: engines, or files of an earlier run."""
+    """A source of samples for prompts: engines, or files from an earlier run."""
 
     def stream(
         self,
@@ -148,13 +148,13 @@ class Generator(Protocol):
 
 
 class Engines(Protocol):
-    """A sampler of tokens. Samples with the same `key` share a prefix."""
+    """A token sampler. Samples with the same `key` share a prefix."""
 
     async def generate(
         self, key: Hashable, tokens: list[int], params: list[SamplingParams]
     ) -> list[Generation]: ...
 
-    async def rest(self) -> None: ...  # called when no sample is requested until the next stream
+    async def rest(self) -> None: ...  # called at the end of each stream
 
     def metrics(self) -> dict[str, Metric]: ...  # since the last call
 
@@ -165,18 +165,18 @@ Generate = Callable[
 
 
 class Agents(Protocol):
-    """Agents that play episodes instead of drawing single samples, using `generate`."""
+    """Agents that run whole episodes instead of single samples, using `generate`."""
 
     async def play(self, prompt: Prompt, spec: SamplingSpec, generate: Generate) -> Group: ...
 
 
 @dataclass(eq=False, repr=False)
 class RolloutGenerator:
-    """A generator that draws samples from the engines and rewards them.
+    """A generator that requests samples from the engines and rewards them.
 
     It runs in the controller; user code runs in other processes. Without `agents` an episode is one
-    sample of the prompt, and `reward` scores the episode. With `agents` an agent plays the episode.
-    Without a reward, reward models score the finished episodes later. An episode whose reward
+    sample of the prompt, and `reward` scores the episode. With `agents` an agent runs the episode.
+    If it has no reward, reward models score the finished episode later. An episode whose reward
     failed gets the reward `fallback` (--reward.on_error); without a fallback the episode fails.
     """
 
@@ -188,7 +188,7 @@ class RolloutGenerator:
     fallback: float | None = None
 
     def __post_init__(self) -> None:
-        self._costs: list[SampleCost] = []  # of training samples, since `metrics` was last called
+        self._costs: list[SampleCost] = []  # training samples since the last call to `metrics`
 
     async def stream(
         self,
@@ -200,7 +200,7 @@ class RolloutGenerator:
     ) -> AsyncGenerator[Group]:
         """Yield groups as `Generator.stream` does.
 
-        Closing the stream cancels the running samples. Raises the error of a failed engine.
+        Closing the stream cancels the running samples. If an engine fails, its error is raised.
         """
         waiting = iter(prompts)
         missing = groups  # prompts still to start, if no running group is filtered
@@ -283,7 +283,7 @@ class RolloutGenerator:
         return generations
 
     def metrics(self) -> dict[str, Metric]:
-        """Return the cost of the training samples drawn since the last call."""
+        """Return the cost of the training samples generated since the last call."""
         costs = self._costs
         self._costs = []
         return generation_metrics(costs) | self.engines.metrics()
@@ -315,7 +315,7 @@ class RolloutGenerator:
         )
         if episode.failed:
             return episode.failing(
-                f"the engine ended the sample: {generation.finish_reason}", Failure.ENGINE
+                f"the sample failed in the engine: {generation.finish_reason}", Failure.ENGINE
             )
         if result.error is None:
             return episode

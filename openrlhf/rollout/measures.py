@@ -10,12 +10,12 @@ from openrlhf.observability.metrics import Mean, Metric
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCost:
-    """The cost of one sample, as the engine reported it."""
+    """The cost of one sample, as reported by the engine."""
 
     asked: float  # time of the request on the controller's clock, in seconds
-    seconds: float  # from the request to the last token, including waiting
+    seconds: float  # from the request to the last token, including queueing
     prompt_tokens: int
-    cached_tokens: int  # prompt tokens that were in the engine's cache
+    cached_tokens: int  # prompt tokens found in the engine's cache
 
 
 class Period(NamedTuple):
@@ -26,7 +26,7 @@ class Period(NamedTuple):
 
 
 def generation_metrics(costs: Sequence[SampleCost]) -> dict[str, Metric]:
-    """Return the metrics of a step's samples."""
+    """Return generation metrics for a step's samples."""
     spans: list[tuple[float, float]] = []
     prompt_tokens = 0
     cached_tokens = 0
@@ -49,9 +49,9 @@ def generation_metrics(costs: Sequence[SampleCost]) -> dict[str, Metric]:
 
 
 def concurrency(spans: Iterable[tuple[float, float]]) -> list[Period]:
-    """Return the number of concurrent time spans over time, with durations in seconds.
+    """Return how many time spans run concurrently over time, with durations in seconds.
 
-    Time in which no span runs is left out. Example: the spans from 0 to 3 and from 1 to 2 give
+    Periods in which no span runs are omitted. Example: the spans from 0 to 3 and from 1 to 2 give
     [(1, 1), (2, 1), (1, 1)].
     """
     edges: list[tuple[float, int]] = []

@@ -1,4 +1,4 @@
-"""Generators that write episodes to disk, and that read episodes from disk.
+"""Generators that write episodes to disk, or read episodes from disk.
 
 Each can replace `RolloutGenerator`.
 """
@@ -18,8 +18,8 @@ from openrlhf.rollout.generator import Generator, Group, Request, in_prompt_orde
 class DumpingGenerator:
     """A generator that writes every group of another generator to disk.
 
-    Groups are written as they are before reward models and filters read them. `run`: the identity
-    that a run needs to replay the files.
+    Groups are written in the state before reward models and filters process them. `run`: the
+    identity that a replaying run must have.
     """
 
     def __init__(
@@ -28,8 +28,8 @@ class DumpingGenerator:
         self.generator = generator
         self.folder = folder
         self.run = run
-        self._file: tuple[Kind, int] | None = None  # the file that is being written
-        self._episodes: list[Trajectory] = []  # the episodes of that file
+        self._file: tuple[Kind, int] | None = None  # the file being written
+        self._episodes: list[Trajectory] = []  # the episodes in that file
 
     async def stream(
         self,
@@ -39,9 +39,9 @@ class DumpingGenerator:
         groups: int,
         at_once: int | None = None,
     ) -> AsyncGenerator[Group]:
-        """Yield the groups of the other generator.
+        """Yield the other generator's groups.
 
-        Each stream adds its groups to the file of the step or of the evaluation.
+        Each stream adds its groups to the file of its training step or evaluation.
         """
         kind: Kind = "step"
         if request.spec.purpose == "eval":
@@ -66,12 +66,12 @@ class DumpingGenerator:
                 self.folder.write(kind, request.step, self._episodes, run=self.run)
 
     def metrics(self) -> dict[str, Metric]:
-        """Return the metrics of the other generator."""
+        """Return the other generator's metrics."""
         return self.generator.metrics()
 
 
 class ReplayGenerator:
-    """A generator that reads the samples of an earlier run; empty after the folder's last step.
+    """A generator that reads an earlier run's samples, and ends after the folder's last step.
 
     Raises DataError if the files are damaged or have different prompts.
     """
@@ -116,7 +116,7 @@ class ReplayGenerator:
         if not samples:
             raise DataError(
                 f"{file} has no sample of prompt {prompt.index}, which this run draws for step "
-                f"{self._read}. A replay must draw the prompts of the run that wrote the file: use "
+                f"{self._read}. A replay must use the prompts of the run that wrote the file: set "
                 "the same --rollout.batch_size, --data.prompt_dataset, --train.seed and, with "
                 "dynamic filtering, the same range and reward models."
             )
@@ -128,5 +128,5 @@ class ReplayGenerator:
                 f"{prompt.tokens[:8]}… in this run. Use the same --data.prompt_dataset, columns, "
                 "template and tokenizer."
             )
-        # Use the label and images of this run, because JSON may not be able to express them.
+        # Use this run's label and images, because JSON may not be able to express them.
         return [replace(sample, prompt=prompt) for sample in samples]

@@ -1,4 +1,4 @@
-"""The choice of an engine: the engine with the cached prefix, unless it is much busier."""
+"""Engine selection: the engine with the cached prefix, unless it is much busier."""
 
 import time
 from collections import Counter, defaultdict
@@ -11,26 +11,26 @@ MOST_KEYS = 100_000  # keys to remember; prefixes of older keys are no longer ca
 
 
 class Router:
-    """A router that spreads samples over engines by the number of samples in flight.
+    """A router that spreads samples over engines by their number of samples in flight.
 
     Samples with the same prefix have the same key (the samples of a prompt, the turns of an
     episode). They go to the engine that the key used last, because that engine does not need to
-    prefill the prefix again. The exception is a busy engine: if its number of samples of *other*
-    keys exceeds the samples of the least busy engine by more than `SLACK` and by a factor of more
-    than 1.5, the least busy engine is picked.
+    prefill the prefix again. The exception is a busy engine: if its number of samples with *other*
+    keys exceeds the least busy engine's number of samples by more than `SLACK` and by a factor of
+    more than 1.5, the least busy engine is picked.
 
     Call `pick` and `done` from one thread only.
     """
 
     def __init__(self, engines: Iterable[int]) -> None:
         self.in_flight: dict[int, int] = {}
-        self._read_at = time.monotonic()  # the last call of `idle`
-        # Seconds without a sample since the last call of `idle`, up to the engine's last change.
+        self._read_at = time.monotonic()  # time of the last call to `idle`
+        # Seconds without a sample since the last call to `idle`, up to the engine's last change.
         self._idle = defaultdict[int, float](float)
         self._changed: dict[int, float] = {}
         for engine in engines:
             self.add(engine)
-        # The last engine of each key, least recently used key first.
+        # The last engine that each key used; the least recently used key comes first.
         self._homes: dict[Hashable, int] = {}
         self._of_key: Counter[tuple[Hashable, int]] = Counter()
 
@@ -40,7 +40,7 @@ class Router:
         self._changed.setdefault(engine, time.monotonic())
 
     def pick(self, key: Hashable, samples: int = 1, *, among: Sequence[int] = ()) -> int:
-        """Return the engine for `samples` more samples of `key`, by default any engine.
+        """Return the engine for `samples` more samples of `key`, picked `among` these or all.
 
         The samples are in flight until `done` is called.
         """
@@ -74,7 +74,7 @@ class Router:
         self._changed[engine] = now
 
     def idle(self, engines: Iterable[int]) -> Mean:
-        """Return the share of time since the last call in which these engines had no sample.
+        """Return the fraction of time since the last call in which these engines had no samples.
 
         Engines that were never added are ignored.
         """

@@ -1,4 +1,4 @@
-"""The request to an engine, and the engine's answer.
+"""Requests to an engine, and the engine's responses.
 
 Both are plain data, so that user processes can import this module quickly.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True)
 class SamplingParams:
-    """The sampling parameters of one sample, with vLLM's attribute names.
+    """The parameters for one sample, with vLLM's attribute names.
 
     Attributes can be assigned, because agents change them between turns.
     """
@@ -20,7 +20,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    max_tokens: int | None = None  # None: the rest of the context
+    max_tokens: int | None = None  # None: up to the context length
     min_tokens: int = 0
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -28,7 +28,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     skip_special_tokens: bool = False
-    # For agents: an engine always returns the log-probabilities of the sampled tokens.
+    # Only for agents: engines always return the log-probabilities of the sampled tokens.
     logprobs: int | None = None
 
 
@@ -36,7 +36,7 @@ class SamplingParams:
 class Generation:
     """One sample.
 
-    The lists have one entry per sampled token, including an end or stop token. `logprobs` refer to
+    The lists have one entry per sampled token, including a stop token. `logprobs` refer to
     the sampling distribution, after temperature, top-k, top-p and min-p. `stop_reason` is the stop
     token or stop string that ended the sample if the parameters list it, otherwise None.
     """
@@ -45,7 +45,7 @@ class Generation:
     logprobs: list[float]  # nats
     finish_reason: str  # "stop", "length" or "abort"
     stop_reason: int | str | None = None
-    weight_versions: tuple[int, ...] = ()  # the versions that sampled the tokens, oldest first
-    text: str | None = None  # only if the parameters have stop strings
-    cached_tokens: int = 0  # prompt tokens that were in the engine's prefix cache
-    seconds: float = 0.0  # from the request to the last token, including waiting
+    weight_versions: tuple[int, ...] = ()  # weight versions that sampled tokens, oldest first
+    text: str | None = None  # set only if the parameters have stop strings
+    cached_tokens: int = 0  # prompt tokens found in the engine's prefix cache
+    seconds: float = 0.0  # from the request to the last token, including queueing

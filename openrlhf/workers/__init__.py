@@ -1,1 +1,1 @@
-"""Roles as plain classes. Each takes a `Strategy` and its settings, and needs no Ray."""
+"""Worker roles as plain classes. Each takes a `Strategy` and settings, and does not need Ray."""

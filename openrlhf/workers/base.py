@@ -1,4 +1,4 @@
-"""The base of all roles: micro-batches, forward passes without gradient, and training."""
+"""The base of all worker roles: micro-batches, forward passes without gradient, and training."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -25,18 +25,18 @@ from openrlhf.training.gathered import exported_bytes, exported_parameters
 from openrlhf.training.strategy import Strategy
 
 Rows = TypeVar("Rows", bound=Ragged)
-# By device type. An inference engine leaves little memory of its GPU free.
+# Weight bucket size by device type. An inference engine leaves little of its GPU memory free.
 BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchLimits:
-    """The number of rows, or of tokens, that go through a model at once.
+    """The maximum number of rows, or of tokens, in one micro-batch.
 
-    If `max_tokens` is set, `size` is not used. A padded row costs as much as the longest row of its
-    micro-batch. So with `size`, a micro-batch has padded rows of similar lengths, and the longest
-    rows come first. Packed rows keep their order, because a packed micro-batch of only long rows
-    needs more memory than a mixed one.
+    If `max_tokens` is set, `size` is ignored. A padded row costs as much as the longest row of its
+    micro-batch, so padded rows are grouped by length, and the longest rows come first. Packed rows
+    keep their order, because a packed micro-batch of only long rows needs more memory than a mixed
+    one.
     """
 
     size: int
@@ -45,7 +45,7 @@ class MicroBatchLimits:
 
     @classmethod
     def of_forwards(cls, rollout: RolloutConfig, ds: LoadingConfig) -> Self:
-        """Return the limits of forward passes without gradient."""
+        """Return the limits for forward passes without gradient."""
         return cls(
             size=rollout.micro_batch_size,
             max_tokens=rollout.max_tokens_per_gpu,
@@ -54,14 +54,14 @@ class MicroBatchLimits:
 
     @classmethod
     def of_training(cls, train: RLTrainConfig, ds: LoadingConfig) -> Self:
-        """Return the limits of forward passes with gradient."""
+        """Return the limits for forward passes with gradient."""
         max_tokens = None
         if train.dynamic_batch_enable:
             max_tokens = train.max_tokens_per_gpu
         return cls(size=train.micro_batch_size, max_tokens=max_tokens, packed=ds.packing_samples)
 
     def cut(self, lengths: Tensor) -> list[list[int]]:
-        """Return the row numbers of each micro-batch, for rows of `lengths` tokens.
+        """Return the row indices of each micro-batch, for rows of `lengths` tokens.
 
         Every row is in exactly one micro-batch.
         """
@@ -82,11 +82,11 @@ def column_of(
     *,
     per_sample: bool = False,
 ) -> Tensor:
-    """Return a column (N,) of the numbers that `forward` gives to the tokens of each micro-batch.
+    """Run `forward` on all micro-batches, and return its values for all tokens as a column (N,).
 
-    `per_sample`: `forward` gives one number to each row, and the column is (B,). Under ZeRO 3 a
-    forward pass is collective: every rank runs as many micro-batches as the rank with the most, and
-    repeats its last one for that.
+    `per_sample`: `forward` returns one value per row, and the column is (B,). Under ZeRO 3 a
+    forward pass is collective: a rank with fewer micro-batches than the others repeats its last
+    micro-batch.
     """
     micro_batches = limits.cut(batch.lengths)
     rounds = len(micro_batches)
@@ -112,8 +112,8 @@ def balancing_term(
     """Return coef · aux · count, a micro-batch's term of the load-balancing loss, and its metric.
 
     Returns 0 and no metric if `aux_loss` is None. `count` is the micro-batch's part of the window's
-    denominator. So the window gets the mean of the losses of its micro-batches, weighted by their
-    counts, and the coefficient means the same however the window is cut.
+    denominator. The window's loss is therefore the mean over its micro-batches, weighted by their
+    counts, and the coefficient has the same effect however the window is split.
     """
     if aux_loss is None:
         return 0.0, {}
@@ -126,13 +126,13 @@ class RoleSettings:
 
     config: RLFlags
     load: LoadSpec
-    # Optimizer steps of the run: the length of the learning-rate schedule of a trained model.
+    # Optimizer steps of the run, which set the length of a trained model's learning-rate schedule.
     total_steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """One rank's rows of an update.
+    """One rank's rows for an update.
 
     `steps` has one list for each optimizer step: the rows that the step trains on.
     """
@@ -145,9 +145,9 @@ Job = TypeVar("Job", bound=Update)
 
 
 class TrainedWorker(ABC, Generic[Job]):
-    """A model with an optimizer. Subclasses are roles and define counts and loss.
+    """A model with an optimizer. Each subclass is a role, and defines its counts and loss.
 
-    `name` is the name of the role in the logs.
+    `name` is the role's name in the logs.
     """
 
     name: ClassVar[str]
@@ -161,7 +161,7 @@ class TrainedWorker(ABC, Generic[Job]):
     ) -> None:
         self.strategy = strategy
         self.config = settings.config
-        # The size of a bucket of weights in exports and publications.
+        # The size of a weight bucket in exports and publications.
         self.bucket_bytes = BUCKET_BYTES[strategy.device.type]
         self.train_limits = MicroBatchLimits.of_training(self.config.train, self.config.ds)
         self.forward_limits = MicroBatchLimits.of_forwards(self.config.rollout, self.config.ds)
@@ -174,7 +174,7 @@ class TrainedWorker(ABC, Generic[Job]):
 
     @abstractmethod
     def counts(self, micro: Any) -> Mapping[str, float]:
-        """Return the denominators of a micro-batch."""
+        """Return a micro-batch's parts of the loss denominators."""
 
     @abstractmethod
     def loss(self, micro: Any, totals: Mapping[str, float], job: Job) -> tuple[Tensor, Metrics]:
@@ -214,7 +214,7 @@ class TrainedWorker(ABC, Generic[Job]):
         return merge_all(parts)
 
     def window(self, job: Job, number: int) -> list[Any]:
-        """Return this rank's micro-batches of optimizer step `number` of the update.
+        """Return this rank's micro-batches for optimizer step `number` of the update.
 
         A rank without rows in the step gets one row without actions, because it has to take part in
         collective forward passes.
@@ -233,9 +233,9 @@ class TrainedWorker(ABC, Generic[Job]):
         return False
 
     def checkpoint_bytes(self) -> int:
-        """Return the estimated size of a checkpoint of this role.
+        """Return the estimated size of this role's checkpoint.
 
-        The estimate includes the model that --ckpt.save_hf exports beside the checkpoint.
+        The estimate includes the model that --ckpt.save_hf exports with the checkpoint.
         """
         estimate = self.engine.checkpoint_bytes
         if self.config.ckpt.save_hf and self.name == "actor":
@@ -243,18 +243,18 @@ class TrainedWorker(ABC, Generic[Job]):
         return estimate
 
     def save_checkpoint(self, directory: str, tag: str) -> None:
-        """Write weights, their average, optimizer, schedule and random state. Collective."""
+        """Write weights, EMA weights, optimizer, schedule and random state. Collective."""
         self.engine.save(directory, tag)
 
     def load_checkpoint(self, directory: str, tag: str) -> None:
-        """Read what `save_checkpoint` wrote. Collective."""
+        """Restore the state that `save_checkpoint` wrote. Collective."""
         self.engine.load(directory, tag)
 
     def export(self, tokenizer: PreTrainedTokenizerBase, path: str, final: bool = True) -> None:
         """Write the model, or only its adapters if it has any. Collective.
 
-        If the run averages the trained weights, the average is written. `final`: the run ends with
-        this export.
+        If the run keeps an exponential moving average of the weights, the average is written.
+        `final`: this is the run's last export.
         """
         with self.engine.awake(), self.engine.averaged():
             export_trained(
@@ -276,10 +276,10 @@ def export_trained(
     masters: bool,
     final: bool = True,
 ) -> None:
-    """Write the model of an engine, and compare the files with the model. Collective.
+    """Write an engine's model, and compare the files with the model. Collective.
 
-    The engine must be awake and hold the weights to export. Raises ExportError, also if the files
-    of a `final` export do not hold the trained model.
+    The engine must be awake and hold the weights to export. Raises ExportError if a file cannot be
+    written, or if the files of a `final` export do not match the trained model.
     """
     strategy = engine.strategy
     logits: Tensor | None = None

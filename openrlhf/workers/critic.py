@@ -1,4 +1,4 @@
-"""The critic: values of states, and their regression to the returns."""
+"""The critic: state values, and their regression to the returns."""
 
 from collections.abc import Mapping
 
@@ -50,7 +50,7 @@ class CriticWorker(TrainedWorker[Update]):
         return state_values(self.engine.module(micro.tokens, micro.offsets).values, micro.offsets)
 
     def counts(self, micro: Experience) -> Mapping[str, float]:
-        """Return the number of action tokens, which is the denominator."""
+        """Return the number of action tokens, which is the loss denominator."""
         return {"tokens": float(micro.action_mask.sum())}
 
     def loss(
@@ -58,7 +58,7 @@ class CriticWorker(TrainedWorker[Update]):
     ) -> tuple[Tensor, Metrics]:
         """Compute ½ (V − Ĝ)² + a·balance: a micro-batch's part of the window's loss.
 
-        The squared error is clipped around the values of the rollout. The loss is a mean over the
+        The squared error is clipped around the rollout's values. The loss is the mean over the
         window's action tokens.
         """
         assert micro.values is not None and micro.returns is not None

@@ -1,4 +1,4 @@
-"""Models that only run forward: the reference policy, the teacher and reward models."""
+"""Models that only run forward passes: the reference policy, the teacher and reward models."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ class ReferenceWorker:
         self.model.rest()
 
     def logprobs(self, rows: TokenRows) -> Tensor:
-        """Return the log-probability of every target of this rank's rows, (N,)."""
+        """Return the log-probability of every target token in this rank's rows, (N,)."""
         column = column_of(rows, self._score, self.limits, self.strategy)
         self.model.rest()
         return column
@@ -42,7 +42,7 @@ class ReferenceWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelSettings:
-    """The settings of a reward worker."""
+    """Settings for a reward worker."""
 
     models: tuple[LoadSpec, ...]
     process_model: LoadSpec | None
@@ -52,9 +52,9 @@ class RewardModelSettings:
 
 
 class RewardWorker:
-    """Trained reward models. Each gives one number to a finished episode: its last token's output.
+    """Trained reward models. Each scores a finished episode with its output at the last token.
 
-    A process reward model gives one number to each step of an episode.
+    A process reward model scores each step of an episode.
     """
 
     def __init__(self, strategy: Strategy, settings: RewardModelSettings) -> None:
@@ -80,9 +80,9 @@ class RewardWorker:
             model.rest()
 
     def step_rewards(self, answers: TokenRows) -> Tensor:
-        """Return the rewards of the steps of this rank's rows by the process reward model, (N,).
+        """Return the process reward model's step rewards for this rank's rows, (N,).
 
-        `StepScorer.rewards` defines them.
+        They are defined by `StepScorer.rewards`.
         """
         assert self.step_scorer
         column = column_of(answers, self.step_scorer.rewards, self.settings.limits, self.strategy)
@@ -98,7 +98,7 @@ class RewardWorker:
         )
 
     def rewards(self, texts: Ragged) -> Tensor:
-        """Return the rewards of this rank's rows by every model, (B, K)."""
+        """Return every model's rewards for this rank's rows, (B, K)."""
         limits = self.settings.limits
         columns: list[Tensor] = []
         for model in self.models:

@@ -1,4 +1,4 @@
-"""The trained policy: log-probabilities, the policy update, and the publication of its weights."""
+"""The trained policy: log-probabilities, the policy update, and weight publication."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,13 +38,13 @@ from openrlhf.workers.base import RoleSettings, TrainedWorker, Update, balancing
 
 
 def clip_of(actor: ActorConfig) -> Clip:
-    """Return the clip range of the ratio."""
+    """Return the clip range for the probability ratio."""
     low, high = actor.eps_clip_low_high
     return Clip(low=low, high=high, dual=actor.dual_clip)
 
 
 def correction_of(algo: AlgoConfig) -> Correction:
-    """Return the correction of the train/rollout mismatch.
+    """Return the correction for the train/rollout mismatch.
 
     Its weights are always computed, because a metric counts the tokens outside the band. The loss
     uses them only if a level is set.
@@ -61,8 +61,8 @@ class PolicyUpdate(Update):
     """An update of the policy."""
 
     kl_coef: float  # the current β of the KL term in the loss
-    version: int  # of the weights after the update
-    pretraining: Sequence[TokenRows] = ()  # PPO-ptx: this rank's rows of each optimizer step
+    version: int  # weight version after the update
+    pretraining: Sequence[TokenRows] = ()  # PPO-ptx: this rank's text rows for each optimizer step
 
 
 class PolicyWorker(TrainedWorker[PolicyUpdate]):
@@ -80,7 +80,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         self.temperature = config.rollout.temperature
         self.clip = clip_of(self.actor)
         self.correction = correction_of(self.algo)
-        # L of constant aggregation.
+        # The constant L of --algo.loss.aggregation constant.
         self.max_response_tokens = config.rollout.max_new_tokens or config.data.max_len
         # The adapter that publications send instead of merged weights.
         self.served_adapter: LoraConfig | None = None
@@ -94,13 +94,13 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         self.version = 0
 
     def update(self, job: PolicyUpdate) -> Metrics:
-        """Take the optimizer steps of an update, and set the version of the weights."""
+        """Take the optimizer steps of an update, and set the weight version."""
         metrics = super().update(job)
         self.version = job.version
         return metrics
 
     def logprobs(self, rows: TokenRows) -> Tensor:
-        """Return log π_θ of every target of this rank's rows, (N,), with the current weights.
+        """Return log π_θ of every target token in this rank's rows, (N,), with the current weights.
 
         In the next update, these weights are π_old.
         """
@@ -108,7 +108,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
             return column_of(rows, self._score, self.forward_limits, self.strategy)
 
     def reference_logprobs(self, rows: TokenRows) -> Tensor:
-        """Return log π_ref of every target of this rank's rows, (N,).
+        """Return log π_ref of every target token in this rank's rows, (N,).
 
         The reference is the policy without its adapters.
         """
@@ -128,7 +128,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     def window(self, job: PolicyUpdate, number: int) -> list[Experience | TokenRows]:
         """Return micro-batches of episodes, and of pretraining text if the update has any.
 
-        One optimizer step learns from both.
+        Each optimizer step trains on both.
         """
         window: list[Experience | TokenRows] = [*super().window(job, number)]
         for text in job.pretraining[number : number + 1]:
@@ -136,10 +136,10 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return window
 
     def counts(self, micro: Experience | TokenRows) -> Mapping[str, float]:
-        """Return the denominators of a micro-batch.
+        """Return a micro-batch's parts of the loss denominators.
 
-        `policy` divides the aggregated policy loss, `tokens` sums over action tokens, and
-        `pretraining` sums over pretraining tokens.
+        `policy` divides the aggregated policy loss, `tokens` divides sums over action tokens, and
+        `pretraining` divides sums over pretraining tokens.
         """
         if isinstance(micro, TokenRows):
             return {"policy": 0.0, "tokens": 0.0, "pretraining": float(micro.loss_mask.sum())}
@@ -196,9 +196,9 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         mask: Tensor,
         totals: Mapping[str, float],
     ) -> tuple[Tensor, Metrics]:
-        """Compute the surrogate of the sampled tokens and its metrics.
+        """Compute the surrogate loss of the sampled tokens and its metrics.
 
-        If a level of the correction is set, each token is weighted by the correction.
+        If a correction level is set, each token is weighted by the correction.
         """
         layout = micro.layout
         assert micro.advantages is not None and micro.rollout_logprobs is not None
@@ -238,7 +238,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
     def has_moved_enough(self, metrics: Metrics) -> bool:
         """Return whether the KL from π_old to π_θ exceeded --algo.kl.stop_update.
 
-        It is the KL at the start of the last optimizer step, over all ranks.
+        The KL is measured at the start of the last optimizer step, over all ranks.
         """
         limit = self.algo.kl.stop_update
         if limit is None:
@@ -249,10 +249,10 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         return total > limit * tokens
 
     def weight_manifest(self, version: int | None = None) -> WeightManifest:
-        """Return the tensors of a publication of the current weights, or of the served adapter.
+        """Return the manifest for publishing the current weights, or the served adapter.
 
-        They have the names of the files, and tied weights come once. `version` becomes the version
-        of the weights; without it, the weights keep theirs.
+        Tensors are named as in the model's files, and tied weights appear once. `version` sets the
+        weight version; without it, the version does not change.
         """
         if version is not None:
             self.version = version
@@ -263,7 +263,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         )
 
     def _encoder(self) -> Encoder:
-        """Return the encoder of publications: of the served adapter, or else of the whole model."""
+        """Return the encoder for publishing the served adapter, or else the whole model."""
         model = self.engine.hf
         if self.served_adapter:
             return Encoder(
@@ -294,7 +294,7 @@ class PolicyWorker(TrainedWorker[PolicyUpdate]):
         stream = chain.from_iterable(encoder.gathered(manifest.bucket_bytes))
         if self.sender.channel:
             self.sender.send(manifest, encoder.encode(stream))
-        for _ in stream:  # the ranks that send nothing, and what the sender did not read
+        for _ in stream:  # drain it, because gathering is collective
             pass
 
 
@@ -308,8 +308,8 @@ def blanks_of(tensors: Iterable[WholeTensor]) -> Iterator[NamedTensor]:
 def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor, outside: Tensor) -> Metrics:
     """Measure how far engine and trainer disagree about the sampled tokens.
 
-    The measure is Δ = log π_rollout − log π_old. `outside` marks the tokens whose ω = exp(−Δ) is
-    out of the correction's bounds. Returns the metrics by their logged names.
+    The measure is Δ = log π_rollout − log π_old. `outside` marks the tokens whose ω = exp(−Δ) lies
+    outside the correction's bounds. Returns the metrics by their logged names.
     """
     delta = log_ratio(rollout, old, mask)[mask]
     gap = delta.abs()
@@ -327,7 +327,7 @@ def mismatch_metrics(old: Tensor, rollout: Tensor, mask: Tensor, outside: Tensor
 
 
 def kl_metrics(kl: Tensor, difference: Tensor, mask: Tensor) -> Metrics:
-    """Return the metrics of the distance to the reference by their logged names.
+    """Return metrics for the distance to the reference policy by their logged names.
 
     `difference` is log π − log π_ref.
     """

@@ -1,4 +1,4 @@
-"""A process reward model as a reward: its judgement after each step of an answer."""
+"""Rewards from a process reward model: its judgment after each step of a response."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -18,17 +18,17 @@ from openrlhf.training.strategy import FrozenModel, Strategy
 
 
 class _MarkedAnswer(NamedTuple):
-    """An answer cut into steps, with a placeholder after each step."""
+    """A response split into steps, with a placeholder after each step."""
 
-    ends: list[int]  # the last token of each step, in the answer
+    ends: list[int]  # index of each step's last token in the response
     text: list[int]
-    judged: list[bool]  # the placeholders in `text`
+    judged: list[bool]  # True at the placeholders in `text`
 
 
 class StepScorer:
     """A frozen process reward model.
 
-    Raises ModelError for a model that does not name its tokens.
+    Raises ModelError if the model does not declare its step tokens.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class StepScorer:
         self.model = FrozenModel(strategy, partial(LogitModel.load, load), offload=offload)
 
     def rewards(self, answers: TokenRows) -> Float[Tensor, " N"]:
-        """Return P(right) ÷ number of steps at the last token of each step, and 0 elsewhere.
+        """Return P(correct) ÷ number of steps at the last token of each step, and 0 elsewhere.
 
-        The sum over an answer is the mean of its steps. The targets of `answers` are the sampled
+        The sum over a response is the mean over its steps. The targets of `answers` are the sampled
         tokens.
         """
         device = answers.tokens.device
@@ -84,10 +84,10 @@ class StepScorer:
 
 
 class StepCutter:
-    """Cuts answers into steps.
+    """A splitter that divides responses into steps.
 
-    A step ends with `separator`, and the last step with the answer. Blank text is not a step of its
-    own.
+    A step ends with `separator`, and the last step ends with the response. Blank text does not
+    count as a step.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class StepCutter:
         )
 
     def ends(self, tokens: Sequence[int], sampled: Sequence[bool]) -> list[int]:
-        """Return the place of the last token of each step.
+        """Return the index of each step's last token.
 
-        An answer without text has one step, which ends with its last sampled token, or with its
+        A response without text has one step, which ends with its last sampled token, or with its
         last token if none is sampled.
         """
         ends: list[int] = []
         step = ""
-        last: int | None = None  # the last token with text of the current step
+        last: int | None = None  # last token of the current step that has text
         for place, token in enumerate(tokens):
             if not sampled[place]:
                 continue
@@ -128,9 +128,10 @@ class StepCutter:
         return [len(tokens) - 1]
 
     def marked(self, tokens: Sequence[int], ends: Sequence[int]) -> tuple[list[int], list[bool]]:
-        """Return the text up to its last step with a placeholder after each step, and its mask.
+        """Return the tokens up to the last step, with a placeholder after each step, and a mask.
 
-        The mask is True at the placeholders. A step that ends with one does not get a second one.
+        The mask is True at the placeholders. A step that already ends with a placeholder does not
+        get a second one.
         """
         text: list[int] = []
         judged: list[bool] = []

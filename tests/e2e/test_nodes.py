@@ -92,7 +92,7 @@ def test_a_machine_with_an_engine_is_gone_and_the_run_goes_on_with_the_others(
         os.kill(pid, signal.SIGKILL)
     done = finish(process)
     assert done.status == 0, done.printed + done.errors
-    assert re.search(r"The machine of engine . is gone: 1 engine\(s\) are left\.", done.printed)
+    assert re.search(r"The machine of engine . is gone\. 1 engine\(s\) remain", done.printed)
     assert len(column(folder, "train/reward")) == 6 * STEPS
     counted = Counter(
         (row["step"], row["prompt_index"], row["sample_index"]) for row in samples(folder)
