@@ -1,1 +1,1 @@
-"""The start, the checks and the end of every command, from its flags."""
+"""Startup, checks and shutdown of every command, driven by its flags."""

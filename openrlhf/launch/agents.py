@@ -1,4 +1,4 @@
-"""Construction and check of the user's agents."""
+"""Construction and startup check of the user's agents."""
 
 import asyncio
 from contextlib import closing
@@ -13,9 +13,9 @@ from openrlhf.launch import settings
 def make_agents(
     config: settings.SamplingCommand, tokenizer: PreTrainedTokenizerBase, **more: Any
 ) -> AgentEpisodes | None:
-    """Return the agents of --train.agent_func_path, or None. `more`: see `AgentEpisodes`.
+    """Return the agents defined by --train.agent_func_path, or None if the flag is not set.
 
-    The agents' processes start at the first episode.
+    `more` is passed to `AgentEpisodes`. The agents' processes start with the first episode.
     """
     file = config.train.agent_func_path
     if not file:
@@ -26,7 +26,7 @@ def make_agents(
 
 
 def check_agents(config: settings.SamplingCommand, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Load the file of --train.agent_func_path. Raises ConfigError."""
+    """Load the file given by --train.agent_func_path. Raises ConfigError."""
     agents = make_agents(config, tokenizer)
     if agents:
         with closing(agents):

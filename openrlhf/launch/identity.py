@@ -1,7 +1,6 @@
 """The identity of a run: the values that must match to resume a checkpoint or replay episodes.
 
-An identity maps flags, or models and data that flags name, to values that JSON can store. Long
-values are replaced by a hash.
+An identity maps flags, models and datasets to JSON values. Long values are replaced by a hash.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ from openrlhf.data.rows import contents_of, without_origin
 from openrlhf.files import fingerprint
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows
 
-# Flags that must match, in addition to data and models, --rollout.batch_size and --train.seed.
+# Flags that must match, in addition to the data, the models, --rollout.batch_size and --train.seed.
 FLAGS: dict[str, list[str]] = {
     # to resume an RL run
     "run": [
@@ -35,7 +34,7 @@ FLAGS: dict[str, list[str]] = {
         "reward.verifier",
         "train.async_enable",
     ],
-    # to resume any run: adapters
+    # to resume any run that trains a LoRA adapter
     "adapter": [
         "ds.lora.rank",
         "ds.lora.alpha",
@@ -43,7 +42,7 @@ FLAGS: dict[str, list[str]] = {
         "ds.lora.rslora",
         "ds.lora.dora",
     ],
-    # to read the scores of a reference from a file
+    # to reuse stored log-probabilities of the reference model
     "reference": ["ds.param_dtype", "ds.attn_implementation", "ds.load_in_4bit"],
     # to replay the episodes of an RL run
     "episodes": [
@@ -54,7 +53,7 @@ FLAGS: dict[str, list[str]] = {
         "algo.dynamic_filtering_enable",
         "algo.dynamic_filtering_range",
     ],
-    # to resume batch_inference
+    # to resume batch inference
     "inference": [
         "task",
         "post_processor",
@@ -73,7 +72,8 @@ FLAGS: dict[str, list[str]] = {
         "reward.weights",
     ],
 }
-# Flags of --data.* that select rows. Two requests with the same rows are equal.
+# The --data.* flags that select rows. They are left out of a request's hash, which covers the rows
+# themselves.
 ROW_FLAGS = ("dataset", "dataset_split", "dataset_probs", "dataloader_num_workers")
 
 Identity = dict[str, Any]
@@ -93,8 +93,8 @@ def offline_identity(task: OfflineTask[Config, Row, Micro], rows: Rows) -> Ident
 def texts_identity(
     task: OfflineTask[Any, Any, Any], rows: Rows, flags: Sequence[str], model: str
 ) -> Identity:
-    """Return the identity of rows that a model reads, with the values of `flags`."""
-    # A plug-in's rows may be of any class.
+    """Return the identity of a model, of its tokenized rows, and of the values of `flags`."""
+    # A plugin's rows may have any class.
     contents = getattr(rows, "contents", partial(_collated, task, rows))
     return {
         **_values(task.config, flags),
@@ -106,7 +106,7 @@ def texts_identity(
 
 
 def _collated(task: OfflineTask[Any, Any, Any], rows: Rows) -> Iterator[bytes]:
-    """Yield the contents of each row: the tensors of a batch of this row alone."""
+    """Yield the contents of each row, as the tensors of a batch that contains only this row."""
     for number in range(len(rows)):
         columns = vars(task.collate([rows[number]])).values()
         tensors = [column.tolist() for column in columns if isinstance(column, Tensor)]
@@ -127,9 +127,9 @@ def rl_identity(config: PPOConfig, prompts: PromptDataset) -> Identity:
 def episode_identity(
     config: PPOConfig, prompts: PromptDataset, flags: Sequence[str] = FLAGS["episodes"]
 ) -> Identity:
-    """Return the identity of an RL run's episodes: its prompts and the values of `flags`.
+    """Return the identity of an RL run's episodes: the prompts and the values of `flags`.
 
-    By default, `flags` are the flags that affect sampling.
+    The default `flags` are those that affect sampling.
     """
     vocabulary = prompts.tokenizer.get_vocab()
     return {
@@ -144,7 +144,7 @@ def episode_identity(
 
 
 def inference_identity(config: BatchInferenceConfig, prompts: Sequence[Prompt]) -> Identity:
-    """Return the identity of a batch_inference run: answers to prompts, or rewards of answers."""
+    """Return the identity of a batch inference run, which answers prompts or scores answers."""
     contents = (
         repr((prompt.text, prompt.label)).encode(errors="surrogatepass") for prompt in prompts
     )
@@ -158,9 +158,9 @@ def inference_identity(config: BatchInferenceConfig, prompts: Sequence[Prompt]) 
 def request_identity(
     config: BatchInferenceConfig, rows: Table, tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """Return a hash of a batch_inference request, computed before its rows are rendered.
+    """Return a hash of a batch inference request, computed before its rows are rendered.
 
-    The hash covers the flags, the rows as stored and the models.
+    The hash covers the flags, the stored rows and the models.
     """
     data = dict(vars(config.data))
     for name in ROW_FLAGS:
@@ -196,7 +196,7 @@ def of_rows(count: int, contents: Iterable[bytes]) -> str:
 def of_model(path: str, *, trust_remote_code: bool = False) -> str:
     """Return the architecture of a model and a hash of its weights.
 
-    For a model on the Hub, its name replaces the hash.
+    For a model on the Hub, the name replaces the hash of the weights.
     """
     architecture = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).to_dict()
     for name in ("transformers_version", "_name_or_path"):
@@ -210,7 +210,7 @@ def of_model(path: str, *, trust_remote_code: bool = False) -> str:
 
 
 def _values(config: Any, paths: Sequence[str]) -> Identity:
-    """Return the values of flags as JSON stores them."""
+    """Return the values of flags after a round trip through JSON."""
     return json.loads(json.dumps({f"--{path}": value_at(config, path) for path in paths}))
 
 

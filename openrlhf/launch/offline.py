@@ -1,4 +1,4 @@
-"""An offline run from its flags to its export: rows, schedule, engine, resume, loop."""
+"""An offline training run, from its flags to its exported model."""
 
 import os
 from collections.abc import Iterator
@@ -52,19 +52,19 @@ MORE_STEPS = "For more steps lower --train.batch_size, raise --train.max_epochs 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The rows of a run, and its number of steps."""
+    """The rows of a run and the number of its optimizer steps."""
 
     train_rows: Rows
-    eval_rows: Any  # rows without a summary, or None
+    eval_rows: Any  # evaluation rows, or None
     total_steps: int
     summary: str
 
 
 def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
-    """Train a task, or print the plan of a dry run.
+    """Train a task, or print its plan for --dry_run.
 
-    Runs in every process of the launcher. Raises DataError if there are too few rows, and
-    CheckpointError if --ckpt.load_enable finds a checkpoint of another run.
+    Every process of the launcher calls this function. Raises DataError if there are too few rows,
+    and CheckpointError if --ckpt.load_enable finds a checkpoint of a different run.
     """
     task.check_model()
     tokenizer = exportable_tokenizer(task)
@@ -81,10 +81,10 @@ def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
 
 
 def check_continuation(config: SupervisedConfig, checkpoints: CheckpointManager) -> None:
-    """Check, in a dry run, from which checkpoint the run would continue.
+    """Check, in a dry run, the checkpoint that the run would resume.
 
-    Warns if there is none. Raises CheckpointError if its engines do not fit, and InUseError if
-    another process writes to the run folder that would be continued.
+    Warns if there is no checkpoint. Raises CheckpointError if the engine layout does not match, and
+    InUseError if another process is writing to the checkpoint's run folder.
     """
     run_dir = os.path.abspath(config.run.dir)
     checkpoint = checkpoints.latest()
@@ -98,10 +98,10 @@ def train(
     tokenizer: PreTrainedTokenizerBase,
     checkpoints: CheckpointManager,
 ) -> None:
-    """Train a task from the beginning or from a checkpoint, and export the model."""
+    """Train a task from the start or from a checkpoint, and export the model."""
     ds = task.config.ds
     layout = RankLayout.from_flags(ds, processes=world_size())
-    # Created before the rows, because the processes of a machine share the rows.
+    # Created before the rows are loaded, because the processes on a machine share them.
     strategy = Strategy(
         ds,
         layout,
@@ -177,9 +177,9 @@ def recording(
 
 
 def newest(checkpoints: CheckpointManager, strategy: Strategy) -> Checkpoint | None:
-    """Return the newest complete checkpoint, if there is one. Collective."""
+    """Return the newest complete checkpoint, or None. Collective."""
     checkpoint: Checkpoint | None = None
-    # Only one process looks for it, because that also cleans up after a killed save.
+    # Only one process looks for it, because the search also deletes incomplete checkpoints.
     if strategy.is_main:
         checkpoint = checkpoints.latest()
     return strategy.broadcast(checkpoint)
@@ -190,10 +190,10 @@ def make_plan(
     tokenizer: PreTrainedTokenizerBase,
     first_start: FirstStart,
 ) -> Plan:
-    """Read the rows, and count the optimizer steps.
+    """Read the rows and count the optimizer steps.
 
-    Chat templates write the date of `first_start`. Raises DataError if the rows do not fill one
-    batch.
+    Chat templates that render the current date use the date of `first_start`. Raises DataError if
+    there are fewer rows than one batch.
     """
     clock.set_clock(tokenizer, first_start.moment)
     rows, eval_rows = load_rows(task, tokenizer, follows=first_start.trained_format)
@@ -202,18 +202,19 @@ def make_plan(
     if len(rows) < size:
         raise DataError(
             f"--data.dataset {config.data.dataset} has {len(rows)} usable rows, fewer than one "
-            f"batch: lower --train.batch_size {size}. {rows.summary}"
+            f"batch. Lower --train.batch_size {size}. {rows.summary}"
         )
-    steps_per_epoch = len(rows) // size  # without an incomplete last batch
+    steps_per_epoch = len(rows) // size  # an incomplete last batch is dropped
     steps = steps_per_epoch * config.train.max_epochs
     report(*check_steps(steps, config, fix=MORE_STEPS))
     summary = (
-        f"{rows.summary} {steps} optimizer step(s) of {size} rows; {len(rows) % size} left over."
+        f"{rows.summary} {steps} optimizer step(s) of {size} rows; {len(rows) % size} row(s) "
+        "unused per epoch."
     )
     if eval_rows is None:
         eval_rows = task.measured_rows(rows)
         if eval_rows:
-            summary += f" Without --eval.dataset, {len(eval_rows)} training row(s) are evaluated."
+            summary += f"  --eval.dataset is not set: evaluating {len(eval_rows)} training row(s)."
     return Plan(train_rows=rows, eval_rows=eval_rows, total_steps=steps, summary=summary)
 
 
@@ -237,7 +238,7 @@ def exportable_tokenizer(task: OfflineTask[Config, Row, Micro]) -> PreTrainedTok
 def first_texts(
     task: OfflineTask[Config, Row, Micro], rows: Rows, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
-    """Yield the first rows of the first optimizer step as the model will see them."""
+    """Yield the first rows of the first optimizer step as the model sees them."""
     train = task.config.train
     order = ResumableSampler(len(rows), seed=train.seed, batch_size=train.batch_size)
     batch = task.collate([rows[row] for row in islice(order, SHOWN)])
@@ -252,16 +253,16 @@ def load_models(
 ) -> TrainEngine:
     """Load the trained model with its optimizer, and the frozen models into `task.frozen`.
 
-    Prints a notice if the disk is too small for the checkpoints. Raises ModelError if the check of
-    a model's layout fails, UserError if there is no disk space for the export, and CheckpointError
-    if there is no disk space for one checkpoint.
+    Prints a notice if the disk is too small for all checkpoints. Raises ModelError if a model gives
+    wrong results on packed or padded rows, UserError if the disk is too small for the export, and
+    CheckpointError if it is too small for a single checkpoint.
     """
     config = task.config
     engine = TrainEngine(strategy, task.load_model, config, total_steps=total_steps)
     if config.ds.lora.rank and not engine.partial:
         raise ModelError(
-            f"--ds.lora.rank has no effect on the task {task.name}: its load_model must load with "
-            "the settings of `trained_spec`"
+            f"--ds.lora.rank has no effect on the task {task.name}: its load_model must load the "
+            "model with the settings from `trained_spec`"
         )
     if config.train.enable_ema:
         engine.average = WeightAverage(engine.module, strategy, config.train.ema_beta)
@@ -291,9 +292,9 @@ def load_rows(
 ) -> tuple[Rows, Rows | None]:
     """Return the tokenized training and evaluation rows.
 
-    Their layout and format are stored in the task's configuration. --data.max_samples limits only
-    the training rows. `follows`: by default, texts have the format that the model was trained with.
-    Raises DataError, also if a frozen model has a different vocabulary.
+    The detected columns and text format are stored in the task's configuration. --data.max_samples
+    limits only the training rows. `follows`: default to the text format that the model was trained
+    with. Raises DataError, including for a frozen model with a different vocabulary.
     """
     config = task.config
     trusted = config.model.trust_remote_code
@@ -334,7 +335,7 @@ def load_rows(
 
 
 def look_at_borders(config: SupervisedConfig, table: Table) -> list[Finding]:
-    """Return a notice if prompts and answers of two columns are joined without a separator."""
+    """Return a notice if prompts and answers from two columns are joined without a separator."""
     data = config.data
     if data.apply_chat_template or data.input_template:
         return []
@@ -360,8 +361,8 @@ def look_at_first_rows(
 ) -> list[Finding]:
     """Return findings about the first rows. Raises DataError if tokenization loses text.
 
-    `column` of `table` contains the prompts; `rows` are the tokenized rows of `table`. The format
-    of the prompts is recorded in the tokenizer.
+    `rows` are the tokenized rows of `table`, whose prompts are in `column`. Records the prompts'
+    text format in the tokenizer.
     """
     config = task.config
     texts = first_look.texts_of(table, key_columns(config.data))
@@ -369,8 +370,8 @@ def look_at_first_rows(
     ends = end_tokens(configuration(load_spec(config)))
     if ends and tokenizer.eos_token_id not in ends:
         seen = (
-            f"The tokenizer ends texts with {tokenizer.eos_token} ({tokenizer.eos_token_id}), "
-            f"the model with {ends}."
+            f"The tokenizer's end-of-text token is {tokenizer.eos_token} "
+            f"({tokenizer.eos_token_id}), but the model's configuration lists {ends}."
         )
         found.append(Finding(seen))
     number = min(first_look.FIRST_ROWS, len(rows))
@@ -387,7 +388,7 @@ def look_at_first_rows(
         template = used.input_template or ""
         try:
             found += first_look.round_trip(tokenizer, [template.replace("{}", "")])
-        except DataError as error:  # the rows may not contain the words of the template
+        except DataError as error:  # the rows may not contain the template's words
             found.append(Finding(f"--data.input_template: {error}"))
         trained = first_look.recorded(tokenizer)
         found += first_look.compare_formats(model, trained, used, texts)

@@ -1,4 +1,4 @@
-"""The check of micro-batch sizes at the start of an RL run.
+"""Startup check of the micro-batch sizes of an RL run.
 
 A forward pass with a single sample leaves most of a device idle.
 """
@@ -8,15 +8,15 @@ from openrlhf.config.learning import RLTrainConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.launch.settings import needs_old_logprobs
 
-# Number of tokens per pass that keeps a device busy.
+# Number of tokens per forward pass that keeps a GPU busy.
 GPU_TOKENS = RLTrainConfig().max_tokens_per_gpu
-CPU_TOKENS = 1024  # on a CPU, larger passes are hardly faster and need much more memory
+CPU_TOKENS = 1024  # on a CPU, larger passes have hardly more throughput and need much more memory
 TRAINED = "train.micro_batch_size"
 SCORED = "rollout.micro_batch_size"
 
 
 def check_pass_sizes(config: PPOConfig, longest_prompt: int, *, on_gpus: bool) -> list[Finding]:
-    """Return a notice if micro-batches have one sample although more samples would fit.
+    """Return a notice if micro-batches contain one sample although more would fit.
 
     Sizes set by the user are not checked. `longest_prompt` is in tokens.
     """
@@ -31,21 +31,21 @@ def check_pass_sizes(config: PPOConfig, longest_prompt: int, *, on_gpus: bool) -
     current = " and ".join(f"--{path} 1" for path in sizes)
     advice = " and ".join(f"--{path} {size}" for path, size in sizes.items())
     seen = (
-        f"Every sample runs in its own forward pass ({current}). "
-        f"The longest sample has at most {sample_tokens} tokens."
+        f"Every sample runs in its own forward pass ({current}). The longest sample has at most "
+        f"{sample_tokens} tokens."
     )
     fix = (
         f"For passes of up to {pass_tokens} tokens, set {advice}, or "
         f"--train.dynamic_batch_enable --train.max_tokens_per_gpu {pass_tokens}. "
-        "Results stay the same; each pass needs more memory."
+        "The results do not change; each pass needs more memory."
     )
     return [Finding(seen, fix)]
 
 
 def advised_sizes(config: PPOConfig, most: int) -> dict[str, int]:
-    """Return larger sizes, by flag, for micro-batches that have one sample by default.
+    """Return larger sizes, by flag, for micro-batches that contain one sample by default.
 
-    No size is larger than `most` samples.
+    Each size is at most `most` samples.
     """
     sizes: dict[str, int] = {}
     if config.train.dynamic_batch_enable:
@@ -63,7 +63,7 @@ def advised_sizes(config: PPOConfig, most: int) -> dict[str, int]:
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """Return the largest divisor of a number that is at most `most`; 1 if there is none."""
+    """Return the largest divisor of `number` that is at most `most`, or 1."""
     for size in range(min(most, number), 1, -1):
         if number % size == 0:
             return size
@@ -71,7 +71,7 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def scores_samples(config: PPOConfig) -> bool:
-    """Return whether the run scores samples in forward passes without a gradient."""
+    """Return whether the run scores samples in forward passes without gradients."""
     if config.has_frozen_policy or config.estimator.needs_critic or config.reward.models:
         return True
     return needs_old_logprobs(config)

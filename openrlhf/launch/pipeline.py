@@ -1,10 +1,10 @@
-"""Pipelines: the stages of one file, run in the order of the file, each in its own process.
+"""Pipelines: the stages of a file run in order, each in its own process.
 
-A stage that is done and whose inputs have not changed is skipped.
+A stage is skipped if it is done and its inputs have not changed.
 
-For each stage, the folder of a pipeline contains the stage's own folder, its flags (<stage>.yaml,
-read with --config) and its record (<stage>.json, with the inputs of the result). Before a stage is
-rerun from the beginning, its old folder and record are moved to earlier/<n>/.
+The pipeline's folder contains, for each stage, a subfolder, its flags (<stage>.yaml, read with
+--config) and its record (<stage>.json, which lists the inputs of the result). Before a stage is
+rerun from the start, its old folder and record are moved to earlier/<n>/.
 """
 
 import json
@@ -40,23 +40,24 @@ from openrlhf.observability.run_folder import set_aside
 from openrlhf.reporting import alert, say
 from openrlhf.termination import asked, in_order
 
-# Path flags that the pipeline sets, relative to the stage's folder. "" is the path of the result.
+# Flags for output paths, which the pipeline sets relative to the stage's folder; "" means the path
+# of the result.
 PLACES = {"run.dir": ".", "ckpt.output_dir": "", "output_path": "", "ckpt.path": "checkpoints"}
 # Flags that name a model to train.
 TRAINED = {"model.model_name_or_path", "actor.model_name_or_path", "critic.model_name_or_path"}
-MERGED = {"lora_path", "model_path"}  # flags that name the models that `lora_combiner` merges
-# Flags that keep float32 weights in a result. Other commands have --ckpt.export_fp32.
+MERGED = {"lora_path", "model_path"}  # model flags of `lora_combiner`
+# Flags that make a command write float32 weights. The default is --ckpt.export_fp32.
 PRECISION = {"lora_combiner": {"ds.param_dtype": "fp32"}}
 NOT_INPUTS = ("logger.", "ds.use_universal_ckpt")  # flags that do not affect a result
 DONE = "done"
 RESUMES = "resumes"
-STAGE_END_TIMEOUT_S = 60.0  # between SIGTERM and SIGKILL
+STAGE_END_TIMEOUT_S = 60.0  # time between SIGTERM and SIGKILL
 
 
 def run_pipeline(config: PipelineConfig) -> None:
     """Check all stages, then run the stages that are not done.
 
-    Raises ConfigError, or SystemExit with the status of a stage that fails.
+    Raises ConfigError, or SystemExit with the exit status of a failed stage.
     """
     with in_order():
         file = Path(config.file)
@@ -69,25 +70,25 @@ def run_pipeline(config: PipelineConfig) -> None:
 
 
 class Record(TypedDict):
-    """The content of <stage>.json: how the result of a stage was made."""
+    """The content of <stage>.json: how a stage's result was made."""
 
-    inputs: dict[str, Any]  # see `Pipeline.inputs`; empty if the stage has never been started
-    seconds: float  # the run time, over all attempts
-    finished: float | None  # the Unix time at which the stage was done; None if it is not done
+    inputs: dict[str, Any]  # see `Pipeline.inputs`; empty if the stage has never started
+    seconds: float  # run time, summed over all attempts
+    finished: float | None  # Unix time at which the stage finished; None if it has not
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """The stages of `file`, and the folder of their results."""
+    """The stages of `file` and the folder for their results."""
 
     file: Path
     folder: Path
     stages: Sequence[Stage]
-    # The Unix time at which each stage was done; None if it is not done.
+    # Unix time at which each stage finished; None if it has not.
     finished: dict[str, float | None] = field(default_factory=dict[str, float | None])
 
     def check_all(self) -> None:
-        """Write the flags of all stages. Raises ConfigError with the errors of all stages."""
+        """Write the flags of every stage. Raises ConfigError with the errors of all stages."""
         errors: list[str] = []
         for stage in self.stages:
             errors += [f"{self.file}: stage {stage.name}: {text}" for text in self.check(stage)]
@@ -97,8 +98,8 @@ class Pipeline:
     def check(self, stage: Stage) -> list[str]:
         """Return the errors of a stage.
 
-        Errors about the results of other stages are left out, because a result may not exist yet or
-        may be replaced.
+        Errors about other stages' results are ignored, because a result may not exist yet or may be
+        replaced.
         """
         error = self.check_entry(stage)
         if error:
@@ -107,10 +108,10 @@ class Pipeline:
             return self.check_own_folder(stage)
         taken = sorted(PLACES.keys() & stage.values.keys())
         if taken:
-            return [f"the pipeline sets --{path} itself: remove the flag." for path in taken]
+            return [f"the pipeline sets --{path} itself. Remove the flag." for path in taken]
         declared_gpus = machine.cluster_gpus
         try:
-            with redirect_stderr(StringIO()):  # its notices are printed when it runs
+            with redirect_stderr(StringIO()):  # the stage prints its notices when it runs
                 words = ["--config", str(self.write_flags(stage))]
                 parse_config(stage.root, words, command=STAGE_COMMANDS[stage.command].command)
         except ConfigError as error:
@@ -125,24 +126,25 @@ class Pipeline:
         return self.check_own_folder(stage)
 
     def check_entry(self, stage: Stage) -> str:
-        """Return the first error in the entry of a stage, before its flags are parsed, or ""."""
+        """Return the first error in a stage's entry, checked before its flags are parsed, or ""."""
         if not re.fullmatch(r"[\w-]+", stage.name) or stage.name == "earlier":
             return (
-                "a stage name has only letters, digits, _ and -, and is not `earlier`. Rename it."
+                "a stage name may contain only letters, digits, _ and -, and cannot be `earlier`. "
+                "Rename it."
             )
         if bool(stage.command) == bool(stage.run):
             return "set either `command` or `run`."
         if not isinstance(stage.flags, dict):
-            return f"`flags` is a {type(stage.flags).__name__}, but it must map names to values."
+            return f"`flags` must map names to values, but it is a {type(stage.flags).__name__}."
         if stage.run and (stage.flags or stage.launcher):
-            return "`flags` and `launcher` go with `command`: remove them from a stage with `run`."
+            return "`flags` and `launcher` require `command`. Remove them from a stage with `run`."
         try:
             words = [*shlex.split(stage.run), *shlex.split(stage.launcher)]
         except (ValueError, AttributeError) as error:
             return f"run {stage.run!r}, launcher {stage.launcher!r}: {error}."
         if words and not STAGE_REFERENCE.search(words[0]):
             if not which(words[0], path=search_path()):
-                return f"the program {words[0]} does not exist. Install it, or correct its name."
+                return f"the program {words[0]} was not found. Install it, or correct its name."
         before = [each.name for each in self.stages[: self.stages.index(stage)]]
         for name in stage.uses:
             if name not in before:
@@ -155,30 +157,31 @@ class Pipeline:
         for suffix in (".yaml", ".json"):
             if self.file.resolve() == (self.folder / f"{stage.name}{suffix}").resolve():
                 return (
-                    f"--run.dir {self.folder} contains the pipeline file, under a name that this "
-                    "stage writes. Move the file, or use another --run.dir."
+                    f"--run.dir {self.folder} contains the pipeline file under a name that this "
+                    "stage would overwrite. Move the file, or use a different --run.dir."
                 )
         return ""
 
     def check_own_folder(self, stage: Stage) -> list[str]:
-        """Return an error for each input in the stage's own folder.
+        """Return an error for each input that lies in the stage's own folder.
 
-        The folder is moved away before the stage runs again.
+        The folder is moved aside before the stage reruns.
         """
         folder = (self.folder / stage.name).resolve()
         errors: list[str] = []
         for place in stage.reads:
             if Path(place).resolve().is_relative_to(folder):
                 errors.append(
-                    f"it reads {place} from its own folder, which is moved away before the stage "
+                    f"it reads {place} from its own folder, which is moved aside before the stage "
                     "runs. Move the file to another folder."
                 )
         return errors
 
     def result(self, name: str) -> Path:
-        """Return the value of `${name}` in other stages.
+        """Return the value of `${name}` when another stage refers to it.
 
-        The value is the path of a model, of a file of answers, or of the stage's folder.
+        The value is the path of the model or answer file that the stage writes, or the stage's
+        folder.
         """
         command = next(stage.command for stage in self.stages if stage.name == name)
         if command not in STAGE_COMMANDS:
@@ -188,7 +191,7 @@ class Pipeline:
     def has_result(self, name: str) -> bool:
         """Return whether the result of a stage exists.
 
-        A folder that contains only hidden files, such as a lock, is not a result.
+        A folder with only hidden files, such as a lock file, does not count as a result.
         """
         result = self.result(name)
         if result.is_dir():
@@ -196,7 +199,7 @@ class Pipeline:
         return result.exists()
 
     def filled(self, stage: Stage, text: str) -> str:
-        """Return a text with references such as `${sft}` replaced by the paths of results.
+        """Return the text with references such as `${sft}` replaced by result paths.
 
         A reference to the stage itself is replaced by the stage's folder.
         """
@@ -206,7 +209,7 @@ class Pipeline:
         return STAGE_REFERENCE.sub(lambda reference: places[reference[1]], text)
 
     def write_flags(self, stage: Stage) -> Path:
-        """Write the flags of a stage, with the paths of results, to a file for --config."""
+        """Write a stage's flags, with result paths filled in, to a file for --config."""
         known = flags_of(stage.root)
         places: dict[str, str] = {}
         for path, place in PLACES.items():
@@ -226,7 +229,7 @@ class Pipeline:
         return file
 
     def precision(self, stage: Stage) -> dict[str, Any]:
-        """Return the flags that keep float32 weights in a result that a later stage trains."""
+        """Return the flags that keep float32 weights for a later stage that trains the result."""
         if not self.is_trained_further(stage):
             return {}
         kept = PRECISION.get(stage.command, {"ckpt.export_fp32": True})
@@ -249,9 +252,9 @@ class Pipeline:
         return False
 
     def inputs(self, stage: Stage) -> dict[str, Any]:
-        """Return all inputs of a stage's result, by name.
+        """Return everything that determines a stage's result, by name.
 
-        The launcher is left out, because the number of devices may change when a stage resumes.
+        The launcher is left out: the number of devices may change when a stage resumes.
         """
         inputs: dict[str, Any] = {}
         for path, value in stage.values.items():
@@ -268,9 +271,9 @@ class Pipeline:
     def run(self, *, dry: bool = False) -> None:
         """Check all stages, then run the stages that are not done.
 
-        Raises SystemExit with the status of a stage that fails.
+        Raises SystemExit with the exit status of a failed stage.
         """
-        # Stages inherit the lock because a stage may outlive this process.
+        # Stages inherit the lock, because a stage may outlive this process.
         with locked(self.folder, f"--run.dir {self.folder}") as lock:
             self.check_all()
             try:
@@ -305,7 +308,7 @@ class Pipeline:
     def execute_stage(
         self, stage: Stage, record: Record, lock: int | None, *, resumes: bool
     ) -> None:
-        """Run the process of a stage. Raises SystemExit with its status if it fails."""
+        """Run a stage's process. Raises SystemExit with its exit status if it fails."""
         folder = self.folder / stage.name
         folder.mkdir(exist_ok=True)
         file = self.folder / f"{stage.name}.json"
@@ -326,13 +329,15 @@ class Pipeline:
             write_atomically(file, json.dumps(record, indent=1))
         self.report()
         if status:
-            alert(f"{self.file}: stage {stage.name} ended with status {status}; see {folder}.")
+            alert(
+                f"{self.file}: stage {stage.name} failed with exit status {status}; see {folder}."
+            )
             if status < 0:  # killed by a signal
                 status = 128 - status
             raise SystemExit(status)
 
     def state(self, stage: Stage, inputs: Mapping[str, Any], record: Record) -> str:
-        """Return a description of what the pipeline does with a stage, for printing."""
+        """Return a description of what the pipeline will do with a stage."""
         old = record["inputs"]
         if not old:
             return "runs"
@@ -354,9 +359,10 @@ class Pipeline:
             return Record(inputs={}, seconds=0.0, finished=None)
         record: Record = json.loads(path.read_text())
         for name, value in record["inputs"].items():
-            record["inputs"][name] = hide(value)  # older releases wrote secrets
+            record["inputs"][name] = hide(value)  # older releases stored secrets unmasked
         answers = self.result(stage.name)
-        # A file of answers is complete, even if this process was killed before it recorded the end.
+        # Answer files are written atomically, so an existing one is complete even if this process
+        # was killed before it recorded the end.
         if not record["finished"] and answers.is_file():
             record["finished"] = answers.stat().st_mtime
         return record
@@ -364,7 +370,7 @@ class Pipeline:
     def words(self, stage: Stage, *, resumes: bool) -> list[str]:
         """Return the command line of a stage.
 
-        A stage that resumes continues from its checkpoints if it has any.
+        A resumed stage loads its newest checkpoint, if it has one.
         """
         if stage.run:
             return shlex.split(self.filled(stage, stage.run))
@@ -375,7 +381,7 @@ class Pipeline:
         return [*launcher, "openrlhf.cli.main", stage.command, *flags]
 
     def report(self) -> Path:
-        """Write the report page of all stages that have run. Returns its path."""
+        """Write the report page for all stages that have run, and return its path."""
         results: list[Result] = []
         for stage in self.stages:
             record = self.record(stage)
@@ -394,7 +400,7 @@ class Pipeline:
 def execute(words: Sequence[str], lock: int | None) -> int:
     """Run a program and return its exit status.
 
-    If this process is terminated, the program is ended first.
+    If this process is terminated, the program is terminated first.
     """
     inherited: list[int] = []
     if lock is not None:
@@ -405,7 +411,7 @@ def execute(words: Sequence[str], lock: int | None) -> int:
             return child.wait()
         except BaseException:
             with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C
-                if asked() == 128 + signal.SIGINT:  # Ctrl-C has reached the program too
+                if asked() == 128 + signal.SIGINT:  # the terminal sends Ctrl-C to the program too
                     child.wait()
                 else:
                     child.terminate()
@@ -422,8 +428,8 @@ def search_path() -> str:
 def content_of(place: Path) -> str:
     """Return a hash of a file, or of all files in a folder.
 
-    For a file over 16 MiB, the hash covers samples of its content, its size and its modification
-    time.
+    For a file larger than 16 MiB, the hash covers samples of its content, its size and its
+    modification time.
     """
     files = [place]
     if place.is_dir():

@@ -1,8 +1,8 @@
-"""The file of a pipeline: settings and stages.
+"""Parser of pipeline files, which contain settings and stages.
 
-The file has two YAML documents. The first one has `settings`: values that differ between machines,
-grouped under a name for each kind of machine. The second one has `stages`. Jinja2 renders it with
-the chosen settings as variables. `${sft}` is the result of the stage `sft`.
+A file has two YAML documents. The first one has `settings`: values that differ between machines,
+grouped under a name for each kind of machine. The second one has `stages` and is a Jinja2 template,
+rendered with the selected settings as variables. `${sft}` refers to the result of stage `sft`.
 """
 
 import json
@@ -26,18 +26,18 @@ STAGE_REFERENCE = re.compile(r"\$\{([\w-]+)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage of the file: one of our commands with its flags, or another program to `run`."""
+    """A stage: one of our commands with its flags, or another program to `run`."""
 
     name: str
     command: str = ""
     flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    launcher: str = ""  # the words before our module, such as `torchrun --nproc_per_node 8 -m`
+    launcher: str = ""  # words placed before our module, such as `torchrun --nproc_per_node 8 -m`
     run: str = ""
-    group: str = ""  # stages of a group differ only in their seed; the report shows their mean
+    group: str = ""  # stages in a group differ only in their seed; the report shows their mean
 
     @property
     def uses(self) -> list[str]:
-        """The names of the other stages whose results the stage reads."""
+        """Names of the other stages whose results this stage reads."""
         text = json.dumps([self.flags, self.run, self.launcher], default=str)
         names = dict.fromkeys(STAGE_REFERENCE.findall(text))
         names.pop(self.name, None)
@@ -50,14 +50,14 @@ class Stage:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The values of the flags by path; empty for a program."""
+        """Flag values by path; empty for a program."""
         if not self.command:
             return {}
         return dict(leaves(self.flags, flags_of(self.root), ""))
 
     @property
     def reads(self) -> list[str]:
-        """The files, and the folders of models and data, that the stage names."""
+        """Files that the stage names, and folders with models or data."""
         found = [word for word in shlex.split(self.run) if isfile(word)]
         for path, value in self.values.items():
             is_input = isfile
@@ -74,9 +74,9 @@ class Stage:
 
 
 def read_stages(file: Path, settings: str) -> list[Stage]:
-    """Return the stages of a file, rendered with the settings of this name.
+    """Return the stages of a file, rendered with the settings named `settings`.
 
-    If `settings` is empty, the first settings of the file are used. Raises ConfigError.
+    If `settings` is empty, the first settings in the file are used. Raises ConfigError.
     """
     jinja = Environment(undefined=StrictUndefined)
     here = str(file.absolute().parent)
@@ -87,7 +87,9 @@ def read_stages(file: Path, settings: str) -> list[Stage]:
             choices = yaml.safe_load(jinja.from_string(head).render(here=here))["settings"]
         if settings and settings not in choices:
             known = ", ".join(choices) or "no settings"
-            raise ConfigError(f"--settings {settings} does not exist. {file} has {known}.")
+            raise ConfigError(
+                f"--settings {settings} does not exist in {file}. Available: {known}."
+            )
         chosen = settings or next(iter(choices), "")
         body = jinja.from_string(body).render(choices.get(chosen, {}), here=here)
         entries: dict[str, Any] = yaml.safe_load(body)["stages"]
@@ -95,7 +97,7 @@ def read_stages(file: Path, settings: str) -> list[Stage]:
         names = [key.value for key, *_ in sections["stages"].value]
         if not names:
             raise ConfigError(f"{file} has no stages.")
-        if len(set(names)) < len(names):  # YAML would keep only the last of two equal keys
+        if len(set(names)) < len(names):  # YAML keeps only the last of duplicate keys
             raise ConfigError(f"{file}: two stages have the same name: {', '.join(names)}.")
         stages: list[Stage] = []
         for name, entry in entries.items():
@@ -104,7 +106,7 @@ def read_stages(file: Path, settings: str) -> list[Stage]:
         return stages
     except (yaml.YAMLError, TemplateError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{file} is not a pipeline: {error}. A pipeline has `settings`, a line ---, and "
-            "`stages`. Each stage has a name, and either `command` with `flags`, or `run` "
-            "(docs/pipelines.md)."
+            f"{file} is not a valid pipeline file: {error}. A pipeline file has `settings`, a line "
+            "with ---, and `stages`. Each stage has a name and either `command` with `flags`, or "
+            "`run` (docs/pipelines.md)."
         ) from error

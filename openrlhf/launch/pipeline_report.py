@@ -1,6 +1,7 @@
-"""The report page of a pipeline.
+"""The pipeline report page.
 
-It has a table with a row for each stage, a table over seeds, and the content of each run's page.
+It contains a table with one row per stage, a table with statistics over seeds, and the content of
+each stage's report.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,15 +14,15 @@ from openrlhf.observability.lines import compact
 from openrlhf.observability.report import main_numbers, read_series, short_label, write_report
 from openrlhf.observability.run_folder import METRICS, read_lines
 
-MAX_NUMBERS = 3  # main numbers in the row of a stage
-# The 97.5 % quantile of Student's t for 1 to 9 degrees of freedom. More than 9 are treated as 9,
-# which makes the intervals slightly too wide.
+MAX_NUMBERS = 3  # maximum number of main metrics in a stage's row
+# 97.5 % quantiles of Student's t for 1 to 9 degrees of freedom. More than 9 are treated as 9, which
+# makes the intervals slightly too wide.
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of a stage that has run. Stages of one `group` differ only in their seed."""
+    """The result of a stage that has run. Stages in the same `group` differ only in their seed."""
 
     name: str
     folder: Path
@@ -40,7 +41,7 @@ def write_pipeline_report(path: Path, results: Sequence[Result], *, title: str) 
         numbers = main_numbers(read_series(read_lines(result.folder / METRICS)))
         texts: list[str] = []
         for number in numbers[:MAX_NUMBERS]:
-            # Show a number that has not changed only once.
+            # Show an unchanged number only once.
             ends = dict.fromkeys([compact(number.first), compact(number.last)])
             texts.append(f"{short_label(number.name)} {' → '.join(ends)}")
         command = result.command or "run"
@@ -52,10 +53,10 @@ def write_pipeline_report(path: Path, results: Sequence[Result], *, title: str) 
 
 
 def seed_tables(groups: Mapping[str, Sequence[Mapping[str, float]]]) -> list[list[list[str]]]:
-    """Return a table with a row for each group: means ± half of their 95 % confidence intervals.
+    """Return a table with one row per group: means ± half their 95 % confidence intervals.
 
-    `groups` maps a group to the numbers of each of its stages, by name. Returns an empty list if
-    there are no numbers.
+    `groups` maps each group to the metrics of its stages. Returns an empty list if there are no
+    metrics.
     """
     names: dict[str, None] = {}
     for runs in groups.values():
@@ -73,9 +74,9 @@ def seed_tables(groups: Mapping[str, Sequence[Mapping[str, float]]]) -> list[lis
 
 
 def interval(numbers: Sequence[float]) -> str:
-    """Return mean ± half of the 95 % confidence interval (Student's t) as text.
+    """Return the mean ± half the width of its 95 % confidence interval (Student's t) as text.
 
-    Returns a single number without an interval, and "" without numbers.
+    A single number is returned without an interval. Returns "" if `numbers` is empty.
     """
     if not numbers:
         return ""

@@ -1,6 +1,6 @@
-"""--ref.precompute: Σ log π_ref of the answers of all rows, computed once.
+"""--ref.precompute: Σ log π_ref of the answers in every row, computed once.
 
-The sums are stored in a file next to the checkpoints.
+The sums are stored in a file beside the checkpoints.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from openrlhf.training.engine import TrainEngine
 
 
 class Scored:
-    """Rows with the reference's sums of log-probabilities."""
+    """Rows with the summed log-probabilities of their answers under the reference."""
 
     def __init__(self, rows: Rows, sums: list[list[float]]) -> None:
         self.rows = rows
@@ -37,8 +37,8 @@ class Scored:
 def with_reference(task: Any, rows: Rows, engine: TrainEngine) -> Scored:
     """Return the rows with Σ log π_ref of their answers. Collective.
 
-    The sums come from the file of an earlier run with the same rows and reference. Without such a
-    file they are computed and written.
+    Reads the sums from the file of an earlier run with the same rows and reference. If there is no
+    such file, computes the sums and writes them.
     """
     strategy = engine.strategy
     reference = task.config.ref.model_name_or_path or task.config.model.model_name_or_path
@@ -50,7 +50,7 @@ def with_reference(task: Any, rows: Rows, engine: TrainEngine) -> Scored:
         sums = json.loads(path.read_bytes())
     sums = strategy.broadcast(sums)
     if sums is not None:
-        notice(f"Reusing the reference's log-probabilities of {path}.")
+        notice(f"Reusing the reference log-probabilities stored in {path}.")
         return Scored(rows, sums)
     sums = reference_sums(task, rows, engine)
     if strategy.is_main:
@@ -63,8 +63,8 @@ def with_reference(task: Any, rows: Rows, engine: TrainEngine) -> Scored:
 def reference_sums(task: Any, rows: Rows, engine: TrainEngine) -> list[list[float]]:
     """Return Σ log π_ref of the answers of each row. Collective.
 
-    Rank r scores the rows r, r + ranks, … Every rank runs as many forward passes as rank 0, which
-    has the most rows.
+    Rank r scores rows r, r + ranks, r + 2 · ranks, … Every rank runs as many forward passes as rank
+    0, which has the most rows.
     """
     strategy = engine.strategy
     ranks = strategy.dp_size

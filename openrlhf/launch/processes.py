@@ -1,4 +1,4 @@
-"""The processes on Ray that host the models of a command."""
+"""The Ray processes that host a command's models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # importing it takes seconds, because it imports trainers and
 
 
 class Processes:
-    """The processes of a run. `start` starts them; they then import their libraries."""
+    """The processes of a run. After `start`, they import their libraries in the background."""
 
     def __init__(self, plan: Placement, ds: DeepSpeedConfig) -> None:
         self.plan = plan
@@ -49,21 +49,21 @@ class Processes:
                 self._ends.callback(hosts.close)
 
     def close(self) -> None:
-        """End all processes and release their slots."""
+        """Stop all processes and release their slots."""
         self._ends.close()
 
 
 def make_hosts(
     group: HostGroup, machines: Sequence[Machine], ds: DeepSpeedConfig, *, on_gpus: bool
 ) -> HostHandles:
-    """Create the processes of `group` on these machines, without connecting them."""
+    """Create the processes of `group` on the given machines, without connecting them."""
     layout = RankLayout.from_flags(ds, processes=group.processes)
     threads = openmp_threads(group.per_node)
     return HostHandles(group, machines, layout, on_gpus=on_gpus, threads=threads)
 
 
 def connect_hosts(config: SamplingCommand, hosts: HostHandles, *, log_dir: str) -> None:
-    """Join the processes to a process group, without models."""
+    """Join the processes into a process group, without loading models."""
     hosts.connect(
         {
             "ds": config.ds,

@@ -1,4 +1,4 @@
-"""The data that a run reads before a model is loaded: tokenizer, prompts, pretraining text."""
+"""Data that a run reads before models are loaded: tokenizer, prompts, pretraining text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -43,8 +43,8 @@ class PromptData:
 def load_prompts(config: PPOConfig, *, started: str = "", follows: bool = True) -> PromptData:
     """Return the tokenizer, the prompts and the pretraining text of an RL run.
 
-    `started` is the time of the run's first start; a chat template writes its date. `follows`: by
-    default, prompts have the format that the policy was trained with. Raises DataError or
+    `started` is the time of the run's first start, used by chat templates that render the date.
+    `follows`: default to the text format that the policy was trained with. Raises DataError or
     ModelError.
     """
     data = config.data
@@ -83,9 +83,9 @@ def load_prompts(config: PPOConfig, *, started: str = "", follows: bool = True) 
 
 
 def policy_tokenizer(config: ModelCommand, path: str, *, flag: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model that answers prompts.
+    """Return the tokenizer of a model that generates responses.
 
-    Raises DataError, or ModelError for an unsuitable model.
+    Raises DataError, or ModelError if the model is unsuitable.
     """
     tokenizer = get_tokenizer(
         path, padding_side="left", trust_remote_code=config.model.trust_remote_code, flag=flag
@@ -95,7 +95,7 @@ def policy_tokenizer(config: ModelCommand, path: str, *, flag: str) -> PreTraine
 
 
 def scorer_tokenizer(config: settings.SamplingCommand) -> PreTrainedTokenizerBase:
-    """Return the first reward model's tokenizer, for a command without a policy.
+    """Return the tokenizer of the first reward model, for a command without a policy.
 
     Raises DataError or ModelError.
     """
@@ -107,7 +107,7 @@ def scorer_tokenizer(config: settings.SamplingCommand) -> PreTrainedTokenizerBas
 
 
 def check_language_model(config: ModelCommand, path: str) -> None:
-    """Raise ModelError unless the model is a language model with --data.max_len positions."""
+    """Raise ModelError unless the model is a causal LM with at least --data.max_len positions."""
     spec = settings.load_spec(config, path)
     if isinstance(config, PPOConfig) and path == config.actor.model_name_or_path:
         spec = spec.trained(config.actor, config.ds.lora, config.train.seed)
@@ -116,7 +116,7 @@ def check_language_model(config: ModelCommand, path: str) -> None:
 
 
 def check_critic(config: PPOConfig) -> None:
-    """Raise ModelError unless a critic can start from the model of --critic.model_name_or_path."""
+    """Raise ModelError if a critic cannot be initialized from --critic.model_name_or_path."""
     path = config.critic.model_name_or_path
     if not path:
         return
@@ -126,7 +126,7 @@ def check_critic(config: PPOConfig) -> None:
 
 
 def check_teacher(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, policy: str) -> None:
-    """Raise an error unless the teacher is a language model with the policy's vocabulary."""
+    """Raise an error unless the teacher is a causal LM with the policy's vocabulary."""
     path = config.local_teacher
     if not path:
         return
@@ -149,9 +149,9 @@ def read_prompts(
     model: str | None,
     **part: Any,
 ) -> T:
-    """Load a dataset and convert it as `prompts_of` does.
+    """Load a dataset and convert its rows to prompts with `prompts_of`.
 
-    `part`: `split`, `max_samples` and `probs` of `load_datasets`.
+    `part`: the arguments `split`, `max_samples` and `probs` of `load_datasets`.
     """
     rows = load_datasets(spec, seed=config.train.seed, **part)
     return prompts_of(config, rows_of, tokenizer, rows, model=model)
@@ -166,11 +166,11 @@ def prompts_of(
     model: str | None,
     generates: bool = True,
 ) -> T:
-    """Convert rows to prompts with `rows_of`, the columns and the templates of --data.*.
+    """Convert rows to prompts with `rows_of` and the --data.* columns and templates.
 
-    `model`: the flag that names the model of `tokenizer`, with its value; the text format of the
-    model's training is then the default. None: there is no default format. `generates`: the model
-    answers these prompts. Raises DataError.
+    `model`: the flag and value that select the tokenizer's model, whose training format becomes the
+    default; None: no default format. `generates`: the model generates responses to these prompts.
+    Raises DataError.
     """
     answers = "output_key"
     if config.reward.needs_labels:
@@ -179,7 +179,7 @@ def prompts_of(
     if config.reward.needs_labels and not data.label_key:
         raise DataError(
             f"--reward.verifier {config.reward.verifier} needs labels, but no label column was "
-            f"recognized. Set --data.label_key to one of {list_columns(rows.column_names)}."
+            f"detected. Set --data.label_key to one of {list_columns(rows.column_names)}."
         )
     if model:
         column = data.input_key
@@ -199,9 +199,9 @@ def report_on_prompts(
     policy: str,
     flag: str,
 ) -> None:
-    """Report on the prompts of all datasets, and on the texts of the first one.
+    """Report findings about the prompts of all datasets and the texts of the first one.
 
-    Raises UserError for a finding that must be fixed before the models are loaded.
+    Raises UserError if a finding is a failure.
     """
     checks = [partial(look_at_prompts, config, read[0], tokenizer, policy=policy, flag=flag)]
     checks += [partial(check_prompts, config, prompts) for prompts in read]
@@ -216,7 +216,7 @@ def look_at_prompts(
     policy: str,
     flag: str,
 ) -> list[Finding]:
-    """Return findings about the first prompts, and record their format in the tokenizer.
+    """Return findings about the first prompts, and record their text format in the tokenizer.
 
     Raises DataError if tokenization loses text.
     """
@@ -238,7 +238,7 @@ def look_at_prompts(
     found += check_reward_formats(config, used, texts)
     if trained and trained.ending:
         used = replace(used, ending=trained.ending)
-        responses = f"In training, the responses of {model}"
+        responses = f"When {model} was trained, responses"
         found += first_look.check_ending(trained.ending, tokenizer, responses)
     if used.chat_template:
         stops = ends_of_generation(config, tokenizer, policy)
@@ -248,9 +248,9 @@ def look_at_prompts(
 
 
 def check_prompts(config: settings.SamplingCommand, prompts: PromptDataset) -> list[Finding]:
-    """Return findings about the length and the label of every prompt.
+    """Return findings about the lengths and labels of all prompts.
 
-    With --train.agent_func_path nothing is checked, because agents write their own prompts.
+    Skipped with --train.agent_func_path, because agents write their own prompts.
     """
     if config.train.agent_func_path:
         return []
@@ -260,7 +260,7 @@ def check_prompts(config: settings.SamplingCommand, prompts: PromptDataset) -> l
         max_new_tokens=config.rollout.max_new_tokens,
     )
     verifier = config.reward.verifier
-    column = prompts.data.label_key  # from the user, or from the layout
+    column = prompts.data.label_key  # set by the user or detected
     if verifier and column:
         found += check_labels(verifier, prompts.labels(), column=column, origin=prompts.origin)
     return found
@@ -269,9 +269,9 @@ def check_prompts(config: settings.SamplingCommand, prompts: PromptDataset) -> l
 def check_reward_formats(
     config: settings.SamplingCommand, used: first_look.TextFormat, texts: Sequence[str]
 ) -> list[Finding]:
-    """Return a notice about each reward model that was trained on prompts in another format.
+    """Return a notice about each reward model that was trained on a different prompt format.
 
-    `texts` are prompts of this run, in the format `used`.
+    `texts` are prompts of this run in the format `used`.
     """
     found: list[Finding] = []
     applied = bool(used.chat_template)
@@ -287,7 +287,7 @@ def check_reward_formats(
 def ends_of_generation(
     config: settings.SamplingCommand, tokenizer: PreTrainedTokenizerBase, policy: str
 ) -> set[str]:
-    """Return the texts at which the engine stops generating.
+    """Return the strings at which the engine stops generating.
 
     They come from the tokenizer, the model's generation_config.json and the flags.
     """
@@ -297,7 +297,7 @@ def ends_of_generation(
 
 
 def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainingMix:
-    """Return the rows of --algo.ptx.dataset. Every token is a target.
+    """Return the rows of --algo.ptx.dataset, in which every token is a target.
 
     Raises DataError.
     """
@@ -318,10 +318,10 @@ def load_pretraining_text(config: PPOConfig, tokenizer: PreTrainedTokenizerBase)
 def check_reward_models(
     config: settings.SamplingCommand, tokenizer: PreTrainedTokenizerBase, *, policy: str
 ) -> None:
-    """Raise an error for a reward model that cannot score the policy's samples.
+    """Raise an error if a reward model cannot score the policy's samples.
 
-    Raises ModelError if it is not a reward model or does not support a flag, and DataError if its
-    vocabulary differs from the policy's.
+    Raises ModelError if a model is not a reward model or does not support a flag, and DataError if
+    its vocabulary differs from the policy's.
     """
     require_same = partial(
         require_vocabulary,

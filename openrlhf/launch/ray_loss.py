@@ -1,8 +1,8 @@
-"""The end of a command whose Ray cluster has died.
+"""Shutdown or restart of a command whose Ray cluster has died.
 
-Any further call to Ray may then end this process (`cluster/ray_watch.py`), so the main thread is
-blocked. The thread that detected the death ends the process, or replaces it with the same command,
-which starts a new Ray cluster.
+Any further Ray call could then kill this process (`cluster/ray_watch.py`), so the main thread is
+blocked. The thread that detected the failure exits the process, or replaces it with the same
+command, which starts a new Ray cluster.
 """
 
 import os
@@ -20,19 +20,19 @@ from openrlhf.cluster.ray_watch import LostRay
 from openrlhf.isolation.confinement import killed_some
 from openrlhf.reporting import alert
 
-CLOSE_TIMEOUT_S = 10.0  # to close reports and trackers
+CLOSE_TIMEOUT_S = 10.0  # time limit for closing reports and trackers
 KILL_TIMEOUT_S = 5.0
-# Environment variables that a command sets for the command that replaces it.
-RESTARTS = "OPENRLHF_RESTARTS"  # the number of restarts of the run
+# Environment variables that pass the restart state to the process that replaces this one.
+RESTARTS = "OPENRLHF_RESTARTS"  # number of restarts so far
 CONTINUES_ITSELF = "OPENRLHF_CONTINUES_ITSELF"  # 1 if a restart added --ckpt.load_enable
-ERROR_STATUS = 2  # exit status of a command that fails
+ERROR_STATUS = 2  # exit status of a failed command
 
 
 class RayLoss:
-    """The action when Ray has died, called by the thread that detected the death.
+    """Handler for a Ray failure, called by the thread that detected it.
 
-    `advice` returns the end of the error message. `restart` returns the flags to add to the command
-    that replaces this one, or None to end the command.
+    `advice` returns the last sentence of the error message. `restart` returns the flags to append
+    when restarting the command, or None to exit.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class RayLoss:
         self._advice = advice
         self._restart = restart
         self._closings: list[Callable[[], None]] = []
-        self.finished = False  # True: the command has done its work and only has to exit
+        self.finished = False  # True once the command has done its work and only needs to exit
 
     @contextmanager
     def closing(self, close: Callable[[], None]) -> Iterator[None]:
@@ -55,10 +55,10 @@ class RayLoss:
             self._closings.remove(close)
 
     def __call__(self, lost: LostRay) -> NoReturn:
-        """End or replace this process."""
+        """Exit or replace this process."""
         termination.hold_main_thread()
         flags = None
-        with suppress(Exception):  # the process ends even if this fails
+        with suppress(Exception):  # the process exits even if this fails
             if not self.finished and not termination.asked():
                 flags = self._restart(lost)
                 if flags is None:
@@ -89,9 +89,9 @@ class RayLoss:
 
 
 def inherited(variable: str) -> int:
-    """Return the number that the replaced command stored in an environment variable, or 0.
+    """Return the number that the previous process stored in an environment variable, or 0.
 
-    The variable is removed, so that child processes do not see it.
+    Removes the variable, so that child processes do not inherit it.
     """
     return int(os.environ.pop(variable, "0"))
 
@@ -104,7 +104,7 @@ def can_replace_process() -> bool:
 
 
 def replace_process(flags: list[str]) -> NoReturn:
-    """Replace this process with the same command and additional flags."""
+    """Replace this process with the same command plus additional flags."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *flags])
 
@@ -117,7 +117,7 @@ def kill_processes(*, of_ray: bool) -> None:
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while time.monotonic() < deadline:
         killed = killed_some()
-        if of_ray:  # the children of a dead raylet are no longer descendants
+        if of_ray:  # children of a dead raylet are no longer descendants of this process
             killed = kill_started_ray() or killed
         if not killed:
             return

@@ -1,4 +1,4 @@
-"""The checks of an RL run before a model is loaded, and the construction of the run."""
+"""Checks that run before an RL run loads its models, and the construction of the run."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -41,11 +41,11 @@ MORE_STEPS = (
     "For more steps lower --train.batch_size or --rollout.batch_size, raise --train.num_episodes "
     "or use more prompts."
 )
-PREVIEWED = 4  # rows whose labels are scored before the run
+PREVIEWED = 4  # number of rows whose labels are scored before the run
 
 
 def check_training(config: PPOConfig, data: PromptData, *, on_gpus: bool) -> list[Finding]:
-    """Return findings about the number of steps and the micro-batches."""
+    """Return findings about the number of steps and the micro-batch sizes."""
     total_steps = settings.optimizer_steps(config, len(data.train), after=config.frozen_steps)
     longest = max(data.train.lengths())
     if config.train.agent_func_path:
@@ -55,9 +55,9 @@ def check_training(config: PPOConfig, data: PromptData, *, on_gpus: bool) -> lis
 
 
 def prepare(config: PPOConfig, processes: Processes) -> Run | None:
-    """Check and load everything that a run needs besides its models, then start its processes.
+    """Check and load everything a run needs except its models, then start its processes.
 
-    Returns None for a dry run, which ends after the checks.
+    Returns None for a dry run, which stops after the checks.
     """
     kind: Device = "cuda" if processes.plan.on_gpus else "cpu"
     check_engines(config, kind)
@@ -77,7 +77,7 @@ def prepare(config: PPOConfig, processes: Processes) -> Run | None:
     consumed = 0
     if checkpoint:
         start = replace(start, run_dir=checkpoint.state.continued_folder(start.run_dir))
-        words = "estimator, --ds.zero_stage, --ds.param_dtype and number of devices of each role"
+        words = "estimator, --ds.zero_stage, --ds.param_dtype and number of devices per role"
         checkpoint.check_continued_by(start, layout=words, converts=config.ds.use_universal_ckpt)
         done = checkpoint.state.step
         consumed = checkpoint.state.consumed
@@ -87,14 +87,14 @@ def prepare(config: PPOConfig, processes: Processes) -> Run | None:
         show_plan(config, data, processes.plan)
         return None
     if config.rollout.only:
-        # No worker loads the policy, and vLLM does not check.
+        # No worker loads the policy, and vLLM does not check its weights.
         require_finite_files(config.actor.model_name_or_path)
     processes.start()
     return Run(config, data, start, kind, processes, checkpoints, checkpoint, replay)
 
 
 def check_engines(config: PPOConfig, kind: Device) -> None:
-    """Check the flags of the engines, and offer the remote engines to user code."""
+    """Check the engine flags, and make the remote engines available to user code."""
     generates = not config.rollout.replay_dir
     if generates or config.remote_teacher:
         offer_engines(config.rollout, config.reward)
@@ -103,10 +103,10 @@ def check_engines(config: PPOConfig, kind: Device) -> None:
 
 
 def find_checkpoint(config: PPOConfig) -> tuple[CheckpointManager, Checkpoint | None]:
-    """Return the checkpoints of --ckpt.path, and the one that the run continues from.
+    """Return the manager of --ckpt.path, and the checkpoint to resume, if any.
 
-    A run that restarted itself resumes only its own checkpoints, not those of another run with the
-    same --ckpt.path.
+    A run that restarted itself resumes only its own checkpoints, not those of another run that
+    shares --ckpt.path.
     """
     parts = list(settings.engine_layouts(config))
     if config.train.async_enable:
@@ -122,7 +122,7 @@ def find_checkpoint(config: PPOConfig) -> tuple[CheckpointManager, Checkpoint | 
 
 
 def check_parts(config: PPOConfig, data: PromptData, *, on_gpus: bool) -> list[Finding]:
-    """Return findings about the flags, the exports, agents, rewards and the teacher."""
+    """Return findings about the flags, exports, agents, rewards and the teacher."""
     checks: list[Callable[[], list[Finding] | None]] = []
     if not config.rollout.only:
         checks.append(partial(check_training, config, data, on_gpus=on_gpus))
@@ -139,9 +139,9 @@ def check_parts(config: PPOConfig, data: PromptData, *, on_gpus: bool) -> list[F
 
 
 def check_exports(config: PPOConfig, data: PromptData) -> list[Finding]:
-    """Return findings about the generation configurations of the trained models.
+    """Return findings about the files that will be exported with the trained models.
 
-    Raises UserError for files that could not be exported.
+    Raises UserError for files that cannot be exported.
     """
     paths = [config.actor.model_name_or_path]
     critic = config.critic.model_name_or_path
@@ -155,7 +155,7 @@ def check_exports(config: PPOConfig, data: PromptData) -> list[Finding]:
 
 
 def show_plan(config: PPOConfig, data: PromptData, plan: Placement) -> None:
-    """Print the host groups, the number of steps and the first prompts, for --dry_run."""
+    """Print the host groups, the number of steps and the first prompts for --dry_run."""
     say(plan.describe(plan.check(expected_machines(plan.on_gpus, config.placement.cluster))))
     sizes = config.step_sizes(len(data.train))
     largest = max(sizes)
@@ -174,9 +174,9 @@ def show_plan(config: PPOConfig, data: PromptData, plan: Placement) -> None:
 def show_prompts(
     config: settings.SamplingCommand, prompts: PromptDataset, rows: Iterable[int] | None = None
 ) -> None:
-    """Print the format of the prompts, and the first prompts as the policy sees them.
+    """Print the prompt format, and the first prompts as the policy sees them.
 
-    Prompts that are too long are cut.
+    Prompts that are too long are truncated.
     """
     say(show_template(prompts.tokenizer))
     order = range(len(prompts)) if rows is None else rows
@@ -187,5 +187,5 @@ def show_prompts(
         if not config.train.agent_func_path:
             tokens = tokens[-settings.train_sampling(config).prompt_room :]
         if len(tokens) < len(row.tokens):
-            title += f", the end of {len(row.tokens)} tokens"
+            title += f", truncated to the last of {len(row.tokens)} tokens"
         say(show_text(title, tokens, prompts.tokenizer))

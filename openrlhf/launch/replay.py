@@ -1,4 +1,4 @@
-"""The check of the folder of --rollout.replay_dir, before a model is loaded."""
+"""Check of the --rollout.replay_dir folder before models are loaded."""
 
 import asyncio
 from dataclasses import replace
@@ -18,9 +18,9 @@ from openrlhf.rollout.recorded import ReplayGenerator
 
 
 def start_of_episodes(config: PPOConfig) -> FirstStart:
-    """Return the first start of the run that recorded the episodes of --rollout.replay_dir.
+    """Return the start time and format of the run that recorded --rollout.replay_dir.
 
-    Without episodes to replay, return the first start of this run.
+    Return those of this run if there are no episodes to replay.
     """
     if config.rollout.replay_dir:
         folder = EpisodeFolder(config.rollout.replay_dir)
@@ -33,11 +33,11 @@ def start_of_episodes(config: PPOConfig) -> FirstStart:
 def replay_folder(
     config: PPOConfig, data: PromptData, *, done: int, consumed: int
 ) -> EpisodeFolder | None:
-    """Return the folder of --rollout.replay_dir, or None.
+    """Return the checked folder of --rollout.replay_dir, or None if the flag is not set.
 
-    The run has done `done` steps and used `consumed` prompts. Only the first line of each file and
-    the file of the next step are read. Raises DataError if the folder has no episodes, lacks a
-    step, or was written by a run with different prompts or samples.
+    The run has completed `done` steps and consumed `consumed` prompts. Reads the first line of each
+    file and the whole file of the next step. Raises DataError if the folder has no episodes, lacks
+    a step, or was written by a run with different prompts or samples.
     """
     if not config.rollout.replay_dir:
         return None
@@ -64,8 +64,8 @@ def replay_folder(
         if changed:
             advice = "Replay it with the settings of that run:"
             raise DataError(
-                f"{folder.file('step', step)} was written by a run with other prompts or samples. "
-                + "\n  ".join([advice, *changed])
+                f"{folder.file('step', step)} was written by a run with different prompts or "
+                "samples. " + "\n  ".join([advice, *changed])
             )
     rest_of_epoch = ResumableSampler(
         len(data.train), seed=config.train.seed, consumed=consumed, drop_last=False
@@ -76,7 +76,7 @@ def replay_folder(
 
     async def read() -> None:
         async for _ in ReplayGenerator(folder).stream(prompts, request, groups=len(prompts)):
-            pass  # samples of other prompts raise DataError
+            pass  # samples of different prompts raise DataError
 
     asyncio.run(read())
     return folder

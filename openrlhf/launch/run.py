@@ -1,4 +1,4 @@
-"""A running RL command: models, processes of user code and trainer, from start to end."""
+"""A running RL command: models, user-code processes and trainer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -46,9 +46,9 @@ from openrlhf.workers.policy import PolicyWorker
 
 @dataclass(eq=False, repr=False)
 class Run:
-    """A running RL command: models, processes of user code, trainer.
+    """A running RL command: its models, user-code processes and trainer.
 
-    When the block of `started` exits, all of them are closed.
+    All of them are closed when the `started` block exits.
     """
 
     config: PPOConfig
@@ -72,14 +72,15 @@ class Run:
 
     @contextmanager
     def started(self) -> Iterator[PPOTrainer | RolloutOnly]:
-        """Start the engines and the models, and yield the trainer.
+        """Start the engines and models, and yield the trainer.
 
-        An engine failure in the block raises a RolloutError that names the logs.
+        If an engine fails in the block, raises a RolloutError that names the log files.
         """
         with ExitStack() as self.ends:
             self.ends.callback(self.recorder.close)
             self.ends.callback(self.loop.close)
-            # Closed before the report is written: other jobs may be waiting for the devices.
+            # Closed before the report is written, because other jobs may be waiting for the
+            # devices.
             self.ends.callback(self.processes.close)
             if not self.replay:
                 reward = reward_of(self.config.reward, log_dir=Path(self.log_dir))
@@ -100,7 +101,7 @@ class Run:
                 yield trainer
 
     def _start_engines(self, fleet: Fleet) -> None:
-        """Start the engines, and wait for engines that share devices with the models."""
+        """Start the engines, and wait for those that share devices with the models."""
         config = self.config
         policy = config.actor.model_name_or_path
         engine = settings.engine_settings(config, policy, self.kind, self.data.tokenizer)
@@ -110,9 +111,9 @@ class Run:
             fleet.wait()
 
     def _start_workers(self) -> dict[str, WorkerGroup]:
-        """Connect the processes of every host group, and load the models of all roles.
+        """Connect the processes of every host group, and load all models.
 
-        Returns the groups by role.
+        Returns the worker groups by role.
         """
         config = self.config
         for hosts in self.processes.hosts:
@@ -128,7 +129,7 @@ class Run:
         return groups
 
     def _workers(self) -> dict[str, tuple[type, Any]]:
-        """Return the class and the settings of the worker of each role."""
+        """Return the worker class and settings for each role."""
         config = self.config
         prompts = len(self.data.train)
         policy = config.actor.model_name_or_path
@@ -146,9 +147,9 @@ class Run:
         }
 
     def _check_room(self, groups: Mapping[str, WorkerGroup]) -> None:
-        """Print a notice if the disk is too small for the checkpoints.
+        """Print a notice if the disk is too small for all checkpoints.
 
-        Raises CheckpointError if it is too small for one checkpoint.
+        Raises CheckpointError if it is too small for a single checkpoint.
         """
         asked: list[Call] = []
         for role in ("actor", "critic"):
@@ -157,7 +158,7 @@ class Run:
         if not self.config.ckpt.resumable or not asked:
             return
         sizes = gather(
-            asked, timeout_s=self.config.train.setup_timeout, doing="tell the size of a checkpoint"
+            asked, timeout_s=self.config.train.setup_timeout, doing="report their checkpoint size"
         )
         report(*self.checkpoints.check_room(sum(sizes)))
 
@@ -193,7 +194,7 @@ class Run:
     def _make_publisher(self, policy: WorkerGroup) -> WeightPublisher:
         """Return the publisher of the policy's weights.
 
-        It first compares the log-probabilities of engines and policy.
+        Before the first step it compares the engines' log-probabilities with the policy's.
         """
         config = self.config
         timeout_s = config.train.publish_timeout
@@ -219,10 +220,10 @@ class Run:
         return publisher
 
     def _make_generator(self) -> Generator:
-        """Return the generator of episodes, made of engines and reward.
+        """Return the episode generator.
 
-        With --rollout.dump_dir it also writes the episodes to disk. With --rollout.replay_dir it
-        reads them from disk instead.
+        It combines the engines, the agents and the reward. With --rollout.dump_dir it also writes
+        the episodes to disk. With --rollout.replay_dir it reads them from disk instead.
         """
         config = self.config
         if self.replay:
@@ -252,7 +253,7 @@ class Run:
     def _make_source(
         self, generator: Generator, rewards: Stage, columns: Sequence[Stage]
     ) -> Source:
-        """Return the source of the episodes, which runs the stages that each prompt needs early."""
+        """Return the episode source, which also runs the stages that need not wait for a batch."""
         config = self.config
         early: list[Stage] = []
         if rewards_come_early(config):
@@ -278,13 +279,13 @@ class Run:
         )
         if last_step is not None and last_step < source.total_steps:
             self.recorder.display.note(
-                f"--rollout.replay_dir ends with step {last_step} of the {source.total_steps} "
-                "steps that the prompts allow."
+                f"--rollout.replay_dir has episodes up to step {last_step}; the prompts would "
+                f"allow {source.total_steps} steps."
             )
         return source
 
     def _make_play(self, generator: Generator, rewards: Stage) -> Evaluate | None:
-        """Return the evaluation on held-out prompts, or None without prompts or engines."""
+        """Return the evaluation on held-out prompts, or None if there are no prompts or engines."""
         prompts = self.data.eval
         sampling = settings.eval_sampling(self.config)
         timeout_s = self.config.train.step_timeout
@@ -302,22 +303,22 @@ class Run:
 
 
 def rewards_come_early(config: PPOConfig) -> bool:
-    """Return whether each prompt is rewarded as soon as its samples have finished.
+    """Return whether each prompt is scored as soon as its samples have finished.
 
-    Dynamic filtering needs the rewards at that time. In an asynchronous run, scoring overlaps with
+    Dynamic filtering needs these rewards early. In an asynchronous run, scoring overlaps with
     training.
     """
     return config.train.async_enable or config.algo.dynamic_filtering_enable
 
 
 def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[Stage]:
-    """Return the columns that the update needs, each with the models that compute it."""
+    """Return the stages that compute the columns that the update needs."""
     stages: list[Stage] = []
     policy = groups.get("actor")
     if policy and settings.needs_old_logprobs(config):
         stages.append(ColumnStage(writes="old_logprobs", by=policy, method=PolicyWorker.logprobs))
     if policy and config.algo.kl.init_coef and not config.has_reference:
-        method = PolicyWorker.reference_logprobs  # of the policy without its adapters
+        method = PolicyWorker.reference_logprobs  # uses the policy with its adapter disabled
         stages.append(ColumnStage(writes="ref_logprobs", by=policy, method=method))
     for role, column in (("ref", "ref_logprobs"), ("teacher", "teacher_logprobs")):
         if role in groups:
@@ -337,8 +338,9 @@ def make_stages(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> list[St
 
 
 def _asks_policy(stage: Stage) -> bool:
-    """Return whether the policy computes the column of a stage.
+    """Return whether the policy computes this stage's column.
 
-    The policy cannot score rows while it is being updated, and π_old is the policy at the update.
+    The policy cannot score rows while it is being updated, and π_old is the policy at the start of
+    the update.
     """
     return isinstance(stage, ColumnStage) and stage.by.role == "actor"

@@ -1,4 +1,4 @@
-"""The settings of workers, engines, experience maker and loop, derived from the flags."""
+"""Settings of workers, engines and the training loop, derived from the flags."""
 
 import os
 from collections.abc import Sequence
@@ -22,20 +22,20 @@ from openrlhf.weights.transport import Transport
 from openrlhf.workers.base import MicroBatchLimits, RoleSettings
 from openrlhf.workers.frozen import RewardModelSettings
 
-# Commands with engines and reward models.
+# Commands that use engines and reward models.
 SamplingCommand = PPOConfig | EvaluationConfig | BatchInferenceConfig
-ENGINE_PROBE_TOKENS = 8  # tokens per prompt that engines sample for the comparison with the trainer
-# The largest mean difference of log-probabilities, in nats, that rounding can explain.
+ENGINE_PROBE_TOKENS = 8  # tokens sampled per prompt to compare engines and trainer
+# The largest mean difference between log-probabilities, in nats, that rounding can explain.
 FP32_TOLERANCE = 0.01
 BF16_TOLERANCE = 0.2
-RANDOM_LAYERS = ("dropout", "pdrop", "jitter")  # substrings of the names of their rates
+RANDOM_LAYERS = ("dropout", "pdrop", "jitter")  # substrings of the keys of their rates
 
 
 def needs_old_logprobs(config: PPOConfig) -> bool:
-    """Return whether the trainer recomputes π_old before the update.
+    """Return whether the trainer recomputes log π_old before the update.
 
     With one optimizer step and one epoch per batch, no KL in the reward, no correction, no teacher
-    and no dropout, the ratio is 1 by construction, and nothing else reads π_old.
+    and no dropout, the importance ratio is 1 by construction and nothing else reads π_old.
     """
     if config.train.max_epochs != 1 or config.train.batch_size < config.samples:
         return True
@@ -46,7 +46,7 @@ def needs_old_logprobs(config: PPOConfig) -> bool:
 
 
 def has_dropout(config: PPOConfig) -> bool:
-    """Return whether the policy's forward pass draws random numbers in training."""
+    """Return whether the policy's forward pass is random during training."""
     if config.ds.lora.rank and config.ds.lora.dropout:
         return True
     model = load_spec(config, config.actor.model_name_or_path)
@@ -54,7 +54,7 @@ def has_dropout(config: PPOConfig) -> bool:
 
 
 def _has_random_layers(entries: dict[str, Any]) -> bool:
-    """Return whether a configuration, or a nested one, has a dropout or jitter rate above 0."""
+    """Return whether a configuration or a nested one has a nonzero dropout or jitter rate."""
     for name, value in entries.items():
         if isinstance(value, dict):
             if _has_random_layers(value):
@@ -66,10 +66,10 @@ def _has_random_layers(entries: dict[str, Any]) -> bool:
 
 
 def optimizer_steps(config: PPOConfig, prompts: int, *, after: int = 0) -> int:
-    """Return the length of a learning-rate schedule.
+    """Return the number of optimizer steps of a learning-rate schedule.
 
-    It is the number of optimizer steps after the first `after` batches. The number is exact if no
-    episode fails or is filtered out.
+    Counts the steps after the first `after` batches. The number is exact if no episode fails or is
+    filtered out.
     """
     return sum(config.updates_of(drawn) for drawn in config.step_sizes(prompts)[after:])
 
@@ -80,14 +80,14 @@ def load_spec(config: ModelCommand, path: str) -> LoadSpec:
 
 
 def located(path: str) -> str:
-    """Return the absolute path of a folder; return the name of a Hub model unchanged."""
+    """Return the absolute path of a folder, or the unchanged name of a Hub model."""
     if os.path.exists(path):
         return os.path.abspath(path)
     return path
 
 
 def trained_settings(config: PPOConfig, path: str, steps: int) -> RoleSettings:
-    """Return the settings of the workers of the policy or the critic, for a number of steps."""
+    """Return the worker settings of the policy or critic, trained for `steps` optimizer steps."""
     load = load_spec(config, path).trained(config.actor, config.ds.lora, config.train.seed)
     return RoleSettings(config=config, load=load, total_steps=steps)
 
@@ -95,7 +95,7 @@ def trained_settings(config: PPOConfig, path: str, steps: int) -> RoleSettings:
 def judge_spec(config: SamplingCommand, path: str) -> LoadSpec:
     """Return the settings for loading a reward model."""
     spec = load_spec(config, path)
-    if isinstance(config, PPOConfig):  # in RL, --ds.load_in_4bit applies to the trained models
+    if isinstance(config, PPOConfig):  # in RL, --ds.load_in_4bit applies only to the trained models
         return replace(spec, ds=replace(spec.ds, load_in_4bit=False))
     return spec
 
@@ -117,7 +117,7 @@ def reward_settings(config: SamplingCommand) -> RewardModelSettings:
 def engine_settings(
     config: SamplingCommand, path: str, kind: Device, tokenizer: PreTrainedTokenizerBase
 ) -> EngineSettings:
-    """Return the settings of the engines of a model."""
+    """Return the engine settings for a model."""
     return EngineSettings(
         model=located(path),
         vllm=config.vllm,
@@ -155,9 +155,9 @@ def engine_probe(config: PPOConfig, prompts: Sequence[list[int]]) -> Probe | Non
 
 
 def transport(config: PPOConfig, kind: Device) -> Transport:
-    """Return the transport of weights to the engines.
+    """Return the transport that sends weights to the engines.
 
-    If engine and trainer share a GPU, the weights go through its memory.
+    If engine and trainer share a GPU, weights are passed through its memory.
     """
     if kind == "cuda" and config.hybrid and config.vllm.sync_backend == "nccl":
         return "ipc"
@@ -195,7 +195,7 @@ def inference_sampling(config: BatchInferenceConfig) -> SamplingSpec:
 
 
 def engine_layouts(config: PPOConfig) -> dict[str, EngineLayout]:
-    """Return the layout of each trained model's state files, by part of a checkpoint."""
+    """Return the engine layout of each trained model, by checkpoint part."""
     roles: dict[str, GroupConfig] = {"_actor": config.actor}
     if config.estimator.needs_critic:
         roles["_critic"] = config.critic

@@ -1,6 +1,7 @@
-"""The start of an RL run.
+"""Startup of an RL run.
 
-Libraries are imported while Ray and the processes start, because together they take ten seconds.
+Libraries are imported while Ray and the processes start; done one after the other, this would take
+ten seconds.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ LOAD_ENABLE = "ckpt.load_enable"
 
 
 def run_ppo(config: PPOConfig) -> None:
-    """Run PPO training on a running or a new Ray cluster. A dry run does not start Ray."""
+    """Run PPO training on a running or new Ray cluster. A dry run does not start Ray."""
     restarts = Restarts(config)
     config = restarts.config
     plan = plan_placement(config, engine_device())
@@ -52,7 +53,7 @@ def run_ppo(config: PPOConfig) -> None:
         plan.check(expected_machines(plan.on_gpus, config.placement.cluster))
     loss = RayLoss(lambda: how_to_continue(config), restarts.begin_restart)
     with ThreadPoolExecutor(1) as thread:
-        # In this order, because the processes start while the preparation is imported.
+        # In this order, so that the processes start while the preparation code is imported.
         importing_processes = thread.submit(import_processes)
         importing_prepare = thread.submit(import_preparation)
         with nullcontext() if config.dry_run else ray_cluster(plan, loss):
@@ -76,10 +77,10 @@ def attempt_run(
     importing_processes: Future[type[Processes]],
     importing_prepare: Future[Prepare],
 ) -> None:
-    """Prepare a run, train in its processes, and end them. Raises WorkerError."""
+    """Prepare a run, train it, and stop its processes. Raises WorkerError."""
     processes_class = importing_processes.result()
     with closing(processes_class(plan, config.ds)) as processes:
-        # Do not hold GPUs, which other jobs may need, while data are read.
+        # Do not hold GPUs that other jobs may need while reading data.
         if not config.dry_run and not plan.on_gpus:
             processes.start()
         prepare = importing_prepare.result()
@@ -92,7 +93,7 @@ def attempt_run(
 
 
 def import_processes() -> type[Processes]:
-    """Import Ray and return the class of a run's processes."""
+    """Import Ray and return the `Processes` class."""
     with quick_imports():
         from openrlhf.launch.processes import Processes
 
@@ -100,7 +101,7 @@ def import_processes() -> type[Processes]:
 
 
 def import_preparation() -> Prepare:
-    """Import Transformers and return the function that checks and loads everything a run needs."""
+    """Import Transformers and return `prepare`, which checks and loads everything a run needs."""
     with quick_imports():
         from openrlhf.launch.reinforcement import prepare
 
@@ -108,11 +109,10 @@ def import_preparation() -> Prepare:
 
 
 class Restarts:
-    """The restarts of a run (--train.max_restarts), in this process and in those it replaced.
+    """Restarts of a run (--train.max_restarts), counted over this process and those it replaced.
 
-    `config.given` has --ckpt.load_enable only if the user passed it. Otherwise a restarted run
-    continues only from its own checkpoints, not from those of another run with the same
-    --ckpt.path.
+    `config.given` contains --ckpt.load_enable only if the user passed it. Otherwise a restarted run
+    resumes only its own checkpoints, not those of another run that shares --ckpt.path.
     """
 
     def __init__(self, config: PPOConfig) -> None:
@@ -128,26 +128,26 @@ class Restarts:
 
     @property
     def left(self) -> bool:
-        """True if the run may restart."""
+        """True if another restart is allowed."""
         return self.done < self.most
 
     def count_restart(self) -> None:
-        """Count a restart, which continues from the newest checkpoint."""
+        """Count a restart, and make it resume the newest checkpoint."""
         self.done += 1
         self.config = amend(self.config, {LOAD_ENABLE: True})
 
     @property
     def announcement(self) -> str:
-        """A sentence about the last restart that was counted."""
+        """Sentence that announces the last counted restart."""
         return (
-            f"Restart {self.done} of {self.most} (--train.max_restarts), from the newest "
-            "checkpoint of the run if it has one."
+            f"Restart {self.done} of {self.most} (--train.max_restarts), from the run's newest "
+            "checkpoint if there is one."
         )
 
     def begin_restart(self, lost: LostRay) -> list[str] | None:
-        """Count and announce a restart of the command in this process.
+        """Count and announce a restart of this process's command.
 
-        Returns the flags to add to the command, or None if the command ends instead.
+        Returns the flags to append to the command, or None if the command must exit instead.
         """
         if not self.left:
             return None
@@ -170,16 +170,16 @@ class Restarts:
 
 
 def obstacle_to_restart(lost: LostRay) -> str:
-    """Return why this process cannot restart its command with a new Ray; "" if it can."""
+    """Return why this process cannot restart its command with a new Ray cluster, or ""."""
     if not lost.own:
-        return "this Ray was not started by the run"
+        return "this Ray cluster was not started by the run"
     if not can_replace_process():
-        return f"the program, {sys.argv[0]}, is not a command of openrlhf"
+        return f"the program {sys.argv[0]} is not an openrlhf command"
     return ""
 
 
 def newest_checkpoint(config: PPOConfig) -> Checkpoint | None:
-    """Return the newest checkpoint that this run has written, or that it continues from."""
+    """Return the newest checkpoint that this run has written or may resume."""
     continues = config.given.get(LOAD_ENABLE)
     newest = None
     for checkpoint in CheckpointManager(config.ckpt).checkpoints():
@@ -190,21 +190,21 @@ def newest_checkpoint(config: PPOConfig) -> Checkpoint | None:
 
 
 def how_to_continue(config: PPOConfig) -> str:
-    """Return a sentence with the newest checkpoint and the command that continues from it."""
+    """Return a sentence that names the newest checkpoint and the command that resumes it."""
     newest = newest_checkpoint(config)
     if newest is None:
         return (
-            "The run has no checkpoint (--ckpt.save_steps): the same command starts it from the "
+            "The run has no checkpoint (--ckpt.save_steps): the same command restarts it from the "
             "beginning."
         )
     return (
-        f"Step {newest.state.step} is saved: the same command with --ckpt.load_enable continues "
-        "from it; --train.max_restarts does that automatically."
+        f"Step {newest.state.step} is saved: the same command with --ckpt.load_enable resumes from "
+        "it; --train.max_restarts does so automatically."
     )
 
 
 def plan_placement(config: PPOConfig, kind: str) -> Placement:
-    """Return the host groups of a run: its roles, grouped by shared devices."""
+    """Return the host groups of a run, which group its roles by shared devices."""
     roles = sizes_of_roles(config)
     groups: list[HostGroup] = []
     placed: set[str] = set()
@@ -233,7 +233,7 @@ def plan_placement(config: PPOConfig, kind: str) -> Placement:
 
 
 def sizes_of_roles(config: PPOConfig) -> dict[str, GroupConfig | RewardConfig]:
-    """Return the roles of a run that have models, each with the flags of its process count.
+    """Return the roles that have models, each with the section that sets its process count.
 
     The roles are in the order of the host groups.
     """

@@ -79,7 +79,7 @@ def test_a_terminated_pipeline_goes_on_within_its_stage_and_a_change_runs_what_i
         first
     )  # and its time
     assert len(column(folder / "dpo", "train/loss")) == 10
-    assert "its own report" in (folder / "report.html").read_text()
+    assert "separate report" in (folder / "report.html").read_text()
 
     file.write_text(
         file.read_text().replace("command: dpo", "command: dpo\n    group: a", 1)

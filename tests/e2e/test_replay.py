@@ -136,7 +136,10 @@ def test_a_replay_logs_the_numbers_of_the_run_without_engines_or_rewards(
         written / "episodes", part, ignore=lambda _, names: [n for n in names if n > "step-000003"]
     )
     replay(written, folder, **{"rollout.replay_dir": part})
-    assert "--rollout.replay_dir ends with step 2 of the 6 steps" in capsys.readouterr().out
+    assert (
+        "--rollout.replay_dir has episodes up to step 2; the prompts would allow 6 steps"
+        in capsys.readouterr().out
+    )
     assert numbers(folder) == of_training(written)[:2]
     replay(written, folder, **{"run.dir": None, "ckpt.load_enable": True, "eval.steps": 3})
     assert numbers(folder) == of_training(written)

@@ -160,10 +160,7 @@ def test_a_training_process_that_is_killed_starts_the_run_again_from_its_newest_
     send_when(process, folder, signal.SIGKILL, to="WorkerHost", step=3)
     done = finish(process)
     assert done.status == 0, done.errors
-    assert (
-        "Restart 1 of 1 (--train.max_restarts), from the newest checkpoint of the run"
-        in done.errors
-    )
+    assert "Restart 1 of 1 (--train.max_restarts), from the run's newest checkpoint" in done.errors
     assert numbers(folder) == numbers(whole)
     assert samples(folder) == samples(whole)
 

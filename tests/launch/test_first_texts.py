@@ -1,6 +1,6 @@
-"""--dry_run of each offline command: it prints the first texts as the model sees them.
+"""--dry_run of each offline command prints the first texts as the model sees them.
 
-The targets of a text are in brackets.
+Target tokens are in brackets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.tiny import save_tiny_model, tiny_config
 
 
 def tokenizer_that_decodes() -> PreTrainedTokenizerFast:
-    """Return the tokenizer whose ids are known. It joins decoded tokens without spaces."""
+    """Return a tokenizer with known ids. It joins decoded tokens without spaces."""
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     tokenizer.backend_tokenizer.decoder = Fuse()
     return tokenizer
@@ -46,7 +46,7 @@ BAD = [CHAT[0], {"role": "assistant", "content": "no"}]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a language model with the tokenizer whose ids are known."""
+    """Save a language model with the tokenizer that has known ids."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = tokenizer_that_decodes()
     AutoModelForCausalLM.from_config(
@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def dry_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Show:
-    """Return a function that returns what a command prints for rows."""
+    """Return a function that runs a command on rows and returns its output."""
 
     def show(task: str, rows: list[dict[str, Any]], flags: str = "") -> str:
         file = tmp_path / "rows.jsonl"
@@ -73,7 +73,7 @@ def dry_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     return show
 
 
-def test_sft_shows_every_turn_and_its_targets(dry_run: Show) -> None:
+def test_sft_dry_run_prints_every_turn_and_its_targets(dry_run: Show) -> None:
     turns = [*CHAT, CHAT[0], BAD[1] | {"loss": False}, *CHAT]
     printed = dry_run("sft", [{"messages": turns}], "--data.apply_chat_template --data.multiturn")
     assert "Template: --data.apply_chat_template." in printed
@@ -84,14 +84,12 @@ def test_sft_shows_every_turn_and_its_targets(dry_run: Show) -> None:
     ) in printed
 
 
-def test_only_the_first_process_of_a_launcher_shows_texts(
-    dry_run: Show, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_rank_0_prints_texts(dry_run: Show, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     assert dry_run("sft", [{"input": "a", "output": "ok"}]) == ""
 
 
-def test_missing_tracker_package_is_an_error_before_the_reference_scores_rows(
+def test_missing_tracker_package_fails_before_reference_scores_rows(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     strategy = SimpleNamespace(
@@ -116,18 +114,18 @@ def test_missing_tracker_package_is_an_error_before_the_reference_scores_rows(
     assert "wandb" in capsys.readouterr().err
 
 
-def test_multiturn_has_targets_in_every_turn_of_a_recognised_chat(dry_run: Show) -> None:
+def test_multiturn_has_targets_in_every_assistant_turn_of_detected_chat(dry_run: Show) -> None:
     printed = dry_run("sft", [{"messages": [*CHAT, *CHAT]}], "--data.multiturn")
     assert printed.count("⟦ok<|end|>") == 2
 
 
-def test_distillation_shows_texts_like_sft(dry_run: Show, model: Path) -> None:
+def test_distillation_dry_run_prints_same_texts_as_sft(dry_run: Show, model: Path) -> None:
     printed = dry_run("kd", [{"input": "a", "output": "ok"}], f"--kd.teacher_model {model}")
     assert "Template: --data.input_template $'User: {}\\nAssistant: '." in printed
     assert "User: a\nAssistant: ⟦ok <|end|>⟧" in printed
 
 
-def test_preferences_show_both_texts_with_targets_and_margins(dry_run: Show) -> None:
+def test_preference_dry_run_prints_both_texts_with_targets_and_margins(dry_run: Show) -> None:
     rows = [{"chosen": CHAT, "rejected": BAD}]
     printed = dry_run("dpo", rows)
     chosen = (
@@ -142,7 +140,7 @@ def test_preferences_show_both_texts_with_targets_and_margins(dry_run: Show) -> 
     assert "<|assistant|>no⟦<|end|>⟧" in printed
 
 
-def test_labels_of_one_kind_print_a_notice_at_start(
+def test_kto_labels_of_a_single_class_print_a_startup_notice(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "rows.jsonl"
@@ -155,7 +153,7 @@ def test_labels_of_one_kind_print_a_notice_at_start(
     assert "--data.label_key label" in capsys.readouterr().err
 
 
-def test_kto_shows_labels_and_no_texts_of_the_kl_estimate(dry_run: Show) -> None:
+def test_kto_dry_run_prints_labels_but_not_the_kl_rows(dry_run: Show) -> None:
     printed = dry_run(
         "kto", [{"prompt": "a", "completion": "ok", "label": True}] * 2, "--train.batch_size 2"
     )
@@ -181,7 +179,7 @@ def test_kto_shows_labels_and_no_texts_of_the_kl_estimate(dry_run: Show) -> None
         ([0.25, None], "--prm.reward_tokens + -", "⟦<think> = 0.25⟧b<think>"),
     ],
 )
-def test_prm_shows_steps_with_their_labels(
+def test_prm_dry_run_prints_steps_with_labels(
     dry_run: Show, labels: list[Any], tokens: str, shown: str
 ) -> None:
     rows = [{"input": "a<think>b<think>", "label": labels}]
@@ -190,8 +188,8 @@ def test_prm_shows_steps_with_their_labels(
     assert f"a{shown}" in printed
 
 
-def test_rows_of_the_first_step_are_shown(dry_run: Show) -> None:
-    """The order is that of seed 42."""
+def test_dry_run_prints_rows_of_first_step(dry_run: Show) -> None:
+    """The expected order belongs to seed 42."""
     rows = [{"input": str(number), "output": "ok"} for number in range(9)]
     first = torch.randperm(9, generator=torch.Generator().manual_seed(42)).tolist()[:2]
     printed = dry_run("sft", rows)
@@ -200,7 +198,7 @@ def test_rows_of_the_first_step_are_shown(dry_run: Show) -> None:
     ]
 
 
-def test_prompt_has_no_targets_and_a_long_text_shows_both_ends() -> None:
+def test_prompt_has_no_targets_and_long_text_is_elided_in_the_middle() -> None:
     tokenizer = tokenizer_that_decodes()
     tokens = tokenizer("a" * LONGEST + "b" * LONGEST)["input_ids"]
     shown = show_text("prompt", tokens, tokenizer)
@@ -208,7 +206,7 @@ def test_prompt_has_no_targets_and_a_long_text_shows_both_ends() -> None:
     assert shown.endswith("a" * 10 + " … " + "b" * (LONGEST // 2))
 
 
-def test_brackets_enclose_each_run_of_targets() -> None:
+def test_brackets_enclose_each_contiguous_span_of_targets() -> None:
     tokenizer = tokenizer_that_decodes()
     batch = TokenRows.from_lists([[58, 106, 9, 106], [58]], [[False, True, False, True], [False]])
     shown = list(show_batch(batch, tokenizer, ["text", ""]))
@@ -218,7 +216,7 @@ def test_brackets_enclose_each_run_of_targets() -> None:
 @pytest.mark.parametrize(
     ("task", "flag"), [("dpo", "--ref.model_name_or_path"), ("kd", "--kd.teacher_model")]
 )
-def test_frozen_model_with_another_vocabulary_is_an_error(
+def test_frozen_model_with_different_vocabulary_is_rejected(
     task: str, flag: str, dry_run: Show, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = save_tiny_model(tmp_path / "other")
@@ -229,10 +227,10 @@ def test_frozen_model_with_another_vocabulary_is_an_error(
     assert f"{flag} {other} " in errors and "--model.model_name_or_path" in errors
 
 
-def test_rows_are_rendered_with_the_date_of_the_first_start(
+def test_resumed_run_renders_rows_with_date_of_first_start(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The date is in the newest checkpoint. The run stops before it renders the rows."""
+    """The newest checkpoint stores the date. The run stops before it renders the rows."""
     written = Checkpoint(
         directory=tmp_path,
         tag="global_step1",
@@ -271,7 +269,7 @@ def test_rows_are_rendered_with_the_date_of_the_first_start(
     assert rendered == ["2027-01-15T12:00:00"]
 
 
-def test_dry_run_says_that_run_starts_from_beginning_without_checkpoint(
+def test_dry_run_warns_if_there_is_no_checkpoint_to_resume(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"input": "a", "output": "ok"}\n')
@@ -299,7 +297,7 @@ with locked(Path(sys.argv[1]), "it"):
 
 
 @pytest.mark.parametrize("flags", ["", "--ckpt.load_enable"])
-def test_dry_run_refuses_run_folder_of_another_process(
+def test_dry_run_rejects_run_folder_in_use_by_another_process(
     flags: str, dry_run: Show, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = f"--ckpt.path {tmp_path}/nockpt --ckpt.output_dir {tmp_path}/model"

@@ -1,4 +1,4 @@
-"""Identities of runs differ if their data, their models or their losses differ."""
+"""Identities of runs differ if their data, models or losses differ."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ def names(then: Identity, now: Identity) -> list[str]:
     return [difference.partition(":")[0] for difference in differences(then, now)]
 
 
-def test_identity_is_the_same_for_the_same_flags_and_rows(model: str) -> None:
+def test_same_flags_and_rows_have_the_same_identity(model: str) -> None:
     assert differences(offline(model), offline(model)) == differences(rl(model), rl(model)) == []
 
 
-def test_difference_names_task_rows_and_loss(model: str) -> None:
+def test_differences_name_task_rows_and_loss(model: str) -> None:
     assert names(offline(model), offline(model, "rm"))[0] == "task"
     changed = [*ROWS[:-1], ROWS[-1] | {"output": "x"}]
     assert names(offline(model), offline(model, rows=changed)) == [
@@ -99,7 +99,7 @@ def test_difference_names_task_rows_and_loss(model: str) -> None:
     ]
 
 
-def test_difference_names_estimator_labels_and_policy(model: str, tmp_path: Path) -> None:
+def test_differences_name_estimator_labels_and_policy(model: str, tmp_path: Path) -> None:
     assert names(
         rl(model),
         rl(model, line="--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 2"),
@@ -109,7 +109,7 @@ def test_difference_names_estimator_labels_and_policy(model: str, tmp_path: Path
     assert names(rl(model), rl(other)) == ["--actor.model_name_or_path"]
 
 
-def test_difference_names_reference_and_teacher(model: str, tmp_path: Path) -> None:
+def test_differences_name_reference_and_teacher(model: str, tmp_path: Path) -> None:
     other = save_tiny_model(tmp_path, seed=1)
     for command, flag in (("kto", "--ref.model_name_or_path"), ("kd", "--kd.teacher_model")):
         runs = [offline(model, command, line=f"{flag} {path}") for path in (model, other)]
@@ -120,12 +120,12 @@ def test_difference_names_reference_and_teacher(model: str, tmp_path: Path) -> N
     ]
 
 
-def test_model_is_the_same_in_another_folder(model: str, tmp_path: Path) -> None:
+def test_model_identity_does_not_depend_on_its_folder(model: str, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "copy")
     assert of_model(model) == of_model(str(tmp_path / "copy"))
 
 
-# ---- every row counts
+# ---- every row affects the identity
 
 
 def prompts_of(rows: Any) -> list[Prompt]:
@@ -136,7 +136,7 @@ def prompts_of(rows: Any) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("place", [0, 1, 17, 98, 99])
-def test_change_of_any_row_is_a_difference(place: int, model: str) -> None:
+def test_changing_any_row_changes_the_identity(place: int, model: str) -> None:
     changed = [*ROWS[:place], ROWS[place] | {"output": "x", "chosen": "x"}, *ROWS[place + 1 :]]
     for command, line in (("sft", ""), ("rm", ""), ("kto", "--data.layout columns")):
         before = offline(model, command, line=line)
@@ -152,7 +152,7 @@ def test_change_of_any_row_is_a_difference(place: int, model: str) -> None:
     ]
 
 
-def test_rows_of_a_plug_in_are_compared_as_the_task_collates_them(model: str) -> None:
+def test_plugin_rows_are_compared_by_their_collated_tensors(model: str) -> None:
     task: Any = SFTTask(parse_config(SFTConfig, LINE.format(model).split()[:4], command="sft"))
     rows = [SFTRow(tokens=[5, n], loss_mask=[False, True]) for n in range(100)]
     before = offline_identity(task, Listed(rows))
@@ -164,12 +164,12 @@ def test_rows_of_a_plug_in_are_compared_as_the_task_collates_them(model: str) ->
 
 
 class Listed(list[Any]):
-    """Rows of a plug-in that keeps them in a list."""
+    """Rows of a plugin, stored in a list."""
 
     summary = "rows"
 
 
-def test_contents_of_rows_do_not_depend_on_their_storage() -> None:
+def test_row_contents_do_not_depend_on_storage_format() -> None:
     rows = [
         {"t": [n] * (n % 7), "m": [bool(n % 2), True] * (n % 5), "s": "é" * (n % 3)}
         for n in range(3000)
@@ -185,11 +185,11 @@ def test_contents_of_rows_do_not_depend_on_their_storage() -> None:
 
 
 @pytest.mark.parametrize("label", [["a", "b"], {"a": list(range(2000))}, 0.5, None])
-def test_contents_differ_for_different_labels_of_any_kind(label: Any) -> None:
+def test_row_contents_differ_for_different_labels_of_any_type(label: Any) -> None:
     def contents(value: Any) -> bytes:
         return b"".join(contents_of(Dataset.from_list([{"label": value}] * 3)))
 
     assert contents(label) == contents(label) != contents("other")
-    if isinstance(label, dict):  # every one of its numbers counts
+    if isinstance(label, dict):  # every number in a row affects the identity
         other = {"a": [*range(1000), -1, *range(1001, 2000)]}
         assert contents(other) != contents(label)

@@ -1,4 +1,4 @@
-"""The warning about RL runs whose samples pass through models one by one, and its advice."""
+"""The notice about RL runs with one sample per micro-batch, and its advice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GRPO = (
 
 
 def advised(config: PPOConfig, longest: int = 28, *, on_gpus: bool = False) -> dict[str, int]:
-    """Return the sizes that the warning names by flag; no sizes if there is no warning."""
+    """Return the sizes in the notice, by flag; an empty dict if there is no notice."""
     fix = ""
     for found in check_pass_sizes(config, longest, on_gpus=on_gpus):
         assert not found.fails
@@ -35,7 +35,7 @@ def advised(config: PPOConfig, longest: int = 28, *, on_gpus: bool = False) -> d
     return {path: int(size) for path, size in sizes}
 
 
-def test_warning_advises_sizes_that_fit_into_a_pass() -> None:
+def test_notice_suggests_sizes_that_fit_in_a_forward_pass() -> None:
     assert advised(ppo(GRPO)) == {
         "train.micro_batch_size": 8,
         "rollout.micro_batch_size": CPU_TOKENS // 128,
@@ -49,7 +49,7 @@ def test_warning_advises_sizes_that_fit_into_a_pass() -> None:
 @pytest.mark.parametrize("batch", [96, 100, 128, 1])
 @pytest.mark.parametrize("longest", [1, 28, 500, 5000])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_advised_sizes_are_valid_flags_and_end_the_warning(
+def test_suggested_sizes_are_valid_and_silence_the_notice(
     batch: int, longest: int, ranks: int
 ) -> None:
     line = (
@@ -72,11 +72,11 @@ def test_advised_sizes_are_valid_flags_and_end_the_warning(
     ],
     ids=["given", "by tokens", "larger", "long samples"],
 )
-def test_sizes_that_are_set_or_cannot_be_larger_give_no_warning(line: str) -> None:
+def test_explicit_or_maximal_sizes_give_no_notice(line: str) -> None:
     assert advised(ppo(f"{GRPO} {line}")) == {}
 
 
-def test_commands_of_the_first_pages_and_the_demo_set_their_sizes() -> None:
+def test_commands_in_readme_tutorial_and_demo_set_micro_batch_sizes() -> None:
     commands: list[str] = []
     for page in PAGES:
         text = (ROOT / page).read_text().replace("\\\n", " ")

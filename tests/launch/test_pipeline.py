@@ -1,4 +1,4 @@
-"""Pipelines: the file, errors before the first stage runs, and stages that run again."""
+"""Pipelines: file format, errors before the first stage runs, and stages that rerun."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ stages:
 def file(tmp_path: Path) -> Path:
     """Write a pipeline of three stages that copy files.
 
-    The third one does not use the other stages.
+    The third stage does not use the results of the others.
     """
     (tmp_path / "source.jsonl").write_text("one\n")
     path = tmp_path / "chain.yaml"
@@ -56,7 +56,7 @@ def pipeline(file: Path, *words: str) -> None:
 
 
 def printed_about(capfd: pytest.CaptureFixture[str], stage: str) -> str:
-    """Return what was printed about a stage since the last call for any stage."""
+    """Return what was printed about a stage since the last call of this function."""
     lines = capfd.readouterr().out.splitlines()
     return next(line.removeprefix(f"{stage}: ") for line in lines if line.startswith(f"{stage}: "))
 
@@ -70,9 +70,7 @@ def states(capfd: pytest.CaptureFixture[str]) -> dict[str, str]:
     }
 
 
-def test_second_run_skips_stages_that_are_done(
-    file: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_second_run_skips_finished_stages(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pipeline(file)
     assert states(capfd) == {"rows": "runs", "copy": "runs", "other": "runs"}
     assert (file.parent / "run/copy/size1.jsonl").read_text() == "one\n"
@@ -80,7 +78,7 @@ def test_second_run_skips_stages_that_are_done(
     assert states(capfd) == {"rows": "done", "copy": "done", "other": "done"}
 
 
-def test_changed_file_reruns_the_stage_that_reads_it_and_dependent_stages(
+def test_changed_input_file_reruns_its_stage_and_dependent_stages(
     file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pipeline(file)
@@ -95,7 +93,7 @@ def test_changed_file_reruns_the_stage_that_reads_it_and_dependent_stages(
     assert (file.parent / "run/earlier/1/rows/rows.jsonl").read_text() == "one\n"
 
 
-def test_changed_settings_rerun_only_the_stage_that_uses_them(
+def test_changed_settings_rerun_only_stages_that_use_them(
     file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pipeline(file)
@@ -105,7 +103,7 @@ def test_changed_settings_rerun_only_the_stage_that_uses_them(
     assert [path.name for path in (file.parent / "run/copy").iterdir()] == ["size2.jsonl"]
 
 
-def test_failed_stage_ends_pipeline_with_its_status_and_runs_again(
+def test_failed_stage_exits_pipeline_with_its_status_and_reruns(
     file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = file.read_text()
@@ -114,7 +112,7 @@ def test_failed_stage_ends_pipeline_with_its_status_and_runs_again(
         pipeline(file)
     printed = capfd.readouterr()
     assert ended.value.code == 7
-    assert "stage other ended with status 7" in printed.err
+    assert "stage other failed with exit status 7" in printed.err
     assert "the same command" in printed.err
     with pytest.raises(SystemExit):
         pipeline(file)
@@ -124,7 +122,7 @@ def test_failed_stage_ends_pipeline_with_its_status_and_runs_again(
     assert states(capfd)["other"] == "runs again"
 
 
-def test_stage_runs_again_if_its_result_is_missing(
+def test_stage_reruns_if_its_result_is_missing(
     file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pipeline(file)
@@ -134,7 +132,7 @@ def test_stage_runs_again_if_its_result_is_missing(
     assert states(capfd) == {"rows": "done", "copy": "runs again", "other": "done"}
 
 
-def test_missing_result_of_failed_stage_is_no_error_of_later_stages(
+def test_missing_result_of_failed_stage_is_not_reported_for_later_stages(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file, switch = tmp_path / "half.yaml", tmp_path / "switch"
@@ -151,7 +149,7 @@ def test_missing_result_of_failed_stage_is_no_error_of_later_stages(
         assert ended.value.code == 5, capfd.readouterr().err
 
 
-def test_stage_may_be_named_like_a_key_of_the_file(
+def test_stage_name_may_equal_a_key_of_the_pipeline_file(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "named.yaml"
@@ -165,7 +163,7 @@ def test_stage_may_be_named_like_a_key_of_the_file(
         assert printed_about(capfd, "copy") == state
 
 
-def test_pipeline_file_given_by_relative_path_keeps_stages_done(
+def test_relative_path_to_pipeline_file_does_not_rerun_stages(
     file: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file.write_text(file.read_text().replace(f"cp {file.parent}", "cp {{ here }}"))
@@ -204,7 +202,7 @@ def test_run_folder_may_have_spaces_and_quotes_in_its_name(
     assert str(folder / "rm/model") in capfd.readouterr().err
 
 
-def test_failed_program_runs_again_in_an_empty_folder(
+def test_failed_program_reruns_in_an_empty_folder(
     file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     failing = file.parent / "half.py"
@@ -218,7 +216,7 @@ def test_failed_program_runs_again_in_an_empty_folder(
         assert (ended.value.code, states(capfd)["other"]) == (3, state)
 
 
-def test_pipeline_in_use_does_not_rewrite_flags_of_stages(
+def test_rejected_second_pipeline_does_not_rewrite_stage_flags(
     file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (file.parent / "run").mkdir()
@@ -231,7 +229,7 @@ def test_pipeline_in_use_does_not_rewrite_flags_of_stages(
     assert str(file.parent / "run") in capfd.readouterr().err
 
 
-def test_second_pipeline_in_the_same_folder_fails(
+def test_second_pipeline_in_the_same_folder_is_rejected(
     file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     nested = f"python -m openrlhf.cli.main pipeline {file} --run.dir {file.parent / 'run'}"
@@ -299,7 +297,7 @@ def test_errors_name_file_stage_and_flag_before_any_stage_runs(
     "text",
     ["", "one\ntwo\n", "- a\n- b\n", "stages: [a, b]\n", "stages: ls\n", "a: 1\n---\nstages: {}\n"],
 )
-def test_file_of_another_kind_raises_config_error(tmp_path: Path, text: str) -> None:
+def test_file_that_is_not_a_pipeline_raises_config_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "other").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "other"))):
         read_stages(tmp_path / "other", "")
@@ -318,14 +316,14 @@ def test_errors_of_all_stages_are_reported_at_once(
     assert "2 mistakes" in errors and "stage one" in errors and "stage two" in errors
 
 
-def test_error_for_unknown_settings_lists_the_known_ones(file: Path) -> None:
+def test_unknown_settings_error_lists_available_settings(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"--settings huge .*small, large"):
         read_stages(file, "huge")
 
 
 @pytest.mark.parametrize("settings", ["laptop", "cluster"])
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_flags_of_every_example_are_accepted(
+def test_every_example_pipeline_has_valid_flags(
     example: Path,
     settings: str,
     tmp_path: Path,
@@ -343,7 +341,7 @@ def test_flags_of_every_example_are_accepted(
 
 
 @pytest.mark.parametrize("settings", ["laptop", "cluster"])
-def test_all_methods_of_the_comparison_train_on_the_same_number_of_answers(settings: str) -> None:
+def test_methods_in_compare_example_train_on_the_same_number_of_answers(settings: str) -> None:
     stages = {
         stage.name: stage
         for stage in read_stages(ROOT / "examples/pipelines/compare.yaml", settings)
@@ -371,7 +369,7 @@ def test_all_methods_of_the_comparison_train_on_the_same_number_of_answers(setti
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ok"}]
 HH = "\n\nHuman: q\n\nAssistant: {}"
-# A row of each public dataset of pairs, as its card describes it.
+# A row of each public preference dataset, in the format that its dataset card describes.
 PAIRS_OF_THE_HUB = {
     "OpenRLHF/preference_dataset_mixture2_and_safe_pku": {
         "chosen": TURNS,
@@ -388,7 +386,7 @@ PAIRS_OF_THE_HUB = {
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_public_pairs_of_every_example_are_read_with_its_flags(
+def test_every_example_reads_public_preference_pairs_with_its_flags(
     example: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "installed_gpus", lambda: 8)
@@ -411,7 +409,7 @@ def test_every_command_with_a_result_can_be_a_stage() -> None:
     assert ROOTS.keys() - known <= {"serve_rm", "interactive_chat"}
 
 
-def test_report_has_a_row_per_stage_and_intervals_over_seeds(tmp_path: Path) -> None:
+def test_report_has_row_per_stage_and_confidence_intervals_over_seeds(tmp_path: Path) -> None:
     results = []
     for seed, passed in enumerate((0.4, 0.5, 0.6)):
         folder = tmp_path / f"dpo{seed}"
@@ -432,7 +430,7 @@ def test_report_has_a_row_per_stage_and_intervals_over_seeds(tmp_path: Path) -> 
     assert (interval([]), interval([0.25]), interval([1.0, 3.0])) == ("", "0.250", "2.000 ± 12.7")
 
 
-def test_stages_that_are_trained_further_keep_float32_weights(tmp_path: Path) -> None:
+def test_results_trained_by_later_stages_keep_float32_weights(tmp_path: Path) -> None:
     """An adapter and the model it is merged into keep them too, unless the file sets the flag."""
     file = tmp_path / "chain.yaml"
     data = "data.dataset: d.jsonl"
@@ -469,7 +467,7 @@ def test_stages_that_are_trained_further_keep_float32_weights(tmp_path: Path) ->
         "reward.remote_url: 'http://a:b@host'",
     ],
 )
-def test_flags_file_with_a_secret_is_private(flag: str, tmp_path: Path) -> None:
+def test_flags_file_containing_a_secret_is_private(flag: str, tmp_path: Path) -> None:
     file = tmp_path / "one.yaml"
     file.write_text(
         f"stages:\n  rl: {{command: ppo, flags: {{actor.model_name_or_path: m, {flag}}}}}\n"
@@ -479,8 +477,8 @@ def test_flags_file_with_a_secret_is_private(flag: str, tmp_path: Path) -> None:
     assert flags.stat().st_mode & 0o077 == 0
 
 
-def test_record_has_no_secrets_and_flags_file_is_private(tmp_path: Path) -> None:
-    """A record of an older release, which contains the secret, equals a record of today."""
+def test_record_contains_no_secrets_and_flags_file_is_private(tmp_path: Path) -> None:
+    """A record from an older release, which contains the secret, is equivalent to a new one."""
     url = "http://me:hunter2@host/get_reward?token=hunter2"
     file = tmp_path / "one.yaml"
     file.write_text(

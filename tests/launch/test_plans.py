@@ -1,6 +1,6 @@
-"""The placement of the roles of launch scripts on declared clusters.
+"""Placement of the roles in launch scripts on declared clusters.
 
-The scripts use the flag names of today and of older releases.
+The scripts use current and older flag names.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def planned(line: str, cluster: str) -> str:
     return plan.describe(plan.check(expected_machines(plan.on_gpus, cluster)))
 
 
-def test_teacher_has_the_resources_of_the_reference() -> None:
+def test_teacher_uses_resource_flags_of_the_reference() -> None:
     teacher = (
         "--algo.distill.teacher org/t --algo.kl.init_coef 0 --algo.advantage.estimator reinforce"
     )
@@ -71,14 +71,14 @@ def test_teacher_has_the_resources_of_the_reference() -> None:
     assert groups["teacher"].wants == {"big": 1}
 
 
-def test_hybrid_script_has_all_roles_on_one_node() -> None:
+def test_hybrid_script_places_all_roles_on_one_node() -> None:
     assert planned(HYBRID, "1x8") == (
         "actor, ref, critic, reward: 8 process(es): 8 on node 0\n"
         "vllm: 4 process(es), 2 GPUs each: 4 on node 0, on devices of actor, ref, critic, reward"
     )
 
 
-def test_groups_of_a_large_script_fill_whole_nodes() -> None:
+def test_large_script_fills_whole_nodes_with_each_group() -> None:
     assert planned(SEPARATE, "8x8") == (
         "actor, ref: 16 process(es): 8 on node 0, 8 on node 1\n"
         "critic, reward: 16 process(es): 8 on node 2, 8 on node 3\n"
@@ -86,13 +86,13 @@ def test_groups_of_a_large_script_fill_whole_nodes() -> None:
     )
 
 
-def test_engines_of_an_asynchronous_script_have_their_own_devices() -> None:
+def test_asynchronous_script_gives_engines_dedicated_devices() -> None:
     assert planned(ASYNC, "1x8") == (
         "actor, ref: 4 process(es): 4 on node 0\nvllm: 2 process(es), 2 GPUs each: 2 on node 0"
     )
 
 
-def test_too_small_cluster_raises_an_error_with_the_number_of_gpus() -> None:
+def test_error_for_too_small_cluster_states_number_of_gpus() -> None:
     with pytest.raises(PlacementError, match=r"64 GPUs .*56 \(7 x 8\)"):
         planned(SEPARATE, "7x8")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""--ref.precompute: runs with the same rows and the same reference share a file of scores."""
+"""--ref.precompute: runs with the same rows and reference share a file of scores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Runs:
-    """Runs of DPO that store their scores in one folder."""
+    """DPO runs that store their scores in the same folder."""
 
     def __init__(self, folder: Path, model: str) -> None:
         self.line = (
@@ -58,7 +58,7 @@ class Runs:
 
 @pytest.fixture
 def runs(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    """Return runs of which the first one has stored its scores."""
+    """Return runs, the first of which has stored its scores."""
     runs = Runs(tmp_path / "checkpoints", model)
     monkeypatch.setattr(precompute, "reference_sums", runs.sums)
     assert runs.scores()
@@ -74,11 +74,11 @@ def runs(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Runs:
         "--ds.zero_stage 3",
     ],
 )
-def test_stored_scores_are_used_with_another_objective(line: str, runs: Runs) -> None:
+def test_stored_scores_are_reused_with_a_different_objective(line: str, runs: Runs) -> None:
     assert not runs.scores(line)
 
 
-def test_another_reference_or_precision_computes_new_scores(runs: Runs, other: str) -> None:
+def test_different_reference_or_precision_recomputes_scores(runs: Runs, other: str) -> None:
     lora = "--ds.lora.rank 2"
     assert not runs.scores(lora)  # the reference is the policy without its adapter
     for line in (
@@ -92,7 +92,7 @@ def test_another_reference_or_precision_computes_new_scores(runs: Runs, other: s
 
 
 @pytest.mark.parametrize("place", [0, 1, 100, 199])
-def test_change_of_any_row_computes_new_scores(place: int, runs: Runs) -> None:
+def test_changing_any_row_recomputes_scores(place: int, runs: Runs) -> None:
     changed = [*ROWS[:place], ROWS[place] | {"rejected": "x"}, *ROWS[place + 1 :]]
     assert runs.scores(rows=changed)
     assert not runs.scores(rows=changed)

@@ -1,4 +1,4 @@
-"""The prompts that an RL run reads before a model is loaded."""
+"""Prompts that an RL run reads before models are loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.e2e.commands import as_arguments
 from tests.tiny import character_tokenizer, save_reward_model, save_tiny_model
 
 
-def test_max_samples_does_not_limit_the_evaluation_prompts(tmp_path: Path) -> None:
+def test_max_samples_does_not_limit_evaluation_prompts(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"input": f"{n}+1="}) + "\n" for n in range(9)))
     flags = {
@@ -34,7 +34,7 @@ def test_max_samples_does_not_limit_the_evaluation_prompts(tmp_path: Path) -> No
     assert (len(read.train), len(read.eval)) == (4, 9)
 
 
-def test_pretraining_text_of_digits_in_a_csv_file_stays_text(tmp_path: Path) -> None:
+def test_numeric_pretraining_text_in_csv_file_stays_text(tmp_path: Path) -> None:
     (tmp_path / "text.csv").write_text("input\n0123\n45\n")
     flags = {
         "actor.model_name_or_path": save_tiny_model(tmp_path / "model"),
@@ -51,7 +51,7 @@ def test_pretraining_text_of_digits_in_a_csv_file_stays_text(tmp_path: Path) -> 
     ]
 
 
-def test_reward_model_without_mean_and_deviation_raises_model_error_with_normalize(
+def test_normalize_raises_model_error_if_reward_model_has_no_mean_and_std(
     tmp_path: Path,
 ) -> None:
     policy = save_tiny_model(tmp_path / "model")
@@ -68,7 +68,7 @@ def test_reward_model_without_mean_and_deviation_raises_model_error_with_normali
 
 
 def config_with_prompts(tmp_path: Path, lengths: list[int], **flags: object) -> PPOConfig:
-    """Return the configuration of a run with prompts of these lengths, in tokens."""
+    """Return the configuration of a run whose prompts have the given lengths in tokens."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         "".join(json.dumps({"input": "1" * length, "label": "2"}) + "\n" for length in lengths)
@@ -84,7 +84,7 @@ def config_with_prompts(tmp_path: Path, lengths: list[int], **flags: object) -> 
     return parse_config(PPOConfig, as_arguments({**smallest, **flags}), command="train_ppo_ray")
 
 
-def test_notice_counts_all_prompts_that_are_cut(
+def test_notice_counts_truncated_prompts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_with_prompts(tmp_path, [4] * 20 + [30] * 3, **{"rollout.max_new_tokens": 8})
@@ -95,7 +95,7 @@ def test_notice_counts_all_prompts_that_are_cut(
 
 
 @pytest.mark.parametrize("section", ["data.prompt_dataset", "eval.dataset"])
-def test_prompt_that_leaves_no_room_for_an_answer_is_an_error(tmp_path: Path, section: str) -> None:
+def test_prompt_that_leaves_no_room_for_an_answer_is_rejected(tmp_path: Path, section: str) -> None:
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"input": "1" * 31, "label": "2"}) + "\n")
     config = config_with_prompts(tmp_path, [4] * 20, **{section: str(long)})
@@ -105,7 +105,7 @@ def test_prompt_that_leaves_no_room_for_an_answer_is_an_error(tmp_path: Path, se
         load_prompts(config)
 
 
-def test_missing_labels_are_an_error_that_names_the_first_row(
+def test_missing_labels_error_names_first_row(
     tmp_path: Path,
 ) -> None:
     rows = tmp_path / "labels.jsonl"
@@ -116,7 +116,7 @@ def test_missing_labels_are_an_error_that_names_the_first_row(
         load_prompts(config_with_prompts(tmp_path, [4], **{"data.prompt_dataset": str(rows)}))
 
 
-def test_labels_of_a_column_that_the_layout_names_are_checked(tmp_path: Path) -> None:
+def test_labels_in_detected_column_are_checked(tmp_path: Path) -> None:
     rows = tmp_path / "recognized.jsonl"
     row = {"instruction": "1", "input": "", "output": ""}
     rows.write_text(json.dumps(row) + "\n")

@@ -1,4 +1,4 @@
-"""The end or the restart of a command whose Ray has died."""
+"""Exit or restart of a command whose Ray cluster has died."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with termination.in_order(), loss.closing(close):
     ("number", "end"),
     [(0, (7, "")), (signal.SIGTERM, (143, "terminated")), (signal.SIGINT, (130, "interrupted"))],
 )
-def test_command_that_is_asked_to_end_while_it_closes_does_not_restart(
+def test_command_terminated_while_closing_does_not_restart(
     number: int, end: tuple[int, str]
 ) -> None:
     done = subprocess.run(
@@ -44,7 +44,7 @@ def test_command_that_is_asked_to_end_while_it_closes_does_not_restart(
     assert (done.returncode, done.stderr.strip()) == end
 
 
-def test_closing_is_removed_if_its_block_raises() -> None:
+def test_close_callback_is_removed_if_its_block_raises() -> None:
     loss = RayLoss()
     with pytest.raises(ValueError), loss.closing(lambda: None):
         raise ValueError

@@ -1,4 +1,4 @@
-"""Restarts of a command whose Ray has died, by another process with the same flags."""
+"""Restart of a command whose Ray cluster has died, in a new process with the same flags."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RESTARTS = "--train.max_restarts 2"
         ("-c", False),
     ],
 )
-def test_command_restarts_however_its_path_is_written_and_other_programs_do_not(
+def test_only_openrlhf_commands_restart_regardless_of_path_spelling(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     program: str,
@@ -46,7 +46,7 @@ def test_command_restarts_however_its_path_is_written_and_other_programs_do_not(
 @pytest.mark.parametrize(
     ("given", "newest"), [("", 1), ("ckpt.load_enable: false", 1), ("ckpt.load_enable: true", 2)]
 )
-def test_restarted_command_continues_from_checkpoints_of_other_runs_only_if_the_user_asked_for_it(
+def test_restart_resumes_checkpoints_of_other_runs_only_with_user_load_enable(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str, newest: int
 ) -> None:
     monkeypatch.setenv("OPENRLHF_RESTARTS", "0")
@@ -69,12 +69,12 @@ def test_restarted_command_continues_from_checkpoints_of_other_runs_only_if_the_
         checkpoint = newest_checkpoint(restarts.config)
         assert restarts.done == done and restarts.config.ckpt.load_enable
         assert checkpoint and checkpoint.state.step == newest
-        by_user = bool(restarts.config.given.get("ckpt.load_enable"))  # `train` asks this too
+        by_user = bool(restarts.config.given.get("ckpt.load_enable"))  # `train` also calls this
         assert by_user == (newest == 2)
 
 
 def save(config: PPOConfig, step: int, run_dir: Path) -> None:
-    """Save a checkpoint of the run in the folder `run_dir`."""
+    """Save a checkpoint of the run in folder `run_dir`."""
     manager = CheckpointManager(config.ckpt)
     staged = manager.begin(step)
     for place in staged.places:

@@ -1,4 +1,4 @@
-"""The warning about runs that are too short to change a model."""
+"""The notice about runs that are too short to change a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from openrlhf.training.optimizers import make_schedule
 
 
 def idle_steps(schedule: OptimizerConfig, steps: int) -> int:
-    """Count the steps that the real schedule takes with a rate of 0."""
+    """Count the steps for which the real schedule has a learning rate of 0."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     rates = make_schedule(optimizer, schedule, steps)
     idle = 0
@@ -29,7 +29,7 @@ def idle_steps(schedule: OptimizerConfig, steps: int) -> int:
 )
 @pytest.mark.parametrize("ratio", [0.0, 0.03, 0.5])
 @pytest.mark.parametrize("steps", [1, 3, 19, 20, 200])
-def test_warning_agrees_with_the_rates_of_the_real_schedule(
+def test_notice_agrees_with_learning_rates_of_the_real_schedule(
     scheduler: str, ratio: float, steps: int
 ) -> None:
     schedule = OptimizerConfig(lr_scheduler=scheduler, lr_warmup_ratio=ratio)

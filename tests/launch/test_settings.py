@@ -1,4 +1,4 @@
-"""The settings of workers and loop that are made from the flags of RL."""
+"""Settings of workers and the training loop, derived from RL flags."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ON_POLICY = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create model configurations: without dropout, with it, and with it in a nested part."""
+    """Create model configurations: without dropout, with dropout, and with nested dropout."""
     made = tmp_path_factory.mktemp("models")
     tiny_config("qwen2-tied").save_pretrained(made / "plain")
     tiny_config("qwen2-tied", attention_dropout=0.1).save_pretrained(made / "dropout")
@@ -69,7 +69,7 @@ def test_only_padded_rows_are_sorted_by_length(folder: Path, packed: bool) -> No
     assert {reward_settings(config).limits.packed, training.packed} == {packed}
 
 
-def test_reward_models_of_rl_are_not_loaded_in_4_bits_with_the_policy(folder: Path) -> None:
+def test_rl_does_not_load_reward_models_in_4_bits(folder: Path) -> None:
     scored = {
         "reward.verifier": None,
         "data.label_key": None,
@@ -86,7 +86,7 @@ def test_reward_models_of_rl_are_not_loaded_in_4_bits_with_the_policy(folder: Pa
     assert trained_settings(config, str(folder / "plain"), 1).load.ds.load_in_4bit
 
 
-def test_reward_model_of_batch_inference_is_loaded_in_4_bits(folder: Path) -> None:
+def test_batch_inference_loads_reward_model_in_4_bits(folder: Path) -> None:
     flags = {
         "task": "rm",
         "model.model_name_or_path": folder / "plain",
@@ -108,15 +108,13 @@ def test_strictly_on_policy_update_needs_no_old_logprobs(folder: Path) -> None:
     [
         {"train.batch_size": 4},  # two optimizer steps per batch
         {"train.max_epochs": 2},
-        {"algo.kl.use_loss": None},  # the KL is in the reward, which needs π_old
-        {"model": "dropout"},  # a second forward would not give the same numbers
+        {"algo.kl.use_loss": None},  # the KL penalty in the reward needs π_old
+        {"model": "dropout"},  # a second forward pass would give different numbers
         {"model": "nested dropout"},
     ],
     ids=str,
 )
-def test_old_logprobs_are_needed_unless_the_ratio_is_one(
-    folder: Path, changes: dict[str, Any]
-) -> None:
+def test_old_logprobs_are_needed_unless_ratio_is_one(folder: Path, changes: dict[str, Any]) -> None:
     assert needs_old_logprobs(config_of(folder, **changes))
 
 
@@ -127,7 +125,7 @@ def test_old_logprobs_are_needed_unless_the_ratio_is_one(
     episodes=st.integers(1, 3),
 )
 @hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_learning_rate_schedule_has_the_steps_of_the_run(
+def test_learning_rate_schedule_spans_all_steps_of_the_run(
     folder: Path, prompts: int, steps_per_batch: int, epochs: int, episodes: int
 ) -> None:
     changes = {
@@ -145,10 +143,10 @@ def test_learning_rate_schedule_has_the_steps_of_the_run(
 
 
 @pytest.mark.parametrize(("flag", "frozen"), [(None, 0), (-1, 0), (0, 0), (2, 2)])
-def test_policy_schedule_excludes_steps_that_train_only_the_critic(
+def test_policy_schedule_excludes_critic_only_steps(
     folder: Path, flag: int | None, frozen: int
 ) -> None:
-    """Each batch has one optimizer step. A schedule shorter than the run would start again."""
+    """Each batch has one optimizer step. A schedule that is shorter than the run would restart."""
     config = config_of(folder, **{"algo.advantage.estimator": "gae", "critic.freezing_steps": flag})
     assert config.frozen_steps == frozen
     assert optimizer_steps(config, 40, after=config.frozen_steps) == 10 - frozen
@@ -157,11 +155,11 @@ def test_policy_schedule_excludes_steps_that_train_only_the_critic(
 @pytest.mark.parametrize(
     ("asynchronous", "steps", "sizes"), [(True, 5, [4] * 5), (False, 6, [4, 4, 2] * 2)]
 )
-def test_dry_run_prints_the_number_of_steps_of_the_run(
+def test_dry_run_prints_number_of_steps(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     asynchronous: bool, steps: int, sizes: list[int],
 ) -> None:  # fmt: skip
-    """Asynchronous batches continue in the next epoch, so no batch is short."""
+    """Asynchronous batches extend into the next epoch, so none is incomplete."""
     config = config_of(
         folder, **{"train.async_enable": asynchronous or None, "train.num_episodes": 2}
     )

@@ -1,6 +1,6 @@
-"""The text format that an export records is the default of later commands.
+"""The text format recorded in an exported model is the default for later commands.
 
-It holds for every command and every way to build a text.
+This applies to every command and every text format.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from openrlhf.evaluation.journal import Journal, start_of_request
 from openrlhf.evaluation.runs import read_candidate
 from openrlhf.launch.offline import load_rows
 from openrlhf.launch.prompt_data import load_prompts, policy_tokenizer
-from openrlhf.trainers import distill, kto, preference, reward, sft  # noqa: F401  they register themselves
+from openrlhf.trainers import distill, kto, preference, reward, sft  # noqa: F401  imported to register tasks
 from openrlhf.trainers.tasks import OFFLINE_TASKS
 from tests.config.commands import ROOTS
 from tests.data import small
@@ -70,7 +70,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model_trained_with(trained: TextFormat | None, weights: Path) -> str:
-    """Save a tokenizer to `weights` that records a format. Return the folder of the model."""
+    """Save a tokenizer with a recorded format to `weights`. Return the model's folder."""
     tokenizer = build_tokenizer(PLAIN_CHAT)
     tokenizer.backend_tokenizer.decoder = Fuse()
     record(tokenizer, trained)
@@ -99,7 +99,7 @@ def first_text(task: str, model: str, rows: Path, flags: str = "", *, follows: b
 def first_prompt(
     command: str, model: str, rows: Path, flags: str = "", *, follows: bool = True
 ) -> tuple[str, PreTrainedTokenizerBase]:
-    """Return the first prompt of a command that generates, and its tokenizer."""
+    """Return the first prompt of a generating command, and its tokenizer."""
     line = f"{PROMPTS[command].format(model=model, rows=rows)} {flags}"
     config = parse_config(ROOTS[command], line.split(), command=command)
     if command == "train_ppo_ray":
@@ -116,7 +116,7 @@ def first_prompt(
 
 @pytest.mark.parametrize("trained", [TEMPLATE, CHAT])
 @pytest.mark.parametrize("task", ROWS)
-def test_offline_commands_use_the_recorded_format_by_default(
+def test_offline_commands_default_to_recorded_format(
     task: str,
     trained: TextFormat,
     weights: Path,
@@ -132,7 +132,7 @@ def test_offline_commands_use_the_recorded_format_by_default(
 
 @pytest.mark.parametrize("trained", [TEMPLATE, CHAT])
 @pytest.mark.parametrize("command", PROMPTS)
-def test_commands_that_generate_use_the_recorded_format_by_default(
+def test_generating_commands_default_to_recorded_format(
     command: str,
     trained: TextFormat,
     weights: Path,
@@ -152,9 +152,7 @@ def test_commands_that_generate_use_the_recorded_format_by_default(
 @pytest.mark.parametrize(
     "flags", ["--data.input_template {}", "--data.input_template Z{}", "--data.apply_chat_template"]
 )
-def test_template_flag_overrides_the_recorded_format(
-    flags: str, weights: Path, tmp_path: Path
-) -> None:
+def test_template_flag_overrides_recorded_format(flags: str, weights: Path, tmp_path: Path) -> None:
     model = model_trained_with(TEMPLATE, weights)
     texts = {"{}": "ab", "Z{}": "Zab", "--data.apply_chat_template": RENDERED[CHAT]}
     expected = texts[flags.split()[-1]]
@@ -167,7 +165,7 @@ def test_template_flag_overrides_the_recorded_format(
 
 
 @pytest.mark.parametrize("trained", [None, NONE])
-def test_flag_defaults_apply_to_models_without_a_recorded_template(
+def test_flag_defaults_apply_to_models_without_recorded_template(
     trained: TextFormat | None, weights: Path, tmp_path: Path
 ) -> None:
     model = model_trained_with(trained, weights)
@@ -179,7 +177,7 @@ def test_flag_defaults_apply_to_models_without_a_recorded_template(
 
 
 @pytest.mark.parametrize("trained", [TEMPLATE, CHAT])
-def test_rows_in_the_recorded_format_are_not_rendered_again(
+def test_rows_already_in_recorded_format_are_not_rendered_again(
     trained: TextFormat, weights: Path, tmp_path: Path
 ) -> None:
     model = model_trained_with(trained, weights)
@@ -198,7 +196,7 @@ def test_rows_in_the_recorded_format_are_not_rendered_again(
 
 
 @pytest.mark.parametrize("trained", [TEMPLATE, CHAT])
-def test_pairs_of_whole_texts_are_not_rendered(
+def test_pairs_of_complete_texts_are_not_rendered(
     trained: TextFormat, weights: Path, tmp_path: Path
 ) -> None:
     model = model_trained_with(trained, weights)
@@ -208,7 +206,7 @@ def test_pairs_of_whole_texts_are_not_rendered(
     )
 
 
-def test_prompt_ends_before_a_space_that_the_tokenizer_merges_with_the_answer(
+def test_prompt_drops_trailing_space_that_tokenizer_merges_with_answer(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = write_rows(tmp_path, {"input": "a", "label": "2"})
@@ -221,29 +219,29 @@ def test_prompt_ends_before_a_space_that_the_tokenizer_merges_with_the_answer(
     assert prompt == "Qa" and kept and kept.input_template == SPACED.input_template
 
 
-# ---- the space before end-of-text
+# ---- the space before the eos token
 
 
 @pytest.mark.parametrize("task", ROWS)
-def test_no_space_before_eos_removes_the_space(task: str, weights: Path, tmp_path: Path) -> None:
+def test_no_space_before_eos_flag_removes_the_space(
+    task: str, weights: Path, tmp_path: Path
+) -> None:
     model, rows = model_trained_with(None, weights), write_rows(tmp_path, ROWS[task])
     assert first_text(task, model, rows).endswith("ok <eos>")
     assert first_text(task, model, rows, "--data.no_space_before_eos").endswith("ok<eos>")
 
 
-def test_recorded_ending_without_space_is_used_by_the_next_stage(
-    weights: Path, tmp_path: Path
-) -> None:
+def test_next_stage_uses_recorded_ending_without_space(weights: Path, tmp_path: Path) -> None:
     model, rows = model_trained_with(UNSPACED, weights), write_rows(tmp_path, ROWS["dpo"])
     assert first_text("dpo", model, rows) == "Qab=ok<eos>"
     assert first_text("dpo", model, rows, "--data.space_before_eos") == "Qab=ok <eos>"
     assert first_text("dpo", model, rows, "--data.input_template Z{}") == "Zabok<eos>"
 
 
-# ---- runs of older releases
+# ---- runs started by older releases
 
 
-def test_resumed_run_of_an_older_release_ignores_the_recorded_format(
+def test_run_resumed_from_older_release_ignores_recorded_format(
     weights: Path, tmp_path: Path
 ) -> None:
     assert RunState(step=1).first_start.trained_format is False
@@ -256,7 +254,7 @@ def test_resumed_run_of_an_older_release_ignores_the_recorded_format(
         assert first_prompt(command, model, rows, follows=False)[0] == "ab"
 
 
-def test_journal_records_whether_texts_have_the_recorded_format(tmp_path: Path) -> None:
+def test_journal_records_whether_texts_follow_recorded_format(tmp_path: Path) -> None:
     final = tmp_path / "out.jsonl"
     assert start_of_request(final, "").trained_format is True
     Journal(final, {"first start": "2026-01-01T00:00:00"})
