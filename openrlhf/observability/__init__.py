@@ -1,1 +1,1 @@
-"""Metrics, logs, terminal output and reports of a run."""
+"""Metrics, logs, terminal output and reports."""

@@ -1,4 +1,4 @@
-"""Lines of the report's charts: thinned curves, and moving means of noisy ones.
+"""Lines for the report's charts: downsampled curves, and moving averages of noisy curves.
 
 The page's script draws them with uPlot.
 """
@@ -11,21 +11,21 @@ from typing import NamedTuple
 
 Curve = Sequence[tuple[float, float]]  # (step, value), ordered by step
 
-MAX_POINTS = 480  # of a drawn line
+MAX_POINTS = 480  # maximum number of points in a line
 
 
 class Line(NamedTuple):
-    """One line of a chart. A pale line is followed by its moving mean, which has no label."""
+    """One line of a chart. A pale line is followed by its moving average, which has no label."""
 
     label: str
-    color: int  # index of the color
+    color: int  # index into the page's color list
     pale: bool
     steps: list[float]
     values: list[float]
 
 
 def make_lines(curves: Mapping[str, Curve]) -> list[Line]:
-    """Return the lines of a chart, given the curves by their labels."""
+    """Return the lines of a chart, given its curves by label."""
     lines: list[Line] = []
     for color, (label, curve) in enumerate(curves.items()):
         noisy = is_noisy(curve)
@@ -42,10 +42,10 @@ def _make_line(label: str, color: int, pale: bool, curve: Curve) -> Line:
 
 
 def thin_out(curve: Curve, limit: int = MAX_POINTS) -> Curve:
-    """Return at most about `limit` points of the curve.
+    """Downsample a curve to about `limit` points.
 
-    The first and the last point are kept, and of each group of neighboring steps the lowest and
-    the highest value, so that no spike disappears.
+    Keeps the first and last points, and the lowest and highest value in each group of neighboring
+    steps, so that no spike disappears.
     """
     size = math.ceil(2 * len(curve) / limit)
     if size <= 2:
@@ -59,9 +59,9 @@ def thin_out(curve: Curve, limit: int = MAX_POINTS) -> Curve:
 
 
 def trend(curve: Curve, points: int = 80) -> Curve:
-    """Return the moving mean of the curve at its last step and at most `points` steps before it.
+    """Return the moving average of the curve at its last step and at most `points` earlier steps.
 
-    Each mean covers a twentieth of the curve on either side of its step.
+    Each average covers a twentieth of the curve on either side of its step.
     """
     reach = len(curve) // 20
     last = len(curve) - 1
@@ -75,7 +75,7 @@ def trend(curve: Curve, points: int = 80) -> Curve:
 
 
 def is_noisy(curve: Curve) -> bool:
-    """Return whether a curve oscillates so much that its moving mean is easier to read."""
+    """Return whether a curve oscillates so much that its moving average is easier to read."""
     if len(curve) < 30:
         return False
     values = [value for _, value in curve]

@@ -1,8 +1,8 @@
-"""Terminal output of a run: one line per step and per evaluation, and notes.
+"""Terminal output of a run: one line per step and evaluation, and notes.
 
-On an interactive terminal the lines scroll above a live progress bar. Elsewhere (files, pipes,
---run.quiet) the same lines are plain. With --run.json each line is one JSON object. Only the
-process with rank 0 has a display.
+On an interactive terminal, lines scroll above a live progress bar. In files and pipes and with
+--run.quiet, the same lines are printed as plain text. With --run.json, each line is a JSON object.
+Only rank 0 has a display.
 """
 
 import sys
@@ -23,7 +23,7 @@ from openrlhf.reporting import NOTICE
 class Display:
     """Terminal output for the person who started the run.
 
-    `live`: lines scroll above a progress bar. `json`: each line is one JSON object.
+    If `live`, lines scroll above a progress bar. If `json`, each line is a JSON object.
     """
 
     def __init__(
@@ -53,24 +53,24 @@ class Display:
         self._bar = self._progress.add_task("starting", left="")
 
     def begin(self, total_steps: int, *, done: int = 0) -> None:
-        """Start the progress bar. A resumed run has already completed `done` of `total_steps`."""
+        """Start the progress bar. A resumed run has already completed `done` steps."""
         self._total_steps = total_steps
         self._first_step = done
         self._start_time = time.monotonic()
         self._progress.update(self._bar, total=total_steps, completed=done)
         self._progress.start()
         if 0 < total_steps <= done:
-            self.note(f"All {total_steps} steps have already been completed.")
+            self.note(f"All {total_steps} steps are already complete.")
 
     def status(self, text: str, *, done: int | None = None) -> None:
         """Show the current activity beside the progress bar, e.g. "generating 512 episodes".
 
-        `done`: the number of completed steps, if the bar moves.
+        `done`: the new number of completed steps; None leaves the bar unchanged.
         """
         self._progress.update(self._bar, description=text, completed=done)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Print a training step, given its metrics by their logged names."""
+        """Print the line of a training step, given its metrics by logged name."""
         seconds_left = self._estimate_seconds_left(step)
         if self.json:
             self._write_event(
@@ -81,7 +81,7 @@ class Display:
                 **values,
             )
         elif self.live:
-            # The time left is shown beside the progress bar.
+            # The remaining time is shown beside the progress bar.
             self._print_line(step_parts(step, self._total_steps, values, seconds_left=None))
             time_left = ""
             if seconds_left is not None:
@@ -91,7 +91,7 @@ class Display:
             self._print_line(step_parts(step, self._total_steps, values, seconds_left=seconds_left))
 
     def _estimate_seconds_left(self, step: int) -> float | None:
-        """Return the remaining time at the mean speed of this process, or None before any step."""
+        """Return the remaining time at this process's mean speed, or None before its first step."""
         completed = step - self._first_step
         if completed <= 0:
             return None
@@ -99,14 +99,14 @@ class Display:
         return seconds_per_step * (self._total_steps - step)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Print an evaluation of the weights after `step`."""
+        """Print the line of an evaluation of the weights after `step`."""
         if self.json:
             self._write_event("evaluation", step=step, **values)
         else:
             self._print_line(evaluation_parts(step, values))
 
     def note(self, text: str) -> None:
-        """Print a sentence about the run."""
+        """Print a message about the run."""
         if self.json:
             self._write_event("note", text=text)
         else:

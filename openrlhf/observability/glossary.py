@@ -1,7 +1,7 @@
 """Declarations of all metrics: name, reduction, unit, range and a one-line definition.
 
-The declarations are in `glossary.toml`; docs/metrics.md is generated from them. Numbers that a
-user's reward function or agent adds are logged as `train/<name>`, as means, and need no
+The declarations are in `glossary.toml`; docs/metrics.md is generated from them. Numbers returned by
+a user's reward function or agent are logged as means, under `train/<name>`, and need no
 declaration.
 """
 
@@ -13,7 +13,7 @@ from openrlhf.config.flags import toml_beside
 
 
 class MetricSpec(NamedTuple):
-    """Declaration of one metric. `unit` is "" for a plain number; `bounds` contain every value."""
+    """Declaration of a metric. `unit` is "" for a plain number. Values lie within `bounds`."""
 
     reduces: str  # "mean", "max", "last" or "deviation"
     unit: str
@@ -23,7 +23,7 @@ class MetricSpec(NamedTuple):
 
 @cache
 def find_spec(name: str) -> MetricSpec | None:
-    """Return the declaration of a logged name, or None for a number that user code added.
+    """Return the declaration of a logged metric, or None if user code added it.
 
     Example: `eval/eval_gsm8k_pass4` matches `eval/eval_{datasource}_pass{k}`.
     """

@@ -1,7 +1,7 @@
-"""Notices about runs that do not learn or become unstable: pure rules over the logged numbers.
+"""Notices about runs that do not learn or become unstable, from rules over the logged numbers.
 
-The terminal and report.html show the same notices, because both read the numbers of metrics.jsonl.
-Each problem is reported once per run.
+The terminal and report.html show the same notices, because both evaluate the numbers in
+metrics.jsonl. Each problem is reported once per run.
 """
 
 import math
@@ -40,13 +40,13 @@ Shape = Literal[
 
 @dataclass(frozen=True)
 class Rule:
-    """A problem, the metrics that show it, and the shape of their curves if a run has it.
+    """A problem, the metrics that reveal it, and the shape of their curves if a run has it.
 
-    `metric` is a regular expression for whole names. The rule applies if the latest `points` of a
-    curve (0: the whole curve) have the shape that `looks` names; `holds` defines what the limit
-    means for each shape. The limit is `limit`, plus `of_start` times the first value of the curve.
-    The rule needs a curve with at least `least` points; with `at_end`, it is only checked once the
-    run has ended.
+    `metric` is a regular expression that must match the whole name. The rule applies if the latest
+    `points` of a curve (0: the whole curve) have the shape `looks`; `holds` defines how each shape
+    uses the limit, which is `limit` plus `of_start` times the first value of the curve. Curves with
+    fewer than `least` points are not checked. With `at_end`, the rule is checked only when the run
+    ends.
     """
 
     problem: str
@@ -59,7 +59,7 @@ class Rule:
     least: int = 1
 
     def latest(self, curve: Curve) -> Curve:
-        """Return the points of the curve that the rule checks."""
+        """Return the points that the rule checks."""
         if not self.points:
             return curve
         return curve[-self.points :]
@@ -101,16 +101,16 @@ class Rule:
 
 
 class Health:
-    """Reader of the numbers of a run that returns each notice as soon as its rule applies."""
+    """Monitor of a run's numbers that returns each notice as soon as its rule applies."""
 
     def __init__(self) -> None:
         self._curves: dict[str, list[Point]] = {}
         self._reported: set[str] = set()
 
     def see(self, step: int, values: Mapping[str, float | None]) -> list[str]:
-        """Return the new notices, given the numbers of a step or an evaluation.
+        """Return the new notices, given the numbers of a step or evaluation.
 
-        None stands for a number that is not finite.
+        None represents a non-finite number.
         """
         for name, value in values.items():
             if _rules_of(name):
@@ -127,11 +127,11 @@ class Health:
         return notices
 
     def end(self) -> list[str]:
-        """Return the new notices once the run has ended."""
+        """Return the new notices at the end of the run."""
         return self._new_notices(self._curves, ended=True)
 
     def _new_notices(self, names: Iterable[str], *, ended: bool = False) -> list[str]:
-        """Return the new notices about the curves of these metrics, in the order of the rules."""
+        """Return the new notices about these metrics, in the order of the rules."""
         checks: list[tuple[int, str]] = []
         for name in names:
             for rule_number in _rules_of(name):
@@ -150,7 +150,7 @@ class Health:
         return notices
 
     def _is_explained(self, problem: str) -> bool:
-        """Return whether the problem, its cause, the cause of that, and so on was reported."""
+        """Return whether the problem or any direct or indirect cause of it has been reported."""
         if problem in self._reported:
             return True
         return problem in CAUSES and self._is_explained(CAUSES[problem])
@@ -183,16 +183,16 @@ def _notice(rule: Rule, name: str, curve: Curve) -> str:
 
 @cache
 def _rules_of(name: str) -> list[int]:
-    """Return the indices in `RULES` of the rules about a metric."""
+    """Return the indices in `RULES` of the rules that apply to a metric."""
     return [index for index, rule in enumerate(RULES) if re.fullmatch(rule.metric, name)]
 
 
-MEANING: dict[str, str] = toml_beside(__file__)  # of each problem, and what to check
-CAUSES = {  # a problem is not reported after its cause
+MEANING: dict[str, str] = toml_beside(__file__)  # explanation of each problem and what to check
+CAUSES = {  # a problem is not reported if its cause already was
     "no update": "same rewards",
     "rounded away": "no update",
 }
-RULES = [  # in the order of reporting
+RULES = [  # in the order in which notices are printed
     Rule("not finite", "train/nonfinite_steps", "above", points=1),
     Rule("not finite", r"train/(\w+_)?(loss|grad_norm|kl|reward|values)", "not finite", points=1),
     Rule("same rewards", "train/dead_groups", "above", 0.999999999),
@@ -201,21 +201,21 @@ RULES = [  # in the order of reporting
     Rule("nothing kept", "rollout/num_samples", "zero", points=0, at_end=True),
     Rule("no update", "train/(actor_|critic_)?(lr|grad_norm)", "zero"),
     Rule("no update", "train/(gpt_loss|loss|kto_loss|prm_loss)", "constant", 1e-6),
-    # The first step of a warm-up has a learning rate of 0. It is the only step of a run that is
-    # interrupted right after it.
+    # `least=2`: the first warm-up step has a learning rate of 0, and may be the only step of an
+    # interrupted run.
     Rule("no update", "train/(actor_)?lr", "zero", points=0, least=2, at_end=True),
     Rule("rounded away", "train/(actor_|critic_)?changed_weights", "below", 0.001),
     Rule("divergence", "train/(gpt_loss|loss|kto_loss|prm_loss)", "above", 0.5, of_start=1.5),
     Rule("overfitting", "eval/(eval gpt_loss|eval_loss|eval prm_loss)", "rising", 1.05, points=3),
     Rule("drift", "train/kl", "far from 0", 1, points=3),
-    # Held-out scores fell with leaps of 0.19 or more, and did not with leaps up to 0.08:
+    # Held-out scores fell after leaps of 0.19 or more, but not after leaps of up to 0.08:
     # docs/results/learning_rates.md.
     Rule("leap", "train/kl", "leap above", 0.15, points=2),
     Rule("entropy collapse", "train/entropy_loss", "below", of_start=0.01),
     Rule("entropy growth", "train/entropy_loss", "above", 1, of_start=2),
     Rule("chance", "train/acc", "mean below", 0.53, points=30, at_end=True),
     Rule("less likely answers", "train/chosen_logratio", "below", -5),
-    Rule("truncation", "train/truncated", "above", 0.8999),  # 90 % and more
+    Rule("truncation", "train/truncated", "above", 0.8999),  # 90 % or more
     Rule("truncation", "train/truncated", "above", 0.8999, points=0, at_end=True),
     Rule("mismatch", "train/logprob_gap_mean", "above", 0.1, points=3),
     Rule("mismatch", "train/rollout_ratio", "above", 1.2, points=3),

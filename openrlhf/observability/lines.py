@@ -1,7 +1,7 @@
-"""Progress lines on the terminal: metrics of a step or an evaluation, and how numbers are written.
+"""Terminal lines with the metrics of a step or an evaluation, and the number formats.
 
-Numbers have fixed widths, so that the lines of a run read as columns. On a narrow terminal the
-least important parts of a line are left out.
+Numbers have fixed widths, so that the lines of a run align in columns. On a narrow terminal the
+least important parts of a line are omitted.
 """
 
 import math
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
-MIN_SHOWN_TRUNCATED = 0.1  # a smaller share of truncated episodes is not on the line
-FAILED = "train/failed_"  # followed by the kind of failure
+MIN_SHOWN_TRUNCATED = 0.1  # a smaller fraction of truncated episodes is not shown
+FAILED = "train/failed_"  # prefix of a failure kind's metric
 FAILED_EPISODES = f"{FAILED}episodes"
 
 
@@ -20,7 +20,7 @@ FAILED_EPISODES = f"{FAILED}episodes"
 class Part:
     """One part of a line: `label value unit (detail)`.
 
-    A narrow terminal leaves out the parts with the highest `rank` first.
+    On a narrow terminal, the parts with the highest `rank` are omitted first.
     """
 
     value: str = ""
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ShownMetric:
-    """A number of a step's line: the first of `names` that was logged, in the format `form`."""
+    """A number in a step's line: the first of `names` that was logged, formatted with `form`."""
 
     label: str
     names: Sequence[str]
@@ -50,7 +50,7 @@ class ShownMetric:
     unit: str = ""
 
 
-SHOWN_METRICS = (  # in the order of the line
+SHOWN_METRICS = (  # in the order of display
     ShownMetric("reward", ["train/reward", "rollout/reward_mean"]),
     ShownMetric("loss", ["train/loss_mean", "train/loss"]),
     ShownMetric("accuracy", ["train/acc"], "{:4.0%}"),
@@ -63,7 +63,7 @@ SHOWN_METRICS = (  # in the order of the line
     ShownMetric("lr", ["train/lr"], "{:.1e}", rank=4),
     ShownMetric("", ["timing/tokens_per_second"], "", rank=4, unit="tokens/s"),
 )
-SHOWN_STAGES = {  # of a step, after its total duration
+SHOWN_STAGES = {  # shown in parentheses after a step's total duration
     "timing/generation": "generate",
     "timing/make_experience": "score",
     "timing/ppo_train": "train",
@@ -72,9 +72,9 @@ SHOWN_STAGES = {  # of a step, after its total duration
 
 
 def join_parts(parts: Sequence[Part], *, width: int | None = None) -> Text:
-    """Return the line with these parts.
+    """Join parts into a line.
 
-    If the line is longer than `width` columns, details are left out first, then the parts with the
+    If the line is longer than `width` columns, details are omitted first, then the parts with the
     highest rank.
     """
     line = Text.assemble((" · ", "dim")).join(part.text for part in parts)
@@ -92,7 +92,7 @@ def join_parts(parts: Sequence[Part], *, width: int | None = None) -> Text:
 def step_parts(
     step: int, total: int, values: Mapping[str, float], *, seconds_left: float | None
 ) -> list[Part]:
-    """Return the parts of a training step's line, given the metrics that were logged."""
+    """Return the parts of a training step's line, given its logged metrics."""
     digits = len(str(total))
     parts = [Part(label="step", value=f"{step:>{digits}}/{total}", style="bold")]
     parts += _metric_parts(values)
@@ -130,7 +130,7 @@ def _metric_parts(values: Mapping[str, float]) -> list[Part]:
 
 
 def _time_part(values: Mapping[str, float]) -> Part:
-    """Return the duration of the step, with the durations of its stages as the detail."""
+    """Return the step's duration, with the durations of its stages as detail."""
     stages: list[str] = []
     for name, verb in SHOWN_STAGES.items():
         if name in values:
@@ -140,7 +140,7 @@ def _time_part(values: Mapping[str, float]) -> Part:
 
 
 def _failures_part(values: Mapping[str, float]) -> Part:
-    """Return the number of failed episodes, with the number of each kind of failure."""
+    """Return the number of failed episodes, with a count per failure kind."""
     kinds: list[str] = []
     for name in sorted(values):
         if name.startswith(FAILED) and name != FAILED_EPISODES:
@@ -152,9 +152,9 @@ def _failures_part(values: Mapping[str, float]) -> Part:
 
 
 def evaluation_parts(step: int, values: Mapping[str, float]) -> list[Part]:
-    """Return the parts of an evaluation's line: all its results, pass@k first.
+    """Return the parts of an evaluation's line: all results, pass@k first.
 
-    The standard error of a data source follows its pass@1, as a detail.
+    A data source's standard error is shown as detail of its pass@1.
     """
     parts: list[Part] = []
     for name in values:
@@ -179,9 +179,9 @@ def _evaluation_part(name: str, values: Mapping[str, float]) -> Part:
 
 
 def evaluation_label(name: str) -> str:
-    """Return a readable name of an evaluation metric: "gsm8k pass@4" for `eval/eval_gsm8k_pass4`.
+    """Return a readable name for an evaluation metric: `eval/eval_gsm8k_pass4` is "gsm8k pass@4".
 
-    "default", the data source of rows that have none, is left out.
+    "default", the data source of rows without one, is omitted.
     """
     label = re.sub(r"^eval/(eval[_ ])?(default_)?", "", name)
     found = re.fullmatch(r"(.*?)_?pass(\d+)", label)
@@ -191,7 +191,7 @@ def evaluation_label(name: str) -> str:
 
 
 def compact(number: float) -> str:
-    """Return a number in a few characters: 0.531, 12.3, 153, 1.5k, 1.9M, 1.0e-06."""
+    """Format a number in a few characters: 0.531, 12.3, 153, 1.5k, 1.9M, 1.0e-06."""
     size = abs(number)
     if size == 0 or not math.isfinite(number):
         return f"{number:.0f}"
@@ -212,7 +212,7 @@ def compact(number: float) -> str:
 
 
 def seconds(duration: float) -> str:
-    """Return a duration in seconds, without the unit: 0.84, 12.3, 184."""
+    """Format a duration in seconds, without the unit: 0.84, 12.3, 184."""
     if duration < 10:
         return f"{duration:.2f}"
     if duration < 100:
@@ -221,7 +221,7 @@ def seconds(duration: float) -> str:
 
 
 def clock_time(duration: float) -> str:
-    """Return a duration in seconds as 1:23 or 2:01:23."""
+    """Format a duration in seconds as 1:23 or 2:01:23."""
     minutes, rest = divmod(round(duration), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -1,4 +1,4 @@
-"""An append-only text file that keeps a run going when the disk is full."""
+"""An append-only text file that tolerates a full disk."""
 
 from pathlib import Path
 
@@ -10,8 +10,9 @@ MAX_PENDING_BYTES = 64 * 2**20
 class LogFile:
     """An append-only text file. A failed write is reported once and never raised.
 
-    Bytes that could not be written, for example because the disk is full, are written before the
-    next line. At most 64 MiB are buffered; later lines are dropped until there is room.
+    Bytes that could not be written, for example because the disk is full, are buffered and written
+    before the next line. At most 64 MiB are buffered; further lines are dropped until there is
+    room.
     """
 
     def __init__(self, path: Path) -> None:
@@ -22,7 +23,7 @@ class LogFile:
         self._has_failed = False
 
     def write(self, line: str) -> None:
-        """Append a line. `line` includes the line break."""
+        """Append a line, which must end with a line break."""
         self._flush()
         if len(self._pending) < MAX_PENDING_BYTES:
             self._pending += line.encode("utf-8", errors="replace")
@@ -41,15 +42,15 @@ class LogFile:
             self._has_failed = False
 
     def close(self) -> None:
-        """Write the pending lines if that is possible now, and close the file."""
+        """Try to write the pending lines, then close the file."""
         self._flush()
         self._file.close()
 
 
 def report_failed_write(path: Path, error: OSError) -> None:
-    """Report that a file of the run folder could not be written and that the run continues."""
+    """Report that a file in the run folder could not be written and that the run continues."""
     reason = error.strerror or error
     notice(
-        f"{path} cannot be written: {reason}. Training continues. Free disk space so that "
-        "logging can continue."
+        f"Cannot write {path}: {reason}. Training continues. Free disk space so that logging can "
+        "resume."
     )

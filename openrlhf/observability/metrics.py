@@ -1,7 +1,7 @@
-"""Reduction of logged numbers over micro-batches and ranks.
+"""Reduction of logged metrics over micro-batches and ranks.
 
-A worker reports `dict[str, Metric]`. `merge_all` merges these reports, which may have different
-keys, and `values` returns the floats to log. `glossary.toml` defines each name.
+A worker reports a `dict[str, Metric]`. `merge_all` merges these dicts, whose keys may differ, and
+`values` returns the floats to log. `glossary.toml` defines each name.
 """
 
 import math
@@ -11,23 +11,23 @@ from typing import Protocol, Self
 
 
 class Metric(Protocol):
-    """A number that can be merged with the same number of another micro-batch or rank."""
+    """A number that can be merged with the same number from another micro-batch or rank."""
 
     @property
-    def value(self) -> float: ...  # the number that is logged
+    def value(self) -> float: ...  # the number to log
 
     def merge(self, other: Self) -> Self: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A weighted mean. Merging parts of different sizes gives the mean of the whole."""
+    """A weighted mean. Merging parts of different sizes gives the mean over all of them."""
 
     sum: float
     count: float
 
     def merge(self, other: Self) -> Self:
-        """Return the mean over everything that either metric has counted."""
+        """Return the mean over everything counted by either metric."""
         return replace(self, sum=self.sum + other.sum, count=self.count + other.count)
 
     @property
@@ -42,7 +42,8 @@ class Mean:
 class Deviation:
     """An unbiased standard deviation.
 
-    Distances are measured from the mean, so that rounding errors cannot swamp a small deviation.
+    Squared distances from the mean are accumulated, so that rounding errors cannot hide a small
+    deviation.
 
     Chan, Golub and LeVeque 1979, STAN-CS-79-773, eq. 1.5
     """
@@ -53,7 +54,7 @@ class Deviation:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Self:
-        """Compute the deviation of some numbers."""
+        """Compute the deviation of a sequence of numbers."""
         mean = math.fsum(numbers) / len(numbers)
         squares = math.fsum((number - mean) ** 2 for number in numbers)
         return cls(len(numbers), mean, squares)
@@ -75,12 +76,12 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest value. If one part is NaN, the result is NaN: a large value must not hide it."""
+    """The largest value, or NaN if any part is NaN, so that a large value cannot hide a NaN."""
 
     value: float
 
     def merge(self, other: Self) -> Self:
-        """Return the metric with the larger value, or the one whose value is NaN."""
+        """Return the metric with the larger value, or one whose value is NaN."""
         if math.isnan(self.value) or self.value >= other.value:
             return self
         return other
@@ -88,7 +89,7 @@ class Max:
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """The newest value, e.g. a learning rate, gradient norm, duration or count of one process."""
+    """The newest value, e.g. a learning rate, a gradient norm, a duration or a process's count."""
 
     value: float
 
@@ -98,10 +99,10 @@ class Last:
 
 
 def merge_all(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the metrics of micro-batches and ranks, in their order.
+    """Merge the metrics of micro-batches and ranks, in order.
 
-    A name that is missing from some parts is reduced over the parts that have it. All parts reduce
-    a name in the same way.
+    A metric that is missing from some parts is reduced over the parts that contain it. All parts
+    must reduce a metric in the same way.
     """
     merged: dict[str, Metric] = {}
     for part in parts:
@@ -114,7 +115,7 @@ def merge_all(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the plain numbers to log. A mean over nothing has no value and is left out."""
+    """Return the numbers to log. A mean over nothing has no value and is omitted."""
     logged: dict[str, float] = {}
     for name, metric in metrics.items():
         if isinstance(metric, Mean) and metric.count == 0:

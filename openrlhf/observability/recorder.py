@@ -1,4 +1,4 @@
-"""Logging of a run's numbers and samples to the run folder, the trackers and the terminal."""
+"""Logging of a run's metrics and samples to the run folder, the trackers and the terminal."""
 
 import os
 import threading
@@ -23,17 +23,17 @@ from openrlhf.observability.run_folder import (
 from openrlhf.observability.trackers import make_trackers
 from openrlhf.reporting import notice
 
-# For each step, samples.jsonl gets at most this many episodes, this many filtered and this many
-# failed ones.
+# Per step, samples.jsonl gets at most this many episodes, this many filtered episodes and this many
+# failed episodes.
 SAMPLES_PER_STEP = 16
-SAMPLES_PER_EVALUATION = 4  # one of each of the first prompts, so that evaluations can be compared
+SAMPLES_PER_EVALUATION = 4  # from the same prompts each time, to compare evaluations
 
 
 class Recorder:
-    """Logger of a run's numbers and samples. Only the main process has one.
+    """Logger of a run's metrics and samples. Only the main process has one.
 
-    `resume_step`: the step that a resumed run continues from. Its folder `run_dir` is reused; what
-    was logged after that step is removed.
+    `resume_step`: the step that a resumed run continues from. The run reuses its folder `run_dir`;
+    lines logged after that step are removed.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Recorder:
             self._report_resume(config, run_dir, resume_step)
         elif self.folder.earlier:
             self.display.note(
-                f"Moved the files of an earlier run in {run_dir} to {self.folder.earlier}."
+                f"Moved the files of an earlier run from {run_dir} to {self.folder.earlier}."
             )
         resolved = dump_yaml(config)
         self.folder.write_config(dump_yaml(config, given_only=True), resolved)
@@ -57,27 +57,27 @@ class Recorder:
         )
         self.logging_steps = config.logger.logging_steps
         self._shown_failures = set[Failure | None]()
-        self._close_lock = threading.Lock()  # any thread may end the run
+        self._close_lock = threading.Lock()  # any thread may close the recorder
         self._closed = False
         self.health = Health()
-        self.health.read(read_lines(self.folder.path / METRICS))  # of the part before a resume
+        self.health.read(read_lines(self.folder.path / METRICS))  # lines logged before a resume
 
     def _report_resume(self, config: RecordedCommand, run_dir: str, resume_step: int) -> None:
-        """Print the step and folder of a resumed run, and which flags differ from before."""
+        """Print the step and folder of a resumed run, and the flags that have changed."""
         self.display.note(f"Continuing after step {resume_step} in {run_dir}.")
         if "run.dir" in config.given and os.path.abspath(config.run.dir) != run_dir:
             self.display.note(
-                f"--run.dir {config.run.dir} is not used: a resumed run keeps its own folder."
+                f"Ignoring --run.dir {config.run.dir}: a resumed run keeps its folder."
             )
         file = self.folder.path / RESOLVED
         if not file.is_file():
             return
         changed = changed_flags(file.read_text(encoding="utf-8", errors="replace"), config)
         if changed:
-            notice(f"This run continues with different flags than before: {', '.join(changed)}.")
+            notice(f"This run resumes with changed flags: {', '.join(changed)}.")
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the numbers of a training step."""
+        """Log the metrics of a training step."""
         if step % self.logging_steps == 0:
             self.display.step(step, values)
             self.log(step, values)
@@ -85,9 +85,9 @@ class Recorder:
     def evaluation(
         self, step: int, values: Mapping[str, float], trajectories: Sequence[Trajectory] = ()
     ) -> None:
-        """Log the numbers of an evaluation of the weights after `step`, and some samples.
+        """Log the metrics of an evaluation of the weights after `step`, and some samples.
 
-        The samples are one of each of the first prompts, and failed ones.
+        The samples are one for each of the first prompts, and some failed ones.
         """
         self.display.evaluation(step, values)
         self.log(step, values)
@@ -103,13 +103,13 @@ class Recorder:
         self._show_errors(f"Evaluation after step {step}", trajectories)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log numbers that the caller prints, and print the notices about them."""
+        """Log metrics that the caller prints, and print notices about them."""
         self.folder.log_metrics(step, values)
         self.trackers.log(step, values)
         self._show_notices(self.health.see(step, values))
 
     def samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Log some episodes of a step, some filtered ones, and failed ones of every kind."""
+        """Log some of a step's episodes, including filtered ones and failed ones of every kind."""
         kept: list[Trajectory] = []
         filtered: list[Trajectory] = []
         for trajectory in trajectories:
@@ -129,7 +129,7 @@ class Recorder:
             self.trackers.log_samples(step, text, rows[0]["reward"])
 
     def close(self) -> None:
-        """Write the report and restore the terminal. Later calls do nothing."""
+        """Write the report and restore the terminal. Further calls do nothing."""
         with self._close_lock:
             if not self._closed:
                 self._close()
@@ -146,7 +146,7 @@ class Recorder:
         self.folder.close()
 
     def _show_errors(self, when: str, trajectories: Sequence[Trajectory]) -> None:
-        """Print the first error of each kind of failure in the run."""
+        """Print the run's first error of each failure kind."""
         for trajectory in trajectories:
             if trajectory.error is None or trajectory.failure in self._shown_failures:
                 continue
@@ -156,7 +156,7 @@ class Recorder:
                 kind = f" ({trajectory.failure})"
             summary = _summarize_error(trajectory.error)
             self._show_notices(
-                [f"{when}: an episode has an error{kind}, see samples.jsonl for details: {summary}"]
+                [f"{when}: an episode has an error{kind}; see samples.jsonl for details: {summary}"]
             )
 
     def _show_notices(self, notices: Iterable[str]) -> None:
@@ -175,9 +175,9 @@ def _summarize_error(error: str) -> str:
 
 
 def failed_of_every_kind(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return the failed episodes: first one of each kind of failure, then another of each."""
+    """Return the failed episodes, ordered so that each failure kind appears early."""
     seen: Counter[Failure | None] = Counter()
-    numbered: list[tuple[int, Trajectory]] = []  # by the number within the kind of failure
+    numbered: list[tuple[int, Trajectory]] = []  # with its index within its failure kind
     for trajectory in trajectories:
         if trajectory.failed:
             numbered.append((seen[trajectory.failure], trajectory))

@@ -1,8 +1,8 @@
-"""report.html: one self-contained page about a run, or about the stages of a pipeline.
+"""report.html: a self-contained page about a run or about the stages of a pipeline.
 
-Everything comes from run folders, so a report can be written while a run is still training, after
-it was killed, or on another machine. The page needs no network. Missing or empty files leave gaps.
-The page itself is the template `report.html.jinja`.
+All content comes from run folders, so a report can be written while a run is training, after it was
+killed, or on another machine. The page needs no network access. Missing or empty files leave gaps.
+The template is `report.html.jinja`.
 """
 
 import os
@@ -33,16 +33,17 @@ from openrlhf.observability.run_folder import (
     read_lines,
 )
 
-Row = dict[str, Any]  # one line of a .jsonl file
-Series = dict[str, list[tuple[float, float]]]  # the curve of each metric
+Row = dict[str, Any]  # a line of a .jsonl file
+Series = dict[str, list[tuple[float, float]]]  # curves by metric
 
-HUGE = 1e100  # a larger number only shows that something broke
+HUGE = 1e100  # a larger number only means that something broke
 MAX_SAMPLE_PAIRS = 4
 MAX_ERRORS = 10
 MAX_MORE_PANELS = 60
 MAX_TILES = 6
 
-# Regular expressions for whole names of metrics that a run is judged by, the most important first.
+# Regular expressions for the main metrics of a run, most important first. Each must match the whole
+# name.
 MAIN_NUMBERS = (
     r"eval/eval_.+_pass\d+",
     r"train/reward",
@@ -53,21 +54,21 @@ MAIN_NUMBERS = (
     r"train/kl",
     r"train/response_length",
 )
-# Settings below the title, and the flags that hold them in one command or another.
+# Settings shown below the title, and the flags that contain them in different commands.
 SETTINGS = {
     "advantages": ("algo.advantage.estimator",),
     "model": ("actor.model_name_or_path", "model.model_name_or_path"),
     "data": ("data.prompt_dataset", "data.dataset"),
 }
-# Title of each panel and its metrics, which have the same unit.
+# Panel titles and a regular expression for the metrics of each panel, which share a unit.
 PANELS = {
     "Pass rate": r"eval/eval_.+_pass\d+",
     "Reward": r"train/reward|rollout/reward_mean",
     "Loss": r"train/(gpt_loss|loss|kto_loss|prm_loss)|eval/(eval (gpt|prm)_loss|eval_loss)",
     "Accuracy": r"train/acc|eval/(acc_mean|eval acc)",
-    "Rewards of chosen and rejected": r"train/(chosen|reject)_reward",
+    "Rewards of chosen and rejected answers": r"train/(chosen|reject)_reward",
     "KL to the reference": r"train/kl",
-    "Spread of rewards within a prompt": r"train/group_reward_std",
+    "Std. dev. of rewards within a prompt": r"train/group_reward_std",
     "Response length": r"train/response_length|eval/eval_response_length_mean",
     "Entropy": r"train/entropy_loss",
     "Turns and conversations per episode": r"rollout/(turns|conversations)_mean",
@@ -75,7 +76,7 @@ PANELS = {
     "Policy loss": r"train/policy_loss",
     "Clipped tokens": r"train/ppo_clip_ratio",
     "Log-prob gap, mean": r"train/(logprob_gap_mean|vllm_kl)",
-    "Log-prob gap, largest": r"train/logprob_gap_max",
+    "Log-prob gap, maximum": r"train/logprob_gap_max",
     "Critic loss": r"train/critic_loss",
     "Gradient norm": r"train/(actor_|critic_)?grad_norm",
     "Learning rate": r"train/(actor_|critic_)?lr",
@@ -86,7 +87,7 @@ PANELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One chart and its texts."""
+    """A chart with its title, unit and definition."""
 
     title: str
     unit: str
@@ -96,10 +97,10 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Pairs of an earlier and a later sample, and the newest samples that have an error.
+    """Pairs of an earlier and a later sample, and the newest errors.
 
-    If there is a single step, no pair has a later sample. `caption` says which samples the pairs
-    consist of.
+    If there is only one step, no pair has a later sample. `caption` describes which samples are
+    paired.
     """
 
     caption: str
@@ -109,9 +110,9 @@ class Samples:
 
 
 class MainNumber(NamedTuple):
-    """A metric that a stage is judged by, with its value at the beginning and at the end.
+    """A main metric of a stage, with its value at the beginning and at the end.
 
-    Each value is the mean over `steps` steps.
+    Each value is a mean over `steps` steps.
     """
 
     name: str
@@ -127,7 +128,7 @@ class MainNumber(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StageView:
-    """Contents of the page's section about a stage."""
+    """Contents of a stage's section on the page."""
 
     folder: Path
     settings: Sequence[str]
@@ -143,7 +144,7 @@ class StageView:
 
 
 def report_run(folder: Path) -> Path:
-    """Write `folder`/report.html about the run in `folder`. Returns the path of the page."""
+    """Write `folder`/report.html about the run in `folder`, and return the page's path."""
     name = folder.resolve().name
     return write_report(folder / REPORT, {name: folder}, title=name)
 
@@ -155,9 +156,9 @@ def write_report(
     title: str,
     tables: Sequence[Sequence[Sequence[object]]] = (),
 ) -> Path:
-    """Write the page about `stages`, the run folder of each stage by its name. Returns `path`.
+    """Write the page about `stages`, which maps stage names to run folders. Returns `path`.
 
-    `tables`: the rows of each table at the top of the page, column headings first, e.g.
+    `tables`: rows of the tables at the top of the page, starting with the column headings, e.g.
     [["", "before", "after"], ["pass@1", 0.41, 0.62]].
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +181,7 @@ def write_report(
 
 
 def read_stage(folder: Path) -> StageView:
-    """Read the run folder of a stage."""
+    """Read a stage's run folder."""
     rows = list(read_lines(folder / METRICS))
     series = read_series(rows)
     samples = read_samples(read_lines(folder / SAMPLES))
@@ -213,9 +214,9 @@ def read_stage(folder: Path) -> StageView:
 
 
 def read_settings(config: str) -> list[str]:
-    """Return the main settings of a configuration in YAML, e.g. ["model gpt2", "data rows.jsonl"].
+    """Return the main settings of a YAML configuration, e.g. ["model gpt2", "data rows.jsonl"].
 
-    Settings that the configuration does not have are left out.
+    Settings that are missing from the configuration are omitted.
     """
     try:
         tree = yaml.safe_load(config)
@@ -236,7 +237,7 @@ def read_settings(config: str) -> list[str]:
 
 
 def compare(runs: Mapping[str, Series]) -> list[Panel]:
-    """Return a panel for each main number that several runs logged, with a line for each run."""
+    """Return a panel for each main metric that several runs logged, with one line per run."""
     logged = set[str]().union(*runs.values())
     panels: list[Panel] = []
     for pattern in MAIN_NUMBERS:
@@ -248,14 +249,14 @@ def compare(runs: Mapping[str, Series]) -> list[Panel]:
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the metrics whose whole name matches the pattern, sorted."""
+    """Return the sorted names that match the whole pattern."""
     return [name for name in sorted(names) if re.fullmatch(pattern, name)]
 
 
 def read_series(rows: Iterable[Row]) -> Series:
-    """Return the finite values of each metric by step.
+    """Return the curve of each metric, without non-finite values.
 
-    If a step was logged twice, the later number replaces the earlier one.
+    If a step was logged twice, the later value replaces the earlier one.
     """
     points: dict[str, dict[float, float]] = {}
     for row in rows:
@@ -268,12 +269,12 @@ def read_series(rows: Iterable[Row]) -> Series:
 
 
 class _PromptHistory:
-    """Samples of a run by prompt; of each prompt and step only the first sample is kept."""
+    """Samples of a run by prompt. Only the first sample of each prompt and step is kept."""
 
     def __init__(self) -> None:
-        self.first: dict[str, Row] = {}  # of the first step
-        self.repeated: dict[str, Row] = {}  # newest, of the same prompts
-        self.latest = self.first  # of the newest step
+        self.first: dict[str, Row] = {}  # samples of the first step
+        self.repeated: dict[str, Row] = {}  # newest samples of the same prompts
+        self.latest = self.first  # samples of the newest step
         self._step: int | None = None
 
     def add(self, row: Row) -> None:
@@ -289,17 +290,17 @@ class _PromptHistory:
         self.latest[prompt] = row
 
     def repeated_pairs(self) -> list[tuple[Row | None, Row | None]]:
-        """Return the first and the newest sample of each prompt that was drawn again."""
+        """Return the first and newest sample of each prompt that was sampled again."""
         return [(self.first[prompt], row) for prompt, row in self.repeated.items()]
 
 
 def read_samples(rows: Iterable[Row]) -> Samples:
-    """Return the contents of samples.jsonl that the report shows.
+    """Select the samples and errors that the report shows.
 
-    Read as a stream, because the file may be larger than memory. The two samples of a pair have the
-    same prompt: one of the evaluations, or else one of the first training step that was drawn
-    again. If there is no such prompt, samples of the first and of the newest step are paired. The
-    samples of a run with a single step have no later sample.
+    `rows` are read as a stream, because samples.jsonl may be larger than memory. The two samples of
+    a pair share an evaluation prompt or, if there was at most one evaluation, a prompt of the first
+    training step that was sampled again. If there is no such prompt, samples of the first and the
+    newest step are paired. In a run with a single step, no sample has a later one.
     """
     errors: deque[str] = deque(maxlen=MAX_ERRORS)
     error_count = 0
@@ -316,19 +317,19 @@ def read_samples(rows: Iterable[Row]) -> Samples:
             training.add(row)
     limit = MAX_SAMPLE_PAIRS
     if evaluation.repeated:
-        caption = "evaluation prompts: first and newest sample of each"
+        caption = "first and newest sample of each evaluation prompt"
         pairs = evaluation.repeated_pairs()
     elif training.repeated:
-        caption = "training prompts: first and newest sample of each"
+        caption = "first and newest sample of each training prompt"
         pairs = training.repeated_pairs()
     elif training.latest is not training.first:
-        caption = "first and newest step; no prompt of the first step was drawn again"
+        caption = "samples of the first and the newest step; no prompt was sampled twice"
         pairs = list(zip_longest(training.first.values(), training.latest.values()))
     else:
-        caption = "one sample of each prompt; no prompt has a later one"
+        caption = "one sample per prompt; no prompt was sampled again"
         only_step = training.first or evaluation.first
         pairs = [(row, None) for row in only_step.values()]
-        limit = 2 * MAX_SAMPLE_PAIRS  # as many samples as in pairs
+        limit = 2 * MAX_SAMPLE_PAIRS  # the same number of samples as in pairs
     return Samples(
         caption=caption,
         pairs=pairs[:limit],
@@ -338,7 +339,7 @@ def read_samples(rows: Iterable[Row]) -> Samples:
 
 
 def make_panel(title: str, names: Iterable[str], curves: Mapping[str, Curve]) -> Panel:
-    """Return the chart of curves by label. The glossary has the unit and definitions of `names`."""
+    """Return a chart of curves by label, with the unit and definitions of the metrics `names`."""
     unit = ""
     definitions: dict[str, None] = {}
     for name in names:
@@ -350,10 +351,10 @@ def make_panel(title: str, names: Iterable[str], curves: Mapping[str, Curve]) ->
 
 
 def main_numbers(series: Series) -> list[MainNumber]:
-    """Return the numbers that a stage is judged by, the most important first.
+    """Return the main metrics of a stage, most important first.
 
-    The numbers of training steps are averaged over the first and the last twentieth of the steps;
-    those of evaluations are not averaged.
+    Training metrics are averaged over the first and the last twentieth of the steps; evaluation
+    metrics are not averaged.
     """
     found: list[MainNumber] = []
     for pattern in MAIN_NUMBERS:
@@ -369,7 +370,7 @@ def main_numbers(series: Series) -> list[MainNumber]:
 
 
 def short_label(name: str) -> str:
-    """Return a readable name of a metric: "total length" for `train/total_length`."""
+    """Return a readable name for a metric: `train/total_length` is "total length"."""
     if not name.startswith("eval/"):
         return name.partition("/")[2].replace("_", " ")
     label = evaluation_label(name)
@@ -402,17 +403,17 @@ def _facts(rows: Sequence[Row]) -> list[str]:
         steps = "1 step"
     return [
         steps,
-        f"{clock_time(max(times) - min(times))} from first to last line",
+        f"{clock_time(max(times) - min(times))} from the first to the last logged line",
         time.strftime("started %Y-%m-%d %H:%M", time.localtime(min(times))),
     ]
 
 
 def _failures(series: Series, samples: Samples) -> list[str]:
-    """Return sentences with the numbers of failed episodes and errors, if there are any."""
+    """Return sentences that count failed episodes and errors, if any."""
     sentences: list[str] = []
     failed = sum(value for _, value in series.get("train/failed_episodes", []))
     if failed:
-        sentences.append(f"Failed episodes, dropped: {failed:,.0f}")
+        sentences.append(f"Failed and dropped episodes: {failed:,.0f}")
     if samples.error_count:
         sentences.append(f"Logged episodes with an error: {samples.error_count:,}")
     return sentences

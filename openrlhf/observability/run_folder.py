@@ -1,19 +1,16 @@
-"""The folder of a run: its configuration, its numbers and its samples.
+"""The run folder: configuration, metrics and samples of a run.
 
-    config.yaml     the flags that were given on the command line or in a file, for --config
-    config_resolved.yaml    every value in effect
-    metrics.jsonl   one object per log call: {"step": 12, "time": 1700000000.0, "train/kl": …}
-    samples.jsonl   one object per logged episode: the keys of `sample_row`
-    texts.txt       the first rows as the model is trained on them (offline tasks)
-    report.html     written by `report.py`
-    logs/           one file per process
-    wandb_id        the W&B run that a resumed run continues
-    earlier/<n>/    files of an earlier run in the same folder
+    config.yaml     the flags set on the command line or in a file, for --config
+    config_resolved.yaml    the value of every flag metrics.jsonl   one object per log call:
+    {"step": 12, "time": 1700000000.0, "train/kl": …} samples.jsonl   one object per logged episode,
+    with the keys of `sample_row` texts.txt       the first training rows as the model sees them
+    (offline tasks) report.html     written by `report.py` logs/           one file per process
+    wandb_id the id of the W&B run, which a resumed run continues earlier/<n>/    files of an
+    earlier run in the same folder
 
-An evaluation after step 12 is a separate line with step 12, after the line of the training step;
-readers merge the lines of a step. JSON has no NaN or infinity: such numbers become null. A line is
-written to the file as soon as it is logged, so a killed process loses at most the line that it was
-writing.
+An evaluation after step 12 is a separate line with step 12, after the training step's line; readers
+merge the lines of a step. JSON has no NaN or infinity: non-finite numbers become null. A line is
+written as soon as it is logged, so a killed process loses at most the line that it was writing.
 """
 
 import json
@@ -43,17 +40,17 @@ ENTRIES = tuple(name for name in OWNED["run"] if name != EARLIER)
 
 
 class RunFolder:
-    """Writer of the files of a run.
+    """Writer of a run's files.
 
-    Only one live process may hold the folder; other processes use only its path. Raises InUseError
-    if another process holds it.
+    Only one live process may write to the folder. Raises InUseError if another process holds its
+    lock.
     """
 
     def __init__(self, path: Path | str, *, resume_step: int | None = None) -> None:
-        """Start a new run in `path`, and move files of an earlier run to the folder `earlier`.
+        """Start a new run in `path`, and move files of an earlier run to `earlier/<n>/`.
 
-        With `resume_step`, continue the run in `path`: the lines that it logged after this step are
-        deleted.
+        With `resume_step`, continue the run in `path` and delete the lines that it logged after
+        this step.
         """
         self.path = Path(path)
         self._lock = ExitStack()
@@ -70,7 +67,7 @@ class RunFolder:
         self._samples = LogFile(self.path / SAMPLES)
 
     def write_config(self, given: str, resolved: str) -> None:
-        """Write config.yaml and config_resolved.yaml, each completely or not at all."""
+        """Write config.yaml and config_resolved.yaml, each atomically."""
         self._write(CONFIG, given)
         self._write(RESOLVED, resolved)
 
@@ -79,38 +76,38 @@ class RunFolder:
         self._write(TEXTS, "\n".join(texts) + "\n")
 
     def _write(self, name: str, content: str) -> None:
-        """Write a file completely or not at all; report a failure and continue."""
+        """Write a file atomically; report a failure and continue."""
         try:
             write_atomically(self.path / name, content)
         except OSError as error:
             report_failed_write(self.path / name, error)
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Append the numbers of a step, or of an evaluation after it."""
+        """Append the metrics of a step, or of an evaluation after it."""
         numbers = {name: float(value) for name, value in values.items()}
         self._metrics.write(json_line({"step": step, "time": time.time(), **numbers}))
 
     def log_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append episodes, given their rows from `sample_row`."""
+        """Append episodes, given as rows from `sample_row`."""
         for row in rows:
             self._samples.write(json_line(row))
 
     def close(self) -> None:
-        """Close the files permanently, and release the folder to other processes."""
+        """Close the files and release the folder's lock."""
         self._metrics.close()
         self._samples.close()
         self._lock.close()
 
 
 def sample_row(step: int, trajectory: Trajectory, *, evaluation: bool = False) -> dict[str, Any]:
-    """Return the line of samples.jsonl about an episode.
+    """Return an episode's row for samples.jsonl.
 
-    The episode was generated for `step`, or to evaluate the weights after `step`.
+    The episode was generated for training step `step`, or to evaluate the weights after it.
     """
     scores: dict[str, float] = {}
     if trajectory.score is not None:
         scores["score"] = trajectory.score
-    scores.update(trajectory.extra_logs)  # numbers that the user's code added
+    scores.update(trajectory.extra_logs)  # numbers returned by user code
     agent_counts: dict[str, int] = {}
     if trajectory.turns is not None:
         agent_counts["turns"] = trajectory.turns
@@ -129,7 +126,7 @@ def sample_row(step: int, trajectory: Trajectory, *, evaluation: bool = False) -
         "weight_versions": trajectory.weight_versions,
         "error": hide(trajectory.error),
         "failure": trajectory.failure,  # the kind of the error
-        "filtered": trajectory.filtered,  # whether dynamic filtering replaced its prompt
+        "filtered": trajectory.filtered,  # True if dynamic filtering discarded its prompt
         "evaluation": evaluation,
     }
 
@@ -137,7 +134,7 @@ def sample_row(step: int, trajectory: Trajectory, *, evaluation: bool = False) -
 def set_aside(path: Path, names: Iterable[str] = ENTRIES) -> Path | None:
     """Move the files of an earlier run in `path` to the next free `earlier/<n>/`.
 
-    Returns that folder, or None if there are no files.
+    Returns that folder, or None if there were no files.
     """
     leftovers = [path / name for name in names if (path / name).exists()]
     if not leftovers:
@@ -156,16 +153,16 @@ def set_aside(path: Path, names: Iterable[str] = ENTRIES) -> Path | None:
 def json_line(row: Mapping[str, Any]) -> str:
     """Return one line of valid JSON.
 
-    A number that is not finite becomes null. An object that JSON does not support becomes its text.
+    Non-finite numbers become null. Objects that JSON does not support become strings.
     """
     finite = json.loads(json.dumps(row, default=str), parse_constant=lambda _: None)
     return json.dumps(finite, ensure_ascii=False) + "\n"
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a .jsonl file that have a step; skip unfinished and foreign lines.
+    """Yield the rows of a .jsonl file that have a step; skip incomplete and unrelated lines.
 
-    A missing file has no rows. A file may be read while the run writes to it.
+    A missing file yields nothing. The file may be read while the run writes to it.
     """
     if not path.exists():
         return

@@ -1,4 +1,4 @@
-"""Tables on the terminal: an evaluation by data source, and rows of texts."""
+"""Terminal tables: evaluation results by data source, and rows of texts."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,8 +1,8 @@
 """Mirrors of metrics.jsonl: TensorBoard and Weights & Biases.
 
-A tracker never ends a run. If it cannot start or fails later, a warning is logged once and the run
-continues without it; the run folder has every number in any case. The only error is a tracker whose
-flag is set but whose package is not installed. It is raised before a model is loaded.
+A tracker never stops a run. If it cannot start or fails later, a warning is printed once and the
+run continues without it; the run folder always contains every number. The only error is a tracker
+whose flag is set but whose package is not installed, which is raised before models are loaded.
 """
 
 import importlib
@@ -22,14 +22,15 @@ from openrlhf.observability.run_folder import WANDB_ID
 from openrlhf.reporting import warn
 
 SAMPLES_NAME = "train/generated_samples"
-WANDB_KEY_LENGTH = 40  # a shorter --logger.wandb.key means that this machine's login is used
-WANDB_SAMPLE_ROWS = 200  # bounded, because a W&B table is sent as a whole each time it grows
+WANDB_KEY_LENGTH = 40  # a shorter --logger.wandb.key selects this machine's W&B login
+WANDB_SAMPLE_ROWS = 200  # bounded, because the whole W&B table is uploaded each time it grows
 
 
 class Trackers:
-    """All trackers of a run; each has `log`, `log_samples` and `close`.
+    """All trackers of a run.
 
-    Calls never raise: a tracker that fails is dropped with a warning.
+    Each tracker has `log`, `log_samples` and `close`. Calls never raise: a tracker that fails is
+    dropped with a warning.
     """
 
     def __init__(self, trackers: Sequence[Any]) -> None:
@@ -55,10 +56,10 @@ class Trackers:
 
 
 class TensorBoardTracker:
-    """TensorBoard event files, which can be read before the run ends."""
+    """TensorBoard event files, which can be read while the run is active."""
 
     def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
-        """Hide the events after `resume_step` that an earlier process wrote.
+        """Open the folder, and hide events that an earlier process wrote after `resume_step`.
 
         Raises InUseError if another run uses the folder.
         """
@@ -75,7 +76,7 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def log_samples(self, step: int, text: str, reward: float | None) -> None:
-        # Indentation makes a Markdown code block, which shows the text verbatim.
+        # Indented text is a Markdown code block, which is shown verbatim.
         verbatim = textwrap.indent(text, "    ", lambda line: True)
         self._writer.add_text(SAMPLES_NAME, f"reward {reward}\n\n{verbatim}", step)
         self._writer.flush()
@@ -86,7 +87,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A W&B run. A resumed run continues the same W&B run, whose id is in the run folder."""
+    """A W&B run. A resumed run continues its W&B run, whose id is stored in the run folder."""
 
     def __init__(self, wandb: WandbConfig, *, settings: Mapping[str, Any], run_dir: Path) -> None:
         self._wandb: Any = importlib.import_module("wandb")  # optional dependency
@@ -129,9 +130,9 @@ class WandbTracker:
 
 
 def _wandb_axis(stage: str) -> str:
-    """Return the name of the metric that is the x axis of a stage.
+    """Return the metric that serves as a stage's x axis.
 
-    Evaluations have their own axis, because an asynchronous evaluation is logged after later
+    Evaluations have their own axis, because an asynchronous evaluation may be logged after later
     training steps.
     """
     if stage == "eval":
@@ -148,13 +149,12 @@ def make_trackers(
 ) -> Trackers:
     """Start the trackers that the flags select.
 
-    `settings`: the resolved configuration, which W&B shows. `resume_step`: the step that a resumed
-    run continues from. Raises ConfigError if a W&B key is set but wandb is not installed; any other
-    failure to start is a warning.
+    `settings`: the resolved configuration, shown by W&B. `resume_step`: the step that a resumed run
+    continues from. Raises ConfigError if a W&B key is set but wandb is not installed; any other
+    startup failure is a warning.
     """
     wandb = config.wandb
-    # W&B leaves a folder ./wandb behind. Python treats the folder as an empty package, without an
-    # origin.
+    # W&B creates a folder ./wandb, which Python treats as a namespace package without an origin.
     package = importlib.util.find_spec("wandb")
     if wandb.key and (package is None or package.origin is None):
         raise ConfigError(

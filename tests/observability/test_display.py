@@ -28,7 +28,7 @@ RL_STEP = {
 
 
 class Terminal(io.StringIO):
-    """A stream that claims to be an interactive terminal."""
+    """A stream that reports itself as an interactive terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -38,7 +38,7 @@ def line_of(values: dict[str, float], **kwargs) -> str:
     return join_parts(step_parts(12, 120, values, seconds_left=None), **kwargs).plain
 
 
-def test_step_parts_of_rl_step_form_one_line():
+def test_rl_step_is_one_line():
     line = join_parts(step_parts(12, 120, RL_STEP, seconds_left=83)).plain
     assert " ".join(line.split()) == (
         "step 12/120 · reward 0.530 · kl 0.0020 · length 118 · 1.9k tokens/s · "
@@ -46,27 +46,27 @@ def test_step_parts_of_rl_step_form_one_line():
     )
 
 
-def test_step_parts_of_supervised_step_show_loss_and_learning_rate():
-    """In distillation, the shown loss is the one that is minimized, not the likelihood alone."""
+def test_supervised_step_shows_loss_and_learning_rate():
+    """In distillation, the displayed loss is the minimized one, not only the likelihood."""
     losses = {"train/gpt_loss": 3.0, "train/distil_loss": 1.5, "train/loss_mean": 2.25}
     line = line_of(losses | {"train/lr": 1e-4, "train/grad_norm": 1.0})
     assert line == "step  12/120 · loss  2.250 · lr 1.0e-04"
 
 
-def test_numbers_of_successive_steps_are_aligned():
+def test_numbers_in_successive_steps_are_aligned():
     first, second = line_of(RL_STEP), line_of({**RL_STEP, "train/reward": -2.5, "train/kl": -0.1})
     assert [i for i, c in enumerate(first) if c == "·"] == [
         i for i, c in enumerate(second) if c == "·"
     ]
 
 
-def test_failed_episodes_and_nonfinite_steps_are_shown_only_if_there_are_any():
+def test_failed_episodes_and_nonfinite_steps_are_shown_only_if_nonzero():
     assert "failed" not in line_of({**RL_STEP, "train/failed_episodes": 0})
     line = line_of({**RL_STEP, "train/failed_episodes": 3, "train/nonfinite_steps": 1})
     assert line.endswith("3 failed episodes · 1 steps not finite")
 
 
-def test_large_share_of_truncated_episodes_is_shown() -> None:
+def test_large_fraction_of_truncated_episodes_is_shown() -> None:
     assert line_of({**RL_STEP, "train/truncated": 0.62}).endswith(" · 62% cut off")
     assert "cut off" not in line_of({**RL_STEP, "train/truncated": 0.05})
 
@@ -103,7 +103,7 @@ def test_labels_are_dim_and_main_numbers_are_bold():
     assert (styles["reward"], styles["0.530"]) == ("dim", "bold")
 
 
-def test_evaluation_parts_show_pass_at_k_first():
+def test_evaluation_line_shows_pass_at_k_first():
     values = {
         "eval/eval_num_samples": 1600.0,
         "eval/eval_truncated_rate": 0.02,
@@ -117,7 +117,7 @@ def test_evaluation_parts_show_pass_at_k_first():
     )
 
 
-def test_evaluation_parts_show_standard_error_with_pass_at_one():
+def test_evaluation_line_shows_standard_error_after_pass_at_one():
     values = {
         "eval/eval_a_score_stderr": 0.0123,
         "eval/eval_a_pass4": 0.71,
@@ -127,12 +127,12 @@ def test_evaluation_parts_show_standard_error_with_pass_at_one():
     assert line == "eval after step 0 · a pass@4 0.710 · a pass@1 0.452 (± 0.012)"
 
 
-def test_evaluation_parts_omit_default_data_source():
+def test_evaluation_line_omits_default_data_source():
     shown = evaluation_parts(2, {"eval/eval_default_pass1": 0.5, "eval/eval_gsm8k_pass1": 0.25})
     assert [part.label for part in shown[1:]] == ["pass@1", "gsm8k pass@1"]
 
 
-def test_evaluation_parts_of_supervised_run_show_loss():
+def test_supervised_evaluation_line_shows_loss():
     assert join_parts(evaluation_parts(5, {"eval/eval gpt_loss": 0.5})).plain == (
         "eval after step 5 · gpt loss 0.500"
     )
@@ -154,7 +154,7 @@ def test_evaluation_parts_of_supervised_run_show_loss():
         (float("inf"), "inf"),
     ],
 )
-def test_compact_writes_numbers_in_few_characters(number, text):
+def test_compact_formats_numbers_in_few_characters(number, text):
     assert compact(number) == text
 
 
@@ -163,19 +163,19 @@ def test_clock_time_formats_durations():
 
 
 @pytest.mark.parametrize(("share", "text"), [(0.02, "2%"), (1.0, "100%"), (float("nan"), "nan%")])
-def test_rate_of_evaluation_is_shown_in_percent(share, text):
+def test_evaluation_rates_are_shown_as_percentages(share, text):
     _, part = evaluation_parts(1, {"eval/eval_truncated_rate": share})
     assert part.value == text
 
 
-def test_display_is_live_only_on_terminal_without_quiet_and_json():
+def test_display_is_live_only_on_terminal_without_quiet_or_json():
     assert Display(out=Terminal()).live
     assert not Display(out=io.StringIO()).live
     assert not Display(out=Terminal(), quiet=True).live
     assert not Display(out=Terminal(), json=True).live
 
 
-def test_plain_output_has_one_line_per_step_with_time_left(monkeypatch):
+def test_plain_output_has_one_line_per_step_with_remaining_time(monkeypatch):
     out, now = io.StringIO(), [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     display = Display(out=out)
@@ -205,10 +205,10 @@ def test_live_output_shows_lines_and_bar_and_restores_cursor():
     assert "1/20" in text
     assert "generating 512 episodes" in text
     assert "the gap grew" in text
-    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # the cursor is shown again
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # the cursor is visible again
 
 
-def test_begin_prints_note_only_if_all_steps_are_completed() -> None:
+def test_begin_prints_note_only_if_all_steps_are_complete() -> None:
     for done, is_complete in ((20, True), (19, False)):
         out = io.StringIO()
         display = Display(out=out)

@@ -1,4 +1,4 @@
-"""Declarations of metrics, and the page that is generated from them."""
+"""Metric declarations, and the page generated from them."""
 
 import re
 
@@ -9,7 +9,7 @@ from openrlhf.observability.glossary import GLOSSARY, GROUPS, find_spec
 from tests.pages import metrics_page
 from tests.plausible import implausible, range_of
 
-# Names that users have dashboards for.
+# Metric names used in users' dashboards.
 ESTABLISHED = """
 train/policy_loss train/actor_lr train/actor_grad_norm train/ppo_clip_ratio train/ppo_kl
 train/vllm_kl train/kl train/logprobs_diff train/entropy_loss train/reward train/score train/return
@@ -28,7 +28,7 @@ eval/reward_mean eval/reward_std train/ptx_loss
 
 
 @pytest.mark.parametrize("name", [*ESTABLISHED.split(), "eval/eval gpt_loss"])
-def test_established_name_is_declared(name):
+def test_names_used_in_dashboards_are_declared(name):
     assert find_spec(name) is not None
 
 
@@ -38,11 +38,11 @@ def test_find_spec_matches_any_data_source_and_k():
     assert find_spec("eval/eval_my_own_set_pass") is None
 
 
-def test_find_spec_returns_none_for_number_of_user_code():
+def test_find_spec_returns_none_for_metric_added_by_user_code():
     assert find_spec("train/math_accuracy") is None
 
 
-def test_every_reduction_of_the_glossary_exists_and_is_used():
+def test_every_glossary_reduction_exists_and_is_used():
     ways = {spec.reduces for spec in GLOSSARY.values()}
     assert ways == {
         kind.__name__.lower()
@@ -53,22 +53,22 @@ def test_every_reduction_of_the_glossary_exists_and_is_used():
     assert GLOSSARY["train/actor_lr"].reduces == "last"
 
 
-def test_no_name_is_declared_twice():
+def test_no_metric_is_declared_twice():
     assert sum(len(group["metrics"]) for group in GROUPS) == len(GLOSSARY)
 
 
-def test_metrics_page_has_one_row_of_five_cells_per_name():
+def test_metrics_page_has_one_row_of_five_cells_per_metric():
     page = metrics_page()
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert len(rows) == len(GLOSSARY)
     assert all(len(re.split(r"(?<!\\)\|", row)) == 5 + 2 for row in rows)
     assert (
-        "| `train/kl` | mean | nats per token | -10 to 10 | KL of the policy to the reference"
-        in page
+        "| `train/kl` | mean | nats per token | -10 to 10 | KL divergence from the policy to the "
+        "reference" in page
     )
 
 
-def test_every_definition_is_one_line_that_ends_with_period():
+def test_every_definition_is_one_line_ending_with_a_period():
     for name, spec in GLOSSARY.items():
         assert spec.definition.endswith("."), name
         assert "\n" not in spec.definition, name
@@ -104,7 +104,7 @@ def test_implausible_accepts_plausible_numbers():
         ),
     ],
 )
-def test_implausible_reports_number_outside_range_with_its_step(name, value, sentence):
+def test_implausible_reports_out_of_range_number_with_its_step(name, value, sentence):
     (found,) = implausible([{"step": 6, "train/lr": 0.1}, {"step": 7, name: value}])
     assert found.startswith("step 7: ") and found.endswith(sentence)
 
@@ -119,7 +119,11 @@ def test_implausible_reports_mean_above_maximum():
 def test_only_signed_metrics_have_no_lower_bound():
     signed = {name for name, spec in GLOSSARY.items() if range_of(spec) == "any"}
     names = "reward|return|values|score|pass|margin|policy_loss|diff|ppo_kl|vllm_kl|logratio"
-    of_any_task = {"train/loss", "train/loss_mean", "eval/eval_loss"}  # robust DPO's is signed
+    of_any_task = {
+        "train/loss",
+        "train/loss_mean",
+        "eval/eval_loss",
+    }  # the robust DPO loss may be negative
     assert of_any_task == {name for name in signed if not re.search(names, name)}
     assert {range_of(spec) for spec in GLOSSARY.values()} == {
         "any",

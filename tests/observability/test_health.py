@@ -1,4 +1,4 @@
-"""Notices about a run: none if it is healthy, and one for each problem."""
+"""Notices about a run: none for a healthy run, and one for each problem."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from openrlhf.observability.health import CAUSES, MEANING, RULES, Health, notice
 from tests.config.commands import ROOTS
 from tests.verify.learning import RECORDS, UNCORRECTED
 
-HEALTHY = Path(__file__).parent / "healthy"  # the watched numbers of the demo's runs
+HEALTHY = Path(__file__).parent / "healthy"  # metrics of the demo runs that have rules
 Row = dict[str, Any]
 
 
@@ -29,7 +29,7 @@ def recorded(name: str) -> list[Row]:
 def with_values(
     rows: list[Row], metric: str, value: Callable[[int, float], float | None], after: int = 10
 ) -> list[Row]:
-    """Replace the metric by `value(n, old)` in the n-th row after the step `after`."""
+    """Replace the metric with `value(n, old)` in the n-th row after step `after`."""
     number = count(1)
     return [
         row | {metric: value(next(number), row[metric])}
@@ -140,7 +140,7 @@ def evaluations(*scores: float, error: float = 0.02) -> list[Row]:
 
 
 def reported_when(rows: list[Row]) -> str:
-    """Return whether the only notice comes during the run, at its end, or never."""
+    """Return when the only notice is printed: during the run, at its end, or never."""
     health = Health()
     running = health.read(rows)
     ended = health.end()
@@ -152,7 +152,7 @@ def reported_when(rows: list[Row]) -> str:
     return "never"
 
 
-def test_regression_is_reported_if_score_stays_or_ends_below_start() -> None:
+def test_regression_is_reported_if_score_stays_or_ends_below_its_start() -> None:
     assert reported_when(evaluations(0.5, 0.4, 0.5, 0.6)) == "never"
     assert reported_when(evaluations(0.5, 0.4, 0.4, 0.6)) == "running"
     assert reported_when(evaluations(0.5, 0.6, 0.4)) == "end"
@@ -179,7 +179,7 @@ def test_chance_accuracy_is_reported_at_end_of_long_run(
     ("steps", "share", "reported"),
     [(2, 0.9, "end"), (5, 0.9, "running"), (2, 0.85, "never"), (8, 0.85, "never")],
 )
-def test_truncation_of_nine_in_ten_episodes_is_reported_in_short_runs_too(
+def test_truncation_of_90_percent_is_reported_even_in_short_runs(
     steps: int, share: float, reported: str
 ) -> None:
     rows = [{"step": n, "train/truncated": share} for n in range(steps)]
@@ -219,14 +219,14 @@ def test_steps_without_kept_episodes_are_reported(kept: list[int], reported: str
 @pytest.mark.parametrize(
     ("last", "reported"), [(-20.0, "running"), (-4.0, "never"), (10.0, "never")]
 )
-def test_less_likely_chosen_answers_are_reported(last: float, reported: str) -> None:
+def test_drop_in_likelihood_of_chosen_answers_is_reported(last: float, reported: str) -> None:
     rows = [
         {"step": n, "train/chosen_logratio": last * n / 20, "train/acc": 0.9} for n in range(21)
     ]
     assert reported_when(rows) == reported
 
 
-def test_zero_gradient_is_not_reported_after_its_cause_same_rewards() -> None:
+def test_zero_gradient_is_not_reported_if_identical_rewards_explain_it() -> None:
     rows = [
         {"step": n, "train/dead_groups": 1.0, "train/reward": 0.0, "train/actor_grad_norm": 0.0}
         for n in range(9)
@@ -236,7 +236,7 @@ def test_zero_gradient_is_not_reported_after_its_cause_same_rewards() -> None:
     assert CAUSES == {"no update": "same rewards", "rounded away": "no update"}
 
 
-def test_unchanged_bfloat16_weights_are_reported_unless_rewards_are_the_same() -> None:
+def test_unchanged_bfloat16_weights_are_reported_unless_rewards_are_identical() -> None:
     still = [
         {"step": n, "train/actor_changed_weights": 0.0002, "train/actor_lr": 1e-6} for n in range(9)
     ]
@@ -247,7 +247,7 @@ def test_unchanged_bfloat16_weights_are_reported_unless_rewards_are_the_same() -
     assert notice.endswith(MEANING["same rewards"])
 
 
-def test_warm_up_from_zero_has_no_notices() -> None:
+def test_warm_up_from_zero_gives_no_notice() -> None:
     assert (
         notices_of(
             {"step": n, "train/actor_lr": rate} for n, rate in enumerate([0, 0, 0, 0, 1e-6, 2e-6])
@@ -256,7 +256,7 @@ def test_warm_up_from_zero_has_no_notices() -> None:
     )
 
 
-def test_notice_has_steps_number_and_initial_value() -> None:
+def test_notice_contains_steps_value_and_initial_value() -> None:
     (notice,) = notices_of(
         {"step": n, "train/logprob_gap_mean": x}
         for n, x in enumerate([0.05, 0.08, 0.15, 0.2, 0.25])
@@ -264,7 +264,7 @@ def test_notice_has_steps_number_and_initial_value() -> None:
     assert notice.startswith("Steps 2 to 4: train/logprob_gap_mean is 0.25 (at the start 0.05). ")
 
 
-def test_flags_in_meanings_exist_and_every_problem_has_rule() -> None:
+def test_flags_in_explanations_exist_and_every_problem_has_a_rule() -> None:
     known = {flag for root in ROOTS.values() for flag in flags_of(root)}
     named = set(re.findall(r"--([\w.]+\w)", " ".join(MEANING.values())))
     assert named - known == set()

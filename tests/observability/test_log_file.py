@@ -1,4 +1,4 @@
-"""Logging to a full disk: nothing is raised, and lines are written once there is room."""
+"""Logging to a full disk does not raise, and lines are written once there is room."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ FULL = Path("/dev/full")  # every write fails as on a full disk
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Make writes beyond `size` bytes of a file fail until the block exits.
+    """Make writes beyond the first `size` bytes of a file fail until the block exits.
 
-    Part of a line may be written first, as on a disk that fills up.
+    Part of a line may still be written, as on a disk that fills up.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -47,7 +47,7 @@ def test_pending_lines_are_written_in_order_once_disk_has_room(
     assert capsys.readouterr().err.count(str(tmp_path / "log")) == 1
 
 
-@pytest.mark.usefixtures("capsys")  # printed text would go to a file as well
+@pytest.mark.usefixtures("capsys")  # printed text would also be written to a file
 def test_lines_are_dropped_if_too_many_are_pending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +78,7 @@ def test_recorder_on_full_disk_keeps_all_metrics_and_closes(
     assert "report.html" in capsys.readouterr().err
 
 
-def test_log_file_on_full_device_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_file_on_full_device_does_not_raise(capsys: pytest.CaptureFixture[str]) -> None:
     file = LogFile(FULL)
     file.write("a\n")
     file.close()

@@ -1,4 +1,4 @@
-"""Reduction of logged numbers."""
+"""Reduction of logged metrics."""
 
 import math
 import pickle
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from openrlhf.observability.metrics import Deviation, Last, Max, Mean, merge_all, values
 
 
-def test_mean_of_unequal_parts_equals_mean_of_whole():
+def test_merged_mean_of_unequal_parts_equals_overall_mean():
     parts = [{"train/kl": Mean(1 + 2 + 3, 3)}, {"train/kl": Mean(10, 1)}]
     assert merge_all(parts)["train/kl"].value == pytest.approx((1 + 2 + 3 + 10) / 4)
 
@@ -27,7 +27,7 @@ def test_max_is_nan_if_any_part_is_nan(order):
 
 
 @given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5), min_size=1, max_size=5))
-def test_deviation_does_not_depend_on_split_into_parts(parts):
+def test_deviation_does_not_depend_on_split(parts):
     whole = [number for part in parts for number in part]
     merged = merge_all({"std": Deviation.of(part)} for part in parts)["std"]
     assert merged.value == pytest.approx(
@@ -36,7 +36,7 @@ def test_deviation_does_not_depend_on_split_into_parts(parts):
     assert merged.mean == pytest.approx(statistics.mean(whole), abs=1e-9)
 
 
-def test_deviation_keeps_small_spread_around_large_mean():
+def test_deviation_is_accurate_for_small_spread_around_large_mean():
     parts = [
         {"std": Deviation.of([1e9 + 0.25, 1e9 - 0.25])},
         {"std": Deviation.of([1e9 + 0.25, 1e9 - 0.25])},
@@ -48,18 +48,18 @@ def test_last_is_value_of_last_part():
     assert merge_all([{"lr": Last(1.0)}, {"lr": Last(0.5)}]) == {"lr": Last(0.5)}
 
 
-def test_merge_all_reduces_name_over_the_ranks_that_have_it():
+def test_merge_all_reduces_metric_over_ranks_that_report_it():
     ranks = [{"a": Mean(4, 2)}, {"b": Mean(1, 1)}, {}, {"a": Mean(2, 1), "c": Last(7)}]
     assert merge_all(ranks) == {"a": Mean(6, 3), "b": Mean(1, 1), "c": Last(7)}
 
 
-def test_merge_all_does_not_change_its_parts():
+def test_merge_all_does_not_modify_its_inputs():
     first, second = {"a": Mean(1, 1)}, {"a": Mean(3, 1)}
     merge_all([first, second])
     assert (first, second) == ({"a": Mean(1, 1)}, {"a": Mean(3, 1)})
 
 
-def test_values_leaves_out_mean_over_nothing():
+def test_values_omits_mean_over_nothing():
     logged = values({"seen": Mean(3, 2), "unseen": Mean(0, 0), "top": Max(2), "lr": Last(1)})
     assert logged == {"seen": 1.5, "top": 2.0, "lr": 1.0}
 

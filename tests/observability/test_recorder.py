@@ -1,4 +1,4 @@
-"""Logging of a run, and resumed runs that continue in the same files."""
+"""Logging of runs, including resumed runs that continue in the same files."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def log_steps(recorder: Recorder, first: int, last: int) -> None:
-    """Log samples, the numbers of the step and an evaluation, like the training loops."""
+    """Log samples, step metrics and an evaluation, like the training loops."""
     for step in range(first, last + 1):
         recorder.samples(step, [episode(step, score=1.0)])
         recorder.step(step, {"train/loss": float(step)})
         recorder.evaluation(step, {"eval/score": float(step)})
 
 
-def test_resumed_run_removes_rows_after_its_checkpoint(tmp_path: Path) -> None:
+def test_resumed_run_removes_rows_logged_after_its_checkpoint(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     log_steps(recorder(whole), 1, 4)
     killed = recorder(cut)
@@ -60,7 +60,7 @@ def resumed_notices(
     *,
     written: bool = True,
 ) -> str:
-    """Return what a run with the flags `after` prints when it resumes a run with `before`."""
+    """Return the output of a run with flags `after` that resumes a run with flags `before`."""
     folder.mkdir(exist_ok=True)
     (folder / "rows.jsonl").write_text("{}\n")
     always = [
@@ -79,7 +79,7 @@ def resumed_notices(
     return capsys.readouterr().err
 
 
-def test_resumed_run_prints_changed_flags_with_both_values(
+def test_resumed_run_prints_old_and_new_values_of_changed_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = ["--adam.lr", "1e-3", "--lr_scheduler", "constant", "--adam.betas", "0.9", "0.95"]
@@ -97,7 +97,7 @@ def test_resumed_run_prints_changed_flags_with_both_values(
     assert printed.count("(before: ") == len(expected)
 
 
-def test_resumed_run_prints_no_flags_if_only_places_changed(
+def test_resumed_run_does_not_print_changed_output_paths(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lr = ["--adam.lr", "1e-3"]
@@ -127,7 +127,7 @@ def test_logging_steps_skips_steps_but_not_evaluations(tmp_path: Path) -> None:
     assert logged == [(1, False), (2, True), (2, False), (3, False), (4, True), (4, False)]
 
 
-def test_samples_logs_failed_episodes_in_addition_to_good_ones(tmp_path: Path) -> None:
+def test_failed_episodes_are_logged_in_addition_to_successful_ones(tmp_path: Path) -> None:
     many = [episode(0, i, score=1.0) for i in range(SAMPLES_PER_STEP + 5)]
     recorder(tmp_path).samples(1, [*many, failed(1, 0)])
     written = rows(tmp_path, "samples.jsonl")
@@ -135,14 +135,14 @@ def test_samples_logs_failed_episodes_in_addition_to_good_ones(tmp_path: Path) -
     assert (written[-1]["stop_reason"], written[-1]["error"]) == ("failed", "it broke")
 
 
-def test_samples_logs_rare_kind_of_failure_despite_frequent_one(tmp_path: Path) -> None:
+def test_rare_failure_kind_is_logged_despite_a_frequent_one(tmp_path: Path) -> None:
     late = [failed(0, i).failing("slow", Failure.TIMEOUT) for i in range(SAMPLES_PER_STEP + 5)]
     recorder(tmp_path).samples(1, [*late, failed(1, 0).failing("gone", Failure.EXIT)])
     kinds = [row["failure"] for row in rows(tmp_path, "samples.jsonl")]
     assert kinds == ["timeout", "exit", *["timeout"] * (SAMPLES_PER_STEP - 2)]
 
 
-def test_samples_logs_filtered_episodes_in_addition_to_kept_ones(tmp_path: Path) -> None:
+def test_filtered_episodes_are_logged_in_addition_to_kept_ones(tmp_path: Path) -> None:
     many = [episode(0, i, score=1.0) for i in range(SAMPLES_PER_STEP + 5)]
     recorder(tmp_path).samples(1, [*map(thrown_away, many), *many])
     written = rows(tmp_path, "samples.jsonl")
@@ -152,7 +152,7 @@ def test_samples_logs_filtered_episodes_in_addition_to_kept_ones(tmp_path: Path)
     assert {row["reward"] for row in written} == {1.0}
 
 
-def test_evaluation_logs_one_successful_sample_of_each_first_prompt(tmp_path: Path) -> None:
+def test_evaluation_logs_one_successful_sample_for_each_first_prompt(tmp_path: Path) -> None:
     made = recorder(tmp_path)
     many = [episode(prompt, sample, score=1.0) for prompt in range(9) for sample in range(2)]
     made.evaluation(0, {"eval/score": 0.5}, [failed(0, 0), *many[1:]])
@@ -190,7 +190,7 @@ def test_notice_appears_once_on_terminal_and_in_report(
     assert (tmp_path / "report.html").read_text().count(notice) == 1
 
 
-def test_resumed_run_continues_curves_and_repeats_no_notice(
+def test_resumed_run_continues_curves_and_does_not_repeat_notices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log_dead_groups(recorder(tmp_path), 1, 3)
@@ -200,7 +200,7 @@ def test_resumed_run_continues_curves_and_repeats_no_notice(
     assert "[notice]" not in capsys.readouterr().out
 
 
-def test_notice_of_rule_at_end_is_printed_by_close(
+def test_close_prints_notices_of_end_of_run_rules(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = recorder(tmp_path)

@@ -1,4 +1,4 @@
-"""The report page: its contents, and escaping of the texts in it."""
+"""The report page: its contents, and escaping of user and model text."""
 
 import json
 import math
@@ -33,7 +33,7 @@ SAMPLE = {
 
 
 class Page(HTMLParser):
-    """The elements and the visible text of a page."""
+    """The elements and visible text of a page."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -77,9 +77,9 @@ def page_of(path) -> Page:
     return Page(path.read_text(encoding="utf-8"))
 
 
-def test_page_shows_curves_numbers_config_and_samples(run):
+def test_page_shows_curves_metrics_config_and_samples(run):
     page = page_of(report_run(run.path))
-    assert page.count("figure") == 3  # reward, pass@1, and the user's own number
+    assert page.count("figure") == 3  # reward, pass@1, and a user-defined metric
     assert "40 steps" in page.text
     assert "gsm8k pass@1" in page.text
     assert "init_coef: 0.01" in page.text
@@ -110,7 +110,7 @@ def test_page_shows_model_and_data_below_title(tmp_path, config: str, settings: 
         assert text.index("run written") < text.index(settings) < text.index("No metrics")
 
 
-def test_page_refers_to_no_other_files(run):
+def test_page_does_not_reference_other_files(run):
     page = page_of(report_run(run.path))
     links = [a for _, attrs in page.tags for a in (attrs.get("src"), attrs.get("href")) if a]
     assert all(link.startswith("#") for link in links)
@@ -118,7 +118,7 @@ def test_page_refers_to_no_other_files(run):
     assert "url(" not in (run.path / "report.html").read_text()
 
 
-def test_page_escapes_text_of_models_and_users(run):
+def test_page_escapes_model_and_user_text(run):
     attack = "</pre><script>alert(1)</script><img src=x>{{ 7*7 }}"
     run.log_samples([SAMPLE | dict(step=41, prompt=attack, response=attack)])
     run.log_samples([SAMPLE | dict(step=41, error=attack, reward=None)])
@@ -134,7 +134,7 @@ def test_page_escapes_text_of_models_and_users(run):
     assert "{{ 7*7 }}" in page.text
 
 
-def test_page_of_several_stages_has_table_and_links(run, tmp_path):
+def test_page_about_several_stages_has_table_and_links(run, tmp_path):
     path = write_report(
         tmp_path / "deep" / "report.html",
         {"Supervised": tmp_path / "nothing", "RL": run.path},
@@ -148,27 +148,27 @@ def test_page_of_several_stages_has_table_and_links(run, tmp_path):
     assert "No metrics were logged in this folder." in page.text
 
 
-def test_page_has_data_of_every_chart(run):
+def test_page_contains_data_of_every_chart(run):
     page = page_of(report_run(run.path))
     charts = [json.loads(attrs["data-lines"] or "") for tag, attrs in page.tags if tag == "figure"]
     assert charts[0] == [["gsm8k pass@1", 0, False, [40], [0.5]]]
     assert [len(steps) for (_, _, _, steps, _), *_ in charts] == [1, 40, 40]
 
 
-def test_page_without_scripts_has_first_and_last_number_of_every_chart(run):
+def test_page_shows_first_and_last_value_of_every_chart_without_javascript(run):
     page = page_of(report_run(run.path))
     assert page.count("noscript") == 3
     assert "reward 0.025 → 1.000" in page.text
 
 
-def test_page_of_empty_run_has_no_charts(tmp_path):
+def test_page_about_empty_run_has_no_charts(tmp_path):
     RunFolder(tmp_path)
     page = page_of(report_run(tmp_path))
     assert "No metrics were logged" in page.text
     assert page.count("figure") == 0
 
 
-def test_page_of_long_run_has_bounded_size(tmp_path):
+def test_page_about_long_run_has_bounded_size(tmp_path):
     folder = RunFolder(tmp_path)
     names = [f"train/number_{i}" for i in range(5)]
     for step in range(8000):
@@ -176,7 +176,7 @@ def test_page_of_long_run_has_bounded_size(tmp_path):
     assert report_run(tmp_path).stat().st_size < 300_000
 
 
-def test_read_series_merges_lines_of_a_step_and_keeps_later_number():
+def test_read_series_merges_lines_of_a_step_and_keeps_later_value():
     rows = [
         {"step": 2, "time": 1.0, "train/kl": 1.0},
         {"step": 1, "time": 0.0, "train/kl": 3.0, "eval/eval_loss": None},
@@ -235,13 +235,13 @@ def test_read_samples_pairs_first_and_newest_step_if_no_prompt_is_repeated():
     assert "first" in samples.caption and "newest" in samples.caption
 
 
-def test_read_samples_of_single_step_has_no_later_sample():
+def test_read_samples_with_single_step_has_no_later_samples():
     samples = read_samples([sample(3, "a", "a3"), sample(3, "b", "b3"), sample(3, "a", "again")])
     assert responses(samples) == [("a3", None), ("b3", None)]
     assert samples.caption
 
 
-def test_page_of_single_step_has_no_empty_places_for_later_samples(tmp_path):
+def test_page_about_single_step_has_no_placeholders_for_later_samples(tmp_path):
     folder = RunFolder(tmp_path / "short")
     folder.log_samples([SAMPLE | {"prompt": prompt} for prompt in ("a", "b")])
     page = report_run(folder.path).read_text()
@@ -268,7 +268,7 @@ def test_page_counts_failures_and_shows_newest_errors(run):
     assert "TimeoutError 3 " not in page.text
 
 
-def test_page_shows_notices_above_curves(run):
+def test_page_shows_notices_above_charts(run):
     run.log_metrics(41, {"train/nonfinite_steps": 1})
     text = page_of(report_run(run.path)).text
     assert text.index("Step 41: train/nonfinite_steps is 1. ") < text.index("Reward")
@@ -286,7 +286,7 @@ def test_main_numbers_average_first_and_last_steps():
 
 
 @pytest.mark.parametrize(("steps", "averaged"), [(100, 5), (40, 2), (39, 1)])
-def test_tile_has_number_of_averaged_steps(tmp_path, steps: int, averaged: int) -> None:
+def test_tile_shows_number_of_averaged_steps(tmp_path, steps: int, averaged: int) -> None:
     folder = RunFolder(tmp_path)
     for step in range(steps):
         folder.log_metrics(step, {"train/reward": 1.0})
@@ -297,7 +297,7 @@ def test_tile_has_number_of_averaged_steps(tmp_path, steps: int, averaged: int) 
     assert (f"first and last {averaged} steps" in text) == (averaged > 1)
 
 
-def test_compare_has_line_for_each_run_that_logged_the_metric():
+def test_compare_has_one_line_per_run_that_logged_the_metric():
     points = [(1, 0.25), (2, 0.5)]
     runs = {
         "SFT": {"train/gpt_loss": points},
@@ -310,7 +310,7 @@ def test_compare_has_line_for_each_run_that_logged_the_metric():
     assert compare({"PPO": runs["PPO"]}) == []
 
 
-def test_short_label_makes_names_readable():
+def test_short_label_returns_readable_names():
     assert short_label("train/response_length") == "response length"
     assert short_label("eval/eval_gsm8k_pass4") == "gsm8k pass@4"
     assert short_label("eval/eval_default_pass1") == "pass@1"  # rows without a data source
@@ -324,7 +324,7 @@ def test_report_skips_unfinished_last_line(run):
     assert "40 steps" in page_of(report_run(run.path)).text
 
 
-def test_version_of_bundled_library_is_in_its_notices():
+def test_vendored_library_version_is_stated_in_its_readme():
     vendor = Path(report.__file__).parent / "vendor"
     banner = (vendor / "uPlot.iife.min.js").read_text(encoding="utf-8")[:100]
     version = re.search(r"uPlot \(v([\d.]+)\)", banner)

@@ -22,7 +22,7 @@ ROW = {
 
 
 def lines_of(path: Path) -> list[dict]:
-    """Return every line, parsed strictly: NaN and infinity are not JSON."""
+    """Parse every line strictly: NaN and infinity are not JSON."""
 
     def refuse(constant: str) -> float:
         raise ValueError(f"{constant} is not JSON")
@@ -36,7 +36,7 @@ def test_new_folder_has_logs_and_empty_files(tmp_path):
     assert (tmp_path / "runs/first/metrics.jsonl").read_text() == ""
 
 
-def test_each_log_call_writes_one_object_with_step_time_and_names(tmp_path):
+def test_each_log_call_writes_one_object_with_step_time_and_metrics(tmp_path):
     folder = RunFolder(tmp_path)
     folder.log_metrics(12, {"train/kl": 0.25})
     folder.log_metrics(12, {"eval/eval_loss": 2})
@@ -114,7 +114,7 @@ def test_logged_lines_survive_sigkill(tmp_path):
 
 
 @pytest.mark.parametrize("unfinished", ['{"step": 3, "ti', "{", '{"step": 3}', "x" * 200_000])
-def test_resume_removes_unfinished_last_line(tmp_path, unfinished):
+def test_resume_removes_incomplete_last_line(tmp_path, unfinished):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n' + unfinished)
     (tmp_path / "samples.jsonl").write_text(unfinished)
     folder = RunFolder(tmp_path, resume_step=2)
@@ -173,7 +173,7 @@ def test_new_run_moves_files_of_earlier_runs(tmp_path):
     assert len(lines_of(tmp_path / "metrics.jsonl")) == 1
 
 
-def test_read_lines_skips_foreign_lines_and_missing_file(tmp_path):
+def test_read_lines_skips_unrelated_lines_and_missing_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert list(read_lines(path)) == []
     path.write_text('{"step": 1}\n\nnonsense\n[1]\n{"other": 2}\n{"step": 2}\n{"step"')

@@ -1,4 +1,4 @@
-"""Trackers: they receive the same numbers as the run folder, and never end a run."""
+"""Trackers receive the same metrics as the run folder and never stop a run."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ from openrlhf.config.options import ConfigError
 from openrlhf.config.shared import LoggerConfig, WandbConfig
 from openrlhf.observability.trackers import Trackers, make_trackers
 
-# A stand-in for the package: records its calls in a file beside itself.
+# A fake wandb package that records its calls in a file beside itself.
 FAKE_WANDB = """
 import json, pathlib
 calls = pathlib.Path(__file__).with_name("calls.jsonl")
@@ -69,7 +69,7 @@ class Recording:
 
 @pytest.fixture
 def fake_wandb(tmp_path, monkeypatch):
-    """Install the stand-in, and return a function that reads the recorded calls."""
+    """Install the fake package, and return a function that reads the recorded calls."""
     place = tmp_path / "site"
     place.mkdir()
     (place / "wandb.py").write_text(FAKE_WANDB)
@@ -95,7 +95,7 @@ def read_events(directory: Path) -> EventAccumulator:
     return events
 
 
-def test_every_tracker_receives_same_calls():
+def test_every_tracker_receives_the_same_calls():
     recordings = [Recording(), Recording()]
     trackers = Trackers(recordings)
     trackers.log(3, {"train/kl": 0.5})
@@ -122,13 +122,13 @@ def test_no_tracker_starts_without_flags(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tensorboard_has_numbers_and_samples_under_run_name(tmp_path):
+def test_tensorboard_has_metrics_and_samples_under_run_name(tmp_path):
     config = LoggerConfig(tensorboard_dir=str(tmp_path), wandb=WandbConfig(run_name="my_run"))
     trackers = start(config, tmp_path / "run")
     trackers.log(1, {"train/kl": 0.5, "eval/eval gpt_loss": 2.0})
     trackers.log(2, {"train/kl": 0.25})
     trackers.log_samples(2, "line one\n# not a heading", 1.0)
-    events = read_events(tmp_path / "my_run")  # readable before the run closes
+    events = read_events(tmp_path / "my_run")  # readable while the run is active
     assert [(e.step, e.value) for e in events.Scalars("train/kl")] == [(1, 0.5), (2, 0.25)]
     assert [e.value for e in events.Scalars("eval/eval gpt_loss")] == [2.0]
     (sample,) = events.Tensors("train/generated_samples/text_summary")
@@ -137,7 +137,7 @@ def test_tensorboard_has_numbers_and_samples_under_run_name(tmp_path):
     trackers.close()
 
 
-def test_tensorboard_uses_name_of_run_folder_without_run_name(tmp_path):
+def test_tensorboard_defaults_to_name_of_run_folder(tmp_path):
     trackers = start(LoggerConfig(tensorboard_dir=str(tmp_path / "board")), tmp_path / "runs/sft-1")
     trackers.log(1, {"train/kl": 0.5})
     trackers.close()
@@ -157,22 +157,22 @@ def test_resumed_run_hides_tensorboard_events_after_resume_step(tmp_path):
     assert shown == [(1, 1.0), (2, 1.0), (3, 7.0)]
 
 
-def test_unwritable_tensorboard_folder_is_a_warning(tmp_path, capsys):
+def test_unwritable_tensorboard_folder_prints_a_warning(tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
     trackers = start(LoggerConfig(tensorboard_dir=str(tmp_path / "file")), tmp_path)
     trackers.log(1, {"train/kl": 0.5})
     assert "TensorBoard" in capsys.readouterr().err
 
 
-def test_wandb_key_without_package_raises_config_error_with_flag(tmp_path, monkeypatch):
+def test_wandb_key_without_package_raises_config_error_naming_flag(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    (tmp_path / "wandb").mkdir()  # the folder that earlier runs leave behind is not the package
+    (tmp_path / "wandb").mkdir()  # the wandb folder left behind by earlier runs is not the package
     with pytest.raises(ConfigError, match=r"--logger.wandb.key.*pip install wandb"):
         start(wandb_flags(), tmp_path)
 
 
-def test_wandb_has_one_axis_for_training_and_one_for_evaluation(tmp_path, fake_wandb):
+def test_wandb_uses_separate_axes_for_training_and_evaluation(tmp_path, fake_wandb):
     trackers = start(wandb_flags(), tmp_path)
     trackers.log(4, {"train/kl": 0.5, "timing/broadcast": 1.0})
     trackers.log(4, {"eval/eval_loss": 2.0})
@@ -206,7 +206,7 @@ def test_wandb_has_one_axis_for_training_and_one_for_evaluation(tmp_path, fake_w
     assert calls[-1] == {"what": "finish"}
 
 
-def test_short_wandb_key_uses_login_of_machine(tmp_path, fake_wandb):
+def test_short_wandb_key_uses_existing_login(tmp_path, fake_wandb):
     start(wandb_flags(key="True"), tmp_path)
     assert fake_wandb()[0]["what"] == "init"
 
@@ -218,7 +218,7 @@ def test_resumed_run_continues_its_wandb_run(tmp_path, fake_wandb):
     assert ids == [None, "run-1"]
 
 
-def test_unreachable_wandb_is_a_warning_and_logging_continues(tmp_path, fake_wandb, capsys):
+def test_unreachable_wandb_prints_a_warning_and_logging_continues(tmp_path, fake_wandb, capsys):
     trackers = start(wandb_flags(project="unreachable"), tmp_path)
     trackers.log(1, {"train/kl": 0.5})
     assert "W&B" in capsys.readouterr().err
