@@ -1,1 +1,1 @@
-"""Commands without training: evaluation, batch inference, chat, and the trial of a reward."""
+"""Commands that do not train: evaluation, batch inference, chat and reward test."""

@@ -1,4 +1,4 @@
-"""`openrlhf batch_inference`: answers to the prompts of a dataset, or rewards of its answers."""
+"""`openrlhf batch_inference`: generates answers to a dataset's prompts, or scores its answers."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -54,9 +54,9 @@ MODEL = "--model.model_name_or_path"
 
 
 def run_batch_inference(config: BatchInferenceConfig) -> None:
-    """Answer or score all rows that have no result yet, and write the file.
+    """Answer or score all rows that have no result yet, and write the output file.
 
-    Raises UserError if a row failed.
+    Raises UserError if any row failed.
     """
     check_engine_args(config.vllm.engine_args, engine_device())
     path = str(config.model.model_name_or_path)
@@ -76,7 +76,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     with recorded_run(config) as recorder:
         missing = [prompt for prompt in prompts if prompt.index not in journal.results]
         recorder.display.note(
-            f"{len(prompts)} rows, {len(missing)} to do. Results so far: {journal.path}"
+            f"{len(prompts)} rows, {len(missing)} without a result. Partial results: {journal.path}"
         )
         recorder.display.begin(len(prompts), done=len(journal.results))
         run_models = scored
@@ -90,13 +90,13 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     if failed:
         raise UserError(
             f"{len(failed)} of {len(prompts)} rows failed. Run the same command again to retry "
-            f"them. The first, row {failed[0].prompt.index + 1}: {failed[0].error}"
+            f"them. First failure, row {failed[0].prompt.index + 1}: {failed[0].error}"
         )
     journal.finish()
 
 
 def load_rows(config: BatchInferenceConfig) -> Table:
-    """Load the rows of --data.dataset as they are stored. Raises DataError."""
+    """Load the rows of --data.dataset, without rendering them. Raises DataError."""
     data = config.data
     return load_datasets(
         data.dataset,
@@ -110,7 +110,7 @@ def load_rows(config: BatchInferenceConfig) -> Table:
 def rendered_rows(
     config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, rows: Table, begun: FirstStart
 ) -> tuple[list[Prompt], dict[str, Any]]:
-    """Return the prompts as a command that began at `begun` renders them, and its identity.
+    """Return the prompts and the identity of a command that started at `begun`.
 
     Raises DataError.
     """
@@ -126,10 +126,10 @@ def read_rows(
     *,
     follows: bool = True,
 ) -> list[Prompt]:
-    """Return the prompts to answer, or whole texts to score. Raises DataError.
+    """Return the prompts to answer or the whole texts to score. Raises DataError.
 
-    Their format is recorded in the tokenizer. `follows`: by default texts have the format that the
-    model was trained with.
+    Records their text format in the tokenizer. `follows`: default to the text format that the model
+    was trained with.
     """
     path = str(config.model.model_name_or_path)
     rows_of: Any = PromptDataset
@@ -155,8 +155,8 @@ def read_rows(
         numbers = numbers[first : first + config.rollout.batch_size]
     if not numbers:
         raise DataError(
-            f"--iter {config.iter} starts after the last of the {len(dataset)} rows of "
-            "--data.dataset. Choose a smaller number."
+            f"--iter {config.iter} starts after the last row: --data.dataset has {len(dataset)} "
+            "rows. Choose a smaller number."
         )
     prompts: list[Prompt] = [replace(dataset[row], index=row) for row in numbers]
     suffix = config.csft.suffix
@@ -172,9 +172,9 @@ def read_rows(
 def show_rows(
     config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 ) -> None:
-    """Print the format and the first texts as the model sees them.
+    """Print the text format, and the first texts as the model sees them.
 
-    A reward is read at the marked last token.
+    When scoring, marks the last token, at which the reward is read.
     """
     say(f"{len(prompts)} rows. {show_template(tokenizer)}")
     room = config.data.max_len
@@ -194,7 +194,7 @@ def answered(
     prompts: Sequence[Prompt],
     logs: Path,
 ) -> Iterator[Iterable[list[Trajectory]]]:
-    """Run engines until the block exits. Yield the answers, prompt by prompt as they finish."""
+    """Run engines until the block exits, and yield the answers to each prompt as they finish."""
     path = str(config.model.model_name_or_path)
     request = Request(spec=settings.inference_sampling(config), step=0)
     with (
@@ -214,7 +214,7 @@ def scored(
     prompts: Sequence[Prompt],
     logs: Path,
 ) -> Iterator[Iterable[list[Trajectory]]]:
-    """Run reward models until the block exits. Yield prompts with answers as rewarded texts."""
+    """Run reward models until the block exits, and yield the scored texts."""
     size = config.rollout.batch_size
 
     def rewarded() -> Iterator[list[Trajectory]]:
@@ -233,10 +233,10 @@ def scored(
 def keep(
     groups: Iterable[list[Trajectory]], journal: Journal, recorder: Recorder
 ) -> list[Trajectory]:
-    """Write each row that finishes to the journal, and show the speed.
+    """Write each finished row to the journal, and show the throughput.
 
-    The speed counts sampled tokens, or the tokens of scored texts. Returns a failed answer of each
-    row that has one.
+    The throughput counts sampled tokens, or the tokens of scored texts. Returns one failed answer
+    for each failed row.
     """
     failed: list[Trajectory] = []
     tokens = 0
@@ -266,7 +266,7 @@ def keep(
 def write_results(
     config: BatchInferenceConfig, prompts: Sequence[Prompt], journal: Journal, recorder: Recorder
 ) -> None:
-    """Write the final file, in the order of the dataset. Raises DataError if it would be empty."""
+    """Write the output file in dataset order. Raises DataError if it would be empty."""
     lines: Rows = []
     for prompt in prompts:
         for result in journal.results.get(prompt.index, []):
@@ -279,18 +279,18 @@ def write_results(
         lines = POST_PROCESSORS[config.post_processor](lines, config)
     if not lines:
         raise DataError(
-            f"There is no pair to write to {journal.final}. Sample several answers to each prompt "
-            "with --best_of_n."
+            f"No pairs to write to {journal.final}. Sample several answers per prompt with "
+            "--best_of_n."
         )
     write_atomically(journal.final, map(json_line, lines))
     recorder.display.note(
-        f"Wrote {len(lines)} lines to {journal.final}. Inputs are whole prompts: train with "
-        "--data.input_template {}."
+        f"Wrote {len(lines)} lines to {journal.final}. Inputs are fully rendered prompts: train "
+        "with --data.input_template {}."
     )
 
 
 def log_rewards(lines: Rows, recorder: Recorder) -> None:
-    """Log and print mean and deviation of the rewards of all lines."""
+    """Log and print the mean and standard deviation of all rewards."""
     rewards = [line["reward"] for line in lines]
     mean = fmean(rewards)
     deviation = 0.0
@@ -299,5 +299,5 @@ def log_rewards(lines: Rows, recorder: Recorder) -> None:
     recorder.log(0, {"eval/reward_mean": mean, "eval/reward_std": deviation})
     recorder.display.note(
         f"{len(rewards)} answers to {len(by_input(lines))} inputs: mean reward {mean:.4f}, "
-        f"deviation {deviation:.4f}"
+        f"standard deviation {deviation:.4f}"
     )

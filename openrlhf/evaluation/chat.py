@@ -1,4 +1,4 @@
-"""`openrlhf interactive_chat`: a conversation with a model. Answers appear as they are sampled."""
+"""`openrlhf interactive_chat`: chat with a model, with streamed answers."""
 
 import sys
 from contextlib import suppress
@@ -20,20 +20,20 @@ from openrlhf.launch.prompt_data import policy_tokenizer
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.reporting import notice, say
 
-PLAIN = "User: {}\nAssistant: "  # for a model without a recorded format or chat template
+PLAIN = "User: {}\nAssistant: "  # for a model without a recorded format or a chat template
 EXIT = ("/exit", "exit")
 RESET = ("/reset", "clear")
 
 
 def run_chat(config: ChatConfig) -> None:
-    """Answer the messages on standard input until it ends. Raises DataError or ModelError."""
+    """Answer messages from standard input until it ends. Raises DataError or ModelError."""
     path = config.model.model_name_or_path
     tokenizer = policy_tokenizer(config, path, flag="--model.model_name_or_path")
     chat = Chat(config=config, tokenizer=tokenizer, template=template_of(config, tokenizer))
     template = "its chat template"
     if chat.template:
         template = f"the template {chat.template!r}"
-    say(f"{path}, with {template}.")
+    say(f"Chatting with {path}, using {template}.")
     if config.dry_run:
         say(show_text("the prompt 'Hello'", chat.read("Hello"), tokenizer))
         return
@@ -52,11 +52,11 @@ def run_chat(config: ChatConfig) -> None:
 
 
 def decide_sampling(config: ChatConfig, model: Any) -> ChatConfig:
-    """Return the configuration with the repetition penalty in effect.
+    """Return the configuration with the effective repetition penalty.
 
-    Without `--rollout.repetition_penalty`, the penalty is that of the model's generation
-    configuration, or none. All other values of that configuration are removed from the model,
-    because `generate` would use them, such as `num_beams`, beside the flags.
+    If --rollout.repetition_penalty is not set, uses the penalty in the model's generation
+    configuration, if any. Resets that configuration, because `generate` would apply its other
+    values, such as `num_beams`, in addition to the flags.
     """
     recommended = model.generation_config.repetition_penalty
     model.generation_config = GenerationConfig()
@@ -66,9 +66,9 @@ def decide_sampling(config: ChatConfig, model: Any) -> ChatConfig:
 
 
 def template_of(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the template of a message, or None for the chat template.
+    """Return the template for a message, or None for the chat template.
 
-    The flags decide; without them, the recorded format of the model's training.
+    Flags take precedence over the format that the model was trained with.
     """
     data = config.data
     trained = recorded(tokenizer)
@@ -87,31 +87,31 @@ def template_of(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> str |
 
 
 class Printed(TextStreamer):
-    """A streamer that prints an answer while it is sampled, whole words at a time, and keeps it."""
+    """A streamer that prints an answer word by word as it is sampled, and keeps its text."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.whole = ""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print and keep a part of the answer."""
+        """Print and keep a chunk of the answer."""
         self.whole += text
         say(text, end="")
 
 
 @dataclass(kw_only=True)
 class Chat:
-    """A conversation. Without a `template`, the tokenizer's chat template renders it."""
+    """A conversation. If `template` is None, the tokenizer's chat template renders it."""
 
     config: ChatConfig
     tokenizer: PreTrainedTokenizerBase
     template: str | None
-    # Pairs of a message and its answer.
+    # Each turn is a message and its answer.
     turns: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
 
     def __post_init__(self) -> None:
         if joined_border(TextFormat(input_template=self.template), self.tokenizer):
-            # The model has learned the last space as a part of the answer.
+            # In training, the tokenizer merged the last space with the answer.
             self.template = str(self.template)[:-1]
         preamble = ""
         if self.config.preamble:
@@ -120,7 +120,7 @@ class Chat:
         self.ends = [*end_ids(self.config.model.model_name_or_path), self.tokenizer.eos_token_id]
 
     def text(self, message: str) -> str:
-        """Return the conversation and a new message as the model reads them."""
+        """Render the conversation and a new message as the model's prompt."""
         suffix = self.config.csft.suffix
         if self.template is not None:
             parts = [self.system]
@@ -137,9 +137,9 @@ class Chat:
         return render(self.tokenizer, messages, add_generation_prompt=True) + suffix
 
     def read(self, message: str) -> list[int]:
-        """Return the tokens that the model reads before it answers.
+        """Return the prompt tokens for a message.
 
-        The oldest turns are dropped until there is room for an answer.
+        Drops the oldest turns until there is room for an answer.
         """
         room = self.config.data.max_len - (self.config.rollout.max_new_tokens or 1)
         while True:
@@ -147,19 +147,19 @@ class Chat:
             if len(encoded.tokens) <= room or not self.turns:
                 return encoded.tokens[-room:]
             del self.turns[0]
-            notice("The conversation exceeds --data.max_len: its oldest turn is dropped.")
+            notice("The conversation exceeds --data.max_len. Dropping its oldest turn.")
 
     @torch.no_grad()
     def answer(self, message: str, model: Any) -> None:
-        """Print the answer to a message while it is sampled, and keep both in `turns`.
+        """Stream the answer to a message to the terminal, and append both to `turns`.
 
-        Ctrl-C stops the answer.
+        Ctrl-C interrupts the answer.
         """
         rollout = self.config.rollout
         max_len = self.config.data.max_len
         top_k = max(0, rollout.top_k)
         if not rollout.temperature:
-            top_k = 1  # the most likely token
+            top_k = 1  # greedy decoding
         prompt = torch.tensor([self.read(message)], device=model.device)
         printed = Printed(self.tokenizer)
         try:

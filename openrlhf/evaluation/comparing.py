@@ -1,4 +1,4 @@
-"""Pairs of answers, the better answer of each pair, and the metrics of the pairs."""
+"""Pairs of answers: which answer is better, and metrics over pairs."""
 
 import asyncio
 import math
@@ -17,7 +17,7 @@ from openrlhf.rewards.judge import Judge, NoVerdict
 from openrlhf.rewards.servers import ServerError
 from openrlhf.rollout.episode_metrics import group_by_source
 
-# Returns the numbers in a row of a table, by column. Counts are integers.
+# Computes a table row: numbers by column name. Counts are integers.
 Columns = Callable[[Sequence["Comparison"]], Mapping[str, float]]
 
 
@@ -25,8 +25,8 @@ Columns = Callable[[Sequence["Comparison"]], Mapping[str, float]]
 class Comparison:
     """Two answers to one prompt.
 
-    `win` is 1.0 if our answer is better, 0.0 if their answer is, and 0.5 for a tie. It is None,
-    with an error, if the pair could not be judged.
+    `win` is 1.0 if our answer is better, 0.0 if theirs is, and 0.5 for a tie. It is None if the
+    pair could not be judged; `error` then gives the reason.
     """
 
     ours: Trajectory
@@ -37,16 +37,17 @@ class Comparison:
 
     @property
     def margin(self) -> float:
-        """Our reward minus their reward; NaN if a reward is missing."""
+        """Our reward minus their reward; NaN if either is missing."""
         if self.ours.reward is None or self.theirs.reward is None:
             return math.nan
         return self.ours.reward - self.theirs.reward
 
 
 def pair_up(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Comparison]:
-    """Pair each of our answers with their answer to the same prompt that has the same number.
+    """Pair each of our answers with their answer to the same prompt with the same index.
 
-    A single answer of theirs is paired with all of ours. A pair with a failed answer has its error.
+    If they have a single answer, it is paired with all of ours. A pair with a failed answer gets
+    that answer's error.
     """
     answers: dict[int, list[Trajectory]] = {}
     for answer in theirs:
@@ -64,7 +65,7 @@ def pair_up(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> list[Co
 
 
 def by_reward(pair: Comparison) -> float | None:
-    """Return the win by the larger reward: 1.0, 0.5 or 0.0, or None if a reward is missing."""
+    """Return the win by larger reward (1.0, 0.5 or 0.0), or None if a reward is missing."""
     if math.isnan(pair.margin):
         return None
     if pair.margin == 0:
@@ -75,9 +76,9 @@ def by_reward(pair: Comparison) -> float | None:
 def given_text(
     tokenizer: PreTrainedTokenizerBase, number: int, source: str, tokens: list[int]
 ) -> Trajectory:
-    """Return a whole text as an episode that a reward model can score.
+    """Wrap a text in an episode that a reward model can score.
 
-    `number` is the number of its pair or row, and `source` its data source.
+    `number` is the index of the text's pair or row; `source` is its data source.
     """
     prompt = Prompt(index=number, text="", tokens=[], datasource=source)
     return TrajectoryBuilder(tokens).finish(
@@ -91,9 +92,9 @@ def given_text(
 async def judged(
     judge: Judge, pairs: Sequence[Comparison], readers: Sequence[PreTrainedTokenizerBase]
 ) -> list[Comparison]:
-    """Return the pairs with the judge's verdicts. A pair with a failed answer is not judged.
+    """Return the pairs with the judge's verdicts. Pairs with a failed answer are not judged.
 
-    `readers` are the tokenizers that decode our tokens and their tokens.
+    `readers` are the tokenizers that decode our tokens and theirs.
     """
     our_tokenizer, their_tokenizer = readers
 
@@ -112,7 +113,7 @@ async def judged(
 
 
 def readable(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    """Return the text of tokens, without special tokens."""
+    """Decode tokens without special tokens."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
@@ -122,10 +123,10 @@ def sampled(answer: Trajectory) -> list[int]:
 
 
 def win_rate(pairs: Sequence[Comparison]) -> tuple[float, float]:
-    """Return the mean over prompts of the mean win of their pairs, and its standard error.
+    """Return the mean win, averaged first over each prompt's pairs, and its standard error.
 
-    A tie counts one half. The standard error is over prompts. Failed pairs are left out. Without
-    pairs the rate is NaN, and with fewer than two prompts the error is NaN.
+    A tie counts as one half. The standard error is over prompts. Failed pairs are ignored. The rate
+    is NaN if there are no pairs, and the error is NaN if there are fewer than two prompts.
     """
     prompts: dict[int, list[float]] = {}
     for pair in pairs:
@@ -139,14 +140,14 @@ def win_rate(pairs: Sequence[Comparison]) -> tuple[float, float]:
 
 
 def mean_or_nan(values: Sequence[float]) -> float:
-    """Return the mean, or NaN without values."""
+    """Return the mean, or NaN if `values` is empty."""
     if not values:
         return math.nan
     return fmean(values)
 
 
 def win_columns(pairs: Sequence[Comparison]) -> dict[str, float]:
-    """Return the columns of a table of wins: counts, and the win rate with its standard error."""
+    """Return the columns of a win table: counts, and the win rate with its standard error."""
     rate, error = win_rate(pairs)
     wins = [pair.win for pair in pairs]
     return {
@@ -160,10 +161,10 @@ def win_columns(pairs: Sequence[Comparison]) -> dict[str, float]:
 
 
 def accuracy_columns(pairs: Sequence[Comparison]) -> dict[str, float]:
-    """Return the columns of a table of rewards: accuracy, margin, and failed pairs.
+    """Return the columns of a reward table: accuracy, margin and failed pairs.
 
-    A pair is a success if the chosen answer has the larger reward. As in reward-model training,
-    equal rewards are no success.
+    A pair counts as correct if the chosen answer has the larger reward. Unlike in `train/acc`,
+    equal rewards do not count.
     """
     judged = _judged_pairs(pairs)
     return {
@@ -178,9 +179,9 @@ def _judged_pairs(pairs: Sequence[Comparison]) -> list[Comparison]:
 
 
 def metrics_of(pairs: Sequence[Comparison], columns: Columns) -> dict[str, float]:
-    """Return the numbers of a table by their logged names, and the rates also per data source.
+    """Return a table's numbers by logged name, with rates also per data source.
 
-    A number that is NaN, such as a rate of no pairs, is left out.
+    NaNs, such as a rate without pairs, are omitted.
     """
     metrics: dict[str, float] = {}
     for column, value in columns(pairs).items():
@@ -193,9 +194,9 @@ def metrics_of(pairs: Sequence[Comparison], columns: Columns) -> dict[str, float
 
 
 def reward_metrics(pairs: Sequence[Comparison]) -> dict[str, float]:
-    """Return mean and deviation of the rewards in judged pairs.
+    """Return the mean and standard deviation of the rewards in judged pairs.
 
-    The names are those of reward-model training.
+    The names are the same as in reward-model training.
     """
     rewards: list[float] = []
     for pair in _judged_pairs(pairs):
@@ -208,9 +209,9 @@ def reward_metrics(pairs: Sequence[Comparison]) -> dict[str, float]:
 
 
 def row_of(pair: Comparison) -> dict[str, Any]:
-    """Return the line of samples.jsonl about a pair.
+    """Return a pair's row for samples.jsonl.
 
-    `response` and `reward` are of our answer. `win` is 1.0 if our answer is better.
+    `response` and `reward` describe our answer. `win` is 1.0 if our answer is better.
     """
     return sample_row(0, pair.ours, evaluation=True) | {
         "against": pair.theirs.response_text,

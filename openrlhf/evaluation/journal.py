@@ -13,13 +13,14 @@ from openrlhf.files import write_atomically
 from openrlhf.observability.run_folder import json_line, set_aside
 from openrlhf.reporting import notice
 
-REQUEST = "request, before its rows were rendered"  # key of a record, beside those of the identity
+REQUEST = "request, before its rows were rendered"  # additional key of a record
 
 
 def start_of_request(final: Path, request: str) -> FirstStart:
-    """Return the first start of the command that began or wrote the final file.
+    """Return the first start of the command that is writing or wrote the final file.
 
-    If there is no such command, or it finished another request, returns the start of this command.
+    Returns the start of this command if there is no such command, or if it completed a different
+    request.
     """
     for begun in (part_of(final), record_of(final)):
         if begun.exists():
@@ -32,29 +33,30 @@ def start_of_request(final: Path, request: str) -> FirstStart:
 
 
 def part_of(final: Path) -> Path:
-    """Return the path of the journal, which has the results so far."""
+    """Return the path of the journal, which contains partial results."""
     return final.with_name(f"{final.name}.part")
 
 
 def is_complete(final: Path) -> bool:
-    """Return whether the final file exists, and there are no partial results to continue."""
+    """Return whether the final file exists and there are no partial results to resume."""
     return final.exists() and not part_of(final).exists()
 
 
 def record_of(final: Path) -> Path:
-    """Return the path of the record: identity and request of the command that wrote the file."""
+    """Return the path of the record, which identifies the command that wrote the final file."""
     return final.with_name(f"{final.name}.request")
 
 
 class Journal:
-    """Results by row number, in a file beside the final file.
+    """Partial results by row number, in a file beside the final file.
 
-    The first line is the identity of the command. Each other line has a row and its whole result,
-    so a row is complete or absent. A last line that was cut off by a kill is dropped. At the end
-    the identity and the request are kept in the record beside the final file.
+    The first line is the command's identity. Every other line contains a row number and the row's
+    whole result, so a row is either complete or absent. A last line that was truncated by a kill is
+    dropped. At the end, the identity and the request are kept in a record beside the final file.
 
-    A final file of a command with another identity is moved aside. Raises DataError if there is a
-    final file of this identity or of unknown origin, or a journal of another identity.
+    If the final file was written by a command with a different identity, it is moved aside. Raises
+    DataError if the final file has the same identity or no record, or if the journal has a
+    different identity.
     """
 
     def __init__(self, final: Path, identity: Mapping[str, Any], *, request: str = "") -> None:
@@ -75,8 +77,8 @@ class Journal:
             different = differences(header, self._identity)
             if different:
                 message = (
-                    f"{self.path} has results of a command with other settings. Use those "
-                    "settings, delete the file to start again, or choose another --output_path:"
+                    f"{self.path} contains results of a command with different settings. Use those "
+                    "settings, delete the file to start over, or choose another --output_path:"
                 )
                 raise DataError("\n  ".join([message, *different]))
             self.results.update(results)
@@ -93,7 +95,7 @@ class Journal:
             )
         folder = set_aside(self.final.parent, [self.final.name, record.name])
         notice(
-            f"--output_path {self.final} had the results of another request, which are now in "
+            f"--output_path {self.final} contained results of a different request. Moved them to "
             f"{folder}."
         )
 
@@ -103,7 +105,7 @@ class Journal:
         self._write([row, result])
 
     def finish(self) -> None:
-        """Write the record of the final file, which has been written, and delete the journal."""
+        """Write the record of the completed final file, and delete the journal."""
         write_atomically(record_of(self.final), json_line(self._header))
         self.path.unlink()
 

@@ -1,4 +1,4 @@
-"""Rows of a training dataset, made of outputs and their rewards."""
+"""Post-processors that turn outputs and their rewards into training rows."""
 
 from collections.abc import Callable
 from operator import itemgetter
@@ -7,12 +7,12 @@ from typing import Any
 
 from openrlhf.config.inference import BatchInferenceConfig
 
-Rows = list[dict[str, Any]]  # with `input`, `output` and `reward`
+Rows = list[dict[str, Any]]  # dicts with `input`, `output` and `reward`
 REWARD = itemgetter("reward")
 
 
 def by_input(rows: Rows) -> list[Rows]:
-    """Return the rows of each input, in the order in which the inputs first appear."""
+    """Group rows by input, in order of first appearance."""
     groups: dict[str, Rows] = {}
     for row in rows:
         groups.setdefault(row["input"], []).append(row)
@@ -20,19 +20,19 @@ def by_input(rows: Rows) -> list[Rows]:
 
 
 def best(rows: Rows, config: BatchInferenceConfig) -> Rows:
-    """Return the row with the highest reward of each input, for rejection sampling.
+    """Return the row with the highest reward for each input (rejection sampling).
 
-    If several rows have that reward, returns the first of them.
+    Of rows with equal rewards, returns the first.
     """
     return [max(group, key=REWARD) for group in by_input(rows)]
 
 
 def conditioned(rows: Rows, config: BatchInferenceConfig) -> Rows:
-    """Return all rows, with the reward written into the input.
+    """Return all rows with the reward inserted into the input.
 
-    With --reward.normalize_enable the reward is (r − mean) ÷ standard deviation over all rows, with
-    the unbiased deviation, in float64; 0 if all rewards are equal. The stored mean and deviation of
-    the reward model cancel.
+    With --reward.normalize_enable, the inserted reward is (r − mean) ÷ standard deviation over all
+    rows, with the unbiased deviation, in float64; 0 if all rewards are equal. The reward model's
+    stored mean and deviation cancel out.
     """
     center = 0.0
     scale = 1.0
@@ -52,7 +52,7 @@ def conditioned(rows: Rows, config: BatchInferenceConfig) -> Rows:
 def pairs(rows: Rows, config: BatchInferenceConfig) -> Rows:
     """Return a pair for each input: the outputs with the highest and the lowest reward.
 
-    An input whose two outputs or rewards are equal has no pair.
+    Skips inputs for which both outputs or both rewards are equal.
     """
     found: Rows = []
     for group in by_input(rows):

@@ -1,4 +1,4 @@
-"""Engines and reward models of commands without training. They use the devices in turn."""
+"""Engines and reward models of commands that do not train. They use the devices in turn."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -23,14 +23,14 @@ from openrlhf.rollout.fleet import Fleet
 from openrlhf.trainers.stages import EarlyStages, RewardStage
 from openrlhf.workers.frozen import RewardWorker
 
-NOTE_INTERVAL_S = 30.0  # between notes of progress, if the display has no bar
+NOTE_INTERVAL_S = 30.0  # interval of progress notes if the display has no progress bar
 
 
 @contextmanager
 def recorded_run(config: EvaluationConfig | BatchInferenceConfig) -> Iterator[Recorder]:
-    """Open a run folder, and connect to a running Ray cluster or start one, until the block exits.
+    """Open a run folder and a Ray cluster (running or new) until the block exits.
 
-    Yields the recorder of the run folder.
+    Yields the run folder's recorder.
     """
     loss = RayLoss()
     with (
@@ -51,11 +51,11 @@ def engines(
     name: str,
     logs: Path,
 ) -> Iterator[Fleet]:
-    """Run the engines of a model until the block exits.
+    """Run a model's engines until the block exits.
 
-    Raises ModelError for weights that are NaN or infinite.
+    Raises ModelError if a weight is NaN or infinite.
     """
-    require_finite_files(path)  # vLLM reads the files itself
+    require_finite_files(path)  # vLLM does not check the weights that it loads
     group = engine_group(config.vllm, name)
     plan = exclusive(group)
     engine_settings = settings.engine_settings(config, path, engine_device(), tokenizer)
@@ -85,12 +85,12 @@ def reward_models(config: settings.SamplingCommand, *, logs: Path) -> Iterator[E
 
 
 def exclusive(group: HostGroup) -> Placement:
-    """Return the placement of a group that has the devices to itself."""
+    """Return a placement that gives a group all devices."""
     return Placement(groups=(group,), on_gpus=engine_device() == "cuda")
 
 
 def largest_phase(config: EvaluationConfig | BatchInferenceConfig) -> Placement:
-    """Return the placement that takes most slots: of the engines or of the reward models."""
+    """Return the placement that needs the most slots: the engines' or the reward models'."""
     phases: list[HostGroup] = []
     if config.samples_answers:
         phases.append(engine_group(config.vllm, "vllm"))
@@ -100,7 +100,7 @@ def largest_phase(config: EvaluationConfig | BatchInferenceConfig) -> Placement:
 
 
 def reward_hosts(config: settings.SamplingCommand) -> HostGroup:
-    """Return the processes of the reward models."""
+    """Return the host group of the reward models."""
     reward = config.reward
     return HostGroup(
         name="reward", roles=("reward",), nodes=reward.num_nodes, per_node=reward.num_gpus_per_node
@@ -108,22 +108,22 @@ def reward_hosts(config: settings.SamplingCommand) -> HostGroup:
 
 
 def announce_engines(recorder: Recorder, config: settings.SamplingCommand, path: str) -> None:
-    """Print that engines are loading a model. They print nothing until they have started."""
+    """Print that engines are starting, because they print nothing until they are ready."""
     recorder.display.status("starting engines")
     recorder.display.note(
-        f"Starting {config.vllm.num_engines} engine(s) of {path}; logs: {recorder.folder.logs}"
+        f"Starting {config.vllm.num_engines} engine(s) for {path}; logs: {recorder.folder.logs}"
     )
 
 
 class Progress:
-    """Progress of a command: beside the bar, or without a bar in a note every NOTE_INTERVAL_S."""
+    """Progress display: text beside the progress bar, or a note every NOTE_INTERVAL_S."""
 
     def __init__(self, display: Display) -> None:
         self.display = display
         self._last_note = monotonic()
 
     def show(self, text: str, *, done: int | None = None) -> None:
-        """Show the text beside the bar, or print it if a note is due. `done` moves the bar."""
+        """Show the text beside the bar, or print it if a note is due. `done` advances the bar."""
         self.display.status(text, done=done)
         if not self.display.live and monotonic() - self._last_note >= NOTE_INTERVAL_S:
             self._last_note = monotonic()

@@ -1,4 +1,4 @@
-"""`openrlhf reward test`: the reward of a run, called as in a run, on rows that have a response."""
+"""`openrlhf reward test`: calls a run's reward, as in a run, on rows with given responses."""
 
 import asyncio
 import shutil
@@ -33,26 +33,26 @@ from openrlhf.rewards.remote_engines import offer_engines
 from openrlhf.rewards.rule import reward_of
 from openrlhf.rewards.servers import IN_FLIGHT
 
-WRONG_ANSWERS = 100  # the first rows that are also scored with a wrong answer
-SHOWN_OUTPUT = 2000  # characters of the reward's own output
+WRONG_ANSWERS = 100  # number of rows that are also scored with a wrong answer
+SHOWN_OUTPUT = 2000  # maximum characters printed of the reward's output
 SHOWN_EXAMPLES = 5
 SHOWN_ERRORS = 3
-SHOWN_TEXT = 60  # characters of a response or label
+SHOWN_TEXT = 60  # maximum characters printed of a response or label
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """A row and the result of its call."""
+    """A row and the result of its reward call."""
 
     request: RewardRequest
     result: RewardResult
-    seconds: float  # duration of the call, which the rows of a group share
+    seconds: float  # duration of the reward call, which may have scored several rows
 
 
 def try_reward(config: RewardTestConfig) -> NoReturn:
     """Score the rows, print the scores, and exit.
 
-    The status is 1 if the fraction of errors is above --reward.max_error_rate, else 0.
+    The exit status is 1 if the error rate exceeds --reward.max_error_rate, else 0.
     """
     path = config.actor.model_name_or_path
     tokenizer = None
@@ -84,7 +84,8 @@ def try_reward(config: RewardTestConfig) -> NoReturn:
     if tokenizer is None:
         say(
             "\nResponses were scored unchanged. In a run, the tokenizer encodes and decodes them "
-            "and adds the end token. To score them that way, pass --actor.model_name_or_path."
+            "and appends the end-of-text token. To score them that way, pass "
+            "--actor.model_name_or_path."
         )
     show_output(logs, keep=bool(errors_of(scored)))
     if len(errors_of(scored)) > config.reward.max_error_rate * len(scored):
@@ -93,7 +94,7 @@ def try_reward(config: RewardTestConfig) -> NoReturn:
 
 
 def print_wrong_answers(right_rewards: Sequence[float], wrong_rewards: Sequence[float]) -> None:
-    """Print the mean reward of wrong answers, and warn if no reward differs from another."""
+    """Print the mean reward of wrong answers, and warn if all rewards are equal."""
     if not wrong_rewards:
         return
     say(
@@ -102,13 +103,14 @@ def print_wrong_answers(right_rewards: Sequence[float], wrong_rewards: Sequence[
     )
     if right_rewards and len({*right_rewards, *wrong_rewards}) == 1:
         warn(
-            f"All right and wrong answers have the same reward, {wrong_rewards[0]:.4g}. A reward "
-            "that does not depend on the answer cannot teach a model: check what it compares."
+            f"All right and wrong answers have the same reward, {wrong_rewards[0]:.4g}. A model "
+            "cannot learn from a reward that does not depend on the answer. Check what the reward "
+            "compares."
         )
 
 
 def read_output(logs: Path) -> str:
-    """Return all that the reward has printed."""
+    """Return everything that the reward has printed."""
     output = ""
     for log in sorted(logs.glob("*")):
         output += log.read_text(errors="replace")
@@ -116,14 +118,15 @@ def read_output(logs: Path) -> str:
 
 
 def show_output(logs: Path, *, keep: bool) -> None:
-    """Print the end of the reward's own output, and delete its logs.
+    """Print the end of the reward's output, and delete its logs.
 
-    The logs stay if they contain more than is printed, or if they have output and `keep` is true.
+    The logs are kept if their output is longer than what is printed, or if `keep` is true and there
+    is any output.
     """
     output = read_output(logs).strip()
     kept = output != "" and (keep or len(output) > SHOWN_OUTPUT)
     if kept:
-        say(f"\nOutput of the reward, its end (complete in {logs}):")
+        say(f"\nLast output of the reward (complete output in {logs}):")
     elif output:
         say("\nOutput of the reward:")
     if output:
@@ -137,7 +140,7 @@ def read_requests(
 ) -> Iterator[RewardRequest]:
     """Yield a request for each row. Raises DataError.
 
-    Without --data.output_key the label is the response, as a correct answer.
+    Without --data.output_key, the label serves as a correct response.
     """
     data = config.data
     verifier = config.reward.verifier
@@ -179,7 +182,7 @@ def read_requests(
 
 
 def _prompt(row: Mapping[str, Any], column: str) -> str:
-    """Return a prompt as text: of a chat, its messages without a chat template."""
+    """Return a prompt as text. A chat's messages are joined without a chat template."""
     if isinstance(row[column], str):
         return row[column]
     messages = messages_of(row, column, role="user", flag="--data.input_key")
@@ -191,9 +194,9 @@ async def score_all(
 ) -> list[Scored]:
     """Score all requests, `at_once` calls at a time.
 
-    `groups`: adjacent requests with the same prompt share a call. A request without such a neighbor
-    is passed twice, because a run passes several samples of a prompt: a function that returns too
-    few rewards fails here too.
+    `groups`: adjacent requests with the same prompt share a call. A single request is passed twice,
+    because a run passes several samples per prompt; a function that returns too few rewards
+    therefore also fails here.
     """
     turns = asyncio.Semaphore(at_once)
 
@@ -202,7 +205,7 @@ async def score_all(
         if reward.batch and len(group) == 1:
             samples = group * 2
         async with turns:
-            started = time.monotonic()  # without the wait for a free process
+            started = time.monotonic()  # excludes the wait for a free process
             results = await reward.score(samples)
             seconds = time.monotonic() - started
         pairs = zip(group, results[: len(group)], strict=True)
@@ -220,9 +223,9 @@ async def score_all(
 
 
 def print_scores(rows: Sequence[Scored], *, seconds: float, at_once: int) -> None:
-    """Print rewards, errors by kind, times, some scored rows and the first different errors.
+    """Print rewards, errors by kind, durations, some scored rows and the first distinct errors.
 
-    `seconds` is the duration of all calls together.
+    `seconds` is the total duration of all calls.
     """
     for name, value in _facts(rows, seconds, at_once):
         say(f" {name:<14}  {value}")
@@ -242,12 +245,12 @@ def print_scores(rows: Sequence[Scored], *, seconds: float, at_once: int) -> Non
 
 
 def rewards_of(rows: Sequence[Scored]) -> list[float]:
-    """Return the rewards of the rows that have one."""
+    """Return the rewards of all rows that were scored."""
     return [row.result.reward for row in rows if row.result.reward is not None]
 
 
 def errors_of(rows: Sequence[Scored]) -> list[Scored]:
-    """Return the rows whose call failed."""
+    """Return the rows whose reward call failed."""
     return [row for row in rows if row.result.error is not None]
 
 
@@ -271,9 +274,9 @@ def _facts(rows: Sequence[Scored], seconds: float, at_once: int) -> Iterator[tup
 
 
 def _examples(rows: Sequence[Scored]) -> list[tuple[str, str, str]]:
-    """Return reward, label and response of rows from the lowest reward to the highest.
+    """Return reward, label and response of some rows, from the lowest reward to the highest.
 
-    The rows are evenly spread in the order of their rewards.
+    The rows are evenly spaced in the order of their rewards.
     """
     rewarded = [row for row in rows if row.result.reward is not None]
     if not rewarded:
@@ -289,7 +292,7 @@ def _examples(rows: Sequence[Scored]) -> list[tuple[str, str, str]]:
 
 
 def _end(text: str) -> str:
-    """Return the end of a text, where its answer is, on one line."""
+    """Return the end of a text, which contains the answer, on one line."""
     line = " ".join(text.split())
     if len(line) <= SHOWN_TEXT:
         return line

@@ -1,4 +1,4 @@
-"""`openrlhf eval`: pass@k of a checkpoint, accuracy of reward models, win rate against others."""
+"""`openrlhf eval`: pass@k, reward-model accuracy, and win rate against another model."""
 
 import asyncio
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 def run_evaluation(config: EvaluationConfig) -> None:
-    """Run the task of the flags, on a running Ray cluster or a new one.
+    """Run the task selected by --task, on a running or new Ray cluster.
 
     Raises RewardErrors if too many answers or pairs failed.
     """
@@ -79,7 +79,7 @@ def run_evaluation(config: EvaluationConfig) -> None:
 
 
 def run_pass_k(config: EvaluationConfig) -> None:
-    """Sample answers to every prompt, reward them, and report pass@1 and pass@k per data source."""
+    """Sample and score answers to every prompt, and report pass@1 and pass@k per data source."""
     model = read_candidate(config, "model")
     k = config.eval.n_samples_per_prompt
     if config.dry_run:
@@ -95,7 +95,7 @@ def run_pass_k(config: EvaluationConfig) -> None:
 
 
 def run_rm_accuracy(config: EvaluationConfig) -> None:
-    """Reward both texts of every pair, and report how often the chosen text's reward is larger."""
+    """Score both texts of every pair, and report how often the chosen text wins."""
     tokenizer = scorer_tokenizer(config)
     rows = read_rows(config)
     data = recognise(rows, config, "pairs")
@@ -123,7 +123,7 @@ def run_rm_accuracy(config: EvaluationConfig) -> None:
 
 
 def run_win_rate(config: EvaluationConfig) -> None:
-    """Report how often answers of the model are better than those of another model or a column."""
+    """Report how often the model's answers beat those of another model or a dataset column."""
     model = read_candidate(config, "model")
     other = model
     written: list[list[int]] | None = None
@@ -156,7 +156,7 @@ def run_win_rate(config: EvaluationConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A model that answers, and the prompts as its tokenizer and chat template render them."""
+    """A model to evaluate, with the prompts rendered for it."""
 
     path: str
     tokenizer: PreTrainedTokenizerBase
@@ -164,15 +164,15 @@ class Candidate:
 
 
 def read_candidate(config: EvaluationConfig, section: Literal["model", "against"]) -> Candidate:
-    """Read a model's tokenizer and its prompts, and check the models and prompts.
+    """Load a model's tokenizer and prompts, and check models and prompts.
 
-    Checks the model, the reward models that read its tokens, and the prompts. Raises ModelError or
-    DataError.
+    Checks the model, the agents, the reward models that read its tokens, and the prompts. Raises
+    ModelError or DataError.
     """
     path = config.model.model_name_or_path
     if section == "against":
         path = config.against.model_name_or_path
-    assert path is not None  # the configuration is checked
+    assert path is not None  # guaranteed by the configuration's rules
     flag = f"--{section}.model_name_or_path"
     model = f"{flag} {path}"
     tokenizer = policy_tokenizer(config, path, flag=flag)
@@ -207,7 +207,7 @@ def read_rows(config: EvaluationConfig) -> Table:
 def read_answers(
     config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, column: str
 ) -> list[list[int]]:
-    """Return the answers in a column as tokens, each with an end token. Raises DataError."""
+    """Tokenize the answers in a column, each with an eos token. Raises DataError."""
     rows = read_rows(config)
     check_columns(rows, {"--against.answer_key": column})
     texts = [text_of(row, column) for row in rows if isinstance(row, dict)]
@@ -216,9 +216,9 @@ def read_answers(
 
 
 class Evaluation:
-    """An evaluation with its run folder, on a Ray cluster.
+    """An evaluation on a Ray cluster, with its run folder.
 
-    Engines and reward models start when they are needed, one after the other.
+    Engines and reward models are started when needed, one after the other.
     """
 
     def __init__(self, config: EvaluationConfig, recorder: Recorder) -> None:
@@ -228,14 +228,15 @@ class Evaluation:
         self.errors = ErrorBudget(config.reward)
 
     def answers(self, model: Candidate, name: str) -> list[Trajectory]:
-        """Sample answers to every prompt. Engines named `name` run only meanwhile.
+        """Sample answers to every prompt with engines named `name`, which are stopped afterwards.
 
-        If there is a reward function, server or verifier, the answers have its rewards.
+        A reward function, server or verifier also scores the answers.
         """
         config = self.config
         spec = settings.eval_sampling(config)
         self.recorder.display.note(
-            f"{len(model.prompts)} prompts, {spec.n_samples} answers of {model.path} to each."
+            f"{len(model.prompts)} prompts; sampling {spec.n_samples} answer(s) per prompt with "
+            f"{model.path}."
         )
         announce_engines(self.recorder, config, model.path)
         with engines(config, model.path, model.tokenizer, name=name, logs=self.logs) as fleet:
@@ -246,7 +247,7 @@ class Evaluation:
             return self._sample(model, fleet, spec, agents)
 
     def written(self, model: Candidate, answers: Sequence[list[int]]) -> list[Trajectory]:
-        """Return written answers, one to each prompt, rewarded like sampled answers."""
+        """Score given answers, one per prompt, like sampled answers."""
         spec = settings.eval_sampling(self.config)
         one_each = replace(spec, rollout=replace(spec.rollout, n_samples_per_prompt=1))
         return self._sample(model, WrittenAnswers(answers), one_each)
@@ -287,9 +288,9 @@ class Evaluation:
             )
 
     def rewarded(self, answers: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the answers with the weighted sums of their rewards.
+        """Return the answers with the weighted sum of their rewards.
 
-        Reward models run only meanwhile.
+        Reward models are started for this call and stopped afterwards.
         """
         if self.config.reward.models:
             with reward_models(self.config, logs=self.logs) as models:
@@ -305,13 +306,13 @@ class Evaluation:
     def compared(
         self, ours: Sequence[Trajectory], theirs: Sequence[Trajectory]
     ) -> list[Comparison]:
-        """Return the pairs, judged by the larger reward."""
+        """Pair the answers; the larger reward wins."""
         scored = self.rewarded([*ours, *theirs])
         pairs = comparing.pair_up(scored[: len(ours)], scored[len(ours) :])
         return [replace(pair, win=comparing.by_reward(pair)) for pair in pairs]
 
     def report(self, metrics: Mapping[str, float], rows: Mapping[str, Mapping[str, float]]) -> None:
-        """Log the numbers, and print them by data source."""
+        """Log the metrics, and print them by data source."""
         if self.recorder.display.json:
             self.recorder.evaluation(0, metrics)
         else:
@@ -324,7 +325,7 @@ class Evaluation:
         columns: Columns,
         rewards: Mapping[str, float] | None = None,
     ) -> None:
-        """Write the pairs to the run folder, and report `columns` of them and `rewards`.
+        """Write the pairs to the run folder, and report their `columns` and `rewards`.
 
         Raises RewardErrors if too many pairs could not be judged.
         """
@@ -347,7 +348,7 @@ def rows_of(
     episode: Callable[[T], Trajectory],
     columns: Callable[[Sequence[T]], Mapping[str, float]],
 ) -> dict[str, Mapping[str, float]]:
-    """Return a row of `columns` per data source, and a row "all" if there are several sources."""
+    """Return a row of `columns` per data source, plus a row "all" if there are several."""
     rows = {source: columns(members) for source, members in group_by_source(items, episode).items()}
     if len(rows) != 1:
         rows["all"] = columns(items)
@@ -355,7 +356,7 @@ def rows_of(
 
 
 class WrittenAnswers:
-    """Answers of a column, in place of engines: each prompt gets the answer in its row."""
+    """Stand-in for engines that returns the answer in each prompt's row."""
 
     def __init__(self, answers: Sequence[list[int]]) -> None:
         self._answers = answers
@@ -363,13 +364,13 @@ class WrittenAnswers:
     async def generate(
         self, key: Hashable, tokens: list[int], params: list[SamplingParams]
     ) -> list[Generation]:
-        """Return the answer to the prompt whose index is in the key."""
+        """Return the answer to the prompt whose index is in `key`."""
         _, index = cast(tuple[str, int], key)
         answer = self._answers[index]
         return [Generation(tokens=answer, logprobs=[0.0] * len(answer), finish_reason="stop")]
 
     async def rest(self) -> None:
-        """Do nothing: no resources are held between prompts."""
+        """Do nothing: there are no resources to release between prompts."""
 
     def metrics(self) -> dict[str, Metric]:
         """Return no metrics."""

@@ -1,4 +1,4 @@
-"""Batch inference: post-processors, the journal, failed answers, and what a dry run prints."""
+"""Batch inference: post-processors, the journal, failed answers, and dry-run output."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def processed(name: str, line: str = "", rows: list[dict[str, Any]] = ROWS) -> l
     )
 
 
-def test_rejection_sampling_keeps_the_first_of_the_best_outputs_of_each_input() -> None:
+def test_rejection_sampling_keeps_first_best_output_of_each_input() -> None:
     best: dict[str, dict[str, Any]] = {}
     for row in ROWS:
         if row["input"] not in best or row["reward"] > best[row["input"]]["reward"]:
@@ -61,7 +61,7 @@ def test_rejection_sampling_keeps_the_first_of_the_best_outputs_of_each_input() 
     assert [row["output"] for row in processed("rs")] == ["a2", "b5", "c3"]
 
 
-def test_pairs_are_the_best_and_worst_output_of_each_input_and_need_unequal_rewards() -> None:
+def test_pairs_are_best_and_worst_outputs_with_unequal_rewards() -> None:
     rewards: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for row in ROWS:
         rewards[row["input"]].append((row["reward"], row["output"]))
@@ -77,15 +77,15 @@ def test_pairs_are_the_best_and_worst_output_of_each_input_and_need_unequal_rewa
     assert list(rows[0]) == ["prompt", "chosen", "chosen_reward", "rejected", "rejected_reward"]
 
 
-def test_equal_outputs_make_no_pair_even_if_their_rewards_differ() -> None:
-    """A reward model gives a text different rewards in different batches, because of rounding."""
+def test_identical_outputs_make_no_pair_even_if_rewards_differ() -> None:
+    """Rounding can make a reward model score the same text differently in different batches."""
     rows = [
         {"input": "a", "output": "x", "reward": reward} for reward in (0.124543868, 0.124543861)
     ]
     assert processed("iter_dpo", rows=rows) == []
 
 
-def test_conditioned_input_has_the_reward_with_two_decimals() -> None:
+def test_conditioned_input_contains_reward_with_two_decimals() -> None:
     rows = processed("csft")
     assert [row["input"] for row in rows[:3]] == [
         "a <rm_score>: 0.50 ",
@@ -97,7 +97,7 @@ def test_conditioned_input_has_the_reward_with_two_decimals() -> None:
     ]
 
 
-def test_normalize_enable_uses_mean_and_unbiased_deviation_of_all_rows() -> None:
+def test_normalize_enable_uses_mean_and_unbiased_std_of_all_rows() -> None:
     mean = sum(row["reward"] for row in ROWS) / len(ROWS)
     deviation = math.sqrt(sum((row["reward"] - mean) ** 2 for row in ROWS) / (len(ROWS) - 1))
     rows = processed("csft", "--reward.normalize_enable --reward_template {reward}|{input}")
@@ -107,7 +107,7 @@ def test_normalize_enable_uses_mean_and_unbiased_deviation_of_all_rows() -> None
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_normalize_enable_turns_equal_rewards_into_zero(count: int) -> None:
+def test_normalize_enable_maps_equal_rewards_to_zero(count: int) -> None:
     rows = [{"input": "{reward}", "output": "x", "reward": 0.1}] * count
     assert [row["input"] for row in processed("csft", "--reward.normalize_enable", rows)] == [
         "{reward} <rm_score>: 0.00 "
@@ -122,7 +122,7 @@ def results(path: Path, identity: dict[str, Any] | None = None) -> dict[int, Any
     return journal.results
 
 
-def test_journal_cut_at_any_byte_keeps_whole_rows_and_can_be_continued(tmp_path: Path) -> None:
+def test_journal_truncated_at_any_byte_keeps_complete_rows_and_resumes(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     journal = Journal(path, {"--best_of_n": 2})
     rows = {5: ["a\nb", "é"], 1: ["", "x"], 3: [0.25]}
@@ -140,7 +140,7 @@ def test_journal_cut_at_any_byte_keeps_whole_rows_and_can_be_continued(tmp_path:
         assert results(path) == rows
 
 
-def test_journal_of_other_settings_is_refused_with_both_values(tmp_path: Path) -> None:
+def test_journal_with_different_settings_is_rejected_with_both_values(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     results(path)
     with pytest.raises(DataError, match="--best_of_n: 2 there, 3 here"):
@@ -148,7 +148,7 @@ def test_journal_of_other_settings_is_refused_with_both_values(tmp_path: Path) -
     assert results(path) == {}
 
 
-def test_finished_file_of_the_same_request_or_of_unknown_origin_is_refused(
+def test_existing_output_of_same_or_unknown_request_is_rejected(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "out.jsonl"
@@ -160,10 +160,10 @@ def test_finished_file_of_the_same_request_or_of_unknown_origin_is_refused(
     assert path.read_text() == "{'--best_of_n': 2}\n"
 
 
-def test_finished_file_of_another_request_is_moved_aside_with_a_notice(
+def test_existing_output_of_different_request_is_moved_aside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All iterations of published scripts write to one path."""
+    """In published scripts, all iterations write to the same path."""
     path = tmp_path / "generate.jsonl"
     for iteration in range(3):
         finished(path, {"rows": iteration})
@@ -181,7 +181,7 @@ def test_finished_file_of_another_request_is_moved_aside_with_a_notice(
 
 
 def finished(path: Path, identity: dict[str, Any]) -> None:
-    """Write results and final file as a command with this identity does."""
+    """Write results and the final file like a command with this identity."""
     journal = Journal(path, identity)
     assert journal.results == {}
     journal.add(0, ["x"])
@@ -194,7 +194,7 @@ def finished(path: Path, identity: dict[str, Any]) -> None:
 
 
 class DisplayOnly:
-    """A recorder that has only a display."""
+    """A recorder with only a display."""
 
     def __init__(self) -> None:
         self.display = Display(quiet=True)
@@ -213,7 +213,7 @@ def answers(row: int, *texts: str, error: str | None = None) -> list[Trajectory]
     return group
 
 
-def test_row_with_a_failed_answer_is_returned_and_not_written_to_the_journal(
+def test_row_with_failed_answer_is_returned_but_not_journaled(
     tmp_path: Path,
 ) -> None:
     journal = Journal(tmp_path / "out.jsonl", {})
@@ -229,14 +229,14 @@ def test_row_with_a_failed_answer_is_returned_and_not_written_to_the_journal(
 
 
 @pytest.mark.parametrize(("seconds", "notes"), [(1.0, 0), (0.05, 3)])
-def test_progress_without_a_bar_is_printed_once_per_interval(
+def test_progress_without_bar_is_printed_once_per_interval(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     seconds: float,
     notes: int,
 ) -> None:
-    """Three rows of two answers with one token each, a row every 0.1 s: 20 tokens per second."""
+    """Three rows of two one-token answers, one row every 0.1 s, are 20 tokens per second."""
     clock = [0.0]
 
     def rows() -> Iterator[list[Trajectory]]:
@@ -255,7 +255,7 @@ def test_progress_without_a_bar_is_printed_once_per_interval(
         assert all(part in printed[-1] for part in ("3 rows", "0 rows failed", "20 tokens/s"))
 
 
-# ---- reading rows, and the output of a dry run
+# ---- reading rows, and dry-run output
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '<eos>\n' }}{% endfor %}"
@@ -265,7 +265,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a language model with a chat template, and a reward model of it."""
+    """Save a language model with a chat template, and a reward model based on it."""
     folder = tmp_path_factory.mktemp("models")
     sizes: dict[str, Any] = {**HEADS, "max_position_embeddings": 4096}
     save_tiny_model(folder / "model", chat_template=TEMPLATE, **sizes)
@@ -277,7 +277,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dry_run(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[str, str]]:
-    """Return a function that runs a dry run on rows, and returns its output and notices."""
+    """Return a function that performs a dry run on rows and returns its output and notices."""
 
     def run(rows: list[dict[str, Any]], line: str) -> tuple[str, str]:
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -299,10 +299,10 @@ DATED = "{% for m in messages %}{{ strftime_now('%Y-%m-%d') + m['content'] }}{% 
 
 
 @pytest.mark.parametrize("other", ["", "seed", "row"])
-def test_rows_are_rendered_with_the_date_of_the_first_start_of_their_own_request(
+def test_resumed_request_renders_rows_with_date_of_its_first_start(
     models: Path, tmp_path: Path, other: str
 ) -> None:
-    """The date of a finished file of another request is not used."""
+    """The date of a different, completed request is not used."""
     source = tmp_path / "rows.jsonl"
     source.write_text('{"question": "x"}\n')
     final = tmp_path / "out.jsonl"
@@ -341,14 +341,14 @@ def test_rows_are_rendered_with_the_date_of_the_first_start_of_their_own_request
             Journal(final, identity, request=request)
 
 
-def test_journal_is_continued_if_another_request_renders_the_same_rows(tmp_path: Path) -> None:
+def test_different_request_with_same_rendered_rows_resumes_journal(tmp_path: Path) -> None:
     final = tmp_path / "out.jsonl"
     Journal(final, {"--best_of_n": 2}).add(0, ["a"])
     assert Journal(final, {"--best_of_n": 2}, request="one").results == {0: ["a"]}
     assert Journal(final, {"--best_of_n": 2}, request="other").results == {0: ["a"]}
 
 
-def test_dry_run_prints_the_template_and_the_tokens_of_cut_prompts(dry_run: Any) -> None:
+def test_dry_run_prints_template_and_tokens_of_truncated_prompts(dry_run: Any) -> None:
     rows = [{"question": "123456789", "response": "x"}] * 3
     printed, noted = dry_run(
         rows, "--data.input_template q{}a --data.max_len 8 --rollout.max_new_tokens 4"
@@ -361,13 +361,13 @@ def test_dry_run_prints_the_template_and_the_tokens_of_cut_prompts(dry_run: Any)
     assert "output_key" not in noted
 
 
-def test_dry_run_prints_the_suffix_of_conditional_fine_tuning(dry_run: Any) -> None:
+def test_dry_run_prints_conditional_fine_tuning_suffix(dry_run: Any) -> None:
     printed, noted = dry_run([{"input": "1+1="}], "--input_key input --csft.enable --csft.prompt 5")
     assert "\n1+1= 5 \n" in printed
     assert "layout" not in noted
 
 
-def test_dry_run_of_scoring_prints_the_scored_text_and_marks_its_last_token(
+def test_scoring_dry_run_marks_last_token_of_scored_text(
     dry_run: Any,
 ) -> None:
     rows = [
@@ -395,10 +395,8 @@ CHAT: list[dict[str, str]] = [
 
 
 @pytest.mark.parametrize("flag", ["", "--data.output_key="])
-def test_answer_of_a_chat_without_an_answer_column_is_its_last_turn(
-    dry_run: Any, flag: str
-) -> None:
-    """The command is that of the published script of conditional fine-tuning."""
+def test_last_turn_of_chat_is_answer_without_answer_column(dry_run: Any, flag: str) -> None:
+    """The command comes from the published conditional fine-tuning script."""
     rows = [{"chosen": [*CHAT, {"role": "assistant", "content": "4"}], "rejected": [*CHAT]}]
     printed, noted = dry_run(
         rows, f"--eval_task rm --input_key chosen --apply_chat_template {flag}"
@@ -408,7 +406,7 @@ def test_answer_of_a_chat_without_an_answer_column_is_its_last_turn(
     assert "[notice] 1 of 1 rows kept." in noted
 
 
-def test_prompt_and_answer_are_rendered_with_the_chat_template(models: Path) -> None:
+def test_prompt_and_answer_are_rendered_with_chat_template(models: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(models / "reward")
     data = InferenceDataConfig(apply_chat_template=True, max_len=64)
     rows = Dataset.from_list([{"input": CHAT, "output": "4"}, {"input": CHAT, "output": "5"}])
@@ -427,7 +425,7 @@ def test_prompt_and_answer_are_rendered_with_the_chat_template(models: Path) -> 
     assert (row.text, row.label, tokenizer.decode(row.tokens)) == ("q1a", "2\n", "q1a2 <eos>")
 
 
-def test_text_without_an_answer_column_is_refused(dry_run: Any) -> None:
+def test_text_rows_without_answer_column_are_rejected(dry_run: Any) -> None:
     with pytest.raises(DataError, match=r"no column 'output', which --data\.output_key names"):
         dry_run([{"input": "1"}], "--task rm")
     with pytest.raises(DataError, match=r"--data\.output_key is not set"):

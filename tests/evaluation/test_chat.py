@@ -1,4 +1,4 @@
-"""Chat: the text of a conversation, dropped turns, sampling settings, and commands of the user."""
+"""Chat: conversation text, dropped turns, sampling settings, and user commands."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHATML = (
 class Parrot:
     """A model that always answers with the same tokens, one at a time.
 
-    `interrupts`: the number of tokens after which the user presses Ctrl-C.
+    `interrupts`: number of tokens after which the user presses Ctrl-C.
     """
 
     device = "cpu"
@@ -61,15 +61,15 @@ def chat(line: str, template: str | None = "q{}a", chat_template: str | None = N
     return Chat(config=parse("interactive_chat", line), tokenizer=tokenizer, template=template)
 
 
-def test_last_space_of_a_template_is_removed_if_the_tokenizer_joins_it_with_the_answer() -> None:
-    """In training, no answer has followed a token of that space alone."""
+def test_trailing_space_of_template_is_removed_if_tokenizer_merges_it() -> None:
+    """During training, no answer followed a token that contains only this space."""
     template = "User: {}\nAssistant: "
     for tokenizer, used in ((spaced_tokenizer(), template[:-1]), (character_tokenizer(), template)):
         talk = Chat(config=parse("interactive_chat", ""), tokenizer=tokenizer, template=template)
         assert talk.text("hi") == used.replace("{}", "hi")
 
 
-def test_prompt_has_system_text_preamble_and_all_turns_in_the_template(
+def test_prompt_contains_system_text_preamble_and_all_turns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "p.txt").write_text("pre\n")
@@ -87,7 +87,7 @@ def test_empty_answer_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert "empty" in printed and printed.count("\n") == 1
 
 
-def test_preamble_that_is_not_text_is_refused(tmp_path: Path) -> None:
+def test_binary_preamble_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "p.bin").write_bytes(b"\x8a")
     with pytest.raises(ConfigError, match=f"--preamble {tmp_path}/p.bin"):
         chat(f"--preamble {tmp_path}/p.bin")
@@ -99,12 +99,12 @@ def test_chat_template_renders_system_text_and_turns_as_messages() -> None:
     assert talk.text("c") == "system:sys/user:a/assistant:b/user:c/assistant:"
 
 
-def test_oldest_turns_are_dropped_with_a_notice_until_the_answer_has_room(
+def test_oldest_turns_are_dropped_with_notice_until_answer_has_room(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """There are 20 tokens, 10 of them for the answer.
+    """The limit is 20 tokens, 10 of them for the answer.
 
-    A turn has 6, so one turn fits beside the next message.
+    A turn has 6 tokens, so one turn fits in addition to the next message.
     """
     talk = chat("--data.max_len 20 --rollout.max_new_tokens 10")
     parrot = Parrot("bb<eos>")
@@ -118,7 +118,7 @@ def test_oldest_turns_are_dropped_with_a_notice_until_the_answer_has_room(
     assert parrot.asked[-1] == "456789012a"
 
 
-def test_interrupt_stops_the_answer_and_keeps_the_turn(
+def test_ctrl_c_stops_the_answer_and_keeps_the_turn(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     talk = chat("")
@@ -138,7 +138,7 @@ def test_interrupt_stops_the_answer_and_keeps_the_turn(
         {"do_sample": True, "min_p": 0.9},
     ],
 )
-def test_answers_depend_on_the_flags_and_not_on_the_models_generation_configuration(
+def test_answers_depend_on_flags_but_not_on_generation_config(
     tmp_path: Path,
     stored: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -164,7 +164,7 @@ def test_answers_depend_on_the_flags_and_not_on_the_models_generation_configurat
 @pytest.mark.parametrize(
     ("flag", "stored", "expected"), [("", 1.3, 1.3), ("", None, 1.0), ("1.1", 1.3, 1.1)]
 )
-def test_repetition_penalty_comes_from_the_flag_then_from_the_model(
+def test_repetition_penalty_flag_takes_precedence_over_model(
     flag: str, stored: float | None, expected: float
 ) -> None:
     model = SimpleNamespace(generation_config=GenerationConfig(repetition_penalty=stored))
@@ -172,7 +172,7 @@ def test_repetition_penalty_comes_from_the_flag_then_from_the_model(
     assert decide_sampling(config, model).rollout.repetition_penalty == expected
 
 
-def test_template_comes_from_the_flags_then_from_training_then_from_the_tokenizer() -> None:
+def test_template_flags_take_precedence_over_training_format_and_tokenizer() -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = None
     assert template_of(parse("interactive_chat", ""), tokenizer) == PLAIN
@@ -201,7 +201,7 @@ class Loaded:
 
 
 def run_with(monkeypatch: pytest.MonkeyPatch, folder: Path, typed: str, line: str) -> Parrot:
-    """Type these lines in a chat with a parrot, and return the parrot."""
+    """Type the given lines in a chat with a parrot model, and return the model."""
     save_tiny_model(folder / "model")
     parrot = Parrot("ok<eos>")
     monkeypatch.setattr(chat_module, "load_causal_lm", lambda spec: Loaded(parrot))
@@ -215,14 +215,14 @@ def run_with(monkeypatch: pytest.MonkeyPatch, folder: Path, typed: str, line: st
 
 
 @pytest.mark.parametrize("reset", ["/reset", "clear"])
-def test_reset_removes_the_turns_and_keeps_the_system_prompt(
+def test_reset_removes_turns_and_keeps_system_prompt(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reset: str
 ) -> None:
     parrot = run_with(monkeypatch, tmp_path, f"a\nb\n{reset}\nc\n/exit\nd\n", "--system sys")
     assert parrot.asked == ["sys\nqaa", "sys\nqaaok\nqba", "sys\nqca"]
 
 
-def test_dry_run_of_a_chat_prints_the_tokens_of_a_prompt(
+def test_chat_dry_run_prints_tokens_of_a_prompt(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parrot = run_with(

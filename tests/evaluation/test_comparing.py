@@ -1,4 +1,4 @@
-"""Pairs of answers: their construction, wins by reward, win rate, accuracy, and failures."""
+"""Pairs of answers: construction, wins by reward, win rate, accuracy, and failures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.trainers.episodes import episode, failed
 
 
 def won(index: int, win: float | None, *, source: str = "default") -> Comparison:
-    """Return a judged pair of prompt number `index`."""
+    """Return a judged pair for prompt `index`."""
     answer = episode(index, source=source)
     return Comparison(
         ours=answer, theirs=answer, win=win, error=None if win is not None else "no verdict"
@@ -43,7 +43,7 @@ def rewarded(index: int, ours: float, theirs: float, *, source: str = "default")
 # ---- pairs
 
 
-def test_answers_to_a_prompt_are_paired_by_their_number() -> None:
+def test_answers_to_a_prompt_are_paired_by_index() -> None:
     ours = [episode(prompt, sample) for prompt in (0, 1) for sample in (0, 1)]
     theirs = [episode(prompt, sample, score=1.0) for prompt in (1, 0) for sample in (0, 1)]
     numbers = [
@@ -53,12 +53,12 @@ def test_answers_to_a_prompt_are_paired_by_their_number() -> None:
     assert numbers == [(0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 1, 0), (1, 1, 1, 1)]
 
 
-def test_single_answer_of_theirs_is_paired_with_all_of_ours() -> None:
+def test_their_single_answer_is_paired_with_all_of_ours() -> None:
     pairs = pair_up([episode(0, sample) for sample in range(3)], [episode(0, text="written")])
     assert [pair.theirs.prompt.text for pair in pairs] == ["written"] * 3
 
 
-def test_pair_has_the_error_of_either_answer() -> None:
+def test_pair_has_error_of_failed_answer() -> None:
     pairs = pair_up([episode(0, score=1.0), failed(1)], [failed(0), episode(1, score=1.0)])
     assert [(pair.error, by_reward(pair)) for pair in pairs] == [("it broke", None)] * 2
 
@@ -77,30 +77,30 @@ def test_win_rate_counts_ties_as_one_half() -> None:
     assert win_rate([won(0, 1.0), won(1, 0.5), won(2, 0.0), won(3, 0.5)])[0] == 0.5
 
 
-def test_win_rate_weights_prompts_equally_for_any_number_of_judged_pairs() -> None:
+def test_win_rate_weights_prompts_equally() -> None:
     """Prompt 0 has wins 1, 1, 1, 1, and prompt 1 has 0. The mean over pairs would be 0.8."""
     pairs = [*[won(0, 1.0)] * 4, won(1, 0.0), won(1, None)]
     assert win_rate(pairs)[0] == 0.5
 
 
-def test_standard_error_of_the_win_rate_is_over_prompts() -> None:
-    """The means 1, 0.5, 0 have the unbiased deviation 0.5, which is divided by √3."""
+def test_win_rate_standard_error_is_over_prompts() -> None:
+    """The means 1, 0.5, 0 have an unbiased standard deviation of 0.5, which is divided by √3."""
     pairs = [won(0, 1.0), won(0, 1.0), won(1, 1.0), won(1, 0.0), won(2, 0.0), won(2, 0.0)]
     assert win_rate(pairs) == (0.5, pytest.approx(0.5 / math.sqrt(3)))
 
 
-def test_more_samples_of_the_same_prompts_do_not_reduce_the_standard_error() -> None:
+def test_more_samples_per_prompt_do_not_reduce_standard_error() -> None:
     pairs = [won(0, 1.0), won(1, 0.0), won(2, 1.0)]
     assert win_rate(pairs * 10) == win_rate(pairs)
 
 
-def test_one_prompt_gives_no_standard_error_and_no_judged_pair_gives_no_rate() -> None:
+def test_win_rate_is_nan_without_pairs_and_its_error_with_one_prompt() -> None:
     assert win_rate([won(0, 1.0)])[0] == 1.0
     assert math.isnan(win_rate([won(0, 1.0)])[1])
     assert all(map(math.isnan, win_rate([won(0, None)])))
 
 
-def test_win_metrics_are_logged_for_all_pairs_and_per_data_source() -> None:
+def test_win_metrics_are_logged_overall_and_per_data_source() -> None:
     pairs = [
         won(0, 1.0, source="x"),
         won(1, 0.5, source="x"),
@@ -126,7 +126,7 @@ def test_win_metrics_are_logged_for_all_pairs_and_per_data_source() -> None:
     }  # fmt: skip
 
 
-def test_metrics_that_are_nan_are_not_logged() -> None:
+def test_nan_metrics_are_not_logged() -> None:
     assert {name for name in metrics_of([won(0, None)], win_columns) if "win_rate" in name} == set()
     metrics = metrics_of([won(0, 1.0, source="x"), won(1, 0.5, source="y")], win_columns)
     assert {name for name in metrics if "eval_x_win_rate" in name} == {"eval/eval_x_win_rate"}
@@ -136,7 +136,7 @@ def test_metrics_that_are_nan_are_not_logged() -> None:
 # ---- accuracy
 
 
-def test_accuracy_counts_pairs_whose_chosen_text_has_a_strictly_larger_reward() -> None:
+def test_accuracy_counts_pairs_with_strictly_larger_chosen_reward() -> None:
     pairs = [
         rewarded(0, 2.0, 1.0, source="x"),
         rewarded(1, 1.0, 1.0, source="x"),
@@ -163,7 +163,7 @@ def test_accuracy_counts_pairs_whose_chosen_text_has_a_strictly_larger_reward() 
 # ---- failures
 
 
-def test_too_many_failed_pairs_raise_the_first_error() -> None:
+def test_too_many_failed_pairs_raise_first_error() -> None:
     failed = {"errors": ["no verdict", "gone"], "of": 4, "what": "pairs could not be judged"}
     ErrorBudget(RewardConfig(max_error_rate=0.5)).check_errors(**failed)
     ErrorBudget(RewardConfig(max_error_rate=1.0)).check_errors(**failed)
@@ -173,7 +173,7 @@ def test_too_many_failed_pairs_raise_the_first_error() -> None:
         ErrorBudget(RewardConfig(max_error_rate=0.4)).check_errors(**failed)
 
 
-def test_line_of_samples_about_a_pair_has_both_answers() -> None:
+def test_pair_row_in_samples_has_both_answers() -> None:
     pair = rewarded(3, 1.0, 0.5)
     theirs = replace(pair.theirs, response_text="other")
     row = row_of(replace(pair, theirs=theirs))

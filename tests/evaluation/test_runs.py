@@ -1,4 +1,4 @@
-"""`openrlhf eval` without sampling: answers of a column, reading of the data, and a dry run."""
+"""`openrlhf eval` without sampling: answers from a column, data loading, and dry runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SPEC = SamplingSpec(
 
 
 class Length(Reward):
-    """A reward that is the length of the response, and fails on a response with an x."""
+    """A reward that returns the response's length and fails if the response contains an x."""
 
     async def check(self) -> None: ...
 
@@ -49,8 +49,8 @@ class Length(Reward):
         ]
 
 
-def test_written_answers_go_to_their_prompts_and_are_rewarded_like_sampled_answers() -> None:
-    """Two prompts are equal, one prompt is too long, and one answer cannot be rewarded."""
+def test_given_answers_are_matched_to_prompts_and_scored_like_samples() -> None:
+    """Two prompts are identical, one prompt is too long, and one answer cannot be scored."""
     tokenizer = character_tokenizer()
     texts = {"a=": "b", "12345678": "cc", "c=": "x"}
     asked = ["a=", "12345678", "a=", "c="]
@@ -66,7 +66,7 @@ def test_written_answers_go_to_their_prompts_and_are_rewarded_like_sampled_answe
     assert [episode.failed for episode in episodes] == [False, False, False, True]
 
 
-def test_judge_reads_text_without_special_tokens() -> None:
+def test_judge_receives_text_without_special_tokens() -> None:
     tokenizer = character_tokenizer()
     text = given_text(tokenizer, 3, "x", tokenizer("2+2=4<eos>")["input_ids"])
     assert (text.prompt.index, text.prompt.datasource, text.response_text) == (3, "x", "2+2=4<eos>")
@@ -92,7 +92,7 @@ def config_of(model: str, line: str) -> EvaluationConfig:
     )
 
 
-def test_answers_of_a_column_end_with_end_of_text(model: str) -> None:
+def test_answers_read_from_a_column_end_with_eos_token(model: str) -> None:
     config = config_of(model, "--task rm_accuracy --reward.model_name_or_path {model}")
     tokenizer = character_tokenizer()
     assert read_answers(config, tokenizer, "output") == [tokenizer("2<eos>")["input_ids"]]
@@ -125,14 +125,14 @@ def test_answers_of_a_column_end_with_end_of_text(model: str) -> None:
         ),
     ],
 )
-def test_unsuitable_models_and_missing_columns_are_refused(
+def test_unsuitable_models_and_missing_columns_are_rejected(
     model: str, line: str, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         run_evaluation(config_of(model, line))
 
 
-def test_dry_run_prints_the_prompts(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_prints_prompts(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = (
         "--model.model_name_or_path {model} --reward.verifier length --data.label_key output "
         "--dry_run"
@@ -141,7 +141,7 @@ def test_dry_run_prints_the_prompts(model: str, capsys: pytest.CaptureFixture[st
     assert "--- prompt of row 1, label '2': 4 tokens, ids" in capsys.readouterr().out
 
 
-def test_pairs_have_the_format_of_the_reward_models_training_unless_a_flag_sets_another(
+def test_pairs_default_to_format_of_reward_model_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = tmp_path / "pairs.jsonl"
