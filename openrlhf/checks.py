@@ -1,8 +1,8 @@
-"""Findings of the checks at the start of a command: what was seen and the fix.
+"""Findings of a command's startup checks: what was found and how to fix it.
 
-A check returns its findings, none if all is well. It may also raise UserError, which counts as a
-failure. `collect` runs checks that do not depend on each other, and `report` shows everything that
-they found at once, the same for a start and for --dry_run.
+A check returns a list of findings, which is empty if all is well. It may also raise UserError,
+which counts as a failure. `collect` runs independent checks, and `report` shows all their findings
+at once, for a real run and for --dry_run alike.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,10 +14,10 @@ from openrlhf.reporting import notice
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check. `seen` and `fix` are sentences.
+    """A result of a check. `seen` and `fix` are sentences.
 
-    If `fails`, the command does not start; otherwise the result is printed as a notice. `error` was
-    raised by the check.
+    If `fails`, the command does not start; otherwise the finding is printed as a notice. `error` is
+    the exception that the check raised, if any.
     """
 
     seen: str
@@ -30,11 +30,11 @@ class Finding:
 
 
 class CheckError(ConfigError):
-    """Failures of checks. The message has a line for each."""
+    """One or more failed checks. The message has one line per failure."""
 
 
 def collect(*checks: Callable[[], Iterable[Finding] | None]) -> list[Finding]:
-    """Run all checks, also after one has raised a UserError, and return their findings."""
+    """Run all checks, even if some raise UserError, and return their findings."""
     found: list[Finding] = []
     for check in checks:
         try:
@@ -45,9 +45,9 @@ def collect(*checks: Callable[[], Iterable[Finding] | None]) -> list[Finding]:
 
 
 def report(*findings: Finding) -> None:
-    """Print each finding that is no failure as a notice. Raises CheckError with all failures.
+    """Print each finding that is not a failure as a notice. Raises CheckError with all failures.
 
-    If the only failure is an error that a check raised, that error is raised instead.
+    If the only failure is an exception raised by a check, re-raises it instead.
     """
     failures: list[Finding] = []
     for finding in findings:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 HASH_BLOCK_BYTES = 2**16
-HASHED_BLOCKS = 256  # of a file above 16 MiB
+HASHED_BLOCKS = 256  # number of blocks hashed in a file larger than 16 MiB
 
 
 class Disk(NamedTuple):
-    """Size and free space of a file system in bytes. `total` is 0 if the system reports nothing."""
+    """Size and free space of a file system in bytes. `total` is 0 if they are unknown."""
 
     total: int
     free: int
@@ -30,11 +30,11 @@ def disk_of(folder: Path) -> Disk:
 
 
 def fingerprint(path: Path) -> str:
-    """Return the SHA-256 of a file, or of 256 blocks of 64 KiB if the file is longer than 16 MiB.
+    """Return the SHA-256 of a file, or of 256 blocks of 64 KiB if it is larger than 16 MiB.
 
-    The blocks are evenly spread from the first byte to the last. The hash detects every lost
-    stretch longer than 1/255 of the file, in about 10 ms. Hashing whole files would add a minute
-    per 100 GB to each save and each resume.
+    The blocks are evenly spaced from the first byte to the last. In about 10 ms, the hash detects
+    the loss of any contiguous region longer than 1/255 of the file. Hashing whole files would add a
+    minute per 100 GB to every save and resume.
     """
     size = path.stat().st_size
     blocks = min(HASHED_BLOCKS, math.ceil(size / HASH_BLOCK_BYTES))
@@ -50,10 +50,10 @@ def fingerprint(path: Path) -> str:
 def write_atomically(
     path: Path, contents: str | bytes | Iterable[str], *, mode: int | None = None
 ) -> None:
-    """Replace the file at `path`. A kill leaves the old file or the new one.
+    """Replace the file at `path` atomically: a kill leaves either the old or the new file.
 
-    `contents` is the new file's text or bytes, or the parts of its text. `mode` sets its
-    permissions; None leaves them to the umask.
+    `contents` is text, bytes, or an iterable of text chunks. `mode` sets the permissions; None uses
+    the umask.
     """
     if isinstance(contents, str | bytes):
         parts = [contents]
@@ -74,7 +74,7 @@ def write_atomically(
 
 
 def move(source: Path, target: Path) -> None:
-    """Rename `source` to `target`, and create missing parent folders. Survives a power loss."""
+    """Rename `source` to `target`, creating parent folders, and make the rename durable."""
     target.parent.mkdir(parents=True, exist_ok=True)
     os.rename(source, target)
     sync(target.parent)
@@ -82,7 +82,7 @@ def move(source: Path, target: Path) -> None:
 
 
 def sync_tree(directory: Path) -> list[Path]:
-    """Flush all files and folders in `directory` to disk, and return the files, sorted."""
+    """Flush all files and folders in `directory` to disk, and return the sorted files."""
     files: list[Path] = []
     for parent, _, names in os.walk(directory, topdown=False):
         for name in names:
@@ -99,7 +99,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems cannot sync a directory.
+        # Some network file systems do not support syncing a directory.
         if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

@@ -1,9 +1,9 @@
 """Locks that let only one live process write to a folder or file. Standard library only.
 
 A lock is a kernel lock (flock) on a small file: `.lock` in the folder, or `.<name>.lock` beside the
-file. The kernel releases it when the process ends, however it ends. The lock file names the process
-that holds the lock. It is removed when the lock is released normally; a lock file left behind by a
-killed process locks nothing.
+file. The kernel releases it when the process ends for any reason. The lock file names the process
+that holds the lock. It is removed on a normal release; a file left behind by a killed process locks
+nothing.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ LONGEST_RECORD_BYTES = 4096
 
 
 class InUseError(BlockingIOError):
-    """A folder or file that another live process writes to. The message names both."""
+    """Another live process writes to the folder or file. The message names both."""
 
 
 @dataclass(kw_only=True)
@@ -40,7 +40,7 @@ _held: dict[Path, _Held] = {}  # lock file → lock
 
 
 def _close_inherited_locks() -> None:
-    """Close the descriptors that a fork copied, so that only the parent holds the locks."""
+    """Close the descriptors copied by a fork, so that only the parent holds the locks."""
     for held in _held.values():
         os.close(held.descriptor)
     _held.clear()
@@ -50,7 +50,7 @@ os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
 def lock_of(place: Path, *, is_file: bool = False) -> Path:
-    """Return the lock file of a folder, or of a file."""
+    """Return the lock file for a folder or a file."""
     real = Path(os.path.realpath(place))
     if is_file:
         return real.with_name(f".{real.name}{LOCK}")
@@ -59,12 +59,12 @@ def lock_of(place: Path, *, is_file: bool = False) -> Path:
 
 @contextmanager
 def locked(place: Path, named: str, *, is_file: bool = False) -> Iterator[int | None]:
-    """Hold the lock of a folder, or of a file, until the block exits.
+    """Hold the lock on a folder or a file until the block exits.
 
-    Create the folder if it does not exist. A process may lock the same path more than once. Yields
+    Creates the folder if it does not exist. A process may lock the same path more than once. Yields
     the lock's descriptor, which a child process can inherit to hold the lock too. If the file
-    system does not support locks, prints a notice on stderr and yields None. Raises InUseError if
-    another process holds the lock; its message calls the path `named`, e.g. "--run.dir runs/a".
+    system does not support locks, prints a notice and yields None. Raises InUseError if another
+    process holds the lock; the message refers to the path as `named`, e.g. "--run.dir runs/a".
     """
     path = lock_of(place, is_file=is_file)
     held = _held.get(path)
@@ -83,9 +83,9 @@ def locked(place: Path, named: str, *, is_file: bool = False) -> Iterator[int | 
 
 
 def check_unlocked(place: Path, named: str, *, is_file: bool = False) -> None:
-    """Raise InUseError if another process holds the lock of a folder, or of a file.
+    """Raise InUseError if another process holds the lock on a folder or a file.
 
-    Creates nothing and holds no lock afterwards. The message calls the path `named`.
+    Does not create files or keep a lock. The message refers to the path as `named`.
     """
     path = lock_of(place, is_file=is_file)
     if path in _held:
@@ -93,14 +93,14 @@ def check_unlocked(place: Path, named: str, *, is_file: bool = False) -> None:
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:
-        return  # no process has locked it, or it cannot be locked
+        return  # no process holds the lock, or the path cannot be locked
     try:
-        # Shared, so that two checks at the same time do not see each other.
+        # Shared, so that simultaneous checks do not conflict.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         raise _in_use(descriptor, named) from None
     except OSError:
-        pass  # the file system does not support locks: a start prints a notice
+        pass  # the file system does not support locks; `locked` prints a notice
     finally:
         os.close(descriptor)
 
@@ -125,7 +125,7 @@ def _acquire(path: Path, named: str) -> _Held | None:
             return None
         if _is_open_file(descriptor, path):
             break
-        os.close(descriptor)  # its last holder removed the file before we locked it
+        os.close(descriptor)  # the previous holder removed the file before we locked it
     os.ftruncate(descriptor, 0)
     os.write(descriptor, json.dumps(_record_this_process(created_folder)).encode())
     held = _Held(descriptor=descriptor, blocks=0)
@@ -134,13 +134,13 @@ def _acquire(path: Path, named: str) -> _Held | None:
 
 
 def _in_use(descriptor: int, named: str) -> InUseError:
-    """Return the error that names the process whose lock file is open as `descriptor`."""
+    """Return an error that names the process recorded in the open lock file."""
     record = os.read(descriptor, LONGEST_RECORD_BYTES)
     return InUseError(f"{named} is in use by {_describe_holder(record)}")
 
 
 def _create_folder(folder: Path) -> bool:
-    """Create a folder. Return False if it existed."""
+    """Create a folder. Return False if it already exists."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
@@ -149,7 +149,7 @@ def _create_folder(folder: Path) -> bool:
 
 
 def _is_open_file(descriptor: int, path: Path) -> bool:
-    """Return True if the file at `path` is the one that `descriptor` refers to."""
+    """Return whether `descriptor` refers to the file that is now at `path`."""
     try:
         at_path = os.stat(path)
     except FileNotFoundError:
@@ -164,7 +164,7 @@ def _report_no_lock(path: Path, error: OSError) -> None:
 
 
 def _release(path: Path, held: _Held) -> None:
-    """Remove the lock file, and the folder if it was created for the lock and is empty. Unlock."""
+    """Unlock; remove the lock file, and its folder if the lock created it and it is empty."""
     del _held[path]
     try:
         os.lseek(held.descriptor, 0, os.SEEK_SET)
@@ -174,12 +174,12 @@ def _release(path: Path, held: _Held) -> None:
         if created_folder:
             path.parent.rmdir()
     except (OSError, ValueError):
-        pass  # the folder has files, or has been removed
+        pass  # the folder contains files or has been removed
     os.close(held.descriptor)
 
 
 def _record_this_process(created_folder: bool) -> dict[str, Any]:
-    """Return the contents of a lock file that this process holds."""
+    """Return the record that identifies this process in a lock file."""
     command = Path(sys.argv[0]).name
     if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
         command += f" {sys.argv[1]}"  # the subcommand
@@ -193,7 +193,7 @@ def _record_this_process(created_folder: bool) -> dict[str, Any]:
 
 
 def _describe_holder(record: bytes) -> str:
-    """Name the process that wrote a lock file, and say what to do about it."""
+    """Describe the process that wrote a lock file, and what the user can do."""
     try:
         holder = json.loads(record)
         host, pid = holder["host"], holder["pid"]

@@ -1,6 +1,4 @@
-"""Masking of passwords, tokens and keys in flag values and in texts, wherever they would be
-written.
-"""
+"""Masking of passwords, tokens and keys in flag values and messages before they are written."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,9 +10,10 @@ NAME = (
     r"credentials?|code)"
 )
 PARAMETER = re.compile(rf"(?<=[?&;#])({NAME}=)[^&;#\s,'\"]+", re.IGNORECASE)
-USER = re.compile(r"(?<=://)[^/?#\s]*@")  # with a password or without: a token may be the user
+USER = re.compile(r"(?<=://)[^/?#\s]*@")  # even without a password: it may be a token
 KINDS = r"(?:access|api|auth|bearer|hf|hub|id|private|refresh|secret|session)[_-]?(?:key|token)"
-# Of a JSON value, which has other tokens and keys too, such as `eos_token`.
+# Names of secret JSON entries. Stricter than NAME, because names such as `eos_token` are not
+# secret.
 ENTRY = re.compile(
     rf"(?:.*[_-])?(?:{KINDS}|secret|passwd|password|authorization|credentials?)|token",
     re.IGNORECASE,
@@ -23,7 +22,7 @@ MARK = re.compile(rf"://{re.escape(HIDDEN)}@|[?&;#]{NAME}={re.escape(HIDDEN)}", 
 
 
 def without_secrets(text: str) -> str:
-    """Return the text with the user and the secret parameters of its URLs hidden.
+    """Return the text with the user names and secret parameters in its URLs masked.
 
     Example: `http://me:pw@host/v1?token=t&model=m` becomes `http://***@host/v1?token=***&model=m`.
     """
@@ -31,7 +30,7 @@ def without_secrets(text: str) -> str:
 
 
 def hide(value: Any) -> Any:
-    """Return the value of a flag with the secrets in its texts and entries masked."""
+    """Return a flag's value with the secrets in its strings and entries masked."""
     if isinstance(value, str):
         return without_secrets(value)
     if isinstance(value, Mapping):
@@ -43,7 +42,7 @@ def hide(value: Any) -> Any:
 
 
 def is_hidden(value: Any) -> bool:
-    """Return whether a part of the value of a flag was hidden when it was written."""
+    """Return whether part of a flag's value was masked when it was written."""
     if isinstance(value, str):
         return MARK.search(value) is not None
     if isinstance(value, Mapping):

@@ -1,16 +1,17 @@
-"""The one place from which sentences go to the person who started a command.
+"""All messages to the user who started a command are printed by this module.
 
 | call | where the text goes | who writes it |
 |---|---|---|
 | `say` | standard output: results and progress | this process |
-| `notice` | standard error, `[notice] …`: what a user may want to change | rank 0 of a launcher |
-| `warn` | standard error, `[warning] …`: what failed while the run continues | this process |
+| `notice` | standard error, `[notice] …`: something the user may want to change | rank 0 of a
+launcher | | `warn` | standard error, `[warning] …`: something failed, but the run continues | this
+process |
 | `warn_once` | like `warn` | this process, once per sentence |
-| `alert` | standard error, unmarked: why a command ends or restarts | this process |
+| `alert` | standard error, unmarked: why a command exits or restarts | this process |
 
-Processes of Ray and of user code write to their logs. Passwords and tokens in URLs are masked on
-standard error. Lines about the steps of a run go through `observability.display`, which handles
---run.quiet and --run.json. Standard library only.
+Ray workers and user-code processes write to their log files. Passwords and tokens in URLs are
+masked on standard error. Lines about a run's steps are printed by `observability.display`, which
+handles --run.quiet and --run.json. Standard library only.
 """
 
 import os
@@ -23,12 +24,12 @@ NOTICE = "[notice]"
 
 
 def is_first() -> bool:
-    """Return whether this process is the first of its launcher; True without a launcher."""
+    """Return whether this process is rank 0 of its launcher; True without a launcher."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def say(*lines: str, end: str = "\n") -> None:
-    """Print results: what the user ran the command to see.
+    """Print results to standard output.
 
     `end` is printed after the last line.
     """
@@ -36,12 +37,12 @@ def say(*lines: str, end: str = "\n") -> None:
 
 
 def alert(text: str) -> None:
-    """Print a text to standard error, with secrets masked."""
+    """Print text to standard error, with secrets masked."""
     print(without_secrets(text), file=sys.stderr, flush=True)
 
 
 def notice(*sentences: str) -> None:
-    """Print notices for the user, only on rank 0 of a launcher."""
+    """Print notices for the user. Only rank 0 of a launcher prints them."""
     if is_first():
         for sentence in sentences:
             alert(f"{NOTICE} {sentence}")
@@ -54,5 +55,5 @@ def warn(sentence: str) -> None:
 
 @cache
 def warn_once(sentence: str) -> None:
-    """Print a warning, unless this process has already printed the same one."""
+    """Print a warning, unless this process has already printed it."""
     warn(sentence)

@@ -1,6 +1,6 @@
 """Orderly exit on SIGTERM (status 143) and Ctrl-C (status 130).
 
-The process stops at a point where its state can be saved: after the running `whole` blocks.
+The process stops where its state is consistent: after all open `whole` blocks.
 """
 
 import os
@@ -14,24 +14,24 @@ from typing import Any, NoReturn
 from openrlhf.reporting import alert, is_first
 
 STOPPING = b"\nStopping after the current step. Press Ctrl-C again to stop immediately.\n"
-ENDINGS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}  # signal → last word
+ENDINGS = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}  # signal → final message
 HOLD_SIGNAL = signal.SIGURG  # sent by `hold_main_thread`; ignored by default
 
 
 class _State:
-    status = 0  # the exit status of a requested exit; 0: no exit was requested
+    status = 0  # exit status of a requested exit; 0 if no exit was requested
     wholes = 0  # number of open `whole` blocks
     held = False  # True once `hold_main_thread` has been called
 
 
 def end_quietly(number: int, _: object) -> NoReturn:
-    """Exit at once without a traceback: the handler of Ctrl-C before a command starts its work."""
+    """Exit at once without a traceback. Handles Ctrl-C before a command starts its work."""
     _write_on_rank_0(b"\ninterrupted\n")
     os._exit(128 + number)
 
 
 def _write_on_rank_0(message: bytes) -> None:
-    """Write to stderr. Unlike `print`, a signal handler may call this function."""
+    """Write to stderr on rank 0. Unlike `print`, this is safe in a signal handler."""
     if is_first():
         with suppress(OSError):
             os.write(2, message)
@@ -53,14 +53,14 @@ def ctrl_c_raises() -> Iterator[None]:
 
 @contextmanager
 def in_order() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM and Ctrl-C until the block exits, deferred while a `whole` runs.
+    """Raise SystemExit on SIGTERM and Ctrl-C until the block exits, deferred by `whole` blocks.
 
     A Ctrl-C after the first signal raises KeyboardInterrupt at once. Further SIGTERMs are ignored,
-    even after the block. Signals that the shell made this process ignore stay ignored. A held main
-    thread only records the request (`asked`): another thread ends the process. The block does
-    nothing if it runs in another thread than the main thread.
+    even after the block. Signals that the shell set to be ignored stay ignored. A held main thread
+    only records the request (see `asked`); another thread exits the process. Outside the main
+    thread, this context manager does nothing.
 
-    Ray's own handler of SIGTERM would dump a stack first.
+    Ray's SIGTERM handler would print a stack trace first.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -69,9 +69,9 @@ def in_order() -> Iterator[None]:
     handlers_before: dict[signal.Signals, Any] = {}
 
     def end(number: int, _: object) -> None:
-        if os.getpid() != own_pid:  # forked by a library
+        if os.getpid() != own_pid:  # this process was forked by a library
             if number == signal.SIGINT:
-                return  # Ctrl-C reaches the parent too, which decides
+                return  # the parent also receives Ctrl-C and handles it
             os._exit(128 + number)
         _State.status = 128 + number
         _wait_if_held()
@@ -95,7 +95,7 @@ def in_order() -> Iterator[None]:
         if not _State.status:
             raise
         _report_end()
-        # Not the exception of `end`: a call of Ray may have turned its status into 1.
+        # Not re-raised from `end`: a Ray call may have changed its status to 1.
         raise SystemExit(_State.status) from None
     finally:
         if not _State.status:
@@ -104,7 +104,7 @@ def in_order() -> Iterator[None]:
 
 
 def _wait_if_held(*_: object) -> None:
-    """Wait forever if the main thread is held. Signals are still handled."""
+    """Wait forever if the main thread is held; signals are still handled."""
     if _State.held:
         threading.Event().wait()
 
@@ -122,12 +122,12 @@ def whole() -> Iterator[None]:
 
 
 def asked() -> int:
-    """Return the exit status if the process has been asked to end, otherwise 0."""
+    """Return the requested exit status, or 0 if the process has not been asked to exit."""
     return _State.status
 
 
 def end_at_once() -> NoReturn:
-    """End a process that has been asked to end, without waiting for its threads."""
+    """Exit a process that has been asked to exit, without waiting for its threads."""
     _report_end()
     with suppress(OSError):
         sys.stdout.flush()
@@ -136,14 +136,15 @@ def end_at_once() -> NoReturn:
 
 def _report_end() -> None:
     ending = ENDINGS[signal.Signals(_State.status - 128)]
-    with suppress(OSError):  # the reader of a pipe may have been terminated too
+    with suppress(OSError):  # the pipe's reader may have been terminated too
         alert(f"\n{ending}")
 
 
 def hold_main_thread() -> None:
-    """Stop the main thread at its next Python instruction, forever.
+    """Block the main thread forever at its next Python instruction.
 
-    Another thread can then end the process. Does nothing if the process has been asked to end.
+    Another thread can then exit the process. Does nothing if the process has already been asked to
+    exit.
     """
     main = threading.main_thread().ident
     if not _State.status and main:

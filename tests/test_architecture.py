@@ -1,4 +1,4 @@
-"""The import directions of docs/architecture.md, checked for every module, and function lengths."""
+"""Import directions from docs/architecture.md, function lengths and density of every module."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LEVELS = {
     )
     for room in rooms
 }
-# Packages that may name each heavy library. torch and transformers are used in many packages.
+# Packages that may import each heavy library. Many packages use torch and transformers.
 HOMES = {
     "vllm": ["rollout.engine*"],
     "cloudpickle": ["rollout.engine*"],
@@ -53,7 +53,7 @@ HOMES = {
     "fastapi": ["serving.server", "agents.openai_endpoint"],
     "uvicorn": ["serving.server", "serving.connections", "agents.openai_endpoint"],
 }
-# What a module may load at import besides the standard library and our own modules.
+# Libraries that a module may load at import, besides the standard library and our own modules.
 STANDARD_LIBRARY_ONLY = [
     "checks",
     "config*",
@@ -65,14 +65,14 @@ STANDARD_LIBRARY_ONLY = [
     "utils",
     "cli*",
 ]
-# Names and traits of estimators and losses. Algorithms register functions under these names.
+# Names and traits of estimators and losses, under which the algorithms register functions.
 NAMES_AND_TRAITS = {"openrlhf.config", "openrlhf.config.choices"}
 WITHOUT_TORCH = ["isolation*", "agents.contract", "agents.program", "rewards*"]
-# Modules that write to a stream without `reporting`.
+# Modules that write to a stream without using `reporting`.
 WRITE_THEMSELVES = [
     "reporting",
-    "isolation.program",  # runs in a process of user code, and loads none of our modules
-    "rollout.engine_check",  # prints JSON, which another process reads
+    "isolation.program",  # runs in a user-code process and loads none of our modules
+    "rollout.engine_check",  # prints JSON for another process
 ]
 # Packages whose density must stay within the bounds.
 WITHIN_BOUNDS = [
@@ -109,20 +109,20 @@ def libraries(names: set[str]) -> set[str]:
     return tops - {"openrlhf", "__future__"} - sys.stdlib_module_names
 
 
-def test_every_module_is_in_a_room_with_a_level() -> None:
+def test_every_module_is_in_a_package_with_a_level() -> None:
     assert {module.room for module in MODULES} - {""} <= LEVELS.keys()
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
-def test_imports_point_down_and_siblings_do_not_know_each_other(module: Module) -> None:
+def test_imports_point_down_and_siblings_do_not_import_each_other(module: Module) -> None:
     rooms = {name.split(".")[1] for name in module.imports() if name.startswith("openrlhf.")}
     others = rooms & LEVELS.keys() - {module.room}
     wrong = {room for room in others if LEVELS[room] >= LEVELS.get(module.room, 9)}
     assert not wrong, f"{module} (level {LEVELS[module.room]}) imports {sorted(wrong)}"
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Imports inside functions and for type checkers count.
+def test_there_are_no_import_cycles() -> None:
+    """Imports inside functions and for type checking count.
 
     Modules without imports are removed repeatedly; the remaining modules form a cycle.
     """
@@ -135,13 +135,13 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize("library", HOMES)
-def test_a_heavy_library_has_one_home(library: str) -> None:
+def test_heavy_libraries_are_imported_only_by_allowed_packages(library: str) -> None:
     users = [module for module in MODULES if library in libraries(module.imports())]
     assert [str(module) for module in users if not within(module, HOMES[library])] == []
-    assert users, f"nobody uses {library}: its line can go"
+    assert users, f"no module imports {library}: remove its entry"
 
 
-def test_algorithms_know_torch_and_none_of_our_classes() -> None:
+def test_algorithms_import_torch_but_none_of_our_classes() -> None:
     for module in (module for module in MODULES if module.room == "algorithms"):
         assert libraries(module.imports()) <= {"torch", "jaxtyping"}, module
         ours = {name for name in module.imports() if name.startswith("openrlhf")}
@@ -149,7 +149,7 @@ def test_algorithms_know_torch_and_none_of_our_classes() -> None:
             assert name.startswith("openrlhf.algorithms") or name in NAMES_AND_TRAITS, module
 
 
-def test_only_the_reporter_writes_to_the_terminal() -> None:
+def test_only_reporting_writes_to_the_terminal() -> None:
     ways = {"print", "warnings.warn", "sys.stdout.write", "sys.stderr.write"}
     ways.add("logging.getLogger(__name__)")
     writers = {
@@ -163,7 +163,7 @@ def test_only_the_reporter_writes_to_the_terminal() -> None:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
-def test_light_modules_load_no_library(module: Module) -> None:
+def test_light_modules_load_no_heavy_library(module: Module) -> None:
     loaded = libraries(loaded_with(module.name))
     if within(module, STANDARD_LIBRARY_ONLY):
         assert not loaded
@@ -184,7 +184,7 @@ def test_engines_and_servers_never_load_deepspeed_and_trainers_never_load_vllm()
         assert "vllm" not in loaded_with(module.name), module
 
 
-def test_a_function_stays_within_60_lines() -> None:
+def test_functions_have_at_most_60_lines() -> None:
     long_functions = {
         f"{module} {name}": lines
         for module in MODULES
@@ -195,12 +195,12 @@ def test_a_function_stays_within_60_lines() -> None:
 
 
 @pytest.mark.parametrize("room", WITHIN_BOUNDS)
-def test_density_of_package_is_within_bounds(room: str) -> None:
+def test_package_density_is_within_bounds(room: str) -> None:
     found = density(module.tree for module in MODULES if module.room == room)
     assert {name: round(value, 1) for name, value in found.items() if value > BOUNDS[name]} == {}
 
 
-def test_density_leaves_out_docstrings_imports_and_annotations() -> None:
+def test_density_excludes_docstrings_imports_and_annotations() -> None:
     """The statement `x` has 2 nodes; the function has 3: itself, its arguments, and `a`."""
     tree = ast.parse('"""Doc."""\nimport os\n\ndef f(a: int) -> int:\n    """Doc."""\n    x\n')
     assert density([tree])["mean"] == (2 + 3) / 2

@@ -1,4 +1,4 @@
-"""Findings of checks: warnings become notices, and all failures are shown at once."""
+"""Findings of checks: warnings become notices, and all failures are reported at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def raising(message: str) -> list[Finding]:
     raise ConfigError(message)
 
 
-def test_warnings_become_notices_and_fixes_follow_what_was_seen(
+def test_warnings_are_printed_as_notices_followed_by_fixes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     report(Finding("Few rows.", "Add some."), Finding("Slow."))
@@ -34,12 +34,12 @@ def test_all_checks_run_and_all_failures_are_raised_together(
     assert capsys.readouterr().err == "[notice] w\n"
 
 
-def test_error_of_a_check_that_is_the_only_failure_is_raised_itself() -> None:
+def test_single_failing_check_raises_its_own_error() -> None:
     with pytest.raises(ConfigError, match=r"^a$"):
         report(*collect(lambda: raising("a"), list))
 
 
-def test_other_exceptions_are_not_findings() -> None:
+def test_other_exceptions_propagate() -> None:
     def broken() -> list[Finding]:
         raise KeyError("ours")
 
@@ -48,7 +48,7 @@ def test_other_exceptions_are_not_findings() -> None:
     assert issubclass(CheckError, UserError)
 
 
-def test_violations_of_one_error_are_listed_beside_other_failures() -> None:
+def test_violations_of_a_config_error_are_listed_with_other_failures() -> None:
     def two_mistakes() -> None:
         raise ConfigError(["a", "b"])
 

@@ -1,6 +1,6 @@
-"""docs/conventions.md: every number it states about our formulas is computed here.
+"""Every number that docs/conventions.md states about our formulas is computed here.
 
-It states no other numbers.
+The page contains no other numbers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PROOFS: dict[str, Callable[[], list[str]]] = {}
 
 
 def proves(name: str) -> Callable[[Callable[[], list[str]]], Callable[[], list[str]]]:
-    """Register the function that computes the sentences of a row."""
+    """Register a function that computes the sentences of a row."""
 
     def register(proof: Callable[[], list[str]]) -> Callable[[], list[str]]:
         PROOFS[name] = proof
@@ -56,7 +56,7 @@ def proves(name: str) -> Callable[[Callable[[], list[str]]], Callable[[], list[s
 
 
 def numbers(values: torch.Tensor | list[float]) -> str:
-    """Format numbers as the page writes them; 0.000 is never -0.000."""
+    """Format numbers as on the page; 0.000 is never written as -0.000."""
     return ", ".join(
         f"{value + 0.0:.3f}".replace("-0.000", "0.000")
         for value in torch.as_tensor(values).tolist()
@@ -244,7 +244,7 @@ def temperature() -> list[str]:
 
 
 def pair(logprobs: tuple[float, float], lengths: tuple[int, int] = (1, 1)) -> Judged:
-    """Return a pair with these Σ log π of the policy; the reference gives both answers 0."""
+    """Return a pair with the given Σ log π under the policy; under the reference both are 0."""
     policy, tokens = torch.tensor([logprobs]), torch.tensor([lengths], dtype=torch.float32)
     return Judged(policy=policy, reference=torch.zeros_like(policy), tokens=tokens)
 
@@ -288,27 +288,27 @@ def distillation() -> list[str]:
     ]
 
 
-def test_every_row_of_the_page_has_a_proof() -> None:
+def test_every_row_of_the_page_has_a_check() -> None:
     assert list(PROOFS) == list(ROWS)
 
 
 @pytest.mark.parametrize("name", PROOFS)
-def test_the_numbers_of_a_row_are_what_the_code_computes(name: str) -> None:
+def test_numbers_in_a_row_match_what_the_code_computes(name: str) -> None:
     here, sentences = ROWS[name][1], PROOFS[name]()
     assert [sentence for sentence in sentences if sentence not in here] == []
     for sentence in sentences:
         here = here.replace(sentence, "")
-    assert re.findall(r"(?<![a-z])\d[\d.]*", here) == [], "a number that nothing computes"
+    assert re.findall(r"(?<![a-z])\d[\d.]*", here) == [], "a number that is not computed here"
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_function_of_a_row_is_there(name: str) -> None:
+def test_function_named_in_a_row_exists(name: str) -> None:
     module, function = ROWS[name][3].strip("`").split(".")
     assert callable(getattr(importlib.import_module(f"openrlhf.algorithms.{module}"), function))
 
 
-def test_what_the_page_says_of_other_formulas() -> None:
-    """Check the numbers that follow from the row's own example."""
+def test_numbers_for_alternative_formulas_are_correct() -> None:
+    """Check numbers that follow from the row's example."""
     assert "0.6" in ROWS["RLOO with a KL in the reward"][2] and pytest.approx(0.6) == (1 - 0.5) - (
         0 - 0.1
     )

@@ -1,4 +1,4 @@
-"""The end of the demo, from the logs of its stages; `make verify` runs the demo itself."""
+"""The demo's final output, from the logs of its stages; `make verify` runs the demo itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOGGED = {
 }
 
 
-def test_the_demo_ends_with_a_table_and_a_report_that_has_it_too(
+def test_demo_ends_with_a_table_that_is_also_in_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stages = {}

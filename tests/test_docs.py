@@ -1,4 +1,4 @@
-"""The documents are correct: commands are accepted, links work, and pages are up to date."""
+"""The documentation is correct: commands are accepted, links work, and pages are up to date."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TUTORIAL = (ROOT / "docs/tutorial.md").read_text()
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Yield every training command of the tutorial: its name and its arguments."""
+    """Yield the name and arguments of every training command in the tutorial."""
     for block in re.findall(r"```bash\n(.*?)```", TUTORIAL, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             found = re.search(r"openrlhf\.cli\.(\w+) (.*)", line)
@@ -76,7 +76,7 @@ COMMANDS = list(commands())
 ON_LAPTOP, ON_CLUSTER = COMMANDS[: len(LAPTOP)], COMMANDS[len(LAPTOP) :]
 
 
-def test_the_tutorial_shows_each_command_on_a_laptop_and_on_a_cluster() -> None:
+def test_tutorial_shows_each_command_for_laptop_and_cluster() -> None:
     assert [name for name, _ in COMMANDS] == [*LAPTOP, *CLUSTER]
 
 
@@ -84,7 +84,7 @@ def test_the_tutorial_shows_each_command_on_a_laptop_and_on_a_cluster() -> None:
     ("command", "words", "gpus"),
     [(*laptop, 0) for laptop in ON_LAPTOP] + [(*cluster, 8) for cluster in ON_CLUSTER],
 )
-def test_its_commands_are_accepted_on_their_machines(
+def test_tutorial_commands_are_accepted_on_their_machines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, words: list[str], gpus: int
 ) -> None:
     monkeypatch.setattr(machine, "installed_gpus", lambda: gpus)
@@ -108,7 +108,7 @@ INFERENCE = re.findall(
 
 
 @pytest.mark.parametrize("line", [*(f"eval {line}" for line in EVALUATIONS), *INFERENCE])
-def test_the_commands_of_the_pages_on_evaluation_and_inference_are_accepted(
+def test_commands_on_evaluation_and_inference_pages_are_accepted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str
 ) -> None:
     verb, *words = shlex.split(line.replace("\\\n", " "))
@@ -124,7 +124,7 @@ def test_the_commands_of_the_pages_on_evaluation_and_inference_are_accepted(
     assert parse_config(ROOTS[command], words, command=command).check() == []
 
 
-def test_commands_of_the_inference_page_read_what_is_given_or_what_an_earlier_one_wrote() -> None:
+def test_inference_page_commands_read_files_that_exist_or_were_written_earlier() -> None:
     known = {"runs/sft/model", "runs/rm/model", "prompts.jsonl"}
     unknown = []
     for line in INFERENCE:
@@ -140,12 +140,12 @@ def test_commands_of_the_inference_page_read_what_is_given_or_what_an_earlier_on
     assert unknown == []
 
 
-def test_those_pages_have_a_command_for_each_task() -> None:
+def test_evaluation_and_inference_pages_have_a_command_for_each_task() -> None:
     assert (len(EVALUATIONS), len(INFERENCE)) == (3, 12)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_paths_lead_somewhere(page: Path) -> None:
+def test_links_and_paths_have_existing_targets(page: Path) -> None:
     text = page.read_text()
     links = {(page.parent / link).resolve() for link in re.findall(r"\]\((?!http)([^)#]+)", text)}
     named = {
@@ -160,10 +160,10 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
         r"openrlhf (\w+) --config (\S+)", (REAL_MODEL / "README.md").read_text(encoding="utf-8")
     ),
 )
-def test_the_files_of_flags_of_the_real_model_are_accepted(
+def test_flag_files_of_the_real_model_example_are_accepted(
     verb: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page's first command writes the data that the files name."""
+    """The page's first command writes the data that the files refer to."""
     for name in re.findall(r"\bdata/[\w/.]+", (ROOT / file).read_text(encoding="utf-8")):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -174,7 +174,7 @@ def test_the_files_of_flags_of_the_real_model_are_accepted(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_within_a_page_lead_to_a_heading(page: Path) -> None:
+def test_links_within_a_page_point_to_a_heading(page: Path) -> None:
     text = page.read_text()
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     anchors = {
@@ -184,25 +184,25 @@ def test_links_within_a_page_lead_to_a_heading(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_make_target_that_is_named_exists(page: Path) -> None:
+def test_every_mentioned_make_target_exists(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:`|^)make ([\w-]+)", page.read_text(), re.MULTILINE)) <= targets
 
 
-def test_the_page_of_metrics_is_the_glossary() -> None:
+def test_metrics_page_is_up_to_date_with_glossary() -> None:
     """`make docs` rewrites the page."""
     assert METRICS.read_text() == metrics_page()
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
-def test_links_by_symbol_lead_to_the_file_that_defines_it_and_curves_are_those_on_record(
+def test_symbol_links_and_curves_are_up_to_date(
     path: Path,
 ) -> None:
-    """`make docs` rewrites links and curves."""
+    """`make docs` updates links and curves."""
     assert path.read_text() == rewritten(path)
 
 
-def test_a_link_follows_its_symbol_and_one_that_no_definition_has_is_an_error() -> None:
+def test_symbol_link_follows_definition_and_undefined_symbol_is_an_error() -> None:
     stale = "[`advantages.gae`](somewhere/else.py#L1)"
     assert (
         relinked(stale, ROOT / "docs") == "[`advantages.gae`](../openrlhf/algorithms/advantages.py)"
@@ -217,7 +217,7 @@ def test_a_link_follows_its_symbol_and_one_that_no_definition_has_is_an_error() 
 
 @cache
 def all_flags() -> dict[str, Flag]:
-    """Return the flags of all commands; if several have a flag, the one of RL."""
+    """Return the flags of all commands. RL's definition of a shared flag takes precedence."""
     return {
         path: flag
         for command in ("train_sft", "train_rm", "train_ppo_ray")
@@ -231,13 +231,13 @@ METHODS = pytest.mark.parametrize(
 
 
 @METHODS
-def test_every_metric_that_is_named_is_declared(path: Path) -> None:
+def test_every_mentioned_metric_is_declared(path: Path) -> None:
     named = set(re.findall(r"`((?:train|rollout|eval)/\w+)`", path.read_text()))
     assert [name for name in sorted(named) if find_spec(name) is None] == []
 
 
 @METHODS
-def test_every_flag_that_is_named_exists_and_every_default_is_its_default(path: Path) -> None:
+def test_every_mentioned_flag_exists_and_every_stated_default_is_correct(path: Path) -> None:
     text = path.read_text()
     named = set(re.findall(r"(?<![\w-])--([a-z][\w.]*)", text))
     assert sorted(named - all_flags().keys() - {"flag"}) == []
@@ -265,35 +265,35 @@ def test_every_flag_that_is_named_exists_and_every_default_is_its_default(path: 
         ("algo.kl.estimator", "k1", True),
     ],
 )
-def test_a_default_may_be_spelled_as_one_likes(path: str, said: str, right: bool) -> None:
+def test_defaults_may_be_written_in_any_notation(path: str, said: str, right: bool) -> None:
     assert says_its_default(all_flags()[path], said) == right
 
 
 @pytest.mark.parametrize("name", flag_sets())
-def test_the_flags_of_every_method_are_accepted(name: str) -> None:
+def test_flags_of_every_method_are_accepted(name: str) -> None:
     assert violations("train_ppo_ray", " ".join(flag_sets()[name])) == []
 
 
-def test_every_learning_run_has_its_flags_and_its_curve_on_the_page() -> None:
+def test_page_shows_flags_and_curve_of_every_learning_run() -> None:
     marks = [name for _, name, _ in LEARNED.findall(ALGORITHMS.read_text())]
     assert sorted(marks) == sorted(RUNS)
     assert RUNS.keys() <= flag_sets().keys()
 
 
-def test_the_page_of_the_real_model_is_made_of_the_runs_on_record() -> None:
+def test_real_model_page_matches_recorded_runs() -> None:
     assert real_model.PAGE.read_text(encoding="utf-8") == real_model.page(real_model.read_runs())
 
 
 @pytest.mark.parametrize("path", [LEARNING, ASYNCHRONOUS], ids=lambda path: path.stem)
-def test_no_two_runs_on_record_have_the_same_curve(path: Path) -> None:
-    """A flag that changes nothing has not been tested."""
+def test_no_two_recorded_runs_have_the_same_curve(path: Path) -> None:
+    """A flag that does not change the curve has not been tested."""
     curves = Counter((run.seed, *run.solved, *run.pass_at_1) for run in read_runs(path))
     assert curves
     assert max(curves.values()) == 1
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_a_correction_changes_what_is_learned_from_stale_samples_by_more_than_seeds_do(
+def test_correction_changes_learning_from_stale_samples_more_than_seeds_do(
     name: str,
 ) -> None:
     runs = by_name(read_runs())
@@ -303,7 +303,7 @@ def test_a_correction_changes_what_is_learned_from_stale_samples_by_more_than_se
     assert fmean(corrected) - fmean(uncorrected) > spread
 
 
-def test_the_page_of_learning_runs_is_made_of_those_on_record(tmp_path: Path) -> None:
+def test_learning_runs_page_matches_recorded_runs(tmp_path: Path) -> None:
     runs = read_runs()
     assert not runs or CURVES.read_text() == page(runs)
     path = tmp_path / "learning.jsonl"
@@ -316,7 +316,7 @@ def test_the_page_of_learning_runs_is_made_of_those_on_record(tmp_path: Path) ->
         seconds=40,
         versions="v",
     )
-    for each in (run, run):  # the second replaces the first
+    for each in (run, run):  # the second record replaces the first
         record(each, path)
     assert read_runs(path) == [run]
     assert sparkline(run.solved) == "▁▁▁▁▁▅▅▅▅▅▅█████"

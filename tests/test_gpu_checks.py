@@ -1,4 +1,4 @@
-"""`make test-gpu` without a GPU: no check stops another, and the file has every check's output."""
+"""`make test-gpu` without a GPU: checks do not affect each other, and all output is recorded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_dies(): os.abort()
 """
 
 
-def test_a_check_that_fails_hangs_or_dies_stops_no_other(tmp_path: Path) -> None:
+def test_check_that_fails_hangs_or_crashes_does_not_stop_others(tmp_path: Path) -> None:
     file, output = tmp_path / "test_it.py", tmp_path / "seen.json"
     file.write_text(FILE)
     assert not run(
@@ -46,20 +46,20 @@ def test_a_check_that_fails_hangs_or_dies_stops_no_other(tmp_path: Path) -> None
     assert seen["test_passes"]["tokens_per_second"] == "7"
 
 
-def test_checks_that_are_all_skipped_are_no_success(tmp_path: Path) -> None:
+def test_all_checks_skipped_is_not_a_success(tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text("import pytest\ndef test_skipped(): pytest.skip('no GPU')\n")
     assert not run({(f"{file}::test_skipped",): 30}, tmp_path / "seen.json")
 
 
-def test_without_time_checks_are_listed_and_not_run(tmp_path: Path) -> None:
+def test_checks_are_listed_but_not_run_without_time(tmp_path: Path) -> None:
     assert not run({("test_it.py::test_none",): 10}, tmp_path / "seen.json", minutes=0)
     assert json.loads((tmp_path / "seen.json").read_text())["checks"] == {
         "test_it.py::test_none": {"outcome": "no time left"}
     }
 
 
-def test_every_check_there_is_is_run() -> None:
+def test_every_check_is_run() -> None:
     files = {path.name: path.read_text() for path in Path(FOLDER).glob("test_*.py")}
     listed = {node for nodes in CHECKS for node in nodes}
     for name, text in files.items():

@@ -1,4 +1,4 @@
-"""Every command answers `--help` and reports mistakes before it loads any library."""
+"""Every command prints `--help` and reports user errors before loading any library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMANDS = [
 
 
 def run(command: str, *words: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
-    """Return the finished command, and the top-level names of its imports."""
+    """Return the completed process and the top-level names of its imports."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", command, *words],
         capture_output=True,
@@ -33,12 +33,12 @@ def run(command: str, *words: str) -> tuple[subprocess.CompletedProcess[str], se
 
 
 def assert_no_library(imported: set[str]) -> None:
-    ours = {"openrlhf", "_distutils_hack", "_virtualenv"}  # the last two: .pth files of any Python
+    ours = {"openrlhf", "_distutils_hack", "_virtualenv"}  # the last two are loaded by .pth files
     assert "openrlhf" in imported
     assert not imported & packages_distributions().keys() - ours
 
 
-def test_commands_are_found() -> None:
+def test_all_commands_are_covered() -> None:
     assert {"openrlhf.cli.train_sft", "openrlhf.cli.train_ppo_ray"} <= set(COMMANDS)
 
 

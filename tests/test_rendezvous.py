@@ -1,4 +1,7 @@
-"""Addresses on which rendezvous stores listen. `window_worker` checks those of real groups."""
+"""Addresses on which rendezvous stores listen.
+
+`window_worker` checks the addresses of real groups.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ WAIT = timedelta(seconds=30)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_store_listens_only_on_the_address_of_its_group(host: str) -> None:
+def test_store_listens_only_on_its_group_address(host: str) -> None:
     port = free_port()
     store = host_store(host, port, timeout=WAIT)
     assert listening_addresses(port) == {"::1" if ":" in host else "127.0.0.1"}
@@ -27,7 +30,7 @@ def test_store_listens_only_on_the_address_of_its_group(host: str) -> None:
 @pytest.mark.parametrize(
     "host", [socket.gethostname(), "203.0.113.7"], ids=["a name", "an address elsewhere"]
 )
-def test_store_listens_on_all_interfaces_if_its_address_cannot_be_bound(host: str) -> None:
+def test_store_listens_on_all_interfaces_if_address_cannot_be_bound(host: str) -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         hosting = pool.submit(host_store, host, port, timeout=timedelta(seconds=1))

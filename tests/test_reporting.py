@@ -7,7 +7,7 @@ import pytest
 from openrlhf import reporting
 
 
-def test_results_go_to_stdout_and_everything_else_to_stderr(
+def test_results_go_to_stdout_and_other_messages_to_stderr(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     reporting.say("one", "two")
@@ -19,7 +19,7 @@ def test_results_go_to_stdout_and_everything_else_to_stderr(
     assert capsys.readouterr() == ("", "[notice] a\n[notice] b\n[warning] c\nerror: d\n")
 
 
-def test_only_the_first_process_prints_notices_and_every_process_its_warnings(
+def test_only_rank_0_prints_notices_but_every_rank_prints_warnings(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "1")

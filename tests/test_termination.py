@@ -81,7 +81,7 @@ with termination.in_order():
 """
 
 
-def test_held_main_thread_stops_working_until_another_thread_ends_process() -> None:
+def test_held_main_thread_is_blocked_until_another_thread_exits_process() -> None:
     done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (7, "")
     assert done.stdout.splitlines()[-1] == "ended"

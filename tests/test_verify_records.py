@@ -1,6 +1,6 @@
-"""The records of long verifications.
+"""Records of long-running verification tests.
 
-Each belongs to a commit, old ones are shown as old, and shards cover all tests.
+Each record belongs to a commit, outdated records are marked, and shards cover all tests.
 """
 
 from __future__ import annotations
@@ -40,41 +40,41 @@ RECORD = Record(
 def history() -> set[str]:
     """Return all commits up to HEAD."""
     if subprocess.run(["git", "rev-parse", "--git-dir"], cwd=ROOT, capture_output=True).returncode:
-        pytest.skip("this is no git checkout")
+        pytest.skip("not a git checkout")
     if git("rev-parse", "--is-shallow-repository") == "true":
         pytest.skip("this checkout has no history")
     return set(git("rev-list", "HEAD").split())
 
 
 def foreign(records: list[Record], history: set[str]) -> list[str]:
-    """Return the tests whose record has a commit outside the history."""
+    """Return the tests whose record names a commit outside the history."""
     return [record.test for record in records if record.commit not in history]
 
 
-def test_every_record_is_of_a_commit_in_the_history(history: set[str]) -> None:
+def test_every_record_belongs_to_a_commit_in_the_history(history: set[str]) -> None:
     records = list(read_records().values())
     assert records
     assert foreign(records, history) == []
 
 
-def test_record_of_an_unknown_commit_or_of_uncommitted_changes_is_found(history: set[str]) -> None:
+def test_record_of_unknown_commit_or_uncommitted_changes_is_detected(history: set[str]) -> None:
     head = git("rev-parse", "HEAD")
     assert foreign([replace(RECORD, commit=head)], history) == []
     assert foreign([RECORD, replace(RECORD, commit=head + "+")], history) == [RECORD.test] * 2
 
 
-def test_golden_numbers_are_of_commits_in_the_history(history: set[str]) -> None:
+def test_golden_numbers_belong_to_commits_in_the_history(history: set[str]) -> None:
     for file in sorted((ROOT / "tests/goldens").glob("*/*.json")):
         assert json.loads(file.read_text(encoding="utf-8"))["commit"] in history, file
 
 
-def test_records_survive_being_written_and_read(tmp_path: Path) -> None:
+def test_records_round_trip_through_file(tmp_path: Path) -> None:
     other = replace(RECORD, test="a.py::a", outcome="failed")
     write_records([RECORD, other], tmp_path / "records.jsonl")
     assert read_records(tmp_path / "records.jsonl") == {RECORD.test: RECORD, other.test: other}
 
 
-def test_page_is_headed_by_the_oldest_record() -> None:
+def test_page_header_names_oldest_record() -> None:
     new = replace(RECORD, test="new", date="2026-03-01", commit="d" * 40)
     lines = page([new, RECORD], {"c" * 40: 17, "d" * 40: 0}).splitlines()
     assert RECORD.date in lines[2] and "ccccccc" in lines[2] and "17" in lines[2]
@@ -94,7 +94,7 @@ def test_shards_cover_every_test_once(parts: int, spread: list[tuple[int, int]])
     assert sorted(test for shard in shards for test in shard) == sorted(seconds)
 
 
-def test_shards_of_the_recorded_tests_take_about_as_long_as_each_other() -> None:
+def test_shards_of_recorded_tests_have_similar_durations() -> None:
     seconds = {test: float(record.seconds) for test, record in read_records().items()}
     loads = [
         sum(seconds[test] for test in shard_of(sorted(seconds), seconds, part, 5))
@@ -104,7 +104,7 @@ def test_shards_of_the_recorded_tests_take_about_as_long_as_each_other() -> None
 
 
 @pytest.mark.parametrize("text", ["", "2", "0/3", "4/3", "a/b", "1/3/5"])
-def test_wrong_shard_is_refused(text: str) -> None:
+def test_invalid_shard_is_rejected(text: str) -> None:
     with pytest.raises(pytest.UsageError):
         parse_shard(text)
 
@@ -118,7 +118,7 @@ def test_two(): assert not {fails}
 
 
 def run_session(folder: Path, *, fails: bool) -> str:
-    """Run `-m verify` on two tests in their own repository, and return the output."""
+    """Run `-m verify` on two tests in a separate repository, and return the output."""
     (folder / "tests/test_small.py").write_text(SESSION.format(fails=fails), encoding="utf-8")
     for command in (
         ["add", "-A"],
@@ -140,7 +140,7 @@ def run_session(folder: Path, *, fails: bool) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def test_shard_that_is_started_again_runs_only_what_has_not_passed(tmp_path: Path) -> None:
+def test_restarted_shard_runs_only_tests_that_have_not_passed(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     first = run_session(tmp_path, fails=True)
@@ -150,5 +150,5 @@ def test_shard_that_is_started_again_runs_only_what_has_not_passed(tmp_path: Pat
     assert (tmp_path / "r.md").exists()
     again = run_session(tmp_path, fails=True)  # the same code: an empty commit
     assert "1 failed" in again and "passed" not in again.splitlines()[-2]
-    other = run_session(tmp_path, fails=False)  # other code: everything counts again
+    other = run_session(tmp_path, fails=False)  # different code: every test must run again
     assert "2 passed" in other

@@ -1,6 +1,6 @@
 """Batch inference: `python -m openrlhf.cli.batch_inference`.
 
-Writes the answers to the prompts of a dataset, or the rewards of answers, to a file.
+Writes answers to a dataset's prompts, or rewards of its answers, to a file.
 """
 
 from collections.abc import Sequence

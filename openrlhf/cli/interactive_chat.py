@@ -1,4 +1,4 @@
-"""A conversation with a model: `python -m openrlhf.cli.interactive_chat`."""
+"""Interactive chat with a model: `python -m openrlhf.cli.interactive_chat`."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""`openrlhf VERB …`: the programs `python -m openrlhf.cli.…` under shorter names."""
+"""`openrlhf COMMAND …`: short names for the programs `python -m openrlhf.cli.…`."""
 
 import sys
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ from openrlhf.termination import in_order
 
 @dataclass(frozen=True)
 class Verb:
-    """A command of `openrlhf`: its module in `openrlhf.cli`, and a line about it."""
+    """A command of `openrlhf`: its module in `openrlhf.cli` and a one-line description."""
 
     command: str
     about: str
 
     def run(self, argv: Sequence[str]) -> None:
-        """Run the command. Only its own module is imported, so that --help answers at once."""
+        """Run the command. Imports only the command's module, to keep --help fast."""
         import_module(f"openrlhf.cli.{self.command}").main(argv)
 
 
@@ -40,35 +40,33 @@ VERBS = {
     "sft": Verb("train_sft", "supervised fine-tuning"),
     "rm": Verb("train_rm", "reward model from preference pairs"),
     "dpo": Verb("train_dpo", "preference optimization from pairs: DPO, IPO, cDPO, SimPO, ORPO"),
-    "kto": Verb("train_kto", "KTO, from answers that are desirable or not"),
-    "prm": Verb("train_prm", "process reward model from labelled steps"),
+    "kto": Verb("train_kto", "KTO, from answers labeled desirable or undesirable"),
+    "prm": Verb("train_prm", "process reward model from labeled steps"),
     "kd": Verb("train_kd", "knowledge distillation from a teacher"),
     "ppo": Verb("train_ppo_ray", "reinforcement learning: PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO"),
     "train_ppo": Verb(
         "train_ppo",
-        "the same on one machine, as deepspeed once started it: all models share its devices",
+        "same as ppo, on one machine: all models share its devices; may be started by deepspeed",
     ),
-    "eval": Verb(
-        "eval", "evaluation of a checkpoint: pass@k, accuracy of a reward model, win rate"
-    ),
+    "eval": Verb("eval", "evaluation of a checkpoint: pass@k, reward-model accuracy, win rate"),
     "batch_inference": Verb(
         "batch_inference",
-        "answers to the prompts of a dataset, or rewards of answers, in a file",
+        "answers to a dataset's prompts, or rewards of its answers, written to a file",
     ),
-    "chat": Verb("interactive_chat", "a conversation with a model"),
-    "reward": Verb("reward_test", "`reward test`: try a reward on a dataset, before any training"),
-    "lora_combiner": Verb("lora_combiner", "merges a LoRA adapter into its base model"),
-    "serve-rm": Verb("serve_rm", "HTTP server of a reward model"),
+    "chat": Verb("interactive_chat", "interactive chat with a model"),
+    "reward": Verb("reward_test", "`reward test`: try a reward on a dataset before training"),
+    "lora_combiner": Verb("lora_combiner", "merge of a LoRA adapter into its base model"),
+    "serve-rm": Verb("serve_rm", "HTTP server for a reward model"),
     "pipeline": Verb(
-        "pipeline", "stages in one file, from SFT to RL: run, resumed, reported together"
+        "pipeline", "several stages defined in one file, from SFT to RL, with one report"
     ),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command of a verb (`sft` or `train_sft`). Without a verb, list the verbs."""
+    """Run a command (`sft` or `train_sft`). Without arguments, list the commands."""
     arguments = words_of(argv)
-    if arguments and arguments[0].startswith("--local_rank="):  # deepspeed puts it first
+    if arguments and arguments[0].startswith("--local_rank="):  # deepspeed puts this flag first
         arguments.append(arguments.pop(0))
     name = arguments[0] if arguments else "--help"
     rest = arguments[1:]
@@ -79,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if verb is VERBS["reward"] and rest and not rest[0].startswith("-"):
         if rest[0] != "test":
             fail(
-                f"`openrlhf reward` has one command, test, not {rest[0]}: `openrlhf reward test "
-                "--help` shows its flags."
+                f"`openrlhf reward` has no subcommand {rest[0]}; its only subcommand is test. "
+                "`openrlhf reward test --help` lists its flags."
             )
         rest = rest[1:]
     if verb:
@@ -94,9 +92,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def list_verbs() -> None:
-    """Print each verb with a line about it."""
+    """Print each command with its description."""
     lines = [
-        "usage: openrlhf VERB [--flag VALUE ...]      openrlhf VERB --help lists its flags",
+        "usage: openrlhf COMMAND [--flag VALUE ...]      openrlhf COMMAND --help lists its flags",
         "",
     ]
     lines += [f"  {name:15} {verb.about}" for name, verb in VERBS.items()]
@@ -104,11 +102,11 @@ def list_verbs() -> None:
 
 
 def run_plugin_task(name: str, argv: Sequence[str]) -> None:
-    """Train an offline task that a plug-in registers. Exit with status 2 if there is none."""
-    prepare_process()  # plug-ins may import torch
+    """Train an offline task registered by a plugin. Exit with status 2 if no plugin defines it."""
+    prepare_process()  # plugins may import torch
     with plain_ends():
         load_plugins_named_in(argv)
-    # Not imported here: if no plug-in imported the module, there are no tasks.
+    # Not imported here: if no plugin has imported the module, there are no tasks.
     tasks: Any = getattr(sys.modules.get("openrlhf.trainers.tasks"), "OFFLINE_TASKS", {})
     if name not in tasks:
         _refuse_verb(name, known=list(dict.fromkeys([*VERBS, *tasks])))
@@ -127,13 +125,13 @@ def _refuse_verb(name: str, *, known: Sequence[str]) -> None:
     command = command_of_method(name)
     if command is not None:
         fail(
-            f"there is no verb {name}: use `openrlhf {command}` with the flags of your run "
+            f"unknown command {name}: use `openrlhf {command}` with your run's flags "
             "(docs/algorithms.md)."
         )
     hint = did_you_mean(nearest(name, known))
     fail(
-        f"there is no verb {name}; known verbs: {', '.join(known)}.{hint} --plugin FILE.py adds "
-        "your own."
+        f"unknown command {name}; available commands: {', '.join(known)}.{hint} --plugin FILE.py "
+        "adds your own."
     )
 
 

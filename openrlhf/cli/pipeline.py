@@ -1,6 +1,6 @@
-"""A pipeline of stages: `openrlhf pipeline FILE.yaml`.
+"""Pipeline of stages: `openrlhf pipeline FILE.yaml`.
 
-Each stage starts when the stages whose results it uses are done.
+Each stage starts after the stages whose results it uses have finished.
 """
 
 from collections.abc import Sequence

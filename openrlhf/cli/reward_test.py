@@ -1,6 +1,6 @@
-"""A trial of a reward before any training: `python -m openrlhf.cli.reward_test`.
+"""Test of a reward before training: `python -m openrlhf.cli.reward_test`.
 
-Runs a reward function, server or verifier on a dataset. Also `openrlhf reward test`.
+Runs a reward function, server or verifier on a dataset. Also available as `openrlhf reward test`.
 """
 
 from collections.abc import Sequence

