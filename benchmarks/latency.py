@@ -1,10 +1,10 @@
-"""Synchronous and asynchronous training side by side, and the simulator's prediction.
+"""Comparison of synchronous and asynchronous training with each other and with the simulator.
 
     python -m benchmarks.latency --median 1 --queue 4 --staleness 16
 
-The environment answers after a random time. Measured are wall seconds per step of the same model on
-the same engine. The simulator gets the measured seconds of an update and of a publication, and the
-distribution of the waits.
+The environment responds after a random time. The benchmark measures wall-clock seconds per step
+with the same model and engine. The simulator gets the measured duration of an update and of a
+publication, and the distribution of waiting times.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PROMPTS, SAMPLES, WARM_UP = 16, 4, 4
 STEPS, EPOCHS_AHEAD = (
     20,
     4,
-)  # asynchronous steps are short, and an occasional slow sample delays one
+)  # steps to run, and epochs when asynchronous: its steps are short and vary with slow samples
 
 
 def measured(
     folder: Path, data: Path, given: argparse.Namespace, flags: dict[str, Any]
 ) -> list[dict[str, float]]:
-    """Return the metrics of each step of a run after the warmup."""
+    """Start a run and return the metrics of each step after the warmup."""
     common: dict[str, Any] = {
         "actor.model_name_or_path": data / "3M-equal",
         "data.prompt_dataset": data / "prompts.jsonl",
@@ -71,16 +71,18 @@ def measured(
 
 
 def per_step(rows: list[dict[str, float]]) -> float:
-    """Return the wall seconds per step."""
+    """Return the wall-clock seconds per step."""
     return (rows[-1]["time"] - rows[0]["time"]) / (len(rows) - 1)
 
 
 def main() -> None:
-    """Run both ways, and print seconds per step, the speedup, and the simulator's speedup."""
+    """Run both modes and print seconds per step, the speedup, and the predicted speedup."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--median", type=float, default=1.0, help="seconds of a wait")
+    parser.add_argument(
+        "--median", type=float, default=1.0, help="median wait for the environment in seconds"
+    )
     parser.add_argument("--queue", type=int, default=4)
     parser.add_argument("--staleness", type=int, default=16)
     given = parser.parse_args()
@@ -117,7 +119,9 @@ def main() -> None:
         f"synchronous {per_step(waiting):.2f} s, asynchronous {per_step(beside):.2f} s per "
         f"step: {gained:.2f} x"
     )
-    print(f"the simulator says {predicted:.2f} x; measured / predicted {gained / predicted:.2f}")
+    print(
+        f"the simulator predicts {predicted:.2f} x; measured / predicted {gained / predicted:.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""CPU seconds of a command and its descendants at every row of a file that it writes.
+"""CPU seconds of a command and its descendants, at each row that it adds to a file.
 
 Linux only.
 """
@@ -16,34 +16,34 @@ from pathlib import Path
 
 import psutil
 
-LOOK_S = 0.5  # seconds between two measurements of the memory
+LOOK_S = 0.5  # seconds between memory measurements
 
 
 @dataclass(kw_only=True)
 class Course:
-    """A finished command: CPU seconds at each row of the followed file, and peak memory.
+    """A finished command: CPU seconds at each row of its file, and peak memory.
 
-    The memory is resident memory.
+    Memory is resident memory.
     """
 
     marks: list[float] = field(default_factory=list[float])
-    first_row_s: float = 0.0  # wall time from the start of the command
-    peak_bytes: int = 0  # of all processes; shared memory counts in each of them
+    first_row_s: float = 0.0  # wall-clock time from the start of the command
+    peak_bytes: int = 0  # sum over all processes; shared memory is counted for each process
 
     def steps(self, rows: int) -> list[float]:
-        """Return the CPU seconds from each row to the next.
+        """Return the CPU seconds between each row and the next.
 
-        Raises ValueError if there were not `rows` rows.
+        Raises ValueError if the number of rows is not `rows`.
         """
         if len(self.marks) != rows:
-            raise ValueError(f"{len(self.marks)} steps were seen, and {rows} were asked for")
+            raise ValueError(f"the command logged {len(self.marks)} steps instead of {rows}")
         return [after - before for before, after in pairwise(self.marks)]
 
 
 def follow(
     command: Sequence[str], rows: Path, *, environment: Mapping[str, str], log: Path
 ) -> Course:
-    """Run a command to its end. Raises RuntimeError if the command fails."""
+    """Run a command to completion. Raises RuntimeError if it fails."""
     course, started, looked = Course(), time.monotonic(), 0.0
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -66,13 +66,13 @@ def follow(
             process.wait()
     if process.returncode:
         raise RuntimeError(
-            f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-3000:]}"
+            f"{' '.join(command)} exited with {process.returncode}:\n{log.read_text()[-3000:]}"
         )
     return course
 
 
 def trained(rows: Path) -> int:
-    """Return the training steps in a file of metrics.
+    """Return the number of training steps in a metrics file.
 
     Incomplete lines and evaluations are ignored.
     """
@@ -86,8 +86,8 @@ def trained(rows: Path) -> int:
 def usage(root: int) -> tuple[float, int]:
     """Return the CPU seconds and resident bytes of a process and all its descendants.
 
-    Ended children count only if their parent waited for them. The raylet does not, so the start of
-    a run is incomplete.
+    An exited child is counted only if its parent waited for it. The raylet does not wait, so CPU
+    time spent at the start of a run is missing.
     """
     cpu, memory = 0.0, 0
     parent = psutil.Process(root)
@@ -95,6 +95,6 @@ def usage(root: int) -> tuple[float, int]:
         with suppress(psutil.NoSuchProcess):
             cpu += sum(
                 process.cpu_times()[:4]
-            )  # user and system, of the process and its ended children
+            )  # user and system time of the process and its exited children
             memory += process.memory_info().rss
     return cpu, memory

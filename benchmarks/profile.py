@@ -1,7 +1,7 @@
 """CPU seconds of a GRPO step by part and process.
 
-Needs py-spy, which comes with Ray, and its permissions. The shares are those of py-spy's samples.
-The CPU seconds of a step are those of the processes while py-spy samples them.
+Requires py-spy, which is installed with Ray, and permission to use it. A part's share is its share
+of py-spy's samples. The CPU seconds of a step include the slowdown by py-spy.
 
 python -m benchmarks.profile --size 25M --lengths equal --dtype fp32
 """
@@ -27,7 +27,7 @@ from benchmarks.run import MEASURED, WARM_UP, Grpo
 
 SPY = Path(sys.executable).parent / "py-spy"
 RATE = 100  # samples per second
-PARTS = (  # a sample counts for the first part whose word is in its stack
+PARTS = (  # a sample counts toward the first part whose word is in its stack
     ("publication", "publication_receive"),
     ("publication", "send_weights"),
     ("engine: sampling", "sample_tokens"),
@@ -44,8 +44,8 @@ PARTS = (  # a sample counts for the first part whose word is in its stack
 ROLES = {
     "ray::RolloutEng": "engine",
     "ray::WorkerHost": "trainer",
-}  # by prefix of the process name
-# innermost calls in which a thread waits, although py-spy may report it as busy
+}  # roles by the prefix of the process name
+# innermost calls of a waiting thread, which py-spy may report as busy
 WAITING = (
     "select (",
     "wait (",
@@ -60,9 +60,9 @@ WAITING = (
 
 
 def watch(rows: Path, run: psutil.Process, folder: Path) -> dict[str, Path]:
-    """Record every computing process of the run, from the warmup until the run ends.
+    """Record every computing process of the run from the end of the warmup until the run exits.
 
-    Return the records by role.
+    Returns a dict from roles to record files.
     """
     while run.is_running() and trained(rows) < WARM_UP:
         time.sleep(0.05)
@@ -97,7 +97,7 @@ def watch(rows: Path, run: psutil.Process, folder: Path) -> dict[str, Path]:
 
 
 def samples(record: Path) -> Iterator[tuple[str, int]]:
-    """Return stacks, and how often each was sampled while computing."""
+    """Return stacks, and how often each was sampled while it was computing."""
     for line in record.read_text().splitlines():
         stack, _, count = line.rpartition(" ")
         innermost = stack.rpartition(";")[2]
@@ -106,7 +106,7 @@ def samples(record: Path) -> Iterator[tuple[str, int]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print a line per part."""
+    """Profile a run and print one line per part."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

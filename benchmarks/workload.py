@@ -1,4 +1,4 @@
-"""The measured workload: models and data, random from a seed.
+"""The benchmark workload: random models and data generated from a seed.
 
 python -m benchmarks.workload FOLDER SIZE
 """
@@ -19,13 +19,13 @@ LETTERS = [chr(code) for code in range(33, 127)]
 PAD, END, SECOND_END = 0, 1, 2
 PROMPTS = 512
 STEP_PROMPTS, SAMPLES, MICRO_BATCH = 32, 8, 32  # per GRPO step
-SFT_ROWS, PAIRS, LONGEST_ROW = 512, 512, 256  # of the offline cases
-SHORT_PROMPT, LONG_PROMPT = 8, 96  # letters; those of GSM8K and HH-RLHF are long
+SFT_ROWS, PAIRS, LONGEST_ROW = 512, 512, 256  # rows and longest row of the offline cases
+SHORT_PROMPT, LONG_PROMPT = 8, 96  # in letters; prompts of GSM8K and HH-RLHF are long
 LONGEST_PROMPT = {"prompts": 2 * SHORT_PROMPT, "long_prompts": LONG_PROMPT}
 BATCH, OFFLINE_MICRO_BATCH, EPOCHS = 64, 8, 2
 NEW_TOKENS = {"equal": 64, "tail": 256}
 HEADS = 4
-SIZES: dict[str, dict[str, Any]] = {  # by number of parameters
+SIZES: dict[str, dict[str, Any]] = {  # model sizes by number of parameters
     "3M": {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 704},
     "25M": {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1408},
 }
@@ -34,7 +34,7 @@ SIZES: dict[str, dict[str, Any]] = {  # by number of parameters
 def save_tokenizer(folder: Path) -> None:
     """Save a tokenizer with one token per character.
 
-    The characters are printable ASCII, and control characters as byte-level tokenizers write them.
+    The characters are printable ASCII and control characters as byte-level tokenizers write them.
     """
     characters = [*LETTERS, *(chr(0x100 + byte) for byte in range(32))]
     words = {
@@ -49,7 +49,7 @@ def save_tokenizer(folder: Path) -> None:
 def save_model(folder: Path, size: str, *, ends: bool) -> None:
     """Save a random Qwen2 with tied embeddings.
 
-    `ends`: each token ends the response with probability 1/67; otherwise none does.
+    If `ends` is set, each token ends the response with probability 1/67; otherwise none does.
     """
     torch.manual_seed(1)
     model = Qwen2ForCausalLM(
@@ -84,7 +84,7 @@ def text(draw: random.Random, length: int) -> str:
 
 
 def write(folder: Path, size: str) -> None:
-    """Write everything to `folder`, with models of this size."""
+    """Write models of this size and all data to `folder`."""
     draw = random.Random(1)
     save_model(folder / f"{size}-equal", size, ends=False)
     save_model(folder / f"{size}-tail", size, ends=True)
@@ -97,9 +97,9 @@ def write(folder: Path, size: str) -> None:
 
 
 def dialogue(draw: random.Random, *answers: str, prompt: int = SHORT_PROMPT) -> dict[str, str]:
-    """Return a prompt of the given length and an answer of at least 7 letters.
+    """Return a prompt of the given length with answers of at least 7 letters.
 
-    Together they have at most 255 letters; the end token follows.
+    A prompt and an answer have at most 255 letters together; the eos token follows.
     """
     longest = LONGEST_ROW - prompt - 1
     return {"input": text(draw, prompt)} | {
@@ -112,10 +112,7 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def count_tokens(path: Path) -> int:
-    """Count the tokens of a file that `dialogue` made.
-
-    They are one per letter, and one end token per text.
-    """
+    """Count the tokens in a file of `dialogue` rows: one per letter and one eos token per text."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return sum(
         len(row["input"]) + len(answer) + 1

@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LargestTensor(TorchDispatchMode):
-    """A mode that records the number of elements of the largest tensor that any operation returned.
+    """A mode that records the element count of the largest tensor that any operation returns.
 
-    Operations of backward passes are included.
+    Operations in backward passes are included.
     """
 
     def __init__(self) -> None:

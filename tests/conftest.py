@@ -1,4 +1,4 @@
-"""Settings of all tests: one thread per process, no Hub, and the locations of data and devices."""
+"""Settings for all tests: one thread per process, no Hub, and where data and devices are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-# Before anything imports torch or a Hugging Face library; child processes inherit them.
+# Set before anything imports torch or a Hugging Face library. Child processes inherit them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -24,17 +24,17 @@ from tests.verify.record import Verified
 
 hypothesis.settings.register_profile(
     "patient", deadline=None
-)  # the time of an example depends on the machine
+)  # the duration of an example depends on the machine
 hypothesis.settings.load_profile("patient")
 
-# pytest writes the name of each test into the environment. A thread of Ray that reads it at that
-# moment (gRPC asks for TZ when a connection ends) has crashed the test process, because glibc moves
-# the variables when it adds one.
+# pytest writes the name of each test to the environment. glibc moves the variables when it adds
+# one, which has crashed the test process when a Ray thread read the environment at the same time
+# (gRPC reads TZ when a connection closes).
 assert runner._update_current_test_var
 runner._update_current_test_var = lambda item, when: None
 
-# A shell makes background processes ignore Ctrl-C, and the commands that tests interrupt would
-# inherit that.
+# A shell makes background processes ignore Ctrl-C. Commands that tests interrupt would inherit
+# this setting.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -45,22 +45,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--shard",
         metavar="PART/PARTS",
-        help="with -m verify: one part of the tests, without what has passed on this code",
+        help="with -m verify: run one part of the tests, except those that passed on this code",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record outcomes of `-m verify` once per session, in the process that workers report to."""
+    """Record `-m verify` outcomes once per session, in the process to which workers report."""
     if config.option.markexpr == "verify" and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Verified(config.option.shard))
 
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
-    """Return the folder of test data outside the repository; skip the test if it is missing."""
+    """Return the test data folder outside the repository. Skip the test if it does not exist."""
     folder = ROOT / os.environ.get("OPENRLHF_TEST_DATA", "../shared/data")
     if not folder.is_dir():
-        pytest.skip(f"no test data in {folder}: OPENRLHF_TEST_DATA names its folder")
+        pytest.skip(f"no test data in {folder}: set OPENRLHF_TEST_DATA to the test data folder")
     return folder
 
 
@@ -77,9 +77,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def quick_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make notices the same on every machine that runs the tests."""
+    """Make notices identical on every machine that runs the tests."""
     monkeypatch.setattr(machine, "has_quick_bfloat16", lambda: True)
 
 
 def pytest_runtest_setup() -> None:
-    machine.cluster_gpus = None  # the clusters that a test declares or joins end with it
+    machine.cluster_gpus = None  # forget clusters that the test declared or joined

@@ -1,4 +1,4 @@
-"""The density of the code: nodes of the syntax tree per statement.
+"""The density of the code: syntax tree nodes per statement.
 
 Docstrings, imports and annotations do not count.
 """
@@ -8,25 +8,25 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-# Upper bounds for a package: mean nodes per statement, statements above 25 nodes per hundred, and
-# per 10,000 nodes conditional expressions, comprehensions, and comprehensions that are nested or
-# have two loops.
+# Upper bounds for a package: mean nodes per statement, percentage of statements above 25 nodes, and
+# the number of conditional expressions, of comprehensions, and of comprehensions that are nested or
+# have two loops, per 10,000 nodes.
 BOUNDS = {"mean": 8.5, "heavy": 2.2, "conditionals": 40.0, "comprehensions": 60.0, "nested": 3.0}
-HEAVY = 25  # nodes
+HEAVY = 25  # a statement with more nodes is heavy
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 NOT_COUNTED = (ast.expr_context, ast.Import, ast.ImportFrom)
 
 
 class Counts:
-    """Counts of the modules of a package."""
+    """Counts over the modules of a package."""
 
     def __init__(self) -> None:
         self.nodes = self.conditionals = self.comprehensions = self.nested = 0
-        self.statements: list[int] = []  # nodes of each, without the statements inside it
+        self.statements: list[int] = []  # nodes of each statement, without nested statements
 
     def visit(self, node: ast.AST, *, in_comprehension: bool = False) -> int:
-        """Count a node and all nodes below it, and return those of the enclosing statement."""
+        """Count a node and its descendants; return how many belong to the enclosing statement."""
         self.nodes += 1
         if isinstance(node, ast.IfExp):
             self.conditionals += 1
@@ -45,7 +45,7 @@ class Counts:
 
 
 def _counted_children(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the children of a node except annotations, imports and a docstring."""
+    """Yield a node's children except annotations, imports and the docstring."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "type_comment", "type_params"):
             continue
@@ -62,7 +62,7 @@ def _counted_children(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def density(trees: Iterable[ast.Module]) -> dict[str, float]:
-    """Return the numbers of `BOUNDS` for the modules of a package."""
+    """Return a package's values for the measures in `BOUNDS`."""
     counts = Counts()
     for tree in trees:
         counts.visit(tree)

@@ -1,4 +1,4 @@
-"""Common parts of the fake HTTP servers."""
+"""Common parts of the fake HTTP servers used in tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Server = TypeVar("Server", bound="DoubleServer")
 
 
 class DoubleServer(ThreadingHTTPServer):
-    """A server at a free port; `root` is its address without a path."""
+    """A server on a free port. `root` is its URL without a path."""
 
     daemon_threads = True
     request_queue_size = 256
@@ -24,7 +24,7 @@ class DoubleServer(ThreadingHTTPServer):
         self.root = f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that closed their connection."""
+        """Ignore errors from clients that closed their connection."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -41,7 +41,7 @@ def serving(server: Server) -> Iterator[Server]:
 
 
 class JSONHandler(BaseHTTPRequestHandler):
-    """A handler that reads and writes JSON. Text is sent unchanged."""
+    """A handler that reads and writes JSON. A string is sent unchanged."""
 
     def body(self) -> Any:
         return json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -1,4 +1,4 @@
-"""Listening TCP addresses of this machine, as the kernel reports them."""
+"""Listening TCP addresses of this machine, as reported by the kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LISTENS = "0A"
 
 
 def listening_addresses(port: int) -> set[str]:
-    """Return the addresses of this machine on which a process listens with a TCP port."""
+    """Return the local addresses on which a process listens with TCP."""
     found: set[str] = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:

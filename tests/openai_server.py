@@ -1,4 +1,4 @@
-"""A fake OpenAI-compatible server whose models behave as their names say."""
+"""A fake OpenAI-compatible server whose models behave as their names suggest."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.http_double import DoubleServer, JSONHandler, serving
 
 
 class OpenAIServer(DoubleServer):
-    """A server that records paths and bodies in `asked`, and keys. `url` is its base URL.
+    """A server that records paths and bodies in `asked`, and API keys. `url` is its base URL.
 
-    It replies to a chat with the last message in capitals, and completes a prompt with its length.
-    `models` is its list of models. The log-probability of token 7 is -0.7, and its text is
-    `texts(7)`. `table` maps a prompt to the log-probabilities of all tokens in each of its places.
+    Its reply to a chat is the last message in capitals; its completion of a prompt is the prompt's
+    length. `models` is the list of models. The log-probability of token 7 is -0.7, and its text is
+    `texts(7)`. `table` maps a prompt to the log-probabilities of all tokens at each position.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class _Handler(JSONHandler):
                 self.answer(404, {"error": self.path})
 
     def _judged(self, tokens: list[int], best: int) -> list[dict[str, Any]]:
-        """Return an entry per token but the first: the token and the likeliest in its place."""
+        """Return an entry for each token except the first: that token and the likeliest tokens."""
         if not self.server.table:
             return [self._said({token: -token / 10}, [token]) for token in tokens[1:]]
         found = []

@@ -1,7 +1,7 @@
-"""Keeps the pages of docs/ correct.
+"""Generated parts of the pages in docs/: links to source files by symbol, curves and metrics.
 
-It checks links to source files by symbol, flags with defaults, flag sets that run, recorded curves,
-and metrics. `python -m tests.pages` (`make docs`) rewrites the links, the curves and the page of
+Tests check them together with the flags, defaults and flag sets on the pages. `python -m
+tests.pages` (`make docs`) rewrites the links, the curves and the page of
 metrics.
 """
 
@@ -23,12 +23,12 @@ from tests.verify.learning import RECORDS, by_name, page, read_runs, summary
 ALGORITHMS = ROOT / "docs" / "algorithms.md"
 METRICS = ROOT / "docs" / "metrics.md"
 CURVES = RECORDS.with_suffix(".md")
-# [`advantages.gae`](../openrlhf/algorithms/advantages.py): the end of a dotted name with exactly
-# one definition.
+# [`advantages.gae`](../openrlhf/algorithms/advantages.py): a dotted suffix with exactly one
+# definition.
 LINK = re.compile(r"\[`(\w+(?:\.\w+)+)`\]\((?:[^)\s]*\.py(?:#L\d+)?)?\)")
 # `--actor.eps_clip (0.2)`
 FLAG = re.compile(r"`--([\w.]+)(?: \(([^)`]*)\))?`")
-# ```bash gspo: the flags of that method
+# ```bash gspo: the block contains the flags of the method gspo
 FLAG_SET = re.compile(r"^```bash (\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # <!-- learned gspo -->0.33 → 0.51<!-- end -->
 LEARNED = re.compile(r"(<!-- learned (\w+) -->).*?(<!-- end -->)", re.DOTALL)
@@ -52,15 +52,15 @@ METRICS_INTRODUCTION = (
 
 
 def pages() -> list[Path]:
-    """Return the pages that are written by hand."""
+    """Return the handwritten pages."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @cache
 def definitions() -> dict[str, list[Path]]:
-    """Return the file where each name is defined, under every dotted ending that includes a module.
+    """Map each name, under every dotted suffix that includes a module, to the files that define it.
 
-    `gae` is not enough, `advantages.gae` is.
+    For example, `advantages.gae` is a valid name but `gae` is not.
     """
     places: dict[str, list[Path]] = {}
     for module in package().values():
@@ -84,9 +84,9 @@ def _symbols(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
 
 
 def relinked(text: str, folder: Path) -> str:
-    """Return the text with every link by symbol leading to its definition.
+    """Return the text with every symbol link pointing to the symbol's definition.
 
-    Raises ValueError for a symbol with no definition or with several.
+    Raises ValueError for a symbol with no definition or more than one.
     """
 
     def link(found: re.Match[str]) -> str:
@@ -102,7 +102,7 @@ def relinked(text: str, folder: Path) -> str:
 
 
 def with_curves(text: str) -> str:
-    """Return the text with the recorded curve at every mark for it."""
+    """Return the text with the recorded curve inserted at each of its marks."""
     seen = {name: summary(runs) for name, runs in by_name(read_runs()).items()}
 
     def learned(found: re.Match[str]) -> str:
@@ -112,15 +112,15 @@ def with_curves(text: str) -> str:
 
 
 def flag_sets() -> dict[str, list[str]]:
-    """Return the flags of every named method of docs/algorithms.md."""
+    """Return the flags of every named method in docs/algorithms.md."""
     blocks = FLAG_SET.findall(ALGORITHMS.read_text(encoding="utf-8"))
     return {name: flags.replace("\\\n", " ").split() for name, flags in blocks}
 
 
 def says_its_default(flag: Flag, said: str) -> bool:
-    """Return whether a text in parentheses after a flag's name is its default.
+    """Return whether the text in parentheses after a flag's name is its default.
 
-    It may be a number in any spelling, on, off, or unset.
+    It may be a number in any notation, "on", "off" or "unset".
     """
     if flag.shape == "switch":
         return said == ("on" if flag.default else "off")
@@ -140,7 +140,7 @@ def rewritten(path: Path) -> str:
 
 
 def metrics_page() -> str:
-    """Return the documentation page of all metrics: one table per stage, in alphabetical order."""
+    """Return the page that documents all metrics: one table per stage, in alphabetical order."""
     lines = ["# Metrics", "", METRICS_INTRODUCTION]
     for stage, title in METRIC_STAGES.items():
         lines += [

@@ -1,4 +1,4 @@
-"""Implausible numbers of a run."""
+"""Checks for implausible numbers in a run's metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from openrlhf.observability.glossary import MetricSpec, find_spec
 
-ROUNDING = 1e-6  # a value may miss its range by this much
+ROUNDING = 1e-6  # how far a value may lie outside its range
 
 
 def range_of(spec: MetricSpec) -> str:
@@ -42,7 +42,7 @@ def implausible(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-ORDERED = (  # the first number of a pair is never more than the second
+ORDERED = (  # in each pair, the first number never exceeds the second
     ("train/logprob_gap_mean", "train/logprob_gap_max"),
     ("train/response_length", "train/total_length"),
     ("eval/eval_failed_episodes", "eval/eval_num_samples"),

@@ -1,4 +1,4 @@
-"""Runs a test module as several processes, as a launcher would."""
+"""A launcher that runs a test module as several processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run_ranks(ranks: int, module: str, *arguments: str, timeout: float = 400) -> None:
-    """Run `python -m module arguments…` as `ranks` processes of one group.
+    """Run `python -m module arguments…` as `ranks` processes in one process group.
 
     Raises an error with their output if one fails.
     """
@@ -55,7 +55,7 @@ def run_ranks(ranks: int, module: str, *arguments: str, timeout: float = 400) ->
 def main() -> None:
     """Run one of the processes.
 
-    It ends without unloading: Gloo's threads may abort a process while its interpreter ends.
+    It exits without finalizing the interpreter, during which Gloo's threads may abort the process.
     """
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

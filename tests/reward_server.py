@@ -1,4 +1,4 @@
-"""A fake reward server. The path of a request names its behavior."""
+"""A fake reward server. The path of a request selects the server's behavior."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.http_double import DoubleServer, JSONHandler, serving
 
 
 class RewardServer(DoubleServer):
-    """A server that records `bodies`, `paths` and `authorizations`. `url` has no path.
+    """A server that records `bodies`, `paths` and `authorizations`. `url` contains no path.
 
     The reward of a sample is the number of letters "e" after its prompt.
     """
@@ -23,7 +23,7 @@ class RewardServer(DoubleServer):
         self.paths: list[str] = []
         self.authorizations: list[str | None] = []
         self.url = self.root
-        # Requests to /together are answered once as many of them have arrived.
+        # Requests to /together are answered as soon as this many of them have arrived.
         self.together = threading.Barrier(1)
 
 

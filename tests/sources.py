@@ -1,4 +1,4 @@
-"""The package's source as a graph of imports: when a module is loaded, and later."""
+"""The import graph of the package's source: imports at module load and later imports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Module:
-    """One file of the package."""
+    """One source file in the package."""
 
     name: str  # openrlhf.trainers.ppo
     path: Path
@@ -31,23 +31,23 @@ class Module:
 
     @property
     def room(self) -> str:
-        """Return the subpackage: `trainers` for openrlhf.trainers.ppo, empty for the package."""
+        """Return the subpackage: `trainers` for openrlhf.trainers.ppo, "" for openrlhf itself."""
         return self.name.split(".")[1] if "." in self.name else ""
 
     def imports(self) -> set[str]:
-        """Return all modules that it names.
+        """Return all modules that this file imports.
 
-        They are imported at the top, inside functions, for type checkers only, or by
+        Imports may be at the top, inside functions, for type checkers only, or made with
         `import_module`.
         """
         return {name for node in ast.walk(self.tree) for name in _imported(node)}
 
     def loads(self) -> set[str]:
-        """Return the modules that are imported when it is."""
+        """Return the modules that are imported when this module is imported."""
         return {name for node in _run_at_import(self.tree) for name in _imported(node)}
 
     def functions(self) -> Iterator[tuple[str, int]]:
-        """Return the name and number of lines of every function and method."""
+        """Return the name and line count of every function and method."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
                 yield node.name, node.end_lineno - node.lineno + 1
@@ -55,7 +55,7 @@ class Module:
 
 @cache
 def package() -> dict[str, Module]:
-    """Return all modules of the package by name."""
+    """Return a dict from names to all modules in the package."""
     modules = {}
     for path in sorted((ROOT / "openrlhf").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -64,9 +64,9 @@ def package() -> dict[str, Module]:
 
 
 def loaded_with(name: str) -> set[str]:
-    """Return everything that importing a module loads, according to our own sources.
+    """Return everything that importing a module loads, according to our own source.
 
-    These are our modules, and libraries by top-level name.
+    The result contains our modules, and the top-level names of libraries.
     """
     seen: set[str] = set()
     waiting = {name}

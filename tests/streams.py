@@ -1,4 +1,4 @@
-"""Synchronous access to a generator's results: tests are not asynchronous."""
+"""Synchronous access to a generator's results for tests that are not asynchronous."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def rollout(
     loop: BackgroundLoop | None = None,
     **request: Any,
 ) -> list[Trajectory]:
-    """Return the samples of all prompts, in prompt order.
+    """Return the samples for all prompts, in prompt order.
 
-    Without a `loop`, start one that ends with the call.
+    Without `loop`, a temporary loop is used.
     """
     if loop is None:
         with closing(BackgroundLoop()) as loop:

@@ -1,4 +1,4 @@
-"""Tiny models and tokenizers that tests create from scratch."""
+"""Tiny models and tokenizers that are created from scratch for tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEADS: dict[str, int] = {
     "hidden_size": 64,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-}  # of 32, which vLLM needs
+}  # heads of size 32, as vLLM requires
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -44,7 +44,7 @@ SIZES = {
 
 
 def tiny_config(kind: str, **changes: object) -> PretrainedConfig:
-    """Return a configuration of about 20,000 parameters."""
+    """Return the configuration of a model with about 20,000 parameters."""
     sizes = SIZES | changes
     match kind:
         case "qwen2-tied":
@@ -70,8 +70,8 @@ def tiny_config(kind: str, **changes: object) -> PretrainedConfig:
 def character_tokenizer() -> Qwen2Tokenizer:
     """Return a tokenizer with one token per character.
 
-    The characters are digits, small letters, some signs, space (written Ġ by byte-level tokenizers)
-    and newline (Ċ).
+    The characters are digits, lower-case letters, some punctuation, space (Ġ in byte-level
+    tokenizers) and newline (Ċ).
     """
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
     return Qwen2Tokenizer(
@@ -80,7 +80,7 @@ def character_tokenizer() -> Qwen2Tokenizer:
 
 
 def sayable(text: str) -> str:
-    """Return a text in small letters with only the characters of `character_tokenizer`."""
+    """Return a text in lower case, reduced to the characters of `character_tokenizer`."""
     known = set(CHARACTERS) | {" ", "\n"}
     return "".join(character for character in text.lower() if character in known)
 
@@ -105,9 +105,9 @@ def save_tiny_model(
 
 
 def unbalance(hf: PreTrainedModel) -> None:
-    """Make the routers of a mixture of experts prefer some experts.
+    """Make the routers of a mixture-of-experts model prefer some experts.
 
-    A random router is nearly indifferent.
+    A random router has almost no preference.
     """
     with torch.no_grad():
         for name, parameter in hf.named_parameters():
@@ -116,7 +116,7 @@ def unbalance(hf: PreTrainedModel) -> None:
 
 
 def save_reward_model(folder: Path, base: Path) -> Path:
-    """Save the model in `base` with one untrained scalar output."""
+    """Save the model in `base` with an untrained scalar head."""
     scores = AutoConfig.from_pretrained(base, num_labels=1)
     AutoModelForSequenceClassification.from_config(scores).save_pretrained(folder)
     AutoTokenizer.from_pretrained(base).save_pretrained(folder)

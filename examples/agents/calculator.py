@@ -1,9 +1,9 @@
-"""An agent with a calculator tool, written against only the stock `openai` client.
+"""An agent with a calculator tool that uses only the stock `openai` client.
 
     --train.agent_func_path examples/agents/calculator.py --data.label_key answer
 
 The policy may call the calculator before it answers. The reward is 1 if the last message is the
-answer. Needs `pip install openai`.
+answer. Requires `pip install openai`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AgentExecutor(OpenAIAgentExecutor):
         self.client = AsyncOpenAI(base_url="http://127.0.0.1", api_key="none")
 
     async def run_agent(self, prompt: str, label: Any, session_id: str) -> dict[str, Any]:
-        """Run a conversation: the question, calls of the calculator, the answer."""
+        """Run a conversation: the question, calculator calls and the answer."""
         client = self.client.with_options(base_url=self.session_url(session_id))
         messages: list[Any] = [{"role": "user", "content": prompt}]
         said, calls = "", 0

@@ -1,10 +1,10 @@
-"""A toy task for agents with a tool: sums that a tiny model cannot compute itself.
+"""A toy task for agents with a tool: sums that a tiny model cannot compute by itself.
 
     python examples/agents/calculator_task.py FOLDER SEED
 
-It includes transcripts to imitate. Half of them call the calculator; in the others the answer is a
-guess. Supervised training therefore gives a policy that sometimes uses the tool, which rewards can
-make more frequent.
+It includes transcripts to imitate. Half of them call the calculator; in the other half the answer
+is a guess. After supervised training the policy therefore uses the tool only sometimes.
+Reinforcement learning can reward it for using the tool more often.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 os.environ.setdefault(
     "DS_ACCELERATOR", "cpu"
-)  # nothing here needs a GPU, and DeepSpeed need not look for one
+)  # this script needs no GPU, so DeepSpeed does not have to look for one
 
 import torch
 from transformers import AddedToken, AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
@@ -34,7 +34,7 @@ TEMPLATE = (
 
 
 def calculator_tokenizer() -> Qwen2Tokenizer:
-    """Return a tokenizer with one token per character, and one for each fixed part of a call."""
+    """Return a tokenizer with one token per character and per fixed part of a tool call."""
     vocabulary = {
         token: i for i, token in enumerate(["<pad>", END, "<unk>", *"0123456789+-*abcdeghlnorst"])
     }
@@ -89,7 +89,7 @@ def _transcript(question: str, draw: random.Random) -> list[dict[str, str]]:
 
 
 def save_model(folder: Path, *, seed: int) -> None:
-    """Save an untrained Qwen2 of about half a million parameters."""
+    """Save an untrained Qwen2 with about half a million parameters."""
     tokenizer = calculator_tokenizer()
     torch.manual_seed(seed)
     logging.disable_progress_bar()

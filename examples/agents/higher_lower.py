@@ -1,10 +1,10 @@
-"""An environment of several turns: guess the number in the label.
+"""A multi-turn environment: guess the number in the label.
 
     --train.agent_func_path examples/agents/higher_lower.py --data.label_key answer \
         --rollout.max_turns 8
 
-Each wrong guess is answered with `higher` or `lower`. A correct first guess earns 1, and each
-further turn costs a tenth; text without a number ends the episode with 0.
+The environment responds to a wrong guess with `higher` or `lower`. A correct first guess earns 1,
+and each further turn costs 0.1. Text without a number ends the episode with reward 0.
 """
 
 from __future__ import annotations

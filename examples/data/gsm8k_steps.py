@@ -5,10 +5,10 @@
         --data.label_key labels --prm.placeholder_token ки --prm.reward_tokens + - \
         --model.model_name_or_path MODEL
 
-A line of a solution is a step, and a step is right if its calculations are. `<<16-3=13>>` in it is
-a calculation with the result that the model wrote; most results come from a calculator, so few are
-wrong. A step without a calculation that can be checked has no label. The placeholder must be one
-token of the model's tokenizer.
+Each line of a solution is a step. A step is correct if its calculations are. `<<16-3=13>>` is a
+calculation with the result that the model wrote; most results come from a calculator, so few are
+wrong. A step without a calculation that can be checked has no label. The placeholder must be a
+single token of the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OPERATORS: dict[type[ast.AST], Any] = {
 
 
 def value(text: str) -> float:
-    """Return the value of an arithmetic expression.
+    """Evaluate an arithmetic expression.
 
     Raises ValueError, SyntaxError or ZeroDivisionError.
     """
@@ -53,9 +53,9 @@ def value(text: str) -> float:
 
 
 def label(step: str) -> str | None:
-    """Return `+` if every calculation of the step is right, `-` if one is wrong.
+    """Return `+` if all calculations in the step are correct, `-` if one is wrong, else None.
 
-    Right means within half a unit of the last written digit.
+    A result is correct if it is within half a unit of its last written digit.
     """
     right: list[bool] = []
     for left, result in CALCULATION.findall(step):
@@ -82,7 +82,7 @@ def rows(lines: list[str], placeholder: str) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Read the solutions, write the rows, and print the numbers of labels."""
+    """Read the solutions, write the rows, and print how many labels there are of each kind."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("solutions", type=Path)
     parser.add_argument("output", type=Path)
@@ -94,7 +94,7 @@ def main() -> None:
     )
     counts = Counter(each for row in made for each in row["labels"])
     print(
-        f"{len(made)} rows; steps: {counts['+']} right, {counts['-']} wrong, {counts[None]} "
+        f"{len(made)} rows; steps: {counts['+']} correct, {counts['-']} wrong, {counts[None]} "
         "without a label"
     )
 

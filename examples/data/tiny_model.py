@@ -1,4 +1,4 @@
-"""A random language model of three million parameters, and a tokenizer made from a csv file.
+"""A random language model with three million parameters and a tokenizer trained on a CSV file.
 
 python examples/data/tiny_model.py preferences.csv runs/tiny
 """
@@ -10,20 +10,20 @@ from pathlib import Path
 
 os.environ.setdefault(
     "DS_ACCELERATOR", "cpu"
-)  # nothing here needs a GPU, and DeepSpeed need not look for one
+)  # this script needs no GPU, so DeepSpeed does not have to look for one
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 VOCABULARY = 4096  # maximum number of tokens
-# The end token of Qwen2 models: with another name, their tokenizer would add this one too.
+# The eos token of Qwen2 models. With any other name, their tokenizer would also add this one.
 END = "<|endoftext|>"
 
 
 def make_tokenizer(file: Path) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer on all cells of the file.
+    """Train a byte-level BPE tokenizer on all cells in the file.
 
-    It has tokens for every text, even for letters that the file lacks.
+    It can encode any text, including characters that do not occur in the file.
     """
     with file.open(newline="", encoding="utf-8") as opened:
         texts = [cell for row in csv.reader(opened) for cell in row]

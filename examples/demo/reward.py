@@ -1,4 +1,4 @@
-"""The demo's reward: 1 for the right digits followed by the end token, else 0."""
+"""The demo's reward: 1 for the correct digits followed by the eos token, else 0."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 def reward_func(
     queries: list[str], prompts: list[str], labels: list[str]
 ) -> dict[str, list[float]]:
-    """Return one reward per query; a query is a prompt with its response and special tokens."""
+    """Return one reward per query: a prompt followed by its response, with special tokens."""
     rewards = [
         float(query.removeprefix(prompt) == label)
         for query, prompt, label in zip(queries, prompts, labels, strict=True)

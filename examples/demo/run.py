@@ -28,25 +28,25 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, kw_only=True)
 class StageResult:
-    """The result of a stage of the demo."""
+    """The result of one stage of the demo."""
 
     name: str
     folder: Path
     seconds: float
 
     def last(self, metric: str) -> float | None:
-        """Return the newest value of a logged number."""
+        """Return the last logged value of a metric."""
         found = [row[metric] for row in read_lines(self.folder / "metrics.jsonl") if metric in row]
         return found[-1] if found else None
 
     def first(self, metric: str) -> float | None:
-        """Return the oldest value of a logged number."""
+        """Return the first logged value of a metric."""
         rows = read_lines(self.folder / "metrics.jsonl")
         return next((row[metric] for row in rows if metric in row), None)
 
 
 def stage_flags(out: Path, seed: int) -> Flags:
-    """Return the flags of all stages: seed, precision, and output folders."""
+    """Return the flags that all stages share: seed, precision and output folders."""
     return [
         *("--train.seed", str(seed), "--ds.param_dtype", "fp32", "--ds.packing_samples"),
         *("--run.dir", out, "--ckpt.output_dir", out / "model", "--ckpt.path", out / "checkpoints"),
@@ -54,7 +54,7 @@ def stage_flags(out: Path, seed: int) -> Flags:
 
 
 def sft_flags(task: Path, out: Path, seed: int) -> Flags:
-    """Return flags to learn the form of an answer from 5,760 worked examples."""
+    """Return flags to learn the answer format from 5,760 worked examples."""
     return [
         *("--model.model_name_or_path", task / "model"),
         *("--data.dataset", task / "train.jsonl", "--data.max_samples", "5760"),
@@ -74,7 +74,7 @@ def sft_flags(task: Path, out: Path, seed: int) -> Flags:
 
 
 def rm_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
-    """Return flags to learn from 15,000 pairs which answer is preferred, from the SFT model."""
+    """Return flags to train a reward model on 15,000 preference pairs, starting from SFT."""
     return [
         *("--model.model_name_or_path", model, "--data.dataset", task / "pairs.jsonl"),
         *("--eval.dataset", task / "held_out_pairs.jsonl"),
@@ -88,7 +88,7 @@ def rm_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
 def rl_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
     """Return the flags that PPO and GRPO share.
 
-    They set 256 samples per step, and an evaluation on 400 held-out problems × 4 samples.
+    They set 256 samples per step and an evaluation on 400 held-out problems × 4 samples.
     """
     return [
         *("--actor.model_name_or_path", model, "--data.prompt_dataset", task / "prompts.jsonl"),
@@ -124,7 +124,7 @@ def rl_flags(task: Path, model: Path, out: Path, seed: int) -> Flags:
 def ppo_flags(reward_model: Path) -> Flags:
     """Return flags for 64 steps of 128 problems × 2 samples.
 
-    The reward comes from the reward model; the rule has weight 0 and is only measured.
+    The reward comes from the reward model. The rule has weight 0, so it is only logged.
     """
     return [
         *(
@@ -173,7 +173,7 @@ def ppo_flags(reward_model: Path) -> Flags:
 def grpo_flags() -> Flags:
     """Return flags for 120 steps of 32 problems × 8 samples.
 
-    The reward is 1 for the right answer, else 0.
+    The reward is 1 for the correct answer, else 0.
     """
     return [
         *(
@@ -198,18 +198,18 @@ def grpo_flags() -> Flags:
 
 
 def run_stage(name: str, command: str, flags: Flags, folder: Path, display: Display) -> StageResult:
-    """Run a command of the package as a user would."""
+    """Run one of the package's commands as a user would."""
     line = [sys.executable, "-m", f"openrlhf.cli.{command}", *map(str, flags)]
     display.note(f"\n{name}: python -m openrlhf.cli.{command} --run.dir {folder} …")
     start = time.monotonic()
     finished = subprocess.run(line, check=False)
     if finished.returncode:
-        raise SystemExit(f"{name} ended with status {finished.returncode}; see {folder / 'logs'}")
+        raise SystemExit(f"{name} exited with status {finished.returncode}; see {folder / 'logs'}")
     return StageResult(name=name, folder=folder, seconds=time.monotonic() - start)
 
 
 def main() -> None:
-    """Create the task, run the stages, and print what was learned."""
+    """Create the task, run the stages, and print the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -220,13 +220,13 @@ def main() -> None:
     options = parser.parse_args()
     out: Path = options.out or Path("runs") / f"demo-seed{options.seed}"
     display, start = Display(), time.monotonic()
-    display.note("The task: sort five digits. `sort 52918=` is to be answered `12589`.")
+    display.note("The task: sort five digits. The correct answer to `sort 52918=` is `12589`.")
     subprocess.run(
         [sys.executable, str(HERE / "task.py"), str(out / "task"), str(options.seed)], check=True
     )
     stages = run_stages(out, options.seed, display)
     report = conclude(stages, out, title=f"OpenRLHF demo: sorting digits, seed {options.seed}")
-    display.note(f"{time.monotonic() - start:.0f} s in all. Run folder: {out}   report: {report}")
+    display.note(f"Total: {time.monotonic() - start:.0f} s. Run folder: {out}   report: {report}")
 
 
 def run_stages(out: Path, seed: int, display: Display) -> dict[str, StageResult]:
@@ -254,7 +254,7 @@ def run_stages(out: Path, seed: int, display: Display) -> dict[str, StageResult]
 
 
 def conclude(stages: dict[str, StageResult], out: Path, *, title: str) -> Path:
-    """Print a table of what was learned, and write the report with this table above its curves."""
+    """Print a table of the results, and write the report with this table above its curves."""
     columns, rows = summary(stages)
     table = Table(*columns, title="What the model learned")
     for row in rows:
@@ -266,10 +266,9 @@ def conclude(stages: dict[str, StageResult], out: Path, *, title: str) -> Path:
 
 
 def summary(stages: dict[str, StageResult]) -> tuple[list[str], list[list[str]]]:
-    """Return held-out numbers after each stage: 400 problems × 4 samples at temperature 1.
+    """Return held-out results after each stage: 400 problems × 4 samples at temperature 1.
 
-    The reward model is measured on its held-out pairs. PPO starts from the reward model's score of
-    the SFT model.
+    The reward model is evaluated on its held-out pairs. The SFT row shows the score before PPO.
     """
     passed, score, kl = "eval/eval_sort_pass1", "eval/eval_sort_reward_mean", "train/kl"
     ppo, grpo = stages["PPO"], stages["GRPO"]
@@ -277,7 +276,7 @@ def summary(stages: dict[str, StageResult]) -> tuple[list[str], list[list[str]]]
         "stage",
         "held-out pass@1",
         "reward model's score",
-        "pairs ranked rightly",
+        "pairs ranked correctly",
         "KL (nats/token)",
         "seconds",
     ]

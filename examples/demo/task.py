@@ -1,7 +1,7 @@
 """The demo's task, generated from scratch: sort five digits.
 
-The answer to `sort 52918=` is `12589`, then the end token. A model of under a million parameters
-learns the form in seconds of supervised training and the rest from rewards alone.
+The answer to `sort 52918=` is `12589` followed by the eos token. A model with less than a million
+parameters learns the answer format from seconds of supervised training, and the rest from rewards.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 os.environ.setdefault(
     "DS_ACCELERATOR", "cpu"
-)  # nothing here needs a GPU, and DeepSpeed need not look for one
+)  # this script needs no GPU, so DeepSpeed does not have to look for one
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
@@ -23,12 +23,12 @@ from transformers.utils import logging
 DIGITS = 5
 HELD_OUT = 400
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-SPACE = "Ġ"  # how byte-level tokenizers write it
+SPACE = "Ġ"  # space as byte-level tokenizers write it
 VOCABULARY = [PAD, EOS, UNK, *"0123456789=sort", SPACE]
 
 
 def make_task(folder: Path, *, seed: int) -> None:
-    """Write problems, tokenizer and an untrained model to `folder`."""
+    """Write problems, a tokenizer and an untrained model to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = random.Random(seed)
     problems = sorted({"".join(generator.choices("0123456789", k=DIGITS)) for _ in range(20_000)})
@@ -51,7 +51,7 @@ def _write(path: Path, problems: list[str]) -> None:
 
 
 def _write_pairs(path: Path, problems: list[str], generator: random.Random) -> None:
-    """Write preferences of the right answer over a failed attempt."""
+    """Write preference pairs of a correct answer and a failed attempt."""
     answers = [sorted(digits) for digits in problems]
     attempts = [_attempt(answer, generator) for answer in answers]
     rows = [
@@ -67,10 +67,10 @@ def _write_pairs(path: Path, problems: list[str], generator: random.Random) -> N
 
 
 def _attempt(answer: list[str], generator: random.Random) -> list[str]:
-    """Return an attempt like a beginner's.
+    """Return an attempt with the mistakes of a beginner.
 
-    It has wrong digits, digits out of order, one digit too few or too many; sometimes it is the
-    answer.
+    It may contain wrong digits, digits out of order, or one digit too few or too many. Sometimes it
+    equals the answer.
     """
     attempt = list(answer)
     for position in generator.sample(range(DIGITS), generator.choice((0, 1, 1, 2, 3))):
@@ -88,7 +88,7 @@ def _attempt(answer: list[str], generator: random.Random) -> list[str]:
 
 
 def make_model(folder: Path, *, seed: int) -> None:
-    """Save an untrained Qwen2 of 0.8 million parameters, with one token per character."""
+    """Save an untrained Qwen2 with 0.8 million parameters and one token per character."""
     vocabulary = {token: i for i, token in enumerate(dict.fromkeys(VOCABULARY))}
     Qwen2Tokenizer(
         vocab=vocabulary, merges=[], pad_token=PAD, eos_token=EOS, unk_token=UNK

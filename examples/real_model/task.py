@@ -1,4 +1,4 @@
-"""Makes a task that a small chat model fails at first: sums of two numbers, as conversations.
+"""Creates a task that a small chat model fails at first: sums of two numbers, as conversations.
 
     .venv/bin/python examples/real_model/task.py data/sums
 
@@ -18,7 +18,7 @@ SMALLEST, LARGEST = 1, 19
 
 
 def make_task(folder: Path, *, seed: int) -> None:
-    """Write the problems, in an order that depends on `seed`."""
+    """Write the problems in an order that depends on `seed`."""
     problems = []
     for first in range(SMALLEST, LARGEST + 1):
         for second in range(SMALLEST, LARGEST + 1):
@@ -30,7 +30,7 @@ def make_task(folder: Path, *, seed: int) -> None:
 
 
 def write_problems(path: Path, problems: list[tuple[int, int]]) -> None:
-    """Write one conversation per line, with its answer as the label."""
+    """Write one conversation per line with its answer as the label."""
     lines = []
     for first, second in problems:
         question = f"What is {first} + {second}? Answer with the number only."

@@ -1,6 +1,6 @@
-"""The share of its tests that a program passes.
+"""A reward equal to the fraction of tests that a program passes.
 
-`--reward.verifier code` is all or nothing, and supports more kinds of tests.
+`--reward.verifier code` gives a reward only if all tests pass, and supports more kinds of tests.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 from openrlhf.utils import run_program
 
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
-SECONDS = 5.0  # for each test
+SECONDS = 5.0  # CPU time limit of each test
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
     """Return one reward per query.
 
-    A label is JSON, `{"inputs": ["3\\n"], "outputs": ["9\\n"]}`: standard input, and the expected
-    output.
+    A label is JSON with standard inputs and expected outputs, such as
+    `{"inputs": ["3\\n"], "outputs": ["9\\n"]}`.
     """
     rewards = [
         passed(query.removeprefix(prompt), json.loads(label))
@@ -29,7 +29,7 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> di
 
 
 def passed(response: str, tests: dict[str, list[str]]) -> float:
-    """Return the share of the tests that the last Python block passes."""
+    """Return the fraction of tests that the last Python block passes."""
     blocks = BLOCK.findall(response)
     if not blocks:
         return 0.0

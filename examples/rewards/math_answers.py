@@ -1,6 +1,6 @@
-"""1 if the boxed answer equals the label, else 0.
+"""Reward 1 if the boxed answer equals the label, else 0.
 
-`--reward.verifier math` does the same, and reads more forms of answers.
+`--reward.verifier math` does the same and accepts more forms of answers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A reward for a right answer, and a small one for the form.
+"""A reward for a correct answer, plus a small reward for the format.
 
-The form is reasoning between <think> and </think>, then the boxed answer.
+The format is reasoning between <think> and </think>, followed by the boxed answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FORM_WEIGHT = 0.1
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
     """Return rewards and scores.
 
-    The score, which evaluation and dynamic filtering use, is 1 if the answer is right.
+    The score is 1 if the answer is correct. Evaluation and dynamic filtering use the score.
     """
     rewards, scores, forms = [], [], []
     for query, prompt, label in zip(queries, prompts, labels, strict=True):

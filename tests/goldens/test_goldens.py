@@ -1,4 +1,4 @@
-"""What the commands compute, compared with the recorded golden numbers."""
+"""Comparison of what the commands compute with the recorded golden numbers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 from tests.goldens.record import GOLDENS, RECORDED, SLOW, machine
 
-# On another processor or with other versions of the libraries, sums are computed in another order.
+# A different processor or library version computes sums in a different order.
 RELATIVE, ABSOLUTE = 2e-2, 2e-3
 EXACT_EVERYWHERE = ("configurations", "hashes")
-# One sampled token that differs changes everything after it.
+# In these goldens, a single different token changes everything after it.
 CHAOTIC = ("resume", "grpo", "demo_1", "demo_2", "demo_3")
 
 
@@ -23,8 +23,8 @@ def load(name: str) -> dict[str, Any]:
 
 
 def differences(recorded: Any, now: Any, place: str, *, exact: bool) -> list[str]:
-    """Return the places where `now` lacks or changes something that was recorded. Additions to
-    objects are allowed.
+    """Return the places where `now` differs from what was recorded. New keys in objects are
+    allowed.
     """
     if isinstance(recorded, dict) and isinstance(now, dict):
         found = []
@@ -58,22 +58,22 @@ def marked(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in GOLDENS])
-def test_command_computes_the_golden_numbers(name: str, tmp_path: Path) -> None:
+def test_command_reproduces_the_golden_numbers(name: str, tmp_path: Path) -> None:
     golden = load(name)
     same_machine = golden["machine"] == machine()
     if name in CHAOTIC and not same_machine:
         pytest.skip(
-            f"recorded on another machine, where sums are rounded differently: {golden['machine']}"
+            f"recorded on a different machine, which rounds sums differently: {golden['machine']}"
         )
     exact = same_machine or name in EXACT_EVERYWHERE
     now = json.loads(json.dumps(GOLDENS[name](tmp_path)))
     recorded = golden["value"]
-    if not exact:  # bytes of exported files depend on the last bit
+    if not exact:  # hashes of exported files depend on every bit of the weights
         recorded = {key: value for key, value in recorded.items() if key != "exported"}
     assert differences(recorded, now, name, exact=exact) == []
 
 
-def test_difference_of_a_recorded_value_is_found_and_an_addition_is_not() -> None:
+def test_changed_value_is_a_difference_but_an_added_value_is_not() -> None:
     recorded = {"numbers": [{"step": 1, "loss": 0.5}]}
     assert (
         differences(recorded, {"numbers": [{"step": 1, "loss": 0.5, "new": 1.0}]}, "", exact=True)

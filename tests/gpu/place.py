@@ -1,4 +1,4 @@
-"""Shared parts of the checks: the device, a model, an engine."""
+"""Shared parts of the GPU checks: the device, a model and an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tiny import character_tokenizer, tiny_config
 
 DEVICE: Literal["cuda", "cpu"] = "cpu" if REHEARSAL else "cuda"
 TRANSPORT = "gloo" if REHEARSAL else "ipc"
-# 390 million parameters on a GPU
+# the model has 390 million parameters on a GPU
 SIZES: dict[str, Any] = (
     {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
     if REHEARSAL
@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = (
 
 
 def save_model(folder: Path, **changes: Any) -> Qwen2ForCausalLM:
-    """Save a random Qwen2 in bfloat16 with a tokenizer to `folder`, and return it on the device."""
+    """Save a random bfloat16 Qwen2 and a tokenizer to `folder`; return the model on the device."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": SIZES["hidden_size"] // 64, "max_position_embeddings": 2048}
     model = (
@@ -48,8 +48,8 @@ def save_model(folder: Path, **changes: Any) -> Qwen2ForCausalLM:
 def started_engine(folder: Path, **vllm: Any) -> Iterator[Any]:
     """Start a rollout engine with Ray on this GPU, as in a run.
 
-    It has no CUDA graphs, unless `vllm` says otherwise. Compiling the model and recording CUDA
-    graphs takes most of the minute and a half until an engine serves.
+    CUDA graphs are off unless `vllm` turns them on. Compiling the model and capturing CUDA graphs
+    takes most of the minute and a half until an engine is ready.
     """
     import ray
 

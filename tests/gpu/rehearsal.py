@@ -1,4 +1,4 @@
-"""A switch to rehearse the GPU checks on a CPU, with small models."""
+"""A switch to rehearse the GPU checks on a CPU with small models."""
 
 import os
 

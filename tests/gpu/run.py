@@ -1,9 +1,9 @@
-"""Runs the GPU checks one after the other, and writes their results as one JSON file.
+"""Runs the GPU checks one after another and writes their results to one JSON file.
 
     make test-gpu
     python -m tests.gpu.run --rehearse --output seen.json    # on a CPU, with small models
 
-A check that fails, hangs or crashes its process does not stop the checks of the next process.
+A check that fails, hangs or crashes its process does not affect the checks in the next process.
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ from openrlhf.config.machine import installed
 
 MINUTES = 8
 FOLDER = "tests/gpu"
-# The tests of an entry share a process, because a process takes 20 seconds to import its libraries
-# on a machine that has not read them yet. Short ones come first, then those that start an engine.
-CHECKS = {  # with their time limits in seconds
+# The tests in an entry share a process because importing the libraries takes 20 seconds on a
+# machine that has not read them yet. Short tests come first, then tests that start an engine.
+CHECKS = {  # each entry has a time limit in seconds
     (
         "test_packing.py",
-        "test_publication.py::test_a_hash_is_the_same_on_gpu_and_cpu",
-        "test_publication.py::test_weights_reach_another_gpu_by_nccl",
+        "test_publication.py::test_hash_is_the_same_on_gpu_and_cpu",
+        "test_publication.py::test_weights_are_sent_to_another_gpu_by_nccl",
     ): 150,
-    ("test_publication.py::test_weights_reach_another_process_on_the_same_gpu_by_cuda_ipc",): 90,
-    ("test_hybrid.py::test_grpo_with_models_and_engine_on_one_gpu",): 240,
-    ("test_publication.py::test_an_engine_on_the_trainers_gpu_serves_what_was_published",): 120,
+    (
+        "test_publication.py::test_weights_are_sent_to_another_process_on_the_same_gpu_by_cuda_ipc",
+    ): 90,
+    ("test_hybrid.py::test_grpo_runs_with_models_and_engine_on_one_gpu",): 240,
+    ("test_publication.py::test_engine_on_the_trainers_gpu_serves_the_published_weights",): 120,
     ("test_speed.py",): 210,
-    ("test_hybrid.py::test_an_engine_frees_its_gpu_in_its_sleep_and_wakes_when_it_is_asked",): 120,
+    ("test_hybrid.py::test_engine_frees_gpu_memory_while_asleep_and_wakes_on_request",): 120,
 }
 PACKAGES = ("torch", "vllm", "ray", "deepspeed", "transformers", "flash-attn")
 
 
 def versions() -> dict[str, str]:
-    """Return the installed packages, and the GPUs as nvidia-smi lists them."""
+    """Return the versions of installed packages, and the GPUs as listed by nvidia-smi."""
     found = {package.name: package.version for package in map(installed, PACKAGES) if package}
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
@@ -57,8 +59,8 @@ def versions() -> dict[str, str]:
 def check(nodes: Sequence[str], seconds: float) -> dict[str, dict[str, Any]]:
     """Run some checks in one process.
 
-    Return, by test, its outcome, its seconds, the figures it recorded, and the end of the process's
-    output if it failed. If a process ended early, the results have its nodes as given.
+    Returns for each test its outcome, seconds and recorded figures, and the end of the process's
+    output if it failed. If the process dies early, the keys are `nodes`.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +83,7 @@ def check(nodes: Sequence[str], seconds: float) -> dict[str, dict[str, Any]]:
 
 
 def _run_pytest(nodes: Sequence[str], seconds: float, *, report: Path, log: Path) -> int:
-    """Run pytest with a time limit in seconds, and return its status."""
+    """Run pytest with a time limit in seconds and return its exit status."""
     command = [
         "timeout",
         "--kill-after=5",
@@ -92,7 +94,7 @@ def _run_pytest(nodes: Sequence[str], seconds: float, *, report: Path, log: Path
         "-q",
         "-s",
     ]
-    # Prints where a check hangs, before it is killed.
+    # Print a stack trace of a hanging check before it is killed.
     stacks = f"faulthandler_timeout={max(1, int(seconds) - 5)}"
     options = [f"--junitxml={report}", "-p", "no:cacheprovider", "-o", stacks]
     options += ["-o", "junit_family=xunit1"]
@@ -105,7 +107,7 @@ def _run_pytest(nodes: Sequence[str], seconds: float, *, report: Path, log: Path
 
 
 def _result(case: ElementTree.Element, printed: str) -> dict[str, Any]:
-    """Return the report's entry of one test."""
+    """Return the report entry for one test."""
     result: dict[str, Any] = {"outcome": "passed", "seconds": round(float(case.get("time", 0)), 1)}
     for figure in case.iter("property"):
         result[str(figure.get("name"))] = figure.get("value")
@@ -118,9 +120,9 @@ def _result(case: ElementTree.Element, printed: str) -> dict[str, Any]:
 
 
 def run(checks: Mapping[Sequence[str], int], output: Path, minutes: float = MINUTES) -> bool:
-    """Run the checks and write `output` after each.
+    """Run the checks and write `output` after each one.
 
-    Return whether some passed and none failed.
+    Returns whether at least one passed and none failed.
     """
     results: dict[str, dict[str, Any]] = {}
     seen = {"versions": versions(), "checks": results}
@@ -140,17 +142,17 @@ def run(checks: Mapping[Sequence[str], int], output: Path, minutes: float = MINU
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exit with status 1 if a check failed, or if none could run."""
+    """Run all checks. Exit with status 1 if a check failed or none could run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=Path("gpu.json"))
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, with small models")
+    parser.add_argument("--rehearse", action="store_true", help="run on a CPU with small models")
     chosen = parser.parse_args(argv)
     if chosen.rehearse:
         os.environ["OPENRLHF_REHEARSE_GPU"] = "1"
     passed = run(CHECKS, chosen.output)
-    print(f"{chosen.output} has the figures, and what failed checks said.")
+    print(f"{chosen.output} contains the figures and the output of failed checks.")
     sys.exit(not passed)
 
 

@@ -1,6 +1,6 @@
 """Models and engines on one GPU.
 
-Measures what sleep frees, and runs GRPO with everything on the GPU.
+Measures how much memory sleep frees, and runs GRPO with all models on the GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def free_gib() -> float:
     return 0.0 if REHEARSAL else round(torch.cuda.mem_get_info()[0] / 2**30, 2)
 
 
-def test_an_engine_frees_its_gpu_in_its_sleep_and_wakes_when_it_is_asked(
+def test_engine_frees_gpu_memory_while_asleep_and_wakes_on_request(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ):
     import ray
@@ -47,13 +47,13 @@ def test_an_engine_frees_its_gpu_in_its_sleep_and_wakes_when_it_is_asked(
         assert REHEARSAL or (asleep - awake > 5 and free_gib() < awake + 1)
 
 
-def test_grpo_with_models_and_engine_on_one_gpu(
+def test_grpo_runs_with_models_and_engine_on_one_gpu(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ):
     layers = 2 if REHEARSAL else 8
     save_model(
         tmp_path / "model", num_hidden_layers=layers, vocab_size=len(character_tokenizer())
-    )  # all tokens have text
+    )  # every token of this vocabulary has text
     torch.cuda.empty_cache()
     draw = random.Random(0)
     prompts = ["".join(draw.choices("bcdefgh", k=6)) + "=" for _ in range(8 * STEPS)]
@@ -82,7 +82,9 @@ def test_grpo_with_models_and_engine_on_one_gpu(
         "ckpt.output_dir": tmp_path / "trained",
         "ckpt.path": tmp_path / "checkpoints",
     }
-    run("train_ppo_ray", flags, timeout=220)  # below the check's limit, so that its output is shown
+    run(
+        "train_ppo_ray", flags, timeout=220
+    )  # shorter than the check's limit, so that the run's output is shown
     gaps = column(tmp_path / "run", "train/logprob_gap_mean")
     seconds = [row["timing/step_total"] for row in read_lines(tmp_path / "run/metrics.jsonl")]
     record_property("logprob_gap_mean", round(max(gaps), 4))

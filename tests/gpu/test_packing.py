@@ -1,4 +1,4 @@
-"""Packed rows compared with single rows, in the dtype and with the attention of a run on a GPU."""
+"""Packed rows compared with single rows, with the dtype and attention of a run on a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def test_packed_rows_score_as_single_rows(
 ):
     if attention == "flash_attention_2" and (REHEARSAL or find_spec("flash_attn") is None):
         pytest.skip(
-            "a rehearsal has no FlashAttention" if REHEARSAL else "flash_attn is not installed"
+            "FlashAttention is not available in a rehearsal"
+            if REHEARSAL
+            else "flash_attn is not installed"
         )
     save_model(tmp_path, num_hidden_layers=4, initializer_range=0.08)
     spec = load_spec(path=str(tmp_path), param_dtype="bf16", attention=attention, packing=True)
@@ -45,7 +47,7 @@ def test_packed_rows_score_as_single_rows(
     off = (packed.logprobs - torch.cat(rows)).abs()
     record_property("mean_difference", float(off.mean()))
     assert off.mean() < 0.05
-    # a token that changes in one document changes no other document
+    # changing a token in one document must not affect other documents
     changed = tokens.clone()
     changed[LENGTHS[0] + 5] = (changed[LENGTHS[0] + 5] + 1) % SIZES["vocab_size"]
     again = model(changed, offsets, wanted).logprobs
@@ -58,10 +60,10 @@ def test_packed_rows_score_as_single_rows(
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(("heads", "key_heads", "head_dim"), [(8, 2, 64), (9, 3, 64), (4, 4, 96)])
-def test_packed_attention_and_its_gradient_are_those_of_float64_on_a_cpu(
+def test_packed_attention_and_its_gradient_match_float64_on_a_cpu(
     heads: int, key_heads: int, head_dim: int, window: int | None
 ):
-    """FlashAttention computes the packed rows on a GPU; the reference is computed per document."""
+    """FlashAttention computes packed rows on a GPU; the reference computes single documents."""
     number = sum(LENGTHS)
     given = []
     for count in (heads, key_heads, key_heads):
@@ -85,6 +87,6 @@ def test_packed_attention_and_its_gradient_are_those_of_float64_on_a_cpu(
 
 
 def relative(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the norm of the difference, as a share of the norm of `other`."""
+    """Return the norm of the difference relative to the norm of `other`."""
     exact = other.detach()
     return float((one.detach().double().cpu() - exact).norm() / exact.norm())

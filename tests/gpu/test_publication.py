@@ -1,6 +1,6 @@
 """Weight transports between GPU processes.
 
-They are CUDA IPC on one GPU, NCCL between two, and a whole engine.
+Tests CUDA IPC on one GPU, NCCL between two GPUs, and publication to an engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHAPES = {"a": (1000, 100), "b": (3,), "c": (777, 11)}
 MANIFEST = WeightManifest(
     version=1,
     specs=tuple(TensorSpec(name=n, dtype=torch.bfloat16, shape=s) for n, s in SHAPES.items()),
-    bucket_bytes=2**14,  # smaller than a and than c: three buckets
+    bucket_bytes=2**14,  # smaller than a and c, so there are three buckets
 )
 
 
@@ -52,7 +52,7 @@ def on(gpu: int) -> None:
 
 
 def send(group: WeightGroup, gpu: int) -> None:
-    """Send random tensors, and their hashes."""
+    """Send random tensors and their hashes."""
     on(gpu)
     tensors = {name: torch.randn(shape, device=DEVICE) for name, shape in SHAPES.items()}
     sender = WeightSender()
@@ -62,7 +62,7 @@ def send(group: WeightGroup, gpu: int) -> None:
 
 
 def take(group: WeightGroup, gpu: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the hashes of what a worker received, and the sender's hashes as it received them."""
+    """Return the hashes of the received buckets and the hashes that the sender sent."""
     on(gpu)
     channel = join_group(group, 1)
     hashes = []
@@ -90,24 +90,24 @@ def assert_arrives(processes: Pool, transport: Transport, gpus: tuple[int, int])
     assert arrived == told and len(set(told)) == 3
 
 
-def test_weights_reach_another_process_on_the_same_gpu_by_cuda_ipc(processes):
+def test_weights_are_sent_to_another_process_on_the_same_gpu_by_cuda_ipc(processes):
     assert_arrives(processes, TRANSPORT, (0, 0))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU per member")
-def test_weights_reach_another_gpu_by_nccl(processes):
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs one GPU per rank")
+def test_weights_are_sent_to_another_gpu_by_nccl(processes):
     assert_arrives(processes, "nccl", (0, 1))
 
 
-def test_a_hash_is_the_same_on_gpu_and_cpu():
+def test_hash_is_the_same_on_gpu_and_cpu():
     data = torch.randint(0, 256, (8 * 100_000,), dtype=torch.uint8)
     assert bucket_hash(data.to(DEVICE)) == bucket_hash(data)
 
 
-def test_an_engine_on_the_trainers_gpu_serves_what_was_published(
+def test_engine_on_the_trainers_gpu_serves_the_published_weights(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ):
-    import ray  # the other tests of this module run without it
+    import ray  # the other tests in this module run without Ray
 
     # Larger weights make attention so sharp that rounding to bfloat16 alone changes
     # log-probabilities by 0.1 nats.
@@ -141,7 +141,7 @@ def test_an_engine_on_the_trainers_gpu_serves_what_was_published(
 
 
 def gap(model: Qwen2ForCausalLM, engine: Any, versions: tuple[int, ...]) -> float:
-    """Return the mean difference of a sample's log-probabilities between engine and trainer."""
+    """Return the mean difference between the engine's and the trainer's log-probabilities."""
     import ray
 
     params = [SamplingParams(max_tokens=64, ignore_eos=True)]

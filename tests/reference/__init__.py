@@ -1,1 +1,1 @@
-"""References: plain float64 loops written from the papers, which import none of our modules."""
+"""Reference implementations: plain float64 loops from the papers that import none of our code."""

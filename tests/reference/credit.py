@@ -1,4 +1,4 @@
-"""Rewards and advantages of one row, or of the samples of a batch, from the papers."""
+"""Rewards and advantages of one row or of a batch's samples, written from the papers."""
 
 import math
 import statistics
@@ -62,7 +62,7 @@ def whiten(x: Row, mask: Mask, scale: bool = True) -> Row:
 def shaped(name: str, rewards: Row, groups: list[int]) -> Row:
     """Return the shaped reward of every sample.
 
-    A sample without peers gets 0 from group estimators.
+    Group estimators give 0 to a sample that is alone in its group.
     """
     members = defaultdict(list)
     for i, group in enumerate(groups):

@@ -1,4 +1,4 @@
-"""Policy and value losses, corrections and KL estimates of tokens and rows, from the papers."""
+"""Policy and value losses, corrections and KL estimates, written from the papers."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Losses of pairs and of labelled answers, one at a time, from sums of log-probabilities."""
+"""Losses of a pair or of a labeled answer, computed from sums of log-probabilities."""
 
 import math
 
@@ -19,8 +19,8 @@ def pair_loss(
 ) -> float:
     """Return the loss of a pair.
 
-    The arguments are (chosen, rejected) sums of the policy and the reference, and numbers of
-    tokens.
+    `ours` and `theirs` are the policy's and the reference's (chosen, rejected) log-probability
+    sums; `lengths` are token counts.
     """
     h = ours[0] - theirs[0] - ours[1] + theirs[1]
     means = [total / length for total, length in zip(ours, lengths, strict=True)]
@@ -47,7 +47,7 @@ def pair_loss(
 def answer_loss(
     ratio: float, desirable: bool, kl: float, beta: float, weights: tuple[float, float]
 ) -> float:
-    """Compute KTO of one answer: λ_y − v(x, y), eq. 8 of arXiv:2402.01306."""
+    """Compute the KTO loss of one answer: λ_y − v(x, y), eq. 8 of arXiv:2402.01306."""
     point = max(kl, 0.0)
     if desirable:
         return weights[0] * (1 - 1 / (1 + math.exp(-beta * (ratio - point))))

@@ -1,4 +1,4 @@
-"""Losses of the offline stages, one pair or one token at a time."""
+"""Losses of the offline stages for a single pair or token."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Token log-probabilities and entropies, one row of logits at a time."""
+"""Token log-probabilities and entropies from one row of logits."""
 
 import math
 

@@ -1,6 +1,6 @@
-"""The learning runs' reward: the share of digits in their correct place.
+"""The reward of the learning runs: the fraction of digits in their correct position.
 
-The score is 1 for a completely correct answer, else 0.
+The score is 1 if the whole answer is correct, else 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ END = "<eos>"
 def reward_func(
     queries: list[str], prompts: list[str], labels: list[str]
 ) -> dict[str, list[float]]:
-    """Return one reward per query; a query is a prompt with its response and special tokens."""
+    """Return one reward per query: a prompt followed by its response, with special tokens."""
     answers = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
     pairs = list(zip(answers, labels, strict=True))
     return {

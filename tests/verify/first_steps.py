@@ -1,7 +1,7 @@
-"""GRPO in one process, to study its first optimizer steps.
+"""GRPO in a single process, to study its first optimizer steps.
 
 It uses the real policy worker and credit assignment with the default flags, and Transformers as the
-engine. A run of the demo's task takes seconds.
+engine. A run on the demo task takes seconds.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ NEW_TOKENS, HELD_OUT, HELD_OUT_SAMPLES = 8, 400, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The values that differ from the default flags in a run."""
+    """The flags of a run that differ from the defaults."""
 
     lr: float
-    warmup: float  # share of the optimizer steps
+    warmup: float  # fraction of the optimizer steps
     dtype: str
-    steps: int  # batches of `OPTIMIZER_STEPS` optimizer steps
+    steps: int  # number of batches, each of `OPTIMIZER_STEPS` optimizer steps
 
 
 @dataclass(kw_only=True)
 class Course:
-    """The results of a run; lists have one number per step."""
+    """The results of a run. Lists contain one number per step."""
 
     before: float = 0.0  # held-out pass@1
     after: float = 0.0
-    solved: list[float] = field(default_factory=list[float])  # share of the step's samples
+    solved: list[float] = field(default_factory=list[float])  # fraction of the step's samples
     kl: list[float] = field(
         default_factory=list[float]
-    )  # to the reference, at the beginning of the step, nats per token
+    )  # KL to the reference at the beginning of the step, in nats per token
     update_kl: list[float] = field(default_factory=list[float])
     update_size: list[float] = field(
         default_factory=list[float]
-    )  # norm of the weights' change, relative to the norm of the weights
+    )  # norm of the weight change relative to the norm of the weights
 
 
 @cache
 def strategy(dtype: str, seed: int) -> Strategy:
-    """Create a process group of this process alone."""
+    """Create a process group that contains only this process."""
     world = {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -80,9 +80,9 @@ def strategy(dtype: str, seed: int) -> Strategy:
 
 
 def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
-    """Train the SFT model of a task for a few steps.
+    """Train a task's SFT model for a few steps.
 
-    The KL is in the reward; all other settings are the defaults.
+    The KL penalty is part of the reward; all other settings are the defaults.
     """
     batch = PROMPTS * SAMPLES
     flags = (
@@ -140,7 +140,7 @@ def course(task: Path, model: Path, setting: Setting, seed: int) -> Course:
 
 
 def flat_weights(hf: PreTrainedModel) -> Tensor:
-    """Return all weights that the model computes with, as one float32 vector."""
+    """Return all model weights as one float32 vector."""
     return torch.cat([weight.detach().float().flatten() for weight in hf.parameters()])
 
 
@@ -151,7 +151,7 @@ def read(path: Path) -> list[dict[str, str]]:
 class Engine:
     """An engine that samples from a model's current weights at temperature 1.
 
-    All prompts of the demo's task have the same length.
+    All prompts of the demo task have the same length.
     """
 
     def __init__(self, hf: PreTrainedModel, tokenizer: Any, seed: int) -> None:
@@ -159,12 +159,12 @@ class Engine:
         self.generator = torch.Generator().manual_seed(seed)
 
     def solved(self, rows: Sequence[dict[str, str]], samples: int) -> float:
-        """Return the share of correct responses."""
+        """Return the fraction of correct responses."""
         rewards = [episode.reward or 0.0 for episode in self.play(rows, samples)]
         return sum(rewards) / len(rewards)
 
     def play(self, rows: Sequence[dict[str, str]], samples: int) -> Iterator[Trajectory]:
-        """Generate episodes with reward 1 for the correct answer and its end token."""
+        """Generate episodes with reward 1 for the correct answer followed by the eos token."""
         prompts = [self.tokenizer(row["input"]).input_ids for row in rows]
         tokens, logprobs = self._sample(torch.tensor(prompts).repeat_interleave(samples, 0))
         for place, (sampled, scored) in enumerate(
@@ -185,7 +185,7 @@ class Engine:
 
     @torch.no_grad()
     def _sample(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (B, `NEW_TOKENS`) tokens and their log-probabilities."""
+        """Sample tokens. Returns tokens and log-probabilities, each of shape (B, `NEW_TOKENS`)."""
         self.hf.eval()
         cache, sampled, scored = None, list[Tensor](), list[Tensor]()
         for _ in range(NEW_TOKENS):

@@ -3,10 +3,10 @@
 `python -m tests.verify.held_tasks FOLDER --task adding --dtype bf16 --seed 1` runs the four
 commands of a task and prints pass@1 on held-out problems before and after reinforcement learning.
 
-A problem is a line of text, and its answer is the label. The commands set paths and columns, the
-learning rates (the defaults are for models a thousand times larger), the batches of supervised
-training (the default of 128 makes too few steps of these few rows), and what a CPU needs: large
-micro-batches and a limit on the length of a response. All other flags have their defaults.
+A problem is a line of text, and its answer is the label. The commands set paths, columns, learning
+rates (the defaults are for models a thousand times larger), and the batch sizes of supervised
+training (the default of 128 would give too few steps with so few rows). To run on a CPU, they also
+set large micro-batches and a limit on the response length. All other flags keep their defaults.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from tests.tiny import character_tokenizer, tiny_config
 
 END, PAD = "<eos>", "<pad>"
 REWARD = Path(__file__).parent / "held_reward.py"
-HELD_OUT, SAMPLES = 400, 4  # problems, and responses to each
-WORKED, PROMPTS = 3072, 4096  # problems with a worked answer, and problems with rewards only
+HELD_OUT, SAMPLES = 400, 4  # number of problems, and of responses to each
+WORKED, PROMPTS = 3072, 4096  # number of problems with a worked answer, and without one
 DTYPES = ("bf16", "fp32")
 POLICY_LR = 3e-5
 Problem = tuple[str, str]  # text, answer
 
 
 def count_a_letter(draw: random.Random) -> Problem:
-    """Return `b in abcbd=` with the answer `2`, for example."""
+    """Return a problem such as `b in abcbd=` with the answer `2`."""
     letter, text = draw.choice("abcd"), "".join(draw.choices("abcd", k=draw.randint(4, 10)))
     return f"{letter} in {text}=", str(text.count(letter))
 
 
 def add_digits(draw: random.Random) -> Problem:
-    """Return `3+8+5=` with the answer `16`, for example."""
+    """Return a problem such as `3+8+5=` with the answer `16`."""
     digits = draw.choices(range(10), k=draw.randint(3, 5))
     return f"{'+'.join(map(str, digits))}=", str(sum(digits))
 
 
 def sort_letters(draw: random.Random) -> Problem:
-    """Return `dbca=` with the answer `abcd`, for example."""
+    """Return a problem such as `dbca=` with the answer `abcd`."""
     letters = draw.choices("abcdefgh", k=draw.randint(4, 7))
     return f"{''.join(letters)}=", "".join(sorted(letters))
 
@@ -66,7 +66,7 @@ TASKS: dict[str, Callable[[random.Random], Problem]] = {
 def make_task(folder: Path, task: str, seed: int) -> None:
     """Write an untrained model, worked problems, pairs, prompts and held-out problems.
 
-    No problem is in two of the files.
+    No problem occurs in two of the files.
     """
     folder.mkdir(parents=True)
     draw = random.Random(seed)
@@ -93,9 +93,9 @@ def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
 
 
 def wrong_answer(answer: str, draw: random.Random) -> str:
-    """Return a near miss, like those of a trained model.
+    """Return a near miss, as a trained model would make it.
 
-    A number is off by up to 3; one letter is replaced, left out or written twice.
+    A number is off by up to 3; in a text, one letter is replaced, omitted or repeated.
     """
     if answer.isdigit():
         return draw.choice(
@@ -109,7 +109,7 @@ def wrong_answer(answer: str, draw: random.Random) -> str:
 def make_model(folder: Path, seed: int) -> None:
     """Save an untrained Qwen2 of 0.8 million parameters, with one token per character.
 
-    It has as many positions as --data.max_len requires.
+    Its maximum length is what --data.max_len requires.
     """
     torch.manual_seed(seed)
     sizes = {
@@ -126,9 +126,9 @@ def make_model(folder: Path, seed: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The problems that a model solves: held-out pass@1, and its change against the SFT model's.
+    """A model's held-out pass@1, and its change compared with the SFT model.
 
-    Standard errors are over problems, which are the same before and after.
+    Standard errors are over problems, which are the same before and after training.
     """
 
     pass_at_1: float
@@ -138,7 +138,7 @@ class Outcome:
 
     @classmethod
     def of(cls, solved: Sequence[float], before: Sequence[float] | None = None) -> Outcome:
-        """Compute the outcome from the share of correct responses to each problem."""
+        """Compute the outcome from the fraction of correct responses to each problem."""
         changes = [after - start for after, start in zip(solved, before or solved, strict=True)]
         return cls(
             pass_at_1=fmean(solved),
@@ -149,7 +149,7 @@ class Outcome:
 
     @property
     def got_worse(self) -> bool:
-        """Return whether the model ended more than two standard errors below its start."""
+        """Return whether pass@1 fell by more than two standard errors."""
         return self.change < -2 * self.change_error
 
 
@@ -159,19 +159,19 @@ def _error(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """One task trained with one precision and seed: the outcomes of SFT, PPO and GRPO."""
+    """The outcomes of SFT, PPO and GRPO on one task with one precision and seed."""
 
     task: str
     dtype: str
     seed: int
-    pairs_right: float  # share of the last training pairs that the reward model ranks correctly
+    pairs_right: float  # fraction of the last training pairs that the reward model ranks correctly
     sft: Outcome
     ppo: Outcome
     grpo: Outcome
 
 
 def commands(task: Path, out: Path, dtype: str, seed: int) -> dict[str, list[str]]:
-    """Return the shortest commands that train on a task, by stage."""
+    """Return the shortest command of each stage that trains on a task."""
     places = {
         stage: f"--train.seed {seed} --ds.param_dtype {dtype} --run.dir {out}/{stage} "
         f"--ckpt.output_dir {out}/{stage}/model --ckpt.path {out}/{stage}/checkpoints"
@@ -225,9 +225,9 @@ def run_chain(folder: Path, task: str, dtype: str, seed: int) -> Chain:
 
 
 def solved(model: Path, problems: Sequence[dict[str, str]]) -> list[float]:
-    """Return the share of `SAMPLES` responses to each problem that are correct.
+    """Return, for each problem, the fraction of its `SAMPLES` responses that are correct.
 
-    Transformers samples at temperature 1, in float32.
+    Responses are sampled with Transformers at temperature 1, in float32.
     """
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     hf: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

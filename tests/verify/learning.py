@@ -1,6 +1,6 @@
-"""The records of the learning runs, and the page made from them.
+"""Records of the learning runs, and the page generated from them.
 
-docs/results/learning.jsonl has a JSON line for each run and seed.
+docs/results/learning.jsonl contains a JSON line for each run and seed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.sources import ROOT
 
 RECORDS = ROOT / "docs" / "results" / "learning.jsonl"
 COMMAND = "python -m pytest -m verify tests/verify/test_learning.py"
-ENDS = 6  # the first and last values of a curve are the means of its first and last sixth
+ENDS = 6  # a curve's first and last values are the means of its first and last sixth
 UNCORRECTED = "uncorrected"
 CORRECTIONS = ("tis", "tis_paper", "icepop", "seq_mask_tis")
 BARS = "▁▂▃▄▅▆▇█"
@@ -28,13 +28,10 @@ class LearningRun:
 
     name: str
     seed: int
-    flags: (
-        str  # the method's, as the page of algorithms has them, and what the task changes in them
-    )
-    solved: list[
-        float
-    ]  # share of each step's samples; every prompt is drawn once, so none was seen before
-    pass_at_1: list[float]  # on held-out problems: before, after
+    flags: str  # the method's flags in docs/algorithms.md, then the task's flags that override them
+    # Fraction of each step's samples. Every prompt is used once, so none was seen before.
+    solved: list[float]
+    pass_at_1: list[float]  # on held-out problems, before and after training
     versions: str
     seconds: float = 0.0
     lag: float = 0.0  # mean age of the samples, in versions
@@ -55,13 +52,13 @@ class LearningRun:
 
 
 def read_runs(path: Path = RECORDS) -> list[LearningRun]:
-    """Return all recorded runs; no runs if there is no record yet."""
+    """Return all recorded runs, or none if the file does not exist."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [LearningRun(**json.loads(line)) for line in lines]
 
 
 def record(run: LearningRun, path: Path = RECORDS) -> None:
-    """Record a run, replacing an earlier one with its name and seed."""
+    """Record a run, replacing any earlier record with the same name and seed."""
     others = [each for each in read_runs(path) if (each.name, each.seed) != (run.name, run.seed)]
     runs = sorted([*others, run], key=lambda each: (each.name, each.seed))
     path.write_text("".join(json.dumps(asdict(each)) + "\n" for each in runs), encoding="utf-8")
@@ -76,12 +73,12 @@ def by_name(runs: Sequence[LearningRun]) -> dict[str, list[LearningRun]]:
 
 
 def mean_curve(runs: Sequence[LearningRun]) -> list[float]:
-    """Return the mean over seeds of every step that all of them have."""
+    """Return the mean over seeds at every step that all of the runs reached."""
     return [fmean(step) for step in zip(*(run.solved for run in runs), strict=False)]
 
 
 def sparkline(curve: Sequence[float], width: int = 16) -> str:
-    """Return a curve as a word: its lowest value is the lowest bar, its highest the highest."""
+    """Return a curve as a row of bars that are scaled to its lowest and highest values."""
     edges = [round(i * len(curve) / width) for i in range(width + 1)]
     points = [fmean(curve[a:b]) for a, b in pairwise(edges) if a < b]
     low, span = min(points), max(points) - min(points) or 1.0
@@ -91,10 +88,10 @@ def sparkline(curve: Sequence[float], width: int = 16) -> str:
 
 
 def summary(runs: Sequence[LearningRun]) -> str:
-    """Return one line for the page of algorithms.
+    """Return one line for docs/algorithms.md.
 
-    It has the share solved first and last with each seed, the curve of their mean, and held-out
-    pass@1 before and after.
+    It contains the fraction solved at the start and end for each seed, the mean curve, and held-out
+    pass@1 before and after training.
     """
     seeds = ", ".join(f"{run.first:.2f} → {run.last:.2f}" for run in runs)
     before, after = (fmean(run.pass_at_1[end] for run in runs) for end in (0, 1))
@@ -102,7 +99,7 @@ def summary(runs: Sequence[LearningRun]) -> str:
 
 
 def page(runs: Sequence[LearningRun]) -> str:
-    """Return docs/results/learning.md."""
+    """Return the text of docs/results/learning.md."""
     named = by_name(runs)
     seeds = sorted({run.seed for run in runs})
     rows = [

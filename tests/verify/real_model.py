@@ -1,6 +1,6 @@
-"""The records of a real model's training, and the page made from them.
+"""Records of the training runs of a real model, and the page generated from them.
 
-docs/results/real_model.jsonl has a JSON line for each run and seed.
+docs/results/real_model.jsonl contains a JSON line for each run and seed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tests.verify.results import FOLDER
 RECORDS = FOLDER / "real_model.jsonl"
 PAGE = FOLDER / "real_model.md"
 COMMAND = "python -m pytest -m verify tests/verify/test_real_model.py"
-LOOK_S = 2.0  # seconds between two measurements of the memory
+LOOK_S = 2.0  # seconds between memory measurements
 
 
 class PeakMemory:
     """A context manager that measures the peak memory of this process's descendants.
 
-    Shared pages count once.
+    Shared pages are counted once.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ def _held() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """A model's answers to a prompt before and after its training, at temperature 0."""
+    """A model's answers to a prompt before and after training, at temperature 0."""
 
     prompt: str
     before: str
@@ -77,11 +77,11 @@ class RealRun:
 
     name: str
     seed: int
-    command: str  # as a user types it, without paths and seed
-    measured: str  # meaning of `before` and `after`
+    command: str  # command line as a user types it, without paths and seed
+    measured: str  # what `before` and `after` measure
     before: float
     after: float
-    error: float  # one standard error of the difference; 0: the same rows before and after
+    error: float  # one standard error of the difference; 0 if both use the same rows
     better: str  # "higher" or "lower"
     curve_of: str  # a metric
     curve: list[float]
@@ -98,7 +98,7 @@ class RealRun:
 
 
 def read_runs(path: Path = RECORDS) -> list[RealRun]:
-    """Return all recorded runs; no runs if there is no record yet."""
+    """Return all recorded runs, or none if the file does not exist."""
     runs = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         row = json.loads(line)
@@ -108,14 +108,14 @@ def read_runs(path: Path = RECORDS) -> list[RealRun]:
 
 
 def record(run: RealRun, path: Path = RECORDS) -> None:
-    """Record a run, replacing an earlier one with its name and seed."""
+    """Record a run, replacing any earlier record with the same name and seed."""
     others = [each for each in read_runs(path) if (each.name, each.seed) != (run.name, run.seed)]
     runs = sorted([*others, run], key=lambda each: (each.name, each.seed))
     path.write_text("".join(json.dumps(asdict(each)) + "\n" for each in runs), encoding="utf-8")
 
 
 def page(runs: Sequence[RealRun]) -> str:
-    """Return docs/results/real_model.md."""
+    """Return the text of docs/results/real_model.md."""
     lines = [
         "# A real model",
         "",
@@ -171,7 +171,7 @@ def page(runs: Sequence[RealRun]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a text as a cell of a table: one line, with table and markup characters escaped."""
+    """Return a text as a table cell: one line, with table and markup characters escaped."""
     for sign, escaped in (
         ("&", "&amp;"),
         ("<", "&lt;"),

@@ -1,9 +1,9 @@
-"""The records of `make verify`: the last outcome of every test marked `verify`.
+"""Records of `make verify`: the last outcome of every test marked `verify`.
 
-A record has the commit and the date. `Verified` is a pytest plugin of tests/conftest.py. It writes
-an outcome as soon as a test has ended, so that a stopped session loses nothing, and skips tests
-that have passed on the same code. A shard, `--shard 2/5`, is a part of all tests; all shards take
-about the same time.
+A record contains the commit and the date. `Verified` is a pytest plugin that tests/conftest.py
+registers. It writes each outcome as soon as the test ends, so that an aborted session loses
+nothing, and skips tests that have already passed on the same code. `--shard 2/5` selects one of
+five parts of the tests, which take about the same time.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ RECORDS = FOLDER / "verify.jsonl"
 PAGE = FOLDER / "verify.md"
 # The code that a verification depends on. Pages and records are not part of it.
 CODE = ("openrlhf", "tests", "examples", "benchmarks", "pyproject.toml", "requirements")
-UNKNOWN_SECONDS = 60.0  # of a test without a record
-# Tests of a larger file are distributed over shards one by one; those of a smaller file share their
-# setup.
+UNKNOWN_SECONDS = 60.0  # assumed duration of a test without a record
+# The tests of a file that takes longer are distributed across shards one by one. The tests of a
+# shorter file stay together because they share their setup.
 LARGE_FILE_SECONDS = 1200.0
-MOST_MINUTES = 90.0  # of one shard
+MOST_MINUTES = 90.0  # maximum duration of one shard
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """The last outcome of a test.
 
-    `commit`: full hash of the code that ran; `date`: the day, such as 2026-11-26.
+    `commit` is the full hash of the tested commit; `date` is a day such as 2026-11-26.
     """
 
     test: str
@@ -49,7 +49,7 @@ class Record:
 
 
 def read_records(path: Path = RECORDS) -> dict[str, Record]:
-    """Return the records by test."""
+    """Return a dict from tests to their records."""
     records = {}
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -71,7 +71,7 @@ def write_records(records: Iterable[Record], path: Path = RECORDS) -> None:
 
 
 def git(*words: str) -> str:
-    """Return the output of a git command.
+    """Run a git command and return its output.
 
     Raises CalledProcessError if it fails.
     """
@@ -81,7 +81,7 @@ def git(*words: str) -> str:
 
 
 def uncommitted() -> str:
-    """Return the uncommitted changes of the code, as git lists them."""
+    """Return the uncommitted changes to the code, as listed by git."""
     return git("status", "--porcelain", "--", *CODE)
 
 
@@ -103,9 +103,9 @@ def changes_since(commit: str) -> int | None:
 
 
 def page(records: Sequence[Record], ages: dict[str, int | None]) -> str:
-    """Return the page of the records, the oldest first.
+    """Return the page with all records, oldest first.
 
-    `ages`: the number of later commits that changed the code, by commit.
+    `ages` maps a commit to the number of later commits that changed the code.
     """
     by_age = sorted(
         records, key=lambda record: (record.date, -(ages[record.commit] or 0), record.test)
@@ -156,7 +156,7 @@ def write_page() -> None:
 def shard_of(tests: Sequence[str], seconds: dict[str, float], part: int, parts: int) -> set[str]:
     """Return the tests of one of `parts` shards (`part` counts from 1).
 
-    Shards take about the same time. Tests of a file stay together, because they share their setup,
+    Shards take about the same time. Tests in a file stay together because they share their setup,
     unless the file takes long.
     """
     files: defaultdict[str, list[str]] = defaultdict(list)
@@ -182,10 +182,10 @@ def shard_of(tests: Sequence[str], seconds: dict[str, float], part: int, parts: 
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """Return part and parts of `2/5`. Raises UsageError for anything else."""
+    """Parse text such as `2/5` into (part, parts). Raises UsageError for anything else."""
     part, slash, parts = text.partition("/")
     if not (slash and part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
-        raise pytest.UsageError(f"--shard {text}: give part/parts, such as 2/5")
+        raise pytest.UsageError(f"--shard {text}: expected part/parts, such as 2/5")
     return int(part), int(parts)
 
 
@@ -193,9 +193,9 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 class Verified:
-    """Chooses the tests of a session of `-m verify`, and records their outcomes as they end.
+    """A plugin that selects the tests of a `-m verify` session and records each outcome.
 
-    Outcomes on uncommitted changes are not recorded, because they could not be reproduced.
+    With uncommitted changes, outcomes are not recorded because they could not be reproduced.
     """
 
     def __init__(self, shard: str | None) -> None:
@@ -206,18 +206,20 @@ class Verified:
         self.left_out = 0
         self.outcomes: dict[str, str] = {}
 
-    @pytest.hookimpl(trylast=True)  # after `-m verify` has chosen
+    @pytest.hookimpl(trylast=True)  # after `-m verify` has selected tests
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Keep the tests of the shard that have not passed on this code."""
+        """Keep the tests in this shard that have not passed on the current code."""
         wanted = {item.nodeid for item in items}
         if self.shard:
             seconds = {test: float(record.seconds) for test, record in self.recorded.items()}
             wanted = shard_of(sorted(wanted), seconds, *self.shard)
             minutes = sum(seconds.get(test, UNKNOWN_SECONDS) for test in wanted) / 60
             if minutes > MOST_MINUTES:
-                print(f"This shard may take {minutes:.0f} minutes: cut the tests into more parts.")
+                print(
+                    f"This shard may take {minutes:.0f} minutes: split the tests into more parts."
+                )
             passed = {test for test in wanted if self.has_passed(test)}
             self.left_out = len(passed)
             wanted -= passed
@@ -236,7 +238,7 @@ class Verified:
         )
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Record a test that passed, or failed while it was set up, run or torn down."""
+        """Record a test that passed, or that failed in its setup, call or teardown."""
         if "verify" not in report.keywords or not (
             report.failed or (report.when == "call" and report.passed)
         ):
@@ -258,15 +260,15 @@ class Verified:
         write_records(records.values())
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Report which tests were skipped and which outcomes were not recorded; write the page."""
+        """Report how many tests were skipped and whether outcomes were recorded; write the page."""
         if self.left_out:
             terminalreporter.write_line(
-                f"{self.left_out} tests of this shard have passed on the same code and were "
-                "left out."
+                f"Skipped {self.left_out} tests in this shard that have already passed on the "
+                "same code."
             )
         if self.changes:
             terminalreporter.write_line(
-                f"Nothing was recorded, because of uncommitted changes:\n{self.changes}"
+                f"Nothing was recorded because there are uncommitted changes:\n{self.changes}"
             )
         elif self.outcomes:
             write_page()

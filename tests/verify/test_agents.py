@@ -1,4 +1,4 @@
-"""An agent with a tool, written against only the stock `openai` client, learns to use it."""
+"""An agent that uses only the stock `openai` client learns to use its tool."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def test_rewards_teach_an_agent_to_use_its_tool(tmp_path: Path, seed: int) -> No
         [str(seed), *(f"{x:.3f}" for x in numbers), f"{gap:.1e}", f"{time.monotonic() - start:.0f}"]
     )
     note = (
-        "Sums of two numbers; the policy has seen the calculator used in half of its "
-        "transcripts, and guesses in the others."
+        "The task is to add two numbers. In the supervised transcripts, half of the answers use "
+        "the calculator and half are guesses."
     )
     write_result(
         "agents",

@@ -1,6 +1,6 @@
 """Tiny random models of many architectures through SFT, DPO, LoRA and GRPO.
 
-The results are a page of which architecture works with which command.
+The results are a page that shows which architecture works with which command.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.verify.results import write_result
 
 pytestmark = pytest.mark.verify
 
-# What each architecture needs besides the common sizes, by its name in Transformers.
+# Settings that each architecture needs besides the common sizes, by its name in Transformers.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 4},
@@ -38,13 +38,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS | {"head_dim": 32},
     "baichuan": {"num_key_value_heads": HEADS["num_attention_heads"]},
 }
-OWN_CODE = "baichuan"  # its code is in the model's folder, and runs with --model.trust_remote_code
+OWN_CODE = "baichuan"  # its code is in the model's folder and requires --model.trust_remote_code
 WAYS = ("SFT", "DPO", "SFT with LoRA", "GRPO", "GRPO, bf16")
-EXACT = 1e-4  # mean difference of log-probabilities of engine and trainer in float32, nats
+EXACT = 1e-4  # mean difference between engine and trainer log-probabilities in float32, in nats
 
 
 def save(folder: Path, kind: str, changes: dict[str, Any]) -> Path:
-    """Save a random float32 model of an architecture, and its tokenizer."""
+    """Save a random float32 model of an architecture with its tokenizer."""
     torch.manual_seed(0)
     tokenizer = character_tokenizer()
     sizes = SIZES | HEADS | {"vocab_size": len(tokenizer)} | changes
@@ -57,7 +57,7 @@ def save(folder: Path, kind: str, changes: dict[str, Any]) -> Path:
     unbalance(hf)
     hf.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if kind == OWN_CODE:  # vLLM looks in the folder for only the decoder
+    if kind == OWN_CODE:  # vLLM loads only the decoder from the folder
         stored = json.loads((folder / "config.json").read_text())
         stored["auto_map"]["AutoModel"] = "modeling_baichuan.BaichuanModel"
         (folder / "config.json").write_text(json.dumps(stored))
@@ -67,7 +67,7 @@ def save(folder: Path, kind: str, changes: dict[str, Any]) -> Path:
 def outcome(way: str, model: Path, workspace: Path, folder: Path) -> str:
     """Return the result of a short run.
 
-    It is `yes`, the gap between engine and trainer, or the reason why the model was refused.
+    It is `yes`, the gap between engine and trainer, or the reason why the model was rejected.
     """
     if way.startswith("GRPO"):
         command, dtype = "train_ppo_ray", "bf16" if "bf16" in way else "fp32"
@@ -128,8 +128,9 @@ def test_architectures_train_in_every_way_or_are_refused_with_the_reason(tmp_pat
             "python -m pytest -m verify tests/verify/test_architectures.py",
             ["model_type", *WAYS],
             table,
-            "Random models of 2 layers. `baichuan` is a local folder with code of its own, one "
-            "weight for queries, keys and values, and runs with `--model.trust_remote_code`. GRPO: "
-            "the largest mean difference, over the steps, between the log-probabilities of engine "
-            "and trainer for the sampled tokens, nats.",
+            "Random models with 2 layers. `baichuan` is a local folder that contains its own code, "
+            "has one weight for queries, keys and values, and requires "
+            "`--model.trust_remote_code`. For GRPO, the table shows the largest mean difference "
+            "of any step between the engine's and the trainer's log-probabilities of the sampled "
+            "tokens, in nats.",
         )

@@ -1,6 +1,6 @@
 """Asynchronous training learns as much as synchronous training, even with a long queue.
 
-The runs are GRPO on the demo's task, with three seeds. One run: `pytest -m verify
+The runs are GRPO on the demo task with three seeds. To start a single run: `pytest -m verify
 tests/verify/test_async_learning.py -k "queue2_corrected and seed1"`.
 """
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("seed", SEEDS, ids="seed{}".format)
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_is_put_on_record_and_learns_unless_old_samples_go_uncorrected(
+def test_run_is_recorded_and_learns_unless_stale_samples_are_uncorrected(
     name: str, seed: int, folder: Path
 ) -> None:
     task, model = supervised(folder, seed)
@@ -61,8 +61,8 @@ def test_a_run_is_put_on_record_and_learns_unless_old_samples_go_uncorrected(
     assert after > before or name in ("queue4", "queue8")
 
 
-def test_a_queue_of_two_with_correction_is_within_the_spread_of_synchronous_training() -> None:
-    """The mean held-out pass@1 over seeds is at least that of the worst synchronous seed."""
+def test_corrected_queue_of_two_is_within_the_spread_of_synchronous_training() -> None:
+    """The mean held-out pass@1 over seeds is no lower than that of the worst synchronous seed."""
     after = {
         name: [run.pass_at_1[1] for run in read_runs(RECORDS) if run.name == name] for name in RUNS
     }
@@ -71,7 +71,7 @@ def test_a_queue_of_two_with_correction_is_within_the_spread_of_synchronous_trai
 
 
 def write_page() -> None:
-    """Write docs/results/asynchronous.md: one row for every kind of recorded run."""
+    """Write docs/results/asynchronous.md, with one row for each kind of recorded run."""
     runs = read_runs(RECORDS)
     rows = []
     for name in RUNS:
@@ -94,8 +94,8 @@ def write_page() -> None:
         "python -m pytest -m verify tests/verify/test_async_learning.py",
         ["run", "mean age", *(f"seed {seed}" for seed in SEEDS), "mean after", "solved by step"],
         rows,
-        "GRPO on the demo's task, 32 steps: held-out pass@1 before → after (400 "
+        "GRPO on the demo task, 32 steps: held-out pass@1 before → after training (400 "
         "problems × 4 samples). `queue4`: `--train.async_queue_size 4` with partial rollouts; "
-        f"`corrected`: with `{CORRECTED}`. Age: versions between a sample and the step that "
-        "trains on it. All flags and steps are in `asynchronous.jsonl`.",
+        f"`corrected`: with `{CORRECTED}`. Age: number of versions between sampling a response and "
+        "training on it. All flags and steps are in `asynchronous.jsonl`.",
     )

@@ -1,4 +1,4 @@
-"""The demo learns, for three seeds.
+"""The demo learns with three seeds.
 
 GRPO gains at least 20 points of held-out pass@1 over SFT; PPO raises both its reward and pass@1.
 """
@@ -80,11 +80,11 @@ def results() -> Iterator[None]:
         *("mean gap, largest step", "peak GiB", "seconds"),
     ]
     notes = (
-        "pass@1: mean over 400 held-out problems × 4 samples at temperature 1. RM score: the "
-        "reward model's, normalised, over the same samples; PPO learns from it alone, GRPO from "
-        "whether answers are right. Gap: mean |log π_engine − log π_trainer| per token (nats), "
-        "largest of all steps. Memory: proportional set size of all processes together. Seconds: "
-        "installation not included."
+        "pass@1: mean over 400 held-out problems × 4 samples at temperature 1. RM score: mean "
+        "normalized score from the reward model on the same samples; PPO learns only from this "
+        "score, GRPO from whether answers are correct. Gap: mean |log π_engine − log π_trainer| "
+        "per token (nats), largest over all steps. Memory: total proportional set size of all "
+        "processes. Seconds: without installation."
     )
     write_result("demo", "The demo, three seeds", "make demo SEED=1|2|3", columns, ROWS, notes)
 

@@ -1,4 +1,4 @@
-"""The GPU checks, rehearsed on a CPU with small models."""
+"""Rehearsal of the GPU checks on a CPU with small models."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def test_what_a_cpu_can_run_of_the_checks_passes(tmp_path: Path) -> None:
         node.split("::")[1]: seen["outcome"]
         for node, seen in json.loads(output.read_text())["checks"].items()
     }
-    assert outcomes.pop("test_weights_reach_another_gpu_by_nccl") == "skipped"
+    assert outcomes.pop("test_weights_are_sent_to_another_gpu_by_nccl") == "skipped"
     assert outcomes.pop("test_packed_rows_score_as_single_rows[flash_attention_2]") == "skipped"
     assert set(outcomes.values()) == {"passed"}, outcomes

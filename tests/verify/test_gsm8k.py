@@ -1,4 +1,4 @@
-"""Every GSM8K prompt passes through GRPO once, as chat messages, with the math verifier."""
+"""GRPO on every GSM8K prompt once, as chat messages, with the math verifier as reward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The shortest commands do not make a model worse.
 
-PPO and GRPO train on three tasks, in both precisions, with three seeds. One chain: `pytest -m
-verify tests/verify/test_held_tasks.py -k "adding and bf16 and seed1"`.
+PPO and GRPO train on three tasks, in both precisions, with three seeds. To run a single chain:
+`pytest -m verify tests/verify/test_held_tasks.py -k "adding and bf16 and seed1"`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RECORDS = FOLDER / "held_tasks.jsonl"
 
 
 def record(chain: Chain) -> None:
-    """Record a chain, replacing one with its task, precision and seed; write the page."""
+    """Record a chain, replacing one with the same task, precision and seed; write the page."""
     lines = RECORDS.read_text(encoding="utf-8").splitlines() if RECORDS.exists() else []
     kept = {(row["task"], row["dtype"], row["seed"]): row for row in map(json.loads, lines)}
     kept[chain.task, chain.dtype, chain.seed] = asdict(chain) | {"versions": versions()}
@@ -50,9 +50,9 @@ def record(chain: Chain) -> None:
             for row in rows
         ],
         "pass@1: mean over 400 held-out problems × 4 samples at temperature 1, ± its standard "
-        "error over problems. Change: against the SFT model on the same problems. The commands, "
-        "which leave out every flag that has a default they can work with: "
-        "`tests/verify/held_tasks.py`. Chains that nobody has run yet have no row.",
+        "error over problems. Change: difference from the SFT model on the same problems. The "
+        "commands in `tests/verify/held_tasks.py` omit every flag whose default works for them. "
+        "Chains that have not been run yet have no row.",
     )
 
 
@@ -64,12 +64,12 @@ def change(outcome: dict[str, float]) -> str:
     return f"{outcome['change']:+.3f} ± {outcome['change_error']:.3f}"
 
 
-def test_an_outcome_compares_each_problem_with_itself() -> None:
+def test_outcome_compares_each_problem_with_itself() -> None:
     before, after = [0.0, 0.5, 1.0, 0.5], [0.0, 0.25, 1.0, 0.25]
     outcome = Outcome.of(after, before)
     assert outcome.change == -0.125
     assert outcome.change_error == pytest.approx((4 * 0.125**2 / 3) ** 0.5 / 2)
-    assert not outcome.got_worse  # 1.7 standard errors below
+    assert not outcome.got_worse  # only 1.7 standard errors worse
     assert Outcome.of([each - 0.25 for each in before[:-1]] + [0.0], before).got_worse
 
 

@@ -1,6 +1,6 @@
-"""All HH-RLHF pairs through `train_rm`, killed and resumed in the middle.
+"""A reward model trained on all HH-RLHF pairs, killed and resumed halfway.
 
-Then all their prompts through PPO with that model.
+PPO then trains on all of their prompts with that reward model.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from tests.verify.results import write_result
 pytestmark = pytest.mark.verify
 TWO_PROCESSES = ("deepspeed", "--num_gpus", "2", "--module")
 ANSWER = "\n\nAssistant:"
-LONGEST = 2048  # tokens
+LONGEST = 2048  # maximum length in tokens
 VOCABULARY = 2048
 
 
 def make_model(folder: Path, texts: list[str], marks: Sequence[str] = ()) -> Path:
-    """Save a random model of 0.3 million parameters, and a tokenizer made from the texts.
+    """Save a random model with 0.3 million parameters and a tokenizer trained on the texts.
 
-    `marks`: texts that are single tokens.
+    `marks` are texts that become single tokens.
     """
     trained = ByteLevelBPETokenizer()
     trained.train_from_iterator(
@@ -88,7 +88,7 @@ def rm_flags(model: Path, pairs: Path, out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(3600)
-def test_every_pair_trains_a_reward_model_and_every_prompt_is_answered_for_it(
+def test_all_pairs_train_a_reward_model_and_all_prompts_train_a_policy_with_it(
     data_dir: Path, tmp_path: Path
 ) -> None:
     pairs, start = data_dir / "hh-rlhf" / "harmless-base-test.jsonl.gz", time.monotonic()
@@ -181,5 +181,5 @@ def test_every_pair_trains_a_reward_model_and_every_prompt_is_answered_for_it(
                 f"mean log-prob gap ≤ {gap:.1e}",
             ],
         ],
-        "A random model of 0.3 million parameters: nobody expects it to learn what harmless is.",
+        "The model is random and has 0.3 million parameters: it cannot learn what is harmless.",
     )

@@ -1,6 +1,6 @@
-"""Synchronous and asynchronous training side by side, with an environment of random latency.
+"""Comparison of synchronous and asynchronous training with an environment of random latency.
 
-The results are a page of docs/results/.
+The results are a page in docs/results/.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tests.verify.results import write_result
 
 pytestmark = pytest.mark.verify
 NUMBERS = (
-    r"synchronous ([\d.]+) s, asynchronous ([\d.]+) s per step: ([\d.]+) x\nthe simulator says "
+    r"synchronous ([\d.]+) s, asynchronous ([\d.]+) s per step: ([\d.]+) x\nthe simulator predicts "
     r"([\d.]+) x"
 )
 
 
 @pytest.mark.timeout(1800)
 def test_the_comparison_is_put_on_record() -> None:
-    """Speeds are not asserted, because they depend on the machine and its load."""
+    """Speeds are not asserted because they depend on the machine and its load."""
     rows = []
     for queue, staleness in ((2, 16), (4, 16)):
         command = ["-m", "benchmarks.latency", "--queue", str(queue), "--staleness", str(staleness)]
@@ -48,7 +48,7 @@ def test_the_comparison_is_put_on_record() -> None:
             "measured / simulator",
         ],
         rows,
-        "`python -m benchmarks.latency`: 16 prompts of 4 samples on one engine with a model of 3 M "
-        "parameters and partial rollouts; each sample waits for its environment, log-normal with "
-        "a median of 1 s, the slowest 1 % ten times as long.",
+        "`python -m benchmarks.latency`: 16 prompts × 4 samples on one engine with a model of 3 M "
+        "parameters and partial rollouts. Each sample waits for its environment. The wait is "
+        "log-normal with a median of 1 s; the slowest 1 % take ten times as long.",
     )

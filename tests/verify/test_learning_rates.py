@@ -62,17 +62,17 @@ def test_a_high_rate_without_warm_up_undoes_what_the_model_knew_in_either_precis
             "held-out pass@1",
         ],
         [row(setting, runs) for setting, runs in courses.items()],
-        "GRPO on the demo's task from its SFT model of 0.8 million parameters: 256 samples per "
-        "batch in 4 optimizer steps. Seeds 1, 2 and 3; for the share solved, their mean. KL to the "
-        "reference in nats per token. Update: the norm of the change of all weights, in percent of "
-        "their norm. pass@1: 400 held-out problems × 4 samples at temperature 1, before → after, "
-        "standard error about 0.02.",
+        "GRPO on the demo task from its SFT model with 0.8 million parameters: 256 samples per "
+        "batch in 4 optimizer steps. Seeds 1, 2 and 3; the fraction solved is their mean. KL to "
+        "the reference in nats per token. Update: norm of the weight change as a percentage of the "
+        "norm of the weights. pass@1: 400 held-out problems × 4 samples at temperature 1, before → "
+        "after training, standard error about 0.02.",
     )
     high, high_bf16, low, low_bf16, warm, *_ = (
         [change(run) for run in courses[setting]] for setting in SETTINGS
     )
     assert fmean(high) < -0.05 and fmean(high_bf16) < -0.05
-    # a mean of three runs has a standard error of 0.01 to 0.015
+    # the mean of three runs has a standard error of 0.01 to 0.015
     assert min(fmean(low), fmean(low_bf16)) > -0.03 and fmean(warm) > fmean(high_bf16) + 0.02
     first = [fmean(run.kl[1] for run in courses[setting]) for setting in SETTINGS]
     sizes = [fmean(run.update_size[0] for run in courses[setting]) for setting in SETTINGS]

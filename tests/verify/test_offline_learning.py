@@ -1,4 +1,4 @@
-"""Every offline method learns its own toy data set, with three seeds."""
+"""Every offline method learns its own toy data set with three seeds."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ PAIR_LOSS = "held-out loss of a pair"
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A method on a toy data set, and the metric that an evaluation measures."""
+    """A method, its toy data set, and the metric that evaluations measure."""
 
     task: str  # the command
-    rows: str  # as tests/e2e/test_offline_family.py makes them
+    rows: str  # kind of rows, made by tests/e2e/test_offline_family.py
     metric: str
-    what: str  # on the page
-    wanted: float  # bound on the metric's final value
+    what: str  # description of the metric on the page
+    wanted: float  # bound that the metric's final value must reach
     falls: bool = False
     flags: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def curve(self, folder: Path) -> list[float]:
-        """Return the measured number after each evaluation."""
+        """Return the measured value from each evaluation."""
         if self.metric != "margin":
             return column(folder, self.metric)
         good, bad = (column(folder, f"eval/{kind}_reward") for kind in ("chosen", "reject"))
@@ -41,7 +41,7 @@ class Subject:
     def arguments(self, workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
         """Return the flags of a run.
 
-        SFT learns from the rows of distillation, without its teacher.
+        SFT uses the same rows as distillation but no teacher.
         """
         flags = flags_of(self.rows, workspace, folder, **changes, **self.flags)
         return {
@@ -54,7 +54,7 @@ class Subject:
 def preference(
     loss: str, metric: str, what: str, wanted: float, *, falls: bool = True, **flags: Any
 ) -> Subject:
-    """Return the subject of a loss of `train_dpo`."""
+    """Return the subject for one of the losses of `train_dpo`."""
     named = {"model.loss_type": loss} | {
         name.replace("__", "."): value for name, value in flags.items()
     }
@@ -84,7 +84,7 @@ SUBJECTS = {
         what="held-out reward of desirable − undesirable answers", wanted=0.5
     ),
     "process reward model": Subject(
-        task="prm", rows="prm", metric="eval/eval acc", what="held-out steps judged rightly",
+        task="prm", rows="prm", metric="eval/eval acc", what="held-out steps graded correctly",
         wanted=0.95
     ),
     "distillation": Subject(
@@ -96,7 +96,7 @@ SUBJECTS = {
 
 
 @pytest.mark.timeout(1800)
-def test_every_method_learns_its_toy_set(tmp_path: Path) -> None:
+def test_every_offline_method_learns_its_toy_data_set(tmp_path: Path) -> None:
     workspace, table = make_workspace(tmp_path), []
     for name, subject in SUBJECTS.items():
         cells: list[str] = []
@@ -134,7 +134,7 @@ def test_every_method_learns_its_toy_set(tmp_path: Path) -> None:
         "python -m pytest -m verify tests/verify/test_offline_learning.py",
         ["method", "command", "measured", *(f"seed {seed}" for seed in SEEDS)],
         table,
-        "After 8 optimizer steps → after 64, of 16 rows each, a random model of 60,000 "
-        f"parameters. Each run has its own {TRAINED} training and {HELD_OUT} held-out rows: "
-        "tests/e2e/test_offline_family.py makes them.",
+        "Values after 8 → after 64 optimizer steps of 16 rows each, starting from a random model "
+        f"with 60,000 parameters. Each run has its own {TRAINED} training and {HELD_OUT} held-out "
+        "rows, made by tests/e2e/test_offline_family.py.",
     )

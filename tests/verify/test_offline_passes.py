@@ -1,7 +1,7 @@
-"""All rows of HH-RLHF and GSM8K through offline training.
+"""Offline training on all rows of HH-RLHF and GSM8K.
 
-HH-RLHF goes through SFT, DPO and KTO, and every graded step of GSM8K's solutions through PRM. The
-loss flags are the defaults.
+SFT, DPO and KTO train on HH-RLHF, and PRM on every graded step of GSM8K's solutions. The loss flags
+keep their defaults.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def test_every_row_passes_through_every_offline_trainer(data_dir: Path, tmp_path
             ]
         )
     note = (
-        "A random model of 0.3 million parameters, one process, packed, texts whole. "
-        "Nobody expects so small a model to learn more than the form of the texts."
+        "A random model with 0.3 million parameters, one process, packed, full-length texts. "
+        "A model this small cannot learn more than the form of the texts."
     )
     write_result(
         "offline_passes",

@@ -1,7 +1,7 @@
-"""Pages whose commands build on each other: each page's commands run in order, as printed.
+"""Pages whose commands build on each other. The commands of a page run in order, as printed.
 
-Flags that reduce the size are appended to each command. Hub names are folders of tiny models and a
-few rows.
+Flags that reduce the size are appended to each command. Hub names resolve to local folders with
+tiny models and a few rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHAT = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
 )
-SAID = "What is 2 plus 2?\n"  # to a chat
+SAID = "What is 2 plus 2?\n"  # input of an interactive chat
 COMMAND = re.compile(r"(?:\bopenrlhf |openrlhf\.cli\.)(?:train_)?(\w+)")
 
 
@@ -42,7 +42,7 @@ COMMAND = re.compile(r"(?:\bopenrlhf |openrlhf\.cli\.)(?:train_)?(\w+)")
 class Sequence:
     """Blocks of commands that run in one folder.
 
-    Each is the block of its page that contains a text; `flags` are appended to commands.
+    A block is given by its page and a text that it contains. `flags` are appended to commands.
     """
 
     blocks: tuple[tuple[str, str], ...]
@@ -119,7 +119,7 @@ SEQUENCES = {
 
 
 def write_inputs(folder: Path) -> None:
-    """Write what the pages assume: files of the user, and models and rows of the Hub."""
+    """Write what the pages assume: the user's files, and models and rows from the Hub."""
     (folder / "examples").symlink_to(ROOT / "examples")
     with (folder / "preferences.csv").open("w", newline="") as file:
         table = csv.writer(file)
@@ -151,7 +151,7 @@ def write_inputs(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_the_commands_of_a_page_run_from_the_first_to_the_last(name: str, tmp_path: Path) -> None:
+def test_commands_of_each_page_run_in_order(name: str, tmp_path: Path) -> None:
     sequence = SEQUENCES[name]
     lines = sequence.lines()
     assert len(lines) == sequence.commands

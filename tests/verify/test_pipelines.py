@@ -1,4 +1,4 @@
-"""Every example pipeline finishes on a laptop, learns, and has nothing to do when started again."""
+"""Every example pipeline finishes on a laptop, learns, and has nothing to do when rerun."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.verify.results import write_result
 
 PASS_AT_1 = "eval/eval_sort_pass1"
 REWARD = "eval/eval_sort_reward_mean"
-# A held-out number that is larger at the end of the second run than at the beginning of the first.
+# Two stages and a held-out metric: its final value in the second exceeds its first in the first.
 LIFTED = {
     "instructgpt": ("ppo", "ppo", PASS_AT_1),
     "r1": ("grpo", "grpo", PASS_AT_1),
@@ -60,25 +60,26 @@ def test_an_example_learns_and_is_done(example: str, tmp_path: Path) -> None:
 GROUPS = ["Start", "SFT", "DPO", "KTO", "Rejection sampling", "PPO", "GRPO"]
 NOTES = (
     "\n"
-    "What every method is given is in [compare.yaml](../../examples/pipelines/compare.yaml): "
-    "the same start, the same preferences, and as many\n"
-    "answers to train on. SFT learns the preferred answers, which are all right; DPO and KTO "
-    "learn from both answers of the pairs; the others learn\n"
-    "from their own samples, as a reward model that was trained on the same pairs scores them. "
-    "So the table says which signal is worth most in\n"
-    "this task, of which the preferred answers are the solution, and not which method is best.\n"
+    "[compare.yaml](../../examples/pipelines/compare.yaml) gives every method the same start, the "
+    "same preferences, and as many\n"
+    "answers to train on. SFT learns the preferred answers, which are all correct. DPO and KTO "
+    "learn from both answers in each pair. The other methods learn\n"
+    "from their own samples, scored by a reward model that was trained on the same pairs. "
+    "The table therefore shows which signal is worth most in\n"
+    "this task, where the preferred answers are the solution, and not which method is best.\n"
     "\n"
-    "The answers of a pair differ in a digit. On such pairs DPO alone makes both answers less "
-    "likely (pass@1 fell from 0.25 to 0.03 in a trial): it has\n"
-    "`--model.nll_loss_coef 5` here. PPO and GRPO take as many optimizer steps as the others, "
-    "and gain little: they follow the reward model where it is wrong. In trials with seed 1\n"
+    "The two answers in a pair differ in one digit. On such pairs, DPO alone makes both answers "
+    "less likely (pass@1 fell from 0.25 to 0.03 in a trial), so it uses\n"
+    "`--model.nll_loss_coef 5` here. PPO and GRPO take as many optimizer steps as the other "
+    "methods but gain little: they follow the reward model where it is wrong. In trials with "
+    "seed 1\n"
     "and `--actor.adam.lr 5e-4`, GRPO's pass@1 fell from 0.65 to 0.27 and PPO's to 0.54; a "
-    "larger `--algo.kl.init_coef` only kept them where they began.\n"
+    "larger `--algo.kl.init_coef` only kept pass@1 at its initial value.\n"
 )
 
 
 def write_comparison(report: str) -> None:
-    """Write the table over seeds as a page of results."""
+    """Write the table of results over all seeds as a page."""
     table = next(
         each for each in re.findall("<table>(.*?)</table>", report, re.DOTALL) if ">group<" in each
     )

@@ -1,4 +1,4 @@
-"""The recipes of the inference page, as a user runs them: its commands in order, as printed."""
+"""The recipes in docs/inference.md: their commands run in order, as printed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE = (ROOT / "docs/inference.md").read_text()
 SECTION = PAGE.partition("## Three recipes")[2].partition("\n## ")[0]
 RECIPES = re.findall(r"^([A-Z][^:\n]*):.*?\n\n```bash\n(.*?)```", SECTION, re.MULTILINE | re.DOTALL)
 NAMES = [name.partition(":")[0] for name, _ in RECIPES]
-# Flags for models of a few kilobytes, and for a tokenizer without < and _.
+# Flags for models of a few kilobytes and for a tokenizer without < and _.
 SMALL = {
     "generate": "--data.max_len 48 --rollout.max_new_tokens 8 --ds.param_dtype fp32",
     "rm": "--data.max_len 64 --ds.param_dtype fp32",
@@ -33,7 +33,7 @@ SMALL = {
 
 
 def command_of(line: str) -> list[str]:
-    """Return a command of the page with the flags for small models appended."""
+    """Return a command from the page with the flags for small models appended."""
     verb, *words = shlex.split(line.removeprefix("openrlhf "))
     kind = verb
     if verb == "batch_inference":
@@ -46,21 +46,21 @@ def command_of(line: str) -> list[str]:
     return [sys.executable, "-m", "openrlhf.cli.main", verb, *words]
 
 
-def test_the_page_has_three_recipes() -> None:
+def test_inference_page_has_three_recipes() -> None:
     assert [len(re.findall("^openrlhf ", block, re.MULTILINE)) for _, block in RECIPES] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(("name", "block"), RECIPES, ids=NAMES)
-def test_a_recipe_runs_from_its_first_command_to_its_last(
-    name: str, block: str, tmp_path: Path
-) -> None:
+def test_commands_of_each_recipe_run_in_order(name: str, block: str, tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "runs/sft/model", seed=0, **HEADS)
     torch.manual_seed(2)
     save_reward_model(tmp_path / "runs/rm/model", tmp_path / "runs/sft/model")
     draw = random.Random(0)
     asked = [{"input": f"{draw.randint(0, 9999)}="} for _ in range(8)]
     write_rows(tmp_path / "prompts.jsonl", asked)
-    if "--output_path answers.jsonl" not in block:  # of the first section of the page
+    if (
+        "--output_path answers.jsonl" not in block
+    ):  # an earlier section of the page creates this file
         write_rows(
             tmp_path / "answers.jsonl",
             [{**row, "output": f"{draw.randint(0, 99)}<eos>"} for row in asked],

