@@ -17,20 +17,20 @@ from openrlhf.rollout.generator import Group, Request
 from openrlhf.trainers.capacity import Capacity, Held
 from openrlhf.trainers.sources import Source
 
-TERMINATION_CHECK_S = 0.2  # while a publication waits for samples
+TERMINATION_CHECK_S = 0.2  # seconds between termination checks while a publication waits
 
 
 @dataclass(kw_only=True)
 class Started(Held):
-    """A prompt that has started, and its samples when they are finished."""
+    """A prompt whose generation has started, and its samples once they are finished."""
 
     prompt: Prompt
     group: Group = field(default_factory=list[Trajectory])
-    failed: int = 0  # samples of the group
-    unpublished: int = 0  # steps since its start that published nothing
+    failed: int = 0  # number of failed samples in the group
+    unpublished: int = 0  # number of steps since its start that published no weights
 
     def finish(self, group: Group) -> None:
-        """Keep of the samples what training needs."""
+        """Store the finished samples, reduced to what training needs."""
         self.group = [episode.packed() for episode in group]
         self.failed = sum(episode.failed for episode in group)
         self.finished = True
@@ -38,19 +38,19 @@ class Started(Held):
 
     @property
     def is_worthless(self) -> bool:
-        """Whether every sample of the prompt has failed, or none has finished."""
+        """True if every sample of the prompt has failed, or none has finished."""
         return self.failed == len(self.group)
 
 
 @dataclass(eq=False, repr=False)
 class AsyncSource(Source):
-    """Keeps as many prompts in generation as `Capacity` allows, and gives the loop finished ones.
+    """Generates as many prompts at a time as `Capacity` allows, and yields finished ones.
 
-    Private methods run in the event loop, public ones in the controller's thread. Prompts start in
-    order; epochs follow each other without a break. With --train.partial_rollout_enable, samples in
-    progress continue with the new weights. Otherwise a publication waits until their last tokens
-    are drawn, and every sample has one version. It does not wait for rewards. `consumed` counts the
-    prompts that have been drawn.
+    Private methods run in the event loop, public methods in the controller's thread. Prompts start
+    in order, without a pause between epochs. With --train.partial_rollout_enable, samples in
+    progress continue with the new weights. Otherwise a publication waits until the last tokens of
+    these samples are generated, so that every sample has a single weight version. It does not wait
+    for rewards. `consumed` counts the prompts that have been drawn.
     """
 
     def __post_init__(self) -> None:
@@ -61,20 +61,20 @@ class AsyncSource(Source):
             staleness=self.train.max_staleness,
         )
         self.total_prompts = len(self.prompts) * self.train.num_episodes
-        self.version = 0  # of the engines' weights
+        self.version = 0  # version of the engines' weights
         self.held: list[Started] = []
         self._left = self._prompts()
         self._tasks: set[asyncio.Task[None]] = set()
-        # By prompt: done when its last token is drawn.
+        # By prompt index: a future that is done when the prompt's last token is generated.
         self._sampling: dict[int, asyncio.Future[None]] = {}
         self._publishing = False
         self._changed = asyncio.Event()
         self._lags: Counter[int] = Counter()
-        self._waiting = 0  # finished prompts when the last step was taken
+        self._waiting = 0  # finished prompts that the last step left waiting
 
     @property
     def exhausted(self) -> bool:
-        """Whether no prompt is left, and none is held."""
+        """True if no prompt is left to draw, and none is in progress or waiting."""
         return self.consumed >= self.total_prompts and not self.held
 
     def _prompts(self) -> Iterator[Prompt]:
@@ -86,8 +86,8 @@ class AsyncSource(Source):
     def resume(self, *, step: int, consumed: int, folder: Path) -> None:
         """Continue after `step`, when about `consumed` prompts had been drawn.
 
-        `folder` is the one that `save` wrote to; it has the exact number. Samples that had not
-        finished are drawn again, with the present weights.
+        `folder` is the folder that `save` wrote to; it has the exact number. Unfinished samples are
+        generated again with the current weights.
         """
         files = EpisodeFolder(folder)
         run = files.header("step", step)["run"]
@@ -98,7 +98,7 @@ class AsyncSource(Source):
         for episode in files.read("step", step):
             groups[episode.prompt.index].append(episode)
         for index, version in run["held"]:
-            prompt = self.prompt(index)  # with the label as it is in the data
+            prompt = self.prompt(index)  # with the label from the dataset
             group = [replace(episode, prompt=prompt) for episode in groups[index]]
             if group:
                 begun = Started(version=version, prompt=prompt)
@@ -108,10 +108,10 @@ class AsyncSource(Source):
             self.held.append(begun)
 
     def save(self, folder: Path) -> None:
-        """Write the prompts that have started and not been trained on, with their finished samples.
+        """Write the prompts that have started but are not trained on yet, with their samples.
 
-        Samples of a prompt that have all failed are not kept: the reward may have been repaired
-        when the run continues.
+        Only finished samples are written. If all samples of a prompt failed, they are dropped,
+        because the user may fix the reward function before resuming.
         """
         held, consumed = self.loop.run(self._snapshot(), self.train.step_timeout)
         drawn: list[tuple[int, int]] = []
@@ -129,19 +129,16 @@ class AsyncSource(Source):
     def __iter__(self) -> Iterator[list[Trajectory]]:
         while not self.exhausted:
             groups = None
-            while groups is None:  # something finishes in time, or the loop raises
+            while groups is None:  # each iteration ends when a sample finishes, or raises
                 groups = self.loop.run(self._progress(), self.train.step_timeout)
             yield list(chain.from_iterable(groups))
 
     async def _progress(self) -> list[Group] | None:
-        """Return the groups of the next step.
-
-        Returns None if the step has to wait for more and something has changed meanwhile.
-        """
+        """Return the next step's groups, or None after a change if the step must still wait."""
         self._start()
         places = self.rule.step(self.held, self.version, last=self.consumed >= self.total_prompts)
         if places is None and self._has_lost_too_many:
-            # The loop reports the errors.
+            # The training loop reports the errors.
             places = [place for place, each in enumerate(self.held) if each.finished]
         if places is None:
             await self._wait()
@@ -151,7 +148,7 @@ class AsyncSource(Source):
         return [each.group for each in taken]
 
     async def _wait(self) -> None:
-        """Wait until something has changed, and raise what prompts raised."""
+        """Wait until a prompt finishes, and reraise any error from generation."""
         await self._changed.wait()
         self._changed.clear()
         done = {task for task in self._tasks if task.done()}
@@ -159,7 +156,7 @@ class AsyncSource(Source):
         await asyncio.gather(*done)
 
     def _take(self, places: list[int]) -> list[Started]:
-        """Remove the prompts in these places, and count them as a step."""
+        """Remove the prompts at `places` from the held ones, and count them as a step."""
         finished = sum(each.finished for each in self.held)
         self._waiting = finished - len(places)
         taken = [self.held[place] for place in places]
@@ -176,9 +173,9 @@ class AsyncSource(Source):
 
     @property
     def _has_lost_too_many(self) -> bool:
-        """Whether so many of the finished samples have failed that the loop raises in any case.
+        """True if so many finished samples have failed that the training loop is bound to raise.
 
-        Then no other prompt need be drawn.
+        No further prompts are drawn then.
         """
         failed = 0
         samples = 0
@@ -189,9 +186,9 @@ class AsyncSource(Source):
         return self.errors.exceeded_by(failed, of=planned)
 
     def _start(self) -> None:
-        """Start as many prompts as there is room for.
+        """Start generating as many prompts as the capacity allows.
 
-        The prompts of a resumed run that had not finished come first.
+        In a resumed run, prompts that were unfinished at the checkpoint come first.
         """
         if self._publishing or self._has_lost_too_many:
             return
@@ -206,7 +203,7 @@ class AsyncSource(Source):
             self._tasks.add(asyncio.ensure_future(self._generate(each)))
 
     async def _generate(self, started: Started) -> None:
-        """Generate and judge the samples of a prompt. A rejected prompt is replaced at once."""
+        """Generate and score the samples of a prompt. A rejected prompt is replaced immediately."""
         end_of_sampling = asyncio.get_running_loop().create_future()
         self._sampling[started.prompt.index] = end_of_sampling
         request = Request(
@@ -222,18 +219,18 @@ class AsyncSource(Source):
             self._changed.set()
 
     def _end_sampling(self, prompt: Prompt) -> None:
-        """Note that the engines draw no more tokens of a prompt. May be called twice."""
+        """Record that the engines will generate no more tokens for a prompt. Idempotent."""
         under_way = self._sampling.pop(prompt.index, None)
         if under_way and not under_way.done():
             under_way.set_result(None)
 
     @contextmanager
     def publishing(self, version: int) -> Iterator[bool]:
-        """Start no prompt within the block.
+        """Start no prompts until the block exits.
 
-        Without --train.partial_rollout_enable, no token is drawn there either. Yields False if the
-        process is asked to end while samples are still being drawn: nothing is to be published
-        then.
+        Without --train.partial_rollout_enable, no tokens are generated in the block either. Yields
+        False if the process is asked to terminate while samples are still being generated; the
+        caller must not publish then.
         """
         is_quiet = self.loop.run(self._hold(), self.train.step_timeout)
         yield is_quiet
@@ -249,7 +246,7 @@ class AsyncSource(Source):
         return not self._sampling
 
     async def _continue(self, version: int) -> None:
-        # Steps that left the weights as they were have versions of their own.
+        # Steps that did not change the weights also increment the version.
         skipped = version - self.version - 1
         for each in self.held:
             each.version += skipped
@@ -259,7 +256,7 @@ class AsyncSource(Source):
         self._start()
 
     def close(self) -> None:
-        """End the samples in progress."""
+        """Cancel the samples in progress."""
         self.loop.run(self._cancel(), CLOSE_TIMEOUT_S)
 
     async def _cancel(self) -> None:
@@ -268,10 +265,7 @@ class AsyncSource(Source):
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def metrics(self) -> dict[str, Metric]:
-        """Return the cost of generation, the age of the samples, and the prompts that waited.
-
-        All are those since the last call.
-        """
+        """Return metrics since the last call: generation cost, sample age and waiting prompts."""
         lags = self._lags
         self._lags = Counter[int]()
         number = lags.total()

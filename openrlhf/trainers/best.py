@@ -1,6 +1,4 @@
-"""The best evaluation of a run: its checkpoint is kept, and --eval.patience may end the run after
-it.
-"""
+"""The best evaluation of a run, whose checkpoint is kept, and early stopping (--eval.patience)."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,10 +10,10 @@ from openrlhf.reporting import notice
 
 
 class BestMetric:
-    """The best value of one evaluation metric so far, and the number of evaluations since then.
+    """The best value of an evaluation metric so far, and the number of evaluations since then.
 
-    An empty `key` follows the first metric, by name, that ends in `ending`. The key `none` follows
-    no metric.
+    An empty `key` selects the alphabetically first metric whose name ends in `ending`. The key
+    `none` disables tracking.
     """
 
     def __init__(self, key: str, *, ending: str, patience: int | None = None) -> None:
@@ -23,16 +21,16 @@ class BestMetric:
         self.ending = ending
         self.patience = patience
         self.value: float | None = None
-        self.step: int | None = None  # of the best
-        self.waited = 0  # evaluations since then
-        self.evaluated_at = -1  # the step of the last evaluation
-        self.last: float | None = None  # the value of the last evaluation
+        self.step: int | None = None  # step of the best value
+        self.waited = 0  # number of evaluations since the best value
+        self.evaluated_at = -1  # step of the last evaluation
+        self.last: float | None = None  # value in the last evaluation
 
     def improves(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Note an evaluation of the weights after `step`.
+        """Record an evaluation of the weights after `step`.
 
-        Returns whether its value is better than every earlier value. An evaluation without the
-        metric is ignored. A value that is not finite is never the best.
+        Returns whether its value is better than all earlier values. An evaluation that lacks the
+        metric is ignored. A non-finite value is never the best.
         """
         self.evaluated_at = step
         self.last = None
@@ -45,7 +43,7 @@ class BestMetric:
         if value is None:
             wanted = self.key or f"*{self.ending}"
             notice(
-                f"--ckpt.best_metric_key {wanted} is no metric of the evaluation: "
+                f"--ckpt.best_metric_key {wanted} is not a metric of this evaluation. Its metrics: "
                 f"{', '.join(plain)}."
             )
             return False
@@ -67,14 +65,14 @@ class BestMetric:
         return value > self.value
 
     def value_of(self, step: int) -> float | None:
-        """Return the value of the weights after `step`, or None if they were not evaluated last."""
+        """Return the value after `step`, or None if the last evaluation was of another step."""
         if self.evaluated_at != step:
             return None
         return self.last
 
     @property
     def exhausted(self) -> bool:
-        """Whether --eval.patience is used up, so that the run ends."""
+        """True if --eval.patience is used up, so that the run ends."""
         return self.patience is not None and self.waited >= self.patience
 
     @property
@@ -95,7 +93,7 @@ class BestMetric:
         }
 
     def restore(self, state: RunState) -> None:
-        """Continue with the best value of a checkpoint, if it has the same metric."""
+        """Continue with the best value from a checkpoint, if it tracked the same metric."""
         self.evaluated_at = state.evaluated_at
         if state.best_metric_key and self.key in ("", state.best_metric_key):
             self.key = state.best_metric_key
@@ -106,10 +104,10 @@ class BestMetric:
     def to_export(
         self, step: int, checkpoints: CheckpointManager, say: Callable[[str], None]
     ) -> Checkpoint | None:
-        """Return the checkpoint of the best evaluation, or None to export the weights after `step`.
+        """Return the best evaluation's checkpoint, or None to export the weights after `step`.
 
-        Without --eval.patience, the last weights are exported. `say` gets a sentence: which weights
-        are exported, why, and whether the patience ended the run.
+        Without --eval.patience, the last weights are exported. `say` receives a message about which
+        weights are exported, why, and whether the patience ended the run.
         """
         if self.patience is None:
             return None
@@ -118,20 +116,20 @@ class BestMetric:
             ended = f"--eval.patience {self.patience} ends the run after step {step}. "
         if self.value is None:
             metric = self.followed or self.ending
-            say(f"{ended}The export has the last weights: no evaluation had a value of {metric}.")
+            say(f"{ended}The last weights are exported: no evaluation had a finite {metric}.")
             return None
         best = (
-            f"the weights of step {self.step}, with the best {self.key} of all evaluations, "
+            f"the weights of step {self.step}, which have the best {self.key} of all evaluations, "
             f"{self.value:.6g}"
         )
         found = None
         if self.step not in (None, step):
             found = checkpoints.find(self.step, best=True)
         if found or self.step == step:
-            say(f"{ended}The export has {best}.")
+            say(f"{ended}The export contains {best}.")
         else:
             say(
-                f"{ended}The export has the last weights: --ckpt.path {checkpoints.root} has no "
+                f"{ended}The last weights are exported: --ckpt.path {checkpoints.root} has no "
                 f"complete checkpoint of {best}."
             )
         return found

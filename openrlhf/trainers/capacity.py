@@ -1,6 +1,6 @@
 """How far generation may run ahead of training.
 
-Pure: the asynchronous source and the simulator use the same rule.
+Pure functions: the asynchronous source and the simulator share this rule.
 """
 
 from collections.abc import Sequence
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True)
 class Held:
-    """The samples of a prompt, from their start until a step trains on them.
+    """The samples of a prompt, from the start of generation until a step trains on them.
 
-    `version` is that of the weights at the start.
+    `version` is the weight version at the start.
     """
 
     version: int
     finished: bool = False
-    filtered: bool = False  # rejected: logged with a step, and counted nowhere
+    filtered: bool = False  # rejected: logged with a step, but not counted in its batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """At most `queue` batches of `batch` prompts are being generated or waiting, besides the batch
-    in training.
+    """Limits on prompts in progress and on sample age.
 
-    No sample is trained on by weights more than `staleness` versions newer than the weights that
-    began it. With `queue` 1, training is one step off-policy.
+    At most `queue` batches of `batch` prompts are being generated or waiting, in addition to the
+    batch in training. No sample is used to train weights that are more than `staleness` versions
+    newer than the weights that started the sample. With `queue` 1, training is one step off-policy.
     """
 
     batch: int
@@ -35,23 +35,23 @@ class Capacity:
     def room(self, held: Sequence[Held]) -> int:
         """Return the number of prompts that may start.
 
-        `held` are all prompts that have started and not been trained on, in order.
+        `held` are all prompts that have started but are not trained on yet, in order.
         """
         ahead = sum(not each.filtered for each in held)
         most = min(self.queue, self.staleness) * self.batch
         return max(0, most - ahead)
 
     def step(self, held: Sequence[Held], version: int, *, last: bool = False) -> list[int] | None:
-        """Return the places in `held` of the next step, or None if the step has to wait.
+        """Return the indices into `held` of the next step's prompts, or None if it has to wait.
 
-        The step trains weights `version` on the oldest finished prompts. It waits for older ones
-        if these would otherwise become too old: after each step, the prompts that are left must be
-        young enough for the steps that train on them in order. Rejected prompts go with the step
-        of the prompts before them. `last`: no prompt will start any more, so that the step may be
-        short.
+        The step trains weights of `version` on the oldest finished prompts. It waits for unfinished
+        older prompts that would otherwise become too old: after each step, the remaining prompts
+        must be young enough for the steps that will train on them in order. Rejected prompts belong
+        to the step of the prompts before them. `last`: no more prompts will start, so the step may
+        be smaller.
         """
         kept: list[int] = []
-        left: list[Held] = []  # for later steps
+        left: list[Held] = []  # prompts for later steps
         for place, each in enumerate(held):
             if each.filtered:
                 continue
@@ -71,7 +71,7 @@ class Capacity:
         return sorted({*kept, *rejected})
 
     def _would_be_too_old(self, left: Sequence[Held], version: int) -> bool:
-        """Return whether a prompt that later steps train on is unfinished and runs out of time."""
+        """Return whether waiting longer would make a prompt too old while one is unfinished."""
         if all(each.finished for each in left):
             return False
         for place, each in enumerate(left):

@@ -1,6 +1,4 @@
-"""The checkpoints of a run of RL: its trained models, its place in the prompts, and its best
-evaluation.
-"""
+"""Checkpoints of an RL run: trained models, position in the prompts, and best evaluation."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,12 +17,12 @@ from openrlhf.trainers.exporting import Exporting
 from openrlhf.trainers.sources import Source
 from openrlhf.workers.base import TrainedWorker
 
-SOURCE = "_source"  # the part with the samples that wait, beside those of the models
+SOURCE = "_source"  # the checkpoint part with the samples waiting for training
 
 
 @dataclass(kw_only=True)
 class Checkpointing:
-    """Saves a run of RL and continues it."""
+    """Saves and resumes an RL run."""
 
     manager: CheckpointManager
     source: Source
@@ -34,20 +32,21 @@ class Checkpointing:
     recorder: Recorder
     clock: Clock
     config: RLFlags
-    start: RunState  # of this run before its first step
-    saved: int = field(default=-1, init=False)  # the step of the newest checkpoint
+    start: RunState  # state of this run before its first step
+    saved: int = field(default=-1, init=False)  # step of the newest checkpoint
     resumed: bool = field(default=False, init=False)
 
     def is_due(self, step: int, *, stopped: bool) -> bool:
-        """Return whether a run that writes checkpoints writes one after `step`.
+        """Return whether a checkpoint is due after `step`.
 
-        It does every --ckpt.save_steps steps, and when it is stopped before its prompts end.
+        If checkpoints are enabled, one is due every --ckpt.save_steps steps and after an early
+        stop.
         """
         every = self.config.ckpt.save_steps
         return every > 0 and (stopped or step % every == 0)
 
     def save(self, step: int, *, best: bool = False) -> None:
-        """Write a checkpoint. One that cannot be written is reported and does not end the run."""
+        """Write a checkpoint. If writing fails, report the failure and continue the run."""
         ckpt = self.config.ckpt
         if ckpt.disable_ds and not ckpt.save_hf:
             return
@@ -64,7 +63,7 @@ class Checkpointing:
             self.saved = step
 
     def resume(self, checkpoint: Checkpoint) -> int:
-        """Continue from a checkpoint. Return its step."""
+        """Continue from a checkpoint and return its step."""
         state = checkpoint.state
         self.resumed = True
         self._have_models(TrainedWorker.load_checkpoint, checkpoint, "load the checkpoint")
@@ -79,7 +78,7 @@ class Checkpointing:
         """With --eval.patience, load the weights of the best evaluation."""
         checkpoint = self.best.to_export(step, self.manager, self.recorder.display.note)
         if checkpoint:
-            self.saved = step  # from now on, no checkpoint of this step can be written
+            self.saved = step  # the models no longer hold this step's weights: do not save them
             self._have_models(TrainedWorker.load_checkpoint, checkpoint, "load the best weights")
 
     def _state(self, step: int) -> RunState:
@@ -95,7 +94,7 @@ class Checkpointing:
     def _have_models(
         self, method: Callable[..., None], files: StagedCheckpoint, doing: str
     ) -> None:
-        """Have all trained models write or read their files."""
+        """Call `method` on all trained models, to write or read their files."""
         models = {"_actor": self.exporting.policy}
         if self.exporting.critic:
             models["_critic"] = self.exporting.critic
@@ -105,7 +104,7 @@ class Checkpointing:
 
     @contextmanager
     def _reporting_failure(self, step: int) -> Iterator[None]:
-        """Report a checkpoint that cannot be written, as on a full disk, instead of raising."""
+        """Report a failed checkpoint write (for example, a full disk) instead of raising."""
         try:
             yield
         except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""The seconds that the parts of a step take."""
+"""Time in seconds spent in each part of a step."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Measures the parts of a step by name. A part may run several times in a step.
+    """Measures the named parts of a step. A part may run several times in a step.
 
-    `show` gets the name of each part as it begins, to show what the run is doing.
+    `show` is called with the name of each part as it begins, to display the run's status.
     """
 
     def __init__(self, show: Callable[[str], None]) -> None:
@@ -17,7 +17,7 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Add the seconds of the block to the part `name`, unless the block raises."""
+        """Add the block's duration to the part `name`, unless the block raises."""
         self.show(name.replace("_", " "))
         start = time.perf_counter()
         yield
@@ -25,11 +25,11 @@ class Clock:
         self._seconds[name] = self._seconds.get(name, 0.0) + taken
 
     def take(self, name: str) -> float:
-        """Return the seconds of one part, and forget this part."""
+        """Return the seconds spent in one part, and reset that part."""
         return self._seconds.pop(name)
 
     def take_all(self) -> dict[str, float]:
-        """Return the seconds of every part, and begin the next step."""
+        """Return the seconds spent in each part, and reset all parts."""
         taken = self._seconds
         self._seconds = {}
         return taken

@@ -1,6 +1,6 @@
 """Knowledge distillation.
 
-A student learns the responses, and the teacher's distribution at each of their tokens.
+A student is trained on the responses and on the teacher's distribution at each response token.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ TEACHER = "--kd.teacher_model"
 
 
 class TeacherLogits(NamedTuple):
-    """The teacher's logits at K positions: of all V tokens, or of its k likeliest tokens."""
+    """The teacher's logits at K positions, for all V tokens or for its k most likely tokens."""
 
     logits: Tensor  # (K, V) or (K, k)
     tokens: Tensor | None = None  # (K, k), the token of each logit; None: all tokens in order
@@ -39,7 +39,7 @@ class TeacherLogits(NamedTuple):
 class DistillationTask(SFTTask):
     """ℓ_t = (1 − c) · −log π(token_t) + c · −Σ_v π_T(v) log π(v) for target tokens.
 
-    The loss is the mean over the window's target tokens of all ranks.
+    The loss is averaged over the target tokens of the accumulation window on all ranks.
     """
 
     root: ClassVar = KDConfig
@@ -48,11 +48,11 @@ class DistillationTask(SFTTask):
 
     @property
     def kd(self) -> KDLossConfig:
-        """The flags of distillation."""
+        """The distillation flags (--kd.*)."""
         return cast(KDConfig, self.config).kd
 
     def frozen_paths(self) -> dict[str, str | None]:
-        """Return the teacher, unless it is behind a server."""
+        """Return the teacher's path, unless a server runs the teacher."""
         if self.kd.served:
             return {}
         return {TEACHER: self.kd.teacher_model}
@@ -65,10 +65,10 @@ class DistillationTask(SFTTask):
         return RemoteTeacher(f"{TEACHER} {url}", engine, best=self.kd.top_k or 0)
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
-        """Return the rows of SFT.
+        """Return the same rows as SFT.
 
-        Raises ConfigError if the teacher's server does not answer, DataError if it has another
-        vocabulary.
+        Raises ConfigError if the teacher's server does not answer, and DataError if its vocabulary
+        differs.
         """
         if self.kd.served:
             self.server.check(tokenizer, max_len=self.config.data.max_len)
@@ -76,9 +76,9 @@ class DistillationTask(SFTTask):
 
     @cached_property
     def shared(self) -> int:
-        """The number of token ids that both models have logits for.
+        """The number of token ids for which both models have logits.
 
-        Models may pad one vocabulary to different sizes.
+        Models may pad the same vocabulary to different sizes.
         """
         sizes: list[int] = []
         for path in (None, *self.frozen_paths().values()):
@@ -92,7 +92,7 @@ class DistillationTask(SFTTask):
         return self.kd.teacher_offload
 
     def ask_model(self, micro: TokenRows, at: Tensor) -> TeacherLogits:
-        """Compute the logits of the loaded teacher at the positions `at` (N,)."""
+        """Compute the loaded teacher's logits at the positions selected by the mask `at` (N,)."""
         top_k = self.kd.top_k
         shared = self.shared
 
@@ -105,21 +105,21 @@ class DistillationTask(SFTTask):
         teacher = self.frozen[TEACHER]
         with torch.no_grad():
             found = teacher(micro.tokens, micro.offsets, at, kept).values
-        teacher.rest()  # the student computes next
+        teacher.rest()  # free device memory for the student's forward pass
         if top_k is None:
             return TeacherLogits(found)
         return TeacherLogits(found[..., 0], found[..., 1].long())
 
     def ask_server(self, micro: TokenRows, at: Tensor) -> TeacherLogits:
-        """Request the log-probabilities of the likeliest next tokens at the positions `at` (N,).
+        """Request the log-probabilities of the most likely next tokens at the positions `at` (N,).
 
-        A token that the server did not return has −∞.
+        Tokens that the server does not return get −∞.
         """
         rows = [part.tolist() for part in micro.parts(micro.tokens)]
         size = (len(micro.tokens), self.server.best)
         logprobs = torch.full(size, -torch.inf)
         tokens = torch.zeros(size, dtype=torch.long)
-        # The last offset is the end of the last row.
+        # The last offset is the end of the last row, not the start of another one.
         for start, places in zip(micro.offsets.tolist(), self.server.likeliest(rows), strict=False):
             for place, returned in enumerate(places, start):
                 known = [entry for entry in returned if entry[1] < self.shared]
@@ -133,8 +133,8 @@ class DistillationTask(SFTTask):
     def loss(
         self, model: Any, micro: TokenRows, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """Return this micro-batch's part of the mean over the window's target tokens."""
-        at = micro.loss_mask.roll(-1)  # the position before each target, which predicts it
+        """Return this micro-batch's contribution to the mean over the window's target tokens."""
+        at = micro.loss_mask.roll(-1)  # the position that predicts each target: the one before it
         targets = micro.tokens[micro.loss_mask]
         shared = self.shared
         if self.kd.served:

@@ -1,4 +1,4 @@
-"""Comparison of the engines with the trainer: do both compute the same log-probabilities?"""
+"""A check that engines and trainer compute the same log-probabilities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from openrlhf.workers.policy import PolicyWorker
 class Probe:
     """Prompts that every engine answers with its first published weights.
 
-    `params`: a few tokens, at the policy's temperature, without top-k or top-p. `tolerance`: the
-    mean difference of log-probabilities, in nats, that rounding explains.
+    `params`: request a few tokens at the policy's temperature, without top-k or top-p. `tolerance`:
+    the largest mean difference of log-probabilities, in nats, that rounding can explain.
     """
 
     prompts: Sequence[list[int]]
@@ -31,7 +31,7 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineComparison:
-    """Samples the probe from every engine, and scores the samples with the policy."""
+    """Samples responses to the probe from every engine, and scores them with the policy."""
 
     policy: WorkerGroup
     fleet: Fleet
@@ -39,10 +39,10 @@ class EngineComparison:
     timeout_s: float
 
     def run(self) -> None:
-        """Compare the engines that are up with the policy. Their caches are empty afterwards.
+        """Compare all running engines with the policy, and clear the engines' caches.
 
-        Raises PublicationError if the log-probabilities differ by more than rounding explains:
-        engine and trainer then compute different functions of the same weights.
+        Raises PublicationError if the log-probabilities differ by more than rounding can explain,
+        because engine and trainer then compute different functions of the same weights.
         """
         engines = self.fleet.up
         prompts = self.probe.prompts
@@ -62,21 +62,21 @@ class EngineComparison:
         gaps = self._gaps(rows_asked, samples)
         for position, engine in enumerate(engines):
             gap = torch.cat(gaps[position :: len(engines)])
-            # The negated comparison is true for a NaN too.
+            # The comparison is negated so that NaN also raises.
             if not float(gap.mean()) <= self.probe.tolerance:
                 raise PublicationError(
-                    f"engine {engine.index} gives the same tokens other log-probabilities than the "
-                    f"trainer, with the same weights: mean difference {gap.mean():.3g} nats, "
-                    f"largest {gap.max():.3g}; rounding explains a mean of "
-                    f"{self.probe.tolerance:g}. Engine and trainer compute this architecture "
-                    "differently: use another architecture, or change --vllm.engine_args, "
+                    f"engine {engine.index} and the trainer compute different log-probabilities "
+                    f"for the same tokens and weights: mean difference {gap.mean():.3g} nats, "
+                    f"largest {gap.max():.3g}; rounding explains a mean of at most "
+                    f"{self.probe.tolerance:g}. They implement this architecture differently. "
+                    "Use another architecture, or change --vllm.engine_args, "
                     "--vllm.quantization or --ds.attn_implementation."
                 )
 
     def _gaps(
         self, prompts: Sequence[list[int]], samples: Sequence[Generation]
     ) -> tuple[Tensor, ...]:
-        """Return |log π of the policy − log π of the engine| of each sample's tokens."""
+        """Return |log π (policy) − log π (engine)| for the tokens of each sample."""
         tokens: list[list[int]] = []
         sampled: list[list[bool]] = []
         for prompt, sample in zip(prompts, samples, strict=True):

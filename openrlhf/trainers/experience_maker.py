@@ -1,4 +1,4 @@
-"""From finished episodes to a batch to learn from: forwards of the workers, then pure functions."""
+"""Turns finished episodes into a training batch: forward passes in workers, then pure functions."""
 
 import time
 from collections import Counter
@@ -35,7 +35,7 @@ from openrlhf.workers.policy import kl_metrics
 class StepBatch:
     """A batch with the columns that the workers computed.
 
-    `trajectories` are all episodes with their rewards; `kept` are the episodes of `experience`.
+    `trajectories` are all episodes with their rewards; `kept` are those in `experience`.
     """
 
     experience: Experience
@@ -45,17 +45,17 @@ class StepBatch:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether the dynamic filter rejected every episode, as in the rest of an epoch."""
+        """True if the dynamic filter rejected every episode, as can happen at an epoch's end."""
         return all(trajectory.filtered for trajectory in self.trajectories)
 
 
 def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list[int]:
-    """Return the places of the episodes to train on: not failed, not filtered, with sampled tokens.
+    """Return the indices of the trainable episodes: not failed or filtered, with sampled tokens.
 
-    If samples of a prompt are compared (`needs_groups`), single samples are left out too.
+    If the samples of a prompt are compared (`needs_groups`), single samples are dropped too.
     """
     finished: list[int] = []
-    peers: Counter[int] = Counter()  # finished samples of every prompt
+    peers: Counter[int] = Counter()  # number of finished samples of each prompt
     for place, trajectory in enumerate(trajectories):
         if trajectory.failed or trajectory.filtered or not trajectory.num_actions:
             continue
@@ -68,10 +68,10 @@ def trainable(trajectories: Sequence[Trajectory], *, needs_groups: bool) -> list
 
 @dataclass(eq=False, repr=False)
 class ExperienceMaker:
-    """Annotates a batch with what the models say of it, and assigns credit to its tokens.
+    """Adds the columns that models compute to a batch, and assigns credit to its tokens.
 
-    `stages` are what the update needs; rewards of models are not among them if the source of the
-    episodes has added them already. `kl` has the coefficient of the KL term, fixed or following a
+    `stages` compute what the update needs. They do not include model rewards if the source of the
+    episodes has added these already. `kl` holds the KL coefficient, which is fixed or adapts to a
     target.
     """
 
@@ -83,10 +83,10 @@ class ExperienceMaker:
         self.kl = KLController(kl.init_coef, target=kl.target, horizon=kl.horizon)
 
     def annotate(self, trajectories: Sequence[Trajectory]) -> StepBatch:
-        """Compute R, log π_old, log π_ref, log π_teacher and V, as far as something needs them.
+        """Compute those of R, log π_old, log π_ref, log π_teacher and V that the update needs.
 
-        The models compute side by side. The metrics are the seconds of each stage from the common
-        start. A column that nothing needs has no metric.
+        The models compute in parallel. The timing metrics are the seconds from the common start to
+        the end of each stage. Columns that are not computed have no metric.
         """
         start = time.perf_counter()
         timing: dict[str, Metric] = {}
@@ -105,7 +105,7 @@ class ExperienceMaker:
         trajectories = list(trajectories)
         for place, episode in zip(places, kept, strict=True):
             trajectories[place] = episode
-        # A reward model's number may not have been finite, or a teacher did not answer.
+        # A reward model may have returned a non-finite reward, or a teacher may not have answered.
         still_trainable = trainable(kept, needs_groups=needs_groups)
         if len(still_trainable) < len(kept):
             experience = experience.select(experience.rows_of(still_trainable))
@@ -115,16 +115,16 @@ class ExperienceMaker:
     def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
         """Return the rows to train on with r_t, Â_t and Ĝ_t, and the metrics of the batch.
 
-        With --algo.loss.mask_truncated, truncated samples count in the metrics and in the baselines
-        of their prompts, but are not among the rows, so no loss has them in its numerator or
-        denominator.  DAPO, section 3.4, arXiv:2503.14476 (overlong filtering)
+        With --algo.loss.mask_truncated, truncated samples count in the metrics and in their
+        prompts' baselines, but are removed from the rows, so they enter neither the numerator nor
+        the denominator of any loss.  DAPO, section 3.4, arXiv:2503.14476 (overlong filtering)
         """
         algo = self.config.algo
         advantage = algo.advantage
         estimator = ADVANTAGE_ESTIMATORS[advantage.estimator]
         assert experience.values is not None or not estimator.traits.needs_critic
         rewards = self._penalised(experience)
-        # An episode counts once in a baseline, however many conversations it has.
+        # Each episode counts once in a baseline, even if it has several conversations.
         once = experience.last_rows
         try:
             shaped = shape_rewards(rewards[once], experience.group_ids[once], estimator)
@@ -152,9 +152,9 @@ class ExperienceMaker:
     def _assign_credit(
         self, experience: Experience, shaped: Tensor, kl: Tensor | None
     ) -> dict[str, Tensor]:
-        """Return the columns r_t, Â_t (not yet normalised) and Ĝ_t, all (N,).
+        """Return the columns r_t, Â_t (not yet normalized) and Ĝ_t, all (N,).
 
-        `shaped` (B,) is the shaped reward of each row; `kl` (N,) is the KL in the reward.
+        `shaped` (B,) is the shaped reward of each row; `kl` (N,) is the KL penalty's estimate.
         """
         advantage = self.config.algo.advantage
         estimator = ADVANTAGE_ESTIMATORS[advantage.estimator]
@@ -164,7 +164,7 @@ class ExperienceMaker:
             "advantages": torch.zeros(size),
             "returns": torch.zeros(size),
         }
-        # Estimators that compare whole samples have no use for the turns of one sample.
+        # Estimators that compare whole samples ignore rewards of single turns.
         turns = None if estimator.traits.per_group else experience.turn_rewards
         row_of_token = experience.sample_of_token()
         for block in experience.blocks():  # rows of similar lengths
@@ -189,10 +189,10 @@ class ExperienceMaker:
         return columns
 
     def _teacher_kl(self, experience: Experience) -> Tensor:
-        """Return log π_old − log π_teacher of every sampled token (N,), which distillation lowers.
+        """Return log π_old − log π_teacher for each sampled token (N,), which distillation lowers.
 
-        It is the token's part of KL(π ‖ teacher). Only the token itself is credited, no token
-        before it. Lu et al. 2025, On-Policy Distillation,
+        It is the token's contribution to KL(π ‖ teacher). Only the token itself gets credit, not
+        earlier tokens. Lu et al. 2025, On-Policy Distillation,
         thinkingmachines.ai/blog/on-policy-distillation; Agarwal et al. 2024, arXiv:2306.13649
         """
         assert experience.old_logprobs is not None and experience.teacher_logprobs is not None
@@ -211,7 +211,8 @@ class ExperienceMaker:
                 buffer=flags.overlong_buffer_len,
                 factor=flags.overlong_penalty_factor,
             )
-            episodes = experience.episode_of_row  # the longest conversation of an episode counts
+            # An episode's penalty is that of its longest conversation.
+            episodes = experience.episode_of_row
             worst = penalties.scatter_reduce(0, episodes, penalties, "amin", include_self=False)
             rewards = rewards + worst[episodes]
         if flags.stop_properly_penalty_coef is not None:
@@ -221,10 +222,7 @@ class ExperienceMaker:
         return rewards
 
     def _reward_kl(self, experience: Experience) -> Tensor | None:
-        """Return the KL of the rollout per token (N,), log π_old against log π_ref.
-
-        Returns None if the KL is not in the reward.
-        """
+        """Return the KL of π_old from π_ref per token (N,), or None if it is no reward term."""
         kl = self.config.algo.kl
         if not kl.in_reward or experience.ref_logprobs is None:
             return None
@@ -255,12 +253,12 @@ class ExperienceMaker:
 
 
 def group_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Metric]:
-    """Return the spread of the rewards of a prompt's samples.
+    """Return metrics on how much rewards vary among samples of the same prompt.
 
-    The metrics are means over the prompts with two samples or more.
+    They are averaged over the prompts with at least two samples.
     """
     stats = group_statistics(rewards, groups)
-    share_of_group = (stats.size > 1) / stats.size  # the samples of a group count as one
+    share_of_group = (stats.size > 1) / stats.size  # weights that sum to 1 within each group
     number = float(share_of_group.sum())
     if not number:
         return {}

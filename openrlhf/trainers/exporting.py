@@ -1,4 +1,4 @@
-"""The models that a run of RL writes for Transformers and vLLM."""
+"""Export of an RL run's models for Transformers and vLLM."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from openrlhf.workers.base import TrainedWorker
 
 @dataclass(frozen=True, kw_only=True)
 class Exporting:
-    """Writes the policy, and the critic if the flags ask for it."""
+    """Exports the policy, and the critic if --critic.save_value_network is set."""
 
     policy: WorkerGroup
     critic: WorkerGroup | None
@@ -22,7 +22,7 @@ class Exporting:
     config: RLFlags
 
     def write_result(self) -> None:
-        """Write the trained models to --ckpt.output_dir. The run ends with this export."""
+        """Write the trained models to --ckpt.output_dir at the end of the run."""
         folder = Path(self.config.ckpt.output_dir).absolute()
         self.write_policy(str(folder), final=True)
         self.recorder.display.note(f"model: {folder}")
@@ -33,7 +33,7 @@ class Exporting:
             self._wait(written, "export the critic")
 
     def write_policy(self, path: str, *, final: bool) -> None:
-        """Write the policy to `path`. `final`: the run ends with this export."""
+        """Write the policy to `path`. `final`: this export ends the run."""
         written = self.policy.broadcast(TrainedWorker.export, self.tokenizer, path, final)
         self._wait(written, "export the policy")
 

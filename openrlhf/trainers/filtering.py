@@ -1,4 +1,4 @@
-"""Dynamic filtering: prompts that teach nothing are replaced before the step.
+"""Dynamic filtering: prompts without a learning signal are replaced before the step.
 
 DAPO, section 3.2, arXiv:2503.14476
 """
@@ -16,17 +16,17 @@ from openrlhf.rollout.generator import Group
 class DynamicFilter:
     """Keeps a prompt if low < mean score of its finished samples < high.
 
-    A step begins with as many prompts as it needs, and each rejected prompt is replaced by the next
-    one. So a step draws the fewest prompts that give enough kept ones, whichever finishes first.
-    Without over-sampling, no prompt waits when a step is complete, so a resumed run needs only the
-    number of prompts drawn.
+    A step starts with as many prompts as it needs, and each rejected prompt is replaced by the next
+    prompt in order. A step therefore draws no more prompts than it needs to fill its batch, in
+    whichever order they finish. Without over-sampling, no prompt is waiting when a step is
+    complete, so a resumed run needs to know only how many prompts were drawn.
     """
 
     low: float
     high: float
 
     def rejects(self, group: Sequence[Trajectory]) -> bool:
-        """Return whether the samples of a prompt teach nothing."""
+        """Return whether to reject the samples of a prompt."""
         scores: list[float] = []
         for trajectory in group:
             if not trajectory.failed and trajectory.score is not None:
@@ -34,9 +34,9 @@ class DynamicFilter:
         return not scores or not self.low < fmean(scores) < self.high
 
     def marked(self, group: Group) -> Group:
-        """Return the group; if it is rejected, marked as filtered.
+        """Return the group, marked as filtered if it is rejected.
 
-        Samples of a rejected group are logged, but lose their tokens.
+        The samples of a rejected group are logged, but their tokens are dropped.
         """
         if not self.rejects(group):
             return group
@@ -44,7 +44,7 @@ class DynamicFilter:
 
 
 def thrown_away(trajectory: Trajectory) -> Trajectory:
-    """Return an episode of a rejected prompt: marked as filtered, and without its tokens."""
+    """Return the episode marked as filtered and without its tokens."""
     return replace(
         trajectory,
         filtered=True,

@@ -1,4 +1,4 @@
-"""KTO: answers that are desirable or undesirable, without pairs."""
+"""KTO: training on answers labeled desirable or undesirable, without pairs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -39,11 +39,11 @@ class Answer(NamedTuple):
 
 @offline_task("kto")
 class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
-    """The loss of each answer, mean over the window's answers of all ranks.
+    """The KTO loss, averaged over the answers of the accumulation window on all ranks.
 
-    The KL is the mean of log π − log π_ref over prompts with the answer of the next row of the
-    optimizer step, without gradient. It comes from a first pass over the window, so that it does
-    not depend on how the window is split.
+    The KL is the mean of log π − log π_ref over prompts that are paired with the next row's answer,
+    without gradient. It is computed in a first pass over the window, so that it does not depend on
+    how the window is split.
     """
 
     root: ClassVar = KTOConfig
@@ -57,9 +57,9 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
     )
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> Rows:
-        """Return labelled answers, or both answers of pairs if there are pairs and no labels.
+        """Return labeled answers, or both answers of each pair if the dataset has no labels.
 
-        Raises DataError for a single row, whose KL would be its own log-ratio.
+        Raises DataError if there is only one row: its KL would equal its own log-ratio.
         """
         rows: BothAnswers | LabelledDataset
         data = self.config.data
@@ -70,13 +70,13 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
             rows = LabelledDataset(dataset, tokenizer, data)
         if len(rows) == 1:
             raise DataError(
-                f"{source_of(dataset)} has 1 usable row. KTO needs at least 2: its KL pairs "
-                f"each prompt with another row's answer. {rows.summary}"
+                f"{source_of(dataset)} has 1 usable row. KTO needs at least 2, because its KL term "
+                f"pairs each prompt with another row's answer. {rows.summary}"
             )
         return rows
 
     def look_at_rows(self, train_rows: Rows) -> list[Finding]:
-        """Return a notice if all labels are of one kind."""
+        """Return a notice if all labels are the same."""
         if not isinstance(train_rows, LabelledDataset):
             return []
         return check_both_labels(train_rows, column=self.config.data.label_key)
@@ -89,27 +89,27 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         return data.chosen_key in columns or data.layout in JUDGED
 
     def prompt_column(self, dataset: Table) -> str | None:
-        """Return the column of --data.prompt_key for pairs, otherwise of --data.input_key."""
+        """Return the column named by --data.prompt_key for pairs, else by --data.input_key."""
         if self._has_pairs(dataset):
             return self.config.data.prompt_key
         return super().prompt_column(dataset)
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
-        """Return the format of prompts; None if it is unknown, as where pairs contain them."""
+        """Return the prompt format, or None if it is unknown because texts include the prompts."""
         if not self.has_prompts:
             return None
         return super().text_format(tokenizer, ending)
 
     def of_window(self, rows: Sequence[LabelledRow], strategy: Strategy) -> list[LabelledRow]:
-        """Return this rank's rows, each with the answer of the next row of the window. Collective.
+        """Return this rank's rows, each paired with the next row's answer. Collective.
 
-        The last row gets the answer of the first. The ranks hold the rows of the window in turn:
-        row i of rank r is row i · ranks + r of the window.
+        The window's last row gets the first row's answer. The window's rows are assigned to the
+        ranks round-robin: row i of rank r is row i · ranks + r of the window.
         """
         own = [Answer(row.answer, row.loss_mask[row.prompt_length :]) for row in rows]
         answers: list[Answer] = []  # in the order of the window
         for turn in zip_longest(*strategy.gather(own)):
-            answers += filter(None, turn)  # the last ranks may have a row less
+            answers += filter(None, turn)  # the last ranks may have one row fewer
         paired: list[LabelledRow] = []
         for number, row in enumerate(rows):
             place = number * strategy.dp_size + strategy.dp_rank
@@ -118,7 +118,7 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         return paired
 
     def collate(self, rows: Sequence[LabelledRow]) -> Answers:
-        """Return one ragged batch: 2i is row i, 2i + 1 is its prompt with the other answer."""
+        """Return one ragged batch: sample 2i is row i, 2i + 1 is its prompt with another answer."""
         tokens: list[list[int]] = []
         masks: list[list[bool]] = []
         desirable: list[bool] = []
@@ -130,10 +130,10 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         return Answers.from_lists(tokens, masks, desirable=torch.tensor(desirable))
 
     def _mismatched(self, row: LabelledRow) -> tuple[list[int], list[bool]]:
-        """Return tokens and targets of the prompt with the other answer.
+        """Return tokens and targets of the prompt followed by the other row's answer.
 
-        They are cut as rows are, with end-of-text at the end. A row without another answer stays
-        unchanged.
+        They are truncated like any row, and then still end with the end-of-text token. A row
+        without another answer is returned unchanged.
         """
         if row.other is None:
             return row.tokens, row.loss_mask
@@ -146,9 +146,9 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         return tokens, targets[:longest]
 
     def before(self, model: Any, micro: Answers) -> tuple[Answers, Mapping[str, float]]:
-        """Return the rows with Σ log π_ref, and their part of the KL.
+        """Return the rows with Σ log π_ref, and their contribution to the KL.
 
-        The mismatched samples are dropped: only the KL needs them.
+        The mismatched samples are dropped, because only the KL needs them.
         """
         micro, _ = super().before(model, micro)
         matched = micro.select(range(0, micro.num_samples, 2))
@@ -165,7 +165,7 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
     def loss(
         self, model: Any, micro: Answers, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """Return this micro-batch's part of the mean over the window's answers, and its metrics."""
+        """Return this micro-batch's contribution to the window's mean loss, and its metrics."""
         flags = self.config.kto
         desirable = micro.desirable
         assert micro.reference is not None and desirable is not None
@@ -194,7 +194,7 @@ class KTOTask(ReferencedTask[KTOConfig, LabelledRow]):
         return self.share(losses.sum(), scores.aux_loss, answers, totals["answers"], metrics)
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Return loss and mean rewards of desirable and undesirable answers."""
+        """Return the loss and the mean rewards of desirable and undesirable answers."""
         return {
             "eval/eval_loss": metrics["train/kto_loss"],
             "eval/chosen_reward": metrics["train/chosen_reward"],

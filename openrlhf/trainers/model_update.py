@@ -1,4 +1,4 @@
-"""The update of critic and policy on a batch with advantages."""
+"""Update of the critic and the policy on a batch with advantages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 
 @dataclass(frozen=True, kw_only=True)
 class ModelUpdate:
-    """Updates the models of a run, all with the same optimizer steps in the same order.
+    """Updates a run's models, which take the same optimizer steps in the same order.
 
-    Critic and policy are updated side by side if they have different devices.
+    The critic and the policy are updated in parallel if they are on different devices.
     """
 
     policy: WorkerGroup
@@ -29,9 +29,9 @@ class ModelUpdate:
     config: RLFlags
 
     def improve(self, experience: Experience, *, step: int, kl_coef: float) -> dict[str, Metric]:
-        """Update the models in the step after `step`, and return the metrics of the update.
+        """Update the models after `step` finished steps, and return the metrics of the update.
 
-        While the critic warms up (--critic.freezing_steps), the policy is not updated.
+        While only the critic is trained (--critic.freezing_steps), the policy is not updated.
         """
         launched: list[Call] = []
         if self.critic:
@@ -62,11 +62,11 @@ class ModelUpdate:
                 pretraining=text,
             )
             updates.append(update)
-        with self.weights.sending:  # no engine is being sent the weights
+        with self.weights.sending:  # wait until no engine is receiving weights
             return self.policy.launch(PolicyWorker.update, updates)
 
     def _plan(self, experience: Experience, slices: int, step: int) -> Sequence[RankUpdate]:
-        """Return the rows of each data slice in every optimizer step."""
+        """Return each data slice's rows for every optimizer step."""
         train = self.config.train
         return plan_update(
             experience.lengths.tolist(),
@@ -78,7 +78,7 @@ class ModelUpdate:
         )
 
     def _pretraining_texts(self, step: int, optimizer_steps: int) -> list[list[TokenRows]]:
-        """Return the text of --algo.ptx.dataset for each data slice: one block per optimizer step.
+        """Return text from --algo.ptx.dataset for each data slice, a batch per optimizer step.
 
         Without the flag, every list is empty.
         """

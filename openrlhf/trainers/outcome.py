@@ -1,6 +1,6 @@
 """Counts of a run's episodes by outcome.
 
-The last message of a run shows them if it ran out of prompts or learned nothing.
+The run's last message shows them if the run used up its prompts early or never updated the model.
 """
 
 from dataclasses import dataclass, field
@@ -11,25 +11,25 @@ from openrlhf.trainers.filtering import DynamicFilter
 
 
 class NothingLearned(UserError, RuntimeError):
-    """A run ended without an optimizer step. The message says what happened to the episodes."""
+    """A run ended without an optimizer step. The message explains what happened to the episodes."""
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Counts of the episodes of a run, since its start or its resume.
+    """Counts of the episodes of a run since it started or resumed.
 
-    `keep` is the dynamic filter of the run.
+    `keep` is the run's dynamic filter.
     """
 
     keep: DynamicFilter | None
-    updates: int = 0  # batches that were trained on
+    updates: int = 0  # number of batches that were trained on
     episodes: int = 0
     failed: int = 0
-    empty: int = 0  # finished, but without a sampled token
-    alone: int = 0  # finished, but without another sample of the prompt to compare
-    truncated: int = 0  # finished, with a sample to compare
+    empty: int = 0  # finished episodes without sampled tokens
+    alone: int = 0  # finished episodes without another sample of the prompt to compare with
+    truncated: int = 0  # trainable episodes that were truncated
     first_error: str | None = None
-    # Of every prompt that the filter rejected.
+    # Scores of each prompt that the filter rejected, by prompt index.
     scores: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
 
     def see(self, batch: StepBatch) -> None:
@@ -53,16 +53,16 @@ class Outcome:
 
     @property
     def rejections(self) -> str:
-        """A sentence about the prompts that the dynamic filter rejected, or nothing."""
+        """A sentence about the prompts that the dynamic filter rejected, or an empty string."""
         if not self.keep or not self.scores:
             return ""
         means = [sum(scores) / len(scores) for scores in self.scores.values() if scores]
         seen = ""
         if means:
-            seen = f", from {min(means):.4g} to {max(means):.4g}"
+            seen = f" ({min(means):.4g} to {max(means):.4g})"
         return (
             f" --algo.dynamic_filtering_range {self.keep.low:g} {self.keep.high:g} rejected "
-            f"{len(self.scores)} prompts for their mean scores{seen}."
+            f"{len(self.scores)} prompts because of their mean scores{seen}."
         )
 
     def check(self) -> None:
@@ -76,17 +76,17 @@ class Outcome:
             left_out.append(f"{self.empty} have no sampled tokens")
         if self.alone:
             left_out.append(
-                f"{self.alone} had no other finished sample of their prompt to compare with"
+                f"{self.alone} had no other finished sample of the same prompt to compare with"
             )
         if self.truncated:
-            left_out.append(f"{self.truncated} are truncated (--algo.loss.mask_truncated)")
+            left_out.append(f"{self.truncated} were truncated (--algo.loss.mask_truncated)")
         counts = ""
         if left_out:
-            counts = f" Of {self.episodes} episodes {', '.join(left_out)}."
+            counts = f" Of {self.episodes} episodes, {', '.join(left_out)}."
         error = ""
         if self.first_error:
-            error = f" The first error:\n{self.first_error}"
+            error = f" First error:\n{self.first_error}"
         raise NothingLearned(
-            "the run ended without an optimizer step: the weights are unchanged, and no model is "
+            "the run ended without an optimizer step. The weights are unchanged, so no model is "
             f"written.{counts}{self.rejections}{error}"
         )

@@ -1,6 +1,4 @@
-"""The on-policy loop. PPO, REINFORCE++, RLOO and GRPO are choices inside `credit` and the policy
-loss.
-"""
+"""The RL training loop. PPO, REINFORCE++, RLOO and GRPO differ only in `credit` and policy loss."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +35,7 @@ from openrlhf.weights.publisher import WeightPublisher
 
 @dataclass(eq=False, repr=False)
 class PPOTrainer:
-    """The training loop."""
+    """The RL training loop."""
 
     source: Source
     maker: ExperienceMaker
@@ -49,16 +47,16 @@ class PPOTrainer:
     exporting: Exporting
     recorder: Recorder
     clock: Clock
-    hosts: Sequence[HostHandles]  # the processes of all models
+    hosts: Sequence[HostHandles]  # processes of all models
     config: RLFlags
-    step: int = field(default=0, init=False)  # the number of finished steps
-    stopped: bool = field(default=False, init=False)  # by --algo.kl.stop_run
+    step: int = field(default=0, init=False)  # number of finished steps
+    stopped: bool = field(default=False, init=False)  # True if --algo.kl.stop_run ended the run
 
     def __post_init__(self) -> None:
         self.outcome = Outcome(keep=self.source.keep)
 
     def fit(self) -> None:
-        """Train until the prompts or the patience are used up, then export."""
+        """Train until the prompts or --eval.patience are used up, then export the models."""
         self.begin()
         with self.saving_last_step():
             for trajectories in self.rollouts():  # τ ~ π_rollout
@@ -80,14 +78,14 @@ class PPOTrainer:
             self.finish()
 
     def begin(self) -> None:
-        """Publish the weights, also after a resume, and evaluate them if that is due or missing."""
+        """Publish the initial or resumed weights, and evaluate them if an evaluation is due."""
         self.recorder.display.begin(self.source.total_steps, done=self.step)
         self.weights.publish(self.step)  # π_rollout ← π_θ
         if self.evaluation.is_due_at_start(self.step, last=self.is_last_step):
             self.evaluate()
 
     def rollouts(self) -> Iterator[list[Trajectory]]:
-        """Yield the episodes of each step, until the prompts or the patience are used up."""
+        """Yield the episodes of each step until the prompts or --eval.patience are used up."""
         steps = iter(self.source)
         while not self.evaluation.best.exhausted:
             with self.clock.part("generation"):
@@ -97,7 +95,7 @@ class PPOTrainer:
             yield trajectories
 
     def annotate(self, trajectories: list[Trajectory]) -> StepBatch:
-        """Compute the columns that the update needs, and log samples.
+        """Compute the columns that the update needs, and log the samples.
 
         Raises RewardErrors if too many episodes have failed.
         """
@@ -109,10 +107,10 @@ class PPOTrainer:
         return batch
 
     def assign_credit(self, batch: StepBatch) -> tuple[Experience, list[dict[str, Metric]]]:
-        """Compute advantages and returns. Return what is trained on, and the metrics so far.
+        """Compute advantages and returns. Return the rows to train on and the metrics so far.
 
-        No samples are left if none was kept, or if all are truncated and left out
-        (--algo.loss.mask_truncated).
+        The result is empty if no sample was kept, or if all samples are truncated and therefore
+        dropped (--algo.loss.mask_truncated).
         """
         metrics = [step_metrics(self.source, batch)]
         experience = batch.experience
@@ -123,7 +121,7 @@ class PPOTrainer:
         return experience, metrics
 
     def improve(self, experience: Experience) -> dict[str, Metric]:
-        """Update critic and policy. Return the metrics of the update."""
+        """Update the critic and the policy, and return the metrics of the update."""
         with self.clock.part("ppo_train"):
             kl_coef = self.maker.kl.coef
             metrics = self.models.improve(experience, step=self.step, kl_coef=kl_coef)
@@ -131,9 +129,9 @@ class PPOTrainer:
         return metrics
 
     def publish(self) -> None:
-        """Publish the weights of the current step, unless the step trains the critic alone.
+        """Publish the weights of the current step, unless the step trained only the critic.
 
-        A process that is asked to end does not wait for samples, and publishes nothing.
+        If the process was asked to terminate, do not wait for samples and publish nothing.
         """
         with self.clock.part("broadcast"):
             if self.step < self.config.frozen_steps:
@@ -143,7 +141,7 @@ class PPOTrainer:
                     self.weights.publish(self.step + 1)
 
     def end_step(self, metrics: dict[str, Metric]) -> None:
-        """Count and log the step, adapt β, and see whether the policy has gone too far."""
+        """Count and log the step, adapt the KL coefficient, and stop if the KL is too large."""
         self.step += 1
         if "train/kl" in metrics:
             metrics["train/kl_coef"] = Last(self.maker.kl.coef)
@@ -159,11 +157,11 @@ class PPOTrainer:
                 f"per token, above --algo.kl.stop_run {limit:g}."
             )
             if not self.evaluation.best.patience:
-                note += " The policy is exported as it is now."
+                note += " The current policy is exported."
             self.recorder.display.note(note)
 
     def take_timing(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
-        """Return how long the parts of the step took, and how busy the models were."""
+        """Return the duration of each part of the step, and how busy the models were."""
         timing: dict[str, Metric] = {}
         total = 0.0
         for name, seconds in self.clock.take_all().items():
@@ -178,13 +176,13 @@ class PPOTrainer:
 
     @property
     def is_last_step(self) -> bool:
-        """Whether no step follows the current one."""
+        """True if the current step is the last one."""
         return self.source.exhausted or self.stopped
 
     def evaluate(self) -> None:
-        """Evaluate the published weights, and save a new best.
+        """Evaluate the published weights, and save a checkpoint if they are a new best.
 
-        Termination interrupts the sampling, and waits for the rest.
+        Termination interrupts only the sampling; it waits for the rest.
         """
         trajectories = self.evaluation.sample(self.step)
         if trajectories is None:
@@ -194,19 +192,19 @@ class PPOTrainer:
                 self.checkpointing.save(self.step, best=True)
 
     def save(self) -> None:
-        """Write a checkpoint. Termination waits for its end."""
+        """Write a checkpoint. Termination is delayed until it is complete."""
         with termination.whole():
             self.checkpointing.save(self.step)
 
     def finish(self) -> None:
         """Evaluate and export the result. Raises NothingLearned if no batch was trained on."""
-        # The filter may use up the prompts before the last planned step, which was to be evaluated.
+        # The filter may use up the prompts before the last planned step and its evaluation.
         if self.evaluation.is_missing(self.step):
             self.evaluate()
         if self.source.exhausted and self.step < self.source.total_steps:
             rejected = self.outcome.rejections
             self.recorder.display.note(
-                f"No prompts to train on are left after step {self.step}.{rejected}"
+                f"No prompts are left to train on after step {self.step}.{rejected}"
             )
         if not self.checkpointing.resumed:
             self.outcome.check()
@@ -221,14 +219,14 @@ class PPOTrainer:
     def saving_last_step(self) -> Iterator[None]:
         """Save the last finished step if the block is terminated or fails.
 
-        A failure is the loss of all engines, or an evaluation in which too many episodes fail. A
-        run that writes no checkpoints exports its model when such an evaluation ends the run.
+        Failures are the loss of all engines and evaluations in which too many episodes fail. If
+        checkpoints are disabled and an evaluation fails, the model is exported instead.
         """
         try:
             yield
         except (SystemExit, RolloutError, RewardErrors) as error:
             ckpt = self.config.ckpt
-            between_steps = self.step == self.source.step  # no batch was on its way here
+            between_steps = self.step == self.source.step  # no unfinished step has taken a batch
             in_evaluation = between_steps and isinstance(error, RewardErrors)
             if in_evaluation and ckpt.save_steps <= 0 and self.outcome.updates:
                 self.exporting.write_result()
@@ -256,10 +254,9 @@ def assemble(
     config: RLFlags,
     start: RunState,
 ) -> PPOTrainer:
-    """Put the parts of the loop together.
+    """Return the training loop, assembled from its parts.
 
-    `play` generates the held-out episodes, if there are any; `start` is the state before the first
-    step.
+    `play` generates the held-out episodes, or is None; `start` is the state before the first step.
     """
     clock = Clock(recorder.display.status)
     best = BestMetric(config.ckpt.best_metric_key, ending="_pass1", patience=config.eval.patience)
@@ -299,7 +296,7 @@ def assemble(
 
 
 def step_metrics(source: Source, batch: StepBatch) -> dict[str, Metric]:
-    """Return the metrics of a step's rollout, of its cost, and of dynamic filtering."""
+    """Return a step's metrics for rollout, generation cost and dynamic filtering."""
     metrics = rollout_metrics(batch.trajectories, batch.kept) | source.metrics() | batch.timing
     if source.keep:
         metrics["train/dynamic_filtering_pass_rate"] = pass_rate(batch.trajectories)

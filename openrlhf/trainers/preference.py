@@ -1,8 +1,8 @@
-"""Direct preference optimization (DPO) and its relatives.
+"""Direct preference optimization (DPO) and related losses.
 
-The policy learns to prefer the chosen answer of a pair more than the reference does. The module
-also has the parts that other tasks share: a frozen reference with its log-probabilities, and pairs
-that stay together.
+The policy learns to prefer each pair's chosen answer more strongly than the reference does. This
+module also contains what other tasks reuse: a frozen reference with its log-probabilities, and
+pairs that stay together in micro-batches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ REFERENCE = "--ref.model_name_or_path"
 
 
 class ReferencedTask(LanguageTask[Referenced, Row, Answers], Generic[Referenced, Row]):
-    """A language model that is compared with a frozen reference.
+    """A task that compares a language model with a frozen reference.
 
     Rows 2i and 2i + 1 of a micro-batch belong together.
     """
@@ -37,9 +37,9 @@ class ReferencedTask(LanguageTask[Referenced, Row, Answers], Generic[Referenced,
     rows_per_group: ClassVar = 2
 
     def frozen_paths(self) -> dict[str, str | None]:
-        """Return the reference, if the loss reads one.
+        """Return the reference's path, if the loss uses a reference.
 
-        A reference that is the trained model without its adapters is not loaded.
+        A reference that equals the trained model without its adapters is not loaded.
         """
         if not self.config.needs_reference or self.config.reference_is_policy:
             return {}
@@ -51,7 +51,7 @@ class ReferencedTask(LanguageTask[Referenced, Row, Answers], Generic[Referenced,
         return self.config.ref.offload
 
     def before(self, model: Any, micro: Answers) -> tuple[Answers, Mapping[str, float]]:
-        """Add Σ log π_ref of the answers, unless it is known or not needed."""
+        """Add Σ log π_ref of the answers, unless it is already known or not needed."""
         if micro.reference is not None or not self.config.needs_reference:
             return micro, {}
         if REFERENCE in self.frozen:
@@ -72,9 +72,9 @@ class PairTask(OfflineTask[Paired, PairRow, Micro], Generic[Paired, Micro]):
     rows_per_group: ClassVar = 2
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
-        """Return the format of prompts, or None if it is unknown.
+        """Return the prompt format, or None if it is unknown.
 
-        It is unknown if the texts contain the prompts and are not chat messages.
+        It is unknown if the texts include their prompts and are not chat messages.
         """
         data = self.config.data
         if not data.prompt_key and not data.apply_chat_template:
@@ -82,7 +82,7 @@ class PairTask(OfflineTask[Paired, PairRow, Micro], Generic[Paired, Micro]):
         return super().text_format(tokenizer, ending)
 
     def prompt_column(self, dataset: Table) -> str | None:
-        """Return the column of --data.prompt_key; None if the texts contain the prompts."""
+        """Return the column named by --data.prompt_key, or None if texts include their prompts."""
         return self.config.data.prompt_key
 
     def counts(self, micro: Micro) -> dict[str, float]:
@@ -90,14 +90,14 @@ class PairTask(OfflineTask[Paired, PairRow, Micro], Generic[Paired, Micro]):
         return {"pairs": micro.num_samples / 2}
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Return loss and accuracy."""
+        """Return the loss and the accuracy."""
         return {"eval/eval_loss": metrics["train/loss"], "eval/acc_mean": metrics["train/acc"]}
 
 
 def pair_metrics(losses: Tensor, rewards: Tensor) -> dict[str, Metric]:
-    """Return loss, accuracy and mean rewards of pairs. A tie is half right.
+    """Return the loss, the accuracy and the mean rewards of pairs. A tie counts as half correct.
 
-    Rewards 2i and 2i + 1 are those of the chosen and the rejected text of pair i.
+    Rewards 2i and 2i + 1 belong to the chosen and the rejected text of pair i.
     """
     pairs = len(losses)
     chosen = rewards[0::2]
@@ -107,7 +107,7 @@ def pair_metrics(losses: Tensor, rewards: Tensor) -> dict[str, Metric]:
     return {
         "train/loss": Mean(float(losses.detach().sum()), pairs),
         "train/acc": accuracy,
-        "train/acc_mean": accuracy,  # the same number under the name that older dashboards use
+        "train/acc_mean": accuracy,  # the same value under the name that older dashboards use
         "train/chosen_reward": Mean(float(chosen.sum()), pairs),
         "train/reject_reward": Mean(float(rejected.sum()), pairs),
     }
@@ -115,7 +115,7 @@ def pair_metrics(losses: Tensor, rewards: Tensor) -> dict[str, Metric]:
 
 @offline_task("dpo")
 class PreferenceTask(PairTask[DPOConfig, Answers], ReferencedTask[DPOConfig, PairRow]):
-    """The loss of --model.loss_type per pair, mean over the window's pairs of all ranks."""
+    """The --model.loss_type loss per pair, averaged over the window's pairs on all ranks."""
 
     root: ClassVar = DPOConfig
     objective: ClassVar = (
@@ -128,18 +128,18 @@ class PreferenceTask(PairTask[DPOConfig, Answers], ReferencedTask[DPOConfig, Pai
     )
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
-        """Return pairs of a chosen and a rejected answer to a prompt."""
+        """Return pairs of a chosen and a rejected answer to the same prompt."""
         return PreferenceDataset(dataset, tokenizer, self.config.data, needs_prompt=True)
 
     @property
     def precomputes(self) -> bool:
-        """--ref.precompute, if the loss reads a reference."""
+        """--ref.precompute, if the loss uses a reference."""
         return self.config.needs_reference and self.config.ref.precompute
 
     def collate(self, rows: Sequence[PairRow]) -> Answers:
-        """Return rows of the dataset as one ragged batch, with two samples per row.
+        """Return dataset rows as one ragged batch with two samples per row.
 
-        Sample 2i is the chosen and 2i + 1 the rejected text of pair i.
+        Samples 2i and 2i + 1 are the chosen and the rejected text of pair i.
         """
         tokens: list[list[int]] = []
         masks: list[list[bool]] = []
@@ -156,7 +156,7 @@ class PreferenceTask(PairTask[DPOConfig, Answers], ReferencedTask[DPOConfig, Pai
     def loss(
         self, model: Any, micro: Answers, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """Return this micro-batch's part of the mean over the window's pairs, and its metrics."""
+        """Return this micro-batch's contribution to the window's mean loss, and its metrics."""
         flags = self.config.model
         scores = model(micro.tokens, micro.offsets, micro.loss_mask)
         policy = micro.answer_sums(scores.logprobs)

@@ -1,4 +1,4 @@
-"""PPO-ptx: plain text that the policy learns together with its rewards."""
+"""PPO-ptx: a language-modeling loss on plain text, added to the policy loss."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -10,10 +10,10 @@ from openrlhf.trainers.update_plan import share
 
 
 class PretrainingMix:
-    """Draws `batch_size` rows of text for each optimizer step. Every epoch has its own order.
+    """Draws `batch_size` rows of text for each optimizer step. Every epoch is reshuffled.
 
-    The rows depend only on the seed and the number of the optimizer step, so a resumed run needs no
-    state.
+    The rows depend only on the seed and the optimizer step's number, so no state needs to be saved
+    for a resumed run.
     """
 
     def __init__(self, rows: SFTDataset, *, batch_size: int, seed: int) -> None:
@@ -22,7 +22,7 @@ class PretrainingMix:
         self.seed = seed
 
     def draw(self, step: int) -> list[int]:
-        """Return the row numbers of an optimizer step."""
+        """Return the numbers of the rows for an optimizer step."""
         first = step * self.batch_size
         drawn: list[int] = []
         while len(drawn) < self.batch_size:
@@ -33,9 +33,9 @@ class PretrainingMix:
         return drawn
 
     def for_ranks(self, steps: Sequence[int], ranks: int) -> list[list[TokenRows]]:
-        """Return the rows of each rank, one block per optimizer step.
+        """Return each rank's rows, as one batch per optimizer step.
 
-        A rank without rows gets one row with an empty loss mask.
+        A rank that would have no rows gets one row whose loss mask is all false.
         """
         per_rank: list[list[TokenRows]] = [[] for _ in range(ranks)]
         for step in steps:

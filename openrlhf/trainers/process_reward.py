@@ -1,4 +1,4 @@
-"""Process reward models: a language model predicts after each step whether the step is right."""
+"""Process reward models: a language model predicts whether each reasoning step is correct."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -26,9 +26,9 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
 
     Lightman et al. 2023, arXiv:2305.20050; Wang et al. 2023, arXiv:2312.08935
 
-    The loss is the mean over the window's labelled steps of all ranks. p is over the reward tokens,
-    or over the whole vocabulary if none are named. q is the label: one token, or for soft labels
-    P(right) and 1 − P(right).
+    The loss is averaged over the window's labeled steps on all ranks. p is the distribution over
+    the reward tokens, or over the whole vocabulary if none are configured. q is the label: one
+    token, or P(correct) and 1 − P(correct) for soft labels.
     """
 
     root: ClassVar = PRMConfig
@@ -38,22 +38,25 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
     soft: bool | None = None
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> StepDataset:
-        """Return texts with labelled steps.
+        """Return texts with labeled steps.
 
-        Raises DataError unless the labels of all datasets are tokens, or all are numbers.
+        Raises DataError if one dataset has tokens as labels and another has numbers.
         """
         rows = StepDataset(dataset, tokenizer, self.config)
         if self.soft not in (None, rows.soft):
             raise DataError(
-                "Labels are numbers in one of --data.dataset and --eval.dataset, and tokens in the "
-                "other. Use the same kind of labels in both."
+                "One of --data.dataset and --eval.dataset has numbers as labels, the other has "
+                "tokens. Use the same kind of labels in both."
             )
         self.reward_tokens = rows.reward_tokens
         self.soft = rows.soft
         return rows
 
     def load_model(self) -> PolicyModel:
-        """Load a language model that stores its step tokens, so that it can be used as a reward."""
+        """Load a language model, and store the step tokens in its configuration.
+
+        The exported model can then be used as a reward model.
+        """
         model = super().load_model()
         stored = {
             "placeholder_token": self.config.prm.placeholder_token,
@@ -63,11 +66,11 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
         return model
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
-        """Return None: the texts contain their prompts and steps already."""
+        """Return None, because the texts already include their prompts and steps."""
         return None
 
     def collate(self, rows: Sequence[StepRow]) -> Steps:
-        """Return rows of the dataset as one ragged batch."""
+        """Return dataset rows as one ragged batch."""
         labels: list[Tensor] = []
         for row in rows:
             column = torch.full((len(row.tokens),), torch.nan, dtype=torch.float64)
@@ -76,13 +79,13 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
         return Steps.of([row.tokens for row in rows], labels=torch.cat(labels))
 
     def counts(self, micro: Steps) -> dict[str, float]:
-        """Return the number of labelled steps, which is the denominator."""
+        """Return the number of labeled steps, which is the denominator."""
         return {"steps": float((~micro.labels.isnan()).sum())}
 
     def loss(
         self, model: Any, micro: Steps, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """Return this micro-batch's part of the mean over the window's labelled steps."""
+        """Return this micro-batch's contribution to the mean over the window's labeled steps."""
         at = ~micro.labels.isnan()
         labels = micro.labels[at]
         among = torch.tensor(self.reward_tokens, device=labels.device)
@@ -113,7 +116,7 @@ class ProcessRewardTask(LanguageTask[PRMConfig, StepRow, Steps]):
         return self.share(summed, outputs.aux_loss, seen, totals["steps"], metrics)
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Return loss and accuracy. Dashboards use their names with a space, as in OpenRLHF."""
+        """Return the loss and the accuracy, with a space in their names as in OpenRLHF."""
         return {
             "eval/eval prm_loss": metrics["train/prm_loss"],
             "eval/eval acc": metrics["train/acc"],

@@ -1,7 +1,7 @@
-"""A teacher behind a vLLM server.
+"""A teacher model served by vLLM.
 
-The server returns log-probabilities of the tokens that it is sent, and of the likeliest tokens in
-their places.
+The server returns the log-probabilities of the prompt's tokens, and of the most likely tokens at
+each position.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from openrlhf.rewards.remote_engines import RemoteEngine, in_background, remote_
 from openrlhf.rewards.servers import ServerError
 from openrlhf.trainers.stages import Add, EpisodeRows
 
-PROBED = 64  # tokens of the vocabulary, spread over it, whose texts are compared
-UNREADABLE = "\ufffd"  # part of a character
+PROBED = 64  # number of tokens, spread over the vocabulary, whose texts are compared
+UNREADABLE = "\ufffd"  # replacement character: the token is only a part of a character
 
 
 class RemoteTeacher:
-    """The teacher in a vLLM server, which has `prompt_logprobs`. The temperature is 1.
+    """A teacher on a vLLM server, scored with `prompt_logprobs` at temperature 1.
 
-    `flag` is the flag that names the teacher, with its value. `best` is the number of likeliest
-    tokens that the teacher is asked for.
+    `flag` is the flag that names the teacher, with its value. `best` is the number of most likely
+    tokens to request for each position.
     """
 
     def __init__(self, flag: str, engine: RemoteEngine, *, best: int = 0) -> None:
@@ -40,9 +40,10 @@ class RemoteTeacher:
         self.best = best
 
     def likeliest(self, rows: Sequence[list[int]]) -> list[list[list[tuple[float, int]]]]:
-        """Return the likeliest tokens in the place of every token but the first, by row.
+        """Return, for each row, the most likely tokens at every position except the first.
 
-        Each is a log-probability (nats) and an id. Raises UserError if the server does not answer.
+        Each entry is a log-probability (nats) and a token id. Raises UserError if the server does
+        not answer.
         """
         pending = [in_background(self._likeliest(tokens)) for tokens in rows]
         try:
@@ -62,11 +63,11 @@ class RemoteTeacher:
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """Return the teacher that --algo.distill.teacher names, one of the remote engines."""
+        """Return the teacher on the remote engine called `name` (--algo.distill.teacher)."""
         return cls(f"--algo.distill.teacher {name}", remote_engine(name))
 
     async def scores(self, episode: Trajectory) -> list[float]:
-        """Return the log-probability of every token of every conversation (nats)."""
+        """Return the log-probability (nats) of each token in all conversations of the episode."""
         asked = [self._logprobs(conversation.tokens) for conversation in episode.conversations]
         scores: list[float] = []
         for logprobs in await asyncio.gather(*asked):
@@ -74,7 +75,7 @@ class RemoteTeacher:
         return scores
 
     async def _logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """Return the log-probability of every token (nats), 0.0 for the first one."""
+        """Return the log-probability (nats) of each token, with 0.0 for the first one."""
         judged = await self._judged(tokens)
         logprobs = [self.engine.read(entry, "logprob", kind=float) for entry in judged]
         if not all(map(math.isfinite, logprobs)):
@@ -82,7 +83,7 @@ class RemoteTeacher:
         return [0.0, *logprobs]
 
     async def _judged(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
-        """Return what the server says of every token but the first."""
+        """Return the server's entry for each token except the first."""
         entries = await self._entries(tokens)
         judged: list[dict[str, Any]] = []
         for entry, token in zip(entries, tokens[1:], strict=True):
@@ -90,9 +91,9 @@ class RemoteTeacher:
         return judged
 
     async def _entries(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
-        """Return what the server says of every place but the first.
+        """Return the server's entries for each position except the first.
 
-        Each entry has the token that is there and the likeliest ones, by their ids.
+        Each maps the ids of the prompt's own token and of the most likely tokens to their scores.
         """
         wanted = {"prompt": list(tokens), "prompt_logprobs": self.best, "max_tokens": 1}
         answered = await self.engine.ask("/completions", wanted)
@@ -100,11 +101,11 @@ class RemoteTeacher:
         return [self.engine.read(listed, place, kind=dict) for place in range(1, len(tokens))]
 
     def check(self, tokenizer: PreTrainedTokenizerBase, *, max_len: int) -> None:
-        """Check that the teacher can score episodes of `max_len` tokens, with the policy's tokens.
+        """Check that the teacher accepts `max_len` tokens and has the policy's vocabulary.
 
-        A server returns only the texts of the tokens that it is sent, so some tokens of the
-        vocabulary are compared, not all. Raises ConfigError if the server cannot teach, DataError
-        if it has another vocabulary.
+        The server returns texts only for the tokens it receives, so the check compares a sample of
+        the vocabulary. Raises ConfigError if the server cannot be used as a teacher, and DataError
+        if its vocabulary differs.
         """
         try:
             room = in_background(self.engine.room()).result()
@@ -112,20 +113,20 @@ class RemoteTeacher:
             judged = in_background(self._judged(probe)).result()
         except ServerError as error:
             raise ConfigError(
-                f"{self.flag} cannot teach: it must be a vLLM server with the policy's vocabulary. "
-                f"{error}"
+                f"{self.flag} cannot be used as a teacher. It must be a vLLM server with the "
+                f"policy's vocabulary. {error}"
             ) from error
         if room is not None and room <= max_len:
             raise ConfigError(
-                f"{self.flag} takes {room} tokens, one of them generated, fewer than "
-                f"--data.max_len {max_len}: start the server with a larger --max-model-len."
+                f"{self.flag} accepts {room} tokens including one generated token, too few for "
+                f"--data.max_len {max_len}. Start the server with a larger --max-model-len."
             )
         for token, entry in zip(probe[1:], judged, strict=True):
             theirs = entry.get("decoded_token")
             if theirs is None:
                 warn(
-                    f"{self.flag} does not return the texts of tokens: make sure that its "
-                    "vocabulary is the policy's."
+                    f"{self.flag} does not return token texts, so its vocabulary was not checked. "
+                    "Make sure that it is the policy's vocabulary."
                 )
                 return
             ours = tokenizer.decode([token])
@@ -133,18 +134,18 @@ class RemoteTeacher:
                 continue
             if theirs not in (ours, tokenizer.convert_ids_to_tokens(token)):
                 raise DataError(
-                    f"{self.flag} has another vocabulary than the policy: token {token} is "
-                    f"{theirs!r} there and {ours!r} here. Serve a model with the policy's "
+                    f"{self.flag} has a different vocabulary from the policy's: token {token} is "
+                    f"{theirs!r} on the server and {ours!r} here. Serve a model with the policy's "
                     "tokenizer."
                 )
 
 
 @dataclass(frozen=True)
 class RemoteTeacherStage:
-    """The column of the teacher that --algo.distill.teacher names, one of the remote engines.
+    """Log-probabilities from a served teacher (--algo.distill.teacher).
 
-    An episode without an answer has failed. All answers of a batch share one deadline; a question
-    that is not answered by then is cancelled.
+    An episode fails if its request fails. All requests of a batch share one deadline; pending
+    requests are cancelled at the deadline.
     """
 
     teacher: RemoteTeacher
@@ -152,7 +153,7 @@ class RemoteTeacherStage:
     timing: str = "teacher_logprobs"
 
     def launch(self, batch: EpisodeRows) -> Add:
-        """Ask for every episode at once."""
+        """Send the requests for all episodes concurrently."""
         answers: list[Future[list[float]]] = []
         for episode in batch.episodes:
             answers.append(in_background(self.teacher.scores(episode)))
@@ -182,7 +183,7 @@ class RemoteTeacherStage:
 
 
 def probed_tokens(vocabulary: int, max_len: int) -> list[int]:
-    """Return at most `max_len` tokens, spread over a vocabulary of so many tokens."""
+    """Return at most `max_len` token ids, spread over a vocabulary of `vocabulary` tokens."""
     spread = sorted({number * (vocabulary - 1) // (PROBED - 1) for number in range(PROBED)})
     stride = math.ceil(len(spread) / max_len)
     return spread[::stride]

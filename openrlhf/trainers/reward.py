@@ -18,7 +18,7 @@ from openrlhf.observability.metrics import Deviation, Mean, Metric
 from openrlhf.trainers.preference import PairTask, pair_metrics
 from openrlhf.trainers.tasks import offline_task, trained_spec
 
-# The training rows that are measured if there is no evaluation set.
+# Number of training rows to evaluate if there is no evaluation set: a fraction, and a minimum.
 MEASURED_SHARE = 0.01
 FEWEST_MEASURED = 100
 
@@ -27,7 +27,7 @@ FEWEST_MEASURED = 100
 class RewardTask(PairTask[RMConfig, Pairs]):
     """ℓ = −log σ(r_chosen − r_rejected − margin) per pair.
 
-    The loss is the mean over the window's pairs of all ranks.
+    The loss is averaged over the window's pairs on all ranks.
     """
 
     root: ClassVar = RMConfig
@@ -40,12 +40,12 @@ class RewardTask(PairTask[RMConfig, Pairs]):
         return PreferenceDataset(dataset, tokenizer, self.config.data)
 
     def measured_rows(self, train_rows: Any) -> Subset[PairRow]:
-        """Return the first rows: mean and deviation of the rewards are always needed."""
+        """Return the first rows. The mean and deviation of their rewards are always needed."""
         number = max(FEWEST_MEASURED, int(len(train_rows) * MEASURED_SHARE))
         return Subset(train_rows, range(min(number, len(train_rows))))
 
     def check_model(self) -> None:
-        """Raise ModelError unless the folder has a complete model that a scalar head fits on."""
+        """Raise ModelError unless the folder has a complete model that a scalar head can use."""
         check_scalar_weights(
             trained_spec(self.config),
             head_prefix=self.config.ds.value_head_prefix,
@@ -63,7 +63,7 @@ class RewardTask(PairTask[RMConfig, Pairs]):
         )
 
     def collate(self, rows: Sequence[PairRow]) -> Pairs:
-        """Return rows of the dataset as one ragged batch, with two samples per row."""
+        """Return dataset rows as one ragged batch with two samples per row."""
         texts: list[list[int]] = []
         margins: list[float] = []
         for row in rows:
@@ -74,7 +74,7 @@ class RewardTask(PairTask[RMConfig, Pairs]):
     def loss(
         self, model: Any, micro: Pairs, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """Return this micro-batch's part of the mean over the window's pairs, and its metrics."""
+        """Return this micro-batch's contribution to the window's mean loss, and its metrics."""
         outputs = model(micro.tokens, micro.offsets)
         scores = last_token_scores(outputs.values, micro.offsets)
         flags = self.config.model
@@ -88,9 +88,9 @@ class RewardTask(PairTask[RMConfig, Pairs]):
         return self.share(losses.sum(), outputs.aux_loss, len(losses), totals["pairs"], metrics)
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Return loss, accuracy, and the scale of all rewards, chosen and rejected.
+        """Return the loss, the accuracy, and the scale of chosen and rejected rewards together.
 
-        The scale is the mean and the unbiased standard deviation.
+        The scale consists of the mean and the unbiased standard deviation.
         """
         rewards = metrics["rewards"]
         assert isinstance(rewards, Deviation)
@@ -101,9 +101,9 @@ class RewardTask(PairTask[RMConfig, Pairs]):
         return super().evaluation_names(metrics) | scale
 
     def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:
-        """Store mean and deviation in the model's configuration.
+        """Store the rewards' mean and standard deviation in the model's configuration.
 
-        --reward.normalize_enable of RL reads them there.
+        RL reads them with --reward.normalize_enable.
         """
         assert isinstance(model, ScalarModel)
         model.set_scale(numbers["eval/reward_mean"], numbers["eval/reward_std"])

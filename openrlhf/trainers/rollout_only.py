@@ -1,4 +1,4 @@
-"""--rollout.only: the steps of a run without training."""
+"""Runs that only generate and score samples (--rollout.only)."""
 
 import time
 
@@ -11,7 +11,10 @@ from openrlhf.trainers.sources import Source
 
 
 class RolloutOnly:
-    """Generates, rewards and measures every step. The maker has no stages but the rewards."""
+    """Generates samples, scores them and logs metrics at every step, without training.
+
+    The experience maker has only the reward stages.
+    """
 
     def __init__(self, source: Source, maker: ExperienceMaker, recorder: Recorder) -> None:
         self.source = source
@@ -42,5 +45,5 @@ class RolloutOnly:
             began = time.perf_counter()
         if not self.step:
             self.recorder.display.note(
-                f"The run has no step: no episode was kept.{outcome.rejections}"
+                f"The run ended without a step: no episode was kept.{outcome.rejections}"
             )

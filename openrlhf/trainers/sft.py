@@ -1,6 +1,6 @@
 """Supervised fine-tuning: −log π of the response tokens.
 
-The loss is one mean over all response tokens of the optimizer step.
+The loss is averaged over all response tokens of an optimizer step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,21 +21,21 @@ from openrlhf.trainers.tasks import LanguageTask, offline_task
 
 @offline_task("sft")
 class SFTTask(LanguageTask[SFTConfig, SFTRow, TokenRows]):
-    """ℓ_t = −log π(token_t), mean over the window's target tokens of all ranks."""
+    """ℓ_t = −log π(token_t), averaged over the window's target tokens on all ranks."""
 
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
-        """Return prompts and responses, conversations or plain texts, depending on the flags."""
+        """Return prompts with responses, conversations, or plain texts, depending on the flags."""
         plain = self.config.model.pretrain_mode_enable
         return SFTDataset(dataset, tokenizer, self.config.data, pretrain=plain)
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
-        """Return the format of prompts; None for plain text, which has no prompts."""
+        """Return the prompt format, or None for plain text, which has no prompts."""
         if self.config.model.pretrain_mode_enable:
             return None
         return super().text_format(tokenizer, ending)
 
     def collate(self, rows: Sequence[SFTRow]) -> TokenRows:
-        """Return rows of the dataset as one ragged batch."""
+        """Return dataset rows as one ragged batch."""
         return TokenRows.from_lists([row.tokens for row in rows], [row.loss_mask for row in rows])
 
     def counts(self, micro: TokenRows) -> dict[str, float]:
@@ -45,7 +45,7 @@ class SFTTask(LanguageTask[SFTConfig, SFTRow, TokenRows]):
     def loss(
         self, model: Any, micro: TokenRows, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """Return this micro-batch's part of the mean over the window's target tokens."""
+        """Return this micro-batch's contribution to the mean over the window's target tokens."""
         scores = model(micro.tokens, micro.offsets, micro.loss_mask)
         summed = token_nll(scores.logprobs, micro.loss_mask).sum()
         seen = float(micro.loss_mask.sum())
@@ -53,5 +53,5 @@ class SFTTask(LanguageTask[SFTConfig, SFTRow, TokenRows]):
         return self.share(summed, scores.aux_loss, seen, totals["tokens"], metrics)
 
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Return the evaluation loss. Dashboards use its name with a space, as in OpenRLHF."""
+        """Return the evaluation loss, with a space in its name as in OpenRLHF."""
         return {"eval/eval gpt_loss": metrics["train/gpt_loss"]}

@@ -1,4 +1,4 @@
-"""The source of the trajectories of each step."""
+"""Sources of trajectories: they generate the batch for each training step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -28,17 +28,16 @@ from openrlhf.rollout.generator import (
 )
 from openrlhf.trainers.filtering import DynamicFilter
 
-READ_TOGETHER = 64  # prompts
+READ_TOGETHER = 64  # number of prompts that the data loader reads at a time
 
 
 @dataclass(eq=False, repr=False)
 class Source(ABC):
-    """The loop's only view of generation: the batch of each remaining step, and how far the prompts
-    are used up.
+    """The loop's only view of generation: batches for the remaining steps, and prompt progress.
 
-    `annotated` adds the scores that the filter `keep` reads. `errors` says how many episodes may
-    fail. `consumed` counts the prompts of all epochs that are used up; checkpoints keep it.
-    `total_steps` is the number of steps of the whole run; filtering may use up the prompts earlier.
+    `annotated` adds the scores that the filter `keep` reads. `errors` limits how many episodes may
+    fail. `consumed` counts the used prompts over all epochs; it is saved in checkpoints.
+    `total_steps` is the planned number of steps; filtering may use up the prompts earlier.
     """
 
     prompts: PromptDataset
@@ -58,9 +57,9 @@ class Source(ABC):
             self.keep = DynamicFilter(*algo.dynamic_filtering_range)
         self.errors = ErrorBudget(self.config.reward)
         self.total_steps = len(self.config.step_sizes(len(self.prompts)))
-        self.step = 0  # steps handed out
-        self.consumed = 0  # prompts
-        self._drawn = 0  # prompts handed to the generator, over all epochs
+        self.step = 0  # number of steps yielded
+        self.consumed = 0  # number of prompts used
+        self._drawn = 0  # number of prompts passed to the generator, over all epochs
 
     @abstractmethod
     def __iter__(self) -> Iterator[list[Trajectory]]:
@@ -69,31 +68,31 @@ class Source(ABC):
     @property
     @abstractmethod
     def exhausted(self) -> bool:
-        """Whether no prompt is left."""
+        """True if no prompt is left."""
 
     def resume(self, *, step: int, consumed: int, folder: Path) -> None:
         """Continue after `step`, when `consumed` prompts had been used.
 
-        `folder` is the one that `save` wrote to.
+        `folder` is the folder that `save` wrote to.
         """
         self.step = step
         self.consumed = consumed
 
-    def save(self, folder: Path) -> None:  # noqa: B027 — a source may have nothing to keep
-        """Write what has been drawn and not been trained on.
+    def save(self, folder: Path) -> None:  # noqa: B027 — a source may have nothing to save
+        """Write the samples that are generated but not trained on yet.
 
-        By default nothing is written, because it is drawn again.
+        By default nothing is written, because a resumed run generates these samples again.
         """
 
     def publishing(self, version: int) -> AbstractContextManager[bool]:
         """Yield whether weights can be published in the block.
 
-        By default they can, because no sample is in progress between steps.
+        By default this is True, because no sample is in progress between steps.
         """
         return nullcontext(True)
 
-    def close(self) -> None:  # noqa: B027 — or to end
-        """End what is in progress."""
+    def close(self) -> None:  # noqa: B027 — a source may have nothing to stop
+        """Stop any generation in progress."""
 
     @property
     def epoch(self) -> int:
@@ -101,9 +100,9 @@ class Source(ABC):
         return self.consumed // len(self.prompts)
 
     def rest_of_epoch(self, drawn: int) -> Iterator[Prompt]:
-        """Yield the prompts that are left of an epoch, numbered as they are drawn.
+        """Yield the remaining prompts of an epoch, numbered in the order they are drawn.
 
-        `drawn` prompts have been drawn before, in all epochs.
+        `drawn` prompts have already been drawn, over all epochs.
         """
         loader = DataLoader(
             self.prompts,
@@ -112,12 +111,12 @@ class Source(ABC):
             collate_fn=list,
             num_workers=self.config.data.dataloader_num_workers,
         )
-        # Counts prompts handed out, not prompts that the loader has read ahead.
+        # Counts the prompts that were yielded, not those that the loader has prefetched.
         for self._drawn, prompt in enumerate(chain.from_iterable(loader), drawn + 1):
             yield replace(prompt, index=self._drawn - 1)
 
     def prompt(self, number: int) -> Prompt:
-        """Return the prompt that is drawn after `number` others."""
+        """Return the prompt that is drawn after the first `number` prompts."""
         row = next(iter(self._order(number)))
         return replace(self.prompts[row], index=number)
 
@@ -127,7 +126,7 @@ class Source(ABC):
         )
 
     async def judged(self, group: Group) -> Group:
-        """Return the group with all scores that the filter reads, marked if it is rejected."""
+        """Return the group with the scores that the filter reads, marked if it is rejected."""
         group = await self.annotated(group)
         if self.keep is None:
             return group
@@ -140,14 +139,13 @@ class Source(ABC):
 
 @dataclass(eq=False, repr=False)
 class SyncSource(Source):
-    """Generates with the weights of the last publication, when the loop asks for a step and no
-    finished step is waiting.
+    """Generates with the last published weights, when the loop needs a step and none is waiting.
 
-    `batch_size` is the number of prompts per step, without rejected prompts; the last batch of an
-    epoch may be short. `at_once` is the number of prompts that are generated together, at least one
-    step. If they make several steps, the later steps train weights newer than the weights that
-    sampled them. `last_step`: the generator gives nothing after that step. `consumed` counts the
-    prompts that steps have had. A resumed run starts there, and draws the waiting prompts again.
+    `batch_size` is the number of prompts per step, not counting rejected prompts; the last batch of
+    an epoch may be smaller. `at_once` is the number of prompts to generate responses for at a time,
+    at least one step's. If they fill several steps, the later steps train on samples from older
+    weights. `last_step`: the generator yields nothing after that step. `consumed` counts the
+    prompts of the yielded steps. A resumed run starts there and generates the waiting groups again.
     """
 
     last_step: int | None = None
@@ -159,7 +157,7 @@ class SyncSource(Source):
 
     @property
     def exhausted(self) -> bool:
-        """Whether all epochs have ended, or the generator gives nothing more."""
+        """True if all epochs have ended, or the generator has no more steps."""
         if self.last_step is not None and self.step >= self.last_step:
             return True
         return self.epoch >= self.train.num_episodes
@@ -172,15 +170,15 @@ class SyncSource(Source):
     def _steps_of_epoch(self, prompts: Iterator[Prompt]) -> Iterator[list[Trajectory]]:
         """Yield the samples of each step.
 
-        Samples of a rejected prompt belong to the step of the kept group before them.
+        Samples of a rejected prompt belong to the same step as the kept group before them.
         """
-        waiting: list[Group] = []  # the groups of later steps
+        waiting: list[Group] = []  # groups for later steps
         while not self.exhausted:
             if len(_kept(waiting)) < self.batch_size:
                 waiting += self._generate(prompts)
             if not waiting:
                 return
-            # A step ends before the first kept group that is one too many.
+            # A step ends just before the first kept group that exceeds the batch size.
             too_many = _kept(waiting)[self.batch_size :]
             end = too_many[0] if too_many else len(waiting)
             step = waiting[:end]
@@ -188,16 +186,16 @@ class SyncSource(Source):
             self.consumed = self._drawn
             if waiting:
                 self.consumed = waiting[0][0].prompt.index
-            if _kept(step):  # the rest of an epoch may teach nothing
+            if _kept(step):  # all groups may be rejected at the end of an epoch
                 self.step += 1
             yield list(chain.from_iterable(step))
 
     def _generate(self, prompts: Iterator[Prompt]) -> list[Group]:
-        """Return the groups of the next prompts, in prompt order; none if the epoch is over.
+        """Return the groups of the next prompts, in prompt order. Empty if the epoch is over.
 
-        If so many samples have failed that the errors exceed their budget in any case, the batch
-        ends early and the loop reports the errors. A batch of several steps never ends early,
-        because its cancelled prompts would be missing in the epoch.
+        A batch whose failures are bound to exceed the error budget is aborted early, and the
+        training loop reports the errors. A batch for several steps is never aborted early, because
+        its cancelled prompts would be missing from the epoch.
         """
         request = Request(spec=self.spec, step=self.step + 1, annotated=self.judged)
         may_end_early = self.keep is not None or self.at_once == self.batch_size
@@ -217,15 +215,15 @@ class SyncSource(Source):
         groups.sort(key=lambda group: group[0].prompt.index)
         if self.keep and groups and not _kept(groups) and not lost:
             warn(
-                f"The last {len(groups)} prompts of an epoch teach nothing: none has a mean score "
-                f"between {self.keep.low:g} and {self.keep.high:g} "
+                f"The last {len(groups)} prompts of an epoch were all rejected: none has a mean "
+                f"score between {self.keep.low:g} and {self.keep.high:g} "
                 "(--algo.dynamic_filtering_range)."
             )
         return groups
 
 
 def _kept(groups: Sequence[Sequence[Trajectory]]) -> list[int]:
-    """Return the places of the groups that are trained on."""
+    """Return the indices of the groups that the filter kept."""
     return [place for place, group in enumerate(groups) if not group[0].filtered]
 
 
@@ -239,10 +237,10 @@ def evaluate(
     timeout_s: float,
     finished: Callable[[Group], None] = lambda group: None,
 ) -> list[Trajectory]:
-    """Return the episodes of every evaluation prompt, with the weights after `step`.
+    """Return episodes for all evaluation prompts, generated with the weights after `step`.
 
-    As many prompts are generated at a time as training has in a step. `finished` is called with the
-    episodes of each prompt when they have finished.
+    Responses are generated for as many prompts at a time as a training step has. `finished` is
+    called with each prompt's episodes when they have finished.
     """
     every_prompt = (prompts[row] for row in range(len(prompts)))
     request = Request(spec=spec, step=step)

@@ -1,8 +1,8 @@
 """Rewards and per-token columns that models compute for finished episodes.
 
-A step's batch, the samples of one prompt (for dynamic filtering and asynchronous runs) and the
-episodes of an evaluation go through the same stages. The columns stay tensors from the worker to
-the batch.
+The same stages process a step's batch, the samples of one prompt (for dynamic filtering and
+asynchronous runs), and the episodes of an evaluation. Columns stay tensors from the worker to the
+batch.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from openrlhf.workers.frozen import RewardWorker
 
 
 class EpisodeRows:
-    """Finished episodes, and their rows with the columns that are known so far.
+    """Finished episodes, and their rows with the columns computed so far.
 
-    The rows are the conversations of the episodes, in order: those of the first episode, then those
-    of the second. By default they are made of the episodes, when a stage first reads them: rewards
-    of a function alone need no rows.
+    There is one row per conversation: the conversations of the first episode, then those of the
+    second, and so on. By default the rows are built from the episodes when a stage first reads
+    them, because rewards from a function alone do not need rows.
     """
 
     def __init__(self, episodes: Sequence[Trajectory], rows: Experience | None = None) -> None:
@@ -37,19 +37,19 @@ class EpisodeRows:
 
     @property
     def rows(self) -> Experience:
-        """The rows, with the columns that all episodes have already."""
+        """The rows, with the columns that all episodes already have."""
         if self._rows is None:
             self._rows = Experience.from_trajectories(self.episodes)
         return self._rows
 
     def with_column(self, name: str, column: Tensor) -> "EpisodeRows":
-        """Return the same episodes, with a per-token column (N,) of their rows."""
+        """Return the same episodes with a per-token column (N,) added to their rows."""
         return EpisodeRows(self.episodes, replace(self.rows, **{name: column}))
 
     def with_episodes(self, episodes: Sequence[Trajectory]) -> "EpisodeRows":
-        """Return the same rows, with the rewards that their episodes have now.
+        """Return the same rows with the current rewards of `episodes`.
 
-        Rows of an episode that has failed have NaN.
+        Rows of failed episodes get NaN.
         """
         if self._rows is None:
             return EpisodeRows(episodes)
@@ -64,7 +64,7 @@ class EpisodeRows:
         return EpisodeRows(episodes, rows)
 
     def episodes_with(self, columns: Sequence[str]) -> list[Trajectory]:
-        """Return the episodes; every conversation holds its part of the named columns."""
+        """Return the episodes, with each conversation's slice of the named columns attached."""
         parts: dict[str, Sequence[Tensor]] = {}
         for name in columns:
             parts[name] = self.rows.parts(getattr(self.rows, name))
@@ -80,23 +80,23 @@ class EpisodeRows:
         return done
 
 
-# Waits for a result, with a timeout in seconds, and returns the episodes and rows with it.
+# Waits for a result, with a timeout in seconds, and returns it together with its episodes and rows.
 Add = Callable[[EpisodeRows, float], EpisodeRows]
 
 
 class Stage(Protocol):
-    """Rewards or a column, and how models are asked to compute them."""
+    """Rewards or a column, and the way to compute them with models."""
 
     @property
     def writes(self) -> str | None:
-        """The column of `Experience`; None for rewards, which are a part of the episodes."""
+        """The column of `Experience` to write; None for rewards, which belong to the episodes."""
 
     @property
     def timing(self) -> str | None:
-        """The name of its seconds among the metrics; None if no model is asked."""
+        """The name of the stage's timing metric; None if no model is called."""
 
     def launch(self, batch: EpisodeRows) -> Add:
-        """Start the computation. Return the function that waits for the result and adds it."""
+        """Start the computation. Return a function that waits for the result and adds it."""
         ...
 
 
@@ -107,9 +107,9 @@ def annotate(
     timeout_s: float,
     finished: Callable[[str], None] = lambda timing: None,
 ) -> EpisodeRows:
-    """Run the stages side by side, and add their results. Skip columns that exist already.
+    """Run the stages in parallel and add their results. Skip columns that already exist.
 
-    `finished` is called with the name of each stage when its result has come.
+    `finished` is called with the timing name of each stage when its result arrives.
     """
     launched: list[tuple[Stage, Add]] = []
     for stage in stages:
@@ -124,9 +124,9 @@ def annotate(
 
 
 class Pending:
-    """A column, or a matrix of several, that workers are computing.
+    """A column, or a matrix of several columns, that workers are computing.
 
-    The rows are cut into data slices, and the results put back in their places.
+    The rows are split into data slices, and the results are put back in row order.
     """
 
     def __init__(
@@ -141,13 +141,13 @@ class Pending:
         self.group = group
         self.per_sample = per_sample
         lengths = batch.lengths.tolist()
-        # A slice without rows repeats the first row, because some forwards are collective. The
-        # result is the same.
+        # A slice without rows gets the first row, because some forward passes are collective. This
+        # does not change the result.
         self.parts = [rows or [0] for rows in share(lengths, range(len(lengths)), group.slices)]
         self.calls = group.launch(method, batch.split(self.parts))
 
     def collect(self, timeout_s: float) -> Tensor:
-        """Return (N,) if workers give every token a number; (B,) or (B, K) if every row."""
+        """Return a value per token (N,), or one or several values per row: (B,) or (B, K)."""
         doing = f"score the batch ({self.group.role})"
         results: Sequence[Tensor] = gather(self.calls, timeout_s=timeout_s, doing=doing)
         size = self.batch.num_samples if self.per_sample else self.batch.num_tokens
@@ -164,7 +164,7 @@ class Pending:
 class ColumnStage:
     """A per-token column that workers compute.
 
-    `reads` gives the only columns that the workers get.
+    `reads` returns the batch that is sent to the workers, with only the columns that they need.
     """
 
     writes: str
@@ -189,9 +189,9 @@ class ColumnStage:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardStage:
-    """The rewards of reward models, if there are any.
+    """The rewards from reward models, if there are any.
 
-    They are added to the reward function's, with the weights of the flags.
+    They are added to the reward function's rewards, with the weights from the flags.
     """
 
     workers: WorkerGroup | None
@@ -200,15 +200,15 @@ class RewardStage:
 
     @property
     def timing(self) -> str | None:
-        """`reward_models`, if there are any."""
+        """`reward_models`, or None if there are no reward models."""
         if self.workers is None:
             return None
         return "reward_models"
 
     def launch(self, batch: EpisodeRows) -> Add:
-        """Have every model score every episode. Models read the last conversation of an episode."""
-        whole = None  # a reward for each row, by each model
-        steps = None  # a reward for each token, by the process reward model
+        """Score each episode with each model. The models are run on the last conversation."""
+        whole = None  # a reward per row from each reward model
+        steps = None  # a reward per token from the process reward model
         if self.workers:
             rows = batch.rows
             if rows.trajectory_ids is not None:
@@ -246,7 +246,7 @@ class EarlyStages:
         return await asyncio.to_thread(self.annotate, group)
 
     def annotate(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the episodes; finished ones have their rewards and columns."""
+        """Return the episodes, with rewards and columns added to those that did not fail."""
         finished = [trajectory for trajectory in trajectories if not trajectory.failed]
         if not finished:
             return list(trajectories)

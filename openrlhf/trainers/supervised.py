@@ -1,6 +1,6 @@
-"""The offline loop: windows of rows, one optimizer step each.
+"""The offline training loop: each accumulation window of rows makes one optimizer step.
 
-A task defines rows, models, counts and loss.
+A task defines the rows, the models, the counts and the loss.
 """
 
 import math
@@ -26,17 +26,17 @@ from openrlhf.training.engine import TrainEngine
 from openrlhf.training.strategy import Strategy
 from openrlhf.workers.base import MicroBatchLimits, export_trained
 
-BUCKET_BYTES = 1 << 30  # of weights in an export
+BUCKET_BYTES = 1 << 30  # bytes of weights that an export gathers at a time
 
 T = TypeVar("T")
 
 
 class EvaluationInterrupted(Exception):
-    """A rank has been asked to end during an evaluation."""
+    """A rank was asked to terminate during an evaluation."""
 
 
 class EvaluationBatch(NamedTuple, Generic[Micro]):
-    """A micro-batch of an evaluation after the first pass, with the numbers of that pass."""
+    """A micro-batch of an evaluation after its first pass, with the numbers from that pass."""
 
     micro: Micro
     numbers: Mapping[str, float]
@@ -45,17 +45,17 @@ class EvaluationBatch(NamedTuple, Generic[Micro]):
 
 @dataclass(eq=False, repr=False)
 class SupervisedTrainer(Generic[Row, Micro]):
-    """The training of a task: train, log, evaluate, save, export. One instance per process."""
+    """Trains a task: steps, logs, evaluations, checkpoints, export. One instance per process."""
 
     task: OfflineTask[Any, Row, Micro]
     engine: TrainEngine
     _: KW_ONLY
     tokenizer: PreTrainedTokenizerBase
     train_rows: Rows
-    eval_rows: Any  # rows without a summary, or None
+    eval_rows: Any  # rows, which need no summary, or None
     checkpoints: CheckpointManager
     recorder: Recorder | None  # None except in the main process
-    start: RunState  # of this run before its first step
+    start: RunState  # state of this run before its first step
 
     def __post_init__(self) -> None:
         config = self.task.config
@@ -72,17 +72,17 @@ class SupervisedTrainer(Generic[Row, Micro]):
         )
         followed = self.ckpt.best_metric_key
         if not followed and not config.eval.patience:
-            followed = "none"  # only the patience needs a metric that no flag names
+            followed = "none"  # only --eval.patience needs a metric if no flag names one
         self.best = BestMetric(followed, ending="loss", patience=config.eval.patience)
         self.step = 0
-        self.saved = -1  # the step of the newest checkpoint
-        self.measured_at = -1  # the step of the weights whose numbers the model stores
+        self.saved = -1  # step of the newest checkpoint
+        self.measured_at = -1  # step of the evaluation whose numbers the model stores
 
     def fit(self) -> None:
-        """Train until the steps or the patience are used up, then export to --ckpt.output_dir."""
+        """Train until the steps or --eval.patience are used up, then export the model."""
         if self.recorder:
             self.recorder.display.begin(self.total_steps, done=self.step)
-        with termination.whole():  # the ranks end together, after a step or after the export
+        with termination.whole():  # all ranks terminate together, after a step or the export
             if self.evaluation_was_interrupted:
                 self.evaluate()
             for window in self.windows():
@@ -102,14 +102,14 @@ class SupervisedTrainer(Generic[Row, Micro]):
         self.note(f"model: {self.ckpt.output_dir}")
 
     def note(self, text: str) -> None:
-        """Show a line on the terminal, from the main process."""
+        """Print a line to the terminal, from the main process only."""
         if self.recorder:
             self.recorder.display.note(text)
 
     # ---- one optimizer step
 
     def windows(self) -> Iterator[list[Micro]]:
-        """Yield this rank's micro-batches of each remaining optimizer step."""
+        """Yield this rank's micro-batches for each remaining optimizer step."""
         while self.step < self.total_steps and not self.best.exhausted:
             sampler = ResumableSampler(
                 len(self.train_rows),
@@ -133,12 +133,12 @@ class SupervisedTrainer(Generic[Row, Micro]):
             sampler=order,
             collate_fn=list,
             num_workers=self.task.config.data.dataloader_num_workers,
-            # By default, an iterator draws its seed from the generator that dropout uses.
+            # Without this, the loader would draw its seed from the generator used by dropout.
             generator=torch.Generator(),
         )
 
     def update(self, window: Sequence[Micro]) -> dict[str, Metric]:
-        """Take an optimizer step. Returns the metrics of this rank's rows by logged name."""
+        """Take an optimizer step. Return the metrics of this rank's rows by logged name."""
         result = self.engine.optimize(
             window,
             counts=self.task.counts,
@@ -165,9 +165,9 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def log_step(self, metrics: Mapping[str, Metric]) -> int:
         """Log the metrics of a step, merged over the ranks. Collective.
 
-        Returns the exit status with which any rank has been asked to end, or 0.
+        Returns the exit status with which any rank was asked to terminate, or 0.
         """
-        # One collective operation for both.
+        # Use one collective for the metrics and the status.
         gathered = self.strategy.gather((metrics, termination.asked()))
         parts, statuses = zip(*gathered, strict=True)
         merged = merge_all(parts)
@@ -177,7 +177,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         return max(statuses)
 
     def _asked_to_end(self) -> int:
-        """Return the exit status with which any rank has been asked to end, or 0. Collective."""
+        """Return the exit status with which any rank was asked to terminate, or 0. Collective."""
         [status] = self.strategy.all_reduce([termination.asked()], "max")
         return int(status)
 
@@ -185,17 +185,17 @@ class SupervisedTrainer(Generic[Row, Micro]):
 
     @property
     def evaluation_is_due(self) -> bool:
-        """True if the weights of this step are to be evaluated."""
+        """True if the weights after this step must be evaluated."""
         at_interval = self.step % self.eval_steps == 0
         return self.eval_rows is not None and (at_interval or self.step == self.total_steps)
 
     @property
     def evaluation_was_interrupted(self) -> bool:
-        """True if this run resumes from a step whose evaluation is missing."""
+        """True if this run resumes from a step that was not evaluated yet."""
         return self.step > 0 and self.evaluation_is_due and self.best.evaluated_at < self.step
 
     def evaluate(self) -> None:
-        """Evaluate and log, unless the process is asked to end meanwhile. Save a new best."""
+        """Evaluate and log, and save a new best. Stop if the process is asked to terminate."""
         try:
             numbers = self.measure(interruptible=True)
         except EvaluationInterrupted:
@@ -209,7 +209,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
         """Return the task's metrics over all evaluation rows, each row counted once. Collective.
 
         As in training, a first pass over all rows comes before the losses. Raises
-        EvaluationInterrupted on all ranks if it is `interruptible` and a rank is asked to end.
+        EvaluationInterrupted on all ranks if `interruptible` and a rank is asked to terminate.
         """
         parts: list[dict[str, Metric]] = []
         with self.engine.evaluating(), torch.no_grad():
@@ -237,10 +237,10 @@ class SupervisedTrainer(Generic[Row, Micro]):
             raise EvaluationInterrupted
 
     def _evaluation_batches(self) -> Iterator[tuple[list[Any], bool]]:
-        """Yield this rank's evaluation rows in micro-batches, and whether they are counted here.
+        """Yield this rank's evaluation rows in micro-batches, and whether this rank counts them.
 
-        Every rank runs as many forwards as rank 0, which has the most rows: under ZeRO 3 a forward
-        is collective, and so is the check for an interruption.
+        Every rank runs as many forward passes as rank 0, which has the most rows. Under ZeRO 3 a
+        forward pass is collective, and so is the check for an interruption.
         """
         assert self.eval_rows is not None
         size = self.train.micro_batch_size
@@ -257,7 +257,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
                 yield [self.eval_rows[0]], False
 
     def _totals(self, batches: Sequence[EvaluationBatch[Micro]]) -> dict[str, float]:
-        """Return the sums of counts and of first-pass numbers over all ranks. Collective."""
+        """Return the counts and first-pass numbers, summed over all ranks. Collective."""
         own: list[dict[str, float]] = []
         for batch in batches:
             if batch.counted:
@@ -270,10 +270,10 @@ class SupervisedTrainer(Generic[Row, Micro]):
         return totals
 
     def store_numbers(self, *, interruptible: bool = False) -> None:
-        """Let the model store numbers of the weights to export. Collective.
+        """Evaluate the weights to export, so that the model can store the results. Collective.
 
-        A reward model stores mean and deviation of its rewards. `interruptible`: if a rank is asked
-        to end meanwhile, the model keeps the numbers of its newest evaluation.
+        A reward model stores the mean and standard deviation of its rewards. `interruptible`: if a
+        rank is asked to terminate, the model keeps the results of its newest evaluation.
         """
         stored = self.measured_at == self.step and not self.engine.average
         if self.eval_rows is None or not self.task.stores_numbers or stored:
@@ -286,8 +286,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def save(self, *, best: bool = False) -> None:
         """Write a checkpoint of the current state, or log why it failed and continue. Collective.
 
-        Raises CheckpointError if one of several ranks cannot write its part, because the other
-        ranks wait for it.
+        With several ranks, raises CheckpointError if a rank cannot write its part, because the
+        other ranks are waiting for it.
         """
         if self.ckpt.disable_ds and not self.ckpt.save_hf:
             return
@@ -321,9 +321,9 @@ class SupervisedTrainer(Generic[Row, Micro]):
             self.saved = self.step
 
     def _on_main(self, work: Callable[[], T]) -> T | None:
-        """Return the result of `work` in the main process, on all ranks. Collective.
+        """Run `work` in the main process and return its result on all ranks. Collective.
 
-        Returns None, with a note, if `work` raises CheckpointError.
+        Returns None and prints a note if `work` raises CheckpointError.
         """
         outcome: T | CheckpointError | None = None
         if self.strategy.is_main:
@@ -358,8 +358,8 @@ class SupervisedTrainer(Generic[Row, Micro]):
     def export(self, path: str, *, final: bool = True) -> None:
         """Write the model in Transformers' format, or its adapters in PEFT's. Collective.
 
-        With --train.enable_ema, the average of the weights is written. `final`: the run ends with
-        this export.
+        With --train.enable_ema, the EMA of the weights is written. `final`: this export ends the
+        run.
         """
         with self.engine.averaged():
             export_trained(
@@ -373,7 +373,7 @@ class SupervisedTrainer(Generic[Row, Micro]):
 
 
 def layout_of(strategy: Strategy) -> EngineLayout:
-    """Return the layout of the files in which this run's engine stores its state."""
+    """Return the layout of this run's checkpoint files."""
     config = strategy.config
     return EngineLayout(
         world_size=strategy.layout.world_size,

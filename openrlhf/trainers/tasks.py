@@ -1,6 +1,6 @@
 """Offline tasks by name: `openrlhf sft` trains the task "sft".
 
-The name of a plug-in's task is a verb too.
+A task that a plug-in registers becomes a command, too.
 """
 
 from abc import ABC, abstractmethod
@@ -41,74 +41,74 @@ class Rows(Protocol):
 
 
 class OfflineTask(ABC, Generic[Config, Row, Micro]):
-    """One offline stage: its flags, rows, models, loss and metrics."""
+    """An offline training task: its flags, rows, models, loss and metrics."""
 
-    name: ClassVar[str] = ""  # the verb, set by `offline_task`
-    root: ClassVar[type[SupervisedConfig]] = SFTConfig  # the flags
+    name: ClassVar[str] = ""  # the command's name, set by `offline_task`
+    root: ClassVar[type[SupervisedConfig]] = SFTConfig  # the configuration class with the flags
     padding_side: ClassVar[str] = "right"
-    rows_per_group: ClassVar[int] = 1  # neighbouring rows of a batch that share a micro-batch
-    # Flags that define the loss. A resumed run must have the same values.
+    rows_per_group: ClassVar[int] = 1  # number of consecutive rows that must share a micro-batch
+    # Flags that define the loss. A resumed run must use the same values.
     objective: ClassVar[tuple[str, ...]] = ("model.aux_loss_coef",)
     stores_numbers: ClassVar[bool] = False  # True if `evaluated` stores numbers in the model
-    # Titles in --dry_run of the samples that `collate` makes of one row; "" leaves a sample out.
+    # Titles that --dry_run shows for the samples `collate` makes from a row; "" hides a sample.
     sample_names: ClassVar[tuple[str, ...]] = ("text",)
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        # The models of `frozen_models`, which are loaded before training begins.
+        # The models from `frozen_models`, which are loaded before training begins.
         self.frozen: Mapping[str, FrozenModel] = {}
 
     @abstractmethod
     def rows(self, dataset: Table, tokenizer: PreTrainedTokenizerBase) -> Rows:
-        """Return the rows of a dataset, tokenized."""
+        """Return the tokenized rows of a dataset."""
 
     def check_model(self) -> None:
-        """Raise ModelError if the stored configuration is of the wrong kind of model.
+        """Raise ModelError if the stored configuration belongs to the wrong kind of model.
 
-        Reads no weights.
+        Does not read weights.
         """
         configuration(load_spec(self.config))
 
     @abstractmethod
     def load_model(self) -> nn.Module:
-        """Load the model to train. Its submodule `hf` is exported."""
+        """Load the model to train. Its submodule `hf` is what gets exported."""
 
     def frozen_paths(self) -> dict[str, str | None]:
-        """Return the paths of the frozen language models, by the flags that name the models.
+        """Return the paths of the frozen language models, keyed by the flags that name them.
 
-        None stands for the trained model as it is before training.
+        None means a copy of the model before training.
         """
         return {}
 
     def frozen_models(self) -> dict[str, Callable[[], nn.Module]]:
-        """Return functions that load the frozen models, by the flags that name the models."""
+        """Return functions that load the frozen models, keyed by the flags that name them."""
         return {}
 
     @property
     def precomputes(self) -> bool:
-        """True if the frozen models score all rows before training and are freed after that."""
+        """True if the frozen models score all rows before training and are then freed."""
         return False
 
     @property
     def offloads(self) -> bool:
-        """True if the frozen models are in CPU memory except during the first pass of a step."""
+        """True if the frozen models stay in CPU memory except during the first pass of a step."""
         return False
 
     @abstractmethod
     def collate(self, rows: Sequence[Row]) -> Micro:
-        """Return rows of the dataset as one ragged batch."""
+        """Return dataset rows as one ragged batch."""
 
     def of_window(self, rows: Sequence[Row], strategy: Strategy) -> Sequence[Row]:
-        """Return this rank's rows of an optimizer step or of an evaluation. Collective.
+        """Return this rank's rows of an optimizer step or an evaluation. Collective.
 
-        A task may change a row with data from the rows of other ranks.
+        A task may add data from other ranks' rows to a row.
         """
         return rows
 
     def micro_batches(self, batch: Micro, limits: MicroBatchLimits) -> list[Micro]:
-        """Split a batch. A limit on rows counts groups of `rows_per_group` rows."""
+        """Split a batch. Limits on the number of rows count groups of `rows_per_group` rows."""
         size = self.rows_per_group
-        longest = batch.lengths.view(-1, size).amax(1)  # of each group
+        longest = batch.lengths.view(-1, size).amax(1)  # length of each group's longest row
         partition: list[list[int]] = []
         for groups in limits.cut(longest):
             rows: list[int] = []
@@ -120,11 +120,11 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     def before(self, model: Any, micro: Micro) -> tuple[Micro, Mapping[str, float]]:
         """Process a micro-batch in the first pass over an optimizer step, without gradient.
 
-        The first pass sees every micro-batch of the step before the first loss. Returns the
-        micro-batch, perhaps with more columns (log-probabilities of a frozen model), and numbers.
-        The sums of these numbers over the whole window and all ranks are among the totals of
-        `loss`. Every micro-batch must run the same forwards, because forwards are collective under
-        ZeRO 3.
+        The first pass processes all micro-batches of the step before the first loss. Returns the
+        micro-batch, optionally with more columns (log-probabilities of a frozen model), and a dict
+        of numbers. These numbers are summed over the whole window and all ranks, and passed to
+        `loss` in `totals`. Every micro-batch must run the same forward passes, because forward
+        passes are collective under ZeRO 3.
         """
         return micro, {}
 
@@ -144,7 +144,7 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
     def loss(
         self, model: Any, micro: Micro, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """Return the micro-batch's part of the window's loss, and its metrics by logged name."""
+        """Return the micro-batch's contribution to the window's loss, and its metrics by name."""
 
     def share(
         self,
@@ -154,11 +154,11 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
         total: float,
         metrics: dict[str, Metric],
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """Return what `loss` returns: the summed loss ÷ `total`, and the metrics.
+        """Return the result of `loss`: the summed loss ÷ `total`, and the metrics.
 
-        Adds the load-balancing term of a mixture of experts to the loss, and the loss under one
-        name for all tasks to the metrics. `seen` is the micro-batch's part of the denominator
-        `total`.
+        For a mixture of experts, the load-balancing term is added to the loss. The metrics also get
+        the loss under a name that all tasks share. `seen` is the micro-batch's contribution to the
+        denominator `total`.
         """
         balance, balance_metrics = balancing_term(aux_loss, self.config.model.aux_loss_coef, seen)
         minimised = {"train/loss_mean": Mean(float(summed.detach()), seen)}
@@ -166,58 +166,55 @@ class OfflineTask(ABC, Generic[Config, Row, Micro]):
 
     @abstractmethod
     def evaluation_names(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Return the logged metrics of an evaluation, from the metrics of all its rows."""
+        """Return an evaluation's metrics under their logged names, from the metrics of its rows."""
 
     def text_format(self, tokenizer: PreTrainedTokenizerBase, ending: str) -> TextFormat | None:
-        """Return the format of prompts in training, which is stored with the model.
+        """Return the prompt format used in training, which is stored with the model.
 
-        Returns None if the flags do not define it.
+        Returns None if the flags do not define a format.
         """
         return TextFormat.of(self.config.data, tokenizer, ending=ending)
 
     def prompt_column(self, dataset: Table) -> str | None:
-        """Return the column of the prompts that are put into a template.
-
-        Returns None if the rows have no such column.
-        """
+        """Return the column of prompts to insert into a template, or None if there is none."""
         return getattr(self.config.data, "input_key", None)
 
     def look_at_rows(self, train_rows: Rows) -> list[Finding]:
-        """Return findings about the training rows as a whole; none by default."""
+        """Return findings about the training rows as a whole. By default there are none."""
         return []
 
     def measured_rows(self, train_rows: Rows) -> Any:
-        """Return the rows to evaluate without --eval.dataset.
+        """Return the rows to evaluate if --eval.dataset is not set.
 
-        Returns None by default: no evaluation.
+        By default this is None, which disables evaluation.
         """
         return None
 
     def evaluated(self, model: nn.Module, numbers: Mapping[str, float]) -> None:
-        """Receive the numbers of an evaluation. A task may store some of them in the model.
+        """Receive the results of an evaluation. A task may store some of them in the model.
 
-        Called in every process with the same numbers.
+        Called in every process with the same results.
         """
 
 
 class LanguageTask(OfflineTask[Config, Row, Micro]):
-    """A task that trains a language model, perhaps beside frozen ones."""
+    """A task that trains a language model, optionally with frozen ones."""
 
     model_class: ClassVar[type[PolicyModel]] = PolicyModel
 
     def check_model(self) -> None:
-        """Raise ModelError unless all models are complete language models that can be trained."""
+        """Raise ModelError unless all models are complete causal LMs that can be trained."""
         check_causal_lm(trained_spec(self.config))
         for path in set(self.frozen_paths().values()) - {None}:
             check_causal_lm(load_spec(self.config, path))
 
     def load_model(self) -> PolicyModel:
-        """Load a causal language model."""
+        """Load the causal language model to train."""
         balancing = self.config.model.aux_loss_coef > 0
         return self.model_class.load(trained_spec(self.config), balancing=balancing)
 
     def frozen_models(self) -> dict[str, Callable[[], nn.Module]]:
-        """Return functions that load the models of `frozen_paths`, by the flags that name them."""
+        """Return functions that load the models in `frozen_paths`, keyed by their flags."""
         loaders: dict[str, Callable[[], nn.Module]] = {}
         for name, path in self.frozen_paths().items():
             loaders[name] = partial(self.model_class.load, load_spec(self.config, path))
@@ -228,7 +225,7 @@ OFFLINE_TASKS: Registry[type[OfflineTask[Any, Any, Any]]] = Registry("offline ta
 
 
 def offline_task(name: str) -> Callable[[Kind], Kind]:
-    """Return a decorator that registers a task: `openrlhf <name> …` trains it."""
+    """Return a decorator that registers a task, which `openrlhf <name> …` then trains."""
 
     def decorate(task: Kind) -> Kind:
         OFFLINE_TASKS.add(name, task)
@@ -239,10 +236,10 @@ def offline_task(name: str) -> Callable[[Kind], Kind]:
 
 
 def load_spec(config: SupervisedConfig, path: str | None = None) -> LoadSpec:
-    """Return the settings for loading the model at `path`, or the one before training."""
+    """Return the settings for loading the model at `path`, or by default the initial model."""
     return LoadSpec.of(config, path or config.model.model_name_or_path)
 
 
 def trained_spec(config: SupervisedConfig) -> LoadSpec:
-    """Return the settings for loading the model to train, with adapters if the flags set them."""
+    """Return the settings for loading the model to train, including its adapters if any."""
     return load_spec(config).trained(config.model, config.ds.lora, config.train.seed)

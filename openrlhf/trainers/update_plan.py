@@ -1,7 +1,7 @@
-"""The rows that each rank trains on in each optimizer step.
+"""Assignment of rows to ranks and optimizer steps.
 
-They are decided once for all ranks, before anything is sent. The set of rows of an optimizer step
-does not depend on the number of ranks; only their assignment to ranks does.
+It is computed for all ranks before any rows are sent. The set of rows in an optimizer step does not
+depend on the number of ranks; only their assignment to ranks does.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,7 @@ from openrlhf.data.batching import balanced_partition
 
 @dataclass(frozen=True, kw_only=True)
 class RankUpdate:
-    """One rank's rows of an update. `steps` has the places in `rows` of each optimizer step, or
-    none.
-    """
+    """One rank's rows in an update. `steps` has indices into `rows` for each optimizer step."""
 
     rows: list[int]
     steps: list[list[int]]
@@ -32,12 +30,12 @@ def plan_update(
     seed: int,
     episodes: Sequence[int] | None = None,
 ) -> list[RankUpdate]:
-    """Cut rows of `lengths` tokens into optimizer steps of `batch_size` episodes, balanced over the
-    ranks.
+    """Split rows into optimizer steps of `batch_size` episodes, balanced over the ranks.
 
-    `episodes`: the number of each row's episode; by default, every row is an episode. The rows of
-    an episode are in one step. Each epoch has its own order. The remaining rows make a last,
-    smaller step, because they were generated at full cost. The plan depends only on the arguments.
+    `lengths`: number of tokens per row. `episodes`: the number of each row's episode; by default,
+    every row is its own episode. An episode's rows are in the same step. Each epoch is reshuffled.
+    The rows left over after full batches form a last, smaller step, because they were generated at
+    full cost. The plan depends only on the arguments.
     """
     generator = torch.Generator().manual_seed(seed)
     per_rank: list[list[list[int]]] = [[] for _ in range(ranks)]
@@ -52,10 +50,10 @@ def plan_update(
 
 
 def share(lengths: Sequence[int], rows: Sequence[int], ranks: int) -> list[list[int]]:
-    """Divide `rows` over the ranks so that their token counts are close.
+    """Distribute `rows` over the ranks so that the ranks' token counts are similar.
 
-    A rank may get none if there are few. Each rank's rows are in order: samples of a prompt are
-    neighbours, and a packed micro-batch computes their prompt once.
+    If there are fewer rows than ranks, some ranks get none. Each rank's rows stay in order, so that
+    samples of the same prompt are adjacent and a packed micro-batch computes their prompt once.
     """
     if len(rows) < ranks:
         alone = [[row] for row in rows]
@@ -67,7 +65,7 @@ def share(lengths: Sequence[int], rows: Sequence[int], ranks: int) -> list[list[
 
 
 def _rows_by_episode(episodes: Sequence[int]) -> list[list[int]]:
-    """Return the rows of every episode, given the episode of every row."""
+    """Return the rows of each episode, given the episode number of each row."""
     rows: dict[int, list[int]] = {}
     for row, episode in enumerate(episodes):
         rows.setdefault(episode, []).append(row)
@@ -75,10 +73,10 @@ def _rows_by_episode(episodes: Sequence[int]) -> list[list[int]]:
 
 
 def _with_local_rows(steps: list[list[int]]) -> RankUpdate:
-    """Collect the rows of a rank once, and let its steps say their places among these.
+    """Return a rank's distinct rows, and its steps as indices into them.
 
-    A rank without any row gets the first, because some forwards are collective. No step trains on
-    it.
+    A rank without rows gets the first row, because some forward passes are collective. No step
+    trains on this row.
     """
     rows = sorted(set(chain.from_iterable(steps)))
     place = {row: number for number, row in enumerate(rows)}

@@ -1,4 +1,4 @@
-"""How much of a step the models worked, and how much of it side by side."""
+"""Utilization of the models' processes during a step, and their overlap."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -9,11 +9,11 @@ from openrlhf.rollout.measures import concurrency
 
 
 def utilisation(groups: Sequence[Sequence[Span]], seconds: float) -> dict[str, Metric]:
-    """Return the metrics of a step of so many seconds.
+    """Return the utilization metrics of a step that took `seconds`.
 
-    `groups` says when the roles of each group of processes worked, one role at a time.
+    `groups` has the busy spans of each group of processes, which run one role at a time.
     """
-    busy = 0.0  # seconds, summed over the groups
+    busy = 0.0  # busy seconds, summed over the groups
     some_busy = 0.0
     several_busy = 0.0
     for number, time in concurrency(chain.from_iterable(groups)):

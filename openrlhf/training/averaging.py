@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights of a trained model, kept on the CPU."""
+"""An exponential moving average (EMA) of a trained model's weights, kept in CPU memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +19,10 @@ from openrlhf.training.strategy import Strategy
 
 
 class WeightAverage:
-    """p̄ ← β·p̄ + (1 − β)·p for every trained weight, in float32, from the current weights on.
+    """p̄ ← β·p̄ + (1 − β)·p for every trained weight, in float32, starting at the current weights.
 
-    In bfloat16 training, the float32 masters are averaged. With ZeRO 3 each rank averages its
-    shards. Otherwise rank 0 averages whole weights.
+    In bfloat16 training, the float32 master weights are averaged. With ZeRO 3 each rank averages
+    its own shards. Otherwise rank 0 averages the whole weights.
     """
 
     def __init__(self, module: nn.Module, strategy: Strategy, beta: float) -> None:
@@ -35,7 +35,7 @@ class WeightAverage:
         self.averages = self._copy_weights(torch.float32)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and weights: this rank's shards with ZeRO 3, else whole ones. Collective."""
+        """Yield names and weights: with ZeRO 3 this rank's shards, else whole ones. Collective."""
         for name, parameter in self.parameters.items():
             if not self.has_masters:
                 yield name, _model_weight(parameter)
@@ -45,7 +45,7 @@ class WeightAverage:
                 yield name, whole_master(parameter)
 
     def _copy_weights(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Return copies, on the CPU, of the weights that this rank averages. Collective."""
+        """Return CPU copies of the weights that this rank averages. Collective."""
         averages_here = self.sharded or self.strategy.is_main
         copies: dict[str, Tensor] = {}
         for name, weight in self._weights():
@@ -61,7 +61,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Replace the model's weights by the average until the block exits. Collective."""
+        """Replace the model's weights with the average until the block exits. Collective."""
         current = self._copy_weights()
         self._set_weights(self.averages)
         try:
@@ -70,7 +70,7 @@ class WeightAverage:
             self._set_weights(current)
 
     def _set_weights(self, weights: dict[str, Tensor]) -> None:
-        """Set the model's weights, and its masters if it has any, on every rank. Collective."""
+        """Set the model's weights, and its master weights if any, on every rank. Collective."""
         for name, parameter in self.parameters.items():
             model_weight = _model_weight(parameter)
             weight = torch.empty_like(model_weight, dtype=torch.float32)
@@ -86,7 +86,7 @@ class WeightAverage:
 
     @property
     def whole_weights(self) -> dict[str, Tensor]:
-        """The average by parameter name of the Transformers model.
+        """The averaged weights by their parameter name in the Transformers model.
 
         Empty with ZeRO 3, where no rank has whole weights.
         """
@@ -100,21 +100,20 @@ class WeightAverage:
             torch.save(self.averages, self._file(directory, tag))
 
     def load(self, directory: str, tag: str) -> None:
-        """Read the files of `save`.
+        """Read the files that `save` wrote. Collective.
 
-        If the checkpoint has no average, the average restarts at the weights of the checkpoint.
-        Collective.
+        If the checkpoint has no average, the average restarts at the checkpoint's weights.
         """
         file = self._file(directory, tag)
         if file.exists():
             self.averages = torch.load(file)
-        # Rank 0 decides for all ranks, because copying whole masters is collective.
+        # Rank 0 decides for all ranks, because copying whole master weights is collective.
         if self.strategy.broadcast(file.exists()):
             return
         if self.averages:
             warn(
-                f"{file.parent} has no average of the weights. The average restarts at the "
-                "weights of this checkpoint."
+                f"{file.parent} has no weight average (EMA). The average restarts at this "
+                "checkpoint's weights."
             )
         self.averages = self._copy_weights(torch.float32)
 
@@ -123,5 +122,5 @@ class WeightAverage:
 
 
 def _model_weight(parameter: nn.Parameter) -> Tensor:
-    """Return the weight that the model computes with: with ZeRO 3, this rank's shard of it."""
+    """Return the weight used in forward passes; with ZeRO 3, this rank's shard of it."""
     return getattr(parameter, "ds_tensor", parameter).data

@@ -1,4 +1,4 @@
-"""Machine-level settings of a training process: device kind, ports, environment, output."""
+"""Machine-level settings of a training process: device type, ports, environment, output."""
 
 import os
 import random
@@ -14,20 +14,21 @@ import torch
 from openrlhf.config.machine import cluster_settings
 from openrlhf.reporting import say
 
-OWN_PORTS = range(20_000, 32_768)  # neither ephemeral ports of Linux nor worker ports of Ray
+OWN_PORTS = range(20_000, 32_768)  # outside Linux's ephemeral ports and Ray's worker ports
 
 
 def device_kind() -> str:
-    """Return `cuda` if torch sees a GPU, otherwise `cpu`."""
+    """Return `cuda` if torch finds a GPU, otherwise `cpu`."""
     if torch.cuda.is_available():
         return "cuda"
     return "cpu"
 
 
 def free_port() -> int:
-    """Return a TCP port that is free now. Raises OSError if no port of `OWN_PORTS` is free.
+    """Return a free TCP port from `OWN_PORTS`. Raises OSError if none is free.
 
-    The port is bound seconds later, so it comes from a range that the kernel and Ray do not assign.
+    The caller binds the port seconds later, so it is taken from a range that the kernel and Ray do
+    not assign.
     """
     for port in random.SystemRandom().sample(OWN_PORTS, len(OWN_PORTS)):
         with socket.socket() as probe, suppress(OSError):
@@ -37,9 +38,9 @@ def free_port() -> int:
 
 
 def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
-    """Return the environment variables of a training process.
+    """Return the environment variables for a training process.
 
-    Set them before torch and DeepSpeed are imported. `threads`: OpenMP threads of the process.
+    Set them before torch and DeepSpeed are imported. `threads`: number of OpenMP threads.
     """
     environment = {
         "NCCL_DEBUG": "WARN",
@@ -47,19 +48,19 @@ def worker_environment(kind: str, *, threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "true"),
         "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore"),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "OMP_NUM_THREADS": str(threads),  # Ray's own choice is 1
+        "OMP_NUM_THREADS": str(threads),  # Ray would set it to 1
     }
     if kind != "cuda":
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # a node may have GPUs that Ray does not manage
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # hide any GPUs that Ray does not manage
         environment["DS_ACCELERATOR"] = "cpu"
-        # Idle OpenMP threads sleep: spinning threads would take the cores of the engine.
+        # Let idle OpenMP threads sleep: spinning threads would use up the engine's cores.
         environment["OMP_WAIT_POLICY"] = "passive"
     return environment
 
 
 @contextmanager
 def silenced_stderr() -> Iterator[None]:
-    """Drop standard error, including that of C code and child processes, until the block exits."""
+    """Discard standard error, also from C code and child processes, until the block exits."""
     sys.stderr.flush()
     original = os.dup(2)
     devnull = os.open(os.devnull, os.O_WRONLY)
@@ -73,7 +74,7 @@ def silenced_stderr() -> Iterator[None]:
 
 
 def redirect_output(path: str) -> None:
-    """Append standard output and error of this process, including that of C++ code, to a file."""
+    """Append this process's standard output and error, also from C++ code, to a file."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
@@ -84,12 +85,12 @@ def redirect_output(path: str) -> None:
 
 
 def note(event: str) -> None:
-    """Write a line with the time in seconds to the log of this process."""
+    """Write a line with the Unix time in seconds to this process's log."""
     say(f"{time.time():.3f} {event}")
 
 
 def complete_launcher_environment() -> None:
-    """Set the variables of a launcher if there is none: a plain process is a world of one."""
+    """Set the variables that a launcher would set. Without a launcher, the world size is 1."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(free_port())

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration dictionaries, from the flags. Pure: no process group, no device."""
+"""DeepSpeed configuration dictionaries built from the flags, without process group or device."""
 
 from typing import Any
 
@@ -6,10 +6,11 @@ from openrlhf.config.shared import DeepSpeedConfig
 
 
 def training_config(ds: DeepSpeedConfig, *, max_norm: float, ranks: int) -> dict[str, Any]:
-    """Return DeepSpeed's configuration of a model that `ranks` processes train.
+    """Return the DeepSpeed configuration for a model that is trained on `ranks` processes.
 
-    The optimizer-step window is ours. With `managed_gradient_accumulation` off, every backward
-    accumulates and every step steps, so the caller owns boundaries and denominators.
+    DeepSpeed does not manage accumulation windows: with `managed_gradient_accumulation` off, each
+    backward pass accumulates and each step is applied, so that the caller decides on window
+    boundaries and loss denominators.
     """
     zero = _zero_config(ds, training_stage(ds, ranks))
     if ds.adam_offload:
@@ -25,13 +26,13 @@ def training_config(ds: DeepSpeedConfig, *, max_norm: float, ranks: int) -> dict
 
 
 def training_stage(ds: DeepSpeedConfig, ranks: int) -> int:
-    """Return the ZeRO stage that trains a model, which may differ from --ds.zero_stage.
+    """Return the ZeRO stage to train with, which may differ from --ds.zero_stage.
 
-    Stage 1 in bfloat16 with --ds.enable_sleep runs as stage 2: DeepSpeed cannot move the state of
-    its optimizer. (Stage 0 is refused with that flag.) Stage 0 in bfloat16 runs as stage 1:
-    DeepSpeed's stage 0 cannot sum bfloat16 gradients in float32. Stage 2 of one process runs as
-    stage 1: there is no other process to share gradients with, and stage 2 copies the gradients of
-    every micro-batch once more. The stages compute the same numbers.
+    Stage 1 in bfloat16 with --ds.enable_sleep runs as stage 2, because DeepSpeed cannot move the
+    optimizer state of stage 1. (Stage 0 is rejected with that flag.) Stage 0 in bfloat16 runs as
+    stage 1, because DeepSpeed's stage 0 cannot accumulate bfloat16 gradients in float32. Stage 2 on
+    one process runs as stage 1, because there are no other ranks to shard gradients over, and stage
+    2 makes an additional copy of each micro-batch's gradients. All stages compute the same numbers.
     """
     if ds.sleeps and ds.param_dtype == "bf16":
         return max(2, ds.zero_stage)
@@ -43,7 +44,7 @@ def training_stage(ds: DeepSpeedConfig, ranks: int) -> int:
 
 
 def inference_config(ds: DeepSpeedConfig, *, offload: bool = False) -> dict[str, Any]:
-    """Return DeepSpeed's configuration of a frozen model, sharded if the flags ask for ZeRO 3."""
+    """Return the DeepSpeed configuration for a frozen model, which is sharded under ZeRO 3."""
     zero: dict[str, Any] = {"stage": 0}
     if ds.zero_stage == 3:
         zero = _zero_config(ds, 3)
@@ -54,13 +55,13 @@ def inference_config(ds: DeepSpeedConfig, *, offload: bool = False) -> dict[str,
 
 def _common_config(ds: DeepSpeedConfig) -> dict[str, Any]:
     return {
-        # Required by DeepSpeed and unused: the sizes are those of the window.
+        # DeepSpeed requires this value, but nothing uses it: windows define the batch sizes.
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 10**9,
         "log_level": "error",
         "bf16": {"enabled": ds.param_dtype == "bf16"},
         "fp16": {"enabled": ds.param_dtype == "fp16"},
-        # Gradients of bfloat16 weights are summed in float32: a window may have many micro-batches.
+        # Accumulate bfloat16 gradients in float32, because a window may have many micro-batches.
         "data_types": {"grad_accum_dtype": ds.grad_accum_dtype or "fp32"},
     }
 
@@ -73,9 +74,9 @@ def _zero_config(ds: DeepSpeedConfig, stage: int) -> dict[str, Any]:
 
 
 def with_bucket_sizes(config: dict[str, Any], hidden_size: int) -> dict[str, Any]:
-    """Return the configuration with ZeRO 3's bucket sizes for a hidden size.
+    """Return the configuration with the ZeRO 3 bucket sizes for a hidden size.
 
-    The sizes are those of Transformers' integration. Other stages keep DeepSpeed's defaults.
+    They are the sizes that Transformers uses. Other stages keep DeepSpeed's defaults.
     """
     zero = config["zero_optimization"]
     if zero["stage"] != 3:

@@ -1,8 +1,8 @@
-"""A model in training: a DeepSpeed engine whose optimizer-step window is ours.
+"""A model in training: a DeepSpeed engine with our own accumulation windows.
 
-The window owns the denominator: counts are summed over all micro-batches of the window and all
-data-parallel ranks before the first forward, so the result does not depend on how the window was
-split.
+An accumulation window is the set of micro-batches of one optimizer step. It defines the loss
+denominator: counts are summed over all of its micro-batches and all data-parallel ranks before the
+first forward pass, so that the result does not depend on how the window is split.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from openrlhf.training.random_state import random_state, restore_random_state
 from openrlhf.training.strategy import Strategy, initialize
 from openrlhf.training.universal import converted, is_sharded_for_other_ranks
 
-Totals = Mapping[str, float]  # numbers of tokens or sequences by name
+Totals = Mapping[str, float]  # counts of tokens or sequences by name
 Metrics = dict[str, Metric]
 M = TypeVar("M")  # a micro-batch
-# Data types of weights that have float32 masters, by --ds.param_dtype.
+# Data types of weights that have float32 master weights, by --ds.param_dtype.
 ROUNDED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The result of one optimizer step. A step without a finite gradient norm was skipped."""
+    """The result of an optimizer step, which is skipped if its gradient norm is not finite."""
 
     applied: bool
-    grad_norm: float  # before clipping
+    grad_norm: float  # gradient norm before clipping
     lr: float
-    # The share of the rounded weights that the step changed. None in float32, where no weight is
-    # rounded, and for a skipped step.
+    # The fraction of rounded weights that the step changed. None for skipped steps and in float32,
+    # where weights are not rounded.
     changed: float | None = None
     metrics: Metrics = field(default_factory=dict)
 
 
 class TrainEngine:
-    """A model in training: a DeepSpeed engine whose optimizer-step window is ours."""
+    """A model in training: a DeepSpeed engine with our own accumulation windows."""
 
     def __init__(
         self,
@@ -65,14 +65,15 @@ class TrainEngine:
     ) -> None:
         """Load a model with `load`, and create its optimizer and schedule.
 
-        Error messages call the model `name`.
+        `name` is what error messages call the model.
         """
         ds = strategy.config
         ranks = strategy.layout.world_size
         config = ds_config.training_config(ds, max_norm=optimizer.max_norm, ranks=ranks)
         with strategy.loading(config):
             module = load()
-            # Transformers loads in evaluation mode: without dropout and gradient checkpointing.
+            # Transformers loads models in evaluation mode, which disables dropout and gradient
+            # checkpointing.
             module.train()
         rounded_dtype = ROUNDED_DTYPES.get(ds.param_dtype)
         unrounded: dict[str, Tensor] = {}
@@ -84,23 +85,23 @@ class TrainEngine:
             optimizer=make_optimizer(module.named_parameters(), optimizer, offload=ds.adam_offload),
             lr_scheduler=lambda wrapped: make_schedule(wrapped, optimizer, total_steps),
         )
-        self.changed_share: ChangedShare | None = None  # None: no weight is rounded
+        self.changed_share: ChangedShare | None = None  # None if weights are not rounded
         if rounded_dtype:
             restore_masters(engine.module, unrounded)
             self.changed_share = ChangedShare(engine.module)
         self.engine = engine
         self.strategy = strategy
         self.name = name
-        self.sleeps = ds.sleeps  # the training state is in CPU memory between uses
-        self.sharded = ds.zero_stage == 3  # each rank has a part of every weight
-        # Some weights are frozen.
+        self.sleeps = ds.sleeps  # True if the training state is in CPU memory between uses
+        self.sharded = ds.zero_stage == 3  # True if each rank has a shard of every weight
+        # True if some weights are frozen.
         self.partial = not all(p.requires_grad for p in engine.module.parameters())
         engine.module.register_state_dict_post_hook(_drop_frozen)
-        self.average: WeightAverage | None = None  # exported instead of the weights
-        self.nonfinite_steps = 0  # skipped steps so far
-        self.nonfinite_in_a_row = 0  # skipped steps since the last applied one
+        self.average: WeightAverage | None = None  # EMA to export instead of the weights
+        self.nonfinite_steps = 0  # number of skipped steps so far
+        self.nonfinite_in_a_row = 0  # number of skipped steps since the last applied one
         self._has_two_moments = optimizer.optim == "adam"
-        # Stage 0 in float32 has no gradient norm, and no guard against non-finite gradients.
+        # Stage 0 in float32 computes no gradient norm and does not check for non-finite gradients.
         self._has_zero_optimizer = ds_config.training_stage(ds, ranks) > 0
         engine.enable_backward_allreduce = self._has_zero_optimizer
         self._sleep()
@@ -112,7 +113,7 @@ class TrainEngine:
 
     @property
     def hf(self) -> PreTrainedModel:
-        """The Transformers model inside all wrappers, with the parameters to export and publish."""
+        """The unwrapped Transformers model, whose parameters are exported and published."""
         return cast(PreTrainedModel, self.module.get_submodule("hf"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,9 +121,9 @@ class TrainEngine:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Keep optimizer state, gradients and masters on the device until the block exits.
+        """Keep optimizer state, gradients and master weights on the device until the block exits.
 
-        Forwards do not need them.
+        Forward passes do not need them.
         """
         if self.sleeps:
             devices.note(f"{self.name} awake")
@@ -133,12 +134,12 @@ class TrainEngine:
             self._sleep()
 
     def _sleep(self) -> None:
-        """Move everything that forwards do not need to CPU memory, if the engine sleeps."""
+        """Move what forward passes do not need to CPU memory, if --ds.enable_sleep is set."""
         if not self.sleeps:
             return
         states = list(OffloadStateTypeEnum)
         states.remove(OffloadStateTypeEnum.lp_params)
-        # With ZeRO 3 DeepSpeed requires its FusedAdam, but does the same for every optimizer.
+        # With ZeRO 3 DeepSpeed accepts only its FusedAdam, although the code suits any optimizer.
         optimizer_class = type(self.engine.optimizer.optimizer)
         with patch("deepspeed.ops.adam.fused_adam.FusedAdam", optimizer_class):
             self.engine.offload_states(include=states)
@@ -155,9 +156,9 @@ class TrainEngine:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Give the model the average of its weights, if there is one, until the block exits.
+        """Replace the weights with their EMA, if there is one, until the block exits. Collective.
 
-        Exports are made in this block. Collective.
+        Exports run in this block.
         """
         with ExitStack() as stack:
             if self.average:
@@ -167,7 +168,7 @@ class TrainEngine:
         self.free_gathered()
 
     def free_gathered(self) -> None:
-        """Free the whole weights that ZeRO 3 keeps between uses, including those in flight."""
+        """Free gathered weights that ZeRO 3 keeps between uses, including prefetched ones."""
         if self.sharded:
             self.engine.optimizer.empty_partition_cache()
 
@@ -183,13 +184,14 @@ class TrainEngine:
         """Take one optimizer step over a window of micro-batches. Collective.
 
         `counts(micro)` returns the denominators of a micro-batch by name (tokens, sequences).
-        `loss(micro, totals)` returns the micro-batch's share of the window's loss, already divided
-        by the totals over the window and all ranks. `before(micro)` is a first pass over the
-        window: it returns the micro-batch, perhaps with more columns, and numbers whose sums are
-        added to the totals. Raises NonFiniteError after `max_nonfinite` skipped steps in a row.
+        `loss(micro, totals)` returns the micro-batch's contribution to the window's loss, already
+        divided by the totals over the window and all ranks. `before(micro)` runs in a first pass
+        over the window: it returns the micro-batch, optionally with more columns, and numbers
+        whose sums are added to the totals. Raises NonFiniteError after `max_nonfinite` skipped
+        steps in a row.
         """
         [most] = self.strategy.all_reduce([len(window)], "max")
-        # With ZeRO 2 and 3 all ranks run the same number of backwards: a rank with fewer
+        # With ZeRO 2 and 3 all ranks must run the same number of backward passes: a rank with fewer
         # micro-batches repeats its last one with weight 0.
         rounds = int(most)
         sums: dict[str, float] = {}
@@ -199,14 +201,14 @@ class TrainEngine:
         if not any(totals.values()):
             return StepResult(applied=False, grad_norm=0.0, lr=self._lr())
         for name, total in totals.items():
-            totals[name] = total or 1.0  # a sum of no terms, divided by 1, is 0
+            totals[name] = total or 1.0  # avoid dividing by zero: the sum over no terms is 0
         totals |= sums
         shares: list[LossShare] = []
         with watched_gradients(self.module, enabled=self.nonfinite_in_a_row > 0) as broken:
             for turn in range(rounds):
                 share, metrics = loss(window[min(turn, len(window) - 1)], totals)
                 if turn < len(window):
-                    # DeepSpeed averages gradients over the ranks, and the window sums them.
+                    # DeepSpeed averages gradients over the ranks, but the window needs their sum.
                     self.engine.backward(share * self.strategy.dp_size)
                     shares.append(LossShare(share.detach(), metrics))
                 else:
@@ -216,9 +218,9 @@ class TrainEngine:
     def _first_pass(
         self, window: Sequence[M], before: Callable[[M], tuple[M, Totals]], rounds: int
     ) -> tuple[list[M], dict[str, float]]:
-        """Call `before` on the window, without gradient and dropout, `rounds` times on every rank.
+        """Call `before` on the window `rounds` times on each rank, without gradient and dropout.
 
-        Returns the new window, and the sums of the numbers over all ranks.
+        Returns the new window, and the numbers summed over all ranks.
         """
         micros: list[M] = []
         numbers: list[Totals] = []
@@ -261,8 +263,8 @@ class TrainEngine:
             self.nonfinite_in_a_row += 1
         if self.nonfinite_in_a_row >= max_nonfinite:
             raise NonFiniteError(
-                f"{self.nonfinite_in_a_row} optimizer step(s) of the {self.name} in a row had a "
-                "loss or gradient that was NaN or infinite, and were skipped. In the last step "
+                f"{self.nonfinite_in_a_row} optimizer step(s) of the {self.name} in a row were "
+                "skipped because the loss or a gradient was NaN or infinite. In the last step, "
                 f"{describe_cause(self.strategy, shares, broken)}. Lower the learning rate, check "
                 "the rewards and data of these steps, or raise --train.max_nonfinite."
             )
@@ -272,9 +274,9 @@ class TrainEngine:
         )
 
     def _apply_gradients(self) -> float:
-        """Step if the gradient norm is finite. Return the norm before clipping."""
+        """Apply the gradients if their norm is finite. Return the norm before clipping."""
         if self._has_zero_optimizer:
-            self.engine.step()  # DeepSpeed itself skips a step whose norm is not finite
+            self.engine.step()  # DeepSpeed skips the step if its norm is not finite
             if getattr(self.engine.optimizer, "overflow", False):
                 return math.inf
             norm = self.engine.get_global_grad_norm()
@@ -295,10 +297,10 @@ class TrainEngine:
         return float(self.engine.get_lr()[0])
 
     def save(self, directory: str, tag: str) -> None:
-        """Write the state of training to `directory/tag`. Collective.
+        """Write the training state to `directory/tag`. Collective.
 
-        The state is the trained weights, their average, optimizer, schedule, random state and
-        numbers of skipped steps.
+        It consists of the trained weights, their EMA, the optimizer, schedule and random states,
+        and the numbers of skipped steps.
         """
         skipped = {
             "nonfinite_steps": self.nonfinite_steps,
@@ -318,11 +320,11 @@ class TrainEngine:
         self.strategy.barrier()
 
     def load(self, directory: str, tag: str) -> None:
-        """Read the files of `save`, in a run with the same ZeRO stage, or 1 for 2 or 2 for 1.
+        """Read the files that `save` wrote. Collective.
 
-        Files of another number of ranks are converted if --ds.use_universal_ckpt allows it.
-        Learning rate, schedule and other settings of the optimizer stay those of this run's flags.
-        Collective.
+        The saved run must have used the same ZeRO stage, except that stages 1 and 2 can be
+        exchanged. Files from a different number of ranks are converted if --ds.use_universal_ckpt
+        is set. Learning rate, schedule and other optimizer settings come from this run's flags.
         """
         settings: list[dict[str, Any]] = []
         for group in self.engine.optimizer.param_groups:
@@ -345,20 +347,20 @@ class TrainEngine:
         if path is None:
             raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag} in {directory}")
         if converts:
-            # With ZeRO 3 DeepSpeed gives all parameters the same tensor as step counter.
+            # With ZeRO 3 DeepSpeed uses the same tensor as the step counter of all parameters.
             for state in self.engine.optimizer.state.values():
                 state["step"] = state["step"].clone()
         self._restore_settings(settings)
         self.nonfinite_steps = skipped.get("nonfinite_steps", 0)
         self.nonfinite_in_a_row = skipped.get("nonfinite_in_a_row", 0)
         file = self._random_state_file(directory, tag)
-        if file.exists():  # a rank that the saved run did not have has none
+        if file.exists():  # the saved run may have had fewer ranks
             restore_random_state(torch.load(file, weights_only=False))
         if self.average:
             self.average.load(directory, tag)
 
     def _restore_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Give each parameter group its settings, and the learning rate of the schedule's step."""
+        """Restore each parameter group's settings, and set the schedule's current learning rate."""
         schedule = self.engine.lr_scheduler
         groups = self.engine.optimizer.param_groups
         for group, given, factor in zip(groups, settings, schedule.lr_lambdas, strict=True):
@@ -370,14 +372,14 @@ class TrainEngine:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The estimated size of the files of `save` on all ranks.
+        """The estimated size in bytes of the files that `save` writes on all ranks.
 
-        The files have the trained weights, their masters, and the optimizer's moments.
+        The files contain the trained weights, their master weights, and the optimizer's moments.
         """
-        bytes_per_weight = 4  # one moment, at least
+        bytes_per_weight = 4  # at least one moment
         if self._has_two_moments:
             bytes_per_weight += 4
-        if not self.sharded:  # ZeRO 3 writes the masters without the weights
+        if not self.sharded:  # ZeRO 3 writes only the master weights
             bytes_per_weight += self.hf.dtype.itemsize
         if self._has_zero_optimizer or self.hf.dtype != torch.float32:
             bytes_per_weight += 4
@@ -386,7 +388,7 @@ class TrainEngine:
 
 
 def _drop_frozen(module: nn.Module, state: dict[str, Any], *_: object) -> None:
-    """Remove frozen weights from a checkpoint: DeepSpeed keeps the second names of tied ones."""
+    """Remove frozen weights from a checkpoint, in which DeepSpeed keeps aliases of tied weights."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             state.pop(name, None)

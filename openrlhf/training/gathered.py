@@ -1,7 +1,7 @@
 """Whole parameters of a model in training, gathered from the ranks bucket by bucket.
 
-Names are those of the Transformers model. The generators are collective. The tensors of a bucket
-are valid until the next bucket is requested.
+Parameters have their names in the Transformers model. The generators are collective. The tensors of
+a bucket are valid until the next bucket is requested.
 """
 
 import math
@@ -15,16 +15,17 @@ from openrlhf.weights.buckets import NamedTensor, cut_into_buckets
 
 
 def full_parameters(engine: TrainEngine, bucket_bytes: int) -> Iterator[list[NamedTensor]]:
-    """Return the parameters of the plain model: adapters are merged, tied weights come once."""
+    """Return the plain model's parameters, with adapters merged and each tied weight only once."""
     return _gathered(engine, whole_tensors(engine.hf), bucket_bytes)
 
 
 def exported_parameters(
     engine: TrainEngine, bucket_bytes: int, *, masters: bool = False
 ) -> Iterator[list[NamedTensor]]:
-    """Yield the parameters of an export: of the plain model, or of the adapters if there are any.
+    """Yield the parameters to export: the adapters if there are any, else the plain model's.
 
-    `masters`: the float32 masters instead of the rounded weights. The engine must be awake.
+    `masters`: yield the float32 master weights instead of the rounded weights. The engine must be
+    awake.
     """
     if not masters or engine.changed_share is None:
         yield from _gathered(engine, _exported_tensors(engine), bucket_bytes)
@@ -43,7 +44,7 @@ def exported_parameters(
 
 
 def exported_bytes(engine: TrainEngine) -> int:
-    """Return the size of an export. An average in float32 counts like the weights."""
+    """Return the size of an export in bytes. A float32 EMA counts in the weights' data type."""
     weights = sum(math.prod(tensor.shape) for tensor in _exported_tensors(engine))
     return weights * engine.hf.dtype.itemsize
 

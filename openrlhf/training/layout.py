@@ -1,6 +1,6 @@
-"""Layout of ranks: which rank has which part of the data, of a sequence and of a weight.
+"""Layout of ranks: which rank has which part of the data, of each sequence and of each weight.
 
-Pure: no process group, no device.
+Pure functions, without process group or device.
 """
 
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from openrlhf.config.shared import DeepSpeedConfig
 class Place(NamedTuple):
     """A rank's position on each axis."""
 
-    dp: int  # its data slice
-    sp: int  # its part of every sequence of the slice
-    tp: int  # its part of every split weight
+    dp: int  # index of its data slice
+    sp: int  # index of its part of each sequence in the slice
+    tp: int  # index of its part of each split weight
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayout:
-    """`dp` data slices, every sequence split over `sp` ranks, every split weight over `tp` ranks.
+    """The numbers of data slices (`dp`), ranks per sequence (`sp`) and ranks per weight (`tp`).
 
-    Neighboring ranks split a weight, the ranks next to them a sequence: the busiest traffic stays
-    on one node.
+    Consecutive ranks split a weight, and consecutive groups of them split a sequence, so that the
+    heaviest communication stays on one node.
 
-    Example, dp 2, sp 1, tp 2: ranks 0 and 1 work on slice 0, ranks 2 and 3 on slice 1. Ranks 0 and
-    2 have the same half of the weights, and sum their gradients.
+    Example with dp 2, sp 1, tp 2: ranks 0 and 1 work on slice 0, ranks 2 and 3 on slice 1. Ranks 0
+    and 2 have the same half of the weights and sum their gradients.
     """
 
     dp: int
@@ -35,7 +35,7 @@ class RankLayout:
 
     @classmethod
     def from_flags(cls, ds: DeepSpeedConfig, *, processes: int) -> "RankLayout":
-        """Return the layout of `processes` ranks by the flags of sequence and tensor parallelism.
+        """Return the layout of `processes` ranks for the sequence and tensor parallelism flags.
 
         Raises UserError if the number of processes is not a multiple of the ranks per data slice.
         """
@@ -50,12 +50,12 @@ class RankLayout:
 
     @property
     def ranks_per_slice(self) -> int:
-        """Number of ranks that work on the same data slice."""
+        """The number of ranks that work on the same data slice."""
         return self.sp * self.tp
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """The total number of ranks."""
         return self.dp * self.ranks_per_slice
 
     def place(self, rank: int) -> Place:
@@ -67,10 +67,10 @@ class RankLayout:
         )
 
     def slice_ranks(self) -> list[list[int]]:
-        """Return the ranks of each data slice. The first rank of a slice returns its results."""
+        """Return the ranks of each data slice. The first rank reports the results of its slice."""
         size = self.ranks_per_slice
         return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
 
     def noise_seed(self, seed: int, rank: int) -> int:
-        """Return the seed of a rank's dropout: ranks that split a weight share one."""
+        """Return a rank's dropout seed. Ranks that split a weight have the same seed."""
         return seed + rank // self.tp

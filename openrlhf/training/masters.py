@@ -1,9 +1,9 @@
-"""Float32 master weights, which the optimizer updates; a bfloat16 model has their rounded values.
+"""Float32 master weights, which the optimizer updates; a bfloat16 model holds the rounded values.
 
-DeepSpeed makes the masters from the rounded weights, so a float32 checkpoint would lose its low
-bits before the first step. `restore_masters` restores them. Each rank has the masters of a part of
-every weight: with ZeRO 3, of its shard; with ZeRO 1 and 2, of the elements in its partition of the
-optimizer's state.
+DeepSpeed initializes the masters from the rounded weights, so a float32 checkpoint would lose its
+low bits before the first step. `restore_masters` restores them. Each rank has the masters for a
+part of every weight: with ZeRO 3 for its shard, with ZeRO 1 and 2 for the elements in its partition
+of the optimizer state.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,14 @@ from openrlhf.training.quiet_deepspeed import deepspeed
 from openrlhf.training.stored import read_stored_weights
 from openrlhf.training.whole import full_shape
 
-MAX_SAMPLED_WEIGHTS = 4_000_000  # per rank: 8 MB; a share of 1 % is measured to within 0.005 %
+# Sampled weights per rank: 8 MB in bfloat16; a fraction of 1 % is measured to within 0.005 %.
+MAX_SAMPLED_WEIGHTS = 4_000_000
 
 
 def round_new_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """Round trained float32 weights to `dtype`, and return their exact values by name.
 
-    Models are loaded in `dtype`; the float32 weights are new ones: adapters and scalar heads.
+    Models are loaded in `dtype`, so the float32 weights are new adapters and scalar heads.
     """
     exact: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
@@ -37,10 +38,10 @@ def round_new_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor
 
 @torch.no_grad()
 def restore_masters(module: nn.Module, new: Mapping[str, Tensor]) -> None:
-    """Set the masters of a DeepSpeed engine's module to the values before rounding.
+    """Set the masters of a DeepSpeed engine's module to their values before rounding.
 
-    The values come from `new`, the result of `round_new_weights`, and from the model's files. A
-    weight that is not the rounded value from its files keeps its master.
+    The values come from `new`, the result of `round_new_weights`, and from the model's files. If a
+    weight differs from the rounded value in the files, its master is not changed.
     """
     trained: dict[str, nn.Parameter] = {}
     has_stored_weights = False
@@ -70,9 +71,9 @@ def restore_masters(module: nn.Module, new: Mapping[str, Tensor]) -> None:
 
 
 class ChangedShare:
-    """The share of the rounded weights that an optimizer step changed, in an evenly spaced sample.
+    """Measures the fraction of rounded weights that a step changes, in an evenly spaced sample.
 
-    If a rank has at most `MAX_SAMPLED_WEIGHTS` trained weights, all of them are counted.
+    If a rank has at most `MAX_SAMPLED_WEIGHTS` trained weights, the sample contains all of them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -84,22 +85,22 @@ class ChangedShare:
                 span = own_span(parameter)
                 total += span.stop - span.start
         stride = max(1, total // MAX_SAMPLED_WEIGHTS)
-        self._stride = stride | 1  # odd, so that the sample does not align with matrix columns
+        self._stride = stride | 1  # an odd stride does not align with matrix columns
 
     def sample(self) -> Tensor:
         """Return a copy of the sampled weights."""
         return torch.cat([own_weight(parameter)[:: self._stride] for parameter in self._parameters])
 
     def since(self, before: Tensor) -> tuple[float, float]:
-        """Return how many weights of an earlier sample have changed, and its size, on this rank."""
+        """Return how many weights changed since the sample `before`, and its size, on this rank."""
         return float((self.sample() != before).sum()), float(len(before))
 
 
 def own_span(parameter: Any) -> slice:
-    """Return the span of this rank's part in the flat weight. The part may be empty."""
+    """Return this rank's span of the flattened weight. The span may be empty."""
     if hasattr(parameter, "ds_id"):
         size = parameter.ds_tensor.numel()
-        end = parameter.ds_numel  # without the padding of the last shard
+        end = parameter.ds_numel  # excludes the padding of the last shard
         start = min(dist.get_rank(parameter.ds_process_group) * size, end)
         return slice(start, min(start + size, end))
     if parameter._hp_mapping is None:
@@ -109,12 +110,12 @@ def own_span(parameter: Any) -> slice:
 
 
 def own_part(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that has the shape of the weight, flat."""
+    """Return this rank's part, flattened, of a tensor with the weight's shape."""
     return whole.flatten()[own_span(parameter)]
 
 
 def own_weight(parameter: Any) -> Tensor:
-    """Return this rank's part of the rounded weight, flat."""
+    """Return this rank's part of the rounded weight, flattened."""
     span = own_span(parameter)
     if hasattr(parameter, "ds_id"):
         return parameter.ds_tensor.data[: span.stop - span.start]
@@ -122,7 +123,7 @@ def own_weight(parameter: Any) -> Tensor:
 
 
 def set_own_master(parameter: Any, exact: Tensor) -> None:
-    """Set the masters of this rank's part, flat. The rounded weight does not change."""
+    """Set the masters of this rank's part from a flat tensor. Do not change the rounded weight."""
     if hasattr(parameter, "ds_id"):
         padded = exact.new_zeros(parameter.ds_tensor.numel(), dtype=torch.float32)
         padded[: len(exact)] = exact
@@ -132,17 +133,17 @@ def set_own_master(parameter: Any, exact: Tensor) -> None:
 
 
 def own_shard(parameter: nn.Parameter) -> Tensor:
-    """Return the masters of this rank's ZeRO 3 shard, flat, with the padding of the last shard."""
+    """Return the masters of this rank's ZeRO 3 shard, flattened, with the last shard's padding."""
     shard: Any = deepspeed.utils.safe_get_local_fp32_param(parameter)
     return shard
 
 
 def set_own_shard(parameter: nn.Parameter, exact: Tensor) -> None:
-    """Set the masters of this rank's ZeRO 3 shard, flat, with the padding of the last shard."""
+    """Set the masters of this rank's ZeRO 3 shard from a flat tensor with the shard's padding."""
     deepspeed.utils.safe_set_local_fp32_param(parameter, exact)
 
 
 def whole_master(parameter: nn.Parameter) -> Tensor:
-    """Return the masters of a weight, in its shape, on every rank. Collective."""
+    """Return a weight's masters in the weight's shape, on every rank. Collective."""
     master: Any = deepspeed.utils.safe_get_full_fp32_param(parameter)
     return master

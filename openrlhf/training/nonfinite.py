@@ -1,4 +1,4 @@
-"""Causes of an optimizer step whose loss or gradient is NaN or infinite."""
+"""Diagnosis of optimizer steps whose loss or gradient is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class LossShare(NamedTuple):
 def watched_gradients(module: nn.Module, *, enabled: bool) -> Iterator[list[str]]:
     """Collect the names of parameters that get a non-finite gradient before the block exits.
 
-    The parameter nearest to the loss comes first. ZeRO drops the gradients before their norm is
-    known. Checking each gradient takes time, so it is `enabled` only after a skipped step.
+    The parameter closest to the loss comes first. ZeRO frees the gradients before their norm is
+    known, so hooks check each gradient. That takes time, so it is `enabled` only after a skipped
+    step.
     """
     broken: list[str] = []
 
@@ -50,9 +51,9 @@ def watched_gradients(module: nn.Module, *, enabled: bool) -> Iterator[list[str]
 
 
 def describe_cause(strategy: Strategy, shares: Sequence[LossShare], broken: Sequence[str]) -> str:
-    """Return the first non-finite loss of any rank, with its metrics, or else the gradients.
+    """Describe the first non-finite loss of any rank, or else the non-finite gradients. Collective.
 
-    `broken` are the names from `watched_gradients`. Collective.
+    `broken` are the names from `watched_gradients`.
     """
     losses: list[str] = []
     for place, share in enumerate(shares, 1):
@@ -61,17 +62,16 @@ def describe_cause(strategy: Strategy, shares: Sequence[LossShare], broken: Sequ
                 f"the loss of micro-batch {place} of {len(shares)} on rank {strategy.rank} was "
                 f"{float(share.loss)} ({_non_finite_metrics(share.metrics)})"
             )
-    names: dict[str, None] = {}  # in order, each once
+    names: dict[str, None] = {}  # an ordered set
     for rank_losses, rank_broken in strategy.gather_ranks((losses, broken)):
         if rank_losses:
             return rank_losses[0]
         names |= dict.fromkeys(rank_broken)
     if not names:
-        return "every loss was finite, but not the gradients"
+        return "all losses were finite, but some gradients were not"
     first_names = ", ".join(list(names)[:3])
     return (
-        f"every loss was finite, but not the gradient of {first_names} "
-        f"({len(names)} parameter(s) in all)"
+        f"all losses were finite, but not the gradients of {len(names)} parameter(s): {first_names}"
     )
 
 

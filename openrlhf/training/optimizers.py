@@ -13,9 +13,9 @@ from openrlhf.algorithms.registry import Registry
 from openrlhf.config.shared import OptimizerConfig
 from openrlhf.reporting import warn
 
-# Endings of the names of parameters without weight decay: biases and normalizations.
+# Suffixes of parameter names that get no weight decay: biases and normalization weights.
 NO_DECAY_SUFFIXES = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
-DECAY_SHARE = 0.1  # of the steps: the decay at the end of warmup_stable_decay
+DECAY_SHARE = 0.1  # fraction of the steps in the decay phase of warmup_stable_decay
 
 OPTIMIZERS: Registry[Callable[[list[dict[str, Any]], OptimizerConfig], Optimizer]] = Registry(
     "optimizer"
@@ -33,9 +33,9 @@ def adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimizer:
 
 
 def adamw_in_cpu_memory(groups: list[dict[str, Any]], settings: OptimizerConfig) -> Optimizer:
-    """Return AdamW for CPU cores: DeepSpeed's, or torch's if DeepSpeed's cannot be compiled.
+    """Return DeepSpeed's AdamW for CPUs, or torch's AdamW if DeepSpeed's cannot be compiled.
 
-    The first use compiles DeepSpeed's for about a minute.
+    On its first use, DeepSpeed's takes about a minute to compile.
     """
     adam = settings.adam
     try:
@@ -56,9 +56,9 @@ def make_optimizer(
     *,
     offload: bool = False,
 ) -> Optimizer:
-    """Return the optimizer of --optim over the trained parameters.
+    """Return the optimizer named by --optim for the trained parameters.
 
-    `offload`: the optimizer's state is in CPU memory, and Adam steps there. Raises ValueError for
+    `offload`: the optimizer state is in CPU memory, and Adam runs on the CPU. Raises ValueError for
     an unregistered name.
     """
     groups = parameter_groups(named_parameters, settings.adam.weight_decay)
@@ -70,9 +70,9 @@ def make_optimizer(
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Return the groups of trained parameters with and without weight decay.
+    """Return the parameter groups of trained parameters with and without weight decay.
 
-    An empty group is left out, because schedulers fail on it.
+    Empty groups are omitted, because schedulers fail on them.
     """
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
@@ -92,10 +92,10 @@ def parameter_groups(
 
 
 def make_schedule(optimizer: Any, settings: OptimizerConfig, total_steps: int) -> Any:
-    """Return Transformers' schedule over `total_steps` optimizer steps.
+    """Return the Transformers learning-rate schedule over `total_steps` optimizer steps.
 
     Three schedules use `min_lr_ratio`. The first step of a warmup has a learning rate of 0, so a
-    run with a single step has no warmup.
+    run with only one step has no warmup.
     """
     options: dict[str, float] = {}
     if settings.lr_scheduler in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):

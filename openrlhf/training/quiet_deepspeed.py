@@ -1,4 +1,4 @@
-"""DeepSpeed, imported without warnings. Other modules import DeepSpeed from this one."""
+"""DeepSpeed, imported without warnings. Other modules import DeepSpeed from here."""
 
 import os
 import warnings
@@ -6,8 +6,8 @@ import warnings
 from openrlhf.training import devices
 
 if devices.device_kind() == "cpu":
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed guesses, with a warning
-# DeepSpeed asks the linker for libraries at import. The linker's errors are harmless.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without it, DeepSpeed warns and guesses
+# DeepSpeed probes the linker for libraries at import, which prints harmless errors.
 with devices.silenced_stderr():
     import deepspeed
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
@@ -15,10 +15,10 @@ with devices.silenced_stderr():
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 deepspeed_logger.setLevel("ERROR")
-# DeepSpeed calls collectives by names that torch has deprecated, once per gradient bucket.
+# DeepSpeed calls collectives by deprecated names, which would warn once per gradient bucket.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
-# Compiling the shared-memory collectives takes 25 s on a fresh machine and gains nothing for our
+# Compiling the shared-memory collectives takes 25 s on a fresh machine and does not speed up our
 # message sizes.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # pyright: ignore[reportAttributeAccessIssue]
 

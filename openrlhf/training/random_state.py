@@ -1,4 +1,4 @@
-"""States of the random generators of a process."""
+"""States of a process's random number generators."""
 
 import random
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of all generators that a forward may use (dropout)."""
+    """Return the states of all generators that a forward pass may use (for dropout)."""
     state = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),

@@ -1,4 +1,4 @@
-"""Weights of a model in the precision of its files, read one tensor at a time."""
+"""Reading a model's weights in the precision of its files, one tensor at a time."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -17,14 +17,14 @@ LOADER = "transformers.core_model_loading"
 def read_stored_weights(hf: PreTrainedModel, receive: Callable[[str, Tensor], None]) -> None:
     """Call `receive(name, tensor)` for each weight in the files of `hf`, in their precision.
 
-    Names and shapes are those of the model in memory: Transformers' own loader renames, stacks and
-    splits the stored tensors. It fills a model on the meta device, so only the tensor passed to
-    `receive` is in memory. The files are read again; of a weight that `receive` ignores, only the
-    header is read.
+    Tensors have the names and shapes of the model in memory, because the Transformers loader
+    renames, stacks and splits the stored tensors. It fills a model on the meta device, so only the
+    tensor passed to `receive` takes up memory. The files are read again, but only the header of a
+    weight that `receive` ignores.
     """
     config: Any = copy.deepcopy(hf.config)
     if hasattr(config, "quantization_config"):
-        # The model was quantized while it was loaded; its files have plain weights.
+        # The model was quantized on loading; its files have unquantized weights.
         del config.quantization_config
     with _loading_into(receive):
         type(hf).from_pretrained(hf.name_or_path, config=config, ignore_mismatched_sizes=True)
@@ -32,10 +32,10 @@ def read_stored_weights(hf: PreTrainedModel, receive: Callable[[str, Tensor], No
 
 @contextmanager
 def _loading_into(receive: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Pass the tensors of Transformers' loader to `receive` until the block exits, silently."""
+    """Pass the tensors from the Transformers loader to `receive` until the block exits."""
 
     def read_later(pool: object, stored: Any, *_: object, **__: object) -> Callable[[], Tensor]:
-        return lambda: stored[...]  # not cast to the model's data type
+        return lambda: stored[...]  # keep the stored data type
 
     def pass_on(model: object, name: str, tensor: Tensor, found: Any, quantizer: object) -> None:
         found.missing_keys.discard(name)
@@ -43,7 +43,7 @@ def _loading_into(receive: Callable[[str, Tensor], None]) -> Iterator[None]:
 
     level = transformers_logging.get_verbosity()
     with ExitStack() as stack:
-        # The loader draws weights that are missing in the files.
+        # The loader randomly initializes weights that are missing from the files.
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.no_grad())
         stack.enter_context(patch(f"{LOADER}.spawn_materialize", read_later))

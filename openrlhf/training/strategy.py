@@ -1,4 +1,4 @@
-"""A process among its peers, with its device and collectives; and frozen models."""
+"""A rank's view of the process group, with its device and collectives; and frozen models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 
 class Strategy:
-    """A process among its peers: its device, its rank, and collectives over all ranks."""
+    """A rank's view of the process group: its device, its rank, and collectives over all ranks."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Strategy:
         seed: int,
         full_determinism: bool = False,
     ) -> None:
-        """Join the process group, or continue in the one that this process has joined before."""
+        """Join the process group, or reuse the one that this process has already joined."""
         self.config = ds
         self.layout = layout
         devices.complete_launcher_environment()
@@ -52,11 +52,11 @@ class Strategy:
                 verbose=False,
                 init_method=rendezvous.INIT_METHOD,
             )
-            if backend == "gloo":  # whose threads may abort a process that unloads its libraries
+            if backend == "gloo":  # its threads may abort the process when libraries are unloaded
                 atexit.register(dist.destroy_process_group)
         assert dist.get_world_size() == layout.world_size
         self.rank = dist.get_rank()
-        self.is_main = self.rank == 0  # the process that writes, prints and decides
+        self.is_main = self.rank == 0  # the main process writes files, prints and decides
         self.dp_rank = layout.place(self.rank).dp
         self.dp_size = layout.dp
         noise_seed = layout.noise_seed(seed, self.rank)
@@ -66,9 +66,9 @@ class Strategy:
             set_seed(noise_seed)
 
     def all_reduce(self, values: Sequence[float], op: Literal["sum", "max"] = "sum") -> list[float]:
-        """Return the sum over the data slices, or the maximum over all ranks, of each number.
+        """Return, for each number, its sum over the data slices or its maximum over all ranks.
 
-        Ranks of one slice must have the same numbers.
+        The ranks of a slice must pass the same numbers.
         """
         block = torch.tensor(values, dtype=torch.float64, device=self.device)
         if op == "max":
@@ -79,15 +79,18 @@ class Strategy:
         return block.tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of the first rank of each data slice, on every rank.
+        """Return the values from the first rank of each data slice, on every rank.
 
-        Values are pickled: keep them small.
+        Values are pickled, so keep them small.
         """
         values = self.gather_ranks(value)
         return [values[ranks[0]] for ranks in self.layout.slice_ranks()]
 
     def gather_ranks(self, value: Any) -> list[Any]:
-        """Return the value of each rank, on every rank. Values are pickled: keep them small."""
+        """Return the values from all ranks, on every rank.
+
+        Values are pickled, so keep them small.
+        """
         values: list[Any] = [None] * self.layout.world_size
         dist.all_gather_object(values, value)
         return values
@@ -104,22 +107,22 @@ class Strategy:
 
     @contextmanager
     def loading(self, config: dict[str, Any]) -> Iterator[None]:
-        """Load weights directly into shards until the block exits, if `config` has ZeRO 3."""
+        """Load weights directly into shards until the block exits, if `config` uses ZeRO 3."""
         sharding: HfDeepSpeedConfig | None = None
         if config["zero_optimization"]["stage"] == 3:
             sharding = HfDeepSpeedConfig(config)
         try:
             yield
         finally:
-            # Transformers has a weak reference to it. While it lives, every model loads sharded.
+            # Transformers keeps a weak reference to it, and shards every model while it exists.
             del sharding
 
 
 class FrozenModel:
     """A model that is not trained. With ZeRO 3 it is sharded like the trained model.
 
-    An offloaded model is on the device from its first use until `rest`. With ZeRO 3, DeepSpeed
-    itself moves one layer at a time.
+    An offloaded model is moved to the device at its first use and stays there until `rest`. With
+    ZeRO 3, DeepSpeed moves one layer at a time instead.
     """
 
     def __init__(
@@ -132,13 +135,13 @@ class FrozenModel:
             self._module = load().requires_grad_(False).eval()
         if sharded:
             self._module = initialize(config, self._module)
-            self._module.eval()  # DeepSpeed's method returns None
+            self._module.eval()  # a separate statement, because DeepSpeed's method returns None
         elif not offload:
             self._module.to(self._device)
-        self._moves = offload and not sharded  # between the device and CPU memory
+        self._moves = offload and not sharded  # True if it moves between device and CPU memory
 
     def on_device(self) -> nn.Module:
-        """Return the model, on the device."""
+        """Move the model to the device, if it is offloaded, and return it."""
         if self._moves:
             return self._module.to(self._device)
         return self._module
@@ -147,13 +150,13 @@ class FrozenModel:
         return self.on_device()(*args)
 
     def rest(self) -> None:
-        """Free the device's memory until the next use, if the model is offloaded."""
+        """Move the model to CPU memory until its next use, if it is offloaded."""
         if self._moves:
             self._module.to("cpu")
 
 
 def initialize(config: dict[str, Any], module: nn.Module, **arguments: Any) -> Any:
-    """Return a DeepSpeed engine for a model. DeepSpeed's printed memory reports are dropped."""
+    """Return a DeepSpeed engine for a model, without DeepSpeed's memory reports on the terminal."""
     model_config: Any = module.config
     sized = ds_config.with_bucket_sizes(config, model_config.get_text_config().hidden_size)
     with redirect_stdout(io.StringIO()):

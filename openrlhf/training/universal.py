@@ -1,4 +1,4 @@
-"""DeepSpeed's universal checkpoints: optimizer state by parameter, for any number of ranks."""
+"""DeepSpeed's universal checkpoints: optimizer state per parameter, for any number of ranks."""
 
 import os
 import shutil
@@ -15,9 +15,9 @@ CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 
 
 def is_sharded_for_other_ranks(checkpoint: Path, ranks: int) -> bool:
-    """Return whether the optimizer state in `checkpoint` is sharded for another number of ranks.
+    """Return whether the checkpoint's optimizer state is sharded for a different number of ranks.
 
-    ZeRO 0 does not shard it.
+    ZeRO 0 does not shard the optimizer state.
     """
     return len(list(checkpoint.glob("*_optim_states.pt"))) not in (0, ranks)
 
@@ -26,8 +26,8 @@ def is_sharded_for_other_ranks(checkpoint: Path, ranks: int) -> bool:
 def converted(strategy: Strategy, directory: str, tag: str) -> Iterator[str]:
     """Convert the checkpoint `directory/tag`, and delete the copy when the block exits. Collective.
 
-    Yields the directory of the copy. Rank 0 converts, in CPU memory. The copy needs as much disk
-    space as the checkpoint, and twice as much during the conversion.
+    Yields the copy's directory. Rank 0 converts the checkpoint in CPU memory. The copy takes as
+    much disk space as the checkpoint, and twice as much during the conversion.
     """
     copy = Path(directory, f".universal-{tag}")
     if strategy.is_main:
@@ -40,14 +40,14 @@ def converted(strategy: Strategy, directory: str, tag: str) -> Iterator[str]:
 
 
 def _convert(directory: Path, tag: str, copy: str) -> None:
-    """Write `copy/tag` in another process, which frees its memory when it ends.
+    """Write `copy/tag` in a separate process, which frees its memory when it exits.
 
     Raises UserError if the conversion fails.
     """
-    shutil.rmtree(directory / copy, ignore_errors=True)  # of a conversion that was killed
+    shutil.rmtree(directory / copy, ignore_errors=True)  # may be left by a killed conversion
     (directory / copy).mkdir()
-    # Relative paths, because the converter reads paths as glob patterns: a folder's name may have
-    # brackets.
+    # Use relative paths, because the converter treats paths as glob patterns and folder names may
+    # contain brackets.
     folders = ["--input_folder", tag, "--output_folder", f"{copy}/{tag}"]
     done = subprocess.run(
         [sys.executable, "-m", CONVERTER, "--inject_missing_state", *folders],

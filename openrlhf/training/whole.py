@@ -1,4 +1,4 @@
-"""Tensors of the plain model: adapters are merged, 4-bit weights are unpacked."""
+"""Tensors of the plain model, with adapters merged and 4-bit weights dequantized."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class WholeTensor(NamedTuple):
-    """A tensor of the plain model, and the parameters of the trained model that it is made of."""
+    """A tensor of the plain model, and the trained model's parameters that it is computed from."""
 
     name: str
     shape: tuple[int, ...]
@@ -18,15 +18,15 @@ class WholeTensor(NamedTuple):
     make: Callable[[], Tensor]  # valid while no part is sharded
 
     def nbytes(self) -> int:
-        """Return the bytes of the parts, or of the tensor itself in float32 if it is larger."""
+        """Return the size in bytes of the parts or of the float32 tensor, whichever is larger."""
         part_bytes = sum(math.prod(full_shape(p)) * p.element_size() for p in self.parts)
         return max(4 * math.prod(self.shape), part_bytes)
 
 
 def whole_tensors(model: nn.Module) -> Iterator[WholeTensor]:
-    """Yield every parameter of the plain model, by its name there. Tied weights come once."""
+    """Yield every parameter of the plain model under its name there. Yield tied weights once."""
     layers = dict(model.named_modules())
-    for name, parameter in model.named_parameters():  # with one name for each tied weight
+    for name, parameter in model.named_parameters():  # lists each tied weight once
         owner, adapted, leaf = name.rpartition(".base_layer.")
         if adapted and leaf == "weight":
             layer: Any = layers[owner]
@@ -63,7 +63,7 @@ def _single_part(name: str, parameter: Any) -> WholeTensor:
 def merged(weight: nn.Parameter, layer: Any) -> Tensor:
     """Return W + s·BA in float32, where s = α/r, or α/√r for rsLoRA.
 
-    DoRA scales the rows of the sum to its magnitudes.
+    DoRA scales the rows of the sum to the learned magnitudes.
     Hu et al. 2021, arXiv:2106.09685; Kalajdzievski 2023, arXiv:2312.03732; Liu et al. 2024,
     arXiv:2402.09353
     """
@@ -77,7 +77,7 @@ def merged(weight: nn.Parameter, layer: Any) -> Tensor:
 
 
 def dense(parameter: Any) -> Tensor:
-    """Return the values of a parameter, unpacked if they are stored in 4 bits."""
+    """Return a parameter's values, dequantized if they are stored in 4 bits."""
     if not hasattr(parameter, "quant_state"):
         return parameter.data
     from bitsandbytes.functional import dequantize_4bit  # optional: only with --ds.load_in_4bit
@@ -86,5 +86,5 @@ def dense(parameter: Any) -> Tensor:
 
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole parameter, which ZeRO 3 stores in an empty placeholder."""
+    """Return the whole parameter's shape, also if ZeRO 3 replaced it with an empty placeholder."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -75,7 +75,7 @@ def game(workspace: Path, temporary: Path) -> Path:
     return workspace / "game"
 
 
-def test_the_example_environment_trains(game: Path) -> None:
+def test_example_environment_trains(game: Path) -> None:
     assert len(numbers(game)) == 3
     assert column(game, "train/failed_episodes") == [0, 0, 0]
     assert all(1 <= guesses <= 4 for guesses in column(game, "train/guesses"))
@@ -85,14 +85,12 @@ def test_the_example_environment_trains(game: Path) -> None:
     )
 
 
-def test_a_run_leaves_nothing_in_the_folder_for_temporary_files(
-    game: Path, temporary: Path
-) -> None:
+def test_run_leaves_no_temporary_files(game: Path, temporary: Path) -> None:
     assert {path.name for path in temporary.iterdir()} <= {"ray"}
     assert [path.name for path in (temporary / "ray").glob("session_2*")] == []
 
 
-def test_the_trainer_recomputes_the_logprobs_that_were_recorded_over_several_turns(
+def test_trainer_recomputes_the_logprobs_recorded_over_several_turns(
     game: Path,
 ) -> None:
     assert max(column(game, "train/logprob_gap_max")) < 1e-3
@@ -116,7 +114,7 @@ def test_the_same_seed_gives_the_same_episodes_in_any_number_of_processes(
     assert numbers(workspace / "again") == numbers(game)
 
 
-def test_an_agent_that_knows_only_the_openai_client_trains(workspace: Path) -> None:
+def test_agent_that_uses_only_the_openai_client_trains(workspace: Path) -> None:
     """The untrained policy calls no tool; `make verify` tests that it learns to."""
     task = workspace / "sums"
     task.mkdir()
@@ -130,7 +128,7 @@ def test_an_agent_that_knows_only_the_openai_client_trains(workspace: Path) -> N
     assert column(workspace / "chat", "train/tool_calls") == [0, 0, 0]
 
 
-def test_a_judge_and_a_teacher_behind_servers_and_what_they_fail_at_is_dropped(
+def test_episodes_that_a_served_judge_or_teacher_cannot_score_are_dropped(
     workspace: Path, tmp_path: Path
 ) -> None:
     prompts = [
@@ -159,7 +157,7 @@ def test_a_judge_and_a_teacher_behind_servers_and_what_they_fail_at_is_dropped(
     )
 
 
-def test_an_agent_that_cannot_be_loaded_is_told_of_before_anything_starts(
+def test_agent_that_cannot_be_loaded_is_rejected_before_startup(
     workspace: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "agent.py"
@@ -170,7 +168,7 @@ def test_an_agent_that_cannot_be_loaded_is_told_of_before_anything_starts(
 
 
 @pytest.mark.verify
-def test_an_agent_that_opens_new_conversations_trains_with_one_reward_per_episode(
+def test_agent_that_opens_new_conversations_trains_with_one_reward_per_episode(
     own_folder: Path,
 ) -> None:
     workspace = own_folder / "summaries"

@@ -92,7 +92,9 @@ def check_every_prompt_was_trained_on_once(folder: Path, prompts: int = PROMPTS)
 
 
 @pytest.mark.usefixtures("cluster")
-def test_samples_under_way_go_on_under_new_weights_and_none_is_too_old(workspace: Path) -> None:
+def test_samples_in_progress_continue_under_new_weights_within_max_staleness(
+    workspace: Path,
+) -> None:
     folder = workspace / "partial"
     train_here(
         flags(workspace, folder, **{"train.partial_rollout_enable": True, "train.max_staleness": 4})
@@ -123,7 +125,7 @@ def test_samples_under_way_go_on_under_new_weights_and_none_is_too_old(workspace
 
 
 @pytest.mark.usefixtures("cluster")
-def test_without_partial_rollouts_every_sample_has_one_version(workspace: Path) -> None:
+def test_every_sample_has_one_weight_version_without_partial_rollouts(workspace: Path) -> None:
     folder = workspace / "whole"
     train_here(flags(workspace, folder, **{"train.async_queue_size": 1, "data.max_samples": 12}))
     assert {len(row["weight_versions"]) for row in samples(folder)} == {1}
@@ -133,7 +135,7 @@ def test_without_partial_rollouts_every_sample_has_one_version(workspace: Path) 
 
 @pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
-def test_rejected_prompts_are_replaced_while_training_goes_on(workspace: Path) -> None:
+def test_rejected_prompts_are_replaced_during_training(workspace: Path) -> None:
     folder = workspace / "filtered"
     changes = {
         "algo.dynamic_filtering_enable": True,
@@ -190,7 +192,9 @@ def test_models_score_a_prompt_side_by_side_while_other_samples_are_under_way(
 
 @pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
-def test_a_killed_run_trains_on_the_samples_that_waited(workspace: Path) -> None:
+def test_resumed_run_trains_on_samples_that_were_waiting_when_it_was_killed(
+    workspace: Path,
+) -> None:
     folder, prompts = workspace / "killed", 12
     changes = {
         "train.partial_rollout_enable": True,

@@ -88,7 +88,7 @@ def sft(workspace: Path) -> Path:
     return folder
 
 
-def test_sft_trains(sft: Path) -> None:
+def test_sft_trains_with_default_flags(sft: Path) -> None:
     all_plausible(sft)
     assert column(sft, "train/lr") == default_schedule(5e-6, 2 * (ROWS // BATCH))
     assert column(sft, "train/gpt_loss") == pytest.approx(
@@ -107,7 +107,7 @@ def reward_model(workspace: Path) -> Path:
     return folder
 
 
-def test_a_reward_model_trains(reward_model: Path) -> None:
+def test_reward_model_trains_with_default_flags(reward_model: Path) -> None:
     all_plausible(reward_model)
     assert column(reward_model, "train/lr") == default_schedule(9e-6, ROWS // BATCH)
     assert column(reward_model, "train/loss") == pytest.approx(
@@ -130,7 +130,7 @@ def ppo(workspace: Path, reward_model: Path) -> Path:
     return folder
 
 
-def test_ppo_trains_with_a_reward_model(ppo: Path) -> None:
+def test_ppo_with_a_reward_model_trains_with_default_flags(ppo: Path) -> None:
     all_plausible(ppo)
     steps = [row for row in numbers(ppo) if "train/reward" in row]
     assert [row["rollout/num_samples"] for row in steps] == [BATCH, BATCH, ROWS - 2 * BATCH]
@@ -150,7 +150,7 @@ def test_ppo_trains_with_a_reward_model(ppo: Path) -> None:
 
 
 @pytest.mark.verify
-def test_train_ppo_runs_a_launch_script_of_the_release_without_ray(
+def test_train_ppo_accepts_the_flags_of_older_launch_scripts(
     workspace: Path, reward_model: Path
 ) -> None:
     """The flags are those of its script, with shorter answers and fewer prompts."""
@@ -247,7 +247,7 @@ def test_a_method_trains_from_the_defaults_of_what_its_flags_leave_out(
 # ---- serving and evaluation
 
 
-def test_a_reward_model_is_served(reward_model: Path) -> None:
+def test_reward_model_is_served_with_default_flags(reward_model: Path) -> None:
     text = "abc=aaa"
     with reward_model_server(reward_model / "model", ds__param_dtype=None) as server:
         answer = httpx.post(server.url, json={"query": [text]}, timeout=120).json()
@@ -260,7 +260,7 @@ def test_a_reward_model_is_served(reward_model: Path) -> None:
     assert answer["rewards"] == pytest.approx([expected], abs=0.02)
 
 
-def test_a_model_is_evaluated(workspace: Path) -> None:
+def test_eval_runs_with_default_flags(workspace: Path) -> None:
     folder = workspace / "eval"
     write_rows(workspace / "few.jsonl", words(6, seed=2))
     required = {
@@ -275,7 +275,7 @@ def test_a_model_is_evaluated(workspace: Path) -> None:
     assert column(folder, "eval/eval_words_reward_mean") == pytest.approx([sum(rewards) / 24])
 
 
-def test_a_reward_function_is_tried(workspace: Path) -> None:
+def test_reward_test_runs_with_default_flags(workspace: Path) -> None:
     required = {
         "reward.remote_url": REWARDS / "letters.py",
         "data.prompt_dataset": workspace / "rows.jsonl",

@@ -85,7 +85,7 @@ def pass_k(workspace: Path) -> Finished:
     return run("main eval", answering(workspace, "pass_k", **rewards, **{"eval.temperature": 1.0}))
 
 
-def test_every_sample_of_every_prompt_is_written_down(pass_k: Finished, workspace: Path) -> None:
+def test_every_sample_of_every_prompt_is_written(pass_k: Finished, workspace: Path) -> None:
     rows = evaluated(workspace / "pass_k")
     assert [(row["prompt_index"], row["sample_index"]) for row in rows] == [
         (prompt, sample) for prompt in range(PROMPTS) for sample in range(SAMPLES)
@@ -94,7 +94,7 @@ def test_every_sample_of_every_prompt_is_written_down(pass_k: Finished, workspac
     assert "task: pass_k" in (workspace / "pass_k/config_resolved.yaml").read_text()
 
 
-def test_pass_at_k_is_that_of_the_samples_per_data_source(
+def test_pass_at_k_is_computed_from_the_samples_of_each_data_source(
     pass_k: Finished, workspace: Path
 ) -> None:
     """The function's score decides which samples pass.
@@ -123,7 +123,7 @@ def test_pass_at_k_is_that_of_the_samples_per_data_source(
     assert metrics["eval/eval_failed_episodes"] == 0
 
 
-def test_a_table_has_a_row_per_data_source_and_one_of_everything(pass_k: Finished) -> None:
+def test_table_has_a_row_per_data_source_and_a_total(pass_k: Finished) -> None:
     table = [line.split() for line in pass_k.printed.splitlines()]
     assert [
         "data",
@@ -165,7 +165,7 @@ def evaluate(line: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_the_accuracy_of_a_reward_model_is_that_of_plain_transformers(workspace: Path) -> None:
+def test_reward_model_accuracy_matches_plain_transformers(workspace: Path) -> None:
     evaluate(
         flags(
             workspace,
@@ -198,7 +198,7 @@ def test_the_accuracy_of_a_reward_model_is_that_of_plain_transformers(workspace:
 
 @pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
-def test_a_judge_says_how_often_a_model_wins_against_another(workspace: Path) -> None:
+def test_judge_computes_the_win_rate_against_another_model(workspace: Path) -> None:
     """The judge prefers digits; without a difference it always answers B, which makes a tie."""
     against = {
         "task": "win_rate",
@@ -225,7 +225,7 @@ def test_a_judge_says_how_often_a_model_wins_against_another(workspace: Path) ->
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_judge_that_mostly_fails_ends_the_command_after_all_is_written_down(
+def test_command_fails_after_writing_all_rows_if_the_judge_mostly_fails(
     workspace: Path,
 ) -> None:
     """The other model's answers come from a column."""

@@ -66,13 +66,13 @@ def test_two_processes_learn_the_task_and_balance_the_experts(workspace: Path, k
     assert exported.config.model_type == kind.replace("-", "_")
 
 
-def test_without_a_coefficient_nothing_is_balanced_or_logged(workspace: Path) -> None:
+def test_without_a_coefficient_no_balancing_loss_is_added_or_logged(workspace: Path) -> None:
     folder = workspace / "plain"
     run("train_sft", flags(workspace, folder, "mixtral", **{"train.max_epochs": 1}))
     assert column(folder, "train/aux_loss") == []
 
 
-def test_a_model_without_experts_is_one_message_that_names_flag_and_model(workspace: Path) -> None:
+def test_error_for_a_model_without_experts_names_flag_and_model(workspace: Path) -> None:
     done = run(
         "train_sft",
         flags(workspace, workspace / "refused", "dense", **{"model.aux_loss_coef": 0.1}),

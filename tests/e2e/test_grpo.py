@@ -127,7 +127,7 @@ def whole(workspace: Path) -> Path:
 # ---- one run
 
 
-def test_every_step_is_logged_and_evaluations_follow_theirs(whole: Path) -> None:
+def test_every_step_is_logged_and_followed_by_its_evaluation(whole: Path) -> None:
     lines = [(row["step"], "eval/eval_num_samples" in row) for row in numbers(whole)]
     steps = [(step, False) for step in range(1, STEPS + 1)]
     assert lines == [
@@ -141,7 +141,7 @@ def test_every_step_is_logged_and_evaluations_follow_theirs(whole: Path) -> None
     ]
 
 
-def test_every_number_is_finite_and_has_a_definition(whole: Path) -> None:
+def test_every_metric_is_finite_and_documented(whole: Path) -> None:
     for row in numbers(whole):
         for name, value in row.items():
             assert value is not None and math.isfinite(value), (name, row["step"])
@@ -149,7 +149,7 @@ def test_every_number_is_finite_and_has_a_definition(whole: Path) -> None:
             assert known or name in GLOSSARY, name
 
 
-def test_engine_and_trainer_agree_about_the_sampled_tokens_in_every_step(whole: Path) -> None:
+def test_engine_and_trainer_logprobs_agree_in_every_step(whole: Path) -> None:
     """The gap is in nats per token.
 
     It stays small after each publication: step k + 1 samples with the weights that step k
@@ -160,7 +160,7 @@ def test_engine_and_trainer_agree_about_the_sampled_tokens_in_every_step(whole: 
     assert max(column(whole, "train/logprob_gap_max")) < 1e-4
 
 
-def test_passes_that_nothing_needs_are_not_run_and_those_that_are_run_are_timed(
+def test_unneeded_forward_passes_are_skipped_and_the_rest_are_timed(
     whole: Path,
 ) -> None:
     """Training is strictly on-policy with the KL in the loss.
@@ -173,7 +173,7 @@ def test_passes_that_nothing_needs_are_not_run_and_those_that_are_run_are_timed(
         assert not {"timing/old_logprobs", "timing/teacher_logprobs", "timing/values"} & set(row)
 
 
-def test_the_policy_moves_and_the_kl_with_it(whole: Path) -> None:
+def test_policy_and_kl_change_during_training(whole: Path) -> None:
     kl = column(whole, "train/kl")
     assert kl[0] == pytest.approx(0.0, abs=1e-9)
     assert kl[-1] > 1e-3
@@ -184,7 +184,7 @@ def test_the_policy_moves_and_the_kl_with_it(whole: Path) -> None:
     assert max(float((end[name] - start[name]).abs().max()) for name in end) > 0.02
 
 
-def test_every_sample_is_written_down_with_what_its_reward_was_computed_from(whole: Path) -> None:
+def test_samples_file_has_every_sample_with_the_inputs_of_its_reward(whole: Path) -> None:
     rows = samples(whole)
     assert len(rows) == PROMPTS * SAMPLES
     expected = {row["input"] for row in words(PROMPTS, seed=1)}
@@ -198,7 +198,7 @@ def test_every_sample_is_written_down_with_what_its_reward_was_computed_from(who
         assert row["stop_reason"] == ("stop" if row["response"].endswith("<eos>") else "length")
 
 
-def test_the_numbers_of_a_step_are_those_of_its_samples(whole: Path) -> None:
+def test_step_metrics_match_the_samples_of_the_step(whole: Path) -> None:
     rows = samples(whole)
     for step, reward in enumerate(column(whole, "train/reward"), 1):
         mine = [row for row in rows if row["step"] == step]
@@ -207,7 +207,7 @@ def test_the_numbers_of_a_step_are_those_of_its_samples(whole: Path) -> None:
     assert sum(column(whole, "train/digits")) / STEPS == pytest.approx(sum(digits) / len(digits))
 
 
-def test_the_run_leaves_report_export_checkpoints_and_logs(whole: Path) -> None:
+def test_run_writes_report_export_checkpoints_and_logs(whole: Path) -> None:
     assert (whole / "report.html").stat().st_size > 10_000
     assert AutoTokenizer.from_pretrained(whole / "model")("1+2").input_ids == [5, 40, 6]
     tags = {
@@ -220,7 +220,7 @@ def test_the_run_leaves_report_export_checkpoints_and_logs(whole: Path) -> None:
 # ---- a run that is killed
 
 
-def test_a_killed_run_leaves_no_process_and_resumes_to_the_same_numbers(
+def test_killed_run_leaves_no_processes_and_resumes_with_the_same_metrics(
     whole: Path, workspace: Path
 ) -> None:
     """The runs use the configuration that the uninterrupted run wrote, and the same seed.
@@ -279,7 +279,7 @@ def test_rewards_that_fail_too_often_end_the_run_with_the_users_traceback(worksp
     assert failures and all("sevens are bad luck" in row["error"] for row in failures)
 
 
-def test_a_dry_run_prints_plan_and_prompts_and_starts_nothing(workspace: Path) -> None:
+def test_dry_run_prints_plan_and_prompts_without_starting_processes(workspace: Path) -> None:
     folder = workspace / "dry"
     done = run("train_ppo_ray", grpo_flags(workspace, folder, dry_run=True))
     assert (
@@ -348,7 +348,7 @@ def cluster(whole: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_two_ranks_of_zero3_a_reference_of_its_own_and_two_engines_come_to_the_same(
+def test_zero3_with_two_ranks_and_two_engines_gives_the_same_result(
     whole: Path, workspace: Path
 ) -> None:
     """Losses agree to 1e-4, and the sampled tokens are the same.
@@ -494,7 +494,7 @@ def test_a_critic_and_reward_models_share_the_devices_too_and_offload_changes_no
 
 
 @pytest.mark.usefixtures("cluster")
-def test_openrlhf_eval_gives_the_numbers_that_training_logged_of_the_same_weights(
+def test_openrlhf_eval_reproduces_the_metrics_logged_in_training(
     whole: Path, workspace: Path
 ) -> None:
     shared = (
@@ -521,7 +521,7 @@ def test_openrlhf_eval_gives_the_numbers_that_training_logged_of_the_same_weight
 
 
 @pytest.mark.usefixtures("cluster")
-def test_stop_texts_and_stop_tokens_end_responses_and_stay_in_them(workspace: Path) -> None:
+def test_stop_strings_and_stop_tokens_end_responses_and_are_kept(workspace: Path) -> None:
     folder = workspace / "stops"
     ids = AutoTokenizer.from_pretrained(workspace / "model").convert_tokens_to_ids(["d", "e"])
     stops = {"rollout.stop": ["b", "c"], "rollout.stop_token_ids": ids}
@@ -546,7 +546,7 @@ def check_same(folder: Path, other: Path) -> None:
 
 @pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
-def test_several_optimizer_steps_per_batch_with_the_kl_in_the_reward_do_not_depend_on_the_layout(
+def test_several_optimizer_steps_per_batch_do_not_depend_on_the_layout(
     workspace: Path,
 ) -> None:
     """One rank with fixed micro-batches is compared with two with micro-batches by tokens.
@@ -618,7 +618,7 @@ def test_a_mixture_of_experts_is_balanced_and_published(
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_policy_that_got_no_better_within_the_patience_is_exported_as_it_was(
+def test_initial_policy_is_exported_if_it_does_not_improve_within_the_patience(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The metric never changes, so the best evaluation is the one at the start.
@@ -638,7 +638,7 @@ def test_a_policy_that_got_no_better_within_the_patience_is_exported_as_it_was(
     assert [row["step"] for row in numbers(folder) if "eval/eval_num_samples" in row] == [0, 1, 2]
     printed = capsys.readouterr().out
     assert (
-        "--eval.patience 2 ends the run after step 2. The export has the weights of step 0"
+        "--eval.patience 2 ends the run after step 2. The export contains the weights of step 0"
         in printed
     )
     assert column(folder, "train/kl")[-1] > 1e-6  # the policy had moved
@@ -663,7 +663,7 @@ def troubled(workspace: Path, name: str, **changes: Any) -> tuple[Path, list[dic
 
 
 @pytest.mark.usefixtures("cluster")
-def test_failed_rewards_below_the_rate_are_counted_and_shown_and_never_trained_on(
+def test_failed_rewards_below_the_rate_are_counted_and_not_trained_on(
     workspace: Path,
 ) -> None:
     """Failed samples are those whose call raises, and the four of a prompt whose calls hang."""
@@ -714,7 +714,7 @@ def test_failed_rewards_are_dropped_or_replaced_whatever_their_rate(
 
 
 @pytest.mark.usefixtures("cluster")
-def test_reward_servers_score_and_one_that_fails_is_left_alone(workspace: Path) -> None:
+def test_failing_reward_server_is_no_longer_used(workspace: Path) -> None:
     folder = workspace / "served"
     with reward_server() as server:
         urls = f"{server.url}/get_reward, {server.url}/broken"
@@ -730,7 +730,7 @@ def test_reward_servers_score_and_one_that_fails_is_left_alone(workspace: Path) 
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_reward_file_that_cannot_be_loaded_ends_the_run_before_a_model_is_loaded(
+def test_reward_file_that_cannot_be_loaded_ends_the_run_before_models_load(
     workspace: Path,
 ) -> None:
     broken = workspace / "broken.py"
@@ -753,7 +753,7 @@ def test_a_reward_file_that_cannot_be_loaded_ends_the_run_before_a_model_is_load
     ],
     ids=["another layout", "other prompts", "another order"],
 )
-def test_a_checkpoint_of_another_run_is_refused_and_stays_as_it_is(
+def test_checkpoint_from_a_different_run_is_rejected_and_left_unchanged(
     whole: Path, workspace: Path, changes: dict[str, Any], words: list[str]
 ) -> None:
     flags = grpo_flags(workspace, workspace / "other", **changes)
@@ -766,7 +766,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays_as_it_is(
 
 
 @pytest.mark.usefixtures("cluster")
-def test_gsm8k_questions_as_chats_graded_by_the_math_verifier(
+def test_gsm8k_chats_are_rendered_and_graded_by_the_math_verifier(
     workspace: Path, data_dir: Path
 ) -> None:
     """64 questions pass through once.
@@ -808,7 +808,7 @@ def test_gsm8k_questions_as_chats_graded_by_the_math_verifier(
 
 
 @pytest.mark.usefixtures("cluster")
-def test_prompts_that_teach_nothing_are_replaced_and_a_resumed_run_filters_the_same(
+def test_rejected_prompts_are_replaced_and_a_resumed_run_filters_the_same(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sample scores 1 if it contains an a.
@@ -871,7 +871,7 @@ def test_prompts_that_teach_nothing_are_replaced_and_a_resumed_run_filters_the_s
 
 
 @pytest.mark.usefixtures("cluster")
-def test_prompts_generated_ahead_are_trained_on_later_with_the_age_of_their_weights_on_record(
+def test_prompts_generated_ahead_record_the_weight_version_they_were_sampled_with(
     workspace: Path,
 ) -> None:
     folder = workspace / "ahead"

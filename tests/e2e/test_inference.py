@@ -115,7 +115,7 @@ def scores(workspace: Path, answers: list[dict[str, Any]]) -> list[dict[str, Any
     return infer(scoring(workspace, "scores"))
 
 
-def test_every_prompt_has_its_answers_in_the_order_of_the_dataset(
+def test_answers_are_written_in_dataset_order(
     workspace: Path, answers: list[dict[str, Any]]
 ) -> None:
     asked = [row["input"] for row in lines(workspace / "prompts.jsonl")]
@@ -125,7 +125,7 @@ def test_every_prompt_has_its_answers_in_the_order_of_the_dataset(
     assert not (workspace / "answers.jsonl.part").exists()
 
 
-def test_results_of_other_settings_are_refused_and_a_cut_journal_goes_on(
+def test_different_settings_are_rejected_and_a_truncated_journal_is_continued(
     workspace: Path, scores: list[dict[str, Any]]
 ) -> None:
     """The journal of a killed command ends in the middle of a line."""
@@ -141,7 +141,7 @@ def test_results_of_other_settings_are_refused_and_a_cut_journal_goes_on(
     assert infer(line) == scores
 
 
-def test_rewards_are_those_of_plain_transformers(
+def test_rewards_match_plain_transformers(
     workspace: Path, answers: list[dict[str, Any]], scores: list[dict[str, Any]]
 ) -> None:
     hf = AutoModelForSequenceClassification.from_pretrained(workspace / "reward").float().eval()
@@ -175,7 +175,7 @@ def chain(workspace: Path, name: str, processor: str, command: str, **columns: s
     return run(command, training)
 
 
-def test_rejection_sampling_feeds_fine_tuning(
+def test_rejection_sampling_output_can_be_used_for_fine_tuning(
     workspace: Path, answers: list[dict[str, Any]]
 ) -> None:
     chain(workspace, "rs", "rs", "train_sft", data__output_key="output", data__input_template="{}")
@@ -184,7 +184,7 @@ def test_rejection_sampling_feeds_fine_tuning(
 
 
 @pytest.mark.verify
-def test_pairs_feed_dpo_and_conditioned_inputs_feed_fine_tuning(
+def test_pairs_can_be_used_for_dpo_and_conditioned_inputs_for_fine_tuning(
     workspace: Path, answers: list[dict[str, Any]]
 ) -> None:
     chain(workspace, "pairs", "iter_dpo", "train_dpo", data__prompt_key="prompt")
@@ -198,14 +198,14 @@ def test_pairs_feed_dpo_and_conditioned_inputs_feed_fine_tuning(
 
 
 @pytest.mark.verify
-def test_an_iteration_has_its_own_rows(workspace: Path, cluster: None) -> None:
+def test_each_iteration_processes_its_own_rows(workspace: Path, cluster: None) -> None:
     rows = infer(flags(workspace, "iter", iter=1, best_of_n=1, **{"rollout.batch_size": 5}))
     asked = [row["input"] for row in lines(workspace / "prompts.jsonl")]
     assert [row["input"] for row in rows] == asked[5:]
 
 
 @pytest.mark.verify
-def test_a_killed_command_goes_on_without_a_lost_or_doubled_row(workspace: Path) -> None:
+def test_killed_command_resumes_without_losing_or_duplicating_rows(workspace: Path) -> None:
     """The two halves equal the file of an uninterrupted command: samples are seeded by row."""
     draw = random.Random(1)
     many = write_rows(
@@ -228,7 +228,7 @@ def test_a_killed_command_goes_on_without_a_lost_or_doubled_row(workspace: Path)
     assert lines(workspace / "killed.jsonl") == lines(workspace / "whole.jsonl")
 
 
-def test_a_chat_through_a_pipe_answers_until_the_input_ends(workspace: Path) -> None:
+def test_chat_through_a_pipe_answers_until_end_of_input(workspace: Path) -> None:
     """Ctrl-C stops an answer but not the program.
 
     A terminal sends it to the whole process group.
@@ -266,7 +266,7 @@ def talking(line: dict[str, Any]) -> Any:
 
 
 @pytest.mark.verify
-def test_an_interrupt_stops_the_answer_and_the_next_message_is_answered(workspace: Path) -> None:
+def test_interrupt_stops_the_answer_but_not_the_chat(workspace: Path) -> None:
     changes = {"rollout.max_new_tokens": 400, "data.max_len": 500, "rollout.stop_token_ids": None}
     chat = talking(
         {"model.model_name_or_path": workspace / "model", "ds.param_dtype": "fp32", **changes}

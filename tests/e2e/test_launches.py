@@ -159,7 +159,7 @@ def offline(workspace: Path) -> dict[str, Finished]:
     return {name: finish(process) for name, process in running.items()}
 
 
-def test_the_printed_sft_command_recognises_its_columns_and_trains(
+def test_documented_sft_command_detects_its_columns_and_trains(
     offline: dict[str, Finished], workspace: Path
 ) -> None:
     done = offline["SFT"]
@@ -171,7 +171,7 @@ def test_the_printed_sft_command_recognises_its_columns_and_trains(
     AutoModelForCausalLM.from_pretrained(workspace / "ckpt")
 
 
-def test_the_printed_rm_command_trains(offline: dict[str, Finished], workspace: Path) -> None:
+def test_documented_rm_command_trains(offline: dict[str, Finished], workspace: Path) -> None:
     done = offline["RM"]
     assert done.status == 0, done.errors
     assert done.errors.count("--actor.model_name_or_path is now --model.model_name_or_path.") == 1
@@ -260,7 +260,7 @@ def jobs(cluster: Cluster, workspace: Path) -> dict[str, Finished]:
     return {name: finish(process) for name, process in running.items()}
 
 
-def test_a_job_that_lacks_something_fails_with_the_message(jobs: dict[str, Finished]) -> None:
+def test_job_with_a_missing_flag_fails_with_the_error_message(jobs: dict[str, Finished]) -> None:
     done = jobs["as printed"]
     assert done.status == 1  # Ray's own
     shown = done.printed + done.errors
@@ -270,7 +270,7 @@ def test_a_job_that_lacks_something_fails_with_the_message(jobs: dict[str, Finis
 
 
 @pytest.mark.verify
-def test_an_asynchronous_job_trains_as_printed(cluster: Cluster, workspace: Path) -> None:
+def test_documented_asynchronous_job_trains(cluster: Cluster, workspace: Path) -> None:
     printed = PRINTED["asynchronous PPO"]
     line = printed.text.replace("'<model>'", "OpenRLHF/Llama-3-8b-sft-mixture")
     line = line.replace("'<rm>'", "OpenRLHF/Llama-3-8b-rm-700k")
@@ -287,7 +287,7 @@ def test_an_asynchronous_job_trains_as_printed(cluster: Cluster, workspace: Path
     assert notice in done.printed
 
 
-def test_a_complete_job_trains_on_all_nodes_and_shows_its_progress(
+def test_full_job_trains_on_all_nodes_and_shows_its_progress(
     jobs: dict[str, Finished], cluster: Cluster
 ) -> None:
     done = jobs["complete"]
@@ -306,7 +306,7 @@ def test_a_complete_job_trains_on_all_nodes_and_shows_its_progress(
     AutoModelForCausalLM.from_pretrained(exported)
 
 
-def test_a_job_is_told_that_relative_folders_are_in_rays_copy(
+def test_job_gets_a_notice_that_relative_folders_are_in_rays_copy(
     jobs: dict[str, Finished], cluster: Cluster
 ) -> None:
     (notice,) = re.findall(
@@ -329,7 +329,7 @@ def of_runs() -> list[Process]:
 
 
 @pytest.mark.usefixtures("jobs")
-def test_a_job_that_has_ended_leaves_no_process_on_the_cluster() -> None:
+def test_finished_job_leaves_no_processes_on_the_cluster() -> None:
     assert survivors(of_runs(), within=30) == []
 
 
@@ -375,7 +375,7 @@ NOTHING = Placement(groups=(), on_gpus=False)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{port}", "here"])
-def test_an_address_at_which_no_ray_answers_is_named_at_once(
+def test_error_immediately_names_an_address_without_ray(
     monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     address = address.format(port=free_port())
@@ -420,7 +420,7 @@ with ray_cluster(Placement(groups=(), on_gpus=False), on_loss=print):
         ),
     ],
 )
-def test_process_that_is_asked_to_end_while_ray_starts_ends_with_all_that_it_started(
+def test_process_terminated_while_ray_starts_leaves_no_processes(
     reached: str, number: signal.Signals, end: tuple[int, str]
 ) -> None:
     process = start_program(STARTS_RAY)
@@ -437,7 +437,7 @@ def test_process_that_is_asked_to_end_while_ray_starts_ends_with_all_that_it_sta
 
 
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["process", "group"])
-def test_a_termination_ends_a_run_in_order(send: Callable[[int, int], None]) -> None:
+def test_sigterm_to_the_process_group_ends_a_run_cleanly(send: Callable[[int, int], None]) -> None:
     """`timeout` and schedulers send SIGTERM to the process group.
 
     The run still needs Ray to end in order.
@@ -506,7 +506,7 @@ def of_default_size(workspace: Path, variables: dict[str, str], *more: str) -> F
     return finish(type_in(line, workspace, variables | {"PYTHONPATH": str(ROOT)}))
 
 
-def test_devices_are_those_of_the_running_ray_and_not_those_of_the_machine(
+def test_devices_are_taken_from_the_running_ray_instead_of_the_machine(
     workspace: Path, gpu_ray: dict[str, str]
 ) -> None:
     note = (Path(gpu_ray["RAY_TMPDIR"]) / "ray/ray_current_cluster").read_text()
@@ -524,7 +524,7 @@ def test_devices_are_those_of_the_running_ray_and_not_those_of_the_machine(
         assert "There is no GPU" not in done.errors
 
 
-def test_a_dry_run_holds_nothing_of_the_ray_it_joins(
+def test_dry_run_reserves_no_resources_of_the_joined_ray(
     workspace: Path, gpu_ray: dict[str, str]
 ) -> None:
     """A plan for both GPUs is checked while other processes hold both."""
@@ -540,7 +540,7 @@ def test_a_dry_run_holds_nothing_of_the_ray_it_joins(
         holder.communicate()
 
 
-def test_a_run_that_asks_for_more_gpus_than_the_ray_has_is_told(
+def test_run_that_needs_more_gpus_than_ray_has_is_rejected(
     workspace: Path, gpu_ray: dict[str, str]
 ) -> None:
     done = of_default_size(workspace, gpu_ray)
@@ -552,7 +552,7 @@ def test_a_run_that_asks_for_more_gpus_than_the_ray_has_is_told(
 
 
 @pytest.mark.parametrize("address", ["local", None])
-def test_without_a_running_ray_devices_are_those_of_the_machine(
+def test_devices_are_taken_from_the_machine_without_a_running_ray(
     workspace: Path, tmp_path: Path, address: str | None
 ) -> None:
     named = {"RAY_ADDRESS": address} if address else {"RAY_TMPDIR": str(tmp_path)}
@@ -562,7 +562,7 @@ def test_without_a_running_ray_devices_are_those_of_the_machine(
     assert "There is no GPU, so " in done.errors
 
 
-def test_a_note_of_a_ray_that_is_gone_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_address_file_of_a_stopped_ray_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted `ray start --block` and a machine that is switched off leave such a note."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:

@@ -74,7 +74,7 @@ def check_numbers(folder: Path, *, gap: float) -> None:
 
 
 @pytest.mark.parametrize("published", [pytest.param("merged", marks=pytest.mark.verify), "adapter"])
-def test_engines_sample_from_the_policy_and_the_reference_is_the_policy_without_adapters(
+def test_engines_sample_from_the_policy_and_the_reference_has_no_adapters(
     workspace: Path, tmp_path: Path, published: str
 ) -> None:
     grpo(workspace, tmp_path, **{"ds.zero_stage": 0, "ds.lora.publish": published})
@@ -132,7 +132,7 @@ def test_engines_sample_from_the_policy_and_the_reference_is_the_policy_without_
         "hybrid with a critic",
     ],
 )
-def test_engines_and_trainer_agree_in_other_layouts(
+def test_engine_and_trainer_logprobs_agree_in_other_layouts(
     workspace: Path, tmp_path: Path, changes: dict[str, Any], gap: float
 ) -> None:
     grpo(workspace, tmp_path, **changes)
@@ -143,7 +143,7 @@ def test_engines_and_trainer_agree_in_other_layouts(
 @pytest.mark.parametrize(
     "more", [{}, {"ref.precompute": True}, {"ds.zero_stage": 3, "ds.lora.dropout": 0.1}], ids=str
 )
-def test_a_preference_run_that_is_killed_and_resumed_logs_what_an_unbroken_one_logs(
+def test_resumed_preference_run_logs_the_same_metrics_as_an_uninterrupted_run(
     workspace: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:
     flags = {

@@ -37,7 +37,7 @@ def notices(printed: str, report: Path) -> list[str]:
     return found
 
 
-def test_a_learning_rate_of_zero_is_noticed(workspace: Path) -> None:
+def test_learning_rate_of_zero_prints_a_notice(workspace: Path) -> None:
     folder = workspace / "run"
     flags = {
         "model.model_name_or_path": workspace / "model",

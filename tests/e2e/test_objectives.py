@@ -65,7 +65,7 @@ def whole(workspace: Path) -> Path:
     return folder
 
 
-def test_all_terms_are_learned_from_and_logged(whole: Path) -> None:
+def test_all_loss_terms_are_trained_on_and_logged(whole: Path) -> None:
     text = column(whole, "train/ptx_loss")
     assert len(text) == STEPS and text[-1] < text[0] - 0.2
     assert all(map(math.isfinite, column(whole, "train/teacher_kl")))
@@ -90,7 +90,7 @@ def test_a_killed_run_resumes_to_the_same_numbers_with_the_same_text(
     assert numbers(folder) == numbers(whole)
 
 
-def test_a_run_ends_at_the_step_whose_kl_is_above_the_limit(whole: Path, workspace: Path) -> None:
+def test_run_stops_at_the_step_whose_kl_exceeds_the_limit(whole: Path, workspace: Path) -> None:
     """The learning rate lets the KL grow without bound.
 
     Until it stops, the run equals one without a limit.
@@ -110,7 +110,7 @@ def test_a_run_ends_at_the_step_whose_kl_is_above_the_limit(whole: Path, workspa
 
 
 @pytest.mark.verify
-def test_the_updates_of_a_batch_end_when_the_policy_has_moved(workspace: Path) -> None:
+def test_updates_on_a_batch_stop_once_the_policy_has_moved_too_far(workspace: Path) -> None:
     """The first of four optimizer steps begins at π_old itself.
 
     The second finds that the policy has moved, and is the last.

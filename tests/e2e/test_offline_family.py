@@ -187,7 +187,7 @@ def test_dpo_prefers_the_chosen_answers(workspace: Path, preferred: Path) -> Non
 
 
 @pytest.mark.verify
-def test_a_killed_and_resumed_run_of_dpo_logs_what_an_unbroken_one_logs(
+def test_resumed_dpo_run_logs_the_same_metrics_as_an_uninterrupted_run(
     workspace: Path, preferred: Path
 ) -> None:
     """The numbers are also the same if the reference's scores are computed before training."""
@@ -239,7 +239,7 @@ def test_kto_learns_from_labels(workspace: Path) -> None:
         ),
     ],
 )
-def test_a_killed_and_resumed_run_of_the_others_is_the_unbroken_one(
+def test_resumed_run_of_other_tasks_matches_an_uninterrupted_run(
     workspace: Path, task: str, changes: dict[str, Any]
 ) -> None:
     """They log the same numbers and export the same bytes."""
@@ -265,7 +265,7 @@ def step_judge(workspace: Path) -> Path:
     return folder
 
 
-def test_a_process_reward_model_tells_right_steps_from_wrong_ones(step_judge: Path) -> None:
+def test_process_reward_model_distinguishes_correct_from_wrong_steps(step_judge: Path) -> None:
     folder = step_judge
     judge = Plain(folder / "model")
     losses, right = [], []
@@ -283,7 +283,7 @@ def test_a_process_reward_model_tells_right_steps_from_wrong_ones(step_judge: Pa
     assert last(folder, "eval/eval acc") > 0.9
 
 
-def test_a_process_reward_model_rewards_the_steps_of_an_episode(
+def test_process_reward_model_scores_the_steps_of_an_episode(
     workspace: Path, step_judge: Path
 ) -> None:
     """Each sample's reward is the mean of P(right) over its steps, which end with z.
@@ -314,7 +314,7 @@ def test_a_process_reward_model_rewards_the_steps_of_an_episode(
         assert sample["reward"] == pytest.approx(sum(scores) / len(scores), abs=1e-4), sample
 
 
-def test_a_student_comes_closer_to_its_teacher(workspace: Path) -> None:
+def test_student_gets_closer_to_its_teacher(workspace: Path) -> None:
     folder = workspace / "run-kd"
     run("train_kd", flags_of("kd", workspace, folder, **{"kd.teacher_offload": True}))
     student, teacher = Plain(folder / "model"), Plain(workspace / "teacher")
@@ -334,7 +334,7 @@ def test_a_student_comes_closer_to_its_teacher(workspace: Path) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_a_teacher_behind_a_server_teaches_what_one_beside_the_student_does(
+def test_served_teacher_trains_the_same_student_as_a_local_teacher(
     workspace: Path,
 ) -> None:
     teacher, tokenizer = Plain(workspace / "teacher"), character_tokenizer()
@@ -359,7 +359,8 @@ def test_a_teacher_behind_a_server_teaches_what_one_beside_the_student_does(
             status=2,
         )
     assert re.search(
-        r"--kd\.teacher_model http.* cannot teach: it must be a vLLM server", done.errors
+        r"--kd\.teacher_model http.* cannot be used as a teacher. It must be a vLLM server",
+        done.errors,
     ), done.errors
     for beside, served in zip(
         numbers(workspace / "beside"), numbers(workspace / "served"), strict=True
@@ -393,7 +394,7 @@ def test_a_teacher_behind_a_server_teaches_what_one_beside_the_student_does(
         ("kd", {"kd.teacher_model": "nowhere"}, r"model nowhere is not a local folder"),
     ],
 )
-def test_a_mistake_is_one_message(
+def test_user_error_prints_a_single_message(
     workspace: Path,
     task: str,
     changes: dict[str, Any],
@@ -410,7 +411,7 @@ def test_a_mistake_is_one_message(
     assert "Traceback" not in errors
 
 
-def test_a_teacher_with_another_vocabulary_is_refused(workspace: Path) -> None:
+def test_teacher_with_a_different_vocabulary_is_rejected(workspace: Path) -> None:
     other = workspace / "other-teacher"
     save_tiny_model(other, seed=3)
     tokens = json.loads((other / "tokenizer.json").read_text())

@@ -87,7 +87,7 @@ def answer_logprobs(workspace: Path) -> list[float]:
     return found
 
 
-def test_its_loss_is_that_of_its_formula(alone: Path, workspace: Path) -> None:
+def test_plugin_task_loss_matches_its_formula(alone: Path, workspace: Path) -> None:
     losses = [-((1 - math.exp(log_p)) ** 2) * log_p for log_p in answer_logprobs(workspace)]
     assert column(alone, "train/gpt_loss")[0] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
     assert column(alone, "train/gpt_loss")[-1] < column(alone, "train/gpt_loss")[0]
@@ -116,13 +116,13 @@ def test_two_processes_do_what_one_does(
     )
 
 
-def test_the_configuration_of_a_run_is_enough_to_repeat_it(alone: Path, workspace: Path) -> None:
+def test_config_of_a_run_is_sufficient_to_repeat_it(alone: Path, workspace: Path) -> None:
     """The file names the plug-in that provides the verb."""
     done = run("main focal_sft", {"config": alone / "config.yaml", "dry_run": True})
     assert "16 of 16 rows kept" in done.printed
 
 
-def test_a_task_with_rows_and_a_model_of_its_own(workspace: Path) -> None:
+def test_task_with_custom_rows_and_model_trains(workspace: Path) -> None:
     folder = workspace / "classifier"
     changes = {
         "plugin": ROOT / "tests/e2e/plugin_files/classifier.py",
@@ -167,7 +167,7 @@ def test_a_frozen_model_and_a_number_of_the_window_do_not_depend_on_the_split(
         )  # the frozen model is not exported
 
 
-def test_a_number_of_the_window_is_that_of_its_formula(workspace: Path) -> None:
+def test_window_total_matches_its_formula(workspace: Path) -> None:
     """The expected value for the first step comes from plain Transformers in float64."""
     folder = workspace / "formula"
     run("main above_average", flags(workspace, folder, plugin=PLUGIN, **{"train.max_epochs": 1}))
@@ -176,7 +176,7 @@ def test_a_number_of_the_window_is_that_of_its_formula(workspace: Path) -> None:
     assert column(folder, "train/gpt_loss")[0] == pytest.approx(float(expected), abs=1e-5)
 
 
-def test_flags_of_a_task_are_checked_as_those_of_sft(workspace: Path) -> None:
+def test_plugin_task_flags_are_checked_like_those_of_sft(workspace: Path) -> None:
     wrong = flags(workspace, workspace / "wrong", **{"data.output_key": None, "data.datset": "d"})
     done = run("main focal_sft", wrong, status=2)
     assert "focal_sft has no flag --data.datset. Did you mean --data.dataset?" in done.errors

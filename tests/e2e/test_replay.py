@@ -98,7 +98,7 @@ def of_training(folder: Path) -> list[dict[str, Any]]:
     return [row for row in numbers(folder) if "eval/eval_num_samples" not in row]
 
 
-def test_every_episode_is_written_before_anything_is_done_with_it(written: Path) -> None:
+def test_every_episode_is_written_before_it_is_used(written: Path) -> None:
     episodes = EpisodeFolder(written / "episodes")
     steps = episodes.steps()
     assert steps == [row["step"] for row in of_training(written)] and len(steps) > 2
@@ -123,7 +123,7 @@ def test_every_episode_is_written_before_anything_is_done_with_it(written: Path)
     assert len(episodes.read("eval", steps[1])) == 5
 
 
-def test_a_replay_logs_the_numbers_of_the_run_without_engines_or_rewards(
+def test_replay_logs_the_metrics_of_the_run_without_engines_or_rewards(
     written: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Numbers are equal to the last digit.
@@ -187,7 +187,7 @@ def test_a_resumed_run_writes_its_steps_anew(written: Path, workspace: Path) -> 
     ],
     ids=["empty", "batch size", "samples", "fewer prompts", "template", "filter", "hole", "damage"],
 )  # fmt: skip
-def test_episodes_that_are_not_of_this_run_are_told_at_the_start(
+def test_episodes_from_a_different_run_are_rejected_at_startup(
     written: Path, workspace: Path, changes: dict[str, Any], said: list[str]
 ) -> None:
     for name in ("empty", "hole", "damaged"):
@@ -206,7 +206,7 @@ def test_episodes_that_are_not_of_this_run_are_told_at_the_start(
     assert not (workspace / "never").exists()
 
 
-def test_a_dry_run_of_a_replay_has_no_engines_in_its_plan(
+def test_dry_run_of_a_replay_plans_no_engines(
     written: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     replay(written, workspace / "dry", dry_run=True)
@@ -214,7 +214,7 @@ def test_a_dry_run_of_a_replay_has_no_engines_in_its_plan(
     assert "actor, ref: 1 process(es)" in printed and "vllm" not in printed
 
 
-def test_only_generating_makes_the_steps_with_the_weights_of_the_folder_and_no_workers(
+def test_rollout_only_run_generates_all_steps_without_model_workers(
     written: Path, workspace: Path
 ) -> None:
     """The first step equals that of the training run.

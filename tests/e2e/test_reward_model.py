@@ -118,18 +118,18 @@ def ppo(workspace: Path, reward_model: Path) -> Path:
     return out
 
 
-def test_the_reward_model_learns_which_answer_is_preferred(reward_model: Path) -> None:
+def test_reward_model_learns_which_answer_is_preferred(reward_model: Path) -> None:
     losses = column(reward_model / "run", "train/loss")
     assert losses[-1] < 0.5 * losses[0]
     assert column(reward_model / "run", "eval/acc_mean")[-1] > 0.9
 
 
-def test_the_learning_rate_is_that_of_transformers_schedule(reward_model: Path) -> None:
+def test_learning_rate_matches_the_transformers_schedule(reward_model: Path) -> None:
     assert column(reward_model / "run", "train/lr") == default_schedule(3e-3, 20)
 
 
 @pytest.mark.verify
-def test_the_learning_rates_of_ppo_are_those_of_transformers_schedule(
+def test_ppo_learning_rates_match_the_transformers_schedule(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
     """Each batch has two optimizer steps, the second of which is logged.
@@ -153,13 +153,13 @@ def test_the_learning_rates_of_ppo_are_those_of_transformers_schedule(
     assert column(out / "run", "train/critic_lr") == default_schedule(9e-6, 4)
 
 
-def test_mean_and_deviation_of_the_rewards_are_stored_with_the_model(reward_model: Path) -> None:
+def test_reward_mean_and_deviation_are_stored_with_the_model(reward_model: Path) -> None:
     hf = AutoModelForSequenceClassification.from_pretrained(reward_model / "model")
     assert hf.config.mean == pytest.approx(column(reward_model / "run", "eval/reward_mean")[-1])
     assert hf.config.std == pytest.approx(column(reward_model / "run", "eval/reward_std")[-1])
 
 
-def test_a_checkpoint_before_the_first_evaluation_has_mean_and_deviation_of_its_own_rewards(
+def test_checkpoint_before_the_first_evaluation_has_its_own_reward_mean_and_deviation(
     workspace: Path, reward_model: Path
 ) -> None:
     """Use the first 100 rows, chosen and rejected, like an evaluation without --eval.dataset."""
@@ -182,7 +182,7 @@ def test_a_checkpoint_before_the_first_evaluation_has_mean_and_deviation_of_its_
     assert hf.config.std == pytest.approx(statistics.stdev(scores), abs=1e-5)
 
 
-def test_rewards_in_rl_are_the_scores_of_plain_transformers(reward_model: Path, ppo: Path) -> None:
+def test_rewards_in_rl_match_plain_transformers(reward_model: Path, ppo: Path) -> None:
     hf = AutoModelForSequenceClassification.from_pretrained(reward_model / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(reward_model / "model")
     written = [
@@ -196,7 +196,7 @@ def test_rewards_in_rl_are_the_scores_of_plain_transformers(reward_model: Path, 
         assert row["reward"] == pytest.approx(score, abs=1e-5)
 
 
-def test_a_server_of_the_reward_model_gives_the_rewards_that_the_local_one_gives(
+def test_served_reward_model_gives_the_same_rewards_as_a_local_one(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
     """Rows are packed there and padded here.
@@ -230,7 +230,7 @@ def test_a_server_of_the_reward_model_gives_the_rewards_that_the_local_one_gives
     assert column(out / "run", "train/failed_episodes") == [0.0] * 4
 
 
-def test_the_critic_warms_up_alone_and_then_both_learn(ppo: Path) -> None:
+def test_critic_warms_up_alone_before_both_models_train(ppo: Path) -> None:
     steps = [row for row in numbers(ppo / "run") if "train/critic_loss" in row]
     assert ["train/policy_loss" in row for row in steps] == [False, True, True, True]
     assert all(math.isfinite(value) for row in steps for value in row.values())
@@ -243,7 +243,7 @@ def test_policy_and_critic_are_saved_and_exported(ppo: Path) -> None:
     AutoModelForSequenceClassification.from_pretrained(ppo / "model_critic")
 
 
-def test_the_kl_coefficient_follows_its_target(ppo: Path) -> None:
+def test_kl_coefficient_adapts_to_its_target(ppo: Path) -> None:
     """The coefficient changes by at most 20 % of 16 / 100 per step."""
     kl, coefficients = column(ppo / "run", "train/kl"), column(ppo / "run", "train/kl_coef")
     expected = [0.01]

@@ -69,7 +69,7 @@ def port_of(server: RewardModelServer) -> int:
     return httpx.URL(server.url).port or 80
 
 
-def test_clients_at_once_each_get_the_scores_of_their_own_texts(
+def test_concurrent_clients_each_get_the_scores_of_their_own_texts(
     server: RewardModelServer, model: Path
 ) -> None:
     requests = [texts_of(1 + number % 5, seed=number) for number in range(REQUESTS)]
@@ -80,7 +80,7 @@ def test_clients_at_once_each_get_the_scores_of_their_own_texts(
     assert [score for scores in answers for score in scores] == pytest.approx(expected, abs=1e-5)
 
 
-def test_an_answer_is_that_of_the_contract(server: RewardModelServer) -> None:
+def test_response_follows_the_api_contract(server: RewardModelServer) -> None:
     body = {"query": ["1+1=2<eos>", "ab"], "prompts": ["1+1=", "a"], "labels": ["2", None]}
     answer = CLIENT.post(server.url, json=body).json()
     assert list(answer) == ["rewards", "scores", "extra_logs"]
@@ -102,7 +102,7 @@ def test_an_answer_is_that_of_the_contract(server: RewardModelServer) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_wrong_request_is_told_what_is_wrong_and_the_next_one_is_answered(
+def test_invalid_request_gets_an_error_message_and_the_server_keeps_running(
     server: RewardModelServer, body: bytes, status: int, sentence: str
 ) -> None:
     answer = CLIENT.post(server.url, content=body)
@@ -111,11 +111,11 @@ def test_a_wrong_request_is_told_what_is_wrong_and_the_next_one_is_answered(
     assert len(ask(server.url, ["a"])) == 1
 
 
-def test_health_says_ok(server: RewardModelServer) -> None:
+def test_health_endpoint_returns_ok(server: RewardModelServer) -> None:
     assert CLIENT.get(server.url.replace("get_reward", "health")).json() == {"status": "ok"}
 
 
-def test_it_listens_at_the_loopback_address_alone(server: RewardModelServer) -> None:
+def test_server_listens_only_on_the_loopback_address(server: RewardModelServer) -> None:
     assert server.url.startswith("http://127.0.0.1:")
     rows = [
         line.split()
@@ -130,7 +130,7 @@ def test_it_listens_at_the_loopback_address_alone(server: RewardModelServer) -> 
     assert listening == [f"0100007F:{port_of(server):04X}"]
 
 
-def test_normalised_and_packed_scores_of_one_text_at_a_time_are_the_same_but_for_the_scale(
+def test_normalized_packed_scores_differ_only_in_scale(
     server: RewardModelServer, model: Path
 ) -> None:
     texts = texts_of(20, seed=1)
@@ -147,7 +147,7 @@ def test_normalised_and_packed_scores_of_one_text_at_a_time_are_the_same_but_for
         )
 
 
-def test_a_stopped_server_leaves_nothing_behind_and_its_port_can_be_taken_again(
+def test_stopped_server_leaves_no_processes_and_frees_its_port(
     model: Path,
 ) -> None:
     port, scores = 0, []

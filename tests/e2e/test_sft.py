@@ -96,7 +96,7 @@ def whole(workspace: Path) -> Path:
 # ---- one process
 
 
-def test_every_epoch_is_whole_batches_followed_by_an_evaluation(whole: Path) -> None:
+def test_every_epoch_has_only_full_batches_and_ends_with_an_evaluation(whole: Path) -> None:
     lines = [(row["step"], "eval/eval gpt_loss" in row) for row in numbers(whole)]
     expected = []
     for step in range(1, STEPS + 1):
@@ -106,7 +106,7 @@ def test_every_epoch_is_whole_batches_followed_by_an_evaluation(whole: Path) -> 
     assert lines == expected
 
 
-def test_the_model_learns(whole: Path) -> None:
+def test_model_learns_to_reverse_words(whole: Path) -> None:
     losses = column(whole, "train/gpt_loss")
     assert all(map(math.isfinite, losses))
     assert losses[0] == pytest.approx(math.log(64), abs=0.1)  # a random model over 64 tokens
@@ -114,11 +114,11 @@ def test_the_model_learns(whole: Path) -> None:
     assert column(whole, "eval/eval gpt_loss")[-1] < 2.5
 
 
-def test_the_learning_rate_is_that_of_transformers_schedule(whole: Path) -> None:
+def test_learning_rate_matches_the_transformers_schedule(whole: Path) -> None:
     assert column(whole, "train/lr") == default_schedule(1e-2, STEPS)
 
 
-def test_the_run_folder_holds_configuration_numbers_and_report(whole: Path) -> None:
+def test_run_folder_has_configuration_metrics_and_report(whole: Path) -> None:
     for name in ("config.yaml", "metrics.jsonl", "report.html"):
         assert (whole / name).stat().st_size > 0
     report = (whole / "report.html").read_text()
@@ -130,7 +130,7 @@ def test_the_run_folder_holds_configuration_numbers_and_report(whole: Path) -> N
     assert html.escape(texts.splitlines()[1]) in report
 
 
-def test_the_exported_model_has_in_plain_transformers_the_evaluation_loss_that_was_logged(
+def test_exported_model_has_the_logged_evaluation_loss_in_plain_transformers(
     whole: Path, workspace: Path
 ) -> None:
     logged = column(whole, "eval/eval gpt_loss")[-1]
@@ -244,7 +244,7 @@ def test_two_processes_tell_of_a_broken_row_once(
 # ---- a run that is killed
 
 
-def test_a_killed_and_resumed_run_logs_what_an_unbroken_one_logs(
+def test_resumed_run_logs_the_same_metrics_as_an_uninterrupted_run(
     whole: Path, workspace: Path
 ) -> None:
     """The uninterrupted run wrote the configuration, which is thereby shown to be complete.
@@ -292,7 +292,7 @@ def test_a_resumed_run_with_dropout_logs_what_an_unbroken_one_logs(workspace: Pa
         assert numbers(folder) == unbroken, command
 
 
-def test_a_resumed_run_follows_the_learning_rate_of_its_own_flags(workspace: Path) -> None:
+def test_resumed_run_uses_the_learning_rate_from_its_own_flags(workspace: Path) -> None:
     """The run ignores the checkpoint's rate, which its files would not show.
 
     Other values that are not used as given are reported.
@@ -311,7 +311,7 @@ def test_a_resumed_run_follows_the_learning_rate_of_its_own_flags(workspace: Pat
     assert not (workspace / "elsewhere").exists()
 
 
-def test_a_checkpoint_of_another_run_in_the_same_folder_is_refused(
+def test_checkpoint_from_a_different_run_in_the_same_folder_is_rejected(
     whole: Path, workspace: Path
 ) -> None:
     """The other run has the same number of rows, batch size, seed and layout.
@@ -335,7 +335,7 @@ def test_a_checkpoint_of_another_run_in_the_same_folder_is_refused(
 # ---- a run that overfits
 
 
-def test_a_run_that_overfits_ends_with_its_patience_and_exports_its_best_weights(
+def test_run_that_overfits_stops_early_and_exports_its_best_weights(
     workspace: Path,
 ) -> None:
     """The run is killed and resumed, and keeps its count. It evaluates after every second step."""
@@ -354,14 +354,14 @@ def test_a_run_that_overfits_ends_with_its_patience_and_exports_its_best_weights
     assert len(losses) == best + 1 + patience
     assert steps_logged(folder) == 2 * len(losses)
     assert f"--eval.patience {patience} ends the run after step {2 * len(losses)}." in done.printed
-    assert f"The export has the weights of step {2 * (best + 1)}" in done.printed
+    assert f"The export contains the weights of step {2 * (best + 1)}" in done.printed
     assert loss_in_transformers(folder / "model") == pytest.approx(min(losses), abs=2e-6)
 
 
 # ---- a real data set
 
 
-def test_gsm8k_as_chat_messages_in_bfloat16(workspace: Path, data_dir: Path) -> None:
+def test_sft_in_bfloat16_learns_from_gsm8k_chat_messages(workspace: Path, data_dir: Path) -> None:
     lines = (data_dir / "gsm8k/train.jsonl").read_text().splitlines()[:64]
     rows = [{name: sayable(text) for name, text in json.loads(line).items()} for line in lines]
     chats = [
@@ -417,7 +417,7 @@ def test_gsm8k_as_chat_messages_in_bfloat16(workspace: Path, data_dir: Path) -> 
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_mistake_is_one_message_and_status_2(
+def test_user_error_prints_a_single_message_and_exits_with_status_2(
     workspace: Path,
     changes: dict[str, Any],
     message: str,
@@ -443,7 +443,7 @@ def test_a_mistake_is_one_message_and_status_2(
     assert not folder.exists()
 
 
-def test_a_model_that_mixes_packed_texts_is_refused_before_the_first_step(workspace: Path) -> None:
+def test_model_that_mixes_packed_texts_is_rejected_before_the_first_step(workspace: Path) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model("lfm2", **SIZES | MIXING["lfm2"])
     AutoModelForCausalLM.from_config(config).save_pretrained(workspace / "lfm2")
@@ -459,7 +459,9 @@ def test_a_model_that_mixes_packed_texts_is_refused_before_the_first_step(worksp
     assert "Traceback" not in done.errors and not (workspace / "mixed").exists()
 
 
-def test_the_first_rows_tell_what_will_not_fit_together(whole: Path, workspace: Path) -> None:
+def test_mismatches_between_model_tokenizer_and_template_are_reported_at_startup(
+    whole: Path, workspace: Path
+) -> None:
     """The tokenizer cannot write the template.
 
     The end of text differs from the model's, and the format from the one in training.
@@ -505,7 +507,7 @@ def test_the_first_rows_tell_what_will_not_fit_together(whole: Path, workspace: 
     )
 
 
-def test_a_mistake_ends_the_process_with_status_2_and_nothing_but_the_message(
+def test_user_error_exits_with_status_2_and_prints_only_the_message(
     workspace: Path,
 ) -> None:
     done = run(

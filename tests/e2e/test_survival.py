@@ -152,7 +152,7 @@ def test_an_engine_joins_while_the_run_goes_on(whole: Path, workspace: Path) -> 
     )  # the new engine has the current weights
 
 
-def test_a_training_process_that_is_killed_starts_the_run_again_from_its_newest_checkpoint(
+def test_run_restarts_from_its_newest_checkpoint_if_a_training_process_is_killed(
     whole: Path, workspace: Path
 ) -> None:
     folder = workspace / "worker"
@@ -177,7 +177,7 @@ CONTROL_STORE, RAYLET = "/gcs_server ", "/raylet/raylet "
         pytest.param(CONTROL_STORE, 1, marks=pytest.mark.verify),
     ],
 )
-def test_run_whose_ray_dies_restarts_or_ends_with_the_step_that_is_saved(
+def test_run_whose_ray_dies_restarts_or_exits_naming_the_saved_step(
     whole: Path, workspace: Path, victim: str, restarts: int
 ) -> None:
     folder = workspace / f"{victim.strip('/ ').replace('/', '-')}-{restarts}"
@@ -220,7 +220,7 @@ def test_run_whose_ray_dies_after_the_export_succeeds(workspace: Path, victim: s
 
 
 @pytest.mark.verify
-def test_run_on_a_joined_ray_whose_raylet_dies_ends_with_the_step_that_is_saved(
+def test_run_on_a_joined_ray_whose_raylet_dies_exits_naming_the_saved_step(
     workspace: Path,
 ) -> None:
     home, folder, port = (
@@ -261,7 +261,7 @@ def newest_step(folder: Path) -> int:
     )
 
 
-def test_an_interrupted_run_saves_its_last_step_and_goes_on_to_the_same_numbers(
+def test_interrupted_run_saves_its_last_step_and_resumes_with_the_same_metrics(
     whole: Path, workspace: Path
 ) -> None:
     folder = workspace / "interrupted"
@@ -277,7 +277,7 @@ def test_an_interrupted_run_saves_its_last_step_and_goes_on_to_the_same_numbers(
     assert numbers(folder) == numbers(whole)
 
 
-def test_offline_run_whose_checkpoints_cannot_be_written_trains_to_its_end_and_exports_its_model(
+def test_offline_run_completes_and_exports_its_model_if_checkpoints_cannot_be_written(
     workspace: Path,
 ) -> None:
     """Files are limited to 400 KiB: the model has 213 KiB, its optimizer state 638 KiB."""
@@ -300,7 +300,7 @@ def test_offline_run_whose_checkpoints_cannot_be_written_trains_to_its_end_and_e
     assert (folder / "model" / "model.safetensors").exists()
 
 
-def test_an_interrupted_offline_run_saves_its_last_step_and_resumes_with_the_same_numbers(
+def test_interrupted_offline_run_saves_its_last_step_and_resumes_with_the_same_metrics(
     workspace: Path,
 ) -> None:
     def settings(folder: Path, **changes: Any) -> dict[str, Any]:

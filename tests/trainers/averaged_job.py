@@ -1,7 +1,6 @@
-"""One rank of the test of averaged weights.
+"""A rank of the averaged-weights test.
 
-It runs the optimizer steps of an offline task, one of which is skipped, and resumes the run from a
-checkpoint.
+It runs optimizer steps of an offline task, one of which is skipped, and resumes from a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from openrlhf.training.strategy import Strategy
 from tests.checkpoints.kept import checkpoints_in
 from tests.trainers.offline_job import ADAPTERS, ROWS, rows_of, task_of
 
-BETA, STEPS, SKIPPED = 0.75, 4, 3  # the gradient of step SKIPPED is NaN
+BETA, STEPS, SKIPPED = 0.75, 4, 3  # step SKIPPED is skipped because its gradient is NaN
 
 
 class Drawn:
@@ -47,7 +46,7 @@ class Drawn:
 
 
 class Watched(SupervisedTrainer[Any, Any]):
-    """A trainer that keeps the weights after each step, and whose gradient is once NaN."""
+    """A trainer that keeps the weights after each step and gets a NaN gradient in one step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,7 +107,7 @@ def trainer(case: str, model: str, folder: str, export: str) -> Watched:
 
 
 def main() -> None:
-    """Train all cases. Arguments: model folder, output folder, then cases."""
+    """Train all cases. Command-line arguments: model folder, output folder, then the cases."""
     model, out, *cases = sys.argv[1:]
     for case in cases:
         folder = f"{out}/{case}"

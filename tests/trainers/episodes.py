@@ -18,7 +18,7 @@ def episode(
     text: str | None = None,
     **fields: Any,
 ) -> Trajectory:
-    """Return an episode of prompt number `index`, with one prompt token and `actions` sampled ones.
+    """Return an episode for prompt `index`, with one prompt token and `actions` sampled tokens.
 
     Its reward equals its score.
     """
@@ -35,5 +35,5 @@ def episode(
 
 
 def failed(index: int = 0, sample: int = 0, *, source: str = "default") -> Trajectory:
-    """Return an episode that has an error and no reward or score."""
+    """Return a failed episode, which has an error but no reward or score."""
     return episode(index, sample, stop=StopReason.FAILED, source=source, error="it broke")

@@ -1,6 +1,6 @@
-"""One rank of the split tests of the offline tasks.
+"""A rank of the tests that split an accumulation window of an offline task in different ways.
 
-It runs two optimizer steps of a tiny model in every given layout.
+It runs two optimizer steps of a tiny model in each given layout.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ FLAGS: dict[str, Any] = {
 
 
 def words(step: int) -> list[list[int]]:
-    """Return a prompt and two answers for each row, the same in every process."""
+    """Return a prompt and two answers for each row. They are the same in every process."""
     generator = torch.Generator().manual_seed(step)
     lengths = torch.randint(2, 9, (3 * ROWS,), generator=generator).tolist()
     return [torch.randint(4, 60, (n,), generator=generator).tolist() for n in lengths]
@@ -80,7 +80,7 @@ def pairs(step: int) -> list[PairRow]:
 
 
 def answers(step: int) -> list[LabelledRow]:
-    """Return the labelled answers of an optimizer step."""
+    """Return the labeled answers of an optimizer step."""
     return [
         LabelledRow(
             tokens=row.chosen,
@@ -92,12 +92,12 @@ def answers(step: int) -> list[LabelledRow]:
 
 
 def responses(step: int) -> list[SFTRow]:
-    """Return the texts of an optimizer step, whose responses are targets."""
+    """Return the texts of an optimizer step, with the response tokens as targets."""
     return [SFTRow(tokens=row.tokens, loss_mask=row.loss_mask) for row in answers(step)]
 
 
 def solutions(step: int, kind: str) -> list[StepRow]:
-    """Return the texts of an optimizer step, with labels of up to three steps each.
+    """Return the texts of an optimizer step, with labels for up to three reasoning steps each.
 
     The labels are numbers or tokens, depending on `kind`.
     """
@@ -116,7 +116,7 @@ def solutions(step: int, kind: str) -> list[StepRow]:
 
 
 def task_of(name: str, model: str, other: str, ds: DeepSpeedConfig) -> OfflineTask[Any, Any, Any]:
-    """Return the task of a name such as `kd_top`; the second part is a choice of the task."""
+    """Return the task for a name such as `kd_top`, whose second part selects a task variant."""
     kind, _, choice = name.partition("_")
     common = {**FLAGS, "model.model_name_or_path": model, "ds": ds}
     reference = None if ds.lora.rank else other
@@ -154,7 +154,7 @@ def task_of(name: str, model: str, other: str, ds: DeepSpeedConfig) -> OfflineTa
 
 
 def rows_of(name: str, step: int) -> list[Any]:
-    """Return the rows of an optimizer step of a task."""
+    """Return a task's rows for an optimizer step."""
     kind, _, choice = name.partition("_")
     if kind == "prm":
         return solutions(step, choice)
@@ -164,7 +164,7 @@ def rows_of(name: str, step: int) -> list[Any]:
 def train(
     strategy: Strategy, name: str, task: OfflineTask[Any, Any, Any], limits: MicroBatchLimits
 ) -> dict[str, Any]:
-    """Train, and return gradient norms, metrics and final weights."""
+    """Train a model and return its gradient norms, metrics and final weights."""
     engine: TrainEngine = load_models(task, strategy, STEPS, CheckpointManager(task.config.ckpt))
     norms, logged = [], []
     for step in range(STEPS):

@@ -1,6 +1,6 @@
-"""The asynchronous source with an engine that echoes.
+"""Tests of the asynchronous source with an engine that echoes.
 
-Tests what counts as a version, what a checkpoint contains, and when prompts start.
+They cover weight versions, checkpoint contents, and the times at which prompts start.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PROMPTS, BATCH = 24, 2
 
 
 class VersionedEcho(EchoGenerator):
-    """A generator that answers with the version that the engines have."""
+    """A generator whose answers carry the engines' current weight version."""
 
     version = 0
 
@@ -80,10 +80,10 @@ def loop() -> Iterator[BackgroundLoop]:
 
 
 class Judged(VersionedEcho):
-    """A generator of which some answers teach nothing and some fail.
+    """A generator with some rejected prompts and some failing prompts.
 
-    Answers to the prompts in `rejected` teach nothing, those from `broken_from` on fail, and only
-    `most` prompts are answered.
+    The filter rejects the prompts in `rejected`, prompts numbered `broken_from` or higher fail, and
+    only `most` prompts are answered.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ def source(
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    """Return once a condition holds in the event loop."""
+    """Return as soon as `condition` holds."""
     deadline = time.monotonic() + 60.0
     while not true():
         assert time.monotonic() < deadline
@@ -155,7 +155,7 @@ def publish(made: AsyncSource, engines: VersionedEcho, version: int) -> None:
 
 @pytest.mark.parametrize("frozen", [range(0), range(1, 6), range(4, 6), range(3, 4)])
 @pytest.mark.parametrize("queue", [1, 2, 4])
-def test_steps_that_publish_nothing_neither_stop_the_run_nor_age_the_samples(
+def test_steps_without_publication_neither_stop_the_run_nor_age_samples(
     loop: BackgroundLoop, queue: int, frozen: range
 ) -> None:
     engines = VersionedEcho()
@@ -169,7 +169,7 @@ def test_steps_that_publish_nothing_neither_stop_the_run_nor_age_the_samples(
     assert sorted(trained) == list(range(PROMPTS)) and made.step == PROMPTS // BATCH
 
 
-def test_a_checkpoint_can_be_continued_with_a_smaller_limit(
+def test_run_can_resume_with_smaller_queue_and_staleness_limits(
     loop: BackgroundLoop, tmp_path: Path
 ) -> None:
     engines = VersionedEcho()
@@ -188,12 +188,12 @@ def test_a_checkpoint_can_be_continued_with_a_smaller_limit(
     assert second.step == PROMPTS // BATCH
 
 
-def test_the_steps_are_counted_where_the_samples_are_taken(
+def test_step_is_counted_as_soon_as_its_samples_are_taken(
     loop: BackgroundLoop, tmp_path: Path
 ) -> None:
-    """A run that is terminated between source and loop then knows that it cannot save.
+    """The step count shows that samples have left the source but not reached the training loop.
 
-    At that moment, the samples are in neither of them.
+    A run that is terminated at that moment cannot save them.
     """
     made = source(loop, VersionedEcho(), queue=2, staleness=2)
     while (taken := loop.run(made._progress(), 5.0)) is None:
@@ -201,7 +201,7 @@ def test_the_steps_are_counted_where_the_samples_are_taken(
     assert (made.step, len(taken)) == (1, BATCH)
 
 
-def test_a_resume_permutes_the_rows_once_per_epoch_however_many_prompts_are_held(
+def test_resume_permutes_rows_once_per_epoch_regardless_of_held_prompts(
     loop: BackgroundLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = source(loop, VersionedEcho(), queue=8, staleness=8)
@@ -226,7 +226,7 @@ def test_a_resume_permutes_the_rows_once_per_epoch_however_many_prompts_are_held
 
 
 class SlowEngines(Engines):
-    """Engines whose samples end when `drawn` is set."""
+    """Engines whose samples finish when `drawn` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class SlowEngines(Engines):
 
 
 class SlowReward:
-    """A reward of 1 that comes when `scored` is set."""
+    """A reward function that returns 1 when `scored` is set."""
 
     reads = ()
 
@@ -257,7 +257,7 @@ class SlowReward:
 
 
 class OwnRewards:
-    """An agent that samples once, and takes its time to score the sample."""
+    """An agent that samples once and then scores the sample slowly."""
 
     def __init__(self, reward: SlowReward) -> None:
         self.reward = reward
@@ -273,7 +273,7 @@ Rewarded = tuple[AsyncSource, SlowEngines, SlowReward]
 
 @pytest.fixture
 def rewarded(loop: BackgroundLoop) -> Iterator[Callable[..., Rewarded]]:
-    """Return a source without partial rollouts whose samples and rewards wait for the test."""
+    """Return a source without partial rollouts, whose samples and rewards wait for test events."""
     made: list[AsyncSource] = []
 
     def make(*, agents: bool = False) -> Rewarded:
@@ -292,20 +292,20 @@ def rewarded(loop: BackgroundLoop) -> Iterator[Callable[..., Rewarded]]:
 
 
 async def start(made: AsyncSource) -> None:
-    """Start the first prompts, as the loop's first request does."""
+    """Start generating responses for the first prompts, as the loop's first request does."""
     made._start()
     await asyncio.sleep(0)
 
 
 def is_published(made: AsyncSource, within: float) -> bool:
-    """Return whether a publication is allowed to begin in time."""
+    """Return whether a publication completes within `within` seconds."""
     publication = threading.Thread(target=publish, args=(made, VersionedEcho(), 1), daemon=True)
     publication.start()
     publication.join(within)
     return not publication.is_alive()
 
 
-def test_a_publication_waits_for_the_last_token_and_not_for_the_reward(
+def test_publication_waits_for_the_last_token_but_not_for_the_reward(
     loop: BackgroundLoop, rewarded: Callable[..., Rewarded]
 ) -> None:
     made, engines, reward = rewarded()
@@ -313,13 +313,14 @@ def test_a_publication_waits_for_the_last_token_and_not_for_the_reward(
     loop.run(set_event(engines.drawn), 5.0)
     wait_until(lambda: made.version == 1)
     assert reward.waiting == BATCH and not any(each.finished for each in made.held)
-    assert [each.version for each in made.held] == [0, 0]  # of the weights that sampled
+    # The versions are those of the weights that generated the samples.
+    assert [each.version for each in made.held] == [0, 0]
     loop.run(set_event(reward.scored), 5.0)
     assert [t.prompt.index for t in next(iter(made))] == [0, 1]
     assert values(made.metrics())["rollout/lag_max"] == 1
 
 
-def test_a_publication_waits_for_an_agent_whose_episode_may_sample_again(
+def test_publication_waits_for_an_agent_that_may_sample_again(
     loop: BackgroundLoop, rewarded: Callable[..., Rewarded]
 ) -> None:
     made, engines, reward = rewarded(agents=True)
@@ -330,7 +331,7 @@ def test_a_publication_waits_for_an_agent_whose_episode_may_sample_again(
     wait_until(lambda: made.version == 1)
 
 
-def test_a_process_that_is_asked_to_end_does_not_wait_for_samples_to_publish(
+def test_terminated_process_does_not_wait_for_samples_before_publishing(
     rewarded: Callable[..., Rewarded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, _, _ = rewarded()
@@ -347,7 +348,7 @@ async def set_event(event: asyncio.Event) -> None:
 # ---- filtering
 
 
-def test_a_reward_that_always_fails_does_not_use_up_the_prompts(loop: BackgroundLoop) -> None:
+def test_reward_that_always_fails_does_not_use_up_the_prompts(loop: BackgroundLoop) -> None:
     made = source(loop, Judged(broken_from=0), queue=2, staleness=2)
     batch = next(iter(made))
     with pytest.raises(RewardErrors):
@@ -355,7 +356,7 @@ def test_a_reward_that_always_fails_does_not_use_up_the_prompts(loop: Background
     assert made.consumed <= 8  # twice the limit of prompts in progress
 
 
-def test_a_reward_that_begins_to_fail_while_a_step_trains_does_not_use_up_the_prompts_either(
+def test_reward_that_starts_failing_during_a_step_does_not_use_up_the_prompts(
     loop: BackgroundLoop,
 ) -> None:
     engines = Judged(broken_from=2, most=2)
@@ -369,10 +370,10 @@ def test_a_reward_that_begins_to_fail_while_a_step_trains_does_not_use_up_the_pr
         made.errors.check(next(steps))
 
 
-def test_prompts_whose_samples_all_failed_are_drawn_again_after_a_resume(
+def test_prompts_whose_samples_all_failed_are_drawn_again_after_resume(
     loop: BackgroundLoop, tmp_path: Path
 ) -> None:
-    """The reward works again after the resume."""
+    """The reward function works again after the resume."""
     engines = Judged(broken_from=2, most=2)
     first = source(loop, engines, queue=2, staleness=2)
     before = [t.prompt.index for t in next(iter(first))]
@@ -392,13 +393,13 @@ def test_prompts_whose_samples_all_failed_are_drawn_again_after_a_resume(
     )
 
 
-def test_failures_that_the_budget_allows_end_nothing(loop: BackgroundLoop) -> None:
+def test_failures_within_the_error_budget_do_not_end_the_run(loop: BackgroundLoop) -> None:
     made = source(loop, Judged(broken_from=4), queue=2, staleness=2, max_error_rate=1.0)
     assert sorted(t.prompt.index for batch in made for t in batch) == list(range(PROMPTS))
 
 
 def test_rejected_prompts_are_replaced_while_a_step_trains(loop: BackgroundLoop) -> None:
-    """Prompts are replaced until a complete batch waits, without a request from the loop."""
+    """Prompts are replaced until a full batch is waiting, without a request from the loop."""
     made = source(loop, Judged(range(2, 20)), queue=1, staleness=1)
     steps = iter(made)
     assert [t.prompt.index for t in next(steps)] == [0, 1]
@@ -406,7 +407,7 @@ def test_rejected_prompts_are_replaced_while_a_step_trains(loop: BackgroundLoop)
     assert [t.prompt.index for t in next(steps) if not t.filtered] == [20, 21]
 
 
-def test_prompts_that_start_after_a_checkpoint_was_written_start_again_after_a_resume(
+def test_prompts_started_after_the_checkpoint_start_again_after_resume(
     loop: BackgroundLoop, tmp_path: Path
 ) -> None:
     engines = Judged(range(2, 6), most=2)
@@ -414,7 +415,7 @@ def test_prompts_that_start_after_a_checkpoint_was_written_start_again_after_a_r
     before = [t.prompt.index for t in next(iter(first))]
     first.save(tmp_path)
     engines.most = 1000
-    wait_until(lambda: first.consumed == 8)  # it has grown when the loop asks for the number
+    wait_until(lambda: first.consumed == 8)  # the run state may record a later count than the file
     second = source(loop, engines, queue=1, staleness=1)
     second.resume(step=first.step, consumed=first.consumed, folder=tmp_path)
     after = [t.prompt.index for batch in second for t in batch]
@@ -422,10 +423,10 @@ def test_prompts_that_start_after_a_checkpoint_was_written_start_again_after_a_r
 
 
 @pytest.mark.parametrize("turns", range(5))
-def test_an_engine_that_fails_just_after_another_prompt_has_finished_is_noticed_at_once(
+def test_engine_failure_right_after_another_prompt_finished_is_raised_immediately(
     loop: BackgroundLoop, turns: int
 ) -> None:
-    """The prompt that failed is not started again."""
+    """The failed prompt is not started again."""
     started: list[int] = []
 
     class Failing(VersionedEcho):

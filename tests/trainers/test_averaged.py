@@ -1,6 +1,7 @@
-"""--train.enable_ema of the offline trainers.
+"""Tests of --train.enable_ema in the offline trainers.
 
-The export and a resumed run have the average, and a reward model stores the scale of its rewards.
+The average is exported and survives a resume. A reward model stores the reward scale of its
+averaged weights.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ def exported(folder: Path, case: str, run: str) -> Path:
 def test_the_export_is_the_average_over_the_steps_that_were_applied(
     folder: Path, case: str
 ) -> None:
-    """p̄ ← β p̄ + (1 − β) p, from the initial weights on.
+    """The average is p̄ ← β p̄ + (1 − β) p, starting at the initial weights.
 
-    A step whose gradient is NaN does not count.
+    A step with a NaN gradient does not count.
     """
     path = torch.load(folder / case / "path.pt")
     tensors = load_file(exported(folder, case, "whole"))

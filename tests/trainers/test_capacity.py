@@ -1,4 +1,4 @@
-"""The capacity rule of asynchronous training, in runs whose samples finish in any order."""
+"""Tests of the capacity rule of asynchronous training, with samples that finish in any order."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ rules = st.builds(
 def run(
     rule: Capacity, prompts: int, draw: random.Random, rejected: float
 ) -> list[tuple[list[int], int, list[int]]]:
-    """Return the prompts, the version, and the versions at the start of the prompts of each step.
+    """Simulate a run in which a random event happens at each turn.
 
-    A random event happens at each turn.
+    Returns, for each step, its prompts, its weight version, and the version at which each of the
+    prompts started.
     """
     held: dict[int, Held] = {}
     steps: list[tuple[list[int], int, list[int]]] = []
@@ -61,7 +62,7 @@ def run(
 
 @settings(max_examples=300, deadline=None)
 @given(rules, st.integers(1, 40), st.integers(), st.sampled_from([0.0, 0.3]))
-def test_no_sample_is_too_old_none_is_lost_and_the_run_goes_on(
+def test_samples_are_never_too_old_or_lost_and_every_step_is_full(
     rule: Capacity, prompts: int, seed: int, rejected: float
 ) -> None:
     steps = run(rule, prompts, random.Random(seed), rejected)
@@ -75,10 +76,10 @@ def test_no_sample_is_too_old_none_is_lost_and_the_run_goes_on(
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 20), st.integers())
-def test_with_as_much_staleness_as_queue_steps_are_nearly_in_order(
+def test_steps_are_nearly_in_order_if_staleness_equals_queue_size(
     batch: int, queue: int, prompts: int, seed: int
 ) -> None:
-    """A prompt is early by at most the length of the queue."""
+    """A prompt's position in the run differs from its index by at most the queue length."""
     rule = Capacity(batch=batch, queue=queue, staleness=queue)
     trained = [
         prompt for kept, _, _ in run(rule, prompts, random.Random(seed), 0.0) for prompt in kept
@@ -86,18 +87,17 @@ def test_with_as_much_staleness_as_queue_steps_are_nearly_in_order(
     assert all(abs(place - prompt) <= queue * batch for place, prompt in enumerate(trained))
 
 
-def test_a_step_waits_for_an_old_sample_and_not_for_a_young_one() -> None:
+def test_step_waits_for_an_old_sample_but_not_for_a_young_one() -> None:
     rule = Capacity(batch=1, queue=2, staleness=2)
     old, new = Held(version=3), Held(version=4, finished=True)
-    assert rule.step([old, new], 4) == [
-        1
-    ]  # the step of version 5 may still train on weights that version 3 began
+    # The step at version 5 may still train on samples that started at version 3.
+    assert rule.step([old, new], 4) == [1]
     assert rule.step([old, new], 5) is None
     old.finished = True
     assert rule.step([old, new], 5) == [0]
 
 
-def test_a_rejected_prompt_leaves_room_and_goes_with_the_step_before_it() -> None:
+def test_rejected_prompt_frees_capacity_and_belongs_to_the_preceding_step() -> None:
     rule = Capacity(batch=1, queue=2, staleness=2)
     rejected = Held(version=0, finished=True, filtered=True)
     held = [Held(version=0, finished=True), rejected, Held(version=0)]
@@ -111,7 +111,7 @@ def test_a_rejected_prompt_leaves_room_and_goes_with_the_step_before_it() -> Non
 
 
 @pytest.mark.parametrize("queue", [1, 2, 4])
-def test_samples_that_finish_in_order_are_as_old_as_the_queue_is_long(queue: int) -> None:
+def test_lag_of_samples_that_finish_in_order_equals_the_queue_size(queue: int) -> None:
     rule, held, lags = Capacity(batch=2, queue=queue, staleness=queue), list[Held](), list[int]()
     for version in range(8):
         held += [Held(version=version, finished=True) for _ in range(rule.room(held))]

@@ -1,6 +1,6 @@
-"""From rewards to advantages.
+"""Tests of the computation from rewards to advantages.
 
-Batches are small enough to recompute by hand, or are compared with loops written from the papers.
+Batches are either small enough to compute by hand or compared with loops written from the papers.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def rows(column: torch.Tensor | None) -> list[list[float]]:
     return [[round(x, 5) for x in column[row].tolist()[1:]] for row in ROWS]
 
 
-def test_group_norm_with_the_kl_in_the_reward_by_hand() -> None:
+def test_group_norm_with_kl_in_reward_matches_hand_computed_values() -> None:
     old, ref = torch.full((11,), -1.0), torch.full((11,), -1.0)
     ref[1:3] = -1.5  # the first sample: 0.5 nats per token, times 0.1
     experience, metrics = credited(
@@ -103,7 +103,7 @@ def test_group_norm_with_the_kl_in_the_reward_by_hand() -> None:
     assert metrics["train/return"] == pytest.approx(-0.1 / 4, abs=1e-6)
 
 
-def test_the_metrics_of_a_batch_by_hand() -> None:
+def test_batch_metrics_match_hand_computed_values() -> None:
     _, metrics = credited(batch([1.0, 0.0, 2.0, 2.0]), kl_in_reward=False, max_len=4)
     assert metrics == pytest.approx(
         {
@@ -120,12 +120,12 @@ def test_the_metrics_of_a_batch_by_hand() -> None:
     )
 
 
-def test_gae_without_a_critic_is_refused() -> None:
+def test_gae_without_a_critic_is_rejected() -> None:
     with pytest.raises(AssertionError):
         credited(batch([1.0, 0.0, 2.0, 0.0]), estimator="gae", kl_in_reward=False)
 
 
-def test_prompts_get_no_reward_and_no_advantage() -> None:
+def test_prompt_tokens_get_no_reward_and_no_advantage() -> None:
     experience, _ = credited(batch([1.0, 0.0, 2.0, 0.0]), kl_in_reward=False)
     for column in (experience.token_rewards, experience.advantages, experience.returns):
         assert column is not None
@@ -134,7 +134,7 @@ def test_prompts_get_no_reward_and_no_advantage() -> None:
 
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_baseline", "rloo", "dr_grpo"])
 @pytest.mark.parametrize("scale", [True, False])
-def test_the_other_estimators_are_those_of_the_papers(name: str, scale: bool) -> None:
+def test_other_estimators_match_loops_written_from_the_papers(name: str, scale: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     old, ref = torch.rand(11, generator=generator), torch.rand(11, generator=generator)
     rewards, gamma = [1.0, 0.25, -2.0, 2.0], 0.9 if name == "reinforce" else 1.0
@@ -159,7 +159,7 @@ def test_the_other_estimators_are_those_of_the_papers(name: str, scale: bool) ->
     torch.testing.assert_close(experience.advantages, torch.tensor(flat), atol=1e-6, rtol=0)
 
 
-def test_rewards_are_clipped_after_they_were_shaped() -> None:
+def test_rewards_are_clipped_after_shaping() -> None:
     experience, metrics = credited(
         batch([100.0, 0.0, 2.0, 0.0]), kl_in_reward=False, reward_clip=(-0.5, 0.25)
     )
@@ -168,7 +168,7 @@ def test_rewards_are_clipped_after_they_were_shaped() -> None:
     assert metrics["train/reward"] == 25.5
 
 
-def test_length_penalties_count_sampled_tokens_and_come_before_the_shaping() -> None:
+def test_length_penalties_count_sampled_tokens_and_apply_before_shaping() -> None:
     experience, metrics = credited(
         batch([1.0, 1.0, 1.0, 1.0]),
         kl_in_reward=False,
@@ -176,12 +176,12 @@ def test_length_penalties_count_sampled_tokens_and_come_before_the_shaping() -> 
         overlong_buffer=2.0,
         overlong_factor=0.5,
     )
-    # max_new_tokens 4, buffer 2: three tokens are one beyond 4 − 2, half of the buffer.
+    # max_new_tokens 4, buffer 2: three tokens exceed 4 − 2 by one, which is half of the buffer.
     assert experience.rewards.tolist() == [1.0, 1.0, 1.0, 0.75]
     assert metrics["train/reward"] == pytest.approx(3.75 / 4)
 
 
-def test_without_max_new_tokens_the_limit_is_what_each_prompt_leaves() -> None:
+def test_length_limit_without_max_new_tokens_is_max_len_minus_the_prompt() -> None:
     experience, _ = credited(
         batch([1.0, 1.0, 1.0, 1.0]),
         kl_in_reward=False,
@@ -190,36 +190,37 @@ def test_without_max_new_tokens_the_limit_is_what_each_prompt_leaves() -> None:
         max_new_tokens=None,
         max_len=4,
     )
-    # max_len 4 leaves 3 after a prompt of 1: two tokens are one beyond 3 − 2, three are two.
+    # max_len 4 leaves 3 tokens after a prompt of 1: two tokens exceed 3 − 2 by one, three by two.
     assert experience.rewards.tolist() == [0.5, 1.0, 1.0, 0.0]
 
 
-def test_truncated_samples_are_penalised_for_not_stopping() -> None:
+def test_truncated_samples_are_penalized_for_not_stopping() -> None:
     experience, _ = credited(
         batch([1.0, 1.0, 1.0, 1.0]), kl_in_reward=False, estimator="reinforce", stop_properly=0.25
     )
     assert experience.rewards.tolist() == [1.0, 1.0, 1.0, 0.25]
 
 
-def test_a_reward_that_is_missing_is_an_error_and_not_a_zero() -> None:
+def test_missing_reward_raises_an_error_instead_of_becoming_zero() -> None:
     with pytest.raises(ValueError, match=r"rewards must be finite.*2: nan"):
         credited(batch([1.0, 0.0, math.nan, 0.0]), kl_in_reward=False)
 
 
-def test_the_spread_of_rewards_is_a_mean_over_prompts() -> None:
+def test_reward_spread_is_averaged_over_prompts() -> None:
     rewards = torch.tensor([0.0, 1.0, 5.0, 5.0, 5.0, 9.0])
-    groups = torch.tensor([4, 4, 2, 2, 2, 8])  # std √0.5, 0, and one without peers
+    groups = torch.tensor([4, 4, 2, 2, 2, 8])  # std √0.5, std 0, and a group of one sample
     metrics = values(group_metrics(rewards, groups))
     assert metrics == pytest.approx({"train/group_reward_std": ROOT / 2, "train/dead_groups": 0.5})
 
 
-def test_lone_samples_have_no_spread() -> None:
+def test_prompts_with_one_sample_have_no_reward_spread() -> None:
     assert group_metrics(torch.tensor([0.0, 1.0]), torch.tensor([1, 2])) == {}
 
 
-def test_a_teacher_credits_each_token_with_its_own_log_ratio() -> None:
+def test_teacher_credits_each_token_with_its_own_log_ratio() -> None:
     old, teacher = torch.full((11,), -1.0), torch.full((11,), -1.0)
-    teacher[1], teacher[2], teacher[4] = -0.5, -3.0, -500.0  # better, worse, and clipped to 10 nats
+    # More likely, less likely, and clipped to 10 nats.
+    teacher[1], teacher[2], teacher[4] = -0.5, -3.0, -500.0
     columns = {"old_logprobs": old, "teacher_logprobs": teacher}
     experience, metrics = credited(
         batch([0.0, 0.0, 0.0, 0.0], **columns), kl_in_reward=False, distill_coef=2.0
@@ -249,7 +250,7 @@ def test_a_teacher_credits_each_token_with_its_own_log_ratio() -> None:
         (1.0, [2.0], [1.0, 0.0], 2.0, 0.25, {"reward_model_1": 2.0, "reward_rule": 1.0}),
     ],
 )
-def test_rewards_of_models_and_of_a_rule_add_up_and_the_rules_score_stays(
+def test_model_and_function_rewards_are_summed_and_the_functions_score_is_kept(
     rule: float | None,
     by_models: list[float],
     weights: list[float],
@@ -263,9 +264,7 @@ def test_rewards_of_models_and_of_a_rule_add_up_and_the_rules_score_stays(
     assert result.extra_logs == {"own": 7.0, **logged}
 
 
-def test_an_agents_reward_shares_are_weighted_like_it_and_count_unless_samples_are_compared() -> (
-    None
-):
+def test_turn_rewards_are_weighted_and_used_unless_samples_are_compared() -> None:
     came = combined(
         episode(reward=3.0, score=3.0, actions=3, turn_rewards=((1, 2.0), (3, 1.0))),
         [10.0],
@@ -274,10 +273,8 @@ def test_an_agents_reward_shares_are_weighted_like_it_and_count_unless_samples_a
     assert came.turn_rewards == ((1, 1.0), (3, 0.5))
     experience = Experience.from_trajectories([came, episode(sample=1, reward=1.0)])
     alone, _ = credited(experience, estimator="reinforce", kl_in_reward=False)
-    assert rows_of(alone.token_rewards, [4, 2]) == [
-        [0.0, 1.0, 0.0, 9.0],
-        [0.0, 1.0],
-    ]  # the sum is clipped to 10
+    # The sum of an episode's rewards is clipped to 10.
+    assert rows_of(alone.token_rewards, [4, 2]) == [[0.0, 1.0, 0.0, 9.0], [0.0, 1.0]]
     compared, _ = credited(experience, estimator="rloo", kl_in_reward=False)
     assert rows_of(compared.token_rewards, [4, 2]) == [[0.0, 0.0, 0.0, 10.0], [0.0, -10.0]]
 
@@ -288,13 +285,13 @@ def rows_of(column: torch.Tensor | None, lengths: list[int]) -> list[list[float]
 
 
 @pytest.mark.parametrize("by_model", [math.nan, math.inf, 1e39])
-def test_a_reward_that_is_no_number_of_float32_is_a_failed_episode(by_model: float) -> None:
+def test_reward_that_float32_cannot_represent_fails_the_episode(by_model: float) -> None:
     result = combined(episode(score=0.5), [by_model], [])
     assert (result.failed, result.reward, result.score) == (True, None, None)
     assert str(by_model) in str(result.error)
 
 
-# ---- annotation: hand-made workers
+# ---- stages, with hand-written workers
 
 
 @pytest.fixture(autouse=True)
@@ -303,7 +300,7 @@ def _answers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Workers:
-    """A group of workers that answers at once and records what it was sent."""
+    """A worker group that answers immediately and records which columns it was sent."""
 
     role = "role"
 
@@ -317,7 +314,7 @@ class Workers:
 
 
 def row_lengths(rows: Any) -> torch.Tensor:
-    """Return the row length of each token, or of each sampled token if those are known."""
+    """Return each token's row length; 0 for tokens outside the loss mask, if there is one."""
     column = rows.lengths.repeat_interleave(rows.lengths).float()
     return column * rows.loss_mask if isinstance(rows, TokenRows) else column
 
@@ -329,9 +326,9 @@ def column_stage(name: str, **changes: Any) -> ColumnStage:
 
 
 def judges(broken: tuple[int, ...] = (), *, models: bool = True, **flags: Any) -> RewardStage:
-    """Return two reward models, which give 1 and the number of the row.
+    """Return a stage with two reward models, which return 1 and the row number.
 
-    Rows listed in `broken` get no finite number.
+    Rows listed in `broken` get NaN.
     """
 
     def answer(rows: Any) -> torch.Tensor:
@@ -362,7 +359,7 @@ def annotated(
     )
 
 
-def test_a_stage_is_sent_the_columns_that_it_reads_and_nothing_else() -> None:
+def test_stage_is_sent_only_the_columns_that_it_reads() -> None:
     SENT.clear()
     batch = annotated([episode(0, 0, score=1.0), episode(0, 1, score=0.0, actions=2)])
     assert [{"tokens", "offsets", "loss_mask"}, {"tokens", "offsets"}] == SENT
@@ -372,7 +369,7 @@ def test_a_stage_is_sent_the_columns_that_it_reads_and_nothing_else() -> None:
     assert set(batch.timing) == {"timing/old_logprobs", "timing/values"}
 
 
-def test_stages_of_one_prompt_leave_failed_episodes_and_their_places_alone() -> None:
+def test_early_stages_leave_failed_episodes_unchanged_and_in_place() -> None:
     group = [episode(0, 0, score=1.0), failed(0, 1), episode(0, 2, score=0.0, actions=0)]
     lengths = column_stage("values", reads=Experience.texts)
     early = EarlyStages(stages=[judges(weights=WEIGHTS), lengths], timeout_s=1.0)
@@ -386,14 +383,14 @@ def test_stages_of_one_prompt_leave_failed_episodes_and_their_places_alone() -> 
     assert [t.reward for t in rule.annotate(group)] == [1.0, None, 0.0]
 
 
-def test_rewards_of_a_function_alone_convert_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_rewards_alone_do_not_convert_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     group = [episode(0, 0, score=4.0), episode(0, 1, score=6.0)]
     rule = EarlyStages(stages=[judges(models=False, weights=(0.25,))], timeout_s=1.0)
     monkeypatch.setattr(Experience, "from_trajectories", None)
     assert [trajectory.reward for trajectory in rule.annotate(group)] == [1.0, 1.5]
 
 
-def test_a_column_that_every_episode_has_is_not_computed_again() -> None:
+def test_column_that_every_episode_has_is_not_recomputed() -> None:
     SENT.clear()
     group = [episode(0, 0, score=1.0), episode(0, 1, score=0.0, actions=2)]
     early = EarlyStages(stages=[column_stage("old_logprobs")], timeout_s=1.0)
@@ -404,21 +401,22 @@ def test_a_column_that_every_episode_has_is_not_computed_again() -> None:
     assert once.experience.old_logprobs.tolist() == [0, 2, 0, 3, 3]
 
 
-def test_an_update_is_sent_the_columns_that_its_role_reads() -> None:
+def test_update_is_sent_only_the_columns_that_its_role_reads() -> None:
     batch = annotated([episode(0, 0, score=1.0), episode(0, 1, score=0.0)])
     sent = batch.experience.only(*CriticWorker.reads)
     assert sent.values is not None
     assert (sent.old_logprobs, sent.rollout_logprobs) == (None, None)
 
 
-def test_rewards_of_models_are_added_while_the_other_columns_are_computed() -> None:
+def test_model_rewards_are_added_together_with_the_other_columns() -> None:
     came = [
         episode(0, 0, score=4.0),
         episode(0, 1, score=6.0, turn_rewards=((1, 6.0),)),
         failed(0, 2),
     ]
     batch = annotated(came, broken=())
-    assert batch.experience.rewards.tolist() == [4.5, 8.5]  # 0.5 · 1 + 2 · row + 1 · the rule's
+    # The rewards are 0.5 · 1 + 2 · row + 1 · the function's reward.
+    assert batch.experience.rewards.tolist() == [4.5, 8.5]
     assert [t.reward for t in batch.trajectories] == [4.5, 8.5, None]
     assert batch.kept == batch.trajectories[:2]
     assert batch.experience.turn_rewards is not None
@@ -426,7 +424,7 @@ def test_rewards_of_models_are_added_while_the_other_columns_are_computed() -> N
     assert "timing/reward_models" in batch.timing
 
 
-def test_a_rule_alone_has_its_weight_and_episodes_that_nothing_rewards_have_zero() -> None:
+def test_function_reward_alone_is_weighted_and_unrewarded_episodes_get_zero() -> None:
     came = [
         episode(0, 0, score=4.0),
         replace(episode(0, 1, score=6.0), reward=None, score=None),
@@ -438,7 +436,7 @@ def test_a_rule_alone_has_its_weight_and_episodes_that_nothing_rewards_have_zero
     assert not batch.timing
 
 
-def test_a_sample_without_a_finite_reward_fails_and_its_row_goes_with_its_columns() -> None:
+def test_sample_with_non_finite_reward_fails_and_its_row_is_dropped() -> None:
     came = [
         episode(0, 0, score=1.0),
         episode(0, 1, score=1.0),
@@ -453,14 +451,14 @@ def test_a_sample_without_a_finite_reward_fails_and_its_row_goes_with_its_column
     assert batch.experience.old_logprobs.tolist() == [0, 4, 4, 4, 0, 2]
 
 
-def test_where_everything_failed_no_worker_is_asked() -> None:
+def test_no_worker_is_called_if_all_episodes_failed() -> None:
     SENT.clear()
     batch = annotated([failed(0, 0), failed(0, 1)], broken=())
     assert (batch.kept, batch.experience.num_samples, SENT) == ([], 0, [])
     assert len(batch.trajectories) == 2
 
 
-# ---- what can be trained on
+# ---- which episodes are trained on
 
 
 def kept(trajectories: list[Any], *, needs_groups: bool) -> list[Any]:
@@ -477,7 +475,7 @@ def test_episodes_without_a_sampled_token_are_not_trained_on() -> None:
     assert kept([good, episode(0, 1, score=0.0, actions=0)], needs_groups=False) == [good]
 
 
-def test_a_sample_that_lost_its_peers_teaches_nothing_if_samples_are_compared() -> None:
+def test_sample_without_peers_is_dropped_if_samples_are_compared() -> None:
     pair = [episode(0, 0, score=1.0), episode(0, 1, score=0.0)]
     lone = [episode(1, 0, score=1.0), failed(1, 1)]
     assert kept([*pair, *lone], needs_groups=True) == pair
@@ -494,7 +492,7 @@ def test_filtered_episodes_are_not_trained_on() -> None:
     "estimator", ["group_norm", "rloo", "reinforce_baseline", "dr_grpo", "reinforce"]
 )
 @pytest.mark.parametrize("truncated", [[], [3], [0, 2], [0, 1, 2, 3]])
-def test_truncated_samples_may_be_left_out_of_the_loss_and_count_in_baselines_and_metrics(
+def test_masked_truncated_samples_still_count_in_baselines_and_metrics(
     estimator: str, truncated: list[int]
 ) -> None:
     cut = torch.tensor([row in truncated for row in range(4)])
@@ -513,16 +511,16 @@ def test_truncated_samples_may_be_left_out_of_the_loss_and_count_in_baselines_an
 
 
 def split_first(experience: Experience) -> Experience:
-    """Return the batch with an earlier conversation in the first episode.
+    """Return the batch with an earlier conversation added to the first episode.
 
-    That conversation has two sampled tokens.
+    The added conversation has two sampled tokens.
     """
     twice = experience.select([0, 0, 1, 2, 3])
     return replace(twice, trajectory_ids=torch.tensor([0, 0, 1, 2, 3]))
 
 
 @pytest.mark.parametrize("estimator", ["group_norm", "rloo", "dr_grpo", "reinforce_baseline"])
-def test_an_episode_counts_once_in_the_baseline_however_many_conversations_it_has(
+def test_episode_with_several_conversations_counts_once_in_the_baseline(
     estimator: str,
 ) -> None:
     whole = batch([1.0, 0.0, 2.0, 0.5])
@@ -539,7 +537,7 @@ def test_an_episode_counts_once_in_the_baseline_however_many_conversations_it_ha
     assert more["train/response_length"] == metrics["train/response_length"] + 2 / 4
 
 
-def test_penalties_of_an_episode_are_those_of_its_longest_conversation() -> None:
+def test_length_penalty_of_an_episode_is_that_of_its_longest_conversation() -> None:
     whole = split_first(batch([1.0, 0.0, 2.0, 0.5]))
     rows = whole.select([4, 0, 2, 3, 1])
     mixed = replace(
@@ -554,7 +552,7 @@ def test_penalties_of_an_episode_are_those_of_its_longest_conversation() -> None
     assert experience.rewards[0] == experience.rewards[1] == 0.5
 
 
-def test_a_column_of_an_early_stage_reaches_every_conversation() -> None:
+def test_early_stage_column_is_split_over_the_conversations() -> None:
     earlier = episode(score=1.0)
     whole = replace(episode(score=1.0), earlier=(earlier,))
     count = len(earlier.tokens)

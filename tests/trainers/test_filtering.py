@@ -1,4 +1,4 @@
-"""Dynamic filtering: the prompts of a step, how many are drawn for it, and no loss of kept ones."""
+"""Tests of dynamic filtering: each step's prompts, the number drawn, and that none is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPEC = SamplingSpec(
     max_len=8,
     seed=0,
 )
-# The rewards of the two samples of a prompt. None: its reward fails.
+# Rewards of a prompt's two samples. None: the reward call fails.
 GOOD, EASY, HARD, BROKEN, HALF_BROKEN = (
     (0.0, 1.0),
     (1.0, 1.0),
@@ -65,31 +65,31 @@ def between_zero_and_one() -> DynamicFilter:
     ],
     ids=["between", "the upper end", "the lower end", "finished ones", "of them", "none finished"],
 )
-def test_a_prompt_is_kept_if_the_mean_score_of_its_finished_samples_is_inside_the_range(
+def test_prompt_is_kept_if_the_mean_score_of_its_finished_samples_is_in_range(
     group: list[Trajectory], rejected: bool
 ) -> None:
     assert between_zero_and_one().rejects(group) == rejected
 
 
-def test_what_is_looked_at_is_the_score_and_not_the_reward() -> None:
+def test_filter_uses_the_score_instead_of_the_reward() -> None:
     group = [episode(0, i, score=float(i), reward=7.0) for i in range(2)]
     assert not between_zero_and_one().rejects(group)
 
 
-def test_a_filtered_episode_keeps_its_text_and_numbers_and_lets_its_tokens_go() -> None:
+def test_filtered_episode_keeps_its_text_and_numbers_but_drops_its_tokens() -> None:
     before = episode(3, 1, score=1.0, actions=5, response_text="yes")
     after = thrown_away(before)
     assert (after.filtered, after.tokens, after.num_actions) == (True, [], 0)
     assert sample_row(1, after) == sample_row(1, before) | {"filtered": True}
 
 
-def test_the_pass_rate_counts_prompts_and_not_samples() -> None:
+def test_pass_rate_counts_prompts_instead_of_samples() -> None:
     kept = [episode(0, 0, score=0.0), episode(0, 1, score=1.0)]
     filtered = [thrown_away(episode(i, s, score=1.0)) for i in (1, 2, 3) for s in (0, 1)]
     assert values({"rate": pass_rate([*kept, *filtered])}) == {"rate": 25.0}
 
 
-# ---- a run: the real generator, with hand-made engine and rewards
+# ---- runs with the real generator and hand-written engines and rewards
 
 
 class Prompts(Dataset[Prompt]):
@@ -106,7 +106,7 @@ class Prompts(Dataset[Prompt]):
 
 
 class Engines:
-    """Engines whose answers take a random number of turns of the event loop."""
+    """Engines whose answers take a random number of event-loop iterations."""
 
     def __init__(self, seed: int) -> None:
         self.delays = random.Random(seed)
@@ -135,14 +135,14 @@ class Engines:
 
 
 class Decoder:
-    """The part of a tokenizer that is needed."""
+    """The part of a tokenizer that these tests need."""
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
         return str(tokens)
 
 
 class Table:
-    """Rewards by dataset row, from the rule or afterwards from a reward model."""
+    """Rewards by dataset row, from the reward function or afterwards from a reward model."""
 
     reads = ()
 
@@ -156,10 +156,7 @@ class Table:
         return [RewardResult(reward=s, error="it broke" if s is None else None) for s in scores]
 
     async def scored(self, group: Group) -> Group:
-        """Score a group as a reward model would.
-
-        It never fails: its samples have both scores.
-        """
+        """Score a group as a reward model would. It never fails, because both scores are set."""
         return [replace(t, score=self.rows[t.prompt.text][t.sample_index]) for t in group]
 
 
@@ -174,7 +171,7 @@ def steps_of(
     delays: int = 0,
     max_error_rate: float = 1.0,
 ) -> Iterator[tuple[list[Trajectory], int]]:
-    """Yield the samples of each step, and how many prompts were drawn by then."""
+    """Yield each step's samples, and the number of prompts drawn so far."""
     table = Table(rows)
     rollout = replace(
         SPEC.rollout, batch_size=batch_size, vllm_generate_batch_size=at_once or batch_size
@@ -203,7 +200,7 @@ def steps_of(
 
 
 def groups(step: Sequence[Trajectory]) -> list[tuple[int, bool]]:
-    """Return the number of each prompt, and whether it was kept."""
+    """Return each prompt's number and whether it was kept."""
     return [
         (index, not next(group).filtered)
         for index, group in groupby(step, key=lambda t: t.prompt.index)
@@ -211,7 +208,7 @@ def groups(step: Sequence[Trajectory]) -> list[tuple[int, bool]]:
 
 
 def in_order(rows: Sequence[Scores]) -> list[Scores]:
-    """Return the rows arranged so that the only pass draws them in the given order."""
+    """Return the rows arranged so that a single epoch draws them in the given order."""
     order = [step[0].prompt.text for step, _ in steps_of([GOOD] * len(rows), batch_size=1)]
     placed = dict(zip(order, rows, strict=True))
     return [placed[f"row {number}"] for number in range(len(rows))]
@@ -220,7 +217,7 @@ def in_order(rows: Sequence[Scores]) -> list[Scores]:
 @pytest.mark.parametrize(
     "by_model", [False, True], ids=["the rule's scores", "a reward model's scores"]
 )
-def test_prompts_outside_the_range_are_replaced_by_the_next_ones_of_the_order(
+def test_prompts_outside_the_range_are_replaced_by_the_next_in_order(
     by_model: bool,
 ) -> None:
     rows = in_order([GOOD, EASY, HARD, GOOD, GOOD, GOOD, EASY, GOOD, HARD])
@@ -228,39 +225,39 @@ def test_prompts_outside_the_range_are_replaced_by_the_next_ones_of_the_order(
     assert [groups(step) for step, _ in steps] == [
         [(0, True), (1, False), (2, False), (3, True)],
         [(4, True), (5, True)],
-        [(6, False), (7, True), (8, False)],  # the prompts are used up: the last step is smaller
+        [(6, False), (7, True), (8, False)],  # smaller, because the prompts are used up
     ]
     assert [drawn for _, drawn in steps] == [4, 6, 9]
 
 
-def test_every_pass_ends_with_a_smaller_step_and_the_next_begins_with_a_whole_one() -> None:
+def test_every_epoch_may_end_with_a_smaller_step() -> None:
     steps = [groups(step) for step, _ in steps_of([GOOD] * 3, epochs=2)]
     assert steps == [[(0, True), (1, True)], [(2, True)], [(3, True), (4, True)], [(5, True)]]
 
 
-def test_the_rest_of_a_pass_that_is_all_filtered_is_shown_and_told(
+def test_rejected_prompts_at_the_end_of_an_epoch_are_yielded_with_a_warning(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     steps = [step for step, _ in steps_of(in_order([GOOD, GOOD, EASY, HARD]))]
     assert [groups(step) for step in steps] == [[(0, True), (1, True)], [(2, False), (3, False)]]
     warning = capsys.readouterr().err
-    assert "The last 2 prompts of an epoch teach nothing" in warning
+    assert "The last 2 prompts of an epoch were all rejected" in warning
     assert "between 0 and 1 (--algo.dynamic_filtering_range)" in warning
 
 
-def test_a_run_in_which_every_prompt_is_filtered_ends() -> None:
+def test_run_ends_if_every_prompt_is_rejected() -> None:
     steps = [step for step, _ in steps_of([EASY] * 5, epochs=3)]
     assert [len(groups(step)) for step in steps] == [5, 5, 5]
     assert all(t.filtered for step in steps for t in step)
 
 
-def test_prompts_whose_samples_all_failed_are_replaced_and_stay_failed() -> None:
+def test_prompts_whose_samples_all_failed_are_replaced_and_still_count_as_failed() -> None:
     ((step, _),) = steps_of(in_order([BROKEN, HALF_BROKEN, GOOD]))
     assert groups(step) == [(0, False), (1, True), (2, True)]
     assert [t.failed for t in step] == [True, True, True, False, False, False]
 
 
-def test_a_reward_that_always_fails_does_not_use_up_the_prompts() -> None:
+def test_reward_that_always_fails_does_not_use_up_the_prompts() -> None:
     _, drawn = next(steps_of([BROKEN] * 50, max_error_rate=0.1))
     assert drawn <= 4
 
@@ -276,7 +273,7 @@ ROWS = st.lists(st.sampled_from([GOOD, EASY, HARD, BROKEN, HALF_BROKEN]), min_si
     by_model=st.booleans(),
     data=st.data(),
 )
-def test_nothing_kept_is_lost_and_no_prompt_is_drawn_in_vain(
+def test_no_kept_prompt_is_lost_and_no_unneeded_prompt_is_drawn(
     rows: list[Scores],
     batch_size: int,
     epochs: int,
@@ -284,7 +281,7 @@ def test_nothing_kept_is_lost_and_no_prompt_is_drawn_in_vain(
     by_model: bool,
     data: st.DataObject,
 ) -> None:
-    """This holds whichever sample finishes first.
+    """The result does not depend on the order in which samples finish.
 
     A run resumed after any step continues like an uninterrupted one.
     """
@@ -303,7 +300,7 @@ def test_nothing_kept_is_lost_and_no_prompt_is_drawn_in_vain(
     for step, drawn in steps:
         kept = [stays for _, stays in groups(step)]
         if sum(kept) == batch_size:
-            assert kept[-1]  # with one prompt fewer, the step would not have been complete
+            assert kept[-1]  # the step ends with the prompt that completes its batch
         else:
             assert sum(kept) < batch_size and drawn % len(rows) == 0  # an epoch ended
         assert drawn == step[-1].prompt.index + 1
@@ -319,13 +316,10 @@ def test_nothing_kept_is_lost_and_no_prompt_is_drawn_in_vain(
     epochs=st.integers(1, 3),
     data=st.data(),
 )
-def test_groups_generated_ahead_wait_for_later_steps_and_none_is_lost(
+def test_groups_generated_ahead_are_used_in_later_steps_without_loss(
     rows: list[Scores], batch_size: int, more: int, epochs: int, data: st.DataObject
 ) -> None:
-    """The same holds for a run resumed after any step.
-
-    It generates the waiting groups again.
-    """
+    """A run resumed after any step generates the waiting groups again and loses none either."""
     run = {"batch_size": batch_size, "at_once": batch_size + more, "epochs": epochs}
     steps = list(steps_of(rows, **run))
     done = data.draw(st.integers(0, len(steps)), label="steps done")

@@ -1,6 +1,6 @@
-"""The update of the offline tasks.
+"""Tests of the optimizer steps of the offline tasks.
 
-An optimizer step is the same however its rows are split, and equals a plain loop in float64.
+A step does not depend on how its rows are split, and matches a plain float64 loop.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def loss_of(name: str, hf: Any, other: Any, step: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def expected(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
-    """Return norms and weights of plain loops in float64, one text at a time."""
+    """Return gradient norms and weights from plain float64 loops, one text at a time."""
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(layout.split("-")[0] for layout in LAYOUTS):
         hf, reference = (
@@ -209,7 +209,7 @@ def expected(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.verify), 2])
-def test_the_update_does_not_depend_on_the_split(
+def test_update_does_not_depend_on_how_the_window_is_split(
     models: tuple[str, str], expected: dict[str, dict[str, Any]], ranks: int, tmp_path: Path
 ) -> None:
     out = tmp_path / "results.pt"
@@ -254,9 +254,9 @@ def sft_loss(hf: Any, step: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def expected_adapted(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
-    """Return norms and merged weights of plain loops in float64 with PEFT.
+    """Return gradient norms and merged weights from plain float64 loops with PEFT.
 
-    The loops begin with the same adapters. Reward models are left out.
+    The loops start with the same adapters. Reward models are not included.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, kind in dict.fromkeys(
@@ -294,7 +294,7 @@ def expected_adapted(models: tuple[str, str]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.verify), 2])
-def test_the_update_of_adapters_does_not_depend_on_the_split(
+def test_adapter_update_does_not_depend_on_how_the_window_is_split(
     models: tuple[str, str], expected_adapted: dict[str, dict[str, Any]], ranks: int, tmp_path: Path
 ) -> None:
     out = tmp_path / "results.pt"
@@ -328,7 +328,7 @@ def test_the_update_of_adapters_does_not_depend_on_the_split(
 
 
 @pytest.mark.verify
-def test_adapters_beside_weights_of_4_bits_are_trained_alike_on_any_number_of_ranks(
+def test_adapters_on_4_bit_weights_train_the_same_on_any_number_of_ranks(
     models: tuple[str, str], tmp_path: Path
 ) -> None:
     layouts = [
@@ -350,7 +350,7 @@ def test_adapters_beside_weights_of_4_bits_are_trained_alike_on_any_number_of_ra
             )
 
 
-def test_every_registered_preference_loss_is_a_choice_of_its_flag() -> None:
+def test_registered_preference_losses_match_the_choices_of_the_flag() -> None:
     from openrlhf.config import choices
 
     assert list(PREFERENCE_LOSSES) == list(choices.PREFERENCE_LOSSES)

@@ -1,7 +1,7 @@
-"""Both loops with --eval.patience: when they end and what they export.
+"""Tests of --eval.patience in both training loops: when they end and which weights they export.
 
-A resumed run ends where an uninterrupted one does. The model is a number: the step that made it.
-The results of the evaluations are given in advance.
+A resumed run ends at the same step as an uninterrupted one. The model is a single number: the step
+that produced it. Evaluation results are predefined.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEPS = 8
 
 
 class Weights:
-    """The trained number. It is also an engine, and the only worker of a group."""
+    """The trained number, which also acts as an engine and as a group's only worker."""
 
     size, logs = 1, ()
     module = nn.Linear(1, 1)
@@ -89,11 +89,11 @@ class Log:
 
 
 class Killed(Exception):
-    """The process has died."""
+    """The simulated death of the process."""
 
 
 class Written(CountingTask):
-    """A task whose evaluations return the given results."""
+    """A task whose evaluations return predefined results."""
 
     def __init__(self, losses: Sequence[float], weights: Weights) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Supervised(SupervisedTrainer[int, Any]):
 
 
 class Prompts:
-    """A source of one batch per step."""
+    """A source that yields one batch per step."""
 
     total_steps, epoch, keep = STEPS, 0, None
     consumed = 0
@@ -184,7 +184,7 @@ def annotated(trajectories: list[Any]) -> StepBatch:
 
 
 class OnPolicy:
-    """The RL loop, with updates that only count."""
+    """The RL loop, with updates that only count steps."""
 
     def __init__(
         self,
@@ -238,13 +238,13 @@ class OnPolicy:
 
     @property
     def saved(self) -> CheckpointManager:
-        """Return the checkpoints of the run."""
+        """Return the run's checkpoint manager."""
         return self.loop.checkpointing.manager
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the calls of these workers return their results when they are launched."""
+    """Make worker calls return their results directly when they are launched."""
     for module in ("checkpointing", "exporting"):
         monkeypatch.setattr(f"openrlhf.trainers.{module}.gather", lambda launched, **_: launched)
 
@@ -255,7 +255,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 LOSSES = [3.0, 2.0, 2.5, 1.0, 1.5, 1.0, 1.2, 0.5]
 
 
-def test_a_supervised_run_ends_with_its_patience_and_exports_the_best_weights(
+def test_supervised_run_stops_early_and_exports_the_best_weights(
     tmp_path: Path,
 ) -> None:
     """Step 4 is the best; the evaluations after steps 5, 6 and 7 are not better."""
@@ -265,18 +265,19 @@ def test_a_supervised_run_ends_with_its_patience_and_exports_the_best_weights(
     assert trainer.weights.exported == 4
     assert trainer.log.said == [
         "--eval.patience 3 ends the run after step 7. "
-        "The export has the weights of step 4, with the best eval_loss of all evaluations, 1.",
+        "The export contains the weights of step 4, which have the best eval_loss of all "
+        "evaluations, 1.",
         "model: ./ckpt",
     ]
 
 
-def test_a_supervised_run_that_never_waits_so_long_goes_to_its_end(tmp_path: Path) -> None:
+def test_supervised_run_completes_if_its_patience_is_never_used_up(tmp_path: Path) -> None:
     trainer = Supervised(tmp_path, LOSSES, patience=4)
     trainer.fit()
     assert (trainer.log.evaluated[-1], trainer.weights.exported) == (8, 8)
 
 
-def test_one_best_checkpoint_is_kept_with_its_metric(tmp_path: Path) -> None:
+def test_only_one_best_checkpoint_is_kept_with_its_metric(tmp_path: Path) -> None:
     Supervised(tmp_path, LOSSES, patience=3).fit()
     (checkpoint,) = checkpoints_in(tmp_path).checkpoints()
     assert (checkpoint.tag, checkpoint.metric_key, checkpoint.metric_value) == (
@@ -287,7 +288,7 @@ def test_one_best_checkpoint_is_kept_with_its_metric(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("killed_after", [3, 4, 5, 6])
-def test_a_resumed_supervised_run_ends_where_an_unbroken_one_does(
+def test_resumed_supervised_run_stops_at_the_same_step_as_an_uninterrupted_one(
     tmp_path: Path, killed_after: int
 ) -> None:
     broken = Supervised(tmp_path, LOSSES, patience=3, save_steps=1)
@@ -303,7 +304,7 @@ def test_a_resumed_supervised_run_ends_where_an_unbroken_one_does(
     assert resumed.weights.exported == 4
 
 
-def test_a_run_that_has_ended_with_its_patience_and_is_resumed_takes_no_step(
+def test_resuming_a_run_that_stopped_early_takes_no_steps(
     tmp_path: Path,
 ) -> None:
     Supervised(tmp_path, LOSSES, patience=3, save_steps=1).fit()
@@ -315,7 +316,7 @@ def test_a_run_that_has_ended_with_its_patience_and_is_resumed_takes_no_step(
     assert (again.log.evaluated, again.weights.exported) == ([], 4)
 
 
-def test_a_supervised_run_that_is_terminated_in_its_last_evaluation_saves_its_last_step(
+def test_supervised_run_terminated_in_its_last_evaluation_saves_its_last_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Supervised(tmp_path, LOSSES, patience=None, save_steps=100)
@@ -326,12 +327,12 @@ def test_a_supervised_run_that_is_terminated_in_its_last_evaluation_saves_its_la
     assert trainer.weights.exported is None
 
 
-def test_a_supervised_run_that_is_terminated_in_its_export_finishes_it(
+def test_supervised_run_terminated_during_its_export_finishes_the_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Exporting(Supervised):
         def export(self, path: str, *, final: bool = True) -> None:
-            assert termination._State.wholes  # SIGTERM does not interrupt it
+            assert termination._State.wholes  # SIGTERM does not interrupt the export
             monkeypatch.setattr(termination._State, "status", 143)
             super().export(path, final=final)
 
@@ -347,19 +348,19 @@ def test_a_supervised_run_that_is_terminated_in_its_export_finishes_it(
 SCORES = [0.1, 0.3, 0.2, 0.3, 0.25, 0.9]
 
 
-def test_a_run_of_rl_ends_with_its_patience_and_exports_the_best_policy(tmp_path: Path) -> None:
+def test_rl_run_stops_early_and_exports_the_best_policy(tmp_path: Path) -> None:
     trainer = OnPolicy(tmp_path, SCORES, patience=3)
     trainer.fit()
     assert trainer.log.evaluated == [1, 2, 3, 4, 5]
     assert trainer.weights_made.exported == 2
     said, exported = trainer.log.said
     assert exported.startswith("model: ") and said.startswith(
-        "--eval.patience 3 ends the run after step 5. The export has the weights of step 2"
+        "--eval.patience 3 ends the run after step 5. The export contains the weights of step 2"
     )
     assert [checkpoint.tag for checkpoint in trainer.saved.checkpoints()] == ["best_global_step2"]
 
 
-def test_a_policy_that_never_gets_better_than_at_the_start_is_exported_as_it_was(
+def test_initial_policy_is_exported_if_it_never_improves(
     tmp_path: Path,
 ) -> None:
     trainer = OnPolicy(tmp_path, [0.5, 0.4, 0.3, 0.2], patience=2, at_start=True)
@@ -367,8 +368,8 @@ def test_a_policy_that_never_gets_better_than_at_the_start_is_exported_as_it_was
     assert (trainer.log.evaluated, trainer.weights_made.exported) == ([0, 1, 2], 0)
 
 
-def test_a_resumed_run_of_rl_ends_where_an_unbroken_one_does(tmp_path: Path) -> None:
-    """The run resumes from the checkpoint of step 3, which had waited for one evaluation."""
+def test_resumed_rl_run_stops_at_the_same_step_as_an_uninterrupted_one(tmp_path: Path) -> None:
+    """The run resumes from step 3's checkpoint, after one evaluation without improvement."""
     OnPolicy(tmp_path, SCORES, patience=3, save_steps=1).fit()
     resumed = OnPolicy(tmp_path, SCORES, patience=3, save_steps=1)
     checkpoint = resumed.saved.find(3, best=False)
@@ -378,7 +379,7 @@ def test_a_resumed_run_of_rl_ends_where_an_unbroken_one_does(tmp_path: Path) -> 
     assert (resumed.log.evaluated, resumed.weights_made.exported) == ([4, 5], 2)
 
 
-def test_a_start_that_was_evaluated_before_a_kill_is_not_evaluated_again(tmp_path: Path) -> None:
+def test_initial_evaluation_is_not_repeated_after_a_kill(tmp_path: Path) -> None:
     scores = [0.5, 0.4, 0.3, 0.2]
     OnPolicy(tmp_path, scores, patience=2, at_start=True).fit()
     resumed = OnPolicy(tmp_path, scores, patience=2, at_start=True)
@@ -390,7 +391,7 @@ def test_a_start_that_was_evaluated_before_a_kill_is_not_evaluated_again(tmp_pat
 
 
 @pytest.mark.parametrize(("patience", "saved"), [(3, False), (None, True)])
-def test_a_run_that_is_terminated_in_its_export_saves_no_other_weights_as_those_of_its_last_step(
+def test_terminated_export_of_best_weights_does_not_save_them_as_the_last_step(
     tmp_path: Path, patience: int | None, saved: bool
 ) -> None:
     def terminated() -> None:
@@ -404,7 +405,7 @@ def test_a_run_that_is_terminated_in_its_export_saves_no_other_weights_as_those_
     assert bool(last) == saved and trainer.weights_made.made_by == (8 if saved else 2)
 
 
-def test_without_a_patience_the_last_policy_is_exported(tmp_path: Path) -> None:
+def test_last_policy_is_exported_without_patience(tmp_path: Path) -> None:
     trainer = OnPolicy(tmp_path, [*SCORES, 0.1, 0.1], patience=None)
     trainer.fit()
     assert (trainer.log.evaluated[-1], trainer.weights_made.exported) == (STEPS, STEPS)

@@ -1,4 +1,4 @@
-"""The RL loop: what it keeps and measures of a batch, and how a run ends."""
+"""Tests of the RL loop: which samples it keeps, what it logs, and how a run ends."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from openrlhf.trainers.outcome import NothingLearned
 from openrlhf.trainers.ppo import assemble
 from tests.trainers.episodes import episode, failed
 
-# ---- metrics of the rollout
+# ---- rollout metrics
 
 
-def test_the_metrics_of_a_rollout_by_hand() -> None:
+def test_rollout_metrics_match_hand_computed_values() -> None:
     kept = [
         episode(0, 0, score=1.0, actions=2),
         episode(0, 1, score=0.0, actions=4, stop=StopReason.LENGTH),
@@ -51,7 +51,7 @@ def test_the_metrics_of_a_rollout_by_hand() -> None:
     )
 
 
-def test_errors_are_counted_by_kind_those_of_kept_episodes_too() -> None:
+def test_failures_are_counted_by_type_even_in_kept_episodes() -> None:
     late, kept = (
         replace(failed(0, 0), failure=Failure.TIMEOUT),
         replace(episode(0, 1, score=0.0), failure=Failure.EXIT),
@@ -65,7 +65,7 @@ def test_errors_are_counted_by_kind_those_of_kept_episodes_too() -> None:
     }
 
 
-def test_extra_numbers_are_means_over_the_samples_that_gave_them() -> None:
+def test_extra_metrics_are_averaged_over_the_samples_that_report_them() -> None:
     kept = [
         episode(0, 0, score=0.0, extra_logs={"format": 1.0}),
         episode(0, 1, score=0.0, extra_logs={"format": 0.0, "accuracy": 0.25}),
@@ -75,7 +75,7 @@ def test_extra_numbers_are_means_over_the_samples_that_gave_them() -> None:
     assert (metrics["train/format"], metrics["train/accuracy"]) == (0.5, 0.25)
 
 
-def test_where_everything_failed_only_counts_are_left() -> None:
+def test_only_counts_are_logged_if_all_episodes_failed() -> None:
     metrics = values(rollout_metrics([failed(0, 0), failed(0, 1)], []))
     assert metrics == {
         "rollout/reward_std": 0.0,
@@ -84,7 +84,7 @@ def test_where_everything_failed_only_counts_are_left() -> None:
     }
 
 
-def test_numbers_beside_a_reward_do_not_mix_with_ours() -> None:
+def test_extra_metrics_do_not_overwrite_built_in_metrics() -> None:
     kept = [
         episode(
             score=1.0, extra_logs={"kl": 5.0, "actor_lr": 2.0, "format": 0.5, "reward_rule": 1.0}
@@ -103,8 +103,10 @@ def test_numbers_beside_a_reward_do_not_mix_with_ours() -> None:
 
 @pytest.mark.parametrize("broken", range(5))
 @pytest.mark.parametrize("needs_groups", [False, True])
-def test_every_sampled_episode_is_counted_by_one_metric(broken: int, needs_groups: bool) -> None:
-    """The group of four comes with a filtered group and an episode without tokens."""
+def test_every_sampled_episode_is_counted_in_exactly_one_metric(
+    broken: int, needs_groups: bool
+) -> None:
+    """A group of four samples comes with a filtered group and episodes without sampled tokens."""
     group = [failed(0, n) if n < broken else episode(0, n, score=1.0) for n in range(4)]
     episodes = [*group, *FILTERED, *[episode(2, n, score=1.0, actions=0) for n in range(2)]]
     kept = [episodes[i] for i in trainable(episodes, needs_groups=needs_groups)]
@@ -121,10 +123,7 @@ def test_every_sampled_episode_is_counted_by_one_metric(broken: int, needs_group
 
 
 class Steps:
-    """A source of given steps.
-
-    When it yields the last one, it has drawn the last prompt.
-    """
+    """A source of predefined steps. It has drawn the last prompt when it yields the last step."""
 
     keep = DynamicFilter(low=0.0, high=1.0)
     errors = ErrorBudget(RewardConfig(on_error="drop"))
@@ -156,7 +155,7 @@ class Steps:
 
 
 class Notes:
-    """Recorder and display that list the events in order."""
+    """A recorder and display that lists events in order."""
 
     def __init__(self) -> None:
         self.display, self.events = self, []
@@ -178,7 +177,7 @@ class Notes:
 
 
 class Nothing:
-    """An experience maker and publisher that adds nothing, and records what it publishes."""
+    """An experience maker that adds no columns, and a publisher that only records versions."""
 
     def __init__(self) -> None:
         self.published: list[int] = []
@@ -207,7 +206,7 @@ def events(
 ) -> list[str]:
     """Return the events of a run over these steps.
 
-    `ends`: an error after the steps, and the steps yielded before it.
+    `ends`: an error to raise after the steps, and the number of steps yielded by then.
     """
     notes = Notes()
     save_steps = -1
@@ -240,9 +239,9 @@ def trainer(
     manager: Any = None,
     ends: tuple[BaseException, int] | None = None,
 ) -> Any:
-    """Return the loop without models, over these steps. The notes list what it saves and exports.
+    """Return a loop over these steps without models. The notes record saves and exports.
 
-    With --ckpt.save_steps 1, it saves as a run does.
+    With --ckpt.save_steps 1, it writes real checkpoints.
     """
     nothing: Any = Nothing()
     recorder: Any = notes
@@ -287,7 +286,7 @@ def terminated(*_: Any) -> Any:
 
 
 def resume(made: Any, state: RunState) -> None:
-    """Continue from a checkpoint that holds only `state`."""
+    """Resume from a checkpoint that contains only `state`."""
     made.resume(SimpleNamespace(state=state, engine_dir=lambda part: "", tag="global_step2"))
 
 
@@ -298,9 +297,9 @@ class Full:
         raise CheckpointError("no room")
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on() -> None:
+def test_failed_checkpoint_write_is_reported_and_the_run_continues() -> None:
     told = [f"The run continues without a checkpoint of step {step}: no room" for step in (1, 2)]
-    end = ["No prompts to train on are left after step 2.", "export"]
+    end = ["No prompts are left to train on after step 2.", "export"]
     assert events([KEPT, KEPT], manager=Full()) == [
         "step 1, 100%",
         told[0],
@@ -311,7 +310,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on() -> No
 
 
 @pytest.mark.parametrize("error", [SystemExit(143), RolloutError("no engine is left")])
-def test_a_run_that_is_terminated_or_loses_its_engines_saves_its_last_step(
+def test_run_that_is_terminated_or_loses_its_engines_saves_its_last_step(
     error: BaseException,
 ) -> None:
     assert events([KEPT, KEPT], ends=(error, 2)) == [
@@ -323,7 +322,7 @@ def test_a_run_that_is_terminated_or_loses_its_engines_saves_its_last_step(
 
 
 @pytest.mark.parametrize("last", ["evaluation", "export"])
-def test_a_run_that_is_terminated_after_its_last_step_saves_the_step(last: str) -> None:
+def test_run_terminated_after_its_last_step_saves_that_step(last: str) -> None:
     notes = Notes()
     made = trainer(
         [KEPT, KEPT, FILTERED], notes, eval_steps=10 if last == "evaluation" else -1, save_steps=9
@@ -338,18 +337,18 @@ def test_a_run_that_is_terminated_after_its_last_step_saves_the_step(last: str) 
     assert notes.events == ["step 1, 100%", "step 2, 100%", "save 2", RESUME_HINT.format(2)]
 
 
-def test_a_resumed_run_makes_the_last_evaluation_that_was_not_made() -> None:
-    """All prompts were drawn when the run was terminated, before its planned last step."""
+def test_resumed_run_catches_up_on_the_missing_last_evaluation() -> None:
+    """All prompts had been drawn when the run was terminated before its last planned step."""
     for evaluated_at, made_up in ((1, ["evaluation 2"]), (2, [])):
         notes = Notes()
         made = trainer([], notes, eval_steps=1)
         made.source.exhausted = True
         resume(made, RunState(step=2, evaluated_at=evaluated_at))
         made.fit()
-        assert notes.events == [*made_up, "No prompts to train on are left after step 2.", "export"]
+        assert notes.events == [*made_up, "No prompts are left to train on after step 2.", "export"]
 
 
-def test_a_terminated_run_without_checkpoints_names_the_flag_that_saves() -> None:
+def test_terminated_run_without_checkpoints_names_the_flag_that_enables_them() -> None:
     notes = Notes()
     made = trainer([KEPT], notes, eval_steps=1)
     made.evaluation.play = terminated
@@ -358,8 +357,8 @@ def test_a_terminated_run_without_checkpoints_names_the_flag_that_saves() -> Non
     assert notes.events == ["step 1, 100%", NOTHING_SAVED + HOW_TO_SAVE]
 
 
-def test_nothing_is_saved_while_a_batch_is_on_its_way_to_the_loop() -> None:
-    """A checkpoint would lose a batch that has left the source and not yet reached the loop."""
+def test_nothing_is_saved_between_yielding_a_batch_and_training_on_it() -> None:
+    """A checkpoint would lose a batch that has left the source but not reached the loop."""
     assert events([KEPT, KEPT], ends=(SystemExit(143), 3)) == [
         "step 1, 100%",
         "step 2, 100%",
@@ -371,13 +370,13 @@ KEPT = [episode(0, 0, score=1.0), episode(0, 1, score=0.0)]
 FILTERED = [thrown_away(episode(1, sample, score=1.0)) for sample in range(2)]
 
 
-def test_the_last_evaluation_comes_after_the_last_prompt_though_the_run_has_fewer_steps() -> None:
-    end = ["evaluation 2", "No prompts to train on are left after step 2.", "export"]
+def test_last_evaluation_runs_even_if_filtering_ends_the_run_early() -> None:
+    end = ["evaluation 2", "No prompts are left to train on after step 2.", "export"]
     assert events([KEPT + FILTERED, KEPT], eval_steps=10) == ["step 1, 50%", "step 2, 100%", *end]
 
 
-def test_an_episode_whose_rest_is_filtered_makes_no_step_but_the_last_evaluation_runs() -> None:
-    end = ["evaluation 2", "No prompts to train on are left after step 2.", "export"]
+def test_rejected_end_of_an_epoch_makes_no_step_but_the_last_evaluation_runs() -> None:
+    end = ["evaluation 2", "No prompts are left to train on after step 2.", "export"]
     assert events([KEPT, FILTERED, KEPT, FILTERED], eval_steps=10) == [
         "step 1, 100%",
         "step 2, 100%",
@@ -389,7 +388,7 @@ ALONE = [episode(0, 0, score=1.0), failed(0, 1)]
 
 
 @pytest.mark.parametrize("steps", [[ALONE], [FILTERED], [ALONE, FILTERED, ALONE]])
-def test_a_run_without_an_optimizer_step_is_an_error_and_exports_nothing(
+def test_run_without_an_optimizer_step_raises_an_error_and_exports_nothing(
     steps: list[list[Trajectory]],
 ) -> None:
     notes = Notes()
@@ -401,7 +400,7 @@ def test_a_run_without_an_optimizer_step_is_an_error_and_exports_nothing(
     assert ("--algo.dynamic_filtering_range 0 1" in str(raised.value)) == (FILTERED in steps)
 
 
-def test_episodes_without_sampled_tokens_are_not_called_single_samples() -> None:
+def test_episodes_without_sampled_tokens_are_not_reported_as_single_samples() -> None:
     empty = [episode(0, 0, score=1.0, actions=0), episode(0, 1, score=0.0, actions=0)]
     with pytest.raises(NothingLearned) as raised:
         trainer([empty], Notes(), eval_steps=-1).fit()
@@ -409,7 +408,7 @@ def test_episodes_without_sampled_tokens_are_not_called_single_samples() -> None
     assert "no other finished sample" not in str(raised.value)
 
 
-def test_a_batch_of_truncated_samples_alone_is_no_update_if_these_are_left_out() -> None:
+def test_batch_of_masked_truncated_samples_makes_no_update() -> None:
     class Masking(Nothing):
         def credit(self, experience: Experience) -> tuple[Experience, dict[str, Metric]]:
             return experience.select([]), {}
@@ -421,12 +420,12 @@ def test_a_batch_of_truncated_samples_alone_is_no_update_if_these_are_left_out()
     made.maker = made.weights = Masking()
     with pytest.raises(NothingLearned) as raised:
         made.fit()
-    assert "2 are truncated (--algo.loss.mask_truncated)" in str(raised.value)
-    assert notes.events == ["step 1, 100%", "No prompts to train on are left after step 1."]
+    assert "2 were truncated (--algo.loss.mask_truncated)" in str(raised.value)
+    assert notes.events == ["step 1, 100%", "No prompts are left to train on after step 1."]
     assert made.weights.published == [0]
 
 
-def test_a_resumed_run_without_an_optimizer_step_exports_what_it_has() -> None:
+def test_resumed_run_without_an_optimizer_step_exports_the_restored_model() -> None:
     notes = Notes()
     made = trainer([FILTERED], notes, eval_steps=-1)
     resume(made, RunState(step=2))
@@ -438,7 +437,7 @@ def test_a_resumed_run_without_an_optimizer_step_exports_what_it_has() -> None:
 
 
 @pytest.mark.parametrize(("broken", "is_ended"), [(0, False), (1, False), (2, True), (10, True)])
-def test_an_evaluation_in_which_too_many_episodes_fail_ends_the_run_and_is_never_the_best(
+def test_evaluation_with_too_many_failures_ends_the_run_and_is_never_the_best(
     broken: int, is_ended: bool
 ) -> None:
     def evaluate(step: int) -> list[Trajectory]:
@@ -452,12 +451,12 @@ def test_an_evaluation_in_which_too_many_episodes_fail_ends_the_run_and_is_never
     with pytest.raises(RewardErrors) if is_ended else nullcontext():
         made.fit()
     assert notes.events[:2] == ["step 1, 100%", "evaluation 1"]
-    assert "save 1" in notes.events  # the best one, or the last step of a run that ends
+    assert "save 1" in notes.events  # as the best evaluation, or as the last step before the error
     assert ("export" in notes.events) == (not is_ended)
     assert made.evaluation.best.step == (None if is_ended else 1)
 
 
-def test_a_run_without_checkpoints_exports_its_model_if_an_evaluation_ends_it() -> None:
+def test_run_without_checkpoints_exports_its_model_if_an_evaluation_ends_it() -> None:
     notes = Notes()
     made = trainer([KEPT], notes, eval_steps=1)
     made.evaluation.play = lambda step: [failed(step)]
@@ -467,9 +466,7 @@ def test_a_run_without_checkpoints_exports_its_model_if_an_evaluation_ends_it() 
     assert notes.events[1:] == ["evaluation 1", "export"]
 
 
-def test_an_evaluation_that_is_interrupted_leaves_a_checkpoint_and_is_made_after_the_resume() -> (
-    None
-):
+def test_interrupted_evaluation_saves_a_checkpoint_and_runs_after_resume() -> None:
     notes = Notes()
     made = trainer([KEPT, KEPT, KEPT], notes, eval_steps=2, save_steps=9)
     made.evaluation.play = terminated
@@ -482,8 +479,8 @@ def test_an_evaluation_that_is_interrupted_leaves_a_checkpoint_and_is_made_after
     assert notes.events[4:7] == ["evaluation 2", "step 3, 100%", "evaluation 3"]
 
 
-def test_weights_that_have_been_evaluated_are_not_evaluated_again() -> None:
-    end = ["No prompts to train on are left after step 1.", "export"]
+def test_evaluated_weights_are_not_evaluated_again() -> None:
+    end = ["No prompts are left to train on after step 1.", "export"]
     assert events([KEPT, FILTERED], eval_steps=1) == ["step 1, 100%", "evaluation 1", *end]
     assert "evaluation" not in "".join(events([KEPT, FILTERED], eval_steps=-1))
 
@@ -491,7 +488,7 @@ def test_weights_that_have_been_evaluated_are_not_evaluated_again() -> None:
 @pytest.mark.parametrize(
     ("freezing_steps", "published"), [(0, [0, 1, 2, 3]), (2, [0, 3]), (-1, [0, 1, 2, 3])]
 )
-def test_weights_are_published_when_the_policy_has_changed(
+def test_weights_are_published_only_if_the_policy_has_changed(
     freezing_steps: int, published: list[int]
 ) -> None:
     weights = Nothing()

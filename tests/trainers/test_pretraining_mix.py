@@ -1,4 +1,4 @@
-"""The rows of plain text that an optimizer step learns from."""
+"""Tests of the selection of pretraining text for each optimizer step."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ ROWS = [
 
 
 def mix(batch_size: int = 3) -> PretrainingMix:
-    rows: Any = ROWS  # all that is used of a dataset: its length and its rows
+    rows: Any = ROWS  # a list suffices: only the dataset's length and rows are used
     return PretrainingMix(rows, batch_size=batch_size, seed=1)
 
 
-def test_every_row_comes_once_in_every_pass() -> None:
-    drawn = [row for step in range(7) for row in mix().draw(step)]  # three passes over seven rows
+def test_every_row_is_drawn_once_per_epoch() -> None:
+    drawn = [row for step in range(7) for row in mix().draw(step)]  # three epochs of seven rows
     for start in range(0, 21, 7):
         assert sorted(drawn[start : start + 7]) == list(range(7))
     assert drawn[:7] != drawn[7:14]
 
 
-def test_a_batch_larger_than_the_text_takes_several_passes() -> None:
+def test_batch_larger_than_the_dataset_draws_from_several_epochs() -> None:
     assert Counter(mix(batch_size=16).draw(0)).most_common()[-1][1] == 2
     assert len(mix(batch_size=16).draw(5)) == 16
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_the_ranks_together_have_the_rows_of_each_step_once(ranks: int) -> None:
+def test_each_row_of_a_step_is_on_exactly_one_rank(ranks: int) -> None:
     steps = [4, 5]
     per_rank = mix().for_ranks(steps, ranks)
     assert len(per_rank) == ranks
@@ -43,5 +43,5 @@ def test_the_ranks_together_have_the_rows_of_each_step_once(ranks: int) -> None:
         rows = [int(row) for text in counted for row in text.tokens[text.offsets[:-1]]]
         assert sorted(rows) == sorted(mix().draw(step))
         assert all(text.num_samples for texts in per_rank for text in [texts[place]]), (
-            "a forward needs a row"
+            "a forward pass needs at least one row"
         )

@@ -1,4 +1,4 @@
-"""A publication with real processes: a policy with one, and a tensor-parallel engine with two."""
+"""Tests of publication with a policy process and a tensor-parallel engine on two processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.loading import load_spec
 from tests.tiny import save_tiny_model
 from tests.workers.policy_job import TEMPERATURE, Policy, role_settings
 
-# vLLM's CPU kernels support heads of 32.
+# vLLM's CPU kernels support a head dimension of 32.
 HEADS: dict[str, Any] = {
     "hidden_size": 64,
     "num_attention_heads": 2,
@@ -54,7 +54,7 @@ class Stack:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Start an engine with weights that differ from the policy's."""
+    """Start a policy, and an engine whose weights differ from the policy's."""
     folder = tmp_path_factory.mktemp("publisher")
     save_tiny_model(folder / "policy", seed=1, **HEADS)
     save_tiny_model(folder / "engine", seed=2, initializer_range=0.2, **HEADS)
@@ -110,7 +110,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     ray.shutdown()
 
 
-def test_engine_comparison_fails_for_different_weights_and_passes_for_published_ones(
+def test_engine_comparison_fails_for_different_weights_and_passes_after_publication(
     stack: Stack,
 ) -> None:
     params = SamplingParams(temperature=TEMPERATURE, max_tokens=8, ignore_eos=True)
@@ -121,20 +121,17 @@ def test_engine_comparison_fails_for_different_weights_and_passes_for_published_
     publisher = stack.publisher
     publisher.check = check.run
     publisher.publish(1)
-    assert publisher.check is None  # the check ran once, and passed
-    publisher.publish(2)  # in the same group
+    assert publisher.check is None  # the check ran once and passed
+    publisher.publish(2)  # reuses the process group
     check.run()
 
 
 @pytest.mark.verify
 def test_an_engine_that_dies_while_weights_are_sent_starts_again_with_them(stack: Stack) -> None:
-    """An engine has one restart.
-
-    Its second death ends the fleet, and the module then has no engine.
-    """
+    """The engine may restart once. Its second death closes the fleet, so this test runs last."""
     fleet = stack.fleet
     notes: list[str] = []
-    stack.publisher.publish(2)  # forms the group
+    stack.publisher.publish(2)  # creates the process group
     fleet.say = notes.append
     [member] = fleet.up
     kill_soon(member, pause_s=1.0)
@@ -155,7 +152,7 @@ def test_an_engine_that_dies_while_weights_are_sent_starts_again_with_them(stack
 
 
 def kill_soon(member: Member, pause_s: float) -> None:
-    """Stop an engine's process, and kill it after a pause."""
+    """Stop an engine's process, and kill it after `pause_s` seconds."""
     process: Any = ray.get(member.actor.__ray_call__.remote(lambda engine: os.getpid()))
     os.kill(process, signal.SIGSTOP)
     threading.Timer(pause_s, os.kill, (process, signal.SIGKILL)).start()

@@ -1,4 +1,4 @@
-"""A teacher behind a server: its log-probabilities, its vocabulary, its failures."""
+"""Tests of a served teacher: log-probabilities, vocabulary check and failures."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenAIServer]:
         yield server
 
 
-def test_every_token_but_the_first_has_the_teachers_logprob(server: OpenAIServer) -> None:
+def test_every_token_except_the_first_gets_the_teachers_logprob(server: OpenAIServer) -> None:
     annotated = taught([episode(actions=3, score=1.0), episode(1, actions=1, score=0.0)])
     first, second = (t.columns["teacher_logprobs"].tolist() for t in annotated)
     assert first == pytest.approx([0.0, -0.1, -0.2, -0.3])
@@ -71,7 +71,7 @@ def test_without_a_remote_teacher_there_is_no_column() -> None:
     assert Experience.from_trajectories([episode(score=1.0)]).teacher_logprobs is None
 
 
-def test_episodes_that_teach_nothing_are_not_sent(server: OpenAIServer) -> None:
+def test_failed_and_filtered_episodes_are_not_sent(server: OpenAIServer) -> None:
     maker = ExperienceMaker(PPOConfig(), [RemoteTeacherStage(wise())])
     episodes = [failed(), episode(score=1.0, filtered=True)]
     assert maker.annotate(episodes).trajectories == episodes
@@ -79,7 +79,7 @@ def test_episodes_that_teach_nothing_are_not_sent(server: OpenAIServer) -> None:
 
 
 @pytest.mark.parametrize("model", ["broken", "no_json", "wrong_json", "silent"])
-def test_an_episode_whose_teacher_does_not_answer_has_failed_as_server(
+def test_episode_fails_with_a_server_error_if_the_teacher_does_not_answer(
     server: OpenAIServer, model: str
 ) -> None:
     server.models = [{"id": model}]
@@ -88,7 +88,7 @@ def test_an_episode_whose_teacher_does_not_answer_has_failed_as_server(
     assert "--algo.distill.teacher wise: remote engine" in (lost.error or "")
 
 
-def test_an_episode_without_an_answer_leaves_the_columns_of_the_others_in_their_places() -> None:
+def test_unanswered_episode_does_not_shift_the_columns_of_other_episodes() -> None:
     class Forgetful(RemoteTeacher):
         async def scores(self, episode: Trajectory) -> list[float]:
             if episode.sample_index == 0:
@@ -105,7 +105,7 @@ def test_an_episode_without_an_answer_leaves_the_columns_of_the_others_in_their_
     assert batch.experience.teacher_logprobs.tolist() == [0.0, -1.0, -2.0]
 
 
-def test_an_answer_after_the_deadline_fails_its_episode_and_cancels_the_question() -> None:
+def test_episode_fails_and_its_request_is_cancelled_at_the_deadline() -> None:
     answered = threading.Event()
     cancelled = threading.Event()
 
@@ -134,11 +134,11 @@ def test_an_answer_after_the_deadline_fails_its_episode_and_cancels_the_question
     assert cancelled.wait(30)
 
 
-def test_conversations_of_an_episode_are_asked_side_by_side(server: OpenAIServer) -> None:
+def test_conversations_of_an_episode_are_requested_concurrently(server: OpenAIServer) -> None:
     together = threading.Barrier(2)
 
     def table(tokens: list[int]) -> list[list[float]]:
-        together.wait(30)  # breaks if the questions come one after the other
+        together.wait(30)  # times out if the requests arrive one after another
         return [[-float(len(tokens))] * 10] * (len(tokens) - 1)
 
     server.table = table
@@ -148,7 +148,7 @@ def test_conversations_of_an_episode_are_asked_side_by_side(server: OpenAIServer
     assert columns == [[0.0, -2.0], [0.0, -3.0, -3.0]]
 
 
-def test_a_server_with_the_policys_tokens_and_room_for_an_episode_is_accepted(
+def test_server_with_the_policys_vocabulary_and_enough_context_is_accepted(
     server: OpenAIServer,
 ) -> None:
     server.models = [{"id": "loud", "max_model_len": 65}]
@@ -157,26 +157,26 @@ def test_a_server_with_the_policys_tokens_and_room_for_an_episode_is_accepted(
     assert (sent[0][0], len(sent), len(sent[0])) == (0, 1, min(64, len(TOKENIZER)))
 
 
-def test_a_short_limit_shortens_the_probe(server: OpenAIServer) -> None:
+def test_probe_is_shortened_to_max_len(server: OpenAIServer) -> None:
     wise().check(TOKENIZER, max_len=10)
     assert all(len(body["prompt"]) <= 10 for _, body in server.asked if body)
 
 
-def test_another_vocabulary_is_refused_with_a_token_that_shows_it(server: OpenAIServer) -> None:
+def test_different_vocabulary_is_rejected_with_an_example_token(server: OpenAIServer) -> None:
     server.texts = lambda token: text_of(token) if token < 20 else "?"
     with pytest.raises(
         DataError,
-        match=r"--algo\.distill\.teacher wise has another vocabulary.*token 20 is '\?' there",
+        match=r"--algo\.distill\.teacher wise .*vocabulary.*token 20 is '\?' on the server",
     ):
         wise().check(TOKENIZER, max_len=64)
 
 
-def test_a_server_that_does_not_tell_its_tokens_is_pointed_out(
+def test_server_that_returns_no_token_texts_causes_a_warning(
     server: OpenAIServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.texts = lambda _: None
     wise().check(TOKENIZER, max_len=64)
-    assert "make sure that its vocabulary is the policy's" in capsys.readouterr().err
+    assert "--algo.distill.teacher wise does not return token texts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -184,16 +184,16 @@ def test_a_server_that_does_not_tell_its_tokens_is_pointed_out(
     [
         (
             {"id": "loud", "max_model_len": 64},
-            "takes 64 tokens, one of them generated, fewer than --data.max_len 64",
+            "accepts 64 tokens including one generated token, too few for --data.max_len 64",
         ),
         (
             {"id": "unknown"},
-            "it must be a vLLM server with the policy's vocabulary. .*no such model",
+            "must be a vLLM server with the policy's vocabulary. .*no such model",
         ),
         ({"id": "wrong_json"}, r"returned no list at choices\.0\.prompt_logprobs"),
     ],
 )
-def test_a_server_that_cannot_teach_is_refused_before_anything_starts(
+def test_server_that_cannot_be_a_teacher_is_rejected_at_startup(
     server: OpenAIServer, model: dict[str, object], said: str
 ) -> None:
     server.models = [model]

@@ -1,4 +1,4 @@
-"""The scale of the rewards that a reward model's evaluation measures."""
+"""Tests of the reward scale that a reward model's evaluation measures."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ TASK = RewardTask(RMConfig())
 
 
 def evaluation(rewards: list[float], *, pairs_at_once: int) -> dict[str, float]:
-    """Return the numbers of an evaluation.
+    """Return the metrics of an evaluation.
 
-    `rewards` are the rewards of the chosen and the rejected answer of each pair, in turn.
+    `rewards` alternates between the chosen and the rejected answer of each pair.
     """
     batch = TASK.collate([PairRow(chosen=[4, 5], rejected=[4, 6])] * (len(rewards) // 2))
     metrics = []
     for first in range(0, len(rewards), 2 * pairs_at_once):
         part = rewards[first : first + 2 * pairs_at_once]
-        scores = torch.tensor(part).repeat_interleave(2)  # the head's output at both tokens
+        scores = torch.tensor(part).repeat_interleave(2)  # the head's output for each text's tokens
 
         def model(tokens: Any, offsets: Any, scores: torch.Tensor = scores) -> SimpleNamespace:
             return SimpleNamespace(values=scores, aux_loss=None)
@@ -36,7 +36,7 @@ def evaluation(rewards: list[float], *, pairs_at_once: int) -> dict[str, float]:
     return values(TASK.evaluation_names(merge_all(metrics)))
 
 
-def test_deviation_of_equal_rewards_is_the_smallest_that_is_stored() -> None:
+def test_deviation_of_equal_rewards_is_stored_as_a_small_positive_value() -> None:
     assert evaluation([0.7] * 14, pairs_at_once=2)["eval/reward_std"] == 1e-8
 
 
@@ -50,8 +50,8 @@ def test_deviation_is_exact_beside_a_large_mean(pairs_at_once: int) -> None:
 
 
 @pytest.mark.parametrize(("pairs", "measured"), [(1, 1), (50, 50), (200, 100), (20_000, 200)])
-def test_scale_of_rewards_is_measured_on_one_percent_of_the_pairs_and_on_at_least_100(
+def test_reward_scale_is_measured_on_one_percent_of_the_pairs_but_at_least_100(
     pairs: int, measured: int
 ) -> None:
-    """--reward.normalize_enable would divide by the deviation of a single pair."""
+    """With few pairs, --reward.normalize_enable would divide by an unreliable deviation."""
     assert len(TASK.measured_rows(range(pairs))) == measured

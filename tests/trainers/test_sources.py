@@ -1,6 +1,7 @@
-"""The prompts of a step depend only on the seed and the position in the run.
+"""Tests of prompt sources and evaluation.
 
-Evaluation counts every prompt once.
+A step's prompts depend only on the seed and the position in the run. Evaluation counts every prompt
+once.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Prompts(Dataset[Prompt]):
 
 
 class EchoGenerator:
-    """A generator that answers every prompt with one episode and records the streams."""
+    """A generator that answers every prompt with one episode and records its calls."""
 
     def __init__(self, *, broken: bool = False) -> None:
         self.calls: list[list[Prompt]] = []
@@ -115,14 +116,16 @@ def source(loop: BackgroundLoop) -> Callable[..., SyncSource]:
 
 
 def drawn(made: SyncSource) -> list[list[tuple[int, str]]]:
-    """Return the running number and the text of the prompts of each step."""
+    """Return the running number and text of each prompt, by step."""
     return [[(t.prompt.index, t.prompt.text) for t in step] for step in made]
 
 
 # ---- drawing prompts
 
 
-def test_every_prompt_is_drawn_once_per_epoch_and_the_last_batch_may_be_short(source: Make) -> None:
+def test_every_prompt_is_drawn_once_per_epoch_and_the_last_batch_may_be_smaller(
+    source: Make,
+) -> None:
     made = source()
     steps = drawn(made)
     assert [len(step) for step in steps] == [4, 4, 2, 4, 4, 2]
@@ -132,12 +135,12 @@ def test_every_prompt_is_drawn_once_per_epoch_and_the_last_batch_may_be_short(so
         assert sorted(one_pass) == sorted(f"row {i}" for i in range(10))
 
 
-def test_prompts_are_numbered_through_the_whole_run(source: Make) -> None:
+def test_prompts_are_numbered_consecutively_across_epochs(source: Make) -> None:
     numbers = [index for step in drawn(source()) for index, _ in step]
     assert numbers == list(range(20))
 
 
-def test_every_epoch_has_an_order_of_its_own_and_the_seed_decides_them(source: Make) -> None:
+def test_epochs_are_shuffled_differently_and_depend_on_the_seed(source: Make) -> None:
     texts = [text for step in drawn(source()) for _, text in step]
     assert texts[:10] != texts[10:]
     assert drawn(source()) == drawn(source())
@@ -145,13 +148,13 @@ def test_every_epoch_has_an_order_of_its_own_and_the_seed_decides_them(source: M
 
 
 @pytest.mark.parametrize("steps_done", range(7))
-def test_a_run_taken_up_after_any_step_draws_what_was_left(source: Make, steps_done: int) -> None:
+def test_resumed_run_draws_the_remaining_prompts(source: Make, steps_done: int) -> None:
     whole = drawn(source())
     consumed = sum(len(step) for step in whole[:steps_done])
     assert drawn(source(consumed=consumed)) == whole[steps_done:]
 
 
-def test_consumed_counts_the_prompts_that_were_handed_out(source: Make) -> None:
+def test_consumed_counts_the_prompts_of_yielded_steps(source: Make) -> None:
     made = source()
     for _ in islice(made, 4):
         pass
@@ -162,7 +165,7 @@ def test_worker_processes_do_not_change_the_order(source: Make) -> None:
     assert drawn(source(num_workers=2)) == drawn(source())
 
 
-def test_a_step_is_generated_when_it_is_asked_for_and_not_before(source: Make) -> None:
+def test_step_is_generated_only_on_request(source: Make) -> None:
     made = source()
     generator = made.generator
     assert isinstance(generator, EchoGenerator)
@@ -185,7 +188,7 @@ def test_a_step_is_generated_when_it_is_asked_for_and_not_before(source: Make) -
         (3, 9, 2, [1]),
     ],
 )
-def test_prompts_generated_ahead_are_trained_on_once_each_and_the_pass_ends(
+def test_prompts_generated_ahead_are_used_once_and_never_cross_epochs(
     source: Make, prompts: int, at_once: int, batch_size: int, steps_that_generate: list[int]
 ) -> None:
     made = source(prompts, batch_size=batch_size, at_once=at_once)
@@ -203,15 +206,15 @@ def test_prompts_generated_ahead_are_trained_on_once_each_and_the_pass_ends(
 
 
 @pytest.mark.parametrize(("at_once", "handed_out"), [(4, 1), (8, 4)])
-def test_a_lost_batch_ends_early_if_the_batch_is_one_step(
+def test_batch_bound_to_fail_is_aborted_early_if_it_is_a_single_step(
     source: Make, at_once: int, handed_out: int
 ) -> None:
-    """With a larger batch, the prompts that were given up would be missing from the epoch."""
+    """If the batch had several steps, the cancelled prompts would be missing from the epoch."""
     made = source(at_once=at_once, generator=EchoGenerator(broken=True), max_error_rate=0.1)
     assert len(next(iter(made))) == handed_out
 
 
-def test_the_step_travels_with_the_request(source: Make) -> None:
+def test_requests_carry_the_step_number(source: Make) -> None:
     made = source(at_once=8)
     made.resume(step=5, consumed=0, folder=Path())
     for _ in made:
@@ -222,17 +225,19 @@ def test_the_step_travels_with_the_request(source: Make) -> None:
         9,
         9,
         11,
-    ]  # the first 9 is at the end of the epoch
+    ]  # the first 9 is the last request of the first epoch
 
 
-def test_the_generator_may_end_before_the_prompts(source: Make) -> None:
+def test_source_is_exhausted_after_the_generators_last_step(source: Make) -> None:
     made = source(last_step=2)
     assert len(drawn(made)) == 2
     assert made.exhausted and made.epoch == 0
 
 
 @pytest.mark.parametrize("steps_done", range(7))
-def test_a_run_taken_up_draws_again_what_was_generated_ahead(source: Make, steps_done: int) -> None:
+def test_resumed_run_draws_prompts_that_were_generated_ahead_again(
+    source: Make, steps_done: int
+) -> None:
     whole = drawn(source(at_once=8))
     made = source(at_once=8)
     for _ in islice(made, steps_done):
@@ -241,7 +246,7 @@ def test_a_run_taken_up_draws_again_what_was_generated_ahead(source: Make, steps
     assert drawn(source(at_once=8, consumed=made.consumed)) == whole[steps_done:]
 
 
-def test_evaluation_asks_for_every_prompt_once_a_few_at_a_time(loop: BackgroundLoop) -> None:
+def test_evaluation_requests_every_prompt_once_in_limited_batches(loop: BackgroundLoop) -> None:
     generator, prompts = EchoGenerator(), Prompts(5)
     spec = replace(SPEC, rollout=replace(SPEC.rollout, batch_size=2))
     trajectories = evaluate(prompts, generator, loop, spec, step=7, timeout_s=60)  # pyright: ignore[reportArgumentType]
@@ -253,7 +258,7 @@ def test_evaluation_asks_for_every_prompt_once_a_few_at_a_time(loop: BackgroundL
 # ---- evaluation metrics
 
 
-def test_pass_at_k_is_the_best_and_pass_at_one_the_mean_of_a_prompts_samples() -> None:
+def test_pass_at_k_is_the_best_and_pass_at_1_the_mean_of_the_samples() -> None:
     trajectories = [
         episode(0, 0, score=1.0, actions=2),
         episode(0, 1, score=0.0, actions=4, stop=StopReason.LENGTH),
@@ -263,7 +268,7 @@ def test_pass_at_k_is_the_best_and_pass_at_one_the_mean_of_a_prompts_samples() -
     assert evaluation_metrics(trajectories, k=2) == {
         "eval/eval_default_pass2": 0.5,
         "eval/eval_default_pass1": 0.25,
-        "eval/eval_default_score_stderr": pytest.approx(0.25),  # of the prompts' means 0.5 and 0
+        "eval/eval_default_score_stderr": pytest.approx(0.25),  # from the prompts' means 0.5 and 0
         "eval/eval_default_reward_mean": 0.25,
         "eval/eval_default_response_length_mean": 3.0,
         "eval/eval_default_truncated_rate": 0.25,
@@ -274,7 +279,7 @@ def test_pass_at_k_is_the_best_and_pass_at_one_the_mean_of_a_prompts_samples() -
     }
 
 
-def test_every_data_source_has_numbers_of_its_own() -> None:
+def test_every_data_source_gets_its_own_metrics() -> None:
     metrics = evaluation_metrics(
         [episode(0, score=1.0, source="gsm8k"), episode(1, score=0.0, source="math")], k=1
     )
@@ -283,20 +288,20 @@ def test_every_data_source_has_numbers_of_its_own() -> None:
     assert metrics["eval/eval_num_samples"] == 2.0
 
 
-def test_with_one_sample_there_is_one_number() -> None:
+def test_single_sample_per_prompt_gives_only_pass_at_1() -> None:
     metrics = evaluation_metrics([episode(0, score=1.0), episode(1, score=0.0)], k=1)
     assert [name for name in metrics if "pass" in name] == ["eval/eval_default_pass1"]
     assert metrics["eval/eval_default_pass1"] == 0.5
 
 
-def test_failed_samples_are_left_out_and_counted() -> None:
+def test_failed_samples_are_excluded_and_counted() -> None:
     trajectories = [
         episode(0, 0, score=1.0),
         failed(0, 1),  # prompt 0: 1 of 1
         episode(1, 0, score=0.0),
         episode(1, 1, score=0.5),  # prompt 1: mean 0.25
         failed(2, 0),
-        failed(2, 1),  # prompt 2: nothing to count
+        failed(2, 1),  # prompt 2: no finished sample
     ]
     metrics = evaluation_metrics(trajectories, k=2)
     assert metrics["eval/eval_default_pass1"] == pytest.approx((1.0 + 0.25) / 2)
@@ -305,11 +310,11 @@ def test_failed_samples_are_left_out_and_counted() -> None:
     assert metrics["eval/eval_num_samples"] == 6.0
 
 
-def test_where_every_sample_failed_nothing_is_said_about_passing() -> None:
+def test_pass_rates_are_omitted_if_every_sample_failed() -> None:
     metrics = evaluation_metrics([failed(0, 0), failed(0, 1)], k=2)
     assert metrics == {"eval/eval_num_samples": 2.0, "eval/eval_failed_episodes": 2.0}
 
 
-def test_a_source_without_scores_has_no_pass_rate() -> None:
+def test_pass_rate_is_nan_for_a_source_without_scores() -> None:
     metrics = evaluation_metrics([episode(0, score=None)], k=1)
     assert math.isnan(metrics["eval/eval_default_pass1"])

@@ -1,7 +1,7 @@
-"""The rows of the offline loop.
+"""Tests of the order of rows in the offline loop.
 
-Every epoch has whole batches, a resumed run sees the remaining rows, and an evaluation counts each
-row once on any number of ranks.
+Every epoch has only full batches, a resumed run processes the remaining rows, and an evaluation
+counts each row once on any number of ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.tiny import character_tokenizer
 
 
 class Numbers:
-    """Rows that are their own row numbers."""
+    """A dataset in which each row is its own number."""
 
     summary = "numbers"
 
@@ -45,7 +45,7 @@ class Numbers:
 
 
 class CountingTask(OfflineTask[Any, int, TokenRows]):
-    """A task without models that keeps the rows of every forward and the evaluated numbers."""
+    """A task without models that records the rows of each forward pass and evaluation results."""
 
     rows = load_model = None  # pyright: ignore
 
@@ -74,7 +74,7 @@ class CountingTask(OfflineTask[Any, int, TokenRows]):
 
 
 class OneOfMany:
-    """The strategy of one rank, without the other ranks: collectives return this rank's values."""
+    """The strategy of a single rank, in which collectives return only this rank's values."""
 
     device = torch.device("cpu")
     is_main = False
@@ -167,7 +167,7 @@ def test_evaluation_counts_every_row_once(tmp_path: Path, rows: int, ranks: int)
         trainer(tmp_path, task, rows=rows, rank=rank, ranks=ranks).evaluate()
         seen += [row for forward in task.forwards for row in forward]
     assert set(seen) == set(range(rows))
-    # Row 0 also fills up ranks with fewer rows, uncounted.
+    # Ranks with fewer rows also run row 0, without counting it.
     assert all(seen.count(row) == 1 for row in range(1, rows))
 
 
@@ -181,12 +181,12 @@ def test_evaluation_is_a_mean_over_rows_if_the_last_micro_batch_is_short(
 
 @pytest.mark.parametrize("rows", [1, 6, 13])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_every_rank_runs_as_many_forwards_as_the_rank_with_the_most_rows(
+def test_every_rank_runs_as_many_forward_passes_as_the_rank_with_most_rows(
     tmp_path: Path, rows: int, stage: int
 ) -> None:
-    """A rank with fewer forwards would leave the other ranks waiting.
+    """If a rank ran fewer forward passes, the other ranks would wait for it.
 
-    They would wait in a forward of ZeRO 3, or in the check for an interruption.
+    They would wait in a ZeRO 3 forward pass or in the check for an interruption.
     """
     forwards = set()
     for rank in range(3):
@@ -199,7 +199,7 @@ def test_every_rank_runs_as_many_forwards_as_the_rank_with_the_most_rows(
 
 
 @pytest.mark.parametrize("after", range(4))
-def test_evaluation_ends_after_the_forward_during_which_the_process_is_asked_to_end(
+def test_evaluation_stops_after_the_forward_pass_in_which_termination_is_requested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     task = CountingTask()
@@ -212,7 +212,7 @@ def test_evaluation_ends_after_the_forward_during_which_the_process_is_asked_to_
     assert made.measure() == {"mean": pytest.approx(3.5)}
 
 
-def test_evaluation_checks_for_an_interruption_once_per_forward(tmp_path: Path) -> None:
+def test_evaluation_checks_for_interruption_once_per_forward_pass(tmp_path: Path) -> None:
     task = CountingTask()
     made = trainer(tmp_path, task, rows=8)
     made.evaluate()
@@ -222,7 +222,7 @@ def test_evaluation_checks_for_an_interruption_once_per_forward(tmp_path: Path) 
     assert strategy.reductions == 4
 
 
-# ---- which run can continue a checkpoint
+# ---- which runs can resume from a checkpoint
 
 IDENTITY = {
     "task": "sft",
@@ -264,7 +264,7 @@ def complaints(checkpoint: Checkpoint) -> str:
     return ""
 
 
-def test_checkpoint_of_the_same_run_can_be_continued() -> None:
+def test_checkpoint_from_the_same_run_can_be_resumed() -> None:
     assert complaints(checkpoint_of()) == ""
 
 
@@ -305,13 +305,13 @@ def test_changed_number_of_optimizer_steps_prints_a_notice_with_both_numbers(
         ),
     ],
 )
-def test_checkpoint_of_another_run_is_rejected_with_both_values(
+def test_checkpoint_from_a_different_run_is_rejected_with_both_values(
     changes: dict[str, Any], words: list[str]
 ) -> None:
     message = complaints(checkpoint_of(**changes))
     assert all(word in message for word in [*words, "global_step4 in --ckpt.path"]), message
 
 
-def test_checkpoint_of_another_run_is_rejected_with_all_differences_at_once() -> None:
+def test_checkpoint_from_a_different_run_is_rejected_with_all_differences() -> None:
     message = complaints(checkpoint_of(world_size=2, task="rm"))
     assert "number of processes" in message and "task: rm there" in message

@@ -1,4 +1,4 @@
-"""Single decisions of the offline tasks, with models that return fixed numbers."""
+"""Tests of details of the offline tasks, with models that return fixed values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Teacher:
-    """A teacher that counts how often it is offloaded."""
+    """A teacher that counts its offloads to CPU memory."""
 
     def __init__(self) -> None:
         self.rested = 0
@@ -42,7 +42,7 @@ class Teacher:
         self.rested += 1
 
 
-def test_offloaded_teacher_rests_before_the_student_computes(model: str) -> None:
+def test_offloaded_teacher_leaves_the_device_before_the_student_runs(model: str) -> None:
     line = (
         f"--model.model_name_or_path {model} --kd.teacher_model {model} --data.dataset d "
         "--kd.teacher_offload"
@@ -54,7 +54,7 @@ def test_offloaded_teacher_rests_before_the_student_computes(model: str) -> None
     assert teacher.rested == 1
 
 
-def test_served_teacher_has_logprobs_of_the_token_after_each_position(model: str) -> None:
+def test_served_teacher_returns_logprobs_of_the_token_after_each_position(model: str) -> None:
     """A token above the student's vocabulary is dropped; a missing token has probability 0."""
     line = (
         f"--model.model_name_or_path {model} --kd.teacher_model http://localhost:1/v1 "
@@ -71,7 +71,7 @@ def test_served_teacher_has_logprobs_of_the_token_after_each_position(model: str
     torch.testing.assert_close(logits, expected, rtol=0, atol=0)
 
 
-def test_step_labels_of_two_kinds_in_two_datasets_are_rejected(model: str) -> None:
+def test_datasets_with_different_kinds_of_step_labels_are_rejected(model: str) -> None:
     line = (
         f"--model.model_name_or_path {model} --data.dataset d --prm.placeholder_token ? "
         "--prm.reward_tokens + -"
@@ -86,8 +86,8 @@ def test_step_labels_of_two_kinds_in_two_datasets_are_rejected(model: str) -> No
 
 
 @pytest.mark.parametrize("loss", sorted(PREFERENCE_LOSSES))
-def test_logged_rewards_of_a_pair_are_the_numbers_that_the_loss_compares(loss: str) -> None:
-    """The chosen answer has a higher probability per token, and is longer."""
+def test_logged_pair_rewards_are_the_values_that_the_loss_compares(loss: str) -> None:
+    """The chosen answer has a higher probability per token but is longer."""
     line = (
         f"--model.model_name_or_path m --data.dataset d --model.loss_type {loss} --model.beta 0.5"
     )
@@ -107,8 +107,8 @@ def test_logged_rewards_of_a_pair_are_the_numbers_that_the_loss_compares(loss: s
     assert metrics["train/acc"].value == float(compares_means)
 
 
-def test_logged_loss_mean_is_the_minimised_loss() -> None:
-    """With --model.nll_loss_coef, the minimised loss is larger than the loss of the pair."""
+def test_logged_loss_mean_is_the_minimized_loss() -> None:
+    """With --model.nll_loss_coef, the minimized loss is larger than the pair's loss."""
     line = "--model.model_name_or_path m --data.dataset d --model.nll_loss_coef 2"
     task = PreferenceTask(parse_config(DPOConfig, line.split(), command="dpo"))
 
@@ -134,7 +134,7 @@ def kto_task(flags: str = "") -> KTOTask:
 
 
 def test_kto_rejects_a_dataset_of_one_row() -> None:
-    """The KL of a single row would be its own log-ratio."""
+    """With a single row, its KL would equal its own log-ratio."""
     rows = [{"input": "a", "output": "b", "label": True}]
     with pytest.raises(DataError, match="at least 2"):
         kto_task().rows(Dataset.from_list(rows), character_tokenizer())
@@ -144,7 +144,7 @@ def test_kto_rejects_a_dataset_of_one_row() -> None:
 @pytest.mark.parametrize(
     ("max_len", "mixed"), [(8, [4, 5, 8, 9, 2]), (5, [4, 5, 8, 9, 2]), (4, [4, 5, 8, 2])]
 )
-def test_mismatched_text_of_kto_ends_with_end_of_text_if_it_is_cut(
+def test_truncated_mismatched_kto_text_ends_with_the_end_of_text_token(
     max_len: int, mixed: list[int]
 ) -> None:
     row = LabelledRow(

@@ -1,6 +1,6 @@
-"""Every row is trained on once per epoch.
+"""Tests of the assignment of rows to optimizer steps and ranks.
 
-The rows of an optimizer step do not depend on the number of ranks.
+A step's rows do not depend on the number of ranks, and each row is trained on once per epoch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ PLANS = {"ranks": st.integers(1, 5), "batch_size": st.integers(1, 12), "epochs":
 
 
 def batch_of(lengths: list[int]) -> Experience:
-    """Return a batch whose row i holds the number i.
-
-    Every token but the first of a row is an action.
-    """
+    """Return a batch whose row i has group id i. A row's tokens, except the first, are actions."""
     offsets = offsets_of(lengths)
     tokens = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     mask = torch.ones(len(tokens), dtype=torch.bool)
@@ -43,39 +40,34 @@ def batch_of(lengths: list[int]) -> Experience:
 
 
 def learned(plan: RankUpdate, lengths: list[int]) -> list[list[int]]:
-    """Return, for each optimizer step, the rows that a rank learns from.
-
-    They are the rows with action tokens.
-    """
+    """Return, for each optimizer step, the rows with action tokens that a rank trains on."""
     worker = CriticWorker.__new__(CriticWorker)  # without a model
     worker.train_limits = MicroBatchLimits(size=len(lengths))
     job = Update(experience=batch_of(lengths).select(plan.rows), steps=plan.steps)
     steps = []
     for number in range(len(plan.steps)):
         [micro] = worker.window(job, number)
-        assert micro.num_samples, "a rank without rows in a step would skip a collective"
+        assert micro.num_samples, "a rank without rows in a step would miss a collective"
         steps.append(sorted(micro.group_ids[micro.num_actions > 0].tolist()))
     return steps
 
 
 def union(plans: list[RankUpdate], lengths: list[int]) -> list[list[int]]:
-    """Return, for each optimizer step, the rows that all ranks together learn from."""
+    """Return, for each optimizer step, the rows that all ranks together train on."""
     per_rank = [learned(plan, lengths) for plan in plans]
     return [sorted(chain.from_iterable(step)) for step in zip(*per_rank, strict=True)]
 
 
 @given(LENGTHS, st.fixed_dictionaries(PLANS))
-def test_every_row_is_learned_from_once_per_epoch(
-    lengths: list[int], shape: dict[str, int]
-) -> None:
-    lengths = [length + 1 for length in lengths]  # at least one action each
+def test_every_row_is_trained_on_once_per_epoch(lengths: list[int], shape: dict[str, int]) -> None:
+    lengths = [length + 1 for length in lengths]  # each row has at least one action
     plans = plan_update(lengths, **shape, seed=0)
     seen = Counter(row for step in union(plans, lengths) for row in step)
     assert seen == dict.fromkeys(range(len(lengths)), shape["epochs"])
 
 
 @given(LENGTHS, st.fixed_dictionaries(PLANS), st.integers(0, 9))
-def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(
+def test_rows_of_a_step_do_not_depend_on_the_number_of_ranks(
     lengths: list[int], shape: dict[str, int], seed: int
 ) -> None:
     lengths = [length + 1 for length in lengths]
@@ -84,12 +76,12 @@ def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(
     assert many == one
 
 
-def test_what_the_batch_size_leaves_over_makes_a_smaller_step() -> None:
+def test_rows_left_over_after_full_batches_form_a_smaller_step() -> None:
     [plan] = plan_update([3] * 10, ranks=1, batch_size=4, epochs=2, seed=0)
     assert [len(step) for step in plan.steps] == [4, 4, 2, 4, 4, 2]
 
 
-def test_every_epoch_has_an_order_of_its_own_and_the_seed_decides_them() -> None:
+def test_epochs_are_shuffled_differently_and_depend_on_the_seed() -> None:
     def orders(seed: int) -> list[list[int]]:
         [plan] = plan_update([3] * 32, ranks=1, batch_size=16, epochs=2, seed=seed)
         return plan.steps
@@ -107,14 +99,14 @@ def test_ranks_get_nearly_equal_numbers_of_tokens() -> None:
     assert tokens == [14, 16]
 
 
-def test_a_rank_is_sent_the_rows_of_its_steps_only() -> None:
+def test_rank_is_sent_only_the_rows_of_its_steps() -> None:
     plans = plan_update([2] * 8, ranks=2, batch_size=4, epochs=1, seed=0)
     assert all(len(plan.rows) == 4 for plan in plans)
     assert sorted(plans[0].rows + plans[1].rows) == list(range(8))
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_rank_without_any_row_runs_the_same_steps_on_copies_that_do_not_count(rows: int) -> None:
+def test_rank_without_rows_runs_the_same_steps_on_uncounted_copies(rows: int) -> None:
     lengths = [4] * rows
     plans = plan_update(lengths, ranks=3, batch_size=3, epochs=2, seed=0)
     spare = plans[-1]
@@ -123,18 +115,18 @@ def test_a_rank_without_any_row_runs_the_same_steps_on_copies_that_do_not_count(
     assert spare.rows == [0]
 
 
-def test_a_rank_without_rows_in_the_last_short_step_does_not_lose_its_other_rows() -> None:
-    lengths = [4] * 5  # steps of 4 rows and of 1, for two ranks
+def test_rank_without_rows_in_the_last_step_keeps_its_other_rows() -> None:
+    lengths = [4] * 5  # a step of 4 rows and a step of 1 row, for two ranks
     plans = plan_update(lengths, ranks=2, batch_size=4, epochs=1, seed=0)
     assert sorted(len(steps[0]) for steps in (learned(plan, lengths) for plan in plans)) == [2, 2]
     assert sorted(len(steps[1]) for steps in (learned(plan, lengths) for plan in plans)) == [0, 1]
 
 
-def test_sharing_fewer_rows_than_ranks_leaves_the_last_ranks_without() -> None:
+def test_last_ranks_get_no_rows_if_there_are_fewer_rows_than_ranks() -> None:
     assert share([5, 5, 5], [2, 0], 3) == [[2], [0], []]
 
 
-def test_rows_of_a_rank_are_in_order_so_that_samples_of_a_prompt_are_neighbours() -> None:
+def test_rows_of_a_rank_stay_in_order_so_samples_of_a_prompt_are_adjacent() -> None:
     for plan in plan_update(
         [row % 7 + 1 for row in range(64)], ranks=2, batch_size=32, epochs=1, seed=0
     ):
@@ -143,7 +135,7 @@ def test_rows_of_a_rank_are_in_order_so_that_samples_of_a_prompt_are_neighbours(
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=12), st.integers(1, 3), st.integers(1, 5))
-def test_the_rows_of_an_episode_are_in_one_optimizer_step(
+def test_rows_of_an_episode_are_in_the_same_optimizer_step(
     conversations: list[int], ranks: int, batch_size: int
 ) -> None:
     episodes = [number for number, count in enumerate(conversations) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""One rank of the precision tests: masters of new engines, and steps below bfloat16's spacing."""
+"""A rank of the precision tests: master weights, and steps smaller than bfloat16's spacing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.loading import load_spec
 
 STEPS, RATE, BETA = 64, 1e-3, 0.75
 CHOSEN, REJECTED, DPO_STEPS, DPO_RATE, DPO_BETA = [5, 9, 20, 7], [5, 9, 31, 40, 12], 6, 1e-5, 40.0
-# Near 1 the spacing of bfloat16 is 2⁻⁸ = 0.0039 below and 0.0078 above: a step of 0.001 alone
+# The spacing of bfloat16 is 2⁻⁸ = 0.0039 just below 1 and 0.0078 just above: a single step of 0.001
 # would be rounded away.
 OPTIMIZER = OptimizerConfig(
     adam=AdamConfig(lr=RATE), lr_scheduler="constant", lr_warmup_ratio=0.0, max_norm=0.0
@@ -34,9 +34,9 @@ OPTIMIZER = OptimizerConfig(
 
 
 class Ones(nn.Module):
-    """A weight of ones with a gradient of one.
+    """A model whose weight is all ones and whose gradient is always one.
 
-    AdamW lowers it by the learning rate in each step.
+    AdamW decreases the weight by the learning rate in each step.
     """
 
     def __init__(self) -> None:
@@ -63,9 +63,9 @@ def train(strategy: Strategy) -> Tensor:
 
 
 def load(path: str, kind: str, param_dtype: str) -> PolicyModel | Any:
-    """Load the model of a case.
+    """Load the model for a case: a policy, a policy with adapters, or a scalar model.
 
-    It is a policy, a policy with adapters, or a scalar model with a new head.
+    The scalar model has a new head.
     """
     rank = 4 if kind == "adapters" else 0
     spec = load_spec(path, param_dtype=param_dtype, lora=LoraConfig(rank=rank), seed=7)
@@ -73,7 +73,7 @@ def load(path: str, kind: str, param_dtype: str) -> PolicyModel | Any:
 
 
 def masters_of(strategy: Strategy, path: str, kind: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the masters and the rounded weights of a new engine, by name."""
+    """Return a new engine's master weights and rounded weights, by name."""
     engine = TrainEngine(strategy, lambda: load(path, kind, "bf16"), OPTIMIZER, total_steps=STEPS)
     parameters = dict(engine.hf.named_parameters())
     return {
@@ -84,15 +84,15 @@ def masters_of(strategy: Strategy, path: str, kind: str) -> dict[str, tuple[Tens
 
 
 def masters_in(engine: TrainEngine) -> dict[str, Tensor]:
-    """Return copies of the masters by name."""
+    """Return copies of the master weights by name."""
     buckets = exported_parameters(engine, 1 << 16, masters=True)
     return {name: tensor.cpu().clone() for bucket in buckets for name, tensor in bucket}
 
 
 def averaged(strategy: Strategy, path: str) -> dict[str, Any]:
-    """Return the masters around each of two steps, and the masters and weights of an export.
+    """Return the master weights before and after each of two steps, and those of an export.
 
-    An export has the average.
+    The export's master weights and rounded weights are those of the EMA.
     """
     optimizer = replace(OPTIMIZER, adam=AdamConfig(lr=1e-5))
     engine = TrainEngine(
@@ -132,7 +132,7 @@ def averaged(strategy: Strategy, path: str) -> dict[str, Any]:
 
 
 def preferred(strategy: Strategy, path: str) -> list[float]:
-    """Return the DPO loss of a pair before each of `DPO_STEPS` steps. Every rank has the pair."""
+    """Return a pair's DPO loss before each of `DPO_STEPS` steps. All ranks have the same pair."""
     optimizer = OptimizerConfig(adam=AdamConfig(lr=DPO_RATE), lr_scheduler="constant")
     engine = TrainEngine(
         strategy, lambda: load(path, "policy", "bf16"), optimizer, total_steps=DPO_STEPS
@@ -161,7 +161,10 @@ def preferred(strategy: Strategy, path: str) -> list[float]:
 
 
 def main() -> None:
-    """Run all cases. Arguments: output file, then cases as `stage,offload,kind,model folder`."""
+    """Run all cases. Command-line arguments: output file, then the cases.
+
+    A case is written as `stage,offload,kind,model folder`.
+    """
     out, *cases = sys.argv[1:]
     weights: dict[int, Tensor] = {}
     masters: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Ports for process groups, which the system assigns to no other socket; and environments."""
+"""Tests of ports that the system gives to no other socket, and of environment variables."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 from openrlhf.training import devices
 
-RAY_WORKERS = range(10_002, 20_000)  # the default of `ray start`
+RAY_WORKERS = range(10_002, 20_000)  # Ray's default range
 
 
-def test_free_port_is_outside_the_ranges_of_the_kernel_and_of_ray() -> None:
+def test_free_port_is_outside_the_kernel_and_ray_ranges() -> None:
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     for _ in range(20):
         port = devices.free_port()

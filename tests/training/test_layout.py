@@ -1,4 +1,4 @@
-"""Laws that hold for every layout of ranks."""
+"""Tests of properties that hold for every layout of ranks."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def test_noise_seeds_are_equal_only_for_ranks_that_share_a_weight(layout: RankLa
             layout.place(peer)[:2] == layout.place(rank)[:2] for peer in range(layout.world_size)
         ]
         assert [other == seed for other in seeds] == sharing
-    assert seeds[0] == 42  # a single process keeps the seed of the flags
+    assert seeds[0] == 42  # a single process uses the seed from the flags
 
 
 @given(layout=layouts)
-def test_layout_from_flags_divides_processes_by_sequence_and_weight_ranks(
+def test_layout_from_flags_divides_processes_by_sequence_and_tensor_parallel_ranks(
     layout: RankLayout,
 ) -> None:
     ds = DeepSpeedConfig(ring_attn_size=layout.sp, tensor_parallel_size=layout.tp)
     assert RankLayout.from_flags(ds, processes=layout.world_size) == layout
 
 
-def test_layout_from_flags_rejects_processes_that_cannot_be_divided() -> None:
+def test_layout_from_flags_rejects_an_indivisible_number_of_processes() -> None:
     ds = DeepSpeedConfig(ring_attn_size=2, tensor_parallel_size=2)
     with pytest.raises(
         UserError, match=r"6 .*--ds\.ring_attn_size 2 .*--ds\.tensor_parallel_size 2"

@@ -1,4 +1,4 @@
-"""Optimizers by name, their weight decay, and the schedule compared with Transformers'."""
+"""Tests of optimizers, weight decay and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def model() -> nn.Module:
     return layers
 
 
-def test_weight_decay_applies_to_matrices_and_not_to_biases_and_norms() -> None:
+def test_weight_decay_applies_to_matrices_but_not_to_biases_and_norms() -> None:
     optimizer = make_optimizer(model().named_parameters(), OptimizerConfig(adam=ADAM))
     groups = [
         (group["weight_decay"], [tuple(p.shape) for p in group["params"]])
@@ -32,7 +32,7 @@ def test_weight_decay_applies_to_matrices_and_not_to_biases_and_norms() -> None:
     )
 
 
-def test_unregistered_optimizer_raises_error_with_registered_names() -> None:
+def test_unregistered_optimizer_error_lists_the_registered_names() -> None:
     with pytest.raises(ValueError, match=r"optimizer 'muon'.* adam"):
         make_optimizer(model().named_parameters(), OptimizerConfig(optim="muon"))
     assert list(OPTIMIZERS) == ["adam"]
@@ -40,9 +40,7 @@ def test_unregistered_optimizer_raises_error_with_registered_names() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("steps", [2, 7, 40])
-def test_schedule_equals_that_of_transformers_over_the_steps_of_the_run(
-    name: str, steps: int
-) -> None:
+def test_schedule_matches_transformers_over_the_steps_of_the_run(name: str, steps: int) -> None:
     settings = OptimizerConfig(lr_scheduler=name, lr_warmup_ratio=0.11, min_lr_ratio=0.2)
     ours, theirs = (make_optimizer(model().named_parameters(), settings) for _ in range(2))
     least = {"min_lr_rate": 0.2} if "min_lr" in name else {}
@@ -61,7 +59,7 @@ def test_schedule_equals_that_of_transformers_over_the_steps_of_the_run(
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_run_with_a_single_step_has_a_positive_learning_rate(name: str) -> None:
-    """The first step of a warmup has a learning rate of 0, and would be the whole run."""
+    """With a warmup, the only step would have a learning rate of 0."""
     settings = OptimizerConfig(lr_scheduler=name, adam=ADAM)
     optimizer = make_optimizer(model().named_parameters(), settings)
     assert min(make_schedule(optimizer, settings, 1).get_last_lr()) > 0

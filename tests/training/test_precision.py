@@ -1,4 +1,4 @@
-"""Float32 masters of bfloat16 weights: they start at the values of the checkpoint, unrounded."""
+"""Tests of the float32 master weights of bfloat16 models, which start at unrounded values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STORED = {
     "float16": "llama",
     "bfloat16": "qwen2-untied",
 }
-Case = tuple[str, str, int, str]  # kind, stored, ZeRO stage, offload
+Case = tuple[str, str, int, str]  # model kind, stored data type, ZeRO stage, offload
 EVERY_STAGE: list[Case] = [
     (kind, "float32", stage, "plain")
     for kind in ("policy", "adapters", "scalar")
@@ -50,7 +50,7 @@ OFFLOADED: list[Case] = [
 AVERAGED: list[Case] = [("averaged", "float32", stage, "plain") for stage in (1, 2, 3)]
 PREFERRED: list[Case] = [("preferred", "float32", stage, "plain") for stage in (1, 2, 3)]
 EVERY_CASE = EVERY_STAGE + OTHER_FILES + OFFLOADED + AVERAGED + PREFERRED
-# Outside `make verify`: a policy in every stage, and the rest where the weights are cut most.
+# Cases outside `make verify`: a policy in every stage, everything else only with the most sharding.
 QUICK = [
     case
     for case in EVERY_CASE
@@ -61,7 +61,7 @@ Measured = Callable[[Case], Any]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a model per data type of the files. All configurations say float32."""
+    """Return a folder with a model per stored data type. All configurations specify float32."""
     folder = tmp_path_factory.mktemp("models")
     for stored, kind in STORED.items():
         save_tiny_model(folder / stored, kind)
@@ -79,7 +79,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measured(models: Path) -> Measured:
     """Return a function from a case to its results.
 
-    The quick cases share one run, and the other cases share another one.
+    One run computes all quick cases, and another run computes all other cases.
     """
 
     @cache
@@ -103,7 +103,7 @@ def name_of(models: Path, case: Case) -> str:
 
 
 def by_case(cases: list[Case]) -> pytest.MarkDecorator:
-    """Run a test for each case: quick ones always, others in `make verify`."""
+    """Run a test for each case: quick cases always, the rest in `make verify`."""
     marked = [
         pytest.param(
             case, marks=() if case in QUICK else pytest.mark.verify, id="-".join(map(str, case))
@@ -114,7 +114,7 @@ def by_case(cases: list[Case]) -> pytest.MarkDecorator:
 
 
 def check(found: dict[str, tuple[Tensor, Tensor]], path: Path, kind: str) -> None:
-    """Check that masters equal the weights of a float32 run and round to the weights."""
+    """Check that master weights equal a float32 run's weights and round to the model's weights."""
     exact = dict(load(str(path), kind, "fp32").hf.named_parameters())
     assert found.keys() == {name for name, weight in exact.items() if weight.requires_grad}
     for name, (master, weight) in found.items():
@@ -125,22 +125,22 @@ def check(found: dict[str, tuple[Tensor, Tensor]], path: Path, kind: str) -> Non
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.verify), 2])
-def test_steps_below_bfloat16_spacing_add_up_in_every_zero_stage(
+def test_steps_smaller_than_bfloat16_spacing_accumulate_in_every_zero_stage(
     tmp_path: Path, ranks: int
 ) -> None:
     run_ranks(ranks, "tests.training.precision_worker", str(tmp_path / "results.pt"))
     one, step = torch.ones((), dtype=torch.bfloat16), torch.tensor(RATE, dtype=torch.bfloat16)
-    assert one - step == one  # without masters the weight would not change
+    assert one - step == one  # without master weights, the weight would not change
     for stage, weight in torch.load(tmp_path / "results.pt")["weights"].items():
         expected = torch.full((8, 8), 1 - STEPS * RATE)
         torch.testing.assert_close(weight, expected, atol=2**-8, rtol=0, msg=f"ZeRO stage {stage}")
 
 
 @by_case(EVERY_STAGE + OTHER_FILES)
-def test_masters_of_new_engine_are_not_rounded(
+def test_master_weights_of_a_new_engine_are_not_rounded(
     models: Path, measured: Measured, case: Case
 ) -> None:
-    """A float32 run draws the same adapters and new heads, so those are compared too."""
+    """A float32 run initializes the same adapters and heads, so these are compared too."""
     kind, stored, _, _ = case
     found = measured(case)
     check(found, models / stored, kind)
@@ -152,7 +152,7 @@ def test_masters_of_new_engine_are_not_rounded(
 
 
 @by_case(AVERAGED)
-def test_average_is_of_masters_and_steps_count_changed_weights(
+def test_average_is_computed_from_master_weights_and_changed_weights_are_counted(
     measured: Measured, case: Case
 ) -> None:
     found = measured(case)
@@ -165,7 +165,7 @@ def test_average_is_of_masters_and_steps_count_changed_weights(
             found["masters"][name].double(), average, atol=1e-8, rtol=1e-6, msg=name
         )
         assert torch.equal(found["rounded"][name], found["masters"][name].to(torch.bfloat16)), name
-        # Training continues with its own masters.
+        # Training continues with the master weights from before the export.
         assert torch.equal(found["after"][name], path[-1][name]), name
     for name, restarted in found["restarted"].items():  # empty with ZeRO 3
         assert torch.equal(restarted, path[-1][name]), name
@@ -179,7 +179,7 @@ def test_average_is_of_masters_and_steps_count_changed_weights(
 def test_dpo_in_bfloat16_learns_like_float32_under_autocast(
     models: Path, measured: Measured, case: Case
 ) -> None:
-    """With masters from rounded weights, few weights would change, and the loss would stay."""
+    """If masters started at rounded values, few weights would change and the loss would stall."""
     losses, expected = measured(case), autocast_losses(models / case[1])
     assert losses[0] == expected[0] == pytest.approx(0.6931, abs=1e-4)
     fall, expected_fall = losses[0] - losses[-1], expected[0] - expected[-1]
@@ -188,7 +188,7 @@ def test_dpo_in_bfloat16_learns_like_float32_under_autocast(
 
 
 def autocast_losses(path: Path) -> list[float]:
-    """Return the same losses from a plain loop."""
+    """Return the same losses, computed by a plain loop."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=DPO_RATE, betas=(0.9, 0.95), weight_decay=0.0
@@ -214,7 +214,7 @@ def autocast_losses(path: Path) -> list[float]:
 
 
 @by_case(OFFLOADED)
-def test_masters_offloaded_to_cpu_memory_are_not_rounded(
+def test_master_weights_offloaded_to_cpu_memory_are_not_rounded(
     models: Path, measured: Measured, case: Case
 ) -> None:
     kind, stored, _, _ = case

@@ -1,4 +1,4 @@
-"""Universal checkpoints: a run resumes on another number of ranks with the same numbers."""
+"""Tests of universal checkpoints: a run resumes on a different number of ranks identically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from openrlhf.checkpoints.manifest import Checkpoint, CheckpointError, EngineLay
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny_model
 
-HALF, WHOLE = 2, 4  # steps
+HALF, WHOLE = 2, 4  # number of steps before the resume, and in total
 
 
 def run(ranks: int, model: str, *runs: list[Any]) -> None:
@@ -124,7 +124,7 @@ def checkpoint(**engines: EngineLayout) -> Checkpoint:
         ({"world_size": 4, "zero_stage": 2, "param_dtype": "fp32"}, True, "in fp32"),
     ],
 )  # fmt: skip
-def test_checkpoint_that_cannot_be_converted_is_rejected_with_both_layouts(
+def test_unconvertible_checkpoint_is_rejected_with_both_layouts(
     now: dict[str, Any], converts: bool, refused: str | None
 ) -> None:
     then = checkpoint(_actor=EngineLayout(world_size=2, zero_stage=2))

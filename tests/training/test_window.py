@@ -1,4 +1,4 @@
-"""The optimizer-step window: independent of the split; non-finite steps are skipped."""
+"""Tests of accumulation windows: independence of the split, and skipped non-finite steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def plain(model: str) -> dict[str, Any]:
-    """Take the same steps in a plain float64 torch loop, with whole logits row by row."""
+    """Take the same steps in a plain float64 torch loop, with full logits row by row."""
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     optimizer = torch.optim.AdamW(
         hf.parameters(),
@@ -76,13 +76,13 @@ def test_window_result_is_independent_of_the_split_and_skips_nonfinite_steps(
             )
         assert len(results[layout]["weights"]) == len(plain["weights"])
         assert results[layout]["skipped"] == 0
-        # With dropout and gradient checkpointing.
+        # The model is in training mode, which enables dropout and gradient checkpointing.
         assert results[layout]["training"]
     check_poisoned(results)
 
 
 def check_poisoned(results: dict[str, Any]) -> None:
-    """Check that step 1 was applied and step 0, NaN on one rank, skipped and counted on all."""
+    """Check that step 1 was applied, and that step 0, NaN on one rank, was skipped on all ranks."""
     for layout in POISONED:
         result = results[layout]
         assert result["applied"] == [False, True], layout

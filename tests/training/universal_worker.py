@@ -1,4 +1,4 @@
-"""One rank of the tests of universal checkpoints: trains a tiny model for some steps."""
+"""A rank of the universal-checkpoint tests, which trains a tiny model for a few steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from openrlhf.training.layout import RankLayout
 from openrlhf.training.strategy import Strategy
 from tests.training.window_worker import batch, new_engine
 
-# A large epsilon makes AdamW nearly linear in the gradient: weights are as close as gradients.
+# A large epsilon makes AdamW nearly linear in the gradient, so that weights can be compared as
+# tightly as gradients.
 OPTIMIZER = OptimizerConfig(
     adam=AdamConfig(lr=1.0, eps=1.0, betas=(0.9, 0.95)),
     lr_scheduler="linear",
@@ -30,9 +31,9 @@ TOTAL_STEPS = 8
 def train(
     strategy: Strategy, model: str, steps: range, source: Path | None, target: Path
 ) -> tuple[list[float], list[float]]:
-    """Train from the checkpoint `source` or from the start, and save to `target`.
+    """Train from the checkpoint `source`, or from scratch, and save to `target`.
 
-    Returns the learning rate and the gradient norm of each step.
+    Returns the learning rate and gradient norm of each step.
     """
     engine = new_engine(strategy, model, OPTIMIZER, packing=True, total_steps=TOTAL_STEPS)
     if source:
@@ -64,9 +65,9 @@ def train(
 
 
 def main() -> None:
-    """Run all trainings. Arguments: model folder, then runs as JSON.
+    """Run all training jobs. Command-line arguments: model folder, then the jobs as JSON.
 
-    A run is: stage, dtype, first and last step, folder to resume from, folder to save in.
+    A job consists of ZeRO stage, dtype, first and last step, source folder, and target folder.
     """
     model, runs = sys.argv[1], json.loads(sys.argv[2])
     for stage, dtype, first, last, source, target in runs:

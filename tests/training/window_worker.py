@@ -1,4 +1,4 @@
-"""One rank of the window tests: trains a tiny model for two optimizer steps in each layout."""
+"""A rank of the window tests, which trains a tiny model for two optimizer steps in each layout."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from tests.listening import listening_addresses
 from tests.loading import load_spec
 
 STEPS = 2
-# A large epsilon makes AdamW nearly linear in the gradient: weights are as close as gradients.
+# A large epsilon makes AdamW nearly linear in the gradient, so that weights can be compared as
+# tightly as gradients.
 OPTIMIZER = OptimizerConfig(
     adam=AdamConfig(lr=1.0, eps=1.0), lr_scheduler="constant", lr_warmup_ratio=0.0, max_norm=0.5
 )
 
 
 def batch(step: int) -> TokenRows:
-    """Return eight rows of different lengths, the same in every process."""
+    """Return eight rows of different lengths. They are the same in every process."""
     generator = torch.Generator().manual_seed(step)
     lengths = torch.randint(2, 14, (8,), generator=generator).tolist()
     tokens = [torch.randint(4, 60, (n,), generator=generator).tolist() for n in lengths]
@@ -45,7 +46,7 @@ def new_engine(
     packing: bool,
     total_steps: int,
 ) -> TrainEngine:
-    """Return an engine that trains the model in the folder `model`."""
+    """Return an engine for training the model in the folder `model`."""
     spec = load_spec(
         path=model, param_dtype=strategy.config.param_dtype, attention="sdpa", packing=packing
     )
@@ -66,9 +67,9 @@ def train(
     folder: Path,
     poison: int | None = None,
 ) -> dict[str, Any]:
-    """Return norms and final weights of a run, and the skipped steps in its checkpoint in `folder`.
+    """Return a run's gradient norms, final weights, and skipped steps from its checkpoint.
 
-    In step `poison` the loss is NaN on the last rank.
+    The checkpoint is in `folder`. In step `poison` the loss is NaN on the last rank.
     """
     engine = new_engine(strategy, model, OPTIMIZER, packing=packing, total_steps=STEPS)
     norms, applied = [], []
@@ -109,7 +110,10 @@ def train(
 
 
 def main() -> None:
-    """Run all layouts. Arguments: model folder, output file, layouts like `zero2-micro1-packed`."""
+    """Run all layouts. Command-line arguments: model folder, output file, then the layouts.
+
+    Layouts have names like `zero2-micro1-packed`.
+    """
     model, out, *layouts = sys.argv[1:]
     results = {}
     for layout in layouts:
