@@ -1,4 +1,4 @@
-"""LoRA: low-rank updates of linear layers, trained beside frozen weights.
+"""LoRA: low-rank updates of linear layers, trained alongside frozen weights.
 
 Hu et al. 2021, arXiv:2106.09685
 """
@@ -18,17 +18,18 @@ from openrlhf.config.flags import UserError
 from openrlhf.config.shared import LoraConfig
 from openrlhf.models.stored_files import writable_configuration
 
-PREFIX = "base_model.model."  # of the names of tensors in PEFT's files
+PREFIX = "base_model.model."  # of tensor names in PEFT's files
 
 
 def with_adapters(
     model: PreTrainedModel, lora: LoraConfig, *, path: str, seed: int, head: str | None = None
 ) -> PreTrainedModel:
-    """Add new adapters, which change no number yet, to the model of `path`.
+    """Add new adapters, which do not change the model's outputs yet, to the model loaded from
+    `path`.
 
     Only the adapters and the scalar `head` are trained. The adapters are in float32 and depend only
-    on `seed`, so they are equal on every rank. Raises UserError for target modules that the model
-    does not have.
+    on `seed`, so all ranks get the same adapters. Raises UserError for target modules that the
+    model does not have.
     """
     import peft  # only with --ds.lora.rank: it takes a second
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -44,8 +45,8 @@ def with_adapters(
         **scale_settings(lora),
         use_dora=lora.dora,
     )
-    # PEFT would round the adapters to the layer's data type. The engine rounds them, and keeps the
-    # exact values.
+    # PEFT would round the adapters to the layer's dtype. The training engine rounds them itself and
+    # keeps the exact values.
     in_float32 = patch.object(
         BaseTunerLayer,
         "_get_base_layer_device_and_dtype",
@@ -61,7 +62,7 @@ def with_adapters(
 
 
 def scale_settings(lora: LoraConfig) -> dict[str, Any]:
-    """Return the settings of W + s·BA by PEFT's names."""
+    """Return the settings of W + s·BA under PEFT's names."""
     return {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
 
 
@@ -73,8 +74,8 @@ def stored_name(name: str) -> str:
 def _targets(model: PreTrainedModel, wanted: tuple[str, ...], path: str) -> list[str]:
     """Return the names of the layers to adapt.
 
-    `all-linear` is every linear layer of the decoder. The output layer is adapted only if it is
-    named and not tied to the embeddings.
+    `all-linear` selects every linear layer of the decoder. The output layer is adapted only if it
+    is listed and not tied to the embeddings.
     """
     all_linear = wanted == ("all-linear",)
     adaptable = {id(layer) for layer in model.get_decoder().modules()}
@@ -96,16 +97,16 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...], path: str) -> list
             unknown.append(target)
     if unknown:
         raise UserError(
-            f"--ds.lora.target_modules {' '.join(unknown)}: {path} has no linear layer with this "
-            f"name that can be adapted. Use names from {', '.join(known)}, or all-linear alone."
+            f"--ds.lora.target_modules {' '.join(unknown)}: {path} has no adaptable linear layer "
+            f"with this name. Use {', '.join(known)}, or all-linear alone."
         )
     return list(wanted)
 
 
 def unadapted_experts(model: PreTrainedModel, path: str) -> str | None:
-    """Return a notice about experts, which cannot have adapters, or None if the model has none.
+    """Return a notice that experts get no adapters, or None if the model has no experts.
 
-    Transformers holds the experts of a layer in stacked tensors, which are not linear layers.
+    Transformers keeps a layer's experts in stacked tensors, which are not linear layers.
     """
     expert_numel = 0
     total_numel = 0
@@ -117,17 +118,17 @@ def unadapted_experts(model: PreTrainedModel, path: str) -> str | None:
         return None
     share = expert_numel / total_numel
     return (
-        f"--ds.lora.rank: {path} is a mixture of experts. Adapters train only its attention and "
+        f"--ds.lora.rank: {path} is a mixture of experts. Adapters train only the attention and "
         f"other linear layers; the experts, {share:.0%} of its weights, stay frozen. To train the "
-        "experts too, leave out --ds.lora.rank."
+        "experts too, drop --ds.lora.rank."
     )
 
 
 def untie_adapted(model: PreTrainedModel) -> bool:
-    """Untie the output layer from the embeddings if either of them has an adapter.
+    """Untie the output layer from the embeddings if either has an adapter.
 
-    An adapter of one of them, merged into a tied weight, would change the other too. Returns
-    whether the weights were tied.
+    Merging an adapter into a tied weight would change both layers. Returns whether the weights were
+    tied.
     """
     output: Any = model.get_output_embeddings()
     embeddings: Any = model.get_input_embeddings()
@@ -154,7 +155,7 @@ def _plain_layer(layer: Any) -> Any:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Turn the adapters off until the block exits: the model is the reference again."""
+    """Disable the adapters until the block exits, which turns the model back into the reference."""
     layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "disable_adapters")]
     for layer in layers:
         layer._disable_adapters = True  # PEFT's own switch would also freeze the adapters
@@ -183,7 +184,7 @@ def save_adapter(model: Any, trained: Mapping[str, Tensor], folder: Path) -> Non
 def name_in_files(name: str) -> str:
     """Return the name of a trained tensor in a stored adapter.
 
-    There, DoRA's magnitudes are tensors and not layers.
+    In files, DoRA's magnitudes are tensors, not layers.
     """
     return stored_name(name).replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
@@ -196,14 +197,14 @@ def stored_adapter(folder: Path) -> dict[str, Tensor]:
 
 
 def adapter_base(folder: Path) -> str:
-    """Return the folder or hub name of the base model of an adapter in PEFT's format."""
+    """Return the folder or Hub name of an adapter's base model. The adapter is in PEFT's format."""
     from peft import PeftConfig
 
     return str(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path)
 
 
 def with_stored_adapter(base: PreTrainedModel, folder: Path) -> Any:
-    """Return a model with an adapter in PEFT's format, as PEFT loads it."""
+    """Load an adapter in PEFT's format into a model with PEFT itself."""
     from peft import PeftModel
 
     return PeftModel.from_pretrained(base, str(folder))

@@ -1,4 +1,4 @@
-"""The decoder under a head. It runs over flat tokens: as one packed row or a right-padded block."""
+"""The decoder under a head. It runs on flat tokens, as one packed row or a right-padded block."""
 
 import sys
 from typing import Any, NamedTuple
@@ -20,9 +20,10 @@ ATTENTION_TYPES = {"full_attention", "sliding_attention"}
 
 
 class Outputs(NamedTuple):
-    """One number or vector per place, and the load-balancing loss of a mixture of experts.
+    """One value or vector per position, and a mixture of experts' load-balancing loss.
 
-    The loss is None if it is not computed. A tuple, because the hooks of ZeRO 3 look into tuples.
+    The loss is None if it is not computed. This is a tuple because ZeRO 3 hooks only look into
+    tuples.
     """
 
     values: Float[Tensor, "K ..."]
@@ -30,13 +31,13 @@ class Outputs(NamedTuple):
 
 
 def has_balanced_experts(hf: PreTrainedModel) -> bool:
-    """Return whether Transformers has a load-balancing loss for the experts of a model."""
+    """Return whether Transformers has a load-balancing loss for the model's experts."""
     known = hasattr(sys.modules[type(hf).__module__], "load_balancing_loss_func")
     return known and hasattr(hf.config.get_text_config(), "num_experts_per_tok")
 
 
 def _document_arguments(offsets: Tensor, attention: str) -> dict[str, Any]:
-    """Return the borders of the documents in a packed row, as arguments of the attention in use."""
+    """Return the document boundaries in a packed row, as arguments for the attention in use."""
     lengths = offsets.diff()
     if attention == packed_attention.NAME:
         return {"document_lengths": lengths.tolist(), "document_offsets": offsets.int()}
@@ -53,12 +54,13 @@ def _document_arguments(offsets: Tensor, attention: str) -> dict[str, Any]:
 class HeadedModel(nn.Module):
     """A Transformers model whose decoder runs on flat batches, under an output head.
 
-    Exports read the submodule `hf`. `packing`: run all sequences as one row without padding;
-    otherwise as a right-padded block. `balancing`: compute the load-balancing loss of a mixture of
-    experts in training. Raises ModelError if `balancing` is set for another model.
+    Exports read the submodule `hf`. With `packing`, all sequences run as one row without padding;
+    otherwise as a right-padded block. With `balancing`, the load-balancing loss of a mixture of
+    experts is computed during training. Raises ModelError if `balancing` is set for any other
+    model.
     """
 
-    max_len: int | None = None  # tokens of the longest sequence of the run, if known
+    max_len: int | None = None  # tokens in the run's longest sequence, if known
 
     def __init__(
         self, hf: PreTrainedModel, head: OutputHead, *, packing: bool, balancing: bool
@@ -67,8 +69,8 @@ class HeadedModel(nn.Module):
         if balancing and not has_balanced_experts(hf):
             raise ModelError(
                 f"{hf.name_or_path} ({hf.config.model_type}) has no experts with a known "
-                "load-balancing loss: leave out --actor.aux_loss_coef (in RL) or "
-                "--model.aux_loss_coef (elsewhere)"
+                "load-balancing loss. Drop --actor.aux_loss_coef (in RL) or --model.aux_loss_coef "
+                "(elsewhere)"
             )
         self.hf = hf
         self.head = head
@@ -77,16 +79,16 @@ class HeadedModel(nn.Module):
 
     @property
     def config(self) -> PretrainedConfig:
-        """The Transformers configuration, which DeepSpeed and the exports read."""
+        """The Transformers configuration, which DeepSpeed and exports read."""
         return self.hf.config
 
     def shared_prefixes(
         self, tokens: Int[Tensor, " N"], offsets: Int[Tensor, " B+1"]
     ) -> SharedPrefixes | None:
-        """Return the prefixes that this model computes once for several sequences.
+        """Return the common prefixes that this model computes once for several sequences.
 
-        Returns None if the row is padded or shares little, or if a layer that is not attention must
-        see whole sequences.
+        Returns None if sequences are padded or share little, or if a non-attention layer must see
+        whole sequences.
         """
         config: Any = self.hf.get_decoder().config
         supported = config._attn_implementation in (packed_attention.NAME, packed_attention.FLASH)
@@ -100,8 +102,8 @@ class HeadedModel(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the last hidden state of every token, (N, H), and the load-balancing loss.
 
-        The loss is None if it is not computed. No sequence sees another, and the numbers are the
-        same for packing and for padding.
+        The loss is None if it is not computed. No sequence sees another, and packing and padding
+        give the same results.
         """
         decoder: Any = self.hf.get_decoder()
         balancing = self.balancing and self.training
@@ -128,7 +130,7 @@ class HeadedModel(nn.Module):
             arguments["attention_mask"] = layout.real.long()
         # With a cache, or any mask, packed documents would attend to each other.
         output = decoder(use_cache=False, **arguments)
-        # A model on several devices leaves the states on its last device.
+        # A model that is split over several devices leaves the states on the last one.
         states = output.last_hidden_state.to(tokens.device)
         if layout is None:
             states = states[0]
@@ -143,7 +145,7 @@ class HeadedModel(nn.Module):
             if layout is not None:
                 routed.append(logits[layout.real.flatten()])  # without padding
             elif shared:
-                routed.append(logits[shared.source])  # a shared prefix counts for each sequence
+                routed.append(logits[shared.source])  # a shared prefix counts once per sequence
             else:
                 routed.append(logits)
         top_k = decoder.config.get_text_config().num_experts_per_tok

@@ -1,4 +1,4 @@
-"""The output layer of a model.
+"""A model's output layer.
 
 It turns hidden states into log-probabilities, entropies, logits or values.
 """
@@ -18,9 +18,9 @@ from openrlhf.algorithms.tensors import linear_logprobs, logit_logprobs, row_chu
 class OutputHead(nn.Module):
     """The output layer after the decoder: one linear layer, or an adapter around it.
 
-    The layer may be tied to the embeddings. The head has the layer as a submodule and reads its
-    weight in its own forward, so ZeRO 3 learns to gather the weight. `precise`: multiply in float32
-    whatever the dtype of the weights, because rewards need more than 8 bits.
+    The layer may be tied to the embeddings. It is a submodule of the head, which reads its weight
+    in its own forward pass, so that ZeRO 3 gathers the weight. With `precise`, the product is
+    computed in float32 regardless of the weights' dtype, because rewards need more than 8 bits.
     """
 
     def __init__(self, layer: Any, *, precise: bool = False) -> None:
@@ -38,11 +38,11 @@ class OutputHead(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities (K,) of `targets`, and entropies in nats if `entropy` is set.
 
-        Without `targets`, return the outputs (K, V). With `reduce`, return its results for the
-        outputs of all chunks of rows.
+        Without `targets`, return the outputs (K, V). With `reduce`, return its results for all
+        chunks of outputs.
 
-        Log-probabilities hold the logits of one chunk at a time. The backward pass computes the
-        logits again.
+        For log-probabilities, only one chunk of logits exists at a time. The backward pass
+        recomputes the logits.
         """
         if reduce:
             return self.reduced(hidden, reduce), None
@@ -72,9 +72,10 @@ class OutputHead(nn.Module):
     def reduced(
         self, hidden: Float[Tensor, "K H"], reduce: Callable[[Tensor, slice], Tensor]
     ) -> Tensor:
-        """Apply `reduce` to the logits (k, V), in float32, of each chunk of rows; concatenate.
+        """Apply `reduce` to the float32 logits (k, V) of each chunk of rows and concatenate the
+        results.
 
-        The backward pass computes the logits again.
+        The backward pass recomputes the logits.
         """
 
         def reduce_chunk(states: Tensor, rows: slice) -> Tensor:
@@ -108,9 +109,9 @@ class OutputHead(nn.Module):
 
 
 def preceding(states: Float[Tensor, "N ..."], places: Int[Tensor, " K"]) -> Float[Tensor, "K ..."]:
-    """Return the states one token before each of `places`. No place may begin a sequence.
+    """Return the states one token before each of `places`, none of which may begin a sequence.
 
-    Only this function reads the state of the previous token: in a split sequence, that token may be
-    on another rank.
+    All reads of the previous token's state go through this function: if a sequence is split, that
+    token may be on another rank.
     """
     return states[places - 1]

@@ -1,4 +1,4 @@
-"""The loading of Transformers models with the dtype, attention and adapters of the flags."""
+"""Loading of Transformers models with the dtype, attention and adapters from the flags."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from openrlhf.models.adapters import unadapted_experts, with_adapters
 from openrlhf.models.weights import ModelError, StoredWeights, odd_experts, require_finite
 from openrlhf.reporting import notice
 
-# Configuration entries by which some architectures transform logits after the output layer.
+# Configuration keys with which some architectures transform logits after the output layer.
 LOGIT_TRANSFORMS = (
     "final_logit_softcapping",
     "logits_soft_cap",
@@ -38,31 +38,31 @@ LOGIT_TRANSFORMS = (
     "logits_scaling",
     "lm_head_multiplier",
 )
-# The entry in the config.json of a process reward model with its placeholder and reward tokens.
+# The config.json key with a process reward model's placeholder and reward tokens.
 STEP_TOKENS = "process_reward"
 SHOWN_FILES = 8  # in a message
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-transformers_logging.disable_progress_bar()  # one bar per process and model would flood the logs
+transformers_logging.disable_progress_bar()  # a bar per process and model would flood logs
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSpec:
-    """The settings for loading one model. They are built from the flags."""
+    """The settings for loading one model, built from the flags."""
 
     path: str
-    ds: LoadingConfig  # resolved: the attention is the value in effect
-    max_len: int | None = None  # tokens of the longest sequence of the run
+    ds: LoadingConfig  # resolved settings, with the attention in effect
+    max_len: int | None = None  # tokens in the run's longest sequence
     gradient_checkpointing: bool = False
     reentrant: bool = False
     trust_remote_code: bool = False
-    lora: LoraConfig | None = None  # of new adapters, which are added if the rank is above 0
-    seed: int = 0  # of new adapters
-    spread: bool = False  # over the GPUs of this process, layer by layer, if it has any
+    lora: LoraConfig | None = None  # new adapters are added if its rank is above 0
+    seed: int = 0  # random seed of new adapters
+    spread: bool = False  # whether to spread the layers over this process's GPUs, if it has any
 
     @classmethod
     def of(cls, config: ModelCommand, path: str) -> Self:
-        """Return the settings for a model of this command.
+        """Return the settings for one of this command's models.
 
         Attention, precision and packing are the same for all models of a command.
         """
@@ -87,7 +87,8 @@ class LoadSpec:
 def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
     """Load a causal language model, ready to train.
 
-    Raises ModelError for unreadable or incomplete files, and as `check_is_causal` does.
+    Raises ModelError for unreadable or incomplete files, and in the same cases as
+    `check_is_causal`.
     """
     check_is_causal(spec)
     model, stored = read_model(AutoModelForCausalLM, spec, **pretrained_options(spec))
@@ -99,8 +100,8 @@ def load_causal_lm(spec: LoadSpec) -> PreTrainedModel:
 def check_causal_lm(spec: LoadSpec) -> None:
     """Raise ModelError as `load_causal_lm` would, except for weights that are NaN or infinite.
 
-    Prints notices. Reads names and sizes of the weights only, so that a run can check before it
-    starts a process.
+    Prints notices. Reads only the names and sizes of the weights, so that a run can check them
+    before it starts a process.
     """
     check_is_causal(spec)
     stored = named_weights(AutoModelForCausalLM, spec)
@@ -111,8 +112,8 @@ def check_causal_lm(spec: LoadSpec) -> None:
 def named_weights(model_class: Any, spec: LoadSpec, **more: Any) -> StoredWeights | None:
     """Compare names and sizes of the stored weights with the architecture.
 
-    Prints notices about unused weights, and about experts that adapters leave out. Returns None for
-    a quantized model, because only its own loader can match its names.
+    Prints notices about unused weights, and about experts without adapters. Returns None for a
+    quantized model, whose names only its own loader can match.
     """
     if getattr(configuration(spec), "quantization_config", None):
         return None
@@ -133,16 +134,16 @@ def read_model(
 ) -> tuple[PreTrainedModel, StoredWeights]:
     """Load a model, and compare its files with its architecture.
 
-    This package loads every model with this function.
+    All models of this package are loaded by this function.
     """
-    # cuDNN's attention builds a plan for each new shape of a batch: about 80 ms on an H100, and
-    # nearly every batch has a new shape.
+    # cuDNN's attention builds a plan for each new batch shape, which takes about 80 ms on an H100,
+    # and nearly every batch has a new shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
     with explaining_failures(spec), _quietly():
         model, report = model_class.from_pretrained(
             spec.path,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the report lists them, and `StoredWeights` refuses them
+            ignore_mismatched_sizes=True,  # the report lists them, and `StoredWeights` rejects them
             **options,
         )
     return model, StoredWeights.of(spec.path, model, report)
@@ -152,7 +153,7 @@ def read_model(
 def _quietly() -> Iterator[None]:
     """Suppress Transformers' tables of missing and unused weights until the block exits.
 
-    `StoredWeights` reports such weights.
+    `StoredWeights` reports these weights.
     """
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
@@ -165,35 +166,35 @@ def _quietly() -> Iterator[None]:
 def configuration(spec: LoadSpec) -> Any:
     """Return the stored configuration.
 
-    Raises ModelError for files that cannot be read, and for positions whose frequencies depend on
+    Raises ModelError for unreadable files, and for dynamic RoPE whose frequencies would depend on
     the batch.
     """
     if os.path.isdir(spec.path) and not os.path.exists(os.path.join(spec.path, "config.json")):
         files = ", ".join(sorted(os.listdir(spec.path))[:SHOWN_FILES]) or "none"
         raise ModelError(
             f"{spec.path} has no config.json, so it is not a model in Transformers' format. Its "
-            f"files: {files}. Use another folder, or convert the model: Transformers has scripts "
-            "for the formats of other libraries."
+            f"files: {files}. Use a different folder, or convert the model: Transformers has "
+            "scripts for other libraries' formats."
         )
     with explaining_failures(spec):
         config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
     kind, positions = _rope(config)
     if kind == "dynamic" and spec.max_len and positions and spec.max_len > positions:
         raise ModelError(
-            f"{spec.path} has rope_type dynamic: beyond {positions} tokens its numbers depend on "
-            f"the longest sequence of a batch. --data.max_len is {spec.max_len}: lower it to "
+            f"{spec.path} has rope_type dynamic: beyond {positions} tokens its outputs depend on "
+            f"the longest sequence in a batch. --data.max_len is {spec.max_len}: lower it to "
             f"{positions}."
         )
     return config
 
 
 def _rope(config: Any) -> tuple[str, int | None]:
-    """Return the type of position scaling (`default`: none), and the number of positions.
+    """Return the type of RoPE scaling (`default`: none), and the number of positions.
 
-    If layer types have different scalings, `dynamic` is the one that is returned.
+    If layer types have different scalings, `dynamic` takes precedence.
     """
     stored = config.get_text_config().to_dict()
-    # The parameters of the model, or of each type of its layers.
+    # The parameters of the whole model, or one entry per layer type.
     parameters = stored.get("rope_parameters") or {}
     scalings: set[str] = set()
     for entry in (parameters, *parameters.values()):
@@ -205,7 +206,7 @@ def _rope(config: Any) -> tuple[str, int | None]:
 
 
 def end_tokens(config: Any) -> list[int]:
-    """Return the tokens at which a model ends a text, by its stored configuration."""
+    """Return the model's end-of-text tokens according to its stored configuration."""
     ends = config.get_text_config().eos_token_id
     if ends is None:
         return []
@@ -215,9 +216,9 @@ def end_tokens(config: Any) -> list[int]:
 
 
 def check_is_causal(spec: LoadSpec) -> None:
-    """Raise ModelError unless the configuration is of a fully supported causal language model.
+    """Raise ModelError unless the configuration describes a fully supported causal LM.
 
-    Reads no weights, so that the check costs nothing at the start.
+    Reads no weights, so that the check is fast at startup.
     """
     config = configuration(spec)
     for name in config.architectures or []:
@@ -231,15 +232,15 @@ def check_is_causal(spec: LoadSpec) -> None:
         stored = ", ".join(config.architectures or [config.model_type])
         raise ModelError(
             f"{spec.path} is not a text-only model ({stored}). Transformers would load only its "
-            "language model, and an export would lose the rest. Use a text-only model."
+            "language model, and an export would lose the other parts. Use a text-only model."
         )
     reject_transformed_logits(config)
 
 
 def step_tokens(spec: LoadSpec) -> tuple[str, list[str]]:
-    """Return the placeholder of a process reward model, and its tokens for right and wrong steps.
+    """Return a process reward model's placeholder, and its tokens for right and wrong steps.
 
-    Raises ModelError if its config.json does not have them.
+    Raises ModelError if its config.json does not name them.
     """
     check_is_causal(spec)
     stored = getattr(configuration(spec), STEP_TOKENS, None) or {}
@@ -248,8 +249,8 @@ def step_tokens(spec: LoadSpec) -> tuple[str, list[str]]:
     if not placeholder or len(judgements) < 2:
         example = {"placeholder_token": "\n", "reward_tokens": ["+", "-"]}
         raise ModelError(
-            f"{spec.path} does not name its placeholder and reward tokens. Train it by train_prm "
-            "with --prm.reward_tokens (the token for a right step first), or add the tokens to its "
+            f"{spec.path} does not name its placeholder and reward tokens. Train it with train_prm "
+            "and --prm.reward_tokens (the token for a right step first), or add the tokens to its "
             f"config.json, for example {json.dumps({STEP_TOKENS: example})}."
         )
     return placeholder, judgements
@@ -258,7 +259,7 @@ def step_tokens(spec: LoadSpec) -> tuple[str, list[str]]:
 def reject_transformed_logits(architecture: PretrainedConfig) -> None:
     """Raise ModelError for an architecture that transforms logits after the output layer.
 
-    This package would compute wrong log-probabilities for it.
+    This package would compute wrong log-probabilities for such an architecture.
     """
     for name in LOGIT_TRANSFORMS:
         value = getattr(architecture.get_text_config(), name, None)
@@ -271,7 +272,7 @@ def reject_transformed_logits(architecture: PretrainedConfig) -> None:
 
 
 def check_positions(spec: LoadSpec) -> None:
-    """Raise ModelError if --data.max_len exceeds the model's positions without a scaling."""
+    """Raise ModelError if --data.max_len exceeds the model's positions and RoPE is not scaled."""
     kind, positions = _rope(configuration(spec))
     if spec.max_len and positions and spec.max_len > positions and kind == "default":
         raise ModelError(
@@ -302,7 +303,7 @@ def pretrained_options(spec: LoadSpec) -> dict[str, Any]:
 
 
 def qlora(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Return the settings of NF4 that compute in `dtype` and also quantize the scale of each block.
+    """Return the settings for NF4 with computation in `dtype` and double quantization.
 
     Dettmers et al. 2023, arXiv:2305.14314
     """
@@ -312,36 +313,36 @@ def qlora(dtype: torch.dtype) -> BitsAndBytesConfig:
 
 @contextmanager
 def explaining_failures(spec: LoadSpec) -> Iterator[None]:
-    """Turn a failure of Transformers to load a model into a ModelError until the block exits.
+    """Convert Transformers' errors from loading a model to ModelErrors until the block exits.
 
     The error names the file or the flag.
     """
     try:
         yield
     except (OSError, SafetensorError) as error:
-        problem = "is not a local folder, and the hub did not provide it"
+        problem = "is not a local folder and could not be fetched from the Hub"
         if os.path.isdir(spec.path):
             problem = "cannot be read (an incomplete download?)"
         raise ModelError(f"the model {spec.path} {problem}: {error}") from error
     except (ImportError, KeyError, ValueError) as error:
-        # Architectures with their own table of attentions raise KeyError.
+        # Architectures with their own attention table raise KeyError.
         if "trust_remote_code" in str(error):
             raise ModelError(
-                f"the model {spec.path} comes with its own code: if you trust the code, add "
+                f"the model {spec.path} contains its own code: if you trust the code, add "
                 "--model.trust_remote_code"
             ) from error
         if "attention implementation" in str(error) or packed_attention.NAME in str(error):
             advice = "try --ds.attn_implementation eager"
             if spec.ds.packing_samples:
-                # Eager attention is correct for packed rows in few architectures. In others it only
-                # seems correct, for short texts.
+                # Eager attention handles packed rows correctly in only a few architectures. In
+                # others it only appears correct for short texts.
                 advice = "drop --ds.packing_samples"
             raise ModelError(
                 f"{spec.path} does not support {spec.ds.attn_implementation} attention: {advice}. "
                 f"{error}"
             ) from error
         raise ModelError(f"the model {spec.path} cannot be loaded: {error}") from error
-    except StrictDataclassError as error:  # a configuration that contradicts itself
+    except StrictDataclassError as error:  # the configuration contradicts itself
         raise ModelError(f"{os.path.join(spec.path, 'config.json')} is invalid: {error}") from error
     except torch.OutOfMemoryError:
         raise
@@ -353,7 +354,7 @@ def explaining_failures(spec: LoadSpec) -> Iterator[None]:
         RuntimeError,
         TypeError,
     ) as error:
-        # If Transformers cannot stack the experts of a layer, its error does not name an expert.
+        # If Transformers cannot stack a layer's experts, its error does not name the expert.
         odd = odd_experts(spec.path)
         if odd:
             raise ModelError(
@@ -369,20 +370,21 @@ def explaining_failures(spec: LoadSpec) -> Iterator[None]:
 def prepare_model(
     model: PreTrainedModel, spec: LoadSpec, *, head: str | None = None
 ) -> PreTrainedModel:
-    """Fix the position frequencies; add adapters and gradient checkpointing if the spec has them.
+    """Fix the RoPE frequencies, and add adapters and gradient checkpointing if the spec asks for
+    them.
 
-    `head` names the head of a scalar model, which is trained beside adapters.
+    `head` names a scalar model's head, which is trained alongside adapters.
     """
     if spec.max_len:
         pin_longrope(model, spec.max_len)
     if spec.ds.load_in_4bit:
         for layer in model.modules():
-            # Otherwise the first evaluation on a CPU packs the weights for kernels that have no
-            # gradient.
+            # Otherwise the first evaluation on a CPU packs the weights for kernels without a
+            # backward pass.
             layer.support_avx512bf16_for_cpu = False  # pyright: ignore[reportArgumentType]
     if spec.lora and spec.lora.rank:
         model = with_adapters(model, spec.lora, path=spec.path, seed=spec.seed, head=head)
-        if spec.reentrant:  # a layer without an input that has a gradient would get none
+        if spec.reentrant:  # a layer whose inputs require no gradient would get no gradient
             model.enable_input_require_grads()
     if spec.gradient_checkpointing:
         options: dict[str, Any] = {"use_reentrant": spec.reentrant}
@@ -391,10 +393,10 @@ def prepare_model(
 
 
 def pin_longrope(model: PreTrainedModel, max_len: int) -> None:
-    """Give all sequences the position frequencies of `max_len` tokens, as the engine does.
+    """Give all sequences the RoPE frequencies for `max_len` tokens, like the engine.
 
-    LongRoPE has two sets of frequencies, and Transformers chooses one by the longest sequence of
-    each batch: a result would depend on the other sequences of the batch. The model is changed in
+    LongRoPE has two sets of frequencies, and Transformers chooses one by each batch's longest
+    sequence, so a result would depend on the other sequences in the batch. The model is changed in
     place.
     """
     for module in model.modules():
@@ -404,15 +406,15 @@ def pin_longrope(model: PreTrainedModel, max_len: int) -> None:
                 rotary.config, device=rotary.inv_freq.device, seq_len=max_len
             )
             rotary.register_buffer("inv_freq", frequencies, persistent=False)
-            # With a name that Transformers does not know, it ignores the batch.
+            # Transformers does not adapt an unknown type to the batch.
             rotary.rope_type = "longrope of one length"
 
 
 def stored_tensors(
     model: PreTrainedModel, name: str, tensor: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a parameter by the names of the model's files.
+    """Yield a parameter under its names in the model's files.
 
-    The files list experts one by one. In memory, Transformers stacks the experts of a layer.
+    The files list experts one by one. In memory, Transformers stacks a layer's experts.
     """
     yield from revert_weight_conversion(model, {name: tensor}).items()

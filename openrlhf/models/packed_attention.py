@@ -1,9 +1,9 @@
-"""Attention over packed rows without the package flash-attn: PyTorch's own FlashAttention on a GPU,
+"""Attention over packed rows without the flash-attn package: PyTorch's own FlashAttention on a GPU,
 and one scaled-dot-product call per document elsewhere.
 
 The function is registered with Transformers under a name that the mask registry does not know, so
-that no mask is built. The borders of the documents travel through the keyword arguments of
-`model.forward`. The cost is the sum of the costs of the documents, not the cost of the whole row.
+that no mask is built. The document boundaries are passed through the keyword arguments of
+`model.forward`. The cost is the sum over the documents, not the cost of the whole row.
 """
 
 import inspect
@@ -21,15 +21,17 @@ from openrlhf.models.shared_prefixes import sharing
 
 NAME = "packed_sdpa"
 FLASH = "flash_attention_2"
-WIDEST_HEAD = 256  # of FlashAttention's kernels
-OLDEST_GPU = (8, 0)  # of FlashAttention's kernels, as CUDA counts its architectures
-# PyTorch 2.11 takes fewer heads of keys than of queries without being told.
+WIDEST_HEAD = 256  # largest head size of FlashAttention's kernels
+OLDEST_GPU = (8, 0)  # CUDA compute capability that FlashAttention's kernels require
+# PyTorch 2.11 accepts fewer key heads than query heads without this argument.
 TOLD = "enable_gqa" in inspect.signature(varlen_attn).parameters
 GROUPED: dict[str, Any] = {"enable_gqa": True} if TOLD else {}
 
 
 class UnsupportedAttentionError(ValueError):
-    """An attention that this module cannot compute for packed rows. The message says why."""
+    """An attention variant that this module cannot compute for packed rows. The message gives the
+    reason.
+    """
 
 
 def packed_sdpa(
@@ -46,15 +48,16 @@ def packed_sdpa(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention inside each document of a packed row. Returns (1, N, H, D).
+    """Compute causal attention within each document of a packed row.
 
-    Raises UnsupportedAttentionError for attention variants that plain scaled-dot-product attention
-    would silently compute wrongly, and for layers that do not pass on where the documents begin.
+    Returns (1, N, H, D). Raises UnsupportedAttentionError for attention variants that plain
+    scaled-dot-product attention would silently get wrong, and for layers that do not pass on the
+    document boundaries.
     """
     if document_lengths is None:
         raise UnsupportedAttentionError(
-            "its attention layers do not pass keyword arguments to the attention function, so the "
-            "boundaries of packed sequences do not reach it"
+            "its attention layers do not pass keyword arguments to the attention function, which "
+            "therefore does not know the boundaries of packed sequences"
         )
     for variant in ("softcap", "s_aux"):
         if kwargs.get(variant) is not None:
@@ -69,7 +72,7 @@ def packed_sdpa(
     grouped = query.shape[1] != key.shape[1]
     dtype = query.dtype
     if not query.is_cuda:
-        # On a CPU, PyTorch's attention takes half the time in float32 that it takes in bfloat16.
+        # On a CPU, PyTorch's attention is twice as fast in float32 as in bfloat16.
         dtype = torch.promote_types(dtype, torch.float32)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -86,12 +89,12 @@ def packed_sdpa(
         )
 
     documents = (states.to(dtype).split(lengths, 2) for states in (query, key, value))
-    # The parts have no name, so that they are freed before the conversion.
+    # The parts are not bound to a name, so that they are freed before the conversion.
     return torch.cat(list(map(attend, *documents)), 2).transpose(1, 2).to(query.dtype), None
 
 
 def _flash_computes(query: Tensor, value: Tensor) -> bool:
-    """Return whether PyTorch's FlashAttention has a kernel for heads of this size on this GPU."""
+    """Return whether PyTorch's FlashAttention supports this head size on this GPU."""
     if not query.is_cuda or torch.cuda.get_device_capability(query.device) < OLDEST_GPU:
         return False
     head_dim = query.shape[-1]
@@ -108,8 +111,8 @@ def _flash(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Compute all documents in one call, by PyTorch's FlashAttention. Returns (1, N, H, D)."""
-    offsets = offsets.to(query.device)  # a model may be spread over several GPUs
+    """Compute all documents in one call of PyTorch's FlashAttention. Returns (1, N, H, D)."""
+    offsets = offsets.to(query.device)  # the model's layers may be on several GPUs
     attended: Any = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -126,7 +129,7 @@ def _flash(
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return the causal band of a window, or None if the document is not longer than the window."""
+    """Return the causal mask of a sliding window, or None if the document fits into the window."""
     if window is None or length <= window:
         return None
     steps = torch.arange(length, device=device)
@@ -136,7 +139,7 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> Tenso
 
 @contextmanager
 def unpacked(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model with packed attention compute plain sequences until the block exits."""
+    """Let a model with packed attention accept plain sequences until the block exits."""
     was_packed = model.config._attn_implementation == NAME
     if was_packed:
         model.set_attn_implementation("sdpa")

@@ -1,4 +1,4 @@
-"""Causal language models as functions from tokens to the log-probabilities of the tokens."""
+"""Causal language models as functions from tokens to their log-probabilities."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Self
@@ -14,21 +14,22 @@ from openrlhf.models.loading import LoadSpec, load_causal_lm, reject_transformed
 
 
 class TokenScores(NamedTuple):
-    """Log-probabilities and entropies per token on the flat axis; zero for tokens not wanted.
+    """Log-probabilities and entropies per token on the flat axis; zero for tokens that are not
+    wanted.
 
-    A tuple, because the hooks of ZeRO 3 look into tuples.
+    This is a tuple because ZeRO 3 hooks only look into tuples.
     """
 
     logprobs: Float[Tensor, " N"]
     entropy: Float[Tensor, " N"] | None = None
-    aux_loss: Float[Tensor, ""] | None = None  # of a mixture of experts
+    aux_loss: Float[Tensor, ""] | None = None  # load-balancing loss of a mixture of experts
 
 
 class PolicyModel(HeadedModel):
-    """log π(token_t | tokens before it) for flat batches.
+    """A model that computes log π(token_t | tokens before it) for flat batches.
 
-    The numbers are the same for packing and for padding. Raises ModelError for a model that changes
-    logits after the output layer.
+    Packing and padding give the same results. Raises ModelError for a model that transforms logits
+    after the output layer.
     """
 
     def __init__(self, hf: PreTrainedModel, *, packing: bool, balancing: bool = False) -> None:
@@ -51,7 +52,7 @@ class PolicyModel(HeadedModel):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> TokenScores:
-        """Score the `wanted` tokens. The first token of a sequence has no predecessor and scores 0.
+        """Score the `wanted` tokens. The first token of a sequence has no predecessor and gets 0.
 
         Logits are computed for wanted tokens only, one chunk at a time.
         """
@@ -70,7 +71,7 @@ class PolicyModel(HeadedModel):
 
 
 class LogitModel(PolicyModel):
-    """A language model that applies a function to its logits, one chunk of places at a time."""
+    """A language model that applies a function to its logits, one chunk of positions at a time."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -79,10 +80,11 @@ class LogitModel(PolicyModel):
         at: Bool[Tensor, " N"],
         reduce: Callable[[Tensor, slice], Tensor] | None = None,
     ) -> Outputs | TokenScores:
-        """Return `reduce(logits (k, V), rows)` for the places `at`, concatenated over the chunks.
+        """Return `reduce(logits (k, V), rows)` for the positions `at`, concatenated over the
+        chunks.
 
-        The logits of a place predict the token after it. Without `reduce`, score the tokens `at` as
-        a policy does.
+        The logits at a position predict the next token. Without `reduce`, score the tokens `at`
+        like a policy.
         """
         if reduce is None:
             return super().forward(tokens, offsets, at)

@@ -1,4 +1,4 @@
-"""Logits of a few tokens, to compare two forms of a model.
+"""Logits of a few tokens, for comparing two forms of a model.
 
 The forms are a model with an adapter and the merged model, or a model in memory and in files.
 """
@@ -13,23 +13,24 @@ from openrlhf.models.loading import DTYPES
 from openrlhf.models.packed_attention import unpacked
 
 PROBED_TOKENS = 16
-# Mean differences that rounding to the stored type explains, in standard deviations of the logits.
+# Mean differences that rounding to the stored dtype explains, in standard deviations of the logits.
 LARGEST_GAPS = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.2}
-# The same, for the median over the tokens. Another kernel, or a router that chooses another expert,
-# explains no larger difference. The logits of unrelated models are 1.1 apart.
+# Median differences over the tokens, in the same unit. A different kernel, or a router that chooses
+# a different expert, does not explain a larger difference. The logits of unrelated models are 1.1
+# apart.
 OTHER_MODELS = {"fp32": 0.02, "fp16": 0.5, "bf16": 0.5}
 
 
 @torch.no_grad()
 def probe_logits(model: nn.Module) -> Tensor:
-    """Return the logits of 16 tokens spread over the vocabulary, by Transformers' own forward.
+    """Return the logits of 16 tokens spread over the vocabulary, computed by Transformers alone.
 
-    A model with a scalar head returns its values instead. Collective under ZeRO 3.
+    For a model with a scalar head, return its values instead. Collective under ZeRO 3.
     """
     hf: Any = model
     vocabulary = hf.config.get_text_config().vocab_size
     tokens = torch.arange(PROBED_TOKENS) * max(1, vocabulary // PROBED_TOKENS) % vocabulary
-    # The values of a scalar head at every token: the output of Transformers has only one of them.
+    # The scalar head's values at every token. Transformers itself returns only one of them.
     values: list[Tensor] = []
     head = _scalar_head(hf)
     was_training = hf.training
@@ -55,7 +56,7 @@ def probe_logits(model: nn.Module) -> Tensor:
 
 
 def _scalar_head(hf: Any) -> nn.Module | None:
-    """Return the head of a scalar model, or PEFT's wrapper of it; None for a language model."""
+    """Return a scalar model's head, or PEFT's wrapper around it; None for a language model."""
     prefix = hf.config.to_dict().get("value_head_prefix")
     if not prefix:
         return None
@@ -66,7 +67,7 @@ def _scalar_head(hf: Any) -> nn.Module | None:
 
 
 def explain_gap(expected: Tensor, found: Tensor, precision: str) -> str | None:
-    """Describe the gap between logits, or return None if rounding to a data type explains it."""
+    """Describe the gap between logits, or return None if rounding to the dtype explains it."""
     if expected.shape != found.shape:
         return f"of different shapes, {tuple(expected.shape)} and {tuple(found.shape)}"
     if _have_diverged(expected, found):
@@ -79,11 +80,11 @@ def explain_gap(expected: Tensor, found: Tensor, precision: str) -> str | None:
 
 
 def are_of_another_model(expected: Tensor, found: Tensor, precision: str) -> bool:
-    """Return whether logits are too far apart for the models to be the same.
+    """Return whether logits are too far apart to be from the same model.
 
-    The limit holds for any kernel that computes the logits in this data type. The values of a
-    scalar head may be nearly the same at all tokens, so they are compared with their size instead
-    of their deviation.
+    The limit holds for any kernel that computes the logits in this dtype. A scalar head's values
+    may be nearly equal at all tokens, so the limit is relative to their magnitude instead of their
+    standard deviation.
     """
     if expected.shape != found.shape:
         return True
@@ -104,8 +105,8 @@ def _have_diverged(expected: Tensor, found: Tensor) -> bool:
 
 
 def _rounding(logits: Tensor, precision: str) -> float:
-    """Return the rounding error of numbers that are nearly equal but far from 0.
+    """Return the rounding error of values that are nearly equal but far from 0.
 
-    The rewards of a trained model are an example.
+    Examples are a trained model's rewards.
     """
     return 4 * torch.finfo(DTYPES[precision]).eps * float(logits.square().mean().sqrt())

@@ -1,4 +1,4 @@
-"""A check at the start of a run that the layout of a model's batches changes no number."""
+"""A start-up check that packing or padding batches does not change a model's outputs."""
 
 import re
 from collections.abc import Callable
@@ -17,37 +17,36 @@ from openrlhf.models.scalar import ScalarModel
 
 CheckedModel = PolicyModel | ScalarModel
 LENGTHS = (11, 17)  # tokens of the two short sequences
-# Tokens by which the two long sequences exceed what the model's attention reaches at once.
+# Number of tokens by which the two long sequences exceed the reach of the model's attention.
 TOKENS_BEYOND_REACH = (16, 32)
-ASSUMED_MAX_LEN = 4096  # tokens; used if the longest sequence of the run is not known
-# Entries of a configuration that give the size of a block of tokens, or the number of tokens or
-# blocks that attention keeps; and entries with similar names that have another meaning.
+ASSUMED_MAX_LEN = 4096  # tokens; used if the run's maximum sequence length is unknown
+# Configuration keys for the size of a token block and for the number of tokens or blocks that
+# attention keeps, and keys with similar names but a different meaning.
 BLOCK_ENTRIES = re.compile("block|chunk|compress_rate")
 KEPT_ENTRIES = re.compile("window|topk|top_k")
 OTHER_ENTRIES = re.compile(
     "expert|group|layer|moe|mlp|prob|pattern|method|num_|stage|step|mamba|rope|patch|conv"
 )
-# For longer inputs, only the numbers are compared: a gradient would need their activations.
+# For longer inputs, only the outputs are compared: a gradient would need all activations.
 MAX_GRADIENT_TOKENS = 1024
-# Entries of a configuration that name the types of its layers.
+# Configuration keys that list the layer types.
 LAYER_TYPE_ENTRIES = ("layer_types", "layers_block_type", "block_types")
-# Tokens at the start of both sequences, where packed rows compute a common prefix once.
+# Length in tokens of the common prefix, which packed rows compute once.
 PREFIX_TOKENS = 8
-CHUNK_TOKENS = 256  # tokens whose logits become float32 at once
-# Differences that rounding explains: of the numbers, mean in standard deviations; of the gradient,
-# relative.
+CHUNK_TOKENS = 256  # number of tokens whose logits are converted to float32 at a time
+# Largest differences that rounding explains: the mean output difference in standard deviations, and
+# the relative difference of the gradient.
 TOLERANCES = {torch.float32: (1e-3, 0.01), torch.float16: (0.05, 0.1), torch.bfloat16: (0.2, 0.5)}
 UNPROVEN = (
-    "Not checked: whether the layout of the batches changes what the models compute. "
-    "A run checks it first."
+    "Not checked: whether packing or padding changes the models' outputs. A run checks this first."
 )
-# The gradient with respect to the tokens of another sequence, relative to the gradient with respect
+# Largest gradient with respect to another sequence's tokens, relative to the gradient with respect
 # to the sequence's own tokens. A correct model has 0.
 LARGEST_LEAK = 1e-5
 
 
 class _Case(NamedTuple):
-    """Two sequences in one batch, and the number of the one that is compared."""
+    """Two sequences in one batch, and the index of the sequence to compare."""
 
     tokens: Tensor
     lengths: tuple[int, ...]
@@ -55,15 +54,15 @@ class _Case(NamedTuple):
 
 
 def prove_layout(model: nn.Module) -> None:
-    """Raise ModelError if the layout of the run's batches changes what a model computes.
+    """Raise ModelError if packing or padding the run's batches changes a model's outputs.
 
-    Scores two short sequences in the layout of the run, packed or padded, and each alone through
-    plain Transformers. If the model's attention has windows, blocks, a top-k or compression of
-    tokens that the run's sequences exceed, also scores two sequences that exceed them. The
-    log-probabilities or values and one gradient must agree, and no token may depend on another
-    sequence; the error names the layer types. Weights, gradients, random state and mode stay
-    unchanged. Collective under ZeRO 3, where a DeepSpeed engine may wrap the model. A model that is
-    neither a PolicyModel nor a ScalarModel is not checked, because it lays out its batches itself.
+    Scores two short sequences in the run's layout, packed or padded, and each sequence alone with
+    plain Transformers. If the run's sequences are longer than the windows, blocks, top-k or token
+    compression of the model's attention, two longer sequences are scored too. The log-probabilities
+    or values and one gradient must agree, and no token may depend on another sequence; the error
+    names the layer types. Weights, gradients, RNG state and training mode stay unchanged.
+    Collective under ZeRO 3, where a DeepSpeed engine may wrap the model. A model that is neither a
+    PolicyModel nor a ScalarModel is not checked, because it lays out its own batches.
     """
     model = getattr(model, "module", model)
     if not isinstance(model, CheckedModel):
@@ -84,7 +83,7 @@ def prove_layout(model: nn.Module) -> None:
                 if fault:
                     faults.append(fault)
         except packed_attention.UnsupportedAttentionError as error:
-            raise ModelError(_refusal(model, f"cannot compute them: {error}")) from error
+            raise ModelError(_refusal(model, f"cannot score them: {error}")) from error
         except (
             AttributeError,
             ImportError,
@@ -93,7 +92,7 @@ def prove_layout(model: nn.Module) -> None:
             TypeError,
             ValueError,
         ) as error:
-            problem = f"fails in its own code or in Transformers' ({type(error).__name__}: {error})"
+            problem = f"its code or Transformers' failed ({type(error).__name__}: {error})"
             raise ModelError(_refusal(model, problem)) from error
         finally:
             model.train(was_training)
@@ -104,24 +103,25 @@ def prove_layout(model: nn.Module) -> None:
 def require_decoder(model: CheckedModel) -> None:
     """Raise ModelError unless the decoder is a separate Transformers module below the output layer.
 
-    Training reads hidden states from it, so that logits exist for a chunk of tokens at a time.
+    Training reads hidden states from the decoder, so that logits exist for only one chunk of tokens
+    at a time.
     """
     decoder: Any = model.hf.get_decoder()
     if isinstance(decoder, PreTrainedModel) and decoder is not model.hf:
         return
     raise ModelError(
         f"{model.hf.name_or_path or 'the model'}, of type {model.hf.config.model_type}, cannot be "
-        f"trained: below its output layer, Transformers returns a {type(decoder).__name__} as the "
-        "decoder. Use another architecture (Llama, Qwen, Mistral, …)."
+        f"trained: Transformers returns a {type(decoder).__name__} instead of a decoder that is "
+        "separate from the output layer. Use a different architecture (Llama, Qwen, Mistral, …)."
     )
 
 
 def attention_reach(config: PretrainedConfig, max_len: int) -> int:
-    """Return the largest reach of a model's attention that fits into `max_len`, in tokens.
+    """Return the largest attention reach below `max_len`, in tokens.
 
-    A sequence that exceeds the reach uses every window, block, top-k and compression that fits.
-    Returns 0 if none exceeds the short sequences. A top-k of blocks reaches as far as all its
-    blocks.
+    A sequence longer than the reach exercises every window, block, top-k and compression that fits
+    into `max_len`. The reach of a top-k of blocks is k times the block size. Returns 0 if no reach
+    exceeds the short sequences.
     """
     blocks: list[int] = []
     kept: list[int] = []
@@ -160,13 +160,13 @@ def _cases(model: CheckedModel, device: torch.device) -> list[_Case]:
         for more in TOKENS_BEYOND_REACH:
             lengths.append(min(reach + more, model.max_len or reach + more))
         tokens = _ordinary_tokens(model, sum(lengths)).to(device)
-        # A packed sequence may see the one before it, a padded one may see its padding.
+        # A packed sequence may see the preceding sequence; a padded one may see its padding.
         cases.append(_Case(tokens, tuple(lengths), int(model.packing)))
     return cases
 
 
 def _short_texts(model: CheckedModel) -> list[Tensor]:
-    """Return the tokens of two sequences; for packed rows also of two with a common prefix."""
+    """Return the tokens of two sequences and, for packed rows, of two with a common prefix."""
     tokens = _ordinary_tokens(model, sum(LENGTHS))
     if not model.packing:
         return [tokens]
@@ -176,7 +176,7 @@ def _short_texts(model: CheckedModel) -> list[Tensor]:
 
 
 def _ordinary_tokens(model: CheckedModel, count: int) -> Tensor:
-    """Return tokens, none of which begins, ends or pads a sequence."""
+    """Return `count` tokens without the BOS, end-of-text and padding tokens."""
     text = model.hf.config.get_text_config()
     drawn = torch.randperm(text.vocab_size, generator=torch.Generator().manual_seed(0)).tolist()
     marks = (*end_tokens(model.hf.config), text.pad_token_id, text.bos_token_id)
@@ -185,7 +185,7 @@ def _ordinary_tokens(model: CheckedModel, count: int) -> Tensor:
 
 
 def _find_fault(model: CheckedModel, case: _Case, dtype: torch.dtype) -> str | None:
-    """Return what is wrong with a sequence in the layout of the run, to end a message, or None."""
+    """Return the fault of a sequence in the run's layout as the end of a message, or None."""
     tokens = case.tokens
     offsets = offsets_of(case.lengths).to(tokens.device)
     own = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
@@ -197,7 +197,8 @@ def _find_fault(model: CheckedModel, case: _Case, dtype: torch.dtype) -> str | N
         beyond_reach = slice(-TOKENS_BEYOND_REACH[0], None)
         return _find_gap(numbers[beyond_reach], expected[beyond_reach], dtype)
     expected, expected_gradient = _differentiate(model.hf, lambda: _score_alone(model, tokens[own]))
-    # One forward pass for each sequence, because ZeRO 3 supports only one backward pass of it.
+    # Each sequence gets a forward pass of its own, because ZeRO 3 supports only one backward pass
+    # per forward pass.
     numbers, gradient = _differentiate(
         model.hf, lambda: _score_in_layout(model, tokens, offsets)[own]
     )
@@ -212,8 +213,8 @@ def _find_fault(model: CheckedModel, case: _Case, dtype: torch.dtype) -> str | N
     leak = float(gradient.index_fill(0, own_rows, 0).norm() / gradient[own_rows].norm())
     if leak > LARGEST_LEAK:
         largest = (numbers - expected).abs().max()
-        share = f"{leak:.1g} of its gradient; largest difference {largest:.3g}"
-        return f"mixes them: a token depends on other sequences ({share})"
+        share = f"{leak:.1g} of its gradient; largest output difference {largest:.3g}"
+        return f"mixed them: a token depends on other sequences ({share})"
     fault = _find_gap(numbers, expected, dtype)
     if fault:
         return fault
@@ -222,35 +223,37 @@ def _find_fault(model: CheckedModel, case: _Case, dtype: torch.dtype) -> str | N
     )
     if not difference <= TOLERANCES[dtype][1]:
         return (
-            f"computes a gradient that differs by {difference:.1%} from the gradient that "
-            "Transformers computes for each sequence alone"
+            f"its gradient differs by {difference:.1%} from the gradient that Transformers "
+            "computes for each sequence alone"
         )
     return None
 
 
 def _find_gap(numbers: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
     gaps = (numbers - expected).abs()
-    # Trained reward models may give nearly equal numbers far from 0, whose rounding exceeds their
-    # deviation.
+    # Trained reward models may return nearly equal values far from 0, whose rounding error exceeds
+    # their standard deviation.
     rounding = 4 * torch.finfo(dtype).eps * float(expected.square().mean().sqrt())
     if not float(gaps.mean()) <= TOLERANCES[dtype][0] * float(expected.std()) + rounding:
         return (
-            "computes other numbers than Transformers for each sequence alone (largest difference "
-            f"{gaps.max():.3g})"
+            "its outputs differ from those of Transformers for each sequence alone (largest "
+            f"difference {gaps.max():.3g})"
         )
     return None
 
 
 def _differentiate(hf: PreTrainedModel, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the numbers of a forward pass, and the gradient of their sum by the embeddings.
+    """Return a forward pass's outputs, and the gradient of their sum with respect to the
+    embeddings.
 
-    No parameter gets a gradient.
+    Parameters get no gradient.
     """
     leaves: list[Tensor] = []
 
     def cut(_: nn.Module, __: object, output: Tensor) -> Tensor:
         leaves.append(output.detach().requires_grad_())
-        return leaves[-1].clone()  # some models scale embeddings in place, which a leaf forbids
+        # Some models scale embeddings in place, which autograd forbids for a leaf.
+        return leaves[-1].clone()
 
     with hf.get_input_embeddings().register_forward_hook(cut):
         numbers = forward()
@@ -258,9 +261,9 @@ def _differentiate(hf: PreTrainedModel, forward: Callable[[], Tensor]) -> tuple[
 
 
 def _score_alone(model: CheckedModel, sequence: Tensor) -> Tensor:
-    """Return the numbers of one sequence alone, by plain Transformers without our code."""
-    # The outputs of the last layer at every token: Transformers returns only one of them for a
-    # scalar model.
+    """Return the outputs of plain Transformers for one sequence alone."""
+    # Outputs of the last layer at every token. For a scalar model, Transformers itself returns only
+    # one of them.
     outputs: list[Tensor] = []
 
     def keep(_: nn.Module, __: object, output: Tensor) -> None:
@@ -280,7 +283,7 @@ def _score_alone(model: CheckedModel, sequence: Tensor) -> Tensor:
 
 
 def _score_in_layout(model: CheckedModel, tokens: Tensor, offsets: Tensor) -> Tensor:
-    """Return the numbers of both sequences in the layout of the run."""
+    """Return the outputs for both sequences in the run's layout."""
     if isinstance(model, PolicyModel):
         return model(tokens, offsets, torch.ones_like(tokens, dtype=torch.bool)).logprobs
     values = model(tokens, offsets).values
@@ -298,12 +301,12 @@ def _refusal(model: CheckedModel, problem: str) -> str:
         if types:
             layers = f" (layers: {', '.join(dict.fromkeys(types))})"
             break
-    layout = "padded to one length"
+    layout = "padded to the same length"
     advice = "Try --ds.packing_samples"
     if model.packing:
         layout = "packed into one row"
         advice = "Drop --ds.packing_samples"
     return (
         f"{model.hf.name_or_path or 'the model'}, of type {config.model_type}{layers}, was given "
-        f"two sequences {layout}, and {problem}. {advice}, or use another architecture."
+        f"two sequences {layout}, and {problem}. {advice}, or use a different architecture."
     )

@@ -1,7 +1,7 @@
 """Reward models and critics: a language model's decoder under a head with one output per token.
 
-The head is linear. The models are stored as Transformers' sequence classification models with one
-label, so that `AutoModelForSequenceClassification` loads them.
+The head is linear. The models are stored in Transformers' format for sequence classification with
+one label, so that `AutoModelForSequenceClassification` loads them.
 """
 
 import math
@@ -23,11 +23,11 @@ NATIVE_HEAD = "score"  # Transformers' name for the head
 
 
 class ScalarModel(HeadedModel):
-    """One number for every prefix of every sequence.
+    """A model that returns one value for every prefix of every sequence.
 
-    A reward model reads the last number, a critic all of them. `normalize`: return
-    (value − mean) / std, with the statistics that the training of the reward model stored in its
-    configuration. The training of a reward model itself does not normalize.
+    A reward model uses the last value, a critic all of them. With `normalize`, the values are
+    (value − mean) / std, with the statistics that reward model training stored in the
+    configuration. Reward model training itself does not normalize.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class ScalarModel(HeadedModel):
         self.mean, self.std = _scale(stored.get("mean", 0.0), stored.get("std", 1.0))
 
     def set_scale(self, mean: float, std: float) -> None:
-        """Set the mean and standard deviation of `normalize`. Exports store them.
+        """Set the mean and standard deviation that `normalize` uses and exports store.
 
-        Raises ModelError if one of them is not finite, or `std` is 0 or less.
+        Raises ModelError if either is not finite, or `std` is not positive.
         """
         self.mean, self.std = _scale(mean, std)
         self.config.update({"mean": self.mean, "std": self.std})
@@ -67,18 +67,18 @@ def last_token_scores(
 ) -> Float[Tensor, " B"]:
     """Return the reward of each sequence: the head's output at its last token.
 
-    No sequence may be empty.
+    Sequences must not be empty.
     """
     return values[offsets[1:] - 1]
 
 
 def state_values(values: Float[Tensor, " N"], offsets: Int[Tensor, " B+1"]) -> Float[Tensor, " N"]:
-    """Return V of the state before each token is chosen, from the head's outputs after each token.
+    """Return V of the state before each token, computed from the head's outputs after each token.
 
-    Position t gets the output at t − 1. The first position of each sequence gets 0, because there
-    is no state before it.
+    Position t gets the output at t − 1. The first position of each sequence has no preceding state
+    and gets 0.
 
-    Example, two sequences: outputs [1, 2, 3 | 4, 5] give [0, 1, 2 | 0, 4].
+    Example with two sequences: outputs [1, 2, 3 | 4, 5] become [0, 1, 2 | 0, 4].
     """
     later = torch.ones_like(values, dtype=torch.bool)
     later[offsets[:-1]] = False
@@ -98,12 +98,12 @@ def load_scalar(
 ) -> ScalarModel:
     """Load a scalar model, or a causal language model with a new head.
 
-    `head_prefix` names the head; a `value_head_prefix` in the stored configuration wins. An export
-    whose head has another name than "score" can only be loaded by this function. `reinit_head`:
-    make a new head even if one is stored. `require_head`: refuse a folder without a head, whose
-    rewards would be random. A new head is N(0, σ²) with σ = 1 / (hidden size + 1). It depends on
-    `seed` alone, so that it is equal on every rank; the stored mean and standard deviation are
-    reset with it. Raises ModelError for a model that cannot be loaded.
+    `head_prefix` names the head, unless the stored configuration has a `value_head_prefix`. Only
+    this function can load an export whose head is not named "score". `reinit_head` replaces a
+    stored head by a new one. `require_head` rejects a folder without a head, whose rewards would be
+    random. A new head is drawn from N(0, σ²) with σ = 1 / (hidden size + 1). It depends only on
+    `seed`, so all ranks get the same head; it resets the stored mean and standard deviation. Raises
+    ModelError if the model cannot be loaded.
     """
     config, declared = _configuration(spec, head_prefix)
     model_class = _model_class(config)
@@ -133,10 +133,10 @@ def load_scalar(
 def check_is_scalar(
     spec: LoadSpec, *, head_prefix: str = NATIVE_HEAD, normalize: bool = False
 ) -> None:
-    """Raise ModelError unless the folder has a complete reward model.
+    """Raise ModelError unless the folder contains a complete reward model.
 
-    With `normalize`, its configuration must also have the mean and standard deviation. Reads names
-    and sizes of the weights only.
+    With `normalize`, its configuration must also have the mean and standard deviation. Reads only
+    the names and sizes of the weights.
     """
     config, declared = _configuration(spec, head_prefix)
     architectures = config.architectures or []
@@ -147,9 +147,9 @@ def check_is_scalar(
         )
     if normalize and "std" not in config.to_dict():
         raise ModelError(
-            f"{spec.path} stores no mean and standard deviation of its rewards, which "
+            f"{spec.path} has no mean and standard deviation of its rewards, which "
             "--reward.normalize_enable requires. Use a reward model trained by train_rm, which "
-            "stores them, or leave out --reward.normalize_enable."
+            "stores them, or drop --reward.normalize_enable."
         )
     check_scalar_weights(spec, head_prefix=head_prefix, require_head=True)
 
@@ -174,9 +174,9 @@ def check_scalar_weights(
 
 
 def _configuration(spec: LoadSpec, head_prefix: str) -> tuple[Any, bool]:
-    """Return the stored configuration, changed to that of a scalar model.
+    """Return the stored configuration, converted to a scalar model's.
 
-    The second value is True if the configuration was that of a scalar model before the change.
+    The second value is True if the stored configuration was already that of a scalar model.
     """
     config = configuration(spec)
     stored_prefix = config.to_dict().get("value_head_prefix")
@@ -186,14 +186,14 @@ def _configuration(spec: LoadSpec, head_prefix: str) -> tuple[Any, bool]:
     config.value_head_prefix = stored_prefix or head_prefix
     text = config.get_text_config()
     if text.pad_token_id in end_tokens(config):
-        # Transformers reads the score at the last token that is not padding. With this padding
-        # token, that would be the token before end-of-text.
+        # Transformers reads the score at the last non-padding token. With this padding token, that
+        # would be the token before end-of-text.
         text.pad_token_id = None
     return config, declared
 
 
 def _model_class(config: Any) -> Any:
-    """Return Transformers' class for the architecture, with the head named by the configuration."""
+    """Return Transformers' class for the architecture, with the configured name for the head."""
     native: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if native is None:
         raise ModelError(_unsupported(config))
@@ -217,19 +217,19 @@ def _model_class(config: Any) -> Any:
 
 def _unsupported(config: PretrainedConfig) -> str:
     return (
-        "reward models and critics are stored as Transformers' sequence classification models, and "
-        "Transformers has none with a plain linear head for the architecture "
-        f"{config.model_type!r}. Use another architecture (Llama, Qwen, Mistral, Gemma, …)."
+        f"{config.model_type!r} cannot be used for reward models and critics, which are stored as "
+        "sequence classification models: Transformers has none with a plain linear head for this "
+        "architecture. Use a different architecture (Llama, Qwen, Mistral, Gemma, …)."
     )
 
 
 def _check_weights(
     weights: StoredWeights, name: str, *, reinit_head: bool, require_head: bool
 ) -> bool:
-    """Return whether the folder has the head `name`.
+    """Return whether the folder contains the head `name`.
 
-    Raises ModelError for weights that are missing, have another size, or would be left out, such as
-    the bias of a head.
+    Raises ModelError for weights that are missing, have the wrong size, or would be ignored, such
+    as a head's bias.
     """
     key = f"{name}.weight"
     exceptions = [key]
@@ -241,14 +241,14 @@ def _check_weights(
         problem = "is missing"
         if key in weights.sizes:
             stored_size, _ = weights.sizes[key]
-            problem = f"has size {stored_size}, not one output"
+            problem = f"has size {stored_size} instead of one output"
         unused = ""
         if weights.unused:
             unused = f" (unused weights: {', '.join(weights.unused[:3])})"
         raise ModelError(
-            f"{weights.path} is not a reward model or critic: its scalar head, {key}, {problem}"
-            f"{unused}. Use a trained one, or set the right --ds.value_head_prefix. To make a new "
-            "head, use train_rm with --model.reinit_head."
+            f"{weights.path} is not a reward model or critic: its scalar head, {key}, "
+            f"{problem}{unused}. Use a trained model, or correct --ds.value_head_prefix. To train "
+            "a new head, use train_rm with --model.reinit_head."
         )
     return has_head
 
@@ -256,7 +256,7 @@ def _check_weights(
 def _new_head(old: nn.Linear, seed: int) -> nn.Linear:
     """Return a float32 head with outputs near 0.
 
-    It is a new module, which ZeRO 3 shards when the engine is made.
+    It is a new module, which ZeRO 3 shards when the engine is created.
     """
     head = nn.Linear(old.in_features, 1, bias=False, dtype=torch.float32)
     draw = torch.Generator().manual_seed(seed)
@@ -269,7 +269,7 @@ def _new_head(old: nn.Linear, seed: int) -> nn.Linear:
 def _scale(mean: float, std: float) -> tuple[float, float]:
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
         raise ModelError(
-            f"rewards cannot be normalized by mean {mean} and standard deviation {std}: both must "
-            "be finite, and the standard deviation must be above 0"
+            f"rewards cannot be normalized with mean {mean} and standard deviation {std}: both "
+            "must be finite, and the standard deviation must be positive"
         )
     return float(mean), float(std)

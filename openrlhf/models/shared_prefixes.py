@@ -1,8 +1,8 @@
-"""Common prefixes of the sequences of a packed row, which are computed once.
+"""Common prefixes of the sequences in a packed row, which are computed once.
 
-The samples of a prompt have such a prefix. In a causal model, the states at a token depend only on
-the tokens up to it. So the layers see each distinct prefix once, and only attention sees whole
-sequences.
+Samples of the same prompt have a common prefix. In a causal model, a token's states depend only on
+the tokens up to it. The layers therefore process each distinct prefix once, and only attention sees
+whole sequences.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-# Tensor arguments that have no effect on attention functions, or that they use or reject.
+# Tensor arguments that attention functions use or reject, or that have no effect.
 KNOWN_TENSORS = {
     "attention_mask",
     "position_ids",
@@ -26,15 +26,17 @@ KNOWN_TENSORS = {
     "document_offsets",
     "s_aux",
 }
-SMALLEST_SAVING = 0.05  # of the tokens; with less, the copies cost more than the layers save
+# Fraction of saved tokens below which the copies cost more than the layers save.
+SMALLEST_SAVING = 0.05
 
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """The places of a packed row that are computed, and the computed place that equals each place.
+    """The positions in a packed row that are computed, and for each position the computed one it
+    equals.
 
-    Example: the sequences "abc" and "abd" have `computed` [0, 1, 2, 5] and `source` [0, 1, 2, 0, 1,
-    3].
+    Example: for the sequences "abc" and "abd", `computed` is [0, 1, 2, 5] and `source` [0, 1, 2, 0,
+    1, 3].
     """
 
     computed: Int[Tensor, " M"]
@@ -46,7 +48,7 @@ class SharedPrefixes:
         flat = tokens.cpu().numpy()
         places = np.arange(len(tokens))
         sequences = [slice(start, stop) for start, stop in pairwise(offsets.tolist())]
-        # In this order, a sequence is next to the one with which it shares most.
+        # Sorting puts each sequence next to the one with which it shares the longest prefix.
         sequences.sort(key=lambda sequence: flat[sequence].tobytes())
         for previous, sequence in pairwise(sequences):
             shorter = min(previous.stop - previous.start, sequence.stop - sequence.start)
@@ -62,10 +64,10 @@ class SharedPrefixes:
 
 
 def sharing(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
-    """Let an attention function of Transformers take rows with shared prefixes too.
+    """Return a Transformers attention function that also accepts rows with shared prefixes.
 
-    For such a row, the returned function attends in the whole row. It raises ValueError for an
-    unknown tensor argument, which may decide what a token sees.
+    The returned function expands a row with shared prefixes and attends in the whole row. It raises
+    ValueError for an unknown tensor argument, which may determine what a token attends to.
     """
 
     @wraps(attend)

@@ -1,7 +1,7 @@
-"""The configuration and generation configuration of a model, written even if Transformers refuses.
+"""Writing a model's configuration and generation configuration even if Transformers refuses to.
 
 Transformers refuses to write some values that it can read: sampling values without `do_sample`, or
-generation values in config.json. A run must not lose its weights for that reason, so these files
+generation values in config.json. A run must not lose its weights because of that, so these files
 are written with the values that were read.
 """
 
@@ -21,9 +21,9 @@ GENERATION = "generation_config.json"
 
 @contextmanager
 def writable_configuration(config: PreTrainedConfig) -> Iterator[None]:
-    """Take values that belong to a generation configuration out of `config` until the block exits.
+    """Remove generation settings from `config` until the block exits.
 
-    A model that is loaded has these values in its generation configuration too.
+    A loaded model also has these settings in its generation configuration.
     """
     values: dict[str, Any] = config._get_generation_parameters()
     stored = vars(config)
@@ -39,9 +39,10 @@ def writable_configuration(config: PreTrainedConfig) -> Iterator[None]:
 
 @contextmanager
 def writable(model: PreTrainedModel) -> Iterator[None]:
-    """Let `save_pretrained` of a model accept its configuration until the block exits.
+    """Let the model's `save_pretrained` accept its configuration until the block exits.
 
-    The generation configuration is replaced by an empty one: `write_generation` writes it.
+    The generation configuration is replaced by an empty one; `write_generation` writes the
+    original.
     """
     if not model.can_generate():
         with writable_configuration(model.config):
@@ -57,16 +58,16 @@ def writable(model: PreTrainedModel) -> Iterator[None]:
 
 
 def write_generation(model: PreTrainedModel, folder: Path) -> None:
-    """Write the generation configuration of a model, with its original values, to `folder`."""
+    """Write a model's generation configuration with its original values to `folder`."""
     if model.can_generate():
         generation: Any = model.generation_config
         generation.to_json_file(folder / GENERATION, use_diff=True, keys_to_pop=["compile_config"])
 
 
 def generation_complaint(path: str, config: PreTrainedConfig) -> str | None:
-    """Return Transformers' complaint about the generation configuration of a model, or None.
+    """Return Transformers' complaint about a model's generation configuration, or None.
 
-    Without a generation_config.json, the values are those in config.json.
+    Without a generation_config.json, the values are read from config.json.
     """
     try:
         try:
@@ -88,7 +89,7 @@ def check_can_be_exported(
 ) -> list[Finding]:
     """Write a model's configuration and tokenizer to a temporary folder, as an export would.
 
-    Returns warnings. Raises UserError if one of them cannot be written.
+    Returns warnings. Raises UserError if either cannot be written.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     with TemporaryDirectory() as folder:
@@ -97,20 +98,18 @@ def check_can_be_exported(
                 config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         except Exception as error:
-            # Transformers, its validation and the model's own code raise many kinds of errors.
+            # Transformers, its validation and the model's own code raise many types of errors.
             raise UserError(
                 f"The files of {path} can be read but not written, so a trained model could not be "
-                f"exported: {type(error).__name__}: {error}. Correct its config.json or the files "
-                "of its tokenizer."
+                f"exported: {type(error).__name__}: {error}. Correct its config.json or its "
+                "tokenizer's files."
             ) from error
     complaint = generation_complaint(path, config)
     if not complaint:
         return []
     seen = (
-        f"The generation configuration of {path} contradicts itself. It is exported as "
-        f"Transformers reads it: {complaint}"
+        f"The generation configuration of {path} contradicts itself and is exported unchanged: "
+        f"{complaint}"
     )
-    fix = (
-        f"To correct it, change the model's {GENERATION} (or config.json, if that has the values)."
-    )
+    fix = f"Correct the model's {GENERATION} (or config.json, if it contains these values)."
     return [Finding(seen, fix)]

@@ -1,6 +1,6 @@
 """The check that a loaded model matches its files.
 
-Every weight exists, has the right size and is finite.
+Every weight must exist, have the right size and be finite.
 """
 
 import json
@@ -35,24 +35,24 @@ Size = tuple[int, ...]
 
 
 class ModelError(UserError, ValueError):
-    """A model that cannot be loaded. The message says what to do."""
+    """A model that cannot be loaded. The message suggests a fix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredWeights:
-    """The differences between the files in `path` and the weights of the architecture.
+    """The differences between the files in `path` and the architecture's weights.
 
-    Weights have the names of the architecture.
+    Weights are named as in the architecture.
     """
 
     path: str
     missing: tuple[str, ...]
-    # The size in the files and the size in the architecture, if they differ.
+    # Name → (size in the files, size in the architecture), where they differ.
     sizes: Mapping[str, tuple[Size, Size]]
-    unused: tuple[str, ...]  # weights of the files without a place in the architecture
-    # Unused weights of layers that the architecture has and computes without these weights.
+    unused: tuple[str, ...]  # weights in the files that the architecture does not have
+    # Unused weights of layers that exist in the architecture, which would compute without them.
     ignored: tuple[str, ...]
-    # Pairs of weights that config.json ties, but that differ in the files.
+    # Pairs of weights that config.json ties although they differ in the files.
     broken_ties: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -78,13 +78,13 @@ class StoredWeights:
 
     @property
     def lacking(self) -> set[str]:
-        """The weights of the architecture that the files lack, or have in another size."""
+        """The architecture's weights that the files lack or store with the wrong size."""
         return {*self.missing, *self.sizes}
 
     def require_all(self, but: Collection[str] = ()) -> None:
-        """Raise ModelError if weights do not match their files, except for the weights in `but`.
+        """Raise ModelError if weights other than those in `but` do not match their files.
 
-        The weights may be missing from the files, have another size there, be ignored by their
+        Weights may be missing from the files, have the wrong size there, be ignored by their
         layers, or be tied although they differ.
         """
         problems: list[str] = []
@@ -94,7 +94,7 @@ class StoredWeights:
             stored, required = self.sizes[first]
             problems.append(
                 f"{len(resized)} weights do not have the size that config.json requires: {first} "
-                f"is {_describe(stored)} in {_file_of(self.path, first)}, and should be "
+                f"is {_describe(stored)} in {_file_of(self.path, first)} but should be "
                 f"{_describe(required)}"
             )
         missing = [name for name in self.missing if name not in but]
@@ -103,19 +103,19 @@ class StoredWeights:
         ignored = [name for name in self.ignored if name not in but]
         if ignored:
             problems.append(
-                f"{_file_of(self.path, ignored[0])} has weights that the layers of this "
-                f"architecture would ignore: {_first(ignored)}"
+                f"{_file_of(self.path, ignored[0])} has weights that this architecture's layers "
+                f"would ignore: {_first(ignored)}"
             )
         for name, other in self.broken_ties:
             problems.append(
-                f"config.json ties {name} to {other} (tie_word_embeddings), but the files have two "
-                "different tensors: Transformers uses both, vLLM only one. If the model needs "
-                "both, set tie_word_embeddings to false"
+                f"config.json ties {name} to {other} (tie_word_embeddings), but the tensors in the "
+                "files differ: Transformers uses both, vLLM only one. If the model needs both, set "
+                "tie_word_embeddings to false"
             )
         if not problems:
             return
         if missing and self.unused:
-            problems.append(f"the files have other names instead: {_first(self.unused)}")
+            problems.append(f"the files have weights with other names: {_first(self.unused)}")
         raise ModelError(
             f"the weights in {self.path} do not match its config.json: {'; '.join(problems)}. "
             "Download or export the model again, or correct config.json."
@@ -123,7 +123,7 @@ class StoredWeights:
 
     @property
     def notice(self) -> str | None:
-        """A sentence about unused weights of the files, or None without such weights."""
+        """A sentence about unused weights in the files, or None if all are used."""
         unused = [name for name in self.unused if not name.startswith(OUTPUT_LAYER)]
         if not unused:
             return None
@@ -134,7 +134,7 @@ class StoredWeights:
 
 
 def _broken_ties(path: str, model: Any) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of weights that the configuration ties but that differ in the files."""
+    """Return the pairs of weights that the configuration ties although they differ in the files."""
     held = dict(model.named_parameters(remove_duplicate=False))
     pairs: list[tuple[str, str]] = []
     for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
@@ -143,7 +143,7 @@ def _broken_ties(path: str, model: Any) -> tuple[tuple[str, str], ...]:
         if first is None or second is None or first is second:
             continue
         if first.device.type == "meta" or hasattr(first, "ds_tensor"):
-            # This process has no values, or only a part of them.
+            # This process has none or only some of the values.
             equal = _equal_in_files(path, name, other)
         else:
             equal = torch.equal(first, second.to(first))
@@ -153,10 +153,10 @@ def _broken_ties(path: str, model: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _equal_in_files(path: str, name: str, other: str) -> bool:
-    """Return whether the files have equal tensors of both names.
+    """Return whether the files have equal tensors under both names.
 
-    Returns True without comparing if one of the names is in no file, or if its file is unknown or
-    can only be read whole.
+    Returns True without comparing if either name is not in the files, or if its file is unknown or
+    can only be read as a whole.
     """
     tensors: list[Tensor] = []
     for key in (name, other):
@@ -171,18 +171,19 @@ def _equal_in_files(path: str, name: str, other: str) -> bool:
 
 
 def require_finite_files(path: str) -> None:
-    """Raise ModelError with the first names if weights in a model's files are NaN or infinite.
+    """Raise ModelError, naming the first weights, if weights in a model's files are NaN or
+    infinite.
 
-    For models that another program loads. Reads one tensor at a time, from safetensors files or, if
-    none exist, from pytorch_model*.bin. `path` is a folder, or the name of a model in the hub's
-    cache.
+    This is for models that another program loads. Reads one tensor at a time, from safetensors
+    files or, if none exist, from pytorch_model*.bin. `path` is a folder, or the name of a model in
+    the Hub cache.
     """
     folder = Path(path)
     if not folder.is_dir():
         try:
             folder = Path(snapshot_download(path, local_files_only=True))
         except (HfHubHTTPError, OSError, ValueError):
-            return  # the program that loads the model reports what is missing
+            return  # the program that loads the model reports missing files
     broken: list[str] = []
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
@@ -192,18 +193,19 @@ def require_finite_files(path: str) -> None:
                     broken.append(name)
     if not files:
         for file in sorted(folder.glob("pytorch_model*.bin")):
-            # Files of torch before 1.6 are not zip archives and can only be read whole.
+            # Files written by torch before 1.6 are not zip archives and can only be read as a
+            # whole.
             weights = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
             broken += [name for name, weight in weights.items() if not is_finite(weight)]
     _refuse_numbers(broken, str(folder))
 
 
 def odd_experts(path: str) -> str | None:
-    """Describe the first weight of an expert whose size is not the usual one in its layer.
+    """Describe the first expert weight whose size differs from most other experts in its layer.
 
-    Returns None if all experts of a layer have the same sizes.
+    Returns None if all experts in each layer have the same sizes.
     """
-    layers: dict[str, dict[str, Size]] = {}  # by the names without the number of the expert
+    layers: dict[str, dict[str, Size]] = {}  # keyed by the name without the expert's number
     files: dict[str, Path] = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, framework="pt") as stored:
@@ -216,14 +218,14 @@ def odd_experts(path: str) -> str | None:
         for name, size in sizes.items():
             if size != usual:
                 return (
-                    f"{name} is {_describe(size)} in {files[name]}, and the weights of the other "
-                    f"experts are {_describe(usual)}"
+                    f"{name} is {_describe(size)} in {files[name]}, but the other experts' weights "
+                    f"are {_describe(usual)}"
                 )
     return None
 
 
 def require_finite(model: nn.Module, path: str) -> None:
-    """Raise ModelError with the first names if weights of a loaded model are NaN or infinite.
+    """Raise ModelError, naming the first weights, if a loaded model's weights are NaN or infinite.
 
     Collective under ZeRO 3.
     """
@@ -251,19 +253,19 @@ def _refuse_numbers(broken: list[str], path: str) -> None:
 
 
 def is_finite(weight: Tensor) -> bool:
-    """Return whether no number is NaN or infinite."""
+    """Return whether every value is finite."""
     if not weight.is_floating_point():
         return True
     if weight.dtype.itemsize == 1:  # no sums in 8 bits
         weight = weight.float()
-    # A sum needs no extra memory. It is finite unless a number is not, or the sum overflows.
+    # A sum needs no extra memory. It is finite unless a value is not finite, or the sum overflows.
     return bool(weight.sum().isfinite()) or bool(weight.isfinite().all())
 
 
 def _held(weight: Any) -> Tensor:
-    """Return the numbers of a weight in this process.
+    """Return the values of a weight in this process.
 
-    Under ZeRO 3 these are this rank's part, without the padding of the last part.
+    Under ZeRO 3 this is the rank's shard, without the last shard's padding.
     """
     if not hasattr(weight, "ds_tensor"):
         return weight.detach()
@@ -273,7 +275,7 @@ def _held(weight: Any) -> Tensor:
 
 
 def _is_left_out(model: nn.Module, name: str) -> bool:
-    """Return whether the layer of the weight `name` has weights, but no place for this one."""
+    """Return whether the layer that `name` belongs to has weights, but none with this name."""
     owner, _, leaf = name.rpartition(".")
     try:
         held = dict(model.get_submodule(owner).named_parameters(recurse=False))
@@ -283,7 +285,7 @@ def _is_left_out(model: nn.Module, name: str) -> bool:
 
 
 def _file_of(path: str, name: str) -> str:
-    """Return the file with a weight, or the folder if the file is not known."""
+    """Return the file that contains a weight, or the folder if the file is unknown."""
     for index_name, single_name in (
         (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME),
         (WEIGHTS_INDEX_NAME, WEIGHTS_NAME),

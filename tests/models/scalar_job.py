@@ -1,6 +1,6 @@
 """One rank of the scalar model's ZeRO test: score, train a few steps, export, and score again.
 
-This is done at stages 2 and 3.
+The job runs at stages 2 and 3.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def run(stage: int, path: str, out: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run every model. Arguments: file for the results, then model folders."""
+    """Run every model. Arguments: a file for the results, followed by model folders."""
     out, *paths = sys.argv[1:]
     results = {
         (path, stage): run(stage, path, f"{out}.{number}.zero{stage}")

@@ -1,4 +1,4 @@
-"""Adapters: training, merging, storing and turning off.
+"""Adapters: training, merging, saving and disabling.
 
 They are compared with plain Transformers, PEFT and float64 loops.
 """
@@ -46,7 +46,7 @@ def spec(path: str, lora: LoraConfig = LORA, **more: Any) -> LoadSpec:
 
 
 def moved(hf: Any) -> Any:
-    """Give the model random adapters, as if it had been trained."""
+    """Give the model random adapters, as after training."""
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in hf.parameters():
@@ -68,7 +68,7 @@ def export(hf: Any, folder: Path) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", [{}, {"rslora": True}, {"dora": True}], ids=str)
-def test_merged_weight_equals_a_float64_loop(
+def test_merged_weight_matches_a_float64_loop(
     kind: str, variant: dict[str, bool], tmp_path: Path
 ) -> None:
     hf = moved(
@@ -108,14 +108,14 @@ def test_merged_weight_equals_a_float64_loop(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", [{}, {"dora": True}], ids=str)
-def test_merged_model_has_logits_of_adapted_model_and_adapters_off_restores_the_base(
+def test_merging_keeps_the_adapted_logits_and_disabling_adapters_restores_the_base(
     kind: str, variant: dict[str, bool], tmp_path: Path
 ) -> None:
     path = save_tiny_model(tmp_path, kind)
     hf = load_causal_lm(spec(path, LoraConfig(rank=4, **variant))).eval()
     plain: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     base = logits(plain)
-    assert torch.equal(logits(hf), base)  # new adapters change nothing
+    assert torch.equal(logits(hf), base)  # new adapters do not change the logits
     assert (logits(moved(hf)) - base).abs().max() > 0.01
     with adapters_off(hf):
         assert torch.equal(logits(hf), base)
@@ -145,18 +145,21 @@ def test_adapter_export_loads_in_peft_and_merges_with_lora_combiner(
         "--ds.param_dtype fp32"
     )
     command = [sys.executable, "-m", "openrlhf.cli.main", "lora_combiner", *flags.split()]
-    # A process of its own, because this one has imported PEFT.
+    # Runs in a separate process, because this one has imported PEFT.
     done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == f"{tmp_path / 'merged'}: the merged model, in fp32 (--ds.param_dtype).\n"
-    assert "is merged into" not in done.stderr  # a notice about another base
-    assert "gemm_4bit" not in done.stdout + done.stderr  # a warning of bitsandbytes about a kernel
+    assert (
+        done.stdout
+        == f"Wrote the merged model to {tmp_path / 'merged'} in fp32 (--ds.param_dtype).\n"
+    )
+    assert "is being merged into" not in done.stderr  # the notice about a different base model
+    assert "gemm_4bit" not in done.stdout + done.stderr  # a bitsandbytes warning about a kernel
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), logits(hf), atol=2e-6, rtol=0)
     assert (tmp_path / "merged/tokenizer.json").exists()
 
 
 @pytest.mark.parametrize("prefix", ["score", "value"])
-def test_scalar_head_is_trained_fully_and_stored_with_the_adapter(
+def test_scalar_head_is_fully_trained_and_saved_with_the_adapter(
     prefix: str, tmp_path: Path
 ) -> None:
     path = save_tiny_model(tmp_path / "base", "llama")
@@ -186,7 +189,7 @@ def test_scalar_head_is_trained_fully_and_stored_with_the_adapter(
         torch.testing.assert_close(logits(plain), logits(hf), atol=2e-6, rtol=0)
 
 
-def test_merged_process_reward_model_keeps_its_token_names(tmp_path: Path) -> None:
+def test_merged_process_reward_model_keeps_its_reward_tokens(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "base")
     hf = load_causal_lm(spec(path))
     hf.config.update({STEP_TOKENS: {"placeholder_token": "?", "reward_tokens": ["+", "-"]}})
@@ -210,10 +213,10 @@ def test_merged_process_reward_model_keeps_its_token_names(tmp_path: Path) -> No
     ],
     ids=str,
 )
-def test_merged_model_has_logits_of_base_with_adapter_for_any_target_modules(
+def test_merging_keeps_the_logits_for_any_target_modules(
     settings: dict[str, list[str]], kind: str, tmp_path: Path
 ) -> None:
-    """Adapters of other frameworks may adapt tied embeddings."""
+    """Adapters from other frameworks may adapt tied embeddings."""
     path = save_tiny_model(tmp_path / "base", kind)
     beside = get_peft_model(
         AutoModelForCausalLM.from_pretrained(path),
@@ -234,7 +237,7 @@ def test_merged_model_has_logits_of_base_with_adapter_for_any_target_modules(
     load_causal_lm(load_spec(tmp_path / "m"))
 
 
-def test_lora_combiner_refuses_adapter_with_nan(
+def test_lora_combiner_rejects_an_adapter_with_nan_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = save_tiny_model(tmp_path / "base")
@@ -248,7 +251,7 @@ def test_lora_combiner_refuses_adapter_with_nan(
     assert not (tmp_path / "m").exists()
 
 
-def test_lora_combiner_prints_notice_for_another_base_of_the_same_shape(
+def test_lora_combiner_prints_a_notice_for_a_different_base_of_the_same_shape(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = save_tiny_model(tmp_path / "base")
@@ -265,7 +268,7 @@ def test_lora_combiner_prints_notice_for_another_base_of_the_same_shape(
 
 
 @pytest.mark.parametrize("changes", [{"num_hidden_layers": 3}, {"hidden_size": 64}], ids=str)
-def test_lora_combiner_refuses_adapter_of_a_model_with_another_shape(
+def test_lora_combiner_rejects_an_adapter_for_a_differently_shaped_model(
     changes: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter = export(load_causal_lm(spec(save_tiny_model(tmp_path / "base"))), tmp_path / "adapter")
@@ -275,13 +278,15 @@ def test_lora_combiner_refuses_adapter_of_a_model_with_another_shape(
         lora_combiner.main(flags.split())
     printed = capsys.readouterr().err
     assert f"--lora_path {adapter}" in printed and f"--model_path {other}" in printed
-    with pytest.raises(SystemExit):  # the adapter has no head, so it looks like a language model's
+    with pytest.raises(
+        SystemExit
+    ):  # the adapter has no head, so it looks like one for a language model
         lora_combiner.main(f"--is_rm {flags}".split())
     assert f"--lora_path {adapter}" in capsys.readouterr().err
     assert not (tmp_path / "m").exists()
 
 
-def test_train_sft_refuses_an_adapter_as_model(tmp_path: Path) -> None:
+def test_train_sft_rejects_an_adapter_as_a_model(tmp_path: Path) -> None:
     adapter = export(load_causal_lm(spec(save_tiny_model(tmp_path / "base"))), tmp_path / "adapter")
     [sentence] = violations("train_sft", f"--model.model_name_or_path {adapter}")
     assert sentence.endswith("is an adapter: merge it with its base first: openrlhf lora_combiner.")
@@ -290,7 +295,7 @@ def test_train_sft_refuses_an_adapter_as_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "names"), [("llama", ("q_proj", "nose")), ("qwen2-tied", ("lm_head",))]
 )
-def test_target_module_that_is_missing_or_tied_is_refused_with_available_names(
+def test_missing_or_tied_target_module_is_rejected_with_the_available_names(
     kind: str, names: tuple[str, ...], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=f"--ds.lora.target_modules {names[-1]}: .*down_proj, gate"):
@@ -299,7 +304,7 @@ def test_target_module_that_is_missing_or_tied_is_refused_with_available_names(
         )
 
 
-def test_adapted_output_layer_scores_as_plain_transformers(tmp_path: Path) -> None:
+def test_adapted_output_layer_matches_plain_transformers_scores(tmp_path: Path) -> None:
     """The output layer is named, because `all-linear` does not adapt it."""
     path = save_tiny_model(tmp_path, "llama")
     hf = moved(
@@ -334,10 +339,10 @@ def test_gradient_checkpointing_does_not_change_adapter_gradients(
         torch.testing.assert_close(checkpointed, plain)
 
 
-def test_4_bit_weights_are_published_with_the_values_used_in_computation(tmp_path: Path) -> None:
-    """The model is scored first, as in a run.
+def test_published_4_bit_weights_equal_the_values_used_in_computation(tmp_path: Path) -> None:
+    """The model scores tokens first, as in a run.
 
-    On a CPU, bitsandbytes would otherwise pack the weights for kernels without a gradient.
+    On a CPU, bitsandbytes would otherwise pack the weights for kernels without a backward pass.
     """
     path = save_tiny_model(tmp_path, "qwen2-untied", hidden_size=64, intermediate_size=128)
     hf: Any = load_causal_lm(spec(path, param_dtype="bf16", load_in_4bit=True)).eval()
@@ -351,4 +356,4 @@ def test_4_bit_weights_are_published_with_the_values_used_in_computation(tmp_pat
     torch.testing.assert_close(logits(plain), logits(hf.eval()), atol=0.02, rtol=0)
     with adapters_off(hf):
         assert torch.equal(logits(hf), before)
-    assert 0 < float((before - exact).abs().max()) < 0.5  # the error of rounding to 4 bits
+    assert 0 < float((before - exact).abs().max()) < 0.5  # the rounding error of 4 bits

@@ -31,9 +31,9 @@ KINDS = ["qwen3-moe", "mixtral"]
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Return sequences of which two have a common prefix.
+    """Return sequences, two of which have a common prefix.
 
-    Packed rows compute the prefix once, and the loss counts it twice.
+    With packed rows the prefix is computed once but counted twice in the loss.
     """
     tokens, offsets = test_scalar_model.batch()
     tokens[6:10] = tokens[:4]
@@ -70,7 +70,7 @@ def router_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_load_balancing_loss_equals_transformers_loss_over_unpadded_rows(
+def test_load_balancing_loss_matches_transformers_on_unpadded_rows(
     kind: str, packing: bool
 ) -> None:
     hf = mixture(kind)
@@ -93,7 +93,7 @@ def test_load_balancing_loss_equals_transformers_loss_over_unpadded_rows(
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_load_balancing_gradient_reaches_every_router_with_and_without_checkpointing(
+def test_every_router_gets_a_load_balancing_gradient_with_and_without_checkpointing(
     kind: str, packing: bool
 ) -> None:
     gradients = []
@@ -111,7 +111,9 @@ def test_load_balancing_gradient_reaches_every_router_with_and_without_checkpoin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scalar_model_and_policy_with_same_decoder_have_same_load_balancing_loss(kind: str) -> None:
+def test_scalar_model_and_policy_sharing_a_decoder_have_equal_load_balancing_losses(
+    kind: str,
+) -> None:
     hf = mixture(kind, AutoModelForSequenceClassification)
     model = ScalarModel(copy.deepcopy(hf), packing=False, balancing=True).train()
     causal = mixture(kind)
@@ -123,7 +125,7 @@ def test_scalar_model_and_policy_with_same_decoder_have_same_load_balancing_loss
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_router_logits_are_recorded_only_with_balancing_in_training(asked: bool) -> None:
+def test_router_logits_are_recorded_only_during_training_with_balancing(asked: bool) -> None:
     model = policy(mixture("mixtral"), balancing=asked).train(not asked)
     seen: list[Any] = []
     model.hf.get_decoder().register_forward_hook(
@@ -138,10 +140,10 @@ def task(coef: float) -> SFTTask:
     return SFTTask(SFTConfig(model=SFTModelConfig(aux_loss_coef=coef)))
 
 
-def test_window_loss_is_mean_of_micro_batch_losses_weighted_by_target_counts() -> None:
+def test_window_loss_is_the_target_weighted_mean_of_micro_batch_losses() -> None:
     """Three micro-batches have 4, 1 and 2 of the window's 7 targets.
 
-    The rest of the loss does not depend on the coefficient.
+    The rest of the loss does not depend on the load-balancing coefficient.
     """
     model = policy(mixture("mixtral"))
     rows = [[7, 8, 9, 10, 11], [20, 21], [30, 31, 32, 33]]
@@ -160,7 +162,7 @@ def test_window_loss_is_mean_of_micro_batch_losses_weighted_by_target_counts() -
     assert metrics["train/aux_loss"].value == pytest.approx(losses[2])
 
 
-def test_balancing_a_model_without_experts_is_refused_with_flags_and_model(tmp_path: Path) -> None:
+def test_balancing_without_experts_is_rejected_with_the_flags_and_the_model(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "dense")
     spec = load_spec(path=path, param_dtype="fp32", attention="sdpa", packing=False)
     for load in (

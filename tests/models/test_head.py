@@ -1,4 +1,4 @@
-"""The output layer, plain and with an adapter: its scores and outputs."""
+"""Scores and outputs of the output layer, plain and with an adapter."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ WIDTH, VOCABULARY = 32, 1024
 
 
 class Adapter(nn.Module):
-    """y = W x + b + 2 · B A x around a linear layer.
+    """A wrapper that computes y = W x + b + 2 · B A x around a linear layer.
 
-    Like the adapters of PEFT, it exposes the weight of the wrapped layer.
+    Like PEFT's adapters, it exposes the wrapped layer's weight.
     """
 
     def __init__(self, base: nn.Linear) -> None:
@@ -61,10 +61,10 @@ def inputs(rows: int = 24) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("rows", [24, 0])
-def test_adapted_head_equals_merged_layer_and_holds_one_chunk_of_logits(
+def test_adapted_head_matches_the_merged_layer_and_holds_one_chunk_of_logits(
     adapter: Adapter, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores and gradients are compared. No tensor has more logits than a chunk."""
+    """Compares scores and gradients. No tensor has more logits than a chunk."""
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", 4 * VOCABULARY)
     found = []
     for layer in (adapter, adapter.merged()):
@@ -82,7 +82,7 @@ def test_adapted_head_equals_merged_layer_and_holds_one_chunk_of_logits(
     assert adapter.up.weight.grad is not None and (rows == 0 or adapter.up.weight.grad.any())
 
 
-def test_policy_scores_with_the_adapter_of_its_output_layer() -> None:
+def test_policy_scores_include_the_adapter_of_the_output_layer() -> None:
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(tiny_config("llama")).float()
     tokens, offsets = torch.arange(4, 20), offsets_of([7, 9])
@@ -99,7 +99,7 @@ def test_policy_scores_with_the_adapter_of_its_output_layer() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda layer: layer, Adapter], ids=["plain", "adapted"])
-def test_head_without_targets_returns_outputs_in_float32(
+def test_head_without_targets_returns_float32_outputs(
     make: Callable[[nn.Linear], nn.Module],
 ) -> None:
     layer = make(nn.Linear(WIDTH, 8)).bfloat16()

@@ -1,4 +1,4 @@
-"""The numbers and gradients of the policy model, compared with plain Transformers."""
+"""The policy model's outputs and gradients, compared with plain Transformers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def as_model(hf: PreTrainedModel, *, packing: bool) -> PolicyModel:
 def plain_logprobs(
     hf: PreTrainedModel, tokens: torch.Tensor, wanted: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """Score one sequence at a time from its logits, in float64."""
+    """Score one sequence at a time from its float64 logits."""
     scored, start = torch.zeros(len(tokens), dtype=torch.float64), 0
     for length in LENGTHS:
         ids = tokens[start : start + length]
@@ -57,7 +57,7 @@ def plain_logprobs(
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_scores_equal_plain_transformers_for_each_sequence_alone(
+def test_scores_match_plain_transformers_on_each_sequence_alone(
     hf: PreTrainedModel, packing: bool, temperature: float
 ) -> None:
     tokens, offsets, wanted = batch()
@@ -68,7 +68,7 @@ def test_scores_equal_plain_transformers_for_each_sequence_alone(
     assert expected.count_nonzero() > 5
 
 
-def test_packed_and_padded_gradients_agree(hf: PreTrainedModel) -> None:
+def test_packed_and_padded_gradients_match(hf: PreTrainedModel) -> None:
     tokens, offsets, wanted = batch()
     gradients = []
     for packing in (False, True):
@@ -83,7 +83,7 @@ def test_packed_and_padded_gradients_agree(hf: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_batch_without_wanted_tokens_gives_a_differentiable_zero(packing: bool) -> None:
+def test_batch_without_wanted_tokens_has_a_differentiable_zero_loss(packing: bool) -> None:
     model = as_model(AutoModelForCausalLM.from_config(tiny_config("qwen2-tied")), packing=packing)
     tokens, offsets, wanted = batch()
     model(tokens, offsets, torch.zeros_like(wanted)).logprobs.sum().backward()
@@ -92,7 +92,7 @@ def test_batch_without_wanted_tokens_gives_a_differentiable_zero(packing: bool) 
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_forward_and_backward_hold_the_logits_of_one_chunk_only(
+def test_forward_and_backward_hold_only_one_chunk_of_logits(
     packing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The output layer is the largest: 160 tokens, vocabulary 1024, width 32, chunks of 4."""
@@ -108,10 +108,10 @@ def test_forward_and_backward_hold_the_logits_of_one_chunk_only(
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_shared_prefix_is_computed_once_and_changes_no_number(
+def test_shared_prefix_is_computed_once_without_changing_the_results(
     hf: PreTrainedModel, checkpointing: bool
 ) -> None:
-    """Pack two samples of a prompt, the prompt alone, and a sequence without prefix twice."""
+    """Pack two samples of a prompt, the prompt alone, and two copies of an unrelated sequence."""
     draw = torch.Generator().manual_seed(2)
     prompt, other, *ends = (
         torch.randint(4, 60, (length,), generator=draw) for length in (7, 6, 5, 9)
@@ -132,18 +132,20 @@ def test_shared_prefix_is_computed_once_and_changes_no_number(
         (scores.logprobs.square().sum() + scores.entropy.square().sum()).backward()
         gradients = (p.grad for p in model.parameters() if p.grad is not None)
         results.append((scores.logprobs.detach(), scores.entropy.detach(), *gradients))
-    assert seen == [5 * 16, 7 + 5 + 9 + 6], "padded to five rows; each distinct beginning once"
+    assert seen == [5 * 16, 7 + 5 + 9 + 6], (
+        "padding computes all five rows; packing computes each distinct prefix once"
+    )
     for padded, packed in zip(*results, strict=True):
         torch.testing.assert_close(packed, padded, atol=2e-5, rtol=1e-4)
 
 
-def test_short_shared_prefix_is_not_used() -> None:
+def test_short_shared_prefix_is_ignored() -> None:
     sequences = [[5, *range(10, 30)], [5, *range(31, 51)], [6, *range(10, 30)]]
     offsets = offsets_of([len(sequence) for sequence in sequences])
     assert SharedPrefixes.of(torch.tensor(sequences).flatten(), offsets) is None
 
 
-def test_packed_documents_do_not_see_each_other(hf: PreTrainedModel) -> None:
+def test_packed_documents_do_not_attend_to_each_other(hf: PreTrainedModel) -> None:
     model = as_model(hf, packing=True)
     tokens, offsets, wanted = batch()
     changed = tokens.clone()
@@ -170,7 +172,7 @@ def test_packed_attention_in_bfloat16_equals_float64_rounded_once(window: int | 
     torch.testing.assert_close(mixed.double(), exact, rtol=half_a_unit_in_the_last_place, atol=1e-6)
 
 
-def test_architecture_that_transforms_logits_is_refused() -> None:
+def test_architecture_that_transforms_logits_is_rejected() -> None:
     config = tiny_config("llama")
     config.final_logit_softcapping = 30.0
     with pytest.raises(ValueError, match=r"final_logit_softcapping = 30\.0"):

@@ -1,6 +1,6 @@
-"""Reward models and critics: numbers, exported folders, ZeRO 3 and refusals.
+"""Reward models and critics: outputs, exported folders, ZeRO 3 and rejected models.
 
-Numbers are compared with plain Transformers, and packed rows with padded rows.
+Outputs are compared with plain Transformers, and packed rows with padded rows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def batch() -> tuple[Tensor, Tensor]:
 def scalar(kind: str = "llama", *, packing: bool = False, **changes: Any) -> ScalarModel:
     """Return a random float64 model without a padding token.
 
-    Transformers would treat a padding token as the end of the text.
+    Transformers would treat a padding token as the end of a text.
     """
     torch.manual_seed(0)
     config = tiny_config(kind, num_labels=1, pad_token_id=None, **changes)
@@ -80,7 +80,7 @@ def edit_config(path: str, **entries: Any) -> None:
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_equal_plain_transformers_for_each_sequence_alone(kind: str, packing: bool) -> None:
+def test_scores_match_plain_transformers_on_each_sequence_alone(kind: str, packing: bool) -> None:
     tokens, offsets = batch()
     plain = scalar(kind).hf
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_scores_equal_plain_transformers_for_each_sequence_alone(kind: str, pack
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_scores_equal_transformers_with_padding_on_either_side(side: str) -> None:
+def test_scores_match_transformers_with_padding_on_either_side(side: str) -> None:
     tokens, offsets = batch()
     model = scalar("qwen3")
     model.hf.config.pad_token_id = 0
@@ -108,7 +108,7 @@ def test_scores_equal_transformers_with_padding_on_either_side(side: str) -> Non
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_state_value_is_the_score_of_the_text_before_the_token(packing: bool) -> None:
+def test_state_value_is_the_score_of_the_preceding_text(packing: bool) -> None:
     tokens, offsets = batch()
     plain = scalar().hf
     expected = []
@@ -120,13 +120,13 @@ def test_state_value_is_the_score_of_the_text_before_the_token(packing: bool) ->
     assert values.tolist() == pytest.approx(expected, abs=1e-12)
 
 
-def test_state_values_shift_within_sequences() -> None:
+def test_state_values_are_shifted_within_each_sequence() -> None:
     outputs = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     assert state_values(outputs, offsets_of([3, 1, 2])).tolist() == [0, 1, 2, 0, 0, 5]
     assert last_token_scores(outputs, offsets_of([3, 1, 2])).tolist() == [3, 4, 6]
 
 
-def test_packed_and_padded_gradients_agree() -> None:
+def test_packed_and_padded_gradients_match() -> None:
     tokens, offsets = batch()
     gradients = []
     for packing in (False, True):
@@ -141,7 +141,7 @@ def test_packed_and_padded_gradients_agree() -> None:
         torch.testing.assert_close(gradient, gradients[1][name], atol=1e-12, rtol=1e-9)
 
 
-def test_reward_depends_only_on_its_own_sequence() -> None:
+def test_reward_depends_only_on_its_sequence() -> None:
     tokens, offsets = batch()
     model = scalar(packing=True)
     embedded: list[Tensor] = []
@@ -152,7 +152,7 @@ def test_reward_depends_only_on_its_own_sequence() -> None:
     assert reached.tolist() == [False] * 6 + [True] * 9 + [False] * 3
 
 
-def test_precise_head_of_bfloat16_model_multiplies_in_float32() -> None:
+def test_precise_head_of_a_bfloat16_model_computes_in_float32() -> None:
     linear = torch.nn.Linear(512, 1, bias=False, dtype=torch.bfloat16)
     hidden = torch.randn(3, 512, dtype=torch.bfloat16)
     outputs = OutputHead(linear, precise=True)(hidden)[0][:, 0]
@@ -161,7 +161,7 @@ def test_precise_head_of_bfloat16_model_multiplies_in_float32() -> None:
     torch.testing.assert_close(outputs.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_normalization_subtracts_mean_and_divides_by_standard_deviation() -> None:
+def test_normalization_subtracts_the_mean_and_divides_by_the_standard_deviation() -> None:
     tokens, offsets = batch()
     model = scalar()
     model.set_scale(2.0, 4.0)
@@ -173,7 +173,7 @@ def test_normalization_subtracts_mean_and_divides_by_standard_deviation() -> Non
 @pytest.mark.parametrize(
     ("mean", "std"), [(0.0, 0.0), (0.0, -1.0), (float("nan"), 1.0), (0.0, float("inf"))]
 )
-def test_scale_that_is_not_finite_and_positive_is_refused(mean: float, std: float) -> None:
+def test_scale_must_be_finite_and_positive(mean: float, std: float) -> None:
     with pytest.raises(ValueError, match=f"mean {mean} and standard deviation {std}"):
         scalar().set_scale(mean, std)
 
@@ -182,7 +182,7 @@ def test_scale_that_is_not_finite_and_positive_is_refused(mean: float, std: floa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_export_loads_as_sequence_classification_model_with_the_same_scores(
+def test_export_loads_as_a_sequence_classification_model_with_equal_scores(
     kind: str, tmp_path: Path
 ) -> None:
     tokens, offsets = batch()
@@ -199,7 +199,7 @@ def test_export_loads_as_sequence_classification_model_with_the_same_scores(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_load_keeps_every_language_model_weight_and_export_keeps_the_head(
+def test_loading_keeps_all_language_model_weights_and_exporting_keeps_the_head(
     kind: str, tmp_path: Path
 ) -> None:
     first = load_scalar(spec(save_tiny_model(tmp_path / "lm", kind)), seed=3)
@@ -210,13 +210,15 @@ def test_load_keeps_every_language_model_weight_and_export_keeps_the_head(
         assert name == "score.weight" or torch.equal(parameter, stored[name]), name
 
 
-def test_head_stored_by_plain_transformers_is_loaded(tmp_path: Path) -> None:
+def test_head_saved_by_plain_transformers_is_loaded(tmp_path: Path) -> None:
     hf = scalar("qwen3").hf.float()
     hf.save_pretrained(tmp_path)
     assert torch.equal(head_of(load_scalar(spec(tmp_path), require_head=True)), hf.score.weight)
 
 
-def test_new_head_has_standard_deviation_one_over_hidden_size_plus_one(tmp_path: Path) -> None:
+def test_new_head_is_initialized_with_standard_deviation_1_over_hidden_size_plus_1(
+    tmp_path: Path,
+) -> None:
     path = save_tiny_model(tmp_path, hidden_size=1024, num_attention_heads=4)
     weight = head_of(load_scalar(spec(path), seed=1))
     assert weight.shape == (1, 1024)
@@ -234,7 +236,7 @@ def test_new_head_depends_only_on_the_seed(tmp_path: Path) -> None:
     assert not torch.equal(heads[0], heads[2])
 
 
-def test_reinit_head_replaces_stored_head_and_resets_its_scale(
+def test_reinit_head_replaces_a_stored_head_and_resets_its_scale(
     tmp_path: Path,
 ) -> None:
     model = load_scalar(spec(save_tiny_model(tmp_path / "lm")), seed=3)
@@ -249,7 +251,7 @@ def test_reinit_head_replaces_stored_head_and_resets_its_scale(
     assert (again.mean, again.std) == (0.0, 1.0)
 
 
-def test_stored_head_prefix_names_the_weight_and_overrides_the_flag(
+def test_stored_head_prefix_takes_precedence_over_the_flag(
     tmp_path: Path,
 ) -> None:
     tokens, offsets = batch()
@@ -265,8 +267,8 @@ def test_stored_head_prefix_names_the_weight_and_overrides_the_flag(
     assert scores.tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_reward_model_in_openrlhf_format_is_loaded(tmp_path: Path) -> None:
-    """OpenRLHF's class has its own name and no number of labels, and a head named value_head."""
+def test_reward_model_in_openrlhf_format_can_be_loaded(tmp_path: Path) -> None:
+    """OpenRLHF's class has its own name, no number of labels, and a head named value_head."""
     path = save_tiny_model(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     head = torch.full((1, 32), 0.25)
@@ -283,7 +285,7 @@ def test_reward_model_in_openrlhf_format_is_loaded(tmp_path: Path) -> None:
     assert (model.mean, model.std) == (1.5, 0.5)
 
 
-def test_export_scores_end_of_text_when_it_is_the_padding_token(
+def test_exported_model_scores_end_of_text_even_if_it_is_the_padding_token(
     tmp_path: Path,
 ) -> None:
     model = load_scalar(spec(save_tiny_model(tmp_path / "lm", pad_token_id=1)), seed=3)
@@ -294,11 +296,11 @@ def test_export_scores_end_of_text_when_it_is_the_padding_token(
         assert float(plain.eval()(tokens[None]).logits) == pytest.approx(score, abs=1e-6)
 
 
-def test_packing_and_dtype_follow_the_flags(tmp_path: Path) -> None:
+def test_packing_and_dtype_are_set_by_flags(tmp_path: Path) -> None:
     model = load_scalar(spec(save_tiny_model(tmp_path), packing=True, param_dtype="bf16"))
     assert model.packing
     assert {p.dtype for p in model.hf.get_decoder().parameters()} == {torch.bfloat16}
-    # The engine rounds a new head, and keeps the exact values.
+    # The training engine rounds a new head and keeps the exact values.
     assert head_of(model).dtype == torch.float32
     tokens, offsets = batch()
     values = model(tokens, offsets).values
@@ -317,7 +319,7 @@ def test_gradient_checkpointing_does_not_change_gradients(tmp_path: Path) -> Non
         torch.testing.assert_close(ours, theirs)
 
 
-def test_deep_copy_has_its_own_head() -> None:
+def test_deep_copy_has_a_separate_head() -> None:
     model = scalar()
     twin = copy.deepcopy(model)
     twin.head.layer.weight.data.zero_()
@@ -328,7 +330,7 @@ def test_deep_copy_has_its_own_head() -> None:
 # ---- sharded
 
 
-def test_zero_3_gives_the_same_numbers_for_new_and_stored_heads(tmp_path: Path) -> None:
+def test_zero_3_gives_the_same_results_for_new_and_stored_heads(tmp_path: Path) -> None:
     new = save_tiny_model(tmp_path / "lm")
     stored = export(load_scalar(spec(new), head_prefix="value_head", seed=3), tmp_path / "rm")
     run_ranks(2, "tests.models.scalar_job", str(tmp_path / "out"), new, stored, timeout=400)
@@ -348,7 +350,7 @@ def test_zero_3_gives_the_same_numbers_for_new_and_stored_heads(tmp_path: Path) 
 # ---- refusals
 
 
-def test_language_model_is_refused_as_reward_model(tmp_path: Path) -> None:
+def test_language_model_is_rejected_as_a_reward_model(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     with pytest.raises(
         ValueError, match=r"is not a reward model.*score\.weight, is missing.*lm_head\.weight"
@@ -356,7 +358,7 @@ def test_language_model_is_refused_as_reward_model(tmp_path: Path) -> None:
         load_scalar(spec(path), require_head=True)
 
 
-def test_stored_head_with_another_name_is_reported(tmp_path: Path) -> None:
+def test_stored_head_with_a_different_name_is_reported(tmp_path: Path) -> None:
     scalar("qwen3").hf.save_pretrained(tmp_path)
     with pytest.raises(
         ValueError, match=r"value_head\.weight, is missing.*score\.weight.*--ds\.value_head_prefix"
@@ -364,17 +366,19 @@ def test_stored_head_with_another_name_is_reported(tmp_path: Path) -> None:
         load_scalar(spec(tmp_path), head_prefix="value_head")
 
 
-def test_classifier_with_several_classes_is_refused_unless_head_is_reinitialized(
+def test_multiclass_classifier_is_rejected_unless_the_head_is_reinitialized(
     tmp_path: Path,
 ) -> None:
     config = tiny_config("llama", num_labels=3)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"score\.weight, has size \(3, 32\), not one output"):
+    with pytest.raises(
+        ValueError, match=r"score\.weight, has size \(3, 32\) instead of one output"
+    ):
         load_scalar(spec(tmp_path))
     assert head_of(load_scalar(spec(tmp_path), reinit_head=True)).shape == (1, 32)
 
 
-def test_missing_weight_is_refused_by_name(tmp_path: Path) -> None:
+def test_missing_weight_raises_an_error_that_names_it(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights.pop("model.norm.weight")
@@ -383,18 +387,20 @@ def test_missing_weight_is_refused_by_name(tmp_path: Path) -> None:
         load_scalar(spec(path))
 
 
-def test_architecture_without_plain_head_is_refused_by_name(tmp_path: Path) -> None:
+def test_architecture_without_a_plain_head_is_rejected_by_name(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
     CohereConfig(**sizes).save_pretrained(tmp_path / "without")
     bert = BertConfig(**sizes, intermediate_size=64)
     AutoModelForSequenceClassification.from_config(bert).save_pretrained(tmp_path / "with bias")
     for folder, name in (("without", "cohere"), ("with bias", "bert")):
-        with pytest.raises(ValueError, match=f"none with a plain linear head .* '{name}'"):
+        with pytest.raises(
+            ValueError, match=f"'{name}' cannot be used.*none with a plain linear head"
+        ):
             load_scalar(spec(tmp_path / folder))
 
 
 @pytest.mark.parametrize("name", ["model", "forward", "two words", "a.b"])
-def test_head_prefix_that_is_taken_or_invalid_is_refused(name: str, tmp_path: Path) -> None:
+def test_head_prefix_that_is_taken_or_invalid_is_rejected(name: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path)
     with pytest.raises(ValueError, match=r"cannot be called .*--ds\.value_head_prefix"):
         load_scalar(spec(path), head_prefix=name)
@@ -406,7 +412,7 @@ def test_export_replaces_only_the_model_in_a_folder(tmp_path: Path, ending: str)
     kept = folder / "checkpoints_rm" / "global_step20" / "state"
     kept.parent.mkdir(parents=True)
     kept.write_text("hours of work")
-    (folder / "model-00002-of-00002.safetensors").write_text("a shard of an earlier, larger model")
+    (folder / "model-00002-of-00002.safetensors").write_text("a shard of a previous, larger model")
     model = load_scalar(spec(save_tiny_model(tmp_path / "lm")), seed=3)
     for _ in range(2):
         export_hf(
@@ -422,10 +428,10 @@ def test_export_replaces_only_the_model_in_a_folder(tmp_path: Path, ending: str)
     AutoModelForSequenceClassification.from_pretrained(folder)
 
 
-def test_normalize_without_stored_mean_and_deviation_is_refused(tmp_path: Path) -> None:
+def test_normalize_is_rejected_without_a_stored_mean_and_standard_deviation(tmp_path: Path) -> None:
     path = export(load_scalar(spec(save_tiny_model(tmp_path / "lm")), seed=3), tmp_path / "rm")
     with pytest.raises(
-        ValueError, match=r"stores no mean and standard deviation.*--reward.normalize_enable"
+        ValueError, match=r"has no mean and standard deviation.*--reward.normalize_enable"
     ):
         check_is_scalar(spec(path), normalize=True)
 

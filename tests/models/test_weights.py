@@ -1,6 +1,6 @@
 """Loaded weights match the stored ones: all exist, have the right size, are finite and are used.
 
-Every command that reads a model checks this.
+Every command that loads a model checks this.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def with_nan(weights: Weights) -> Weights:
 
 
 def with_infinity(weights: Weights) -> Weights:
-    # The layout check at the start of a run does not use this token.
+    # The layout check at startup does not use this token.
     weights["model.embed_tokens.weight"][63, 0] = torch.inf
     return weights
 
@@ -92,7 +92,7 @@ def set_configuration(folder: Path, **entries: object) -> None:
 
 @pytest.mark.parametrize("change", NAMES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("kind", ["qwen2-tied", "llama"])
-def test_weights_that_do_not_match_the_architecture_are_refused_by_name(
+def test_weights_that_do_not_match_the_architecture_are_rejected_by_name(
     kind: str, change: Callable[[Weights], Weights], tmp_path: Path
 ) -> None:
     folder = rewrite(save_tiny_model(tmp_path / "lm", kind), change)
@@ -113,7 +113,7 @@ def test_weights_that_do_not_match_the_architecture_are_refused_by_name(
 
 @pytest.mark.parametrize("change", NUMBERS, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
-def test_loading_nonfinite_weights_is_refused_by_name(
+def test_loading_nonfinite_weights_raises_an_error_that_names_them(
     param_dtype: str, change: Callable[[Weights], Weights], tmp_path: Path
 ) -> None:
     folder = rewrite(save_tiny_model(tmp_path / "lm"), change)
@@ -124,7 +124,9 @@ def test_loading_nonfinite_weights_is_refused_by_name(
 
 
 @pytest.mark.parametrize("file", ["model-q4.gguf", "consolidated.safetensors"])
-def test_model_in_another_format_is_refused_with_its_file_names(file: str, tmp_path: Path) -> None:
+def test_model_in_a_different_format_is_rejected_with_its_file_names(
+    file: str, tmp_path: Path
+) -> None:
     (tmp_path / file).touch()
     with pytest.raises(ModelError, match=file):
         check_causal_lm(load_spec(tmp_path))
@@ -132,7 +134,7 @@ def test_model_in_another_format_is_refused_with_its_file_names(file: str, tmp_p
 
 @pytest.mark.parametrize("change", NUMBERS, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
-def test_nonfinite_safetensors_files_are_refused_by_weight_name(
+def test_nonfinite_safetensors_weights_are_rejected_by_name(
     dtype: torch.dtype, change: Callable[[Weights], Weights], tmp_path: Path
 ) -> None:
     folder = Path(save_tiny_model(tmp_path / "lm"))
@@ -154,7 +156,7 @@ def test_nonfinite_safetensors_files_are_refused_by_weight_name(
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("change", NUMBERS)
-def test_nonfinite_torch_files_are_refused_by_weight_name(
+def test_nonfinite_torch_weights_are_rejected_by_name(
     change: Callable[[Weights], Weights], zipped: bool, tmp_path: Path
 ) -> None:
     folder = Path(save_tiny_model(tmp_path / "lm"))
@@ -172,7 +174,7 @@ def test_nonfinite_torch_files_are_refused_by_weight_name(
     assert NUMBERS[change] in str(refused.value) and "pytorch_model.bin" in str(refused.value)
 
 
-def test_engine_is_not_started_for_nonfinite_model(tmp_path: Path) -> None:
+def test_engine_does_not_start_for_a_nonfinite_model(tmp_path: Path) -> None:
     folder = rewrite(save_tiny_model(tmp_path / "lm"), with_nan)
     config = parse_config(EvaluationConfig, [*SMALLEST["eval"].split()], command="eval")
     tokenizer, refused = character_tokenizer(), pytest.raises(ModelError, match=re.escape(DOWN))
@@ -181,7 +183,7 @@ def test_engine_is_not_started_for_nonfinite_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
-def test_expert_of_unusual_size_is_refused_with_file_and_both_sizes(
+def test_expert_with_a_different_size_is_rejected_with_its_file_and_both_sizes(
     kind: str, tmp_path: Path
 ) -> None:
     folder = Path(save_tiny_model(tmp_path, kind))
@@ -205,7 +207,7 @@ def test_expert_of_unusual_size_is_refused_with_file_and_both_sizes(
 @pytest.mark.parametrize(
     ("kind", "has_experts"), [("mixtral", True), ("qwen3-moe", True), ("qwen2-tied", False)]
 )
-def test_adapters_on_mixture_of_experts_print_a_notice(
+def test_adapters_on_a_mixture_of_experts_print_a_notice(
     kind: str, has_experts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = save_tiny_model(tmp_path, kind)
@@ -216,13 +218,13 @@ def test_adapters_on_mixture_of_experts_print_a_notice(
         assert ("--ds.lora.rank" in capsys.readouterr().err) == has_experts
 
 
-def test_untied_model_without_output_layer_is_refused(tmp_path: Path) -> None:
+def test_untied_model_without_an_output_layer_is_rejected(tmp_path: Path) -> None:
     folder = Path(save_tiny_model(tmp_path, "qwen2-tied"))
     set_configuration(folder, tie_word_embeddings=False)
     for read in (check_causal_lm, load_causal_lm):
         with pytest.raises(ModelError, match=r"lm_head\.weight"):
             read(load_spec(folder))
-    load_scalar(load_spec(folder))  # has a scalar head instead
+    load_scalar(load_spec(folder))  # has a scalar head instead of an output layer
 
 
 def with_output_layer(weights: Weights) -> Weights:
@@ -233,7 +235,7 @@ def with_equal_output_layer(weights: Weights) -> Weights:
     return weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
 
 
-def test_tied_model_with_two_different_stored_tensors_is_refused(tmp_path: Path) -> None:
+def test_tied_model_with_two_different_stored_tensors_is_rejected(tmp_path: Path) -> None:
     folder = rewrite(save_tiny_model(tmp_path, "qwen2-tied"), with_output_layer)
     for load in (load_causal_lm, check_causal_lm):
         with pytest.raises(ModelError, match=r"lm_head\.weight.*tie_word_embeddings"):
@@ -252,7 +254,7 @@ def test_tied_model_with_two_equal_stored_tensors_is_loaded(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("partitioned", [False, True])
 @pytest.mark.parametrize("equal", [False, True])
-def test_tied_weights_held_separately_are_reported_only_if_values_differ(
+def test_separately_stored_tied_weights_are_reported_only_if_they_differ(
     equal: bool, partitioned: bool, tmp_path: Path
 ) -> None:
     change = with_equal_output_layer if equal else with_output_layer
@@ -261,7 +263,7 @@ def test_tied_weights_held_separately_are_reported_only_if_values_differ(
     weights = load_file(folder / "model.safetensors")
     hf.lm_head.weight = torch.nn.Parameter(weights["lm_head.weight"])
     hf.model.embed_tokens.weight = torch.nn.Parameter(weights["model.embed_tokens.weight"])
-    if partitioned:  # each process holds an empty placeholder
+    if partitioned:  # each process has only an empty placeholder
         for weight in (hf.lm_head.weight, hf.model.embed_tokens.weight):
             weight.ds_tensor = weight.detach()
             weight.data = torch.empty(0)
@@ -271,7 +273,7 @@ def test_tied_weights_held_separately_are_reported_only_if_values_differ(
 
 
 @pytest.mark.parametrize("kind", ["qwen2-tied", "qwen2-untied", "qwen3-moe"])
-def test_loss_of_any_single_weight_is_refused(kind: str, tmp_path: Path) -> None:
+def test_model_without_any_one_of_its_weights_is_rejected(kind: str, tmp_path: Path) -> None:
     folder = Path(save_tiny_model(tmp_path / "whole", kind, num_hidden_layers=1))
     check_causal_lm(load_spec(folder))
     names = sorted(load_file(folder / "model.safetensors"))
@@ -286,7 +288,7 @@ def test_loss_of_any_single_weight_is_refused(kind: str, tmp_path: Path) -> None
             check_causal_lm(load_spec(broken))
 
 
-def test_weight_of_wrong_size_in_sharded_model_is_refused_with_its_file(tmp_path: Path) -> None:
+def test_wrongly_sized_weight_in_a_sharded_model_is_rejected_with_its_file(tmp_path: Path) -> None:
     folder = Path(save_tiny_model(tmp_path / "whole"))
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.save_pretrained(tmp_path / "cut", max_shard_size="20KB")
@@ -297,7 +299,7 @@ def test_weight_of_wrong_size_in_sharded_model_is_refused_with_its_file(tmp_path
         load_causal_lm(load_spec(tmp_path / "cut"))
 
 
-def test_head_with_bias_is_refused_unless_head_is_reinitialized(tmp_path: Path) -> None:
+def test_head_with_a_bias_is_rejected_unless_the_head_is_reinitialized(tmp_path: Path) -> None:
     base = Path(save_tiny_model(tmp_path / "base"))
     spec = load_spec(
         rewrite(
@@ -330,7 +332,7 @@ def test_unused_weights_print_a_notice(tmp_path: Path, capsys: pytest.CaptureFix
     ],
     ids=str,
 )
-def test_configuration_that_contradicts_itself_or_the_weights_is_refused(
+def test_configuration_that_contradicts_itself_or_the_weights_is_rejected(
     entries: dict[str, object], tmp_path: Path
 ) -> None:
     folder = Path(save_tiny_model(tmp_path))
@@ -339,7 +341,8 @@ def test_configuration_that_contradicts_itself_or_the_weights_is_refused(
         check_causal_lm(load_spec(folder))
 
 
-# Imported above: a command imports them without PEFT, but other tests have already imported PEFT.
+# Imported above, because a command imports these modules without PEFT, which other tests have
+# already imported.
 RUNNERS = (
     batch_inference.run_batch_inference,
     chat.run_chat,
@@ -374,7 +377,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_refuses_incomplete_model_before_starting_a_process(
+def test_every_command_rejects_an_incomplete_model_before_starting_a_process(
     command: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -404,6 +407,6 @@ def test_matching_model_prints_no_notice(
 ) -> None:
     folder = save_tiny_model(tmp_path, "qwen2-untied")
     check_causal_lm(load_spec(folder))
-    check_scalar_weights(load_spec(folder))  # whose head replaces the output layer
+    check_scalar_weights(load_spec(folder))  # a reward model, whose head replaces the output layer
     assert capsys.readouterr().err == ""
     assert AutoConfig.from_pretrained(folder).tie_word_embeddings is False

@@ -154,7 +154,7 @@ def test_model_without_a_trained_head_is_refused(tmp_path: Path) -> None:
 
 
 def test_normalize_enable_is_refused_for_a_model_without_stored_statistics(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="stores no mean and standard deviation"):
+    with pytest.raises(ModelError, match="has no mean and standard deviation"):
         scores(save_reward_model(tmp_path), reward__normalize_enable=True)
 
 
