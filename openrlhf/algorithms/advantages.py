@@ -2,7 +2,7 @@
 
 An advantage estimator has two parts: a baseline, which shapes the rewards of a prompt's samples
 before they become token rewards, and a credit assignment, which turns token rewards into
-advantages. Every estimator goes through the same steps: `shape_rewards` → `rewards.clip_rewards` →
+advantages. Every estimator runs the same steps: `shape_rewards` → `rewards.clip_rewards` →
 `rewards.token_rewards` → the estimator's `credit` → `normalize_advantages`.
 """
 
@@ -24,8 +24,8 @@ from openrlhf.config.choices import EstimatorTraits
 GROUP_STD_EPSILON = 1e-9
 
 RewardShaping = Callable[[Tensor, Tensor], Tensor]  # (rewards (R,), group (R,)) -> (R,)
-# Token rewards, values and mask, with gamma= and lam= -> (advantages, returns) (B, T). Values are 0
-# without a critic.
+# (token rewards, values, mask, gamma=, lam=) -> (advantages, returns), all (B, T). Without a
+# critic, the values are 0.
 CreditAssignment = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -75,7 +75,7 @@ def monte_carlo(
     """Compute Â_t = Ĝ_t = r_t + γ Ĝ_{t+1} over the action tokens: GAE with λ = 1 and without a
     critic.
 
-    All estimators without a critic use this credit assignment. `values` and `lam` are ignored.
+    All critic-free estimators use this credit assignment. `values` and `lam` are ignored.
     """
     returns, _ = gae(token_rewards, torch.zeros_like(token_rewards), mask, gamma=gamma, lam=1.0)
     return returns, returns
@@ -83,7 +83,7 @@ def monte_carlo(
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStatistics:
-    """Statistics of the group of each sample, in float64. A group has the samples of one prompt."""
+    """Float64 statistics of each sample's group. A group consists of the samples of one prompt."""
 
     centered: Float[Tensor, " R"]  # reward − mean of the group
     size: Float[Tensor, " R"]
@@ -94,10 +94,9 @@ def group_statistics(rewards: PerSample, group: GroupIds) -> GroupStatistics:
     """Compute the statistics of each sample's group. Groups may differ in size, and their samples
     need not be adjacent.
 
-    If all rewards of a group are equal, `centered` and `std` are exactly zero, because the smallest
-    reward of the group is subtracted first. The mean of the rewards themselves may have a rounding
-    error, and dividing that error by a tiny standard deviation would make it as large as a real
-    advantage.
+    If all rewards in a group are equal, `centered` and `std` are exactly zero, because the group's
+    smallest reward is subtracted first. The mean of the original rewards may have a rounding error,
+    which division by a tiny standard deviation would make as large as a real advantage.
     """
     untyped = cast(Any, torch)
     _, group_index, counts = untyped.unique(group, return_inverse=True, return_counts=True)
@@ -115,18 +114,17 @@ def group_statistics(rewards: PerSample, group: GroupIds) -> GroupStatistics:
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """A registered estimator: a function that shapes rewards, and its properties."""
+    """A registered estimator: a reward shaping function and its traits."""
 
-    shape: RewardShaping  # returns 0 for the only sample of a group if `traits.per_group`
+    shape: RewardShaping  # with `traits.per_group`, returns 0 for a group's only sample
     traits: EstimatorTraits = field(default_factory=EstimatorTraits)
     credit: CreditAssignment = monte_carlo
 
 
 class EstimatorError(ValueError):
-    """The reward shaping of an estimator, perhaps a plug-in's, broke its contract.
+    """A violation of the reward shaping contract by an estimator, for example a plug-in's.
 
-    The message is a sentence about "it", the shaping function: the caller puts the estimator's name
-    before it.
+    The message refers to the shaping function as "it": the caller prepends the estimator's name.
     """
 
 
@@ -138,8 +136,8 @@ def advantage_estimator(
 ) -> Callable[[RewardShaping], RewardShaping]:
     """Return a decorator that registers a function that shapes rewards.
 
-    `traits` are fields of `EstimatorTraits`. The table `choices.ESTIMATORS` has those of the
-    built-in estimators.
+    `traits` are fields of `EstimatorTraits`. The traits of the built-in estimators are in the table
+    `choices.ESTIMATORS`.
     """
 
     def decorate(shape: RewardShaping) -> RewardShaping:
@@ -196,10 +194,11 @@ def group_norm(rewards: PerSample, group: GroupIds) -> PerSample:
 
 
 def shape_rewards(rewards: PerSample, group: GroupIds, estimator: AdvantageEstimator) -> PerSample:
-    """Apply the reward shaping of an estimator to all samples of the batch.
+    """Apply an estimator's reward shaping to all samples in the batch.
 
-    Raises ValueError if a reward is not finite: it is missing, or its source is broken. Raises
-    EstimatorError if the shaping function fails, or does not return one finite number per sample.
+    Raises ValueError if a reward is not finite, which means that it is missing or its source is
+    broken. Raises EstimatorError if the shaping function fails or does not return one finite number
+    per sample.
     """
     _check_finite(rewards)
     try:
@@ -207,7 +206,7 @@ def shape_rewards(rewards: PerSample, group: GroupIds, estimator: AdvantageEstim
     except Exception as error:
         raise EstimatorError(
             f"it failed with {type(error).__name__}: {error}. It is called with two tensors: the "
-            "rewards of all samples of the batch, and the numbers of their prompts."
+            "rewards of all samples in the batch, and their prompt indices."
         ) from error
     _check_shaped(shaped, rewards)
     return shaped
@@ -219,7 +218,7 @@ def _check_finite(rewards: PerSample) -> None:
         if not math.isfinite(reward):
             broken[sample] = float(reward)
     if broken:
-        raise ValueError(f"rewards must be finite numbers, but by sample they are {broken}")
+        raise ValueError(f"rewards must be finite, but these samples have other values: {broken}")
 
 
 def _check_shaped(shaped: Any, rewards: PerSample) -> None:
@@ -233,7 +232,9 @@ def _check_shaped(shaped: Any, rewards: PerSample) -> None:
     if not finite.all():
         sample = int((~finite).nonzero()[0])
         reward, result = float(rewards[sample]), float(shaped[sample])
-        raise EstimatorError(f"of a reward of {reward:g} it made {result:g}. {wanted}, all finite.")
+        raise EstimatorError(
+            f"it turned a reward of {reward:g} into {result:g}. {wanted}, all finite."
+        )
 
 
 def normalize_advantages(
@@ -243,7 +244,7 @@ def normalize_advantages(
     *,
     scale: bool = True,
 ) -> Float[Tensor, "*s"]:
-    """Whiten the advantages over all action tokens of the batch if the estimator asks for it."""
+    """Whiten the advantages over all action tokens in the batch if the estimator requires it."""
     if not estimator.traits.whiten:
         return advantages
     return masked_whiten(advantages, mask, scale=scale)

@@ -1,9 +1,9 @@
-"""Corrections of the train/rollout mismatch: trainer and engine assign a token different
-probabilities.
+"""Corrections for the train/rollout mismatch: trainer and engine assign different probabilities to
+the same token.
 
 ω = π_old / π_rollout, where the trainer recomputes π_old. A correction multiplies the loss of each
-token by a weight computed from ω. It has three parts: the *level* at which ω is taken, the *mode*
-in which ω is bounded, and the *band* with the bounds.
+token by a weight computed from ω. It has three parts: the *level* at which ω is computed, the
+*mode* in which ω is bounded, and the *band* that contains the bounds.
 """
 
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ Mode = Literal["clip", "mask", "truncate"]
 class Correction:
     """A level, a mode and a band, 0 ≤ low < high.
 
-    Level: ω of the token itself, the product of ω over its row, or their geometric mean. Mode:
-    `clip` clips the ω of the level to the band; `truncate` applies the upper bound only; `mask`
-    weights the token by its own ω, or by 0 if the ω of the level is outside the band.
+    Level: the token's own ω, the product of ω over its row, or the geometric mean over its row.
+    Mode: `clip` clips the level's ω to the band; `truncate` applies only the upper bound; `mask`
+    weights the token by its own ω, or by 0 if the level's ω is outside the band.
     """
 
     level: Level
@@ -37,7 +37,7 @@ class Correction:
 def correction_weights(
     old_logprobs: PerToken, rollout_logprobs: PerToken, mask: TokenMask, correction: Correction
 ) -> tuple[PerToken, TokenMask]:
-    """Return the weight of each token's loss, without gradient, and a mask of the tokens with ω out
+    """Return the weight of each token's loss, without gradient, and a mask of tokens whose ω is out
     of bounds.
 
     With ω = [0.4, 1, 9] in one row and the band [0.5, 5]: token clip → [0.5, 1, 5]; token mask →

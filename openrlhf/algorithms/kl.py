@@ -1,4 +1,4 @@
-"""KL divergence between policy and reference: estimators per token, and the coefficient β."""
+"""KL divergence between policy and reference: per-token estimators and the coefficient β."""
 
 import math
 from collections.abc import Callable
@@ -38,8 +38,7 @@ def k2(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
 
 @KL_ESTIMATORS.register("k3")
 def k3(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """Return exp(−x) − 1 + x: unbiased, never negative. As a loss, it has the gradient of
-    KL(π_ref‖π).
+    """Return exp(−x) − 1 + x: unbiased, never negative. As a loss, it has KL(π_ref‖π)'s gradient.
 
     Schulman 2020; GRPO, eq. 4, arXiv:2402.03300
     """
@@ -49,7 +48,7 @@ def k3(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
 def kl_estimate(
     logprobs: Float[Tensor, "*s"], ref_logprobs: Float[Tensor, "*s"], estimator: str
 ) -> Float[Tensor, "*s"]:
-    """Return the KL estimate of each token in nats, clipped to ±10.
+    """Return each token's KL estimate in nats, clipped to ±10.
 
     A clipped estimate has no gradient (k3: below x ≈ −2.6). Estimate and gradient are finite for
     all finite inputs. Raises ValueError for an unknown estimator.
@@ -59,9 +58,7 @@ def kl_estimate(
 
 
 def kl_clamped(kl: Float[Tensor, "*s"]) -> Bool[Tensor, "*s"]:
-    """Return a mask of the tokens with a clipped `kl_estimate`. The metric `train/kl_clamped`
-    counts them.
-    """
+    """Return a mask of tokens whose `kl_estimate` is clipped, counted in `train/kl_clamped`."""
     return kl.detach().abs() >= KL_BOUND
 
 
@@ -72,7 +69,7 @@ class KLController:
 
     With a `target`, β ← β · (1 + clip(KL / target − 1, ±0.2) · min(n / horizon, 1)). `target` is in
     nats per action token, `horizon` in samples. The paper does not bound n / horizon; the bound
-    keeps β positive with large batches. Without a target, β is the value of the flag, also in a
+    keeps β positive for large batches. Without a target, β is always the flag's value, even in a
     resumed run.
     """
 
@@ -80,15 +77,13 @@ class KLController:
         self.coef, self.target, self.horizon = coef, target, horizon
 
     def update(self, kl: float, n: int) -> None:
-        """Adapt β to the mean KL per action token (nats) of `n` samples. Ignore a KL that is not
-        finite.
-        """
+        """Adapt β to the mean KL per action token (nats) of `n` samples if it is finite."""
         if self.target is None or not math.isfinite(kl):
             return
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.coef *= 1 + error * min(n / self.horizon, 1.0)
 
     def resume(self, coef: float) -> None:
-        """Continue with the β of a checkpoint if β adapts to a target."""
+        """Restore β from a checkpoint if β adapts to a target."""
         if self.target is not None:
             self.coef = coef

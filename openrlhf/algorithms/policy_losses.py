@@ -1,8 +1,9 @@
-"""Policy and value losses per token, and the weights that reduce them to one number.
+"""Per-token policy and value losses, and the weights that reduce them to one number.
 
 A loss function returns one term per token. With `aggregation_weights`, loss = Σ_window Σ weights ·
-terms / Σ_window count. The window has all micro-batches and ranks of an optimizer step, so the loss
-does not depend on how the window was split. For an empty mask the loss is a differentiable zero.
+terms / Σ_window count. The window consists of all micro-batches of an optimizer step on all ranks,
+so the loss does not depend on how the window was split. For an empty mask the loss is a
+differentiable zero.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from openrlhf.config import choices
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """A policy loss per token, zero outside the mask. Only `per_token` has a gradient."""
+    """A per-token policy loss, zero outside the mask. Only `per_token` has a gradient."""
 
     per_token: PerToken
     clipped: TokenMask  # True where the clip range changed the term
@@ -65,12 +66,12 @@ def ppo(
 def gspo(
     logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: TokenMask, clip: Clip
 ) -> PolicyLoss:
-    """Compute the loss of `ppo` with one ρ per sequence: the geometric mean of the ratios of its
-    tokens.
+    """Compute the `ppo` loss with one ρ per sequence: the geometric mean of its token ratios.
 
     Zheng et al. 2025, eqs. 5–7, arXiv:2507.18071
 
-    The paper uses ε = 3e-4 and 4e-4: sequence ratios stay much closer to 1 than token ratios.
+    The paper uses ε = 3e-4 and 4e-4, because sequence ratios stay much closer to 1 than token
+    ratios.
     """
     log_rho = log_ratio(logprobs, old_logprobs, mask)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
@@ -82,7 +83,7 @@ def gspo(
 def _surrogate(
     rho: Tensor, log_rho: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
 ) -> PolicyLoss:
-    """Compute PPO's pessimistic surrogate for any ratio."""
+    """Compute PPO's pessimistic surrogate for a given ratio."""
     advantages = advantages.masked_fill(~mask, 0)
     unclipped = rho * advantages
     clipped = rho.clamp(1 - clip.low, 1 + clip.high) * advantages
@@ -122,7 +123,8 @@ def value_loss(
 ) -> PerToken:
     """Compute ½ max((V − Ĝ)², (V_old + clip(V − V_old, ±c) − Ĝ)²) per token.
 
-    Zero outside the mask. c = inf is the plain squared error. As in the PPO of OpenAI Baselines.
+    Zero outside the mask. c = inf gives the plain squared error. Same as in PPO from OpenAI
+    Baselines.
     """
     values = values.masked_fill(~mask, 0)
     old_values = old_values.masked_fill(~mask, 0)
@@ -132,15 +134,15 @@ def value_loss(
     return 0.5 * torch.maximum(error.square(), clipped_error.square())
 
 
-# Takes the action mask and the longest response; returns weights (B, T) and the micro-batch's part
-# of the denominator.
+# Takes the action mask and the maximum response length; returns weights (B, T) and the
+# micro-batch's share of the denominator.
 Aggregation = Callable[[Tensor, int], tuple[Tensor, float]]
 AGGREGATIONS: Registry[Aggregation] = Registry("loss aggregation")
 
 
 @AGGREGATIONS.register("token")
 def token_mean(mask: TokenMask, max_tokens: int) -> tuple[PerToken, float]:
-    """Weight all tokens equally: the loss is the mean over the tokens of the window.
+    """Weight all tokens equally: the loss is the mean over the window's tokens.
 
     DAPO, eq. 8, arXiv:2503.14476
     """
@@ -149,7 +151,7 @@ def token_mean(mask: TokenMask, max_tokens: int) -> tuple[PerToken, float]:
 
 @AGGREGATIONS.register("sequence")
 def sequence_mean(mask: TokenMask, max_tokens: int) -> tuple[PerToken, float]:
-    """Weight all sequences equally: the loss is the mean of the means of the sequences.
+    """Weight all sequences equally: the loss is the mean of the per-sequence means.
 
     GRPO, eq. 3, arXiv:2402.03300
     """
@@ -159,7 +161,7 @@ def sequence_mean(mask: TokenMask, max_tokens: int) -> tuple[PerToken, float]:
 
 @AGGREGATIONS.register("constant")
 def constant_length(mask: TokenMask, max_tokens: int) -> tuple[PerToken, float]:
-    """Divide the sum of each sequence by a constant, so that length has no influence.
+    """Divide the sum over each sequence by a constant, so that the length has no influence.
 
     Dr. GRPO, arXiv:2503.20783
     """

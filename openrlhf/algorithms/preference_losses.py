@@ -1,4 +1,4 @@
-"""Losses of preference pairs (DPO and its relatives) and of labelled answers (KTO), as functions of
+"""Losses for preference pairs (DPO and its variants) and for labeled answers (KTO), as functions of
 Σ log π.
 
 h = (log π(y_w) − log π_ref(y_w)) − (log π(y_l) − log π_ref(y_l)); y_w is the chosen answer, y_l the
@@ -23,8 +23,8 @@ PerAnswer = Float[Tensor, " B"]
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """Preference pairs: Σ log π of each answer under policy and reference, in nats, and the
-    answers' lengths.
+    """Preference pairs: Σ log π of each answer under policy and reference, in nats, and answer
+    lengths.
     """
 
     policy: BothAnswers
@@ -33,8 +33,8 @@ class Judged:
 
     @property
     def h(self) -> PerPair:
-        """h of each pair, in nats: how much more than the reference the policy prefers the chosen
-        answer.
+        """h of each pair, in nats: the policy's preference for the chosen answer beyond the
+        reference's.
         """
         log_ratios = self.policy - self.reference
         return log_ratios[:, 0] - log_ratios[:, 1]
@@ -119,7 +119,7 @@ def simpo(pairs: Judged, strength: Strength) -> PerPair:
 def orpo(pairs: Judged, strength: Strength) -> PerPair:
     """Compute ℓ = −log P(y_w) − β log σ(log odds(y_w) − log odds(y_l)).
 
-    P is the geometric mean of π over the tokens of an answer. Hong et al. 2024, eqs. 6 and 7,
+    P is the geometric mean of π over an answer's tokens. Hong et al. 2024, eqs. 6 and 7,
     arXiv:2403.07691, where β is called λ.
     """
     chosen, rejected = pairs.means.unbind(1)
@@ -128,7 +128,9 @@ def orpo(pairs: Judged, strength: Strength) -> PerPair:
 
 
 def _log_odds(mean: PerPair) -> PerPair:
-    """Compute log(p / (1 − p)) of p = exp(mean). Replace p = 1 by the largest number below 1."""
+    """Compute log(p / (1 − p)) for p = exp(mean), with p = 1 replaced by the largest number below
+    1.
+    """
     below = mean.clamp(max=-torch.finfo(mean.dtype).eps)
     return below - torch.log(-torch.expm1(below))
 
@@ -148,7 +150,7 @@ def kto(
     Ethayarajh et al. 2024, eq. 8, arXiv:2402.01306
 
     `ratio` is r = log π(y) − log π_ref(y). `kl` is z: the mean of r over prompts paired with
-    answers to other prompts, without gradient; a negative z counts as 0.
+    answers to different prompts, without gradient; a negative z counts as 0.
     """
     reference_point = max(kl, 0.0)
     sign = desirable.to(ratio.dtype) * 2 - 1

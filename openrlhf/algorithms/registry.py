@@ -1,4 +1,4 @@
-"""Registries: the values of a flag, and the function or class of each value."""
+"""Registries: a flag's values, and the function or class for each value."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar, cast
@@ -8,10 +8,10 @@ Decorated = TypeVar("Decorated")
 
 
 class Registry(Generic[Choice]):
-    """Functions or classes of one kind by name. Plug-ins register theirs at import.
+    """Functions or classes of one kind, by name. Plug-ins register their own at import.
 
-    Each name can be used once. `choices` is the table of a flag's names with their traits, to which
-    `register` adds new names. `traits` builds the traits from the properties of the registration.
+    Each name can be used once. `choices` is the table of a flag's names and their traits, to which
+    `register` adds new names. `traits` builds the traits from the properties passed to `register`.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class Registry(Generic[Choice]):
     def register(self, name: str, **properties: Any) -> Callable[[Decorated], Decorated]:
         """Return a decorator that registers a function or class under `name`.
 
-        The traits of a name that the table of choices already has are not changed.
+        The traits of a name that is already in the table of choices are not changed.
         """
 
         def decorate(function: Decorated) -> Decorated:
@@ -41,15 +41,15 @@ class Registry(Generic[Choice]):
         """Register `function` under `name`. Raises ValueError if the name is in use."""
         if name in self._functions:
             raise ValueError(
-                f"{self.kind} {name!r} is already registered; choose a name other than "
+                f"{self.kind} {name!r} is already registered. Choose a name other than "
                 f"{self._known()}"
             )
         self._functions[name] = function
 
     def __getitem__(self, name: str) -> Choice:
-        """Return the function with a name. Raises ValueError with the known names without it."""
+        """Return the function registered under `name`. Raises ValueError, listing known names."""
         if name not in self._functions:
-            raise ValueError(f"there is no {self.kind} {name!r}; known: {self._known()}")
+            raise ValueError(f"unknown {self.kind} {name!r}; known: {self._known()}")
         return self._functions[name]
 
     def __iter__(self) -> Iterator[str]:

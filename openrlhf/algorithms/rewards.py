@@ -1,4 +1,4 @@
-"""Token rewards from the rewards of episodes.
+"""Conversion of episode rewards to token rewards.
 
 The steps for a batch, in order: length penalties, the estimator's shaping
 (`advantages.shape_rewards`), clipping, token rewards.
@@ -18,14 +18,14 @@ def overlong_penalty(
     buffer: float,
     factor: float = 1.0,
 ) -> PerSample:
-    """Return −factor · e / buffer, to be added to the rewards; e = tokens beyond max_length −
-    buffer, at most buffer.
+    """Return −factor · e / buffer, to be added to the rewards; e = tokens over max_length − buffer,
+    at most buffer.
 
     DAPO, Yu et al. 2025, eq. 13, arXiv:2503.14476
 
-    `lengths` count action tokens. `max_length` is one number, or one per sample where prompts of
-    different lengths leave different room. With max_length 100, buffer 20 and factor 1: length 80 →
-    0, 90 → −0.5, 100 and above → −1.
+    `lengths` count action tokens. `max_length` is one number, or one number per sample if prompts
+    of different lengths leave different room. With max_length 100, buffer 20 and factor 1: length
+    80 → 0, 90 → −0.5, 100 and above → −1.
     """
     excess = (lengths - (max_length - buffer)).clamp(0, buffer)
     return (-factor * excess / buffer).to(torch.float32)
@@ -34,8 +34,8 @@ def overlong_penalty(
 def stop_properly_penalty(
     rewards: PerSample, truncated: Bool[Tensor, " R"], coef: float
 ) -> PerSample:
-    """Multiply the rewards of truncated samples by `coef` (at most 1), or replace them by a
-    negative `coef`.
+    """Multiply the rewards of truncated samples by `coef` (at most 1), or replace them by `coef` if
+    it is negative.
     """
     if coef < 0:
         return torch.where(truncated, coef, rewards)
@@ -65,9 +65,9 @@ def token_rewards(
 
     Ziegler et al. 2019, eq. 2, arXiv:1909.08593
 
-    `kl` is None if the KL is no part of the reward; a negative β counts as 0. `turns` holds the
-    parts of the reward that belong to the ends of earlier turns; the last action token gets the
-    rest. A row without action tokens gets no reward. Zero outside `action_mask`.
+    `kl` is None if the KL is not part of the reward; a negative β counts as 0. `turns` holds the
+    parts of the reward earned at the ends of earlier turns; the last action token gets the
+    remainder. A row without action tokens gets no reward. Zero outside `action_mask`.
     """
     if turns is None:
         earlier = torch.zeros_like(action_mask, dtype=torch.float32)

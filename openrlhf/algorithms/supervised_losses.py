@@ -1,4 +1,4 @@
-"""Losses of the offline stages."""
+"""Loss functions for the offline stages."""
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +37,8 @@ def soft_cross_entropy(
     Hinton et al. 2015, arXiv:1503.02531
 
     `teacher` holds the teacher's logits for the whole vocabulary, or for its top k `tokens`, whose
-    probabilities are then renormalized to sum to 1. A token with teacher probability 0 adds 0, even
-    if the student's logit is −∞ too.
+    probabilities are then renormalized to sum to 1. A token with teacher probability 0 contributes
+    0, even if the student's logit is also −∞.
     """
     logprobs = torch.log_softmax(logits, -1)
     if tokens is not None:

@@ -1,5 +1,5 @@
-"""Masked statistics over tokens, and log-probabilities and entropies that hold one chunk of logits
-at a time.
+"""Masked statistics over tokens, and log-probabilities and entropies computed from one chunk of
+logits at a time.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 PerToken = Float[Tensor, "B T"]  # position t describes token t
 TokenMask = Bool[Tensor, "B T"]
 PerRow = Float[Tensor, " B"]
-PerSample = Float[Tensor, " R"]  # all samples of a batch, not only those of one block of rows
-GroupIds = Int[Tensor, " R"]  # samples of the same prompt have the same number
+PerSample = Float[Tensor, " R"]  # covers all samples in a batch, not just one block of rows
+GroupIds = Int[Tensor, " R"]  # samples of the same prompt share a number
 
 MIN_VARIANCE = 1e-8
 LOG_RATIO_BOUND = 20.0  # nats; exp(20) = 4.9e8 is beyond every clip range and well within float32
@@ -24,9 +24,7 @@ NEGLIGIBLE_LOGPROB = -1e4  # its exp is 0 even in float64; avoids 0 · (−inf) 
 
 
 def masked_sum(x: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, ""]:
-    """Sum x over the mask. Values outside the mask, even NaN, affect neither the sum nor the
-    gradient.
-    """
+    """Sum x over the mask. Values outside it, even NaN, affect neither the sum nor the gradient."""
     return x.masked_fill(~mask, 0).sum()
 
 
@@ -37,8 +35,8 @@ def masked_whiten(
     """Compute (x − μ) / √max(σ², 1e-8) over the mask, zero elsewhere. σ² is the population
     variance.
 
-    `scale=False` returns x − μ. If all values are equal, the result is exactly zero: the rounding
-    error of μ, divided by a tiny σ, would otherwise be learned.
+    `scale=False` returns x − μ. If all values are equal, the result is exactly zero, so that the
+    policy never trains on the rounding error of μ divided by a tiny σ.
     """
     selected = x[mask].double()
     if not len(selected):
@@ -74,10 +72,10 @@ def linear_logprobs(
     """Return (log p(targets), entropy of p or None) in nats, p = softmax((hidden · weightᵀ + bias)
     / temperature).
 
-    Holds the logits of one chunk of rows at a time; the backward recomputes them. The matrix
-    product runs in the dtype of its inputs, as in the inference engine; everything after it runs in
-    float32 (float64 for float64 inputs). Both results are differentiable. No gradient is computed
-    for a weight that needs none. `temperature` must be above 0.
+    Only one chunk of logits is held at a time; the backward pass recomputes it. The matrix product
+    uses its inputs' dtype, as in the inference engine; everything after it uses float32 (float64
+    for float64 inputs). Both results are differentiable. No gradient is computed for a weight that
+    does not require one. `temperature` must be above 0.
     """
     untyped = cast(Any, _LinearScores)
     return untyped.apply(hidden, weight, bias, targets, temperature, entropy)
@@ -90,8 +88,8 @@ def logit_logprobs(
     temperature: float = 1.0,
     entropy: bool = False,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
-    """Return what `linear_logprobs` returns, from given logits. Autograd keeps several copies of
-    the logits.
+    """Return the results of `linear_logprobs` for given logits, several copies of which autograd
+    keeps.
     """
     log_p = _log_softmax(logits, temperature)
     logprobs = log_p.gather(1, targets[:, None])[:, 0]
@@ -102,14 +100,14 @@ def logit_logprobs(
 
 
 def row_chunks(rows: int, vocabulary: int) -> Iterator[slice]:
-    """Yield slices of `rows`, each with logits for one chunk."""
+    """Yield slices of `rows` whose logits each fill one chunk."""
     step = max(1, CHUNK_LOGITS // vocabulary)
     for start in range(0, rows, step):
         yield slice(start, start + step)
 
 
 class _LinearScores(torch.autograd.Function):
-    """Log-probability of the target of each row, and entropy.
+    """Log-probability of each row's target, and entropy.
 
     With p = softmax(z): ∂ log p_y / ∂z_j = 1[j = y] − p_j and ∂H / ∂z_j = −p_j (log p_j + H).
     """
@@ -137,7 +135,7 @@ class _LinearScores(torch.autograd.Function):
                 entropy[rows] = -(log_p.exp() * log_p).sum(1)
         ctx.save_for_backward(states, weight, bias, targets, entropy)
         ctx.temperature = temperature
-        ctx.set_materialize_grads(False)  # an entropy that is only logged has no backward
+        ctx.set_materialize_grads(False)  # an entropy that is only logged has no gradient
         return logprobs, entropy
 
     @staticmethod

@@ -1,19 +1,20 @@
 """Batches of token sequences, stored flat.
 
-A batch of B rows (sequences) with N tokens in all has per-token columns of shape (N,), per-sample
-columns of shape (B,), and offsets of shape (B+1,). Two rows, of 2 and 3 tokens:
+A batch of B rows (sequences) with N tokens in total has per-token columns of shape (N,), per-sample
+columns of shape (B,), and offsets of shape (B+1,). Two rows of 2 and 3 tokens:
 
     tokens    [11 12 13 14 15]     row i is tokens[offsets[i] : offsets[i + 1]]
     offsets   [0 2 5]
     rewards   [0.5 1.0]
 
 Nothing is padded until a model or a formula needs a block (R, T) of R rows, so that memory and time
-grow with the number of tokens. `Layout` turns columns into blocks and back.
+grow only with the number of tokens. `Layout` converts columns to blocks and back.
 
-The role of a field is in its metadata: an entry per token, an entry per sample, or `Items`, any
+A field's role is in its metadata: one entry per token, one entry per sample, or `Items` with any
 number of entries per sample. An entry may have dimensions of its own: a per-token column of the
 experts that each layer chose is (N, layers, experts), a payload of image patches is (M, pixels).
-Checks, `select`, `split` and `to` read the role, so that a subclass only declares its columns.
+Checks, `select`, `split` and `to` read the role, so that a subclass only has to declare its
+columns.
 """
 
 # ruff: noqa: RUF009 — `per_token` and `per_sample` are `dataclasses.field` with a role.
@@ -45,18 +46,18 @@ def per_sample(**kwargs: Any) -> Any:
 
 
 def per_item(**kwargs: Any) -> Any:
-    """Return a dataclass field for `Items` of B rows."""
+    """Return a dataclass field for `Items` with B rows."""
     return field(metadata={"role": PER_ITEM}, **kwargs)
 
 
 def offsets_of(lengths: Sequence[int] | Tensor) -> Int[Tensor, " B+1"]:
-    """Return the start of each row, followed by the end of the last row: [2, 3] → [0, 2, 5]."""
+    """Return the start of each row, and the end of the last row: [2, 3] → [0, 2, 5]."""
     ends = torch.as_tensor(lengths, dtype=torch.long).cumsum(0)
     return torch.cat([ends.new_zeros(1), ends])
 
 
 def places_in(offsets: Int[Tensor, " B+1"], rows: Tensor) -> Int[Tensor, " M"]:
-    """Return the positions of the entries of `rows` in flat columns, row after row."""
+    """Return the positions of the entries of `rows` in flat columns, row by row."""
     rows = rows.to(offsets.device)
     lengths = offsets.diff()[rows]
     starts = offsets[:-1][rows]
@@ -67,7 +68,7 @@ def places_in(offsets: Int[Tensor, " B+1"], rows: Tensor) -> Int[Tensor, " M"]:
 
 @dataclass(frozen=True, kw_only=True)
 class Items:
-    """Entries that belong to rows, any number to each, such as the patches of a row's images.
+    """Entries that belong to rows, any number per row, such as the patches of a row's images.
 
     `values` is (M, ...); row i has values[offsets[i] : offsets[i + 1]].
     """
@@ -79,7 +80,7 @@ class Items:
         return len(self.offsets) - 1
 
     def __getitem__(self, rows: Tensor) -> Self:
-        """Return the entries of the given rows, in the given order."""
+        """Return the given rows' entries in the given order."""
         places = places_in(self.offsets, rows)
         return replace(
             self, values=self.values[places], offsets=offsets_of(self.offsets.diff()[rows])
@@ -94,7 +95,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Layout:
-    """The positions of some rows' tokens in the flat columns, as a right-padded block (R, T).
+    """The flat-column positions of some rows' tokens, as a right-padded block (R, T).
 
     Offsets [0, 2, 5]:
 
@@ -143,7 +144,7 @@ class _Column(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Ragged:
-    """Rows of tokens of different lengths, stored flat: the base of every batch.
+    """Token rows of different lengths, stored flat: the base class of every batch.
 
     Raises ValueError if the length of a column does not match the offsets.
     """
@@ -153,7 +154,7 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], **columns: Tensor | None) -> Self:
-        """Return a batch of the given rows of tokens, with other columns that are flat already."""
+        """Return a batch of the given token rows. The other columns must already be flat."""
         lengths = [len(row) for row in rows]
         return cls(tokens=_flat(rows, torch.long), offsets=offsets_of(lengths), **columns)
 
@@ -211,10 +212,10 @@ class Ragged:
     def similar_rows(
         self, max_tokens: int, *, max_rows: int | None = None, padded: bool = True
     ) -> Iterator[Int[Tensor, " M"]]:
-        """Yield the indices of all rows in parts of similar length, from the longest rows on.
+        """Yield the indices of all rows in parts of similar length, longest rows first.
 
-        A part has at most `max_tokens` tokens and `max_rows` rows; a row that is too long is a part
-        of its own. `padded`: every row counts as many tokens as the longest row of its part.
+        A part has at most `max_tokens` tokens and `max_rows` rows; a row that is too long becomes a
+        part of its own. With `padded`, every row counts as long as the longest row in its part.
         """
         shortest_first = self.lengths.argsort()
         while len(shortest_first):
@@ -229,20 +230,20 @@ class Ragged:
             shortest_first = shortest_first[:-size]
 
     def blocks(self, max_tokens: int = 1 << 20) -> Iterator[Layout]:
-        """Yield layouts that together have each row once.
+        """Yield layouts that together contain each row once.
 
-        The rows of a block have similar lengths. A block has at most `max_tokens` entries, padding
-        included, or a single row.
+        The rows in a block have similar lengths. A block has at most `max_tokens` entries,
+        including padding, or a single row.
         """
         for rows in self.similar_rows(max_tokens):
             yield Layout.of(self.offsets, rows)
 
     def places_of(self, rows: Sequence[int] | Tensor) -> Int[Tensor, " M"]:
-        """Return the positions of the tokens of `rows` in the flat columns, row after row."""
+        """Return the flat-column positions of the tokens in `rows`, row by row."""
         return places_in(self.offsets, torch.as_tensor(rows, dtype=torch.long))
 
     def select(self, rows: Sequence[int] | Tensor) -> Self:
-        """Return a batch with copies of the given rows, in the given order."""
+        """Return a batch with copies of the given rows in the given order."""
         index = torch.as_tensor(rows, dtype=torch.long)
         places = {PER_SAMPLE: index, PER_ITEM: index, PER_TOKEN: self.places_of(rows)}
         selected: dict[str, Tensor | Items] = {}
@@ -251,7 +252,7 @@ class Ragged:
         return replace(self, offsets=offsets_of(self.lengths[index]), **selected)
 
     def parts(self, column: Tensor) -> list[Tensor]:
-        """Return the part of a per-token column (N,) that belongs to each row."""
+        """Return each row's part of a per-token column (N,)."""
         return list(column.tensor_split(self.offsets[1:-1].cpu()))
 
     def split(self, partition: Sequence[Sequence[int]]) -> list[Self]:
@@ -268,7 +269,7 @@ class Ragged:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows(Ragged):
-    """Rows of supervised training."""
+    """Rows for supervised training."""
 
     loss_mask: Bool[Tensor, " N"] = per_token()  # True at the targets of the loss
 
@@ -293,7 +294,7 @@ class TokenRows(Ragged):
 
 @dataclass(frozen=True, kw_only=True)
 class Answers(TokenRows):
-    """Prompts with answers. The tokens of the answers are the targets."""
+    """Prompts with answers. The answers' tokens are the targets."""
 
     reference: Float[Tensor, " B"] | None = per_sample(default=None)  # Σ log π_ref of each answer
     desirable: Bool[Tensor, " B"] | None = per_sample(default=None)  # label of each answer
@@ -314,15 +315,15 @@ class Steps(Ragged):
 class Pairs(Ragged):
     """Pairs of texts: row 2i is the chosen text of pair i, row 2i + 1 the rejected one."""
 
-    margins: Float[Tensor, " B"] = per_sample()  # of the pair, at both of its rows
+    margins: Float[Tensor, " B"] = per_sample()  # margin of the pair, at both of its rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experience(Ragged):
-    """A batch of episodes on its way through annotation, credit assignment and the update.
+    """A batch of episodes as it passes through annotation, credit assignment and the update.
 
     An episode has one row, or one row per conversation. A column is None until it is computed, and
-    in copies of the batch for workers that do not read it (`only`).
+    also in copies of the batch for workers that do not read it (`only`).
     """
 
     # Known after sampling.
@@ -334,15 +335,15 @@ class Experience(Ragged):
     trajectory_ids: Int[Tensor, " B"] | None = per_sample(default=None)
 
     # Known after scoring.
-    rewards: Float[Tensor, " B"] = per_sample()  # NaN until a reward worker has scored the sample
-    # The parts of the reward that belong to a turn, at the last token of the turn.
+    rewards: Float[Tensor, " B"] = per_sample()  # NaN until a reward worker scores the sample
+    # The part of the reward that belongs to each turn, at the turn's last token.
     turn_rewards: Float[Tensor, " N"] | None = per_token(default=None)
 
     # Computed by workers.
     old_logprobs: Float[Tensor, " N"] | None = per_token(default=None)  # log π_old
     ref_logprobs: Float[Tensor, " N"] | None = per_token(default=None)  # log π_ref
     teacher_logprobs: Float[Tensor, " N"] | None = per_token(default=None)
-    values: Float[Tensor, " N"] | None = per_token(default=None)  # V before token t is chosen
+    values: Float[Tensor, " N"] | None = per_token(default=None)  # V of the state before token t
 
     # Computed by credit assignment.
     token_rewards: Float[Tensor, " N"] | None = per_token(default=None)  # r_t
@@ -351,10 +352,10 @@ class Experience(Ragged):
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> Self:
-        """Return the batch of finished episodes, with the columns that all of them have.
+        """Return a batch of finished episodes, with the columns that all of them have.
 
-        The group of a sample is the running number of its prompt. An episode of several
-        conversations has a row for each, with the reward of the episode.
+        A sample's group is the index of its prompt. An episode with several conversations has one
+        row per conversation, each with the episode's reward.
         """
         rows: list[Trajectory] = []
         trajectory_ids: list[int] = []
@@ -389,7 +390,7 @@ class Experience(Ragged):
 
     @property
     def episode_of_row(self) -> Int[Tensor, " B"]:
-        """The episode of each row, numbered from 0 among the episodes of this batch."""
+        """The episode of each row, numbered from 0 within this batch."""
         if self.trajectory_ids is None:
             return torch.arange(self.num_samples, device=self.offsets.device)
         untyped = cast(Any, torch)
@@ -397,7 +398,7 @@ class Experience(Ragged):
 
     @property
     def last_rows(self) -> Int[Tensor, " E"]:
-        """The last row of each of the batch's E episodes. Most episodes have a single row."""
+        """The last row of each of the batch's E episodes. Most episodes have only one row."""
         episodes = self.episode_of_row
         rows = torch.arange(self.num_samples, device=episodes.device)
         rows_per_episode = episodes.bincount()
@@ -405,12 +406,14 @@ class Experience(Ragged):
         return last.scatter_reduce(0, episodes, rows, "amax", include_self=False)
 
     def rows_of(self, episodes: Sequence[int]) -> Int[Tensor, " M"]:
-        """Return the rows of some episodes, numbered as in `episode_of_row`, in order."""
+        """Return the rows of the given episodes, which are numbered as in `episode_of_row`, in
+        order.
+        """
         wanted = torch.as_tensor(episodes, dtype=torch.long, device=self.offsets.device)
         return torch.isin(self.episode_of_row, wanted).nonzero().flatten()
 
     def targets(self) -> TokenRows:
-        """Return the columns that workers need for log-probabilities of the sampled tokens."""
+        """Return the columns that workers need to score the sampled tokens."""
         return TokenRows(tokens=self.tokens, offsets=self.offsets, loss_mask=self.action_mask)
 
     def texts(self) -> Ragged:
@@ -418,7 +421,7 @@ class Experience(Ragged):
         return Ragged(tokens=self.tokens, offsets=self.offsets)
 
     def only(self, *columns: str) -> Self:
-        """Return the same batch without its optional columns, except for those named."""
+        """Return the same batch with only the named optional columns."""
         dropped: dict[str, None] = {}
         for column in fields(self):
             if column.default is None and column.name not in columns:
@@ -434,7 +437,7 @@ class Experience(Ragged):
 def _flat(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
     """Join rows into one column (N,).
 
-    NumPy converts each row as a whole. A Python loop over the tokens of a large batch would take
+    NumPy converts each row at once. A Python loop over the tokens of a large batch would take
     minutes.
     """
     parts = [torch.empty(0, dtype=dtype)]
@@ -457,7 +460,7 @@ def turn_reward_column(trajectories: Sequence[Trajectory]) -> Float[Tensor, " N"
     """
     places: list[int] = []
     amounts: list[float] = []
-    start = 0  # of the row in the column
+    start = 0  # position of the row in the column
     for trajectory in trajectories:
         for row in trajectory.conversations:
             for position, amount in row.turn_rewards:
@@ -467,5 +470,5 @@ def turn_reward_column(trajectories: Sequence[Trajectory]) -> Float[Tensor, " N"
     if not places:
         return None
     column = np.zeros(start)
-    np.add.at(column, places, amounts)  # adds up the parts of the same token
+    np.add.at(column, places, amounts)  # accumulates several rewards of the same token
     return torch.tensor(column, dtype=torch.float32)

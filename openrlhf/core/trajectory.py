@@ -1,7 +1,7 @@
 """Prompts and episodes as plain Python lists.
 
-Agents, user processes and engines exchange these objects, so they pickle small and import without
-torch. `Experience.from_trajectories` turns a batch of episodes into tensors.
+Agents, user processes and engines exchange these objects, so they are small when pickled and do not
+import torch. `Experience.from_trajectories` turns a batch of episodes into tensors.
 """
 
 from array import array
@@ -12,13 +12,15 @@ from typing import Any, Self, cast
 
 
 class StopReason(StrEnum):
-    """Why an episode ended."""
+    """The reason why an episode ended."""
 
-    # The policy sampled an end token, stop token or stop string, or the environment was done.
+    # The policy sampled an end-of-turn token, stop token or stop string, or the environment was
+    # done.
     STOP = "stop"
     # The token budget ran out. Counted as truncated.
     LENGTH = "length"
-    # Engine, reward or agent failed. The episode has an error and no reward, and is not trained on.
+    # The engine, reward or agent failed. The episode has an error and no reward, and is not trained
+    # on.
     FAILED = "failed"
 
 
@@ -30,24 +32,24 @@ class Failure(StrEnum):
     EXIT = "exit"  # user code ended its process
     MEMORY = "memory"  # user code exceeded its memory limit
     KILLED = "killed"  # a signal ended the process of user code
-    RESULT = "result"  # user code returned something that is not a reward
-    SERVER = "server"  # a reward server or remote engine did not answer
+    RESULT = "result"  # user code returned an invalid reward
+    SERVER = "server"  # a reward server or remote engine did not respond
     ENGINE = "engine"  # the engine gave up on the sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One draw of a row of the prompt dataset.
+    """A prompt drawn from the prompt dataset.
 
-    Created by `data.prompts`, consumed by the rollout generator.
+    Created by `data.prompts` and consumed by the rollout generator.
     """
 
-    # Running number of the draw, not of the row. Seeds the samples and orders the batch.
+    # Running number of the draw, not the dataset row. Seeds the samples and orders the batch.
     index: int
     text: str
-    tokens: list[int]  # tokens of the whole text
+    tokens: list[int]  # tokens of the entire text
     label: Any = ""  # value in the dataset, unchanged
-    datasource: str = "default"  # part of the names of evaluation metrics
+    datasource: str = "default"  # part of evaluation metric names
     images: Any = None
 
 
@@ -55,38 +57,38 @@ class Prompt:
 class Trajectory:
     """One finished episode. Its per-token lists have length T.
 
-    Created by the generator or an agent, consumed by the experience maker. Example, prompt `2+2=`
-    and the sampled answer `4<eos>` (ids made up):
+    Created by the generator or an agent and consumed by the experience maker. Example with the
+    prompt `2+2=` and the sampled answer `4<eos>` (made-up ids):
 
         tokens           [7, 9, 7, 3,    5,    1]
         action_mask      [F, F, F, F,    T,    T]
         rollout_logprobs [0, 0, 0, 0, -0.1, -0.2]  log-probability *of* the token at that position
 
-    Raises ValueError if the first token is an action: no prompt token comes before it.
+    Raises ValueError if the first token is an action, because no prompt token precedes it.
     """
 
     tokens: Sequence[int]
     action_mask: Sequence[bool]  # True if the policy sampled the token
     rollout_logprobs: Sequence[float]  # nats; 0.0 where action_mask is False
     prompt: Prompt
-    sample_index: int  # number of the sample among those of its prompt
+    sample_index: int  # index of the sample among its prompt's samples
     stop_reason: StopReason
-    reward: float | None = None  # None until a reward worker has scored the episode
-    # Read by dynamic filtering and pass@k. The reward, unless the user returns a score too.
+    reward: float | None = None  # None until a reward worker scores the episode
+    # Used by dynamic filtering and pass@k. Equals the reward, unless the user also returns a score.
     score: float | None = None
-    weight_versions: tuple[int, ...] = ()  # versions that sampled the tokens, oldest first
+    weight_versions: tuple[int, ...] = ()  # weight versions that sampled the tokens, oldest first
     extra_logs: Mapping[str, float] = field(default_factory=dict[str, float])
     response_text: str = ""
     error: str | None = None
     failure: Failure | None = None  # kind of the error
     # Parts of the reward: (position of a turn's last token, amount).
     turn_rewards: tuple[tuple[int, float], ...] = ()
-    # Batch columns that are computed already: name → (T,) tensor, or a list that was read from a
+    # Batch columns that are already computed: name → (T,) tensor, or a list that was read from a
     # file. Added by the controller.
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     filtered: bool = False  # True if dynamic filtering rejected the prompt: logged, not trained on
     turns: int | None = None  # policy calls of an agent's episode, in all conversations
-    # Conversations of an agent before the last one, which is this object. They share its reward.
+    # An agent's earlier conversations; this object is the last one. They share its reward.
     earlier: "tuple[Trajectory, ...]" = ()
 
     def __post_init__(self) -> None:
@@ -94,7 +96,9 @@ class Trajectory:
             "tokens, action_mask and rollout_logprobs have different lengths"
         )
         if any(self.action_mask[:1]):
-            raise ValueError("the first token of an episode is an action: its prompt has no tokens")
+            raise ValueError(
+                "the first token of an episode is an action, so its prompt has no tokens"
+            )
 
     def failing(self, error: str | None, failure: Failure | None) -> Self:
         """Return the episode marked as failed: with the error, without reward and score."""
@@ -108,7 +112,9 @@ class Trajectory:
         )
 
     def packed(self) -> Self:
-        """Return the same episode with arrays for its per-token lists: a tenth of the memory."""
+        """Return the same episode with arrays instead of per-token lists, which take a tenth of the
+        memory.
+        """
         return replace(
             self,
             tokens=array("i", self.tokens),
@@ -121,7 +127,7 @@ class Trajectory:
     def conversations(self) -> "tuple[Trajectory, ...]":
         """The token sequences of the episode, in order.
 
-        There are several if an agent opened a new conversation.
+        There are several if an agent starts a new conversation.
         """
         return (*self.earlier, self)
 
@@ -142,7 +148,7 @@ class Trajectory:
 
 
 class TrajectoryBuilder:
-    """An episode in the making, whose three per-token lists stay aligned."""
+    """An unfinished episode whose three per-token lists stay aligned."""
 
     def __init__(self, prompt_tokens: Sequence[int]) -> None:
         self.tokens: list[int] = list(prompt_tokens)
@@ -153,7 +159,7 @@ class TrajectoryBuilder:
     def append_action(
         self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int] = ()
     ) -> None:
-        """Append sampled tokens, their log-probabilities, and their weight versions."""
+        """Append sampled tokens with their log-probabilities and weight versions."""
         assert len(tokens) == len(logprobs)
         self.tokens += tokens
         self.action_mask += [True] * len(tokens)
@@ -174,7 +180,7 @@ class TrajectoryBuilder:
             del column[length:]
 
     def finish(self, **fields: Any) -> Trajectory:
-        """Return the finished episode. `fields` are the fields that the builder does not hold."""
+        """Return the finished episode. `fields` are the fields that the builder does not track."""
         return Trajectory(
             tokens=self.tokens,
             action_mask=self.action_mask,

@@ -1,1 +1,1 @@
-"""The mathematics, stated as claims."""
+"""Tests of the mathematics, stated as claims."""

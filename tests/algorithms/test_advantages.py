@@ -1,4 +1,4 @@
-"""Reward shaping within a prompt, and credit assignment over the tokens of a row."""
+"""Reward shaping within a prompt, and credit assignment over a row's tokens."""
 
 import math
 from random import Random
@@ -26,7 +26,7 @@ from tests.reference import credit
 ALL = ["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo"]
 PER_GROUP = ["reinforce_baseline", "rloo", "group_norm", "dr_grpo"]
 
-# Quarters are exact in binary, so rounding does not affect what these properties claim.
+# Quarters are exact in binary, so rounding does not affect these properties.
 quarters = st.integers(-40, 40).map(lambda n: n / 4)
 batches = st.lists(st.tuples(quarters, st.integers(0, 4)), min_size=1, max_size=20)
 
@@ -39,7 +39,7 @@ def shaped(
 
 
 def random_block(rows: int = 5, width: int = 11) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw token rewards, values and a mask with gaps, an empty row and a full one; float64."""
+    """Draw float64 token rewards and values, and a mask with gaps, an empty row and a full row."""
     generator = torch.Generator().manual_seed(0)
     rewards = torch.randn(rows, width, dtype=torch.float64, generator=generator)
     values = torch.randn(rows, width, dtype=torch.float64, generator=generator)
@@ -51,7 +51,7 @@ def random_block(rows: int = 5, width: int = 11) -> tuple[Tensor, Tensor, Tensor
 # The registry
 
 
-def test_estimators_declare_their_needs() -> None:
+def test_estimators_declare_their_requirements() -> None:
     table = {
         name: (entry.traits.needs_critic, entry.traits.per_group, entry.traits.whiten)
         for name, entry in ((name, ADVANTAGE_ESTIMATORS[name]) for name in ADVANTAGE_ESTIMATORS)
@@ -77,11 +77,13 @@ def test_estimators_declare_their_needs() -> None:
         ("reinforce", [1.0, 0.0, 0.0, 3.0, 5.0]),
         ("reinforce_baseline", [2 / 3, -1 / 3, -1 / 3, -1.0, 1.0]),
         ("dr_grpo", [2 / 3, -1 / 3, -1 / 3, -1.0, 1.0]),
-        ("rloo", [1.0, -1 / 2, -1 / 2, -2.0, 2.0]),  # the others' means: 0, ½, ½ and 5, 3
+        ("rloo", [1.0, -1 / 2, -1 / 2, -2.0, 2.0]),  # means of the other rewards: 0, ½, ½ and 5, 3
         ("group_norm", [2 * 3**-0.5, -(3**-0.5), -(3**-0.5), -(0.5**0.5), 0.5**0.5]),
     ],
 )
-def test_shaping_matches_worked_example_with_two_prompts(name: str, expected: list[float]) -> None:
+def test_reward_shaping_matches_a_worked_example_with_two_prompts(
+    name: str, expected: list[float]
+) -> None:
     """Rewards 1, 0, 0 (mean ⅓, std √⅓) and 3, 5 (mean 4, std √2), in any order of samples."""
     groups = [7, 7, 7, 2, 2]
     assert shaped(name, [1.0, 0.0, 0.0, 3.0, 5.0], groups).tolist() == pytest.approx(expected)
@@ -91,7 +93,7 @@ def test_shaping_matches_worked_example_with_two_prompts(name: str, expected: li
 
 @pytest.mark.parametrize("name", ALL)
 @given(batch=batches)
-def test_shaping_matches_reference(name: str, batch: list[tuple[float, int]]) -> None:
+def test_reward_shaping_matches_the_reference(name: str, batch: list[tuple[float, int]]) -> None:
     rewards, groups = [r for r, _ in batch], [g for _, g in batch]
     assert shaped(name, rewards, groups).tolist() == pytest.approx(
         credit.shaped(name, rewards, groups), abs=1e-9
@@ -100,7 +102,7 @@ def test_shaping_matches_reference(name: str, batch: list[tuple[float, int]]) ->
 
 @pytest.mark.parametrize("name", PER_GROUP)
 @given(batch=batches)
-def test_shaped_rewards_of_prompt_sum_to_zero(name: str, batch: list[tuple[float, int]]) -> None:
+def test_shaped_rewards_of_a_prompt_sum_to_zero(name: str, batch: list[tuple[float, int]]) -> None:
     groups = torch.tensor([g for _, g in batch])
     result = shaped(name, [r for r, _ in batch], groups.tolist())
     sums = torch.zeros(5, dtype=torch.float64).index_add(0, groups, result)
@@ -109,7 +111,7 @@ def test_shaped_rewards_of_prompt_sum_to_zero(name: str, batch: list[tuple[float
 
 @pytest.mark.parametrize("name", PER_GROUP)
 @given(batch=batches, shift=quarters)
-def test_shaping_ignores_constant_added_to_rewards_of_prompt(
+def test_reward_shaping_ignores_a_constant_added_to_all_rewards_of_a_prompt(
     name: str, batch: list[tuple[float, int]], shift: float
 ) -> None:
     rewards, groups = [r for r, _ in batch], [g for _, g in batch]
@@ -118,7 +120,7 @@ def test_shaping_ignores_constant_added_to_rewards_of_prompt(
 
 
 @given(batch=batches, factor=st.sampled_from([0.25, 2.0, 64.0]))
-def test_group_norm_ignores_scale_of_rewards_of_prompt(
+def test_group_norm_ignores_the_scale_of_all_rewards_of_a_prompt(
     batch: list[tuple[float, int]], factor: float
 ) -> None:
     rewards, groups = [r for r, _ in batch], [g for _, g in batch]
@@ -128,7 +130,7 @@ def test_group_norm_ignores_scale_of_rewards_of_prompt(
 
 @pytest.mark.parametrize("name", ALL)
 @given(batch=batches, randomness=st.randoms())
-def test_shaping_does_not_depend_on_order_of_samples(
+def test_reward_shaping_does_not_depend_on_sample_order(
     name: str, batch: list[tuple[float, int]], randomness: Random
 ) -> None:
     order = list(range(len(batch)))
@@ -141,19 +143,21 @@ def test_shaping_does_not_depend_on_order_of_samples(
 @pytest.mark.parametrize("name", PER_GROUP)
 @pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, -1 / 3, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equal_rewards_shape_to_exactly_zero(name: str, reward: float, dtype: torch.dtype) -> None:
-    """In float32 the mean of eight 0.1s is not 0.1, and error ÷ std of the errors is large."""
+def test_equal_rewards_are_shaped_to_exactly_zero(
+    name: str, reward: float, dtype: torch.dtype
+) -> None:
+    """In float32 the mean of eight 0.1s is not 0.1, and the error divided by its std is large."""
     result = shaped(name, [reward] * 8 + [0.0, 1.0], [0] * 8 + [1, 1], dtype)
     assert not result[:8].any()
     assert result[8:].all()
 
 
 @pytest.mark.parametrize("name", PER_GROUP)
-def test_only_sample_of_prompt_shapes_to_zero(name: str) -> None:
+def test_a_prompts_only_sample_is_shaped_to_zero(name: str) -> None:
     assert shaped(name, [5.0, 1.0, 3.0], [0, 1, 1])[0].item() == 0.0
 
 
-def test_group_statistics_match_worked_example() -> None:
+def test_group_statistics_match_a_worked_example() -> None:
     stats = group_statistics(torch.tensor([1.0, 0.0, 3.0, 8.0, 5.0]), torch.tensor([4, 4, 9, 1, 9]))
     assert stats.size.tolist() == [2, 2, 2, 1, 2]
     assert stats.std.tolist() == pytest.approx(
@@ -161,12 +165,12 @@ def test_group_statistics_match_worked_example() -> None:
     )
 
 
-def test_shaping_accepts_empty_batch() -> None:
+def test_reward_shaping_accepts_an_empty_batch() -> None:
     assert all(shaped(name, [], []).shape == (0,) for name in PER_GROUP)
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_missing_reward_raises_error_with_its_index(reward: float) -> None:
+def test_missing_reward_raises_an_error_with_its_index(reward: float) -> None:
     with pytest.raises(ValueError, match=r"\{1: (nan|inf)\}"):
         shaped("reinforce", [0.0, reward], [0, 0])
 
@@ -174,7 +178,7 @@ def test_missing_reward_raises_error_with_its_index(reward: float) -> None:
 # Credit over tokens
 
 
-def test_gae_matches_worked_example() -> None:
+def test_gae_matches_a_worked_example() -> None:
     """γ = ½, λ = ½, rewards 0, 0, 8, values 4, 2, 6.
 
     δ = 0 + ½·2 − 4, 0 + ½·6 − 2, 8 − 6 = −3, 1, 2.
@@ -188,9 +192,9 @@ def test_gae_matches_worked_example() -> None:
 
 
 def test_gae_skips_tool_output() -> None:
-    """The advantages equal those of `test_gae_matches_worked_example`.
+    """The advantages equal those of `test_gae_matches_a_worked_example`.
 
-    The row also has a prompt, two tool tokens in the middle, and padding.
+    The row also contains a prompt, two tool tokens in the middle, and padding.
     """
     mask = torch.tensor([[False, True, False, False, True, True, False]])
     rewards = torch.tensor([[9.0, 0.0, 9.0, 9.0, 0.0, 8.0, 9.0]])
@@ -203,7 +207,7 @@ def test_gae_skips_tool_output() -> None:
 @pytest.mark.parametrize(
     ("gamma", "lam"), [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.0, 0.7), (0.5, 1.0)]
 )
-def test_gae_matches_sum_in_paper(gamma: float, lam: float) -> None:
+def test_gae_matches_the_sum_in_the_paper(gamma: float, lam: float) -> None:
     rewards, values, mask = random_block()
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
     for row in range(len(mask)):
@@ -218,10 +222,10 @@ steps = st.lists(st.tuples(quarters, quarters, st.booleans()), min_size=1, max_s
 
 
 @given(block=st.lists(steps, min_size=1, max_size=4), gamma=st.floats(0, 1), lam=st.floats(0, 1))
-def test_gae_matches_reference_for_any_rows_and_masks(
+def test_gae_matches_the_reference_for_any_rows_and_masks(
     block: list[list[tuple[float, float, bool]]], gamma: float, lam: float
 ) -> None:
-    """Rows have different lengths; values in the padding on the right must not be read."""
+    """Rows have different lengths; values in the right padding must not be read."""
     width = max(map(len, block))
     padded = [row + [(99.0, -99.0, False)] * (width - len(row)) for row in block]
     rewards, values, mask = (
@@ -235,7 +239,7 @@ def test_gae_matches_reference_for_any_rows_and_masks(
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
-def test_gae_with_lambda_one_equals_return_minus_value(gamma: float) -> None:
+def test_gae_with_lambda_1_equals_return_minus_value(gamma: float) -> None:
     rewards, values, mask = random_block()
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=1.0)
     sums, _ = monte_carlo(rewards, values, mask, gamma=gamma, lam=1.0)
@@ -243,14 +247,14 @@ def test_gae_with_lambda_one_equals_return_minus_value(gamma: float) -> None:
     assert torch.allclose(returns, sums)
 
 
-def test_gae_with_lambda_zero_equals_td_residual() -> None:
+def test_gae_with_lambda_0_equals_the_td_residual() -> None:
     rewards, values = torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0, 20.0]])
     mask = torch.ones(1, 2, dtype=torch.bool)
     assert gae(rewards, values, mask, gamma=1.0, lam=0.0)[0].tolist() == [[11.0, -18.0]]
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
-def test_discounted_returns_match_reference(gamma: float) -> None:
+def test_discounted_returns_match_the_reference(gamma: float) -> None:
     rewards, values, mask = random_block()
     advantages, returns = monte_carlo(rewards, values, mask, gamma=gamma, lam=0.5)
     assert torch.equal(advantages, returns)
@@ -259,14 +263,14 @@ def test_discounted_returns_match_reference(gamma: float) -> None:
         assert returns[row].tolist() == pytest.approx(expected)
 
 
-def test_undiscounted_outcome_is_return_of_every_action() -> None:
+def test_undiscounted_outcome_is_the_return_of_every_action() -> None:
     mask = torch.tensor([[False, True, True, False, True]])
     rewards = token_rewards(torch.tensor([0.7]), None, mask, 0.0)
     returns, _ = monte_carlo(rewards, torch.zeros_like(rewards), mask, gamma=1.0, lam=1.0)
     assert torch.equal(returns, mask * torch.tensor(0.7))
 
 
-def test_credit_of_row_does_not_depend_on_padding_or_other_rows() -> None:
+def test_advantages_of_a_row_do_not_depend_on_padding_or_other_rows() -> None:
     rewards, values, mask = random_block()
     alone = gae(rewards[2:3], values[2:3], mask[2:3], gamma=0.9, lam=0.8)[0]
     pad = torch.nn.functional.pad
@@ -274,7 +278,7 @@ def test_credit_of_row_does_not_depend_on_padding_or_other_rows() -> None:
     assert torch.equal(left[2, 3:], alone[0])
 
 
-def test_values_outside_mask_are_ignored() -> None:
+def test_values_outside_the_mask_are_ignored() -> None:
     rewards, values, mask = random_block()
     clean = gae(rewards, values, mask, gamma=0.9, lam=0.8)
     nan = float("nan")
@@ -286,15 +290,15 @@ def test_values_outside_mask_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (2, 0), (0, 3), (0, 0)])
-def test_credit_without_actions_is_zero(shape: tuple[int, int]) -> None:
+def test_advantages_without_actions_are_zero(shape: tuple[int, int]) -> None:
     zeros, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
     advantages, returns = gae(zeros, zeros, mask, gamma=1.0, lam=1.0)
     assert advantages.shape == returns.shape == shape
     assert not advantages.any()
 
 
-def test_credit_of_different_shapes_raises_error() -> None:
-    # Raised by `gae` itself, or earlier by the type check of the test run.
+def test_credit_assignment_with_mismatched_shapes_raises_an_error() -> None:
+    # Raised by `gae` itself, or earlier by the test run's type checks.
     with pytest.raises((ValueError, TypeError), match=r"\(2, 3\), \(2, 4\), \(2, 3\)|values"):
         gae(torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2, 3) > 0, gamma=1.0, lam=1.0)
 
@@ -305,10 +309,10 @@ def test_credit_of_different_shapes_raises_error() -> None:
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("kl_coef", [0.0, 0.2], ids=["without KL", "with KL"])
 @pytest.mark.parametrize("scale", [True, False], ids=["÷ std", "no std"])
-def test_every_estimator_matches_reference_from_reward_to_advantage(
+def test_every_estimator_matches_the_reference_from_reward_to_advantage(
     name: str, kl_coef: float, scale: bool
 ) -> None:
-    """The steps of the experience maker are compared with the same steps of the references."""
+    """The experience maker's steps are compared with the same steps of the reference loops."""
     estimator = ADVANTAGE_ESTIMATORS[name]
     kl, values, mask = random_block()
     rewards, groups = [0.1, 0.9, 0.4, 12.5, -30.0], [0, 0, 0, 1, 1]
@@ -341,7 +345,7 @@ def test_every_estimator_matches_reference_from_reward_to_advantage(
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_equal_rewards_give_advantages_of_exactly_zero(name: str) -> None:
+def test_equal_rewards_give_exactly_zero_advantages(name: str) -> None:
     estimator = ADVANTAGE_ESTIMATORS[name]
     mask = torch.rand(8, 20, generator=torch.Generator().manual_seed(0)) < 0.7
     scores = shaped(name, [0.1] * 8, [0] * 8, torch.float32)
@@ -364,7 +368,7 @@ def test_equal_rewards_give_advantages_of_exactly_zero(name: str) -> None:
     ],
     ids=["short", "long", "matrix", "number", "integers", "infinite", "arguments", "nothing"],
 )
-def test_shaping_without_finite_number_per_sample_raises_error(shape: Any) -> None:
+def test_reward_shaping_must_return_one_finite_number_per_sample(shape: Any) -> None:
     with pytest.raises(EstimatorError):
         shape_rewards(
             torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0, 0, 1]), AdvantageEstimator(shape)

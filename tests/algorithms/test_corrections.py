@@ -1,4 +1,4 @@
-"""Correction of the mismatch between the sampling engine and the trainer."""
+"""Correction for the mismatch between the sampling engine and the trainer."""
 
 from itertools import product
 from typing import cast, get_args
@@ -14,7 +14,7 @@ from openrlhf.config.choices import CORRECTIONS
 from tests.reference import policy
 
 COMBINATIONS = list(product(get_args(Level), get_args(Mode)))
-# Log-ratios of the tokens of a row, and whether each was sampled; eighths keep sums exact.
+# Log-ratios of a row's tokens, and whether each was sampled; sums of eighths are exact.
 rows = st.lists(
     st.tuples(st.integers(-24, 24).map(lambda n: n / 8), st.booleans()), min_size=1, max_size=8
 )
@@ -37,24 +37,36 @@ def row_of(omegas: list[float]) -> tuple[Tensor, Tensor, Tensor]:
     [
         ("tis", [0.4, 1.0, 9.0], [0.5, 1.0, 5.0]),
         ("icepop", [0.4, 1.0, 9.0], [0.0, 1.0, 0.0]),
-        ("seq-mask-tis", [0.4, 1.0, 9.0], [0.4, 1.0, 9.0]),  # mean 3.6^(1/3) = 1.53: the row stays
+        (
+            "seq-mask-tis",
+            [0.4, 1.0, 9.0],
+            [0.4, 1.0, 9.0],
+        ),  # mean 3.6^(1/3) = 1.53: the row is kept
         (
             "seq-mask-tis",
             [2.0, 2.0, 2.0],
             [2.0, 2.0, 2.0],
-        ),  # mean 2, whatever the product: the row stays
-        ("seq-mask-tis", [6.0, 1.0, 27.0], [0.0, 0.0, 0.0]),  # mean 162^(1/3) = 5.45: the row goes
-        ("seq-mask-tis", [0.1, 0.5, 1.0], [0.0, 0.0, 0.0]),  # mean 0.05^(1/3) = 0.37: the row goes
+        ),  # mean 2, regardless of the product: the row is kept
+        (
+            "seq-mask-tis",
+            [6.0, 1.0, 27.0],
+            [0.0, 0.0, 0.0],
+        ),  # mean 162^(1/3) = 5.45: the row is dropped
+        (
+            "seq-mask-tis",
+            [0.1, 0.5, 1.0],
+            [0.0, 0.0, 0.0],
+        ),  # mean 0.05^(1/3) = 0.37: the row is dropped
     ],
 )
-def test_presets_match_worked_example(
+def test_correction_presets_match_a_worked_example(
     name: str, omegas: list[float], expected: list[float]
 ) -> None:
     weights, _ = correction_weights(*row_of(omegas), preset(name))
     assert weights.tolist()[0] == pytest.approx(expected)
 
 
-def test_tis_with_lower_bound_zero_equals_truncation_in_paper() -> None:
+def test_tis_with_lower_bound_0_equals_truncation_as_in_the_paper() -> None:
     row = row_of([0.01, 1.0, 9.0])
     clipped, _ = correction_weights(*row, preset("tis", 0.0, 2.0))
     truncation = Correction(level="token", mode="truncate", low=0.5, high=2.0)
@@ -65,7 +77,7 @@ def test_tis_with_lower_bound_zero_equals_truncation_in_paper() -> None:
 
 
 @pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
-def test_every_level_and_mode_matches_reference(level: Level, mode: Mode) -> None:
+def test_every_level_and_mode_matches_the_reference(level: Level, mode: Mode) -> None:
     generator = torch.Generator().manual_seed(0)
     old, rollout = torch.randn(2, 8, 6, dtype=torch.float64, generator=generator) * 0.7
     mask = torch.rand(8, 6, generator=generator) < 0.7
@@ -82,7 +94,7 @@ def test_every_level_and_mode_matches_reference(level: Level, mode: Mode) -> Non
 @pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
 @settings(max_examples=30)
 @given(row=rows, band=bands)
-def test_weights_match_reference_for_any_row_and_band(
+def test_weights_match_the_reference_for_any_row_and_band(
     level: Level, mode: Mode, row: list[tuple[float, bool]], band: tuple[float, float]
 ) -> None:
     old, mask = (
@@ -108,7 +120,7 @@ def test_weights_match_reference_for_any_row_and_band(
 @pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
 @settings(max_examples=30)
 @given(row=rows, data=st.data())
-def test_weights_follow_token_order_and_ignore_padding(
+def test_weights_follow_the_token_order_and_ignore_padding(
     level: Level, mode: Mode, row: list[tuple[float, bool]], data: st.DataObject
 ) -> None:
     correction = Correction(level=level, mode=mode, low=0.5, high=2.0)
@@ -126,7 +138,7 @@ def test_weights_follow_token_order_and_ignore_padding(
 
 
 @pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
-def test_weights_are_one_for_equal_log_probabilities(level: Level, mode: Mode) -> None:
+def test_weights_are_1_for_equal_log_probabilities(level: Level, mode: Mode) -> None:
     same, mask = torch.full((2, 3), -1.5), torch.tensor([[True, True, False], [True, False, False]])
     weights, outside = correction_weights(
         same, same, mask, Correction(level=level, mode=mode, low=0.5, high=2.0)
@@ -148,7 +160,7 @@ def test_weights_are_finite_for_any_mismatch(level: Level, mode: Mode, gap: floa
 
 
 @pytest.mark.parametrize(("level", "mode"), COMBINATIONS)
-def test_corrected_loss_of_row_without_actions_is_differentiable_zero(
+def test_corrected_loss_of_a_row_without_actions_is_a_differentiable_zero(
     level: Level, mode: Mode
 ) -> None:
     nothing = torch.zeros(2, 4, dtype=torch.bool)
@@ -163,14 +175,14 @@ def test_corrected_loss_of_row_without_actions_is_differentiable_zero(
     assert not outside.any()
 
 
-def test_weights_have_no_gradient() -> None:
+def test_correction_weights_have_no_gradient() -> None:
     old, rollout, mask = row_of([0.9, 1.1])
     assert not correction_weights(old.requires_grad_(), rollout, mask, preset("tis"))[
         0
     ].requires_grad
 
 
-def test_tokens_outside_band_are_marked_by_row_at_row_levels() -> None:
+def test_row_levels_mark_all_tokens_of_a_row_outside_the_band() -> None:
     row = row_of([6.0, 1.0, 27.0])
     assert correction_weights(*row, preset("icepop"))[1].tolist() == [[True, False, True]]
     assert correction_weights(*row, preset("seq-mask-tis"))[1].tolist() == [[True, True, True]]

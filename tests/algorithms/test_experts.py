@@ -12,8 +12,8 @@ from openrlhf.algorithms.experts import load_balancing_loss
 DRAW = torch.Generator().manual_seed(0)
 
 
-def test_loss_of_equally_used_experts_is_top_k() -> None:
-    """Each of four tokens surely chooses a different one of four experts.
+def test_load_balancing_loss_of_equally_used_experts_is_top_k() -> None:
+    """Each of four tokens chooses a different one of four experts with certainty.
 
     Shares and mean probabilities are ¼, and 4 · 4 · ¼ · ¼ = 1.
     """
@@ -23,13 +23,13 @@ def test_loss_of_equally_used_experts_is_top_k() -> None:
     ) == pytest.approx(2.0, abs=0.01)
 
 
-def test_loss_of_single_used_expert_is_number_of_experts() -> None:
+def test_load_balancing_loss_of_a_single_used_expert_is_the_number_of_experts() -> None:
     logits = torch.zeros(5, 4)
     logits[:, 2] = 100.0
     assert float(load_balancing_loss([logits], top_k=1)) == pytest.approx(4.0)
 
 
-def test_load_balancing_loss_matches_worked_example() -> None:
+def test_load_balancing_loss_matches_a_worked_example() -> None:
     """Two tokens with probabilities (¾, ¼) and (⅔, ⅓) both choose the first expert.
 
     The loss is 2 · (1 · 17/24 + 0 · 7/24) = 17/12.
@@ -38,13 +38,13 @@ def test_load_balancing_loss_matches_worked_example() -> None:
     assert float(load_balancing_loss([logits], top_k=1)) == pytest.approx(17 / 12)
 
 
-def test_load_balancing_loss_pools_layers() -> None:
+def test_load_balancing_loss_pools_all_layers() -> None:
     first, second = torch.randn(2, 7, 5, generator=DRAW)
     together = load_balancing_loss([torch.cat([first, second])], top_k=2)
     assert float(load_balancing_loss([first, second], top_k=2)) == pytest.approx(float(together))
 
 
-def test_gradient_step_makes_preferred_expert_less_likely() -> None:
+def test_gradient_step_makes_the_preferred_expert_less_likely() -> None:
     logits = torch.tensor([[2.0, 0.0, 0.0], [1.0, 0.5, 0.0]], requires_grad=True)
     load_balancing_loss([logits], top_k=1).backward()
     assert logits.grad is not None

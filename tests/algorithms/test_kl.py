@@ -16,7 +16,7 @@ ESTIMATORS = ["k1", "k2", "k3"]
 def exact_kl_gradient(
     estimator: str, *, forward: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (Σ_a π(a) ∇ k(a), ∇ KL(π‖π_ref) or ∇ KL(π_ref‖π)) by the logits of π.
+    """Return (Σ_a π(a) ∇ k(a), ∇ KL(π‖π_ref) or ∇ KL(π_ref‖π)) with respect to π's logits.
 
     All five actions are enumerated.
     """
@@ -32,14 +32,14 @@ def exact_kl_gradient(
 
 
 @pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", 0.106531)])
-def test_estimates_of_half_a_nat_match_worked_example(estimator: str, expected: float) -> None:
+def test_kl_estimates_of_half_a_nat_match_a_worked_example(estimator: str, expected: float) -> None:
     assert kl_estimate(
         torch.tensor([-1.0]), torch.tensor([-1.5]), estimator
     ).item() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_estimates_match_reference(estimator: str) -> None:
+def test_kl_estimates_match_the_reference(estimator: str) -> None:
     x = torch.linspace(-30, 30, 241, dtype=torch.float64)
     expected = [policy.kl(value, estimator) for value in x.tolist()]
     assert kl_estimate(x, torch.zeros_like(x), estimator).tolist() == pytest.approx(expected)
@@ -55,16 +55,16 @@ def test_k1_and_k3_are_unbiased(estimator: str) -> None:
     )
 
 
-def test_k1_as_loss_has_zero_expected_gradient() -> None:
+def test_k1_as_a_loss_has_zero_expected_gradient() -> None:
     of_samples, _ = exact_kl_gradient("k1")
     assert torch.allclose(of_samples, torch.zeros_like(of_samples), atol=1e-12)
 
 
-def test_k2_as_loss_has_gradient_of_kl() -> None:
+def test_k2_as_a_loss_has_the_gradient_of_the_kl() -> None:
     assert torch.allclose(*exact_kl_gradient("k2"))
 
 
-def test_k3_as_loss_has_gradient_of_kl_from_reference_to_policy() -> None:
+def test_k3_as_a_loss_has_the_gradient_of_the_kl_from_reference_to_policy() -> None:
     assert torch.allclose(*exact_kl_gradient("k3", forward=True))
 
 
@@ -76,7 +76,7 @@ def test_k2_and_k3_are_never_negative(estimator: str) -> None:
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("x", [-1e30, -1e4, -50.0, -2.7, 0.0, 12.0, 50.0, 1e4, 1e30])
-def test_estimate_and_gradient_are_finite_for_any_log_ratio(estimator: str, x: float) -> None:
+def test_kl_estimate_and_gradient_are_finite_for_any_log_ratio(estimator: str, x: float) -> None:
     logprobs = torch.tensor([x], requires_grad=True)
     kl = kl_estimate(logprobs, torch.zeros(1), estimator)
     kl.backward()
@@ -86,7 +86,7 @@ def test_estimate_and_gradient_are_finite_for_any_log_ratio(estimator: str, x: f
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_estimates_pass_gradcheck(estimator: str) -> None:
+def test_kl_estimates_pass_gradcheck(estimator: str) -> None:
     """The points lie inside the bounds, at them (±20 nats before, ±10 after) and beyond.
 
     Beyond the bounds the gradient is zero.
@@ -100,7 +100,7 @@ def test_estimates_pass_gradcheck(estimator: str) -> None:
     )
 
 
-def test_clipped_estimate_has_no_gradient() -> None:
+def test_clipped_kl_estimate_has_no_gradient() -> None:
     x = torch.tensor([-2.6, -2.7], requires_grad=True)
     kl_estimate(x, torch.zeros(2), "k3").sum().backward()
     assert x.grad is not None
@@ -109,7 +109,7 @@ def test_clipped_estimate_has_no_gradient() -> None:
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(x=st.floats(-30, 30), shift=st.integers(-64, 64).map(float))
-def test_estimate_depends_only_on_log_ratio(estimator: str, x: float, shift: float) -> None:
+def test_kl_estimate_depends_only_on_the_log_ratio(estimator: str, x: float, shift: float) -> None:
     at_zero, moved = (
         kl_estimate(*torch.tensor([[x + s], [s]], dtype=torch.float64), estimator)
         for s in (0.0, shift)
@@ -117,13 +117,13 @@ def test_estimate_depends_only_on_log_ratio(estimator: str, x: float, shift: flo
     assert moved.item() == pytest.approx(at_zero.item(), abs=1e-9)
 
 
-def test_clipped_tokens_are_counted() -> None:
+def test_tokens_with_a_clipped_kl_estimate_are_counted() -> None:
     """exp(2.6) − 1 − 2.6 = 9.86 is not clipped; exp(2.7) − 1 − 2.7 = 11.2 is."""
     kl = kl_estimate(torch.tensor([-2.6, -2.7, 0.0, 50.0]), torch.zeros(4), "k3")
     assert kl_clamped(kl).tolist() == [False, True, False, True]
 
 
-def test_unknown_estimator_raises_error_with_known_names() -> None:
+def test_unknown_kl_estimator_raises_an_error_with_the_known_names() -> None:
     assert list(KL_ESTIMATORS) == ESTIMATORS
     with pytest.raises(ValueError, match=r"'k4'.* k1, k2, k3"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
@@ -132,7 +132,7 @@ def test_unknown_estimator_raises_error_with_known_names() -> None:
 # The coefficient
 
 
-def test_fixed_coefficient_ignores_kl_and_checkpoint() -> None:
+def test_fixed_kl_coefficient_ignores_the_kl_and_the_checkpoint() -> None:
     controller = KLController(0.01)
     controller.update(100.0, 1000)
     controller.resume(0.5)
@@ -148,14 +148,14 @@ def test_fixed_coefficient_ignores_kl_and_checkpoint() -> None:
         (0.0, 0.1 * (1 - 0.2 * 100 / 10_000)),
     ],
 )
-def test_adaptive_coefficient_matches_worked_example(kl: float, expected: float) -> None:
+def test_adaptive_kl_coefficient_matches_a_worked_example(kl: float, expected: float) -> None:
     controller = KLController(0.1, target=6.0, horizon=10_000)
     controller.update(kl, 100)
     assert controller.coef == pytest.approx(expected, rel=1e-12)
 
 
 @given(measured=st.lists(st.tuples(st.floats(0, 30), st.integers(1, 3000)), max_size=20))
-def test_adaptive_coefficient_matches_reference(measured: list[tuple[float, int]]) -> None:
+def test_adaptive_kl_coefficient_matches_the_reference(measured: list[tuple[float, int]]) -> None:
     controller, path = KLController(0.1, target=6.0, horizon=1000), []
     for kl, n in measured:
         controller.update(kl, n)
@@ -165,13 +165,13 @@ def test_adaptive_coefficient_matches_reference(measured: list[tuple[float, int]
 
 
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
-def test_nonfinite_kl_does_not_change_coefficient(kl: float) -> None:
+def test_nonfinite_kl_does_not_change_the_coefficient(kl: float) -> None:
     controller = KLController(0.1, target=6.0, horizon=10_000)
     controller.update(kl, 100)
     assert controller.coef == 0.1
 
 
-def test_adaptive_coefficient_resumes_from_checkpoint() -> None:
+def test_adaptive_kl_coefficient_is_restored_from_a_checkpoint() -> None:
     first = KLController(0.1, target=6.0, horizon=10_000)
     first.update(20.0, 100)
     second = KLController(0.1, target=6.0, horizon=10_000)
@@ -179,7 +179,7 @@ def test_adaptive_coefficient_resumes_from_checkpoint() -> None:
     assert second.coef == first.coef != 0.1
 
 
-def test_adaptive_coefficient_stays_positive_for_batches_above_horizon() -> None:
+def test_adaptive_kl_coefficient_stays_positive_for_batches_larger_than_the_horizon() -> None:
     controller = KLController(0.1, target=6.0, horizon=100)
     controller.update(0.0, 1_000_000)
     assert controller.coef == pytest.approx(0.1 * 0.8)

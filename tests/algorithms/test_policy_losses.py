@@ -1,4 +1,4 @@
-"""Policy and value losses, and the weights that sum them up."""
+"""Policy and value losses, and their aggregation weights."""
 
 import math
 from dataclasses import fields
@@ -28,7 +28,7 @@ Block = tuple[Tensor, ...]
 
 
 def random_block(spread: float = 0.5, rows: int = 6, width: int = 9) -> Block:
-    """Draw log π_θ, log π_old, Â and a mask with gaps, an empty row and a full one; float64."""
+    """Draw float64 log π_θ, log π_old and Â, and a mask with gaps, an empty row and a full row."""
     generator = torch.Generator().manual_seed(0)
     old = -torch.rand(rows, width, dtype=torch.float64, generator=generator) - 0.5
     logprobs = old + spread * torch.randn(rows, width, dtype=torch.float64, generator=generator)
@@ -66,16 +66,16 @@ def gradient(name: str, block: Block, **clip: Any) -> Tensor:
     [
         (1.1, 2.0, None, -2.2, False),  # inside the range
         (1.5, 2.0, None, -2.56, True),  # gains stop at 1.28
-        (0.5, 2.0, None, -1.0, False),  # a good token that became rare keeps its gradient
+        (0.5, 2.0, None, -1.0, False),  # a good token that became less likely keeps its gradient
         (0.5, -2.0, None, 1.6, True),  # losses stop at 0.8
-        (1.5, -2.0, None, 3.0, False),  # a bad token that became frequent keeps its gradient
+        (1.5, -2.0, None, 3.0, False),  # a bad token that became more likely keeps its gradient
         (9.0, -2.0, None, 18.0, False),
-        (9.0, -2.0, 3.0, 6.0, False),  # up to the dual clip
-        (9.0, 2.0, 3.0, -2.56, True),  # which applies only to bad tokens
+        (9.0, -2.0, 3.0, 6.0, False),  # a bad token's loss is bounded by the dual clip
+        (9.0, 2.0, 3.0, -2.56, True),  # the dual clip applies only to bad tokens
         (1.0, 0.0, None, 0.0, False),
     ],
 )
-def test_clipped_surrogate_matches_worked_example(
+def test_clipped_surrogate_loss_matches_a_worked_example(
     ratio: float, advantage: float, dual_clip: float | None, expected: float, clipped: bool
 ) -> None:
     loss = one_token(ratio, advantage, dual=dual_clip)
@@ -93,7 +93,7 @@ def test_clipped_surrogate_matches_worked_example(
         (0.5, 0.2, 0.8, True),
     ],
 )
-def test_cispo_weights_log_probability_by_clipped_ratio(
+def test_cispo_weights_the_log_probability_by_the_clipped_ratio(
     ratio: float, clip_low: float, expected: float, clipped: bool
 ) -> None:
     """Â = 2 and log π = log ratio − 1, so ℓ = −weight · 2 · (log ratio − 1)."""
@@ -103,7 +103,7 @@ def test_cispo_weights_log_probability_by_clipped_ratio(
 
 
 def test_gspo_uses_one_ratio_per_sequence() -> None:
-    """Log-ratios 0.3 and −0.1 have the mean 0.1; the token outside the mask has no effect."""
+    """Log-ratios 0.3 and −0.1 have mean 0.1; the token outside the mask has no effect."""
     old = torch.zeros(1, 3)
     mask = torch.tensor([[True, True, False]])
     loss = loss_of("gspo", (torch.tensor([[0.3, -0.1, 5.0]]), old, torch.ones(1, 3), mask))
@@ -111,7 +111,7 @@ def test_gspo_uses_one_ratio_per_sequence() -> None:
     assert loss.approx_kl.tolist()[0] == pytest.approx([-0.3, 0.1, 0.0]), "per token nonetheless"
 
 
-def test_gspo_equals_ppo_for_one_token_sequences() -> None:
+def test_gspo_equals_ppo_for_single_token_sequences() -> None:
     logprobs, old, advantages, _ = random_block()
     single = torch.zeros_like(logprobs, dtype=torch.bool)
     single[:, 3] = True
@@ -124,7 +124,9 @@ def test_gspo_equals_ppo_for_one_token_sequences() -> None:
     [("ppo", None), ("ppo", 1.5), ("gspo", None), ("gspo", 1.5), ("cispo", None)],
 )
 @pytest.mark.parametrize("spread", [0.1, 1.0])
-def test_losses_match_reference(name: str, dual_clip: float | None, spread: float) -> None:
+def test_policy_losses_match_the_reference(
+    name: str, dual_clip: float | None, spread: float
+) -> None:
     block = random_block(spread)
     loss = loss_of(name, block, dual=dual_clip)
     reference = {"ppo": policy.ppo, "gspo": policy.gspo, "cispo": policy.cispo}[name]
@@ -139,8 +141,8 @@ def test_losses_match_reference(name: str, dual_clip: float | None, spread: floa
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_surrogate_equals_reinforce_at_ratio_one(name: str) -> None:
-    """∂ℓ_t / ∂ log π_t = −Â_t; under gspo it is the mean over the sequence.
+def test_surrogate_gradient_equals_reinforce_at_ratio_1(name: str) -> None:
+    """∂ℓ_t / ∂ log π_t = −Â_t; for gspo it is the mean over the sequence.
 
     The tokens of a sequence share a ratio.
     """
@@ -162,7 +164,7 @@ def test_masked_tokens_get_no_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_values_outside_mask_are_ignored(name: str, garbage: float) -> None:
+def test_values_outside_the_mask_are_ignored(name: str, garbage: float) -> None:
     *columns, mask = random_block()
     dirty = (*(x.masked_fill(~mask, garbage) for x in columns), mask)
     clean = (*columns, mask)
@@ -175,7 +177,7 @@ def test_values_outside_mask_are_ignored(name: str, garbage: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
-def test_surrogate_passes_gradcheck(name: str) -> None:
+def test_surrogate_loss_passes_gradcheck(name: str) -> None:
     logprobs, *rest = random_block()
 
     def total(logprobs: Tensor) -> Tensor:
@@ -184,7 +186,7 @@ def test_surrogate_passes_gradcheck(name: str) -> None:
     assert torch.autograd.gradcheck(total, (logprobs.requires_grad_(),))
 
 
-def test_clipped_tokens_have_gradient_in_cispo_but_not_in_ppo() -> None:
+def test_clipped_tokens_have_a_gradient_in_cispo_but_not_in_ppo() -> None:
     block = random_block(spread=1.0)
     clipped = loss_of("ppo", block).clipped
     assert clipped.any()
@@ -192,7 +194,7 @@ def test_clipped_tokens_have_gradient_in_cispo_but_not_in_ppo() -> None:
     assert gradient("cispo", block)[clipped].all()
 
 
-def test_cispo_gradient_is_minus_weight_times_advantage() -> None:
+def test_cispo_gradient_is_minus_the_weight_times_the_advantage() -> None:
     block = random_block(spread=1.0)
     weight = (block[0] - block[1]).exp().clamp(0.8, 1.28)
     expected = (-weight * block[2]).masked_fill(~block[3], 0)
@@ -215,8 +217,8 @@ def test_losses_and_gradients_stay_finite_for_extreme_log_ratios(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_loss_of_empty_mask_is_differentiable_zero(name: str, kind: str) -> None:
-    """No loss, aggregation or correction makes 0 · NaN of any value outside the mask."""
+def test_loss_with_an_empty_mask_is_a_differentiable_zero(name: str, kind: str) -> None:
+    """No loss, aggregation or correction computes 0 · NaN from a value outside the mask."""
     blank = torch.full((3, 4), math.nan)
     logprobs, empty = blank.clone().requires_grad_(), torch.zeros(3, 4, dtype=torch.bool)
     weights, count = aggregation_weights(empty, kind, max_tokens=9)
@@ -232,7 +234,7 @@ def test_loss_of_empty_mask_is_differentiable_zero(name: str, kind: str) -> None
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(data=st.data())
-def test_losses_do_not_depend_on_order_or_padding(name: str, data: st.DataObject) -> None:
+def test_policy_losses_do_not_depend_on_order_or_padding(name: str, data: st.DataObject) -> None:
     block = random_block()
     rows, width = block[0].shape
     row_order, token_order = (data.draw(st.permutations(range(n))) for n in (rows, width))
@@ -248,7 +250,7 @@ def test_losses_do_not_depend_on_order_or_padding(name: str, data: st.DataObject
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(factor=st.floats(0, 100))
-def test_losses_scale_with_advantages(name: str, factor: float) -> None:
+def test_policy_losses_scale_with_the_advantages(name: str, factor: float) -> None:
     logprobs, old, advantages, mask = random_block(spread=1.0)
     expected = factor * loss_of(name, (logprobs, old, advantages, mask)).per_token
     assert torch.allclose(
@@ -257,7 +259,7 @@ def test_losses_scale_with_advantages(name: str, factor: float) -> None:
 
 
 @given(log_rho=st.floats(-25, 25), advantage=st.floats(-9, 9), bound=st.floats(1.01, 10))
-def test_dual_clip_bounds_only_loss_of_negative_advantages(
+def test_dual_clip_only_bounds_the_loss_of_negative_advantages(
     log_rho: float, advantage: float, bound: float
 ) -> None:
     free, held = (
@@ -274,18 +276,18 @@ def test_dual_clip_bounds_only_loss_of_negative_advantages(
     ("value", "target", "expected"),
     [
         (1.3, 2.0, 0.5 * 0.49),  # within ±0.5 of the old value 1
-        (2.0, 2.0, 0.5 * 0.25),  # correct, but too far from the old value: clipped to 1.5
-        (2.0, 0.0, 0.5 * 4.0),  # wrong and far: the unclipped error is larger
+        (2.0, 2.0, 0.5 * 0.25),  # correct but too far from the old value, so clipped to 1.5
+        (2.0, 0.0, 0.5 * 4.0),  # wrong and far from the old value, so the unclipped error is larger
     ],
 )
-def test_value_loss_matches_worked_example(value: float, target: float, expected: float) -> None:
+def test_value_loss_matches_a_worked_example(value: float, target: float, expected: float) -> None:
     v, old, goal = (torch.tensor([[x]]) for x in (value, 1.0, target))
     assert value_loss(v, old, goal, torch.tensor([[True]]), clip=0.5).item() == pytest.approx(
         expected
     )
 
 
-def test_value_loss_matches_reference_and_ignores_masked_tokens() -> None:
+def test_value_loss_matches_the_reference_and_ignores_masked_tokens() -> None:
     values, old, returns, mask = random_block()
     values.requires_grad_()
     nan = float("nan")
@@ -313,7 +315,7 @@ def test_value_loss_passes_gradcheck() -> None:
     assert not gradient[held].any(), "a value that its clip holds is not pulled further"
 
 
-def test_value_loss_of_empty_mask_is_differentiable_zero() -> None:
+def test_value_loss_with_an_empty_mask_is_a_differentiable_zero() -> None:
     blank = torch.full((2, 3), math.nan)
     values = blank.clone().requires_grad_()
     loss = value_loss(values, blank, blank, torch.zeros(2, 3, dtype=torch.bool), clip=0.2)
@@ -322,7 +324,7 @@ def test_value_loss_of_empty_mask_is_differentiable_zero() -> None:
     assert not values.grad.any() and not loss.any()
 
 
-def test_value_loss_with_infinite_clip_is_squared_error() -> None:
+def test_value_loss_with_infinite_clip_is_the_squared_error() -> None:
     values, old, returns, mask = random_block()
     loss = value_loss(values, old, returns, mask, clip=math.inf)
     assert torch.allclose(loss, 0.5 * (values - returns).square() * mask)
@@ -339,7 +341,7 @@ def test_value_loss_with_infinite_clip_is_squared_error() -> None:
         ("constant", [[0.25, 0.25, 0.0], [0.0, 0.25, 0.0], [0.0, 0.0, 0.0]], 2.0),
     ],
 )
-def test_aggregation_weights_match_worked_example(
+def test_aggregation_weights_match_a_worked_example(
     kind: str, weights: list[list[float]], count: float
 ) -> None:
     mask = torch.tensor([[True, True, False], [False, True, False], [False, False, False]])
@@ -353,10 +355,10 @@ def test_aggregation_weights_match_worked_example(
 @pytest.mark.parametrize("name", LOSSES)
 @settings(max_examples=25)
 @given(parts=st.lists(st.integers(0, 3), min_size=6, max_size=6))
-def test_loss_and_gradient_do_not_depend_on_split(
+def test_loss_and_gradient_do_not_depend_on_the_micro_batch_split(
     name: str, kind: str, corrected: bool, parts: list[int]
 ) -> None:
-    """Rows are distributed over four micro-batches in any way; some may be empty.
+    """Rows are distributed arbitrarily over four micro-batches; some may be empty.
 
     `parts[i]` is the micro-batch of row i.
     """
@@ -368,7 +370,7 @@ def test_loss_and_gradient_do_not_depend_on_split(
     correction = Correction(level="geometric", mode="mask", low=0.8, high=1.25)
 
     def share(rows: list[int]) -> tuple[Tensor, Tensor, float]:
-        """Return the per-token terms as summed, their weighted sum, and the count of these rows."""
+        """Return these rows' per-token terms, their weighted sum, and the count."""
         terms = loss_of(name, (logprobs[rows], old[rows], advantages[rows], mask[rows])).per_token
         if corrected:
             terms = terms * correction_weights(old[rows], rollout[rows], mask[rows], correction)[0]
@@ -400,7 +402,7 @@ def test_row_without_actions_is_not_counted(kind: str) -> None:
     )
 
 
-def test_unknown_name_raises_error_with_known_names() -> None:
+def test_unknown_name_raises_an_error_with_the_known_names() -> None:
     assert list(AGGREGATIONS) == KINDS
     with pytest.raises(ValueError, match=r"'sample'.* token, sequence, constant"):
         aggregation_weights(torch.ones(1, 2, dtype=torch.bool), "sample", max_tokens=9)

@@ -1,4 +1,4 @@
-"""Losses of pairs and of labelled answers.
+"""Losses for pairs and labeled answers.
 
 They are compared with a loop over single pairs and with finite differences.
 """
@@ -33,7 +33,7 @@ def judged(pairs: list[tuple[float, ...]]) -> Judged:
     eps=st.floats(0, 0.49),
     gamma=st.floats(0, 2),
 )
-def test_pair_losses_match_papers(
+def test_preference_losses_match_the_papers(
     name: str, pairs: list[tuple[float, ...]], beta: float, eps: float, gamma: float
 ) -> None:
     found = PREFERENCE_LOSSES[name](judged(pairs), Strength(beta=beta, smoothing=eps, target=gamma))
@@ -45,7 +45,7 @@ def test_pair_losses_match_papers(
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_pair_losses_pass_gradcheck(name: str) -> None:
+def test_preference_losses_pass_gradcheck(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     known = -8 * torch.rand(4, 5, dtype=torch.float64, generator=generator) - 0.5
 
@@ -59,7 +59,7 @@ def test_pair_losses_pass_gradcheck(name: str) -> None:
     assert torch.autograd.gradcheck(loss, (known[:2].clone().requires_grad_(),))
 
 
-def test_pair_with_equal_log_ratios_costs_log_2() -> None:
+def test_preference_loss_with_equal_log_ratios_is_log_2() -> None:
     alike = judged([(-3.0, -5.0, -3.0, -5.0, 2, 4)])
     assert PREFERENCE_LOSSES["dpo"](alike, Strength(beta=0.1)).tolist() == pytest.approx(
         [math.log(2)]
@@ -68,7 +68,7 @@ def test_pair_with_equal_log_ratios_costs_log_2() -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("sums", [(-1e4, -1e-7), (-1e-9, -1e4), (0.0, 0.0)])
-def test_pair_losses_and_gradients_are_finite_for_any_difference(
+def test_preference_losses_and_gradients_are_finite_for_any_log_ratio(
     name: str, sums: tuple[float, float]
 ) -> None:
     """This includes an answer whose probability is 1, which has infinite odds."""
@@ -87,7 +87,7 @@ def test_pair_losses_and_gradients_are_finite_for_any_difference(
     beta=st.floats(0.01, 1),
     weights=st.tuples(st.floats(0, 3), st.floats(0, 3)),
 )
-def test_kto_matches_paper(
+def test_kto_matches_the_paper(
     rows: list[tuple[float, bool]], kl: float, beta: float, weights: tuple[float, float]
 ) -> None:
     ratio = torch.tensor([r for r, _ in rows], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Choices by name: the registry itself, and its agreement with the flags' choices."""
+"""The registry of choices by name, and its consistency with the flags' choices."""
 
 from typing import get_args
 
@@ -12,7 +12,7 @@ from openrlhf.algorithms.registry import Registry
 from openrlhf.config import choices
 
 
-def test_registering_name_twice_raises_error() -> None:
+def test_registering_a_name_twice_raises_an_error() -> None:
     registry: Registry[int] = Registry("number")
     registry.add("one", 1)
     registry.add("two", 2)
@@ -21,7 +21,7 @@ def test_registering_name_twice_raises_error() -> None:
     assert registry["one"] == 1
 
 
-def test_unknown_name_raises_error_with_known_names() -> None:
+def test_unknown_name_raises_an_error_with_the_known_names() -> None:
     registry: Registry[int] = Registry("number")
     registry.add("one", 1)
     registry.add("two", 2)
@@ -29,7 +29,7 @@ def test_unknown_name_raises_error_with_known_names() -> None:
         _ = registry["three"]
 
 
-def test_decorator_registers_and_returns_function() -> None:
+def test_decorator_registers_and_returns_the_function() -> None:
     registry: Registry[object] = Registry("thing")
 
     @registry.register("f")
@@ -43,18 +43,18 @@ def test_decorator_registers_and_returns_function() -> None:
 # The flags
 
 
-def test_flag_choices_and_registry_have_same_estimators_and_needs() -> None:
+def test_flag_choices_match_the_registered_estimators_and_their_traits() -> None:
     registered = {name: ADVANTAGE_ESTIMATORS[name].traits for name in ADVANTAGE_ESTIMATORS}
     assert registered == choices.ESTIMATORS
 
 
-def test_flag_choices_and_registry_have_same_policy_losses() -> None:
+def test_flag_choices_match_the_registered_policy_losses() -> None:
     assert list(POLICY_LOSSES) == list(choices.POLICY_LOSSES)
     aggregations = {traits.aggregation for traits in choices.POLICY_LOSSES.values()}
     assert aggregations <= set(AGGREGATIONS)
 
 
-def test_registering_function_adds_its_name_and_traits_to_choices_of_flag() -> None:
+def test_registering_a_function_adds_its_name_and_traits_to_the_flag_choices() -> None:
     table = {"known": 1}
     registry: Registry[object] = Registry("thing", table, lambda weight=5: weight)
     registry.register("known", weight=2)(object())
@@ -70,5 +70,5 @@ def test_correction_presets_have_valid_levels_and_modes() -> None:
     )
 
 
-def test_flag_choices_and_registry_have_same_kl_estimators() -> None:
+def test_flag_choices_match_the_registered_kl_estimators() -> None:
     assert list(KL_ESTIMATORS) == list(choices.KL_ESTIMATORS)

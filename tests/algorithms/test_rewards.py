@@ -1,4 +1,4 @@
-"""From the reward of an episode to the reward of each token."""
+"""Conversion of an episode's reward to token rewards."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from openrlhf.algorithms.rewards import (
 )
 from tests.reference import credit
 
-# Two turns around a tool answer; a row without an action; a row with only actions.
+# Two turns around a tool response; a row without actions; a row with only actions.
 MASK = torch.tensor(
     [
         [False, True, True, False, True, False],
@@ -24,13 +24,13 @@ MASK = torch.tensor(
 )
 
 
-def test_overlong_penalty_grows_only_within_buffer() -> None:
+def test_overlong_penalty_grows_only_within_the_buffer() -> None:
     lengths = torch.tensor([0, 79, 80, 90, 100, 500])
     penalty = overlong_penalty(lengths, max_length=100, buffer=20.0, factor=2.0)
     assert penalty.tolist() == [0.0, 0.0, 0.0, -1.0, -2.0, -2.0]
 
 
-def test_overlong_penalty_uses_limit_of_each_sample() -> None:
+def test_overlong_penalty_uses_the_limit_of_each_sample() -> None:
     lengths = torch.tensor([50, 50])
     penalty = overlong_penalty(lengths, max_length=torch.tensor([100, 55]), buffer=10.0)
     assert penalty.tolist() == [0.0, -0.5]
@@ -42,7 +42,7 @@ def test_overlong_penalty_uses_limit_of_each_sample() -> None:
     share=st.floats(0.01, 1),
     factor=st.floats(0, 3),
 )
-def test_overlong_penalty_matches_reference(
+def test_overlong_penalty_matches_the_reference(
     lengths: list[int], longest: int, share: float, factor: float
 ) -> None:
     penalty = overlong_penalty(
@@ -71,18 +71,18 @@ def test_rewards_are_clipped() -> None:
     ]
 
 
-def test_last_action_is_marked_in_each_row() -> None:
+def test_last_action_of_each_row_is_marked() -> None:
     assert last_action(MASK).nonzero().tolist() == [[0, 4], [2, 5]]
 
 
-def test_token_rewards_match_worked_example() -> None:
-    """β = 0.1 subtracts 0.1 · kl from every action token; the outcome of 5 is on the last one."""
+def test_token_rewards_match_a_worked_example() -> None:
+    """β = 0.1 subtracts 0.1 · kl from every action token; the last one gets the outcome of 5."""
     kl = torch.tensor([[9.0, 1.0, 2.0, 9.0, 3.0, 9.0]])
     rewards = token_rewards(torch.tensor([5.0]), kl, MASK[:1], 0.1)
     assert torch.allclose(rewards, torch.tensor([[0.0, -0.1, -0.2, 0.0, 4.7, 0.0]]))
 
 
-def test_token_rewards_match_reference() -> None:
+def test_token_rewards_match_the_reference() -> None:
     generator = torch.Generator().manual_seed(0)
     kl, outcome = torch.randn(3, 6, generator=generator), torch.randn(3, generator=generator)
     expected = [
@@ -92,7 +92,7 @@ def test_token_rewards_match_reference() -> None:
     assert torch.allclose(token_rewards(outcome, kl, MASK, 0.3), torch.tensor(expected))
 
 
-def test_token_rewards_without_kl_are_outcome() -> None:
+def test_token_rewards_without_kl_equal_the_outcome() -> None:
     outcome, kl = torch.tensor([1.0, 2.0, 3.0]), torch.full((3, 6), float("nan"))
     bare = token_rewards(outcome, None, MASK, 0.1)
     assert bare.sum(1).tolist() == [1.0, 0.0, 3.0]
@@ -100,7 +100,7 @@ def test_token_rewards_without_kl_are_outcome() -> None:
     assert torch.equal(token_rewards(outcome, kl, MASK, -1.0), bare), "a negative β counts as 0"
 
 
-def test_nan_kl_outside_action_mask_is_ignored() -> None:
+def test_nan_kl_outside_the_action_mask_is_ignored() -> None:
     kl = torch.where(MASK, 1.0, float("nan"))
     assert token_rewards(torch.zeros(3), kl, MASK, 1.0).sum(1).tolist() == [-3.0, 0.0, -6.0]
 
@@ -110,7 +110,7 @@ def test_nan_kl_outside_action_mask_is_ignored() -> None:
     reward=st.floats(-5, 5),
     coef=st.floats(0, 1),
 )
-def test_token_rewards_of_row_sum_to_reward_minus_kl(
+def test_token_rewards_of_a_row_sum_to_the_reward_minus_kl(
     acting: list[bool], reward: float, coef: float
 ) -> None:
     mask, kl = torch.tensor([acting]), torch.arange(float(len(acting)))[None].double()
@@ -120,15 +120,15 @@ def test_token_rewards_of_row_sum_to_reward_minus_kl(
     assert not tokens[~mask].any()
 
 
-def test_turn_rewards_stay_at_their_turns_and_last_action_gets_rest() -> None:
-    """The first turn has 0.5 of a reward of 2 that was clipped to 1.5; the rest is 1.
+def test_turn_rewards_stay_at_their_turns_and_the_last_action_gets_the_remainder() -> None:
+    """The first turn earned 0.5 of a reward of 2, which was clipped to 1.5, so 1 remains.
 
     The mask is [F, T, T, F, T, F].
     """
     mask = torch.tensor([[False, True, True, False, True, False]])
     turns = torch.tensor(
         [[9.0, 0.0, 0.5, 9.0, 0.0, 9.0]]
-    )  # values outside the mask belong to no turn
+    )  # values outside the mask do not belong to a turn
     assert token_rewards(torch.tensor([1.5]), None, mask, 0.0, turns).tolist() == [
         [0, 0, 0.5, 0, 1.0, 0]
     ]

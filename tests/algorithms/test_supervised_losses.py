@@ -1,4 +1,4 @@
-"""Losses of the offline stages."""
+"""Loss functions for the offline stages."""
 
 import math
 
@@ -13,7 +13,7 @@ from tests.reference import supervised, tokens
 rewards = st.floats(-50, 50)
 
 
-def test_only_target_tokens_have_loss_and_gradient() -> None:
+def test_only_target_tokens_contribute_to_loss_and_gradient() -> None:
     logprobs = torch.tensor([[-0.5, -2.0, float("nan")]], requires_grad=True)
     loss = token_nll(logprobs, torch.tensor([[False, True, False]]))
     loss.sum().backward()
@@ -22,7 +22,7 @@ def test_only_target_tokens_have_loss_and_gradient() -> None:
     assert logprobs.grad.tolist() == [[0.0, -1.0, 0.0]]
 
 
-def test_loss_without_targets_is_differentiable_zero() -> None:
+def test_loss_without_targets_is_a_differentiable_zero() -> None:
     logprobs = torch.tensor([-0.5, -2.0], requires_grad=True)
     token_nll(logprobs, torch.tensor([False, False])).sum().backward()
     assert logprobs.grad is not None
@@ -72,13 +72,13 @@ def test_distillation_loss_passes_gradcheck(best: int | None) -> None:
     )
 
 
-def test_pairwise_loss_matches_worked_example() -> None:
+def test_pairwise_loss_matches_a_worked_example() -> None:
     """Equal rewards give log 2. A chosen answer better by log 3 gives −log(¾)."""
     chosen, rejected = torch.tensor([1.0, math.log(3.0)]), torch.tensor([1.0, 0.0])
     assert log_sigmoid(chosen, rejected).tolist() == pytest.approx([math.log(2), math.log(4 / 3)])
 
 
-def test_pairwise_losses_are_equal_and_margin_shifts_difference() -> None:
+def test_pairwise_losses_are_equal_and_the_margin_shifts_the_difference() -> None:
     """`sigmoid` and `logexp` of --model.loss_type: −log σ(x) = log(1 + exp(−x))."""
     chosen, rejected = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(log_sigmoid(chosen, rejected), (1 + (rejected - chosen).exp()).log())
@@ -109,7 +109,7 @@ def test_pairwise_loss_passes_gradcheck() -> None:
 
 
 @given(chosen=rewards, rejected=rewards, margin=st.floats(0, 5), shift=rewards)
-def test_pairwise_loss_matches_reference_and_depends_only_on_differences(
+def test_pairwise_loss_matches_the_reference_and_depends_only_on_differences(
     chosen: float, rejected: float, margin: float, shift: float
 ) -> None:
     def loss(moved: float, margin: float | None) -> float:
@@ -128,7 +128,7 @@ def test_pairwise_loss_matches_reference_and_depends_only_on_differences(
 
 
 @pytest.mark.parametrize("top_k", [False, True])
-def test_token_excluded_by_teacher_and_student_adds_nothing(top_k: bool) -> None:
+def test_token_excluded_by_teacher_and_student_adds_no_loss(top_k: bool) -> None:
     """An example is padding of the vocabulary.
 
     The other tokens give the same loss as without it, and a finite gradient.
@@ -142,5 +142,5 @@ def test_token_excluded_by_teacher_and_student_adds_nothing(top_k: bool) -> None
     assert logits.grad is not None and logits.grad.isfinite().all()
 
 
-def test_token_excluded_only_by_student_costs_infinity() -> None:
+def test_token_excluded_only_by_the_student_has_infinite_loss() -> None:
     assert soft_cross_entropy(torch.tensor([[0.0, -torch.inf]]), torch.zeros(1, 2)).isinf().all()

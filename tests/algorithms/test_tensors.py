@@ -36,7 +36,7 @@ def head_inputs(rows: int = 7, width: int = 3, vocabulary: int = 5) -> tuple[Ten
 # Masked statistics
 
 
-def test_values_outside_mask_affect_neither_sum_nor_gradient() -> None:
+def test_values_outside_the_mask_affect_neither_sum_nor_gradient() -> None:
     x = torch.tensor([[1.0, NAN, math.inf]], requires_grad=True)
     total = masked_sum(x, torch.tensor([[True, False, False]]))
     total.backward()
@@ -45,7 +45,7 @@ def test_values_outside_mask_affect_neither_sum_nor_gradient() -> None:
     assert x.grad.tolist() == [[1.0, 0.0, 0.0]]
 
 
-def test_sum_over_empty_mask_is_differentiable_zero() -> None:
+def test_sum_over_an_empty_mask_is_a_differentiable_zero() -> None:
     x = torch.ones(2, 3, requires_grad=True)
     total = masked_sum(x, torch.zeros(2, 3, dtype=torch.bool))
     total.backward()
@@ -54,7 +54,7 @@ def test_sum_over_empty_mask_is_differentiable_zero() -> None:
     assert not x.grad.any()
 
 
-def test_whitening_matches_worked_example() -> None:
+def test_whitening_matches_a_worked_example() -> None:
     """1, 2, 3, 6 have mean 3 and population variance 14/4."""
     x = torch.tensor([[1.0, 2.0, 3.0, NAN], [6.0, NAN, NAN, NAN]])
     mask = ~x.isnan()
@@ -64,7 +64,7 @@ def test_whitening_matches_worked_example() -> None:
 
 
 @pytest.mark.parametrize("scale", [True, False])
-def test_whitening_matches_reference(scale: bool) -> None:
+def test_whitening_matches_the_reference(scale: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(40, generator=generator) * 3 + 5
     mask = torch.rand(40, generator=generator) < 0.6
@@ -72,7 +72,7 @@ def test_whitening_matches_reference(scale: bool) -> None:
     assert masked_whiten(x, mask, scale=scale).tolist() == pytest.approx(expected, abs=1e-6)
 
 
-# Quarters are exact in binary; the second value is whether the number counts.
+# Quarters are exact in binary; the second value says whether the mask includes the number.
 masked = st.lists(
     st.tuples(st.integers(-40, 40).map(lambda n: n / 4), st.booleans()), min_size=1, max_size=20
 )
@@ -101,8 +101,8 @@ def test_whitened_values_have_mean_zero_and_variance_one(
     )
 
 
-def test_whitening_uses_minimum_variance() -> None:
-    """Two values 2e-5 apart have variance 1e-10, raised to 1e-8: they become ±0.1 and not ±1."""
+def test_whitening_applies_the_minimum_variance() -> None:
+    """Two values 2e-5 apart have variance 1e-10, raised to 1e-8: they become ±0.1 instead of ±1."""
     x = torch.tensor([0.0, 2e-5])
     assert torch.allclose(
         masked_whiten(x, torch.ones(2, dtype=torch.bool)), torch.tensor([-0.1, 0.1])
@@ -111,17 +111,17 @@ def test_whitening_uses_minimum_variance() -> None:
 
 @pytest.mark.parametrize("value", [0.1, 0.3, 0.7, -1 / 3, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equal_values_whiten_to_exactly_zero(value: float, dtype: torch.dtype) -> None:
+def test_equal_values_are_whitened_to_exactly_zero(value: float, dtype: torch.dtype) -> None:
     x = torch.full((1000,), value, dtype=dtype)
     assert not masked_whiten(x, torch.ones(1000, dtype=torch.bool)).any()
 
 
-def test_whitening_over_empty_mask_returns_zeros() -> None:
+def test_whitening_over_an_empty_mask_returns_zeros() -> None:
     assert not masked_whiten(torch.full((2, 3), NAN), torch.zeros(2, 3, dtype=torch.bool)).any()
     assert masked_whiten(torch.zeros(0), torch.zeros(0, dtype=torch.bool)).shape == (0,)
 
 
-def test_log_ratio_is_zero_outside_mask_even_for_nan() -> None:
+def test_log_ratio_is_zero_outside_the_mask_even_for_nan() -> None:
     mask = torch.tensor([True, False, False])
     ratio = log_ratio(
         torch.tensor([-1.0, NAN, -math.inf]), torch.tensor([-3.0, 0.0, -math.inf]), mask
@@ -129,7 +129,7 @@ def test_log_ratio_is_zero_outside_mask_even_for_nan() -> None:
     assert ratio.tolist() == [2.0, 0.0, 0.0]
 
 
-def test_bounded_exp_is_finite_and_constant_beyond_bounds() -> None:
+def test_bounded_exp_is_finite_and_constant_beyond_its_bounds() -> None:
     x = torch.tensor([-1e4, 0.0, 20.0, 1e4, math.inf], requires_grad=True)
     y = bounded_exp(x)
     y.sum().backward()
@@ -149,7 +149,7 @@ def test_two_equal_logits_have_probability_one_half() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_logprobs_and_entropy_match_reference(temperature: float) -> None:
+def test_logprobs_and_entropy_match_the_reference(temperature: float) -> None:
     hidden, weight, bias, targets = head_inputs()
     logprobs, entropy = linear_logprobs(
         hidden, weight, targets, temperature=temperature, entropy=True, bias=bias
@@ -171,8 +171,8 @@ def test_logprobs_and_entropy_match_reference(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-def test_logprobs_and_entropy_belong_to_same_distribution(temperature: float) -> None:
-    """Over all tokens the probabilities sum to 1, and their mean −log π is the entropy.
+def test_logprobs_and_entropy_describe_the_same_distribution(temperature: float) -> None:
+    """Over all tokens the probabilities sum to 1, and the mean of −log π is the entropy.
 
     This holds at every temperature.
     """
@@ -188,7 +188,7 @@ def test_logprobs_and_entropy_belong_to_same_distribution(temperature: float) ->
 
 
 @given(shift=st.integers(-64, 64), temperature=st.floats(0.1, 3))
-def test_logprobs_ignore_constant_added_to_logits(shift: int, temperature: float) -> None:
+def test_logprobs_ignore_a_constant_added_to_the_logits(shift: int, temperature: float) -> None:
     hidden, weight, bias, targets = head_inputs()
     plain, moved = (
         linear_logprobs(
@@ -221,7 +221,7 @@ def test_logprobs_and_entropy_pass_gradcheck(
 
 
 @pytest.mark.parametrize("use", ["logprobs", "entropy"])
-def test_logprobs_and_entropy_can_be_differentiated_alone(use: str) -> None:
+def test_logprobs_and_entropy_can_be_differentiated_separately(use: str) -> None:
     hidden, weight, bias, targets = head_inputs()
     hidden.requires_grad_()
     logprobs, entropy = linear_logprobs(hidden, weight, targets, entropy=True, bias=bias)
@@ -245,10 +245,10 @@ def test_inputs_without_requires_grad_get_no_gradient() -> None:
     assert weight.grad is not None
 
 
-def test_bfloat16_states_are_scored_in_float32_with_bfloat16_gradient(
+def test_bfloat16_states_are_scored_in_float32_and_get_a_bfloat16_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Summed in bfloat16 over 1024 chunks, the weight's gradient would have an error of 4 %."""
+    """If summed over 1024 chunks in bfloat16, the weight's gradient would have an error of 4 %."""
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", 256)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2048, 16, generator=generator).bfloat16().requires_grad_()
@@ -291,7 +291,7 @@ def test_results_are_finite_for_extreme_logits(dtype: torch.dtype, temperature: 
     assert states.grad.isfinite().all()
 
 
-def test_entropy_is_finite_with_tokens_of_probability_zero() -> None:
+def test_entropy_is_finite_if_tokens_have_probability_zero() -> None:
     """A bias of −∞ removes a token from the vocabulary; two equally likely tokens remain."""
     bias = torch.tensor([0.0, 0.0, -math.inf])
     hidden = torch.zeros(1, 2, requires_grad=True)
@@ -316,12 +316,12 @@ def test_empty_input_gives_zero_gradients() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_held_for_one_chunk_at_a_time(
+def test_only_one_chunk_of_logits_is_held_at_a_time(
     temperature: float, with_bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No tensor is larger than the gradient of the hidden states.
 
-    There are 64 tokens, 40 words and chunks of two tokens.
+    There are 64 tokens, a vocabulary of 40 and chunks of two tokens.
     """
     monkeypatch.setattr(tensors, "CHUNK_LOGITS", 80)
     *inputs, targets = head_inputs(rows=64, width=2, vocabulary=40)
