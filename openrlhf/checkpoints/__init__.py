@@ -1,1 +1,1 @@
-"""Checkpoints: which are kept, how one is written, and what a run resumes from."""
+"""Checkpoints: writing, retention, exports and resuming."""

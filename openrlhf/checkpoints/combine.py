@@ -1,4 +1,4 @@
-"""The command `lora_combiner`, which merges a LoRA adapter into its base model."""
+"""The `lora_combiner` command, which merges a LoRA adapter into its base model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +19,13 @@ from openrlhf.reporting import notice, say
 
 
 def combine(config: CombinerConfig) -> None:
-    """Write the merged model and its tokenizer, merged in float32 in CPU memory and rounded once.
+    """Merge in float32 on the CPU, round once, and write the merged model and its tokenizer.
 
-    Load the written model again, and compare its logits with those of the unmerged model.
+    Then load the written model again and compare its logits with those of the unmerged model.
 
-    The adapter's folder has what a reward model needs besides weights: the name of its head and the
-    statistics of its rewards, or the tokens of a process reward model. Raises UserError for an
-    adapter of another model.
+    A reward model's adapter folder also contains the name of its head and the statistics of its
+    rewards, or a process reward model's tokens. Raises UserError for an adapter trained on a
+    different model.
     """
     folder = Path(config.lora_path)
     spec = LoadSpec(
@@ -45,8 +45,9 @@ def combine(config: CombinerConfig) -> None:
     expected = probe_logits(adapted)
     if untie_adapted(base):
         notice(
-            f"{folder} adapts the output layer or the embeddings, which {config.model_path} ties: "
-            "the merged model stores both (tie_word_embeddings false)."
+            f"{folder} adapts the output layer or the embeddings, which are tied in "
+            f"{config.model_path}. The merged model stores them separately (tie_word_embeddings "
+            "false)."
         )
     tokenizer: str | Path = config.model_path
     if (folder / "tokenizer_config.json").exists():
@@ -64,27 +65,30 @@ def combine(config: CombinerConfig) -> None:
         gap = explain_gap(expected, probe_logits(reloaded), config.ds.param_dtype)
         if gap:
             raise UserError(
-                f"the merge of --lora_path {folder} into --model_path {config.model_path} was not "
-                "written: its logits and those of the model with the unmerged adapter are "
-                f"{gap}."
+                f"--lora_path {folder} was not merged into --model_path {config.model_path}, "
+                "because the merge changes the logits: those of the merged and the unmerged model "
+                f"are {gap}."
             )
-    say(f"{config.output_path}: the merged model, in {config.ds.param_dtype} (--ds.param_dtype).")
+    say(
+        f"Wrote the merged model to {config.output_path} in {config.ds.param_dtype} "
+        "(--ds.param_dtype)."
+    )
 
 
 def load_adapted(config: CombinerConfig, base: PreTrainedModel) -> Any:
-    """Return the model with the unmerged adapter of --lora_path.
+    """Return the model with the unmerged adapter from --lora_path.
 
-    Raises UserError for an adapter of another model, and ModelError for weights that are not
-    finite.
+    Raises UserError for an adapter trained on a different model, and ModelError for non-finite
+    weights.
     """
-    import peft  # not while commands are imported, see quick_imports
+    import peft  # slow, so it is not imported at startup (see quick_imports)
 
     folder = config.lora_path
     try:
         trained_on = str(peft.PeftConfig.from_pretrained(folder).base_model_name_or_path)
         if Path(trained_on).resolve() != Path(config.model_path).resolve():
             notice(
-                f"--lora_path {folder} was trained on {trained_on}, but is merged into "
+                f"--lora_path {folder} was trained on {trained_on}, but is being merged into "
                 f"{config.model_path}."
             )
         adapted = peft.PeftModel.from_pretrained(base, folder)
@@ -92,7 +96,9 @@ def load_adapted(config: CombinerConfig, base: PreTrainedModel) -> Any:
         unmatched = stored ^ peft.get_peft_model_state_dict(adapted).keys()
         if unmatched:
             shown = ", ".join(sorted(unmatched)[:3])
-            raise ValueError(f"{len(unmatched)} weights exist in only one of them: {shown}")
+            raise ValueError(
+                f"{len(unmatched)} weights exist only in the adapter or only in the model: {shown}"
+            )
     except (AttributeError, OSError, RuntimeError, ValueError) as error:
         raise UserError(
             f"--lora_path {folder} is not an adapter of --model_path {config.model_path}: {error}"

@@ -1,6 +1,6 @@
-"""Hugging Face exports: folders that `from_pretrained` and a stock vLLM server load.
+"""Hugging Face exports: folders that `from_pretrained` and an unmodified vLLM server can load.
 
-An export of adapters is a folder that PEFT loads.
+An adapter is exported to a folder that PEFT can load.
 """
 
 import json
@@ -29,11 +29,11 @@ GIB = 2**30
 
 
 class ExportError(UserError, RuntimeError):
-    """A failure to write a model. The message names the folder and the files written so far."""
+    """A failed model write. The message names the folder and the files written so far."""
 
 
 class UnwritableError(ExportError, OSError):
-    """A failure to write a model's files: a full disk, a quota, or a limit on the size of files."""
+    """A failed write of a model's files: a full disk, a quota, or a file size limit."""
 
 
 def export_hf(
@@ -46,13 +46,13 @@ def export_hf(
     trained: TrainedState | None = None,
     final: bool = True,
 ) -> None:
-    """Write weights, configuration and tokenizer to the folder `path`, and replace any model there.
+    """Write weights, configuration and tokenizer to the folder `path`, replacing any model in it.
 
-    `buckets` stream the whole parameters; for a model with adapters, only the trained ones. They
-    may be collective: every rank iterates, and the rank that `writes` keeps the tensors. With
-    `trained`, compare the written model before it replaces the old one: a `final` model is loaded
-    again, and a difference is an error. For any other model only the files are read, and a
-    difference is a notice. Raises ExportError.
+    `buckets` yield full parameters; for a model with adapters, only the trained ones. They may be
+    collective: every rank iterates, and the rank with `writes` keeps the tensors. With `trained`,
+    the written model is compared before it replaces the old one: a `final` model is loaded again,
+    and a difference raises ExportError. For any other model only the files are read, and a
+    difference causes a notice. Raises ExportError.
     """
     state: dict[str, Tensor] = {}
     for bucket in buckets:
@@ -65,7 +65,7 @@ def export_hf(
         if hasattr(model, "peft_config"):
             save_adapter(model, state, aside)
         else:
-            persistent = set(model.state_dict())  # besides parameters, buffers that files store
+            persistent = set(model.state_dict())  # parameters and the buffers that files store
             for name, buffer in model.named_buffers():
                 if name in persistent:
                     state[name] = buffer.cpu()
@@ -85,7 +85,7 @@ def export_hf(
 def write_model(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> None:
     """Write a whole model to `folder`.
 
-    If its configuration cannot be written, still write the weights, then raise.
+    If its configuration cannot be written, still write the weights before raising.
     """
     try:
         # Transformers writes tied weights once.
@@ -104,13 +104,13 @@ def replacing(final: Path) -> Iterator[Path]:
     """Yield a temporary folder for the files of a new model, then replace the model in `final`.
 
     The temporary folder is inside `final`, so it is on the same file system and needs the same
-    permissions. Files of `final` that are not the model's stay. If the block fails, the old model
-    stays, and an ExportError names the folder of the new files (an UnwritableError if there is no
-    room for them).
+    permissions. Files in `final` that are not part of the model are kept. If the block fails, the
+    old model is kept, and the ExportError (UnwritableError if there is no room) names the folder
+    with the new files.
     """
     final = final.absolute()
     final.mkdir(parents=True, exist_ok=True)
-    leftovers = list(final.glob(f"{ASIDE}*"))  # of exports that failed or were killed
+    leftovers = list(final.glob(f"{ASIDE}*"))  # leftovers of exports that failed or were killed
     aside = final / f"{ASIDE}{os.urandom(4).hex()}"
     aside.mkdir()
     try:
@@ -122,9 +122,9 @@ def replacing(final: Path) -> Iterator[Path]:
         written = ", ".join(sorted(os.listdir(aside))) or "no files"
         message = (
             f"The model could not be written to {final}: {type(error).__name__}: {error}. "
-            f"The files written so far are in {aside}: {written}."
+            f"Files written so far, in {aside}: {written}."
         )
-        # The tokenizers library raises plain exceptions for files that it cannot write.
+        # The tokenizers library raises a plain Exception if it cannot write a file.
         if isinstance(error, OSError | SafetensorError) or type(error) is Exception:
             raise UnwritableError(message) from error
         raise ExportError(message) from error
@@ -140,13 +140,13 @@ def replacing(final: Path) -> Iterator[Path]:
 
 
 def check_disk_room(path: str, size: int) -> None:
-    """Raise ExportError if the disk of folder `path` has no room for a model of `size` bytes."""
+    """Raise ExportError if the disk that holds `path` has no room for a model of `size` bytes."""
     folder = Path(path).absolute()
     disk = disk_of(folder)
     if disk.total and disk.free < size:
         raise ExportError(
             f"{folder} has {disk.free / GIB:.3g} GiB free, but the model takes {size / GIB:.3g} "
-            "GiB. Make room, or choose another --ckpt.output_dir."
+            "GiB. Free some disk space, or choose a different --ckpt.output_dir."
         )
 
 
@@ -158,9 +158,9 @@ def _delete(path: Path) -> None:
 
 
 def _declare_precision(file: Path, state: dict[str, Tensor]) -> None:
-    """Write the data type of the exported weights to the configuration.
+    """Write the exported weights' dtype to the configuration.
 
-    Transformers writes the data type of the model in memory.
+    Transformers writes the dtype of the model in memory.
     """
     config = json.loads(file.read_text())
     config["dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Writing, finding and removing checkpoints, so that a kill loses at most the save in progress.
+"""Writing, finding and removing checkpoints such that a kill loses at most the save in progress.
 
     <ckpt.path>/global_step20.manifest.json  the commit point: files, sizes, hashes, run state
     <ckpt.path>/_actor/global_step20/…       engine files and metric.json  (offline: no `_actor/`)
@@ -7,13 +7,13 @@
     <ckpt.path>/.tmp-<tag>-<nonce>           a save or a removal in progress, laid out as above
 
 A save is written to a temporary directory, synced and hashed, renamed into place, and committed by
-the rename of its manifest; only then are older checkpoints removed. Removal runs backwards: the
-rename of the manifest into a temporary directory revokes the commit, the checkpoint's directories
-follow, and the temporary directory is deleted. A directory that no manifest names is not a
-checkpoint: leftovers of our own saves are deleted, and files of other programs stay.
+renaming its manifest; only then are older checkpoints removed. Removal runs in reverse: renaming
+the manifest into a temporary directory revokes the commit, the checkpoint's directories follow, and
+the temporary directory is deleted. A directory that no manifest names is not a checkpoint:
+leftovers of this program's saves are deleted, and files of other programs are kept.
 
-Standard library only. One process (rank 0, the controller) owns the manager and makes one save at a
-time. `<ckpt.path>` is on one file system that all processes see.
+Only the standard library is used. One process (rank 0, the controller) owns the manager and makes
+one save at a time. `<ckpt.path>` is on a single file system that all processes can access.
 """
 
 import errno
@@ -32,22 +32,22 @@ from openrlhf.config.shared import CheckpointConfig
 from openrlhf.files import disk_of, fingerprint, move, sync, sync_tree, write_atomically
 from openrlhf.reporting import warn
 
-SAVE_FAILED = "The run continues without a checkpoint of step {}: {}"
+SAVE_FAILED = "The run continues without a checkpoint for step {}: {}"
 RESUME_HINT = "Saved step {}. Resume with --ckpt.load_enable."
 NOTHING_SAVED = "No step was saved."
 HOW_TO_SAVE = " With --ckpt.save_steps, an interrupted run saves its last step."
 
 GIB = 2**30
-FULL = 2**20  # bytes: a disk with at most this much free space counts as full
+FULL = 2**20  # bytes: a disk with no more free space than this counts as full
 MANIFEST = ".manifest.json"
-# Parts of the messages of RuntimeErrors that torch raises when it cannot write a file.
+# Substrings of the RuntimeErrors that torch raises when it cannot write a file.
 TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "file write failed", "unexpected pos")
 
 
 def note_of_end(ckpt: CheckpointConfig, *, saved: int, step: int) -> str:
-    """Return the closing message of an interrupted run; "" if nothing is lost.
+    """Return an interrupted run's closing message; "" if nothing is lost.
 
-    The run was interrupted after `step`, and its newest checkpoint is of step `saved`.
+    The run was interrupted after `step`, and its newest checkpoint is from step `saved`.
     """
     if step < 1:
         return ""
@@ -61,37 +61,39 @@ def note_of_end(ckpt: CheckpointConfig, *, saved: int, step: int) -> str:
 class CheckpointManager:
     """The owner of the checkpoints under `root` (`--ckpt.path`): writes, finds and removes them.
 
-    `parts` are the engines that a checkpoint consists of, none with --ckpt.disable_ds.
-    --ckpt.max_num limits the number of regular checkpoints, --ckpt.max_mem the GiB of all
-    checkpoints; both count the newest.
+    `parts` are the engines in a checkpoint, none with --ckpt.disable_ds. --ckpt.max_num limits the
+    number of regular checkpoints, --ckpt.max_mem the size of all checkpoints in GiB; both include
+    the newest.
     """
 
     def __init__(self, ckpt: CheckpointConfig, parts: Sequence[str] = ("",)) -> None:
         self.root = Path(ckpt.path).absolute()
         if glob.has_magic(str(self.root)):
             raise CheckpointError(
-                f"--ckpt.path {self.root}: DeepSpeed takes paths as patterns and would not find "
-                "its files again under a name with [, * or ?. Choose another --ckpt.path."
+                f"--ckpt.path {self.root} contains [, * or ?. DeepSpeed treats paths as patterns "
+                "and could not find its files again. Choose a different --ckpt.path."
             )
         self.parts: tuple[str, ...] = ()
         if not ckpt.disable_ds:
             self.parts = tuple(parts)
         self.max_num = ckpt.max_num
         self.max_bytes = ckpt.max_mem * GIB
-        self._damaged: set[str] = set()  # nonces of checkpoints that `latest` found incomplete
+        self._damaged: set[str] = (
+            set()
+        )  # nonces of checkpoints that `latest` found to be incomplete
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint, regular or best, with all its files checked.
+        """Return the newest complete checkpoint, regular or best, after checking all its files.
 
-        Skip an incomplete checkpoint with a warning that names the damaged file. Return None, with
-        a warning, if no checkpoint is complete. Raises CheckpointError if the newest complete
-        checkpoint lacks an engine that this run has.
+        Skip incomplete checkpoints with a warning that names the damaged file. Return None, with a
+        warning, if no checkpoint is complete. Raises CheckpointError if the newest complete
+        checkpoint lacks an engine that this run needs.
         """
         self._settle()
         for checkpoint in reversed(self.checkpoints()):
             tag = checkpoint.tag
             if not checkpoint.parts:
-                warn(f"Skipped {tag} in {self.root}: it is only an export.")
+                warn(f"Skipped {tag} in {self.root}: it contains only an export.")
                 continue
             damage = checkpoint.damage()
             if damage:
@@ -102,8 +104,8 @@ class CheckpointManager:
             if missing:
                 raise CheckpointError(
                     f"{tag} in --ckpt.path {self.root} has the engines {list(checkpoint.parts)}, "
-                    f"but this run also needs {sorted(missing)}. Choose another --ckpt.path, or "
-                    "leave out --ckpt.load_enable."
+                    f"but this run also needs {sorted(missing)}. Choose a different --ckpt.path, "
+                    "or drop --ckpt.load_enable."
                 )
             return checkpoint
         warn(
@@ -112,7 +114,7 @@ class CheckpointManager:
         return None
 
     def find(self, step: int, *, best: bool) -> Checkpoint | None:
-        """Return the checkpoint of a step, regular or best; None if it is missing or incomplete."""
+        """Return a step's regular or best checkpoint; None if it is missing or incomplete."""
         tag = _tag(step, best=best)
         for checkpoint in self.checkpoints():
             if checkpoint.tag == tag:
@@ -124,7 +126,7 @@ class CheckpointManager:
     def checkpoints(self) -> list[Checkpoint]:
         """Return all committed checkpoints, oldest save first, without checking their files.
 
-        Rename a damaged manifest with a warning, and leave out its checkpoint.
+        Skip a checkpoint with a damaged manifest, renaming the manifest with a warning.
         """
         found: list[Checkpoint] = []
         for path in sorted(self.root.glob(f"*{MANIFEST}")):
@@ -136,10 +138,10 @@ class CheckpointManager:
         return sorted(found, key=lambda checkpoint: checkpoint.sequence)
 
     def begin(self, step: int, *, best: bool = False, hf: bool = False) -> StagedCheckpoint:
-        """Make the directories of a save, with one for an export if `hf`.
+        """Create the directories for a save, including one for an export if `hf`.
 
-        Discard an earlier save that was not committed. Raises CheckpointError if the disk has less
-        room than the last checkpoint took, or cannot be written.
+        Discard any earlier save that was not committed. Raises CheckpointError if the disk has less
+        free space than the last checkpoint took, or cannot be written to.
         """
         tag = _tag(step, best=best)
         nonce = os.urandom(4).hex()
@@ -162,9 +164,9 @@ class CheckpointManager:
     ) -> Checkpoint:
         """Commit a save whose files are all written, then remove older checkpoints over the limits.
 
-        `metric_value` is the value, for these weights, of the metric that the run follows. A value
-        that is not finite counts as None. Raises CheckpointError and discards the save if it fails;
-        a failure to remove older checkpoints is only a warning.
+        `metric_value` is the value of the run's best-model metric for these weights. A non-finite
+        value counts as None. Raises CheckpointError and discards the save if it fails; a failure to
+        remove older checkpoints only causes a warning.
         """
         assert staged.tag.endswith(_tag(state.step))
         if metric_value is not None and not math.isfinite(metric_value):
@@ -173,7 +175,7 @@ class CheckpointManager:
             checkpoint = self._seal(staged, state, metric_value)
             self._install(staged, checkpoint)
         except OSError as error:
-            with suppress(OSError):  # the next call settles the rest
+            with suppress(OSError):  # the next call cleans up the rest
                 self._settle()
             raise self._failed(staged.tag, error) from error
         try:
@@ -183,14 +185,14 @@ class CheckpointManager:
             self._rotate(checkpoint.state.run_dir)
         except OSError as error:
             warn(
-                f"Saved {staged.tag}, but could not remove older checkpoints in {self.root}: "
+                f"Saved {staged.tag}, but failed to remove older checkpoints in {self.root}: "
                 f"{error}."
             )
         return checkpoint
 
     @contextmanager
     def writing(self, staged: StagedCheckpoint) -> Iterator[None]:
-        """Raise CheckpointError if the block cannot write its files, in any process.
+        """Raise CheckpointError if the block fails to write its files in any process.
 
         Remove the files written so far, because later checkpoints and the final model need the
         space.
@@ -205,10 +207,10 @@ class CheckpointManager:
             raise self._failed(staged.tag, reason) from error
 
     def _write_error(self, error: Exception) -> OSError | None:
-        """Return the OSError behind an error; None if the error has another cause.
+        """Return the OSError behind an error; None if the error has a different cause.
 
-        torch raises a RuntimeError that does not name the cause: a full disk, a quota, or a limit
-        on the size of files. An export raises an OSError.
+        For a full disk, a quota or a file size limit, torch raises a RuntimeError that does not
+        name the cause. An export raises an OSError.
         """
         if isinstance(error, OSError):
             return error
@@ -226,20 +228,20 @@ class CheckpointManager:
         if older:
             kept = f"Older checkpoints are kept: {older}."
         return CheckpointError(
-            f"{tag} could not be written to --ckpt.path {self.root}: {error}. {kept} Make room, "
-            "choose another --ckpt.path, or keep fewer with --ckpt.max_num "
-            f"(now {self.max_num})."
+            f"{tag} could not be written to --ckpt.path {self.root}: {error}. {kept} Free some "
+            "disk space, choose a different --ckpt.path, or lower --ckpt.max_num (now "
+            f"{self.max_num})."
         )
 
     def _seal(
         self, staged: StagedCheckpoint, state: RunState, metric_value: float | None
     ) -> Checkpoint:
-        """Sync and hash the staged files, and write the draft of the manifest beside them."""
+        """Sync and hash the staged files, and write the draft manifest next to them."""
         files: dict[str, tuple[int, str]] = {}
         for place in staged.places:
             directory = staged.directory / place
             if not any(directory.iterdir()):
-                raise FileNotFoundError(f"nothing was written into {directory}")
+                raise FileNotFoundError(f"nothing was written to {directory}")
             if not directory.name.endswith("_hf"):
                 metric = {"metric_key": state.best_metric_key, "metric_value": metric_value}
                 write_atomically(directory / "metric.json", json.dumps(metric))
@@ -265,18 +267,18 @@ class CheckpointManager:
         return checkpoint
 
     def _install(self, staged: StagedCheckpoint, checkpoint: Checkpoint) -> None:
-        """Rename the staged directories into place, and then the manifest: the commit."""
+        """Rename the staged directories into place, then commit by renaming the manifest."""
         for other in self.checkpoints():
             if other.tag != checkpoint.tag:
                 continue
             for place in other.places:
                 if (self.root / place).exists():
-                    # `_settle` moves it back as long as its manifest is in place.
+                    # `_settle` moves it back while its manifest is in place.
                     move(self.root / place, self._aside(other) / place)
         for place in checkpoint.places:
-            if (self.root / place).exists():  # no manifest names it: not ours to delete
+            if (self.root / place).exists():  # no manifest names it, so it is not ours to delete
                 warn(
-                    f"{place} already exists, but belongs to no checkpoint: renamed to "
+                    f"{place} already exists but does not belong to a checkpoint. Renamed it to "
                     f"{place}.{staged.nonce}."
                 )
                 move(self.root / place, self.root / f"{place}.{staged.nonce}")
@@ -284,7 +286,7 @@ class CheckpointManager:
         move(staged.directory / (staged.tag + MANIFEST), self.root / (staged.tag + MANIFEST))
 
     def _rotate(self, run_dir: str) -> None:
-        """Remove checkpoints over the limits. Checkpoints that other runs have written stay."""
+        """Remove checkpoints over the limits, except for checkpoints written by other runs."""
         own = [
             checkpoint for checkpoint in self.checkpoints() if checkpoint.state.run_dir == run_dir
         ]
@@ -292,23 +294,23 @@ class CheckpointManager:
             own, max_num=self.max_num, max_bytes=self.max_bytes, damaged=self._damaged
         )
         for checkpoint in evicted:
-            # Without its manifest, a checkpoint is a save that was not committed: `_settle` deletes
-            # its files.
+            # Without its manifest, a checkpoint counts as an uncommitted save, whose files
+            # `_settle` deletes.
             manifest = checkpoint.tag + MANIFEST
             move(self.root / manifest, self._aside(checkpoint) / manifest)
         self._settle()
         size = _total_size(self.checkpoints())
         if size > self.max_bytes:
             warn(
-                f"The checkpoints that must stay in {self.root} take {size / GIB:.4g} GiB, "
-                f"more than --ckpt.max_mem {self.max_bytes / GIB:g} GiB."
+                f"The checkpoints that must be kept in {self.root} take {size / GIB:.4g} GiB, more "
+                f"than --ckpt.max_mem {self.max_bytes / GIB:g} GiB."
             )
 
     def _settle(self) -> None:
-        """Undo saves and removals that were not committed, and delete their files.
+        """Undo uncommitted saves and removals, and delete their files.
 
-        Undo moves the files of an uncommitted draft out of place and deletes the draft before the
-        files, so that undoing can itself be killed and repeated. Then restore the files of
+        An uncommitted draft's files are moved out of place, and the draft is deleted before the
+        files, so that this method can itself be killed and repeated. Then restore the files of
         committed checkpoints.
         """
         asides = sorted(self.root.glob(".tmp-*"))
@@ -321,9 +323,9 @@ class CheckpointManager:
             _remove(aside)
 
     def _roll_back(self, aside: Path) -> None:
-        """Move the files of uncommitted manifests in `aside` back there; delete the manifests."""
+        """Move the files of uncommitted manifests back to `aside`, and delete the manifests."""
         for draft in aside.glob(f"*{MANIFEST}"):
-            with suppress(ValueError):  # a damaged manifest: its files are unknown
+            with suppress(ValueError):  # the files of a damaged manifest are unknown
                 for place in Checkpoint.read(draft, root=self.root).places:
                     if not (aside / place).exists() and (self.root / place).exists():
                         move(self.root / place, aside / place)
@@ -336,11 +338,12 @@ class CheckpointManager:
                 move(aside / place, self.root / place)
 
     def _aside(self, checkpoint: StagedCheckpoint) -> Path:
-        """Return the temporary directory for a checkpoint's files during a save or removal."""
+        """Return the temporary directory for a checkpoint's files during saves and removals."""
         return self.root / _aside_name(checkpoint.tag, checkpoint.nonce)
 
     def check_room(self, size: int) -> list[Finding]:
-        """Return a warning if the disk lacks room for checkpoints of about `size` bytes.
+        """Return a warning if the disk is too small for the run's checkpoints of about `size`
+        bytes.
 
         Raises CheckpointError if not even one checkpoint fits.
         """
@@ -352,29 +355,28 @@ class CheckpointManager:
         if disk.free < size:
             raise CheckpointError(
                 f"--ckpt.path {self.root} has {free} free, but a checkpoint of this run takes "
-                f"{one}. Make room, choose another --ckpt.path, or write no checkpoints "
-                "(--ckpt.save_steps -1)."
+                f"{one}. Free some disk space, choose a different --ckpt.path, or disable "
+                "checkpoints (--ckpt.save_steps -1)."
             )
-        kept = _total_size(self.checkpoints())  # removed as new checkpoints are written
+        kept = _total_size(self.checkpoints())  # freed as new checkpoints are written
         needed = min((self.max_num + 1) * size, self.max_bytes + size)
         if disk.free + kept >= needed:
             return []
         seen = (
-            f"--ckpt.path {self.root} has {free} free: too little for --ckpt.max_num "
-            f"{self.max_num} checkpoints of {one} each and one more, which is written before the "
-            f"oldest is removed ({needed / GIB:.3g} GiB). The run continues without the "
-            "checkpoints that do not fit."
+            f"--ckpt.path {self.root} has {free} free, but --ckpt.max_num {self.max_num} "
+            f"checkpoints of {one} each, plus one that is written before the oldest is removed, "
+            f"take {needed / GIB:.3g} GiB. The run continues without checkpoints that do not fit."
         )
-        return [Finding(seen, "Lower --ckpt.max_num, or make room.")]
+        return [Finding(seen, "Lower --ckpt.max_num, or free some disk space.")]
 
     def _check_space(self) -> None:
-        """Raise OSError if the disk has less room than the last checkpoint took."""
+        """Raise OSError if the disk has less free space than the last checkpoint took."""
         needed = _total_size(self.checkpoints()[-1:])
         free = shutil.disk_usage(self.root).free
         if free < needed:
             raise OSError(
                 errno.ENOSPC,
-                f"the last checkpoint took {needed / GIB:.4g} GiB, and {free / GIB:.4g} GiB "
+                f"the last checkpoint took {needed / GIB:.4g} GiB, but only {free / GIB:.4g} GiB "
                 "are free",
             )
 
@@ -386,11 +388,12 @@ def evictions(
     max_bytes: float,
     damaged: Collection[str] = (),
 ) -> list[Checkpoint]:
-    """Return the checkpoints to remove, of `checkpoints` (oldest first).
+    """Return which of `checkpoints` (oldest first) to remove.
 
-    Remove all best checkpoints but the last. While the rest exceeds a limit, remove regular
-    checkpoints in this order: damaged ones (their nonces are in `damaged`), ones without a metric,
-    the worst metric, the oldest. The newest of all and the last best one always stay.
+    All best checkpoints but the last are removed. While the others exceed a limit, regular
+    checkpoints are removed in this order: damaged ones (whose nonces are in `damaged`), ones
+    without a metric, the worst metric, the oldest. The newest checkpoint and the last best one are
+    always kept.
     """
     evicted = [checkpoint for checkpoint in checkpoints if checkpoint.is_best][:-1]
     regular = [checkpoint for checkpoint in checkpoints if not checkpoint.is_best]
@@ -424,8 +427,8 @@ def _aside_name(tag: str, nonce: str) -> str:
 
 
 def _remove(directory: Path) -> None:
-    """Delete a directory. A later call deletes files that cannot be deleted now."""
+    """Delete a directory. A later call retries files that cannot be deleted now."""
     try:
         shutil.rmtree(directory)
     except OSError as error:
-        warn(f"{directory} could not be removed: {error}.")
+        warn(f"Could not remove {directory}: {error}.")

@@ -1,6 +1,6 @@
-"""The parts of a checkpoint: its files, the state of the run, and the manifest that commits both.
+"""A checkpoint's parts: its files, the run state, and the manifest that commits both.
 
-Standard library only.
+Only the standard library is used.
 """
 
 import hashlib
@@ -18,20 +18,20 @@ from openrlhf.reporting import notice
 
 FORMAT = 1
 CONVERSION_HINT = (
-    "--ds.use_universal_ckpt only allows a different number of processes, and a change between "
+    "--ds.use_universal_ckpt only allows changing the number of processes, and switching between "
     "ZeRO 1 and ZeRO 2."
 )
-# Suffixes of the names of metrics of which less is better.
+# Name suffixes of metrics for which lower is better.
 MINIMISED = ("loss", "truncated_rate", "failed_episodes")
 
 
 def is_minimised(metric: str) -> bool:
-    """Return whether less of a metric is better, by its name."""
+    """Return whether lower is better for a metric, judging by its name."""
     return metric.endswith(MINIMISED)
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A failure to write a checkpoint, or a checkpoint that does not fit the run.
+    """A failed checkpoint write, or a checkpoint that does not match the run.
 
     The message names the path and the flag.
     """
@@ -39,7 +39,7 @@ class CheckpointError(UserError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLayout:
-    """The layout of an engine's state in files. An engine with another layout cannot read them."""
+    """The layout of an engine's state files. An engine with a different layout cannot read them."""
 
     world_size: int
     zero_stage: int
@@ -55,30 +55,30 @@ class EngineLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The position of a run, besides the state of its engines.
+    """A run's position, apart from its engines' state.
 
-    Trainers create it and resume from it. Its `identity` survives JSON: keys are strings, sequences
-    are lists.
+    Trainers create it and resume from it. Its `identity` survives a JSON round trip: keys are
+    strings, sequences are lists.
     """
 
     step: int  # completed optimizer steps (offline) or rollout steps (RL)
-    epoch: int = 0  # completed passes over the data: epochs, in RL episodes
-    consumed: int = 0  # rows, in RL prompts, drawn so far
+    epoch: int = 0  # completed passes over the data: epochs, or episodes in RL
+    consumed: int = 0  # rows drawn so far, or prompts in RL
     kl_coef: float | None = None
     best_metric_key: str | None = None
-    # The best value of the run so far: in every checkpoint, not only in the best.
+    # The run's best value so far. Every checkpoint has it, not just the best one.
     best_metric_value: float | None = None
     best_step: int | None = None  # the step with the best value
     evaluations_since_best: int = 0
     evaluated_at: int = -1  # the step of the last evaluation
-    # Optimizer steps of the whole run, for the learning rate's schedule; 0: unknown.
+    # Optimizer steps in the whole run, for the learning rate schedule; 0: unknown.
     planned_updates: int = 0
     run_dir: str = ""
-    started: str = ""  # the moment of the run's first start; empty in older checkpoints
-    # Texts default to the model's trained format; false in older checkpoints.
+    started: str = ""  # time of the run's first start; empty in older checkpoints
+    # Whether texts default to the format the model was trained on; false in older checkpoints.
     trained_format: bool = False
-    engines: Mapping[str, EngineLayout] = field(default_factory=dict)  # part → layout
-    # Settings that a resumed run must share.
+    engines: Mapping[str, EngineLayout] = field(default_factory=dict)  # part name → layout
+    # Settings that must not change when the run resumes.
     identity: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -86,13 +86,13 @@ class RunState:
 
     @property
     def first_start(self) -> FirstStart:
-        """The decisions of the run's first start that hold for its later starts."""
+        """Decisions from the run's first start that also apply to later starts."""
         return FirstStart(moment=self.started or now(), trained_format=self.trained_format)
 
     def continued_folder(self, run_dir: str) -> str:
-        """Return the run folder to continue: the run's own, or `run_dir` if it has moved.
+        """Return the run folder to continue: the original one, or `run_dir` if it has moved.
 
-        The folder has moved if it no longer exists at its own path, and a folder exists at the
+        The folder has moved if it no longer exists at its original path, and a folder exists at the
         absolute path `run_dir`.
         """
         moved = not os.path.isdir(self.run_dir) and os.path.isdir(run_dir)
@@ -105,13 +105,14 @@ class RunState:
 class StagedCheckpoint:
     """The location of a checkpoint's files.
 
-    They are in a temporary directory while they are written, and in --ckpt.path once committed.
+    They are in a temporary directory while they are being written, and in --ckpt.path after the
+    commit.
     """
 
     directory: Path
     tag: str
     nonce: str  # distinguishes two saves of one tag
-    places: tuple[str, ...]  # its directories, relative to `directory`
+    places: tuple[str, ...]  # the checkpoint's directories, relative to `directory`
 
     def engine_dir(self, part: str = "") -> str:
         """Return the directory to pass to DeepSpeed's `save_checkpoint` and `load_checkpoint`."""
@@ -119,13 +120,13 @@ class StagedCheckpoint:
 
     @property
     def hf_dir(self) -> str:
-        """The directory of the export, if the checkpoint has one."""
+        """The directory for the export, if the checkpoint has one."""
         return str(self.directory / f"{self.tag}_hf")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(StagedCheckpoint):
-    """One committed checkpoint. Created by `CheckpointManager`, consumed by trainers."""
+    """A committed checkpoint. Created by `CheckpointManager` and consumed by trainers."""
 
     sequence: int  # running number of the save
     files: Mapping[str, tuple[int, str]]  # path relative to `directory` → bytes, hash
@@ -135,12 +136,12 @@ class Checkpoint(StagedCheckpoint):
 
     @property
     def is_best(self) -> bool:
-        """True if the checkpoint was saved because an evaluation was the best so far."""
+        """True if the checkpoint was saved after the best evaluation so far."""
         return self.tag.startswith("best_")
 
     @property
     def worth(self) -> float | None:
-        """The metric, with its sign changed if less is better; None without a metric."""
+        """The metric, negated if lower is better; None without a metric."""
         if self.metric_value is None:
             return None
         if is_minimised(self.metric_key or ""):
@@ -156,16 +157,16 @@ class Checkpoint(StagedCheckpoint):
     def parts(self) -> tuple[str, ...]:
         """The engines in the checkpoint: `""` offline, `_actor` and `_critic` in RL.
 
-        A checkpoint that is only an export has none.
+        A checkpoint that contains only an export has none.
         """
         return tuple(os.path.dirname(place) for place in self.places if not place.endswith("_hf"))
 
     def check_continued_by(self, run: RunState, *, layout: str, converts: bool = False) -> None:
         """Raise CheckpointError, naming every difference, if `run` cannot continue the checkpoint.
 
-        Print a notice if the continuing run has a different number of optimizer steps, and so a
-        different learning rate. `layout` names the flags that set the layout of the engines. With
-        `converts`, a layout that can be converted is accepted.
+        Print a notice if the continuing run has a different number of optimizer steps, and
+        therefore a different learning rate. `layout` names the flags that determine the engine
+        layout. With `converts`, a layout that can be converted is accepted.
         """
         written = self.state.engines
         readable = written
@@ -176,8 +177,8 @@ class Checkpoint(StagedCheckpoint):
         different = differences(then, now)
         if different:
             lines = [
-                f"{self.tag} in --ckpt.path {self.directory} is of another run. Resume it with the "
-                "settings it was written with, or choose another --ckpt.path:"
+                f"{self.tag} in --ckpt.path {self.directory} was written by a run with different "
+                "settings. Resume it with the original settings, or choose a different --ckpt.path:"
             ]
             for difference in different:
                 lines.append(f"  {difference}")
@@ -187,15 +188,14 @@ class Checkpoint(StagedCheckpoint):
         planned = self.state.planned_updates
         if planned and run.planned_updates and planned != run.planned_updates:
             notice(
-                f"The run that wrote {self.tag} was planned with {planned} optimizer steps, this "
-                f"one has {run.planned_updates} (--train.max_epochs, in RL also "
-                "--train.num_episodes). From now on the learning rate follows the schedule of "
-                f"{run.planned_updates} steps, and may jump. For the old schedule, pass the old "
-                "value."
+                f"The run that wrote {self.tag} was planned for {planned} optimizer steps, but "
+                f"this run is planned for {run.planned_updates} (--train.max_epochs, in RL also "
+                "--train.num_episodes). The learning rate now follows the new schedule and may "
+                "jump. To keep the old schedule, pass the old value."
             )
 
     def manifest(self) -> str:
-        """Return the text of the manifest: fields without the directory, format, and SHA-256."""
+        """Return the manifest text: all fields except the directory, the format, and a SHA-256."""
         values = asdict(self)
         del values["directory"]
         return json.dumps(
@@ -206,7 +206,7 @@ class Checkpoint(StagedCheckpoint):
     def read(cls, path: Path, *, root: Path) -> Self:
         """Return the checkpoint under `root` that a manifest describes.
 
-        Raises ValueError if the manifest is damaged, CheckpointError if it has another format.
+        Raises ValueError if the manifest is damaged, CheckpointError if it has a different format.
         """
         manifest = json.loads(path.read_bytes())
         required = {"format", "sha256", "checkpoint"}
@@ -215,7 +215,7 @@ class Checkpoint(StagedCheckpoint):
         if manifest["format"] != FORMAT:
             raise CheckpointError(
                 f"{path} has format {manifest['format']}, but this version of the program reads "
-                f"format {FORMAT}. Use the version that wrote it, or another --ckpt.path."
+                f"format {FORMAT}. Use the version that wrote it, or a different --ckpt.path."
             )
         values = manifest["checkpoint"]
         if manifest["sha256"] != _json_hash(values):
@@ -229,9 +229,9 @@ class Checkpoint(StagedCheckpoint):
         return cls(directory=root, **values)
 
     def damage(self) -> str | None:
-        """Return what is wrong with the first damaged file; None if the checkpoint is complete.
+        """Describe the first damaged file; return None if the checkpoint is complete.
 
-        Read at most 16 MiB per file.
+        Reads at most 16 MiB per file.
         """
         for name, (size, digest) in self.files.items():
             path = self.directory / name
@@ -246,9 +246,9 @@ class Checkpoint(StagedCheckpoint):
 
 
 def _convertible(engines: Mapping[str, EngineLayout]) -> dict[str, EngineLayout]:
-    """Return the layouts without the properties that can be converted.
+    """Return the layouts without convertible properties.
 
-    Convertible are the number of processes, and ZeRO 1 to 2 and back.
+    The number of processes can be converted, and ZeRO 1 to 2 and back.
     """
     layouts: dict[str, EngineLayout] = {}
     for part, layout in engines.items():
@@ -264,14 +264,14 @@ def _in_words(engines: Mapping[str, EngineLayout]) -> str:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a line for each name that has different values in two runs.
+    """Return a line for each name whose values differ between two runs.
 
-    Names that exist in only one of the runs are left out.
+    Names that exist in only one run are skipped.
     """
     lines: list[str] = []
     for name, value in now.items():
         if name in then and then[name] != value:
-            lines.append(f"{name}: {then[name]} there, {value} here")
+            lines.append(f"{name}: was {then[name]}, now {value}")
     return lines
 
 

@@ -1,13 +1,13 @@
-"""Comparison of an exported model with the trained model: the export is loaded again.
+"""Comparison of exported models with the trained model after loading them again.
 
-Exports in the middle of a run are not loaded: the tensors in their files are compared, and a
-difference is a notice.
+Exports in the middle of a run are not loaded: only the tensors in their files are compared, and a
+difference causes a notice.
 
-Each weight that Transformers loads from the folder is compared with the trained weight (or the
-merged or averaged one) by a hash of its bytes. The logits of a few tokens are compared too, because
-they also depend on the stored configuration: positions, scales of adapters, tied weights. The
-trained model computes its logits in place, sharded or not. The folder is loaded in one process, in
-CPU memory, after the copy of the weights for the export is freed: the two never coexist.
+Each weight that Transformers loads from the folder is compared with the trained (or merged or
+averaged) weight by a hash of its bytes. The logits of a few tokens are compared too, because they
+also depend on the stored configuration: positions, adapter scales, tied weights. The trained model
+computes its logits in place, sharded or not. The folder is loaded by one process into CPU memory,
+after the export's copy of the weights is freed, so that only one copy exists at a time.
 """
 
 import math
@@ -37,12 +37,12 @@ from openrlhf.training.whole import full_shape
 from openrlhf.weights.buckets import bucket_hash
 
 GIB = 2**30
-ROOM = 1.2  # memory needed to load a model, as a multiple of the size of its files
-Digest = tuple[tuple[int, ...], torch.dtype, int]  # shape, data type, hash of the bytes
+ROOM = 1.2  # memory needed to load a model, as a multiple of its file size
+Digest = tuple[tuple[int, ...], torch.dtype, int]  # shape, dtype, hash of the bytes
 
 
 class DifferentModelError(RuntimeError):
-    """A difference between the files of an export and the trained model."""
+    """A difference between an export's files and the trained model."""
 
 
 @dataclass(kw_only=True)
@@ -50,8 +50,8 @@ class TrainedState:
     """The trained model that an export is compared with: weight digests by name, and logits.
 
     `logits` is None if logits are not compared, because a 4-bit base differs from its files.
-    `precision` is the data type in which they were computed. `averages` are the averaged weights,
-    in float32, if the export holds the average.
+    `precision` is the dtype in which they were computed. `averages` are the float32 averaged (EMA)
+    weights, if the export contains them.
     """
 
     logits: Tensor | None
@@ -59,7 +59,7 @@ class TrainedState:
     max_len: int | None = None
     averages: Mapping[str, Tensor] = field(default_factory=dict)
     digests: dict[str, Digest] = field(default_factory=dict)
-    # Exported weights that differ from the average that they should be.
+    # Exported weights that differ from their averages.
     not_averages: list[str] = field(default_factory=list)
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -70,15 +70,16 @@ class TrainedState:
             self.not_averages.append(name)
 
     def require_averages(self) -> None:
-        """Raise DifferentModelError if an exported weight is not the average that it should be."""
+        """Raise DifferentModelError if an exported weight differs from its average."""
         if self.not_averages:
             raise DifferentModelError(
-                f"{_shown(self.not_averages)}: not the average of the weights (--train.enable_ema)"
+                f"{_shown(self.not_averages)}: not equal to the averaged weights "
+                "(--train.enable_ema)"
             )
 
 
 def digest_of(tensor: Tensor) -> Digest:
-    """Return shape, data type and hash of a tensor."""
+    """Return a tensor's shape, dtype and hash."""
     data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
     if len(data) == 0:
         return tuple(tensor.shape), tensor.dtype, 0
@@ -88,26 +89,27 @@ def digest_of(tensor: Tensor) -> Digest:
 
 
 def _shown(names: Sequence[str]) -> str:
-    """Return the first three names, for a message."""
+    """Return the first three names for a message."""
     return ", ".join(names[:3])
 
 
 def compare_reloaded(folder: Path, model: PreTrainedModel, trained: TrainedState) -> None:
     """Load the exported model in `folder`, and compare it with the trained model.
 
-    `model` is the trained model; its class and configuration are used. Raises DifferentModelError.
+    `model` is the trained model, whose class and configuration are used. Raises
+    DifferentModelError.
     """
     try:
         _compare(folder, model, trained)
-    except UserError as error:  # from loading: its advice is for models that users provide
+    except UserError as error:  # a loading error, whose advice is for models that users provide
         raise DifferentModelError(str(error)) from error
 
 
 def compare_files(folder: Path, model: PreTrainedModel, trained: TrainedState) -> None:
-    """Print a notice if the tensors in the files of an export differ from the trained weights.
+    """Print a notice if the tensors in an export's files differ from the trained weights.
 
-    The model is not loaded, and logits are not compared: this check is for exports in the middle of
-    a run.
+    This check is for exports in the middle of a run: the model is not loaded, and logits are not
+    compared.
     """
     try:
         trained.require_averages()
@@ -117,8 +119,8 @@ def compare_files(folder: Path, model: PreTrainedModel, trained: TrainedState) -
             _compare_tensors(folder, trained.digests, buffers=dict(model.named_buffers()))
     except DifferentModelError as error:
         notice(
-            f"{folder.parent}: the files of this export do not hold the trained model: {error}. "
-            "The run continues."
+            f"The export in {folder.parent} does not match the trained model: {error}. The run "
+            "continues."
         )
 
 
@@ -127,14 +129,14 @@ def _compare_tensors(
 ) -> None:
     """Compare the tensors that have the same names in the files and in the model.
 
-    Transformers may store some tensors under other names or in parts, for example experts.
+    Transformers may store some tensors under different names or in parts, for example experts.
     """
     seen: set[str] = set()
     others: list[str] = []
     wrong: list[str] = []
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118 it is no mapping
+            for name in stored.keys():  # noqa: SIM118 not a mapping
                 if name in trained:
                     seen.add(name)
                     if digest_of(stored.get_tensor(name)) != trained[name]:
@@ -143,7 +145,7 @@ def _compare_tensors(
                     others.append(name)
     if wrong:
         raise DifferentModelError(
-            f"{len(wrong)} weights of the files are not the trained ones: {_shown(wrong)}"
+            f"{len(wrong)} weights in the files differ from the trained weights: {_shown(wrong)}"
         )
     missing = sorted(trained.keys() - seen)
     if missing and not others:
@@ -173,9 +175,9 @@ def _compare(folder: Path, model: PreTrainedModel, trained: TrainedState) -> Non
     free = free_memory()
     if free < ROOM * size:
         notice(
-            f"{folder.parent}: the exported model was not loaded again and compared with the "
-            f"trained model, because this machine has {free / GIB:.3g} GiB of free memory and the "
-            f"model takes {size / GIB:.3g} GiB."
+            f"The export in {folder.parent} was not loaded again and compared with the trained "
+            f"model, because the model takes {size / GIB:.3g} GiB and this machine has only "
+            f"{free / GIB:.3g} GiB of free memory."
         )
         return
     if adapted:
@@ -191,21 +193,19 @@ def _compare(folder: Path, model: PreTrainedModel, trained: TrainedState) -> Non
 
 
 def _compare_logits(folder: Path, expected: Tensor, found: Tensor, precision: str) -> None:
-    """Compare logits of models with the same weights.
+    """Compare the logits of models with the same weights.
 
-    They may come from different devices and different attention kernels.
+    They may come from different devices and attention kernels.
     """
     gap = explain_gap(expected, found, precision)
     if not gap:
         return
     if are_of_another_model(expected, found, precision):
-        raise DifferentModelError(
-            f"the logits of the model in the files and of the trained model are {gap}"
-        )
+        raise DifferentModelError(f"the logits of the exported and the trained model are {gap}")
     notice(
-        f"{folder.parent}: the files hold the trained weights, but the logits that Transformers "
-        f"computes from them on the CPU and those of the trained model are {gap}. Rounding usually "
-        "explains less. Evaluate the exported model."
+        f"The export in {folder.parent} contains the trained weights, but the logits that "
+        f"Transformers computes from them on the CPU and those of the trained model are {gap}. "
+        "Rounding errors are usually smaller. Evaluate the exported model."
     )
 
 
@@ -218,7 +218,7 @@ def _compare_weights(found: Mapping[str, Tensor], trained: Mapping[str, Digest])
     unexpected = sorted(found.keys() - trained.keys())
     if unexpected:
         raise DifferentModelError(
-            f"{len(unexpected)} weights of the files were not exported: {_shown(unexpected)}"
+            f"{len(unexpected)} weights in the files were not exported: {_shown(unexpected)}"
         )
     wrong: list[str] = []
     for name, tensor in found.items():
@@ -227,7 +227,7 @@ def _compare_weights(found: Mapping[str, Tensor], trained: Mapping[str, Digest])
             wrong.append(name)
     if wrong:
         raise DifferentModelError(
-            f"{len(wrong)} weights of the files are not the trained ones: {_shown(wrong)}"
+            f"{len(wrong)} weights in the files differ from the trained weights: {_shown(wrong)}"
         )
 
 
@@ -236,7 +236,7 @@ def _reloaded(
 ) -> PreTrainedModel:
     """Load a model of the trained model's class into CPU memory.
 
-    Its weights come from `path`, its configuration from `folder`.
+    The weights come from `path`, the configuration from `folder`.
     """
     configuration: Any = type(model).config_class
     attention = "sdpa"

@@ -1,6 +1,7 @@
-"""Saves that are killed, or run out of disk, at any file operation keep older checkpoints.
+"""Saves that are killed, or run out of disk space, at any file operation keep older checkpoints.
 
-Run as a script, this file kills real processes (`drive`); the tests examine the files they left.
+Run as a script, this file kills real processes (`drive`); the tests examine the files they leave
+behind.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ DELETE = ["unlink", "rmdir"]
 
 
 class RankError(Exception):
-    """A rank could not write its part."""
+    """The error of a rank that could not write its part."""
 
 
 def manager_of(root: Path) -> CheckpointManager:
@@ -54,7 +55,9 @@ def save(root: Path | CheckpointManager, step: int, label: str, **begin: bool) -
 
 
 def newest_label(manager: CheckpointManager) -> str | None:
-    """Return the label of `latest()`; check that each checkpoint is complete and of one save."""
+    """Return the label of `latest()`; check that each checkpoint is complete and from a single
+    save.
+    """
     newest = manager.latest()
     for checkpoint in manager.checkpoints():
         assert checkpoint.damage() is None, checkpoint.tag
@@ -65,7 +68,7 @@ def newest_label(manager: CheckpointManager) -> str | None:
 
 
 Step = Callable[[Path], None]
-# The saves that came before, and the save that fails.
+# The earlier saves, and the save that fails.
 SCENARIOS: dict[str, tuple[list[Step], Step]] = {
     "first save": ([], lambda root: save(root, 1, "new", hf=True)),
     "next save evicts": (
@@ -85,7 +88,7 @@ SCENARIOS: dict[str, tuple[list[Step], Step]] = {
 
 @contextmanager
 def sabotage(strike: Callable[[int], None], operations: list[str]) -> Iterator[None]:
-    """Call `strike(k)` before the k-th file operation, and in the middle of each write."""
+    """Call `strike(k)` before the k-th file operation and in the middle of each write."""
     count = 0
     real = {name: getattr(os, name) for name in [*operations, "fsync"]}
     real_open = builtins.open
@@ -122,7 +125,9 @@ def sabotage(strike: Callable[[int], None], operations: list[str]) -> Iterator[N
     try:
         for name, function in real.items():
             setattr(os, name, wrap(function))
-        os.fsync = wrap(lambda descriptor: None)  # the order matters here, not the disk
+        os.fsync = wrap(
+            lambda descriptor: None
+        )  # only the order matters here, so nothing is synced to disk
         builtins.open = io.open = open_counted  # type: ignore[assignment]
         yield
     finally:
@@ -132,7 +137,7 @@ def sabotage(strike: Callable[[int], None], operations: list[str]) -> Iterator[N
 
 
 def survives_kill(action: Step, root: Path, at: int) -> bool:
-    """Run `action` in a process that dies at operation number `at`; return True if it finishes."""
+    """Run `action` in a process that dies at operation `at`; return True if it finishes."""
     child = os.fork()
     if child == 0:
 
@@ -149,7 +154,7 @@ def survives_kill(action: Step, root: Path, at: int) -> bool:
 
 
 def drive(base: Path) -> None:
-    """Create `base/<scenario>/<k>`, the folder after a kill at operation k; the last k finished."""
+    """Create `base/<scenario>/<k>`, left by a kill at operation k; the last one finishes."""
     for name, (setting, action) in SCENARIOS.items():
         before = base / name / "000"
         before.mkdir(parents=True)
@@ -169,7 +174,7 @@ def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def memory() -> Iterator[Path]:
-    """Return a directory in memory if possible: the tests create some ten thousand files."""
+    """Return a directory in memory if possible: the tests create over ten thousand files."""
     shared = "/dev/shm"
     with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else None) as path:
         yield Path(path)
@@ -194,7 +199,7 @@ def wreckage(memory: Path) -> Path:
 
 
 class Sorted:
-    """`os.scandir` sorted by name, so that files are deleted in the least favourable order."""
+    """Run `os.scandir` sorted by name, so that files are deleted in the least favorable order."""
 
     real = staticmethod(os.scandir)
 
@@ -222,7 +227,7 @@ def killed(wreckage: Path, scenario: str) -> list[Path]:
 
 
 def expect_tidy(manager: CheckpointManager) -> None:
-    """Check that only directories named by manifests, and the pointers, exist."""
+    """Check that only the pointers and the directories named by manifests exist."""
     named = {place for checkpoint in manager.checkpoints() for place in checkpoint.places}
     there = {
         str(path.relative_to(manager.root))
@@ -234,7 +239,7 @@ def expect_tidy(manager: CheckpointManager) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_save_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint(
+def test_save_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint_intact(
     scenario: str, wreckage: Path, tmp_path: Path
 ) -> None:
     old = "old" if SCENARIOS[scenario][0] else None
@@ -253,13 +258,13 @@ def test_save_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint(
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_recovery_killed_at_any_operation_can_be_repeated(
+def test_recovery_can_be_repeated_after_a_kill_at_any_operation(
     scenario: str, wreckage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "scandir", Sorted)
 
     class Dead(BaseException):
-        """Raised at every operation from the fatal one on, which is equivalent to a kill."""
+        """An error at all operations from the fatal one on, which is equivalent to a kill."""
 
     for before in killed(wreckage, scenario)[::4]:
         labels: set[str | None] = set()
@@ -282,7 +287,7 @@ def test_recovery_killed_at_any_operation_can_be_repeated(
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("lasting", [False, True], ids=["for a moment", "for good"])
-def test_disk_full_at_any_operation_loses_at_most_the_new_checkpoint(
+def test_full_disk_at_any_operation_loses_at_most_the_new_checkpoint(
     scenario: str, lasting: bool, tmp_path: Path
 ) -> None:
     setting, action = SCENARIOS[scenario]
@@ -316,7 +321,7 @@ def test_disk_full_at_any_operation_loses_at_most_the_new_checkpoint(
     assert True in outcomes and False in outcomes and len(outcomes) > 20
 
 
-def test_full_disk_error_names_the_path_and_says_that_older_checkpoints_are_kept(
+def test_full_disk_error_names_the_path_and_the_older_checkpoints(
     tmp_path: Path,
 ) -> None:
     manager = manager_of(tmp_path)

@@ -1,4 +1,4 @@
-"""Exports: written unchanged whatever files the model came with, without losing a model."""
+"""Exports preserve the original model's settings and never lose a model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ IN_CONFIG: list[dict[str, Any]] = [
 def model_with(
     folder: Path, generation: dict[str, Any] | None = None, config: dict[str, Any] | None = None
 ) -> Path:
-    """Save a tiny model with these values in generation_config.json, or in config.json."""
+    """Save a tiny model with these values in generation_config.json or config.json."""
     save_tiny_model(folder)
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1} | generation))
@@ -78,7 +78,7 @@ CASES = [(each, None) for each in CONTRADICTIONS] + [(None, each) for each in IN
 
 
 @pytest.mark.parametrize(("generation", "config"), CASES, ids=str)
-def test_export_keeps_generation_values_that_transformers_refuses_to_write(
+def test_export_keeps_generation_settings_that_transformers_refuses_to_write(
     tmp_path: Path, generation: dict[str, Any] | None, config: dict[str, Any] | None
 ) -> None:
     source = model_with(tmp_path / "base", generation, config)
@@ -100,14 +100,14 @@ def test_export_keeps_generation_values_that_transformers_refuses_to_write(
         assert torch.equal(tensor, after.state_dict()[name])
 
 
-def test_generation_values_that_transformers_cannot_read_are_reported(tmp_path: Path) -> None:
+def test_generation_settings_that_transformers_cannot_read_are_reported(tmp_path: Path) -> None:
     source = model_with(tmp_path / "base", {"num_return_sequences": 3})
     notice = str(*check_can_be_exported(str(source), character_tokenizer()))
     assert "num_return_sequences" in notice
 
 
 @pytest.mark.parametrize("values", [(CONTRADICTIONS[0], None), (None, IN_CONFIG[0])], ids=str)
-def test_adapter_is_merged_into_model_with_contradictory_generation_values(
+def test_adapter_merges_into_a_model_with_contradictory_generation_settings(
     tmp_path: Path, values: Any
 ) -> None:
     base = model_with(tmp_path / "base", *values)
@@ -128,7 +128,7 @@ def test_adapter_is_merged_into_model_with_contradictory_generation_values(
     )
 
 
-def test_generation_config_without_contradictions_is_written_as_by_transformers(
+def test_consistent_generation_config_is_written_like_transformers_would(
     tmp_path: Path,
 ) -> None:
     source = model_with(tmp_path / "base")
@@ -149,7 +149,7 @@ class Unwritable:
         raise ValueError("no")
 
 
-def test_model_whose_tokenizer_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
+def test_model_with_an_unwritable_tokenizer_is_rejected_at_startup(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=str(tmp_path / "base")):
         check_can_be_exported(str(model_with(tmp_path / "base")), Unwritable())
 
@@ -171,7 +171,7 @@ def test_failed_export_keeps_the_new_weights_and_the_old_model(
     assert not list(old.glob(f"{ASIDE}*"))
 
 
-def test_export_replaces_all_files_of_the_old_model_and_no_other_file(tmp_path: Path) -> None:
+def test_export_replaces_all_files_of_the_old_model_but_no_others(tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "additional_chat_templates").mkdir(parents=True)
     old = [
@@ -190,11 +190,11 @@ def test_export_replaces_all_files_of_the_old_model_and_no_other_file(tmp_path: 
         "tokenizer_config.json", "notes.txt", "tokenizer_notes.txt", "rows.safetensors",
     }  # fmt: skip
     assert (tmp_path / "linked").read_text() == "of another model", (
-        "a link is replaced, not followed"
+        "a symlink is replaced, not followed"
     )
 
 
-def test_old_model_stays_until_the_new_model_is_complete(tmp_path: Path) -> None:
+def test_old_model_is_kept_until_the_new_model_is_complete(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("old")
     with replacing(tmp_path) as aside:
         (aside / "config.json").write_text("new")
@@ -202,8 +202,8 @@ def test_old_model_stays_until_the_new_model_is_complete(tmp_path: Path) -> None
     assert (tmp_path / "config.json").read_text() == "new"
 
 
-def test_export_writes_nothing_outside_its_folder(tmp_path: Path) -> None:
-    """The folder may be a separate mount, in a folder that the user may not write to."""
+def test_export_does_not_write_outside_its_folder(tmp_path: Path) -> None:
+    """The folder may be a mount point in a folder that the user cannot write to."""
     out = tmp_path / "mount"
     out.mkdir()
     with replacing(out) as aside:
@@ -211,7 +211,7 @@ def test_export_writes_nothing_outside_its_folder(tmp_path: Path) -> None:
         assert aside.is_relative_to(out)
 
 
-def test_disk_without_room_for_the_model_is_an_error_at_start(tmp_path: Path) -> None:
+def test_too_little_disk_space_for_the_model_is_an_error_at_startup(tmp_path: Path) -> None:
     check_disk_room(str(tmp_path / "not" / "there"), 1)
     with pytest.raises(ExportError, match=r"--ckpt\.output_dir"):
         check_disk_room(str(tmp_path), 10**18)
@@ -236,7 +236,7 @@ def write_torch(folder: Path) -> None:
 
 @contextmanager
 def small_files() -> Iterator[None]:
-    """Limit the size of the files that this process writes, as a quota does."""
+    """Limit the size of files that this process writes, like a quota."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
@@ -246,7 +246,7 @@ def small_files() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("write", [write_text, write_tensors, write_tokenizer])
-def test_export_over_quota_is_a_checkpoint_error(
+def test_export_over_quota_raises_a_checkpoint_error(
     write: Callable[[Path], None], tmp_path: Path
 ) -> None:
     manager = checkpoints_in(tmp_path)
@@ -260,7 +260,7 @@ def test_export_over_quota_is_a_checkpoint_error(
         write(aside)
 
 
-def test_export_that_fails_for_another_reason_is_not_a_checkpoint_error(
+def test_export_that_fails_for_a_different_reason_raises_no_checkpoint_error(
     tmp_path: Path,
 ) -> None:
     manager = checkpoints_in(tmp_path)
@@ -269,17 +269,17 @@ def test_export_that_fails_for_another_reason_is_not_a_checkpoint_error(
         raise ValueError("a defect")
 
 
-def test_engine_files_over_quota_are_a_checkpoint_error(
+def test_engine_files_over_quota_raise_a_checkpoint_error(
     tmp_path: Path,
 ) -> None:
     manager = checkpoints_in(tmp_path)
     staged = manager.begin(2)
     with pytest.raises(CheckpointError), manager.writing(staged), small_files():
         write_torch(Path(staged.directory))
-    assert not staged.directory.exists()  # the final model needs its space
+    assert not staged.directory.exists()  # the final model needs the space
 
 
-def test_unwritable_error_survives_pickling() -> None:
+def test_unwritable_error_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(UnwritableError("a.safetensors")))
     assert isinstance(error, UnwritableError) and isinstance(error, OSError)
     assert "a.safetensors" in str(error)

@@ -1,4 +1,4 @@
-"""Checkpoints that are kept, found and refused.
+"""Checkpoints that are kept, found and rejected.
 
 Crashes and full disks are tested in `test_crash_safety.py`.
 """
@@ -35,7 +35,9 @@ def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fill(staged: StagedCheckpoint, text: str = "weights") -> None:
-    """Write the files of the ranks: in `<directory>/<tag>`, DeepSpeed's `latest`, an export."""
+    """Write the ranks' files: the files in `<directory>/<tag>`, DeepSpeed's `latest`, and an
+    export.
+    """
     for place in staged.places:
         path = staged.directory / place / "model_states.pt"
         path.write_text(f"{text} of {place}")
@@ -63,7 +65,7 @@ def tree(root: Path) -> set[str]:
 # ---------------------------------------------------------------- layout
 
 
-def test_offline_checkpoint_has_the_layout_that_deepspeed_loads(tmp_path: Path) -> None:
+def test_offline_checkpoint_has_the_layout_that_deepspeed_expects(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path)
     staged = manager.begin(20, hf=True)
     assert not list(Path(staged.engine_dir()).glob("global_step20/*"))  # no other user
@@ -100,16 +102,14 @@ def test_rl_checkpoint_has_one_directory_per_engine(tmp_path: Path) -> None:
     }
 
 
-def test_paths_of_a_checkpoint_are_absolute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     staged = checkpoints_in("ckpt/deep").begin(1, hf=True)
     assert os.path.isabs(staged.engine_dir())
     assert staged.hf_dir.startswith(str(tmp_path / "ckpt" / "deep"))
 
 
-def test_checkpoint_with_only_an_export_is_kept_but_never_resumed_from(tmp_path: Path) -> None:
+def test_export_only_checkpoint_is_kept_but_never_resumed_from(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path, parts=())
     assert save(manager, 1, hf=True).parts == ()
     assert tags(manager) == ["global_step1"]
@@ -141,16 +141,16 @@ def test_run_state_is_restored_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("identity", [{"t": (1, 2)}, {3: 4}, {"b": b"\0"}, {"s": {1}}])
-def test_run_state_whose_identity_json_would_change_is_refused(identity: dict) -> None:
+def test_run_state_identity_that_json_would_change_is_rejected(identity: dict) -> None:
     with pytest.raises(AssertionError):
         RunState(step=1, identity=identity)
 
 
-def test_run_state_continues_a_moved_run_folder_at_its_new_path(tmp_path: Path) -> None:
+def test_moved_run_folder_is_continued_at_its_new_path(tmp_path: Path) -> None:
     own, given = tmp_path / "own", tmp_path / "given"
     state = RunState(step=1, run_dir=str(own))
     assert state.continued_folder(str(given)) == str(own), (
-        "neither exists: a deleted folder is created again"
+        "neither exists, so a deleted folder is created again"
     )
     given.mkdir()
     assert state.continued_folder(str(given)) == str(given)
@@ -158,7 +158,7 @@ def test_run_state_continues_a_moved_run_folder_at_its_new_path(tmp_path: Path) 
     assert state.continued_folder(str(given)) == str(own)
 
 
-def test_commit_refuses_the_state_of_another_step(tmp_path: Path) -> None:
+def test_commit_rejects_the_run_state_of_a_different_step(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path)
     with pytest.raises(AssertionError):
         manager.commit(manager.begin(2), state=RunState(step=3))
@@ -177,12 +177,12 @@ def test_latest_warns_and_returns_none_for_an_empty_or_missing_path(
     assert not (tmp_path / "none").exists()
 
 
-def test_latest_returns_the_newest_save_regardless_of_kind_and_step(
+def test_latest_returns_the_newest_save_regardless_of_type_and_step(
     tmp_path: Path,
 ) -> None:
     manager = checkpoints_in(tmp_path, max_num=9)
     for step, best in [(10, False), (10, True), (20, False), (5, False), (4, True)]:
-        # Step 5 after 20: a new run uses the path of an older one.
+        # Step 5 after 20, because a new run uses an older run's path.
         checkpoint = save(manager, step, best=best)
         assert checkpoints_in(tmp_path).latest() == checkpoint
 
@@ -223,7 +223,7 @@ def test_latest_skips_a_damaged_checkpoint_with_a_warning_that_names_the_damage(
     assert checkpoints_in(tmp_path, parts=RL).latest() == again
 
 
-def test_every_changed_digit_of_a_manifest_is_detected(tmp_path: Path) -> None:
+def test_changed_digit_in_a_manifest_is_detected(tmp_path: Path) -> None:
     save(checkpoints_in(tmp_path), 1)
     manifest = tmp_path / "global_step1.manifest.json"
     good = manifest.read_text()
@@ -232,7 +232,7 @@ def test_every_changed_digit_of_a_manifest_is_detected(tmp_path: Path) -> None:
     assert checkpoints_in(tmp_path).latest() is None
 
 
-def test_manifest_of_another_format_is_refused_and_kept(tmp_path: Path) -> None:
+def test_manifest_in_a_different_format_is_rejected_and_kept(tmp_path: Path) -> None:
     save(checkpoints_in(tmp_path), 1)
     manifest = tmp_path / "global_step1.manifest.json"
     manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
@@ -243,7 +243,7 @@ def test_manifest_of_another_format_is_refused_and_kept(tmp_path: Path) -> None:
     assert manifest.exists()
 
 
-def test_latest_refuses_a_checkpoint_without_a_required_critic(tmp_path: Path) -> None:
+def test_latest_rejects_a_checkpoint_that_lacks_a_required_critic(tmp_path: Path) -> None:
     save(checkpoints_in(tmp_path, parts=("_actor",)), 1)
     with pytest.raises(CheckpointError, match=r"\['_actor'\].*also needs \['_critic'\]"):
         checkpoints_in(tmp_path, parts=RL).latest()
@@ -261,7 +261,7 @@ def test_directories_of_other_programs_are_skipped_and_never_deleted(tmp_path: P
         (tmp_path / name).write_text("theirs")
     manager = checkpoints_in(tmp_path, parts=("_actor",), max_num=1)
     assert manager.latest() is None
-    for step in (1, 2, 3):  # step 1 collides with theirs
+    for step in (1, 2, 3):  # step 1 collides with the other program's directory
         save(manager, step)
     left = {path for path in tree(tmp_path) if (tmp_path / path).read_text() == "theirs"}
     assert len(left) == len(others)
@@ -303,15 +303,25 @@ def listed(*rows: tuple[str, float | None, float], key: str = "eval_pass1") -> l
         ([("a", 0.0, 1), ("b", -0.5, 1), ("c", None, 1)], 2, math.inf, ["b"]),  # 0 is a metric
         ([("a", None, 1), ("b", None, 1), ("c", None, 1)], 9, 2.0, ["a"]),  # the newest counts
         ([("a", None, 1), ("b", None, 1), ("c", None, 3)], 9, 3.5, ["a", "b"]),
-        ([("a", None, 1), ("b", None, 5)], 9, 3.0, ["a"]),  # the newest stays, though too big
+        (
+            [("a", None, 1), ("b", None, 5)],
+            9,
+            3.0,
+            ["a"],
+        ),  # the newest is kept although it is too big
         ([("best_a", 0.9, 1), ("b", 0.1, 1), ("c", 0.2, 1)], 2, math.inf, []),  # best: not counted
-        ([("best_a", 0.9, 1), ("b", 0.1, 1), ("c", 0.2, 1)], 9, 2.0, ["b"]),  # but its bytes count
+        (
+            [("best_a", 0.9, 1), ("b", 0.1, 1), ("c", 0.2, 1)],
+            9,
+            2.0,
+            ["b"],
+        ),  # but its bytes count toward the limit
         ([("best_a", 0.1, 1), ("b", 0.5, 1), ("best_c", 0.9, 1)], 9, math.inf, ["best_a"]),
         ([("best_a", 0.1, 1), ("best_b", 0.2, 1), ("c", 0.9, 1)], 9, math.inf, ["best_a"]),
         ([("best_a", 0.1, 2), ("b", 0.5, 1), ("best_c", 0.9, 2)], 9, 3.0, ["best_a"]),
     ],
 )
-def test_evictions_follow_the_rules_of_rotation(
+def test_evictions_follow_the_rotation_rules(
     rows: list, max_num: int, max_gib: float, gone: list[str]
 ) -> None:
     evicted = evictions(listed(*rows), max_num=max_num, max_bytes=max_gib * GIB)
@@ -351,7 +361,7 @@ def test_damaged_checkpoint_does_not_displace_a_complete_one(tmp_path: Path) -> 
     assert tags(manager) == ["global_step1", "global_step3"]
 
 
-def test_max_num_counts_the_newest_checkpoint_and_exports_are_removed_with_their_checkpoint(
+def test_max_num_includes_the_newest_checkpoint_and_exports_are_removed_with_their_checkpoints(
     tmp_path: Path,
 ) -> None:
     manager = checkpoints_in(tmp_path, parts=RL, max_num=2)
@@ -384,7 +394,7 @@ def test_newest_checkpoint_over_max_mem_is_kept_with_a_warning(
     assert "--ckpt.max_mem" in capsys.readouterr().err
 
 
-def test_metric_that_is_not_finite_counts_as_none(tmp_path: Path) -> None:
+def test_nonfinite_metric_counts_as_none(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path, max_num=2)
     for step, metric in [(1, 0.1), (2, math.nan), (3, 0.05)]:
         save(manager, step, metric)
@@ -404,7 +414,7 @@ def test_best_checkpoint_is_kept_until_the_next_best_is_committed(tmp_path: Path
     assert not (tmp_path / "best_global_step1").exists()
 
 
-def test_checkpoints_of_another_run_in_the_same_folder_are_kept(tmp_path: Path) -> None:
+def test_checkpoints_from_a_different_run_in_the_same_folder_are_kept(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path, max_num=1)
 
     def save_of(run: str, step: int) -> None:
@@ -417,17 +427,17 @@ def test_checkpoints_of_another_run_in_the_same_folder_are_kept(tmp_path: Path) 
     assert sorted(tags(manager)) == ["global_step2", "global_step9"]
 
 
-def test_path_that_deepspeed_would_read_as_a_pattern_is_refused(
+def test_path_that_deepspeed_would_treat_as_a_pattern_is_rejected(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(CheckpointError, match=r"--ckpt\.path .*run\[1\]"):
         checkpoints_in(tmp_path / "run[1]")
 
 
-# ---------------------------------------------------------------- saves that fail
+# ---------------------------------------------------------------- failing saves
 
 
-def test_second_save_of_a_tag_replaces_the_first(tmp_path: Path) -> None:
+def test_second_save_with_the_same_tag_replaces_the_first(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path, parts=RL)
     save(manager, 1, hf=True)
     staged = manager.begin(1)
@@ -449,7 +459,7 @@ def test_discarded_save_leaves_other_checkpoints_unchanged(tmp_path: Path) -> No
     assert manager.latest() == first
 
 
-def test_commit_fails_if_an_engine_wrote_nothing(tmp_path: Path) -> None:
+def test_commit_fails_if_an_engine_wrote_no_files(tmp_path: Path) -> None:
     manager = checkpoints_in(tmp_path, parts=RL)
     first = save(manager, 1)
     staged = manager.begin(2)
@@ -459,7 +469,7 @@ def test_commit_fails_if_an_engine_wrote_nothing(tmp_path: Path) -> None:
     assert manager.latest() == first
 
 
-def test_disk_without_room_is_refused_before_anything_is_written(
+def test_full_disk_is_rejected_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = checkpoints_in(tmp_path, max_num=2)
@@ -488,7 +498,7 @@ def test_disk_without_room_is_refused_before_anything_is_written(
         (399, 3, 250.0, ""),
     ],
 )
-def test_check_room_compares_free_space_with_the_limits_of_the_flags(
+def test_check_room_compares_free_space_with_the_limits_set_by_flags(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     free: int,
@@ -496,7 +506,7 @@ def test_check_room_compares_free_space_with_the_limits_of_the_flags(
     max_mem: float,
     ends: str,
 ) -> None:
-    """Checkpoints have 100 GiB; one more than --ckpt.max_num exists during a save."""
+    """A checkpoint takes 100 GiB; during a save there is one more than --ckpt.max_num."""
     manager = CheckpointManager(
         CheckpointConfig(path=str(tmp_path / "new"), max_num=max_num, max_mem=max_mem)
     )
@@ -512,17 +522,17 @@ def test_check_room_compares_free_space_with_the_limits_of_the_flags(
     assert all("--ckpt.max_num 3" in finding.seen for finding in found)
 
 
-def test_check_room_accepts_a_file_system_that_reports_no_size(
+def test_check_room_accepts_a_file_system_that_does_not_report_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0, total=0))
     assert checkpoints_in(tmp_path).check_room(100 * GIB) == []
 
 
-def test_full_disk_during_a_save_is_reported_as_full(
+def test_full_disk_during_a_save_is_reported_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch only reports an unexpected position in the file."""
+    """torch only reports an unexpected file position."""
     manager = checkpoints_in(tmp_path)
     staged = manager.begin(2)
 
@@ -534,7 +544,7 @@ def test_full_disk_during_a_save_is_reported_as_full(
         with manager.writing(staged):
             raise RuntimeError(message)
 
-    # The disk has room: perhaps a quota is reached.
+    # The disk has free space, so a quota may have been reached.
     with pytest.raises(CheckpointError, match=r"--ckpt\.path .*unexpected pos"):
         write()
     with pytest.raises(RuntimeError, match=r"^a defect$"):
@@ -547,13 +557,13 @@ def test_full_disk_during_a_save_is_reported_as_full(
         write()
 
 
-def test_error_names_a_path_that_cannot_be_written(tmp_path: Path) -> None:
+def test_error_names_the_unwritable_path(tmp_path: Path) -> None:
     (tmp_path / "ckpt").write_text("a file")
     with pytest.raises(CheckpointError, match=r"--ckpt\.path .*/ckpt"):
         checkpoints_in(tmp_path / "ckpt").begin(1)
 
 
-def test_save_succeeds_if_older_checkpoints_cannot_be_deleted(
+def test_save_succeeds_even_if_older_checkpoints_cannot_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manager = checkpoints_in(tmp_path, max_num=1)
@@ -567,7 +577,7 @@ def test_save_succeeds_if_older_checkpoints_cannot_be_deleted(
         second = save(manager, 2)
     assert str(tmp_path / ".tmp-global_step1") in capsys.readouterr().err
     assert manager.latest() == second
-    assert not list(tmp_path.glob(".*"))  # removed by the next call
+    assert not list(tmp_path.glob(".*"))  # removed by the next call of the manager
 
 
 # ---------------------------------------------------------------- hashes
@@ -605,7 +615,12 @@ def test_fingerprint_of_long_files_detects_every_long_gap(
     path.write_bytes(content)
     before = checkpoint_files.fingerprint(path)
     gap = size // (checkpoint_files.HASHED_BLOCKS - 1) + 1
-    for start in [0, 1, size // 3, size - gap]:  # e.g. pages that never reached the disk
+    for start in [
+        0,
+        1,
+        size // 3,
+        size - gap,
+    ]:  # for example, pages that were never written to disk
         path.write_bytes(content[:start] + bytes(gap) + content[start + gap :])
         assert checkpoint_files.fingerprint(path) != before
     for offset in (0, size - 1):
@@ -613,7 +628,7 @@ def test_fingerprint_of_long_files_detects_every_long_gap(
         assert checkpoint_files.fingerprint(path) != before
 
 
-def test_fingerprint_reads_at_most_16_mib_of_a_terabyte(tmp_path: Path) -> None:
+def test_fingerprint_reads_at_most_16_mib_of_a_terabyte_file(tmp_path: Path) -> None:
     path = tmp_path / "sparse"
     with open(path, "wb") as file:
         file.truncate(2**40)
@@ -621,7 +636,7 @@ def test_fingerprint_reads_at_most_16_mib_of_a_terabyte(tmp_path: Path) -> None:
     assert checkpoint_files.fingerprint(path)
 
 
-def test_ordinary_run_logs_no_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_normal_run_logs_no_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manager = checkpoints_in(tmp_path, parts=RL, max_num=1)
     for step in (1, 2):
         save(manager, step, best=True)

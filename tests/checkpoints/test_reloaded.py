@@ -1,4 +1,4 @@
-"""Comparison of exports with the trained model: correct exports pass, and every fault is found."""
+"""Comparison of exports with the trained model: correct exports pass, and faults are detected."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ FORMS = {
 def trained_model(
     folder: Path, kind: str, form: str, *, scalar: bool = False, dtype: str = "fp32"
 ) -> Any:
-    """Return a model in the layout of packed training, with changed weights."""
+    """Return a model set up for packed training, with modified weights."""
     path = save_tiny_model(folder / "base", kind)
     spec = load_spec(path=path, param_dtype=dtype, attention="sdpa", packing=True, lora=FORMS[form])
     hf: Any = load_scalar(spec, head_prefix="value", seed=1).hf if scalar else load_causal_lm(spec)
     if dtype == "bf16":
-        hf.to(torch.bfloat16)  # as the training rounds new weights
+        hf.to(torch.bfloat16)  # the rounding that training applies to new weights
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in hf.parameters():
@@ -60,7 +60,7 @@ def export(
     noise: float = 0.0,
     final: bool = True,
 ) -> None:
-    """Export a model whose logits have `noise`, in standard deviations of the logits."""
+    """Export a model with `noise` in its logits, in standard deviations of the logits."""
     tensors = (trained_tensors if hasattr(hf, "peft_config") else whole_tensors)(hf)
     logits = None
     if final:
@@ -76,7 +76,7 @@ def export(
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_export_of_language_model_holds_the_trained_model(
+def test_exported_language_model_matches_the_trained_model(
     kind: str, form: str, tmp_path: Path
 ) -> None:
     export(trained_model(tmp_path, kind, form), tmp_path / "out")
@@ -85,7 +85,7 @@ def test_export_of_language_model_holds_the_trained_model(
 
 @pytest.mark.parametrize("form", ["whole", "lora"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_export_of_scalar_model_holds_the_trained_model(
+def test_exported_scalar_model_matches_the_trained_model(
     form: str, dtype: str, tmp_path: Path
 ) -> None:
     export(
@@ -126,13 +126,13 @@ def rename(weights: dict[str, Tensor]) -> None:
 
 
 def nudge(weights: dict[str, Tensor]) -> None:
-    """Change the last bit of one number."""
+    """Change the last bit of one value."""
     flat = weights[first(weights)].view(torch.int32).view(-1)
     flat[-1] += 1
 
 
 def undo(weights: dict[str, Tensor]) -> None:
-    """Reset the adapter to its state before training."""
+    """Reset the adapter to its initial state."""
     for name in weights:
         if ".lora_B" in name:
             weights[name].zero_()
@@ -163,7 +163,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faulty_files_raise_export_error_and_keep_both_models(
+def test_faulty_files_raise_an_export_error_and_both_models_are_kept(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, form, spoil = FAULTS[fault]
@@ -217,7 +217,7 @@ def test_faulty_export_during_a_run_prints_a_notice(
 
 
 @pytest.mark.parametrize(("noise", "ends"), [(0.01, "well"), (0.4, "notice"), (1.4, "error")])
-def test_logits_within_kernel_differences_do_not_fail_an_export(
+def test_kernel_differences_in_the_logits_do_not_fail_an_export(
     noise: float, ends: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hf = trained_model(tmp_path, "qwen2-untied", "whole", dtype="bf16")
@@ -230,7 +230,7 @@ def test_logits_within_kernel_differences_do_not_fail_an_export(
     assert (str(tmp_path / "out") in capsys.readouterr().err) == (ends == "notice")
 
 
-def test_tokens_routed_to_another_expert_are_not_taken_for_another_model() -> None:
+def test_tokens_routed_to_a_different_expert_are_not_mistaken_for_a_different_model() -> None:
     draw = torch.Generator().manual_seed(1)
     expected, other = torch.randn((2, 1, 16, 100), generator=draw)
     found = expected.clone()
@@ -240,7 +240,7 @@ def test_tokens_routed_to_another_expert_are_not_taken_for_another_model() -> No
     assert are_of_another_model(expected, other, "bf16")
 
 
-def test_rounding_of_nearly_constant_values_is_not_taken_for_another_model() -> None:
+def test_rounding_of_nearly_constant_values_is_not_mistaken_for_a_different_model() -> None:
     draw = torch.Generator().manual_seed(1)
     expected = 0.3 + 0.01 * torch.randn(16, generator=draw)
     found = expected + 0.05 * torch.randn(16, generator=draw)
@@ -248,7 +248,7 @@ def test_rounding_of_nearly_constant_values_is_not_taken_for_another_model() -> 
     assert are_of_another_model(expected, -expected, "bf16")
 
 
-def test_weights_that_differ_from_the_average_raise_export_error(tmp_path: Path) -> None:
+def test_weights_that_differ_from_the_ema_raise_an_export_error(tmp_path: Path) -> None:
     hf = trained_model(tmp_path, "qwen2-tied", "whole")
     averages = {name: parameter.detach().clone() for name, parameter in hf.named_parameters()}
     export(hf, tmp_path / "out", averages=averages)
@@ -265,7 +265,7 @@ def test_model_with_nan_weights_is_exported_unchanged(tmp_path: Path) -> None:
     export(hf, tmp_path / "out")
 
 
-def test_model_too_large_to_load_again_is_exported_with_a_notice(
+def test_model_too_large_to_reload_is_exported_with_a_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("openrlhf.checkpoints.reloaded.free_memory", lambda: 10)
@@ -273,10 +273,10 @@ def test_model_too_large_to_load_again_is_exported_with_a_notice(
     assert str(tmp_path / "out") in capsys.readouterr().err
 
 
-def test_partitioned_base_too_large_to_load_again_prints_a_notice(
+def test_sharded_base_too_large_to_reload_prints_a_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every partitioned parameter is an empty placeholder with a `ds_shape`."""
+    """Every sharded parameter is an empty placeholder with a `ds_shape`."""
     hf = trained_model(tmp_path, "qwen2-tied", "lora")
     export(hf, tmp_path / "out")
     state = TrainedState(logits=probe_logits(hf), precision="fp32")

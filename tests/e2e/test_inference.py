@@ -135,7 +135,7 @@ def test_different_settings_are_rejected_and_a_truncated_journal_is_continued(
     identity = {"task": "rm"}
     path = workspace / "scores.jsonl.part"
     path.write_text(json.dumps({"--task": "generate"}) + "\n")
-    with pytest.raises(DataError, match="--task: generate there, rm here"):
+    with pytest.raises(DataError, match="--task: was generate, now rm"):
         infer(line)
     path.write_text(json.dumps(identity) + "\n" + f"[0, [{scores[0]['reward']}]]\n[1, [0.")
     assert infer(line) == scores

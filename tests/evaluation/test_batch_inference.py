@@ -143,7 +143,7 @@ def test_journal_truncated_at_any_byte_keeps_complete_rows_and_resumes(tmp_path:
 def test_journal_with_different_settings_is_rejected_with_both_values(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     results(path)
-    with pytest.raises(DataError, match="--best_of_n: 2 there, 3 here"):
+    with pytest.raises(DataError, match="--best_of_n: was 2, now 3"):
         results(path, {"--best_of_n": 3})
     assert results(path) == {}
 

@@ -298,7 +298,7 @@ class Full:
 
 
 def test_failed_checkpoint_write_is_reported_and_the_run_continues() -> None:
-    told = [f"The run continues without a checkpoint of step {step}: no room" for step in (1, 2)]
+    told = [f"The run continues without a checkpoint for step {step}: no room" for step in (1, 2)]
     end = ["No prompts are left to train on after step 2.", "export"]
     assert events([KEPT, KEPT], manager=Full()) == [
         "step 1, 100%",

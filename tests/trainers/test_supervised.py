@@ -294,14 +294,14 @@ def test_changed_number_of_optimizer_steps_prints_a_notice_with_both_numbers(
     [
         ({"world_size": 2}, ["2 process(es)", "1 process(es)", "number of processes"]),
         ({"param_dtype": "fp32"}, ["stage 2 in fp32", "stage 2 in bf16", "--ds.param_dtype"]),
-        ({"--train.batch_size": 8}, ["--train.batch_size: 8 there, 4 here"]),
+        ({"--train.batch_size": 8}, ["--train.batch_size: was 8, now 4"]),
         (
             {"rows of --data.dataset": "13, 770f"},
-            ["rows of --data.dataset: 13, 770f there, 13, 5ac3 here"],
+            ["rows of --data.dataset: was 13, 770f, now 13, 5ac3"],
         ),
         (
             {"--train.seed": 7, "task": "rm"},
-            ["--train.seed: 7 there, 42 here", "task: rm there, sft here"],
+            ["--train.seed: was 7, now 42", "task: was rm, now sft"],
         ),
     ],
 )

@@ -119,7 +119,7 @@ def checkpoint(**engines: EngineLayout) -> Checkpoint:
         ({"world_size": 4, "zero_stage": 2}, True, None),
         ({"world_size": 4, "zero_stage": 1}, True, None),
         ({"world_size": 2, "zero_stage": 3}, True,
-         r"ZeRO stage 2 .* there, .* ZeRO stage 3 .* here\n.*--ds\.use_universal_ckpt"),
+         r"was .*ZeRO stage 2 .*, now .*ZeRO stage 3 .*\n.*--ds\.use_universal_ckpt"),
         ({"world_size": 4, "zero_stage": 0}, True, "ZeRO stage 0"),
         ({"world_size": 4, "zero_stage": 2, "param_dtype": "fp32"}, True, "in fp32"),
     ],
