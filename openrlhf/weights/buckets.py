@@ -1,4 +1,4 @@
-"""Buckets: tensors cut into groups of bounded size, packed into bytes, and hashed."""
+"""Buckets: tensors that are grouped up to a size limit, packed into bytes, and hashed."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-ALIGNMENT = 16  # bytes; every tensor starts on this boundary, so any dtype can be viewed in place
-HASH_BLOCK = 2**16  # words of 8 bytes: half a megabyte stays in the cache of a CPU core
-# Number of blocks that are hashed at once. A GPU that hashed one block at a time would launch
-# thousands of small kernels per GiB.
+ALIGNMENT = 16  # bytes; every tensor starts at a multiple, so any dtype can be viewed in place
+HASH_BLOCK = 2**16  # 8-byte words: half a megabyte stays in a CPU core's cache
+# Number of blocks to hash at once. Hashing one block at a time would launch thousands of small GPU
+# kernels per GiB.
 BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 64}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """Name in the model's checkpoint, dtype in transport and full shape of a tensor."""
+    """A tensor's name in the model's checkpoint, dtype during transport and full shape."""
 
     name: str
     dtype: torch.dtype
@@ -38,9 +38,9 @@ NamedTensor = tuple[str, Tensor]
 def cut_into_buckets(
     items: Iterable[T], size: Callable[[T], int], bucket_bytes: int
 ) -> list[list[T]]:
-    """Cut `items`, in order, into buckets of at most `bucket_bytes`.
+    """Split `items`, in order, into buckets of at most `bucket_bytes`.
 
-    An item that is larger has a bucket of its own.
+    A larger item gets a bucket of its own.
     """
     buckets: list[list[T]] = []
     room = -1
@@ -59,9 +59,9 @@ def bucket_nbytes(bucket: Bucket) -> int:
 
 
 def pack(bucket: Bucket, tensors: Iterable[NamedTensor], buffer: Tensor) -> None:
-    """Copy the tensors into `buffer` (uint8) one after another, cast to the dtypes of the specs.
+    """Copy the tensors into `buffer` (uint8) one after another, cast to their specs' dtypes.
 
-    Raises ValueError if a tensor has another name or shape than its spec, or if there are fewer
+    Raises ValueError if a tensor's name or shape differs from its spec, or if there are fewer
     tensors than specs.
     """
     for (spec, view), (name, tensor) in zip(_views(bucket, buffer), tensors, strict=True):
@@ -83,9 +83,9 @@ def bucket_hash(buffer: Tensor) -> int:
     `buffer` is uint8, a multiple of 8 bytes. H = Σ wᵢ·(xᵢ + xᵢ≫32) mod 2⁶⁴ over words xᵢ of 8
     bytes, wᵢ odd and pseudo-random, per block; the hashes of the blocks are hashed again
     (multilinear family: Carter and Wegman 1979). Every position has a different weight, so the hash
-    detects values that were swapped or shifted, not only changed values. An accident is missed with
-    odds of about 2⁻³¹ per bucket. The weights are constants, so the hash is no defence against an
-    adversary. About 2 GB/s on one CPU core.
+    also detects values that were swapped or shifted. The probability of missing accidental
+    corruption is about 2⁻³¹ per bucket. The weights are constants, so the hash does not protect
+    against an adversary. About 2 GB/s on one CPU core.
     """
     words = buffer.view(torch.int64)
     weights = _hash_weights(words.device)
@@ -112,14 +112,14 @@ def _hash_blocks(words: Tensor, weights: Tensor, blocks_at_once: int) -> Tensor:
 
 
 def _weighted_sums(blocks: Tensor, weights: Tensor) -> Tensor:
-    # The shift adds a word's high half to its low half: in a product modulo 2⁶⁴, high bits of a
-    # factor reach high bits of the result only.
+    # The shift adds a word's high half to its low half: in a product modulo 2⁶⁴, a factor's high
+    # bits affect only the high bits of the result.
     return ((blocks + (blocks >> 32)) * weights).sum(dim=1)
 
 
 @lru_cache(maxsize=8)
 def _hash_weights(device: torch.device) -> Tensor:
-    """Return the odd weights of a block, the splitmix64 sequence: the same in every process."""
+    """Return the odd weights of a block: the splitmix64 sequence, the same in every process."""
     x = torch.arange(1, HASH_BLOCK + 1, device=device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
         x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * factor

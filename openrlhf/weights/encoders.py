@@ -1,8 +1,8 @@
-"""Encoders: how the policy's weights become the tensors of a manifest.
+"""Encoders, which turn the policy's weights into a manifest's tensors.
 
-There are two, both made by `workers.policy.PolicyWorker`: the whole model, and the adapter that the
-engines serve. A publication of only what changed would be a third: its encoder, a field of
-`WeightManifest` that announces it, and a branch in `rollout.engine_worker` that loads it.
+`workers.policy.PolicyWorker` creates two encoders: for the whole model, and for the adapter that
+the engines serve. Publishing only changed weights would need a third encoder, a `WeightManifest`
+field that announces it, and a branch in `rollout.engine_worker` that loads it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,23 +17,23 @@ from openrlhf.weights.manifest import WeightManifest
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """One way to encode weights. `blanks` and `gathered` yield the same names in the same order."""
+    """A way to encode weights. `blanks` and `gathered` yield the same names in the same order."""
 
     blanks: Iterable[NamedTensor]  # the trainer's tensors on the meta device
-    # Yields the trainer's tensors in buckets of a number of bytes. Collective over the ranks; a
-    # bucket is valid until the next one is requested.
+    # Yields the trainer's tensors in buckets of the given number of bytes. Collective over the
+    # ranks; a bucket is valid until the next one is requested.
     gathered: Callable[[int], Iterable[list[NamedTensor]]]
-    # Returns the engine's tensors, under the engine's names, for a tensor of the trainer.
+    # Returns the engine's tensors, under the engine's names, for one of the trainer's tensors.
     stored: Callable[[str, torch.Tensor], Iterable[NamedTensor]]
     adapter: dict[str, Any] | None = None  # see `WeightManifest.adapter`
 
     def encode(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """Yield the engine's tensors for the trainer's tensors, each read before the next."""
+        """Yield the engine's tensors for the trainer's tensors, reading each before the next."""
         for name, tensor in tensors:
             yield from self.stored(name, tensor)
 
     def manifest(self, *, version: int, dtype: torch.dtype, bucket_bytes: int) -> WeightManifest:
-        """Return the manifest of the encoded weights, each of which is sent as `dtype`."""
+        """Return the manifest of the encoded weights, which are sent as `dtype`."""
         specs: list[TensorSpec] = []
         for name, blank in self.encode(self.blanks):
             specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(blank.shape)))

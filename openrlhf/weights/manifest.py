@@ -1,4 +1,4 @@
-"""The manifest of a publication: the tensors that trainer and engines agree on."""
+"""A publication's manifest: the tensors that trainer and engines agree on."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,18 +8,18 @@ from openrlhf.weights.buckets import Bucket, TensorSpec, bucket_nbytes, cut_into
 
 
 class PublicationError(UserError, RuntimeError):
-    """A weight version did not reach an engine completely, and is not served."""
+    """A weight version that did not fully reach an engine and is not served."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightManifest:
-    """The tensors of a publication in the order in which they are sent."""
+    """A publication's tensors in the order in which they are sent."""
 
     version: int
     specs: tuple[TensorSpec, ...]
     bucket_bytes: int
-    adapter: dict[str, Any] | None = None  # PEFT's settings, if the tensors are an adapter's
+    adapter: dict[str, Any] | None = None  # PEFT's settings, if the tensors are those of an adapter
 
     def buckets(self) -> list[Bucket]:
-        """Return the tensors in buckets, cut in the same way by trainer and engines."""
+        """Return the tensors in buckets, which are the same for trainer and engines."""
         return cut_into_buckets(self.specs, lambda spec: bucket_nbytes([spec]), self.bucket_bytes)

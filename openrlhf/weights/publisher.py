@@ -1,7 +1,7 @@
-"""The publisher, in the controller: agree on a manifest, send, verify, serve.
+"""The weight publisher in the controller: agree on a manifest, send, verify, serve.
 
-It holds no weights. It calls the processes of the policy and of the engines, which are handed to it
-behind the protocols of this module, because they lie above this package.
+The publisher holds no weights. It calls the policy's and the engines' processes through the
+protocols in this module, because their classes are in packages above this one.
 """
 
 import threading
@@ -13,7 +13,7 @@ from openrlhf.weights.manifest import PublicationError, WeightManifest
 from openrlhf.weights.receipts import WorkerReceipt
 from openrlhf.weights.transport import Transport, WeightGroup
 
-REPORT_TIMEOUT_S = 10.0  # how long to wait for an engine's own error after another member failed
+REPORT_TIMEOUT_S = 10.0  # time to wait for an engine's own error after another member failed
 
 
 class PolicyCalls(Protocol):
@@ -34,13 +34,13 @@ class EngineCalls(Protocol):
 
 
 class PolicyProcesses(Protocol):
-    """The processes of the policy: a `cluster.worker_group.WorkerGroup`."""
+    """The policy's processes: a `cluster.worker_group.WorkerGroup`."""
 
     def broadcast(self, method: Callable[..., Any], *args: Any) -> list[Any]: ...
 
 
 class EngineProcess(Protocol):
-    """The process of an engine: a `rollout.fleet.Member`."""
+    """An engine's process: a `rollout.fleet.Member`."""
 
     index: int
     up: bool
@@ -63,7 +63,7 @@ class Engines(Protocol):
 class WeightPublisher:
     """Publishes the policy's weights to all engines.
 
-    Without engines, as in a replay, nothing is published.
+    Without engines, for example in a replay, nothing is published.
     """
 
     policy: PolicyProcesses
@@ -72,18 +72,20 @@ class WeightPublisher:
     transport: Transport
     timeout_s: float
     gather: Callable[..., list[Any]]  # waits for calls: `cluster.worker_group.gather`
-    failures: tuple[type[Exception], ...]  # errors of `gather` by which a lost process may show
-    check: Callable[[], None] | None = None  # called once, after the first publication
+    failures: tuple[type[Exception], ...]  # errors of `gather` that may mean a lost process
+    check: Callable[[], None] | None = None  # called once after the first publication
     groups_made: int = field(default=0, init=False)
-    connected: Sequence[EngineProcess] = field(default=(), init=False)  # members of the group
-    # Held to publish, and to launch an update of the weights.
+    connected: Sequence[EngineProcess] = field(
+        default=(), init=False
+    )  # members of the current group
+    # Held while publishing, and while launching a weight update.
     sending: threading.RLock = field(default_factory=threading.RLock, init=False)
 
     def publish(self, version: int) -> None:
         """Send the policy's weights to all engines as `version`.
 
-        Engines that are lost meanwhile restart, and receive the weights once they have. Raises
-        PublicationError, naming the differences, or an error of a lost process.
+        Engines that are lost in the meantime receive the weights after their restart. Raises
+        PublicationError, naming the differences, or the error of a lost process.
         """
         with self.sending:
             if self.engines is None:
@@ -94,7 +96,7 @@ class WeightPublisher:
                 self.check = None
 
     def refit(self, engine: EngineProcess) -> None:
-        """Send the current weights to an engine that has started, and mark it as up."""
+        """Send the current weights to a newly started engine, and mark it as up."""
         with self.sending:
             self.connected = []
             self._publish([engine])
@@ -108,13 +110,14 @@ class WeightPublisher:
                 self.connected = []  # a failed publication leaves no group behind
                 engines.find_lost()
                 if engines.up == receivers:
-                    # No engine was lost. If a sender was, this call raises an error that names it.
+                    # No engine was lost. If a sender was lost, this call raises an error that names
+                    # it.
                     self._gather(self.policy.broadcast(PolicyCalls.weight_address), "answer")
                     raise
         engines.check()
 
     def _publish(self, receivers: Sequence[EngineProcess], version: int | None = None) -> None:
-        """Send the weights as `version`; without it, they keep their version."""
+        """Send the weights as `version`, or with their current version if it is None."""
         if self.connected != receivers:
             self._connect(receivers)
         listing = self.policy.broadcast(PolicyCalls.weight_manifest, version)
@@ -133,10 +136,12 @@ class WeightPublisher:
         assert self.engines
         workers = self.engines.workers_per_engine
         asked = self.policy.broadcast(PolicyCalls.weight_address)[:1]
-        [(host, port)] = self._gather(asked, "report the address at which it sends weights")
+        [(host, port)] = self._gather(asked, "report its address for sending weights")
         self.groups_made += 1
         senders = [0]
-        if self.transport == "ipc":  # reaches a rank's own GPU only: each rank with a worker sends
+        if (
+            self.transport == "ipc"
+        ):  # only reaches a rank's own GPU, so each rank with a worker sends
             senders = []
             for engine in receivers:
                 first = engine.index * workers
@@ -159,7 +164,9 @@ class WeightPublisher:
         self.connected = receivers
 
     def _with_reports(self, error: PublicationError, receiving: Sequence[Any]) -> PublicationError:
-        """Add the engines' errors: the sender may fail first because an engine could not load."""
+        """Add the engines' errors, because the sender may fail before an engine that could not
+        load.
+        """
         reports = [str(error)]
         for call in receiving:
             try:
@@ -167,7 +174,7 @@ class WeightPublisher:
             except PublicationError as report:
                 reports.append(str(report))
             except self.failures:
-                pass  # the engine died or does not answer: `find_lost` will notice
+                pass  # the engine died or does not respond: `find_lost` will notice
         return PublicationError("; ".join(dict.fromkeys(reports)))
 
     def _gather(self, calls: Sequence[Any], doing: str) -> list[Any]:

@@ -1,23 +1,23 @@
-"""Receipts of engine workers, and their comparison with what was sent."""
+"""Engine workers' receipts, and their comparison with what was sent."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from openrlhf.weights.manifest import PublicationError, WeightManifest
 
-NAMED_DIFFERENCES = 8  # in the message of an error
+NAMED_DIFFERENCES = 8  # maximum number in an error message
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReceipt:
     """The state of an engine worker after an update."""
 
-    rank: int  # in the weight group
-    bucket_hashes: tuple[int, ...]  # of the bytes that arrived
-    sent_hashes: tuple[int, ...]  # from the sender's message after the last bucket
-    loads: dict[str, int]  # tensor name → number of times the model's loader got the tensor
-    unwritten: tuple[str, ...]  # layers of the engine without all new values, with counts
-    stale: tuple[str, ...]  # layers that compute with an old packed copy of their weights (CPU)
+    rank: int  # rank in the weight group
+    bucket_hashes: tuple[int, ...]  # hashes of the bytes that arrived
+    sent_hashes: tuple[int, ...]  # hashes in the sender's message after the last bucket
+    loads: dict[str, int]  # tensor name → number of times the model's loader received it
+    unwritten: tuple[str, ...]  # engine layers that lack new values, with counts
+    stale: tuple[str, ...]  # layers that use a stale packed copy of their weights (CPU)
 
 
 def verify_receipts(
@@ -25,9 +25,9 @@ def verify_receipts(
 ) -> None:
     """Raise PublicationError unless each worker uses exactly the weights that were sent.
 
-    Checked for each worker: the hash of every bucket, that each tensor was loaded exactly once,
-    that no layer of the engine has old values, and that no packed copy of a weight is old. The
-    message names the first differences.
+    Checks for each worker that every bucket's hash matches, each tensor was loaded exactly once, no
+    engine layer has stale values, and no packed copy of a weight is stale. The message names the
+    first differences.
     """
     differences: list[str] = []
     for receipt in receipts:
@@ -38,7 +38,9 @@ def verify_receipts(
     unnamed = len(differences) - NAMED_DIFFERENCES
     if unnamed > 0:
         reasons += f"; and {unnamed} more differences"
-    raise PublicationError(f"engine {engine} does not hold version {manifest.version}: {reasons}")
+    raise PublicationError(
+        f"engine {engine} failed to verify weight version {manifest.version}: {reasons}"
+    )
 
 
 def _differences(manifest: WeightManifest, receipt: WorkerReceipt) -> Iterator[str]:
@@ -46,13 +48,13 @@ def _differences(manifest: WeightManifest, receipt: WorkerReceipt) -> Iterator[s
     hashes = zip(receipt.sent_hashes, receipt.bucket_hashes, strict=True)
     for bucket, (sent, arrived) in enumerate(hashes):
         if sent != arrived:
-            yield f"{worker} has hash {arrived:#x} for bucket {bucket}, sent was {sent:#x}"
+            yield f"{worker} received bucket {bucket} with hash {arrived:#x} instead of {sent:#x}"
     expected = {spec.name: 1 for spec in manifest.specs}
     for name in expected | receipt.loads:
         times = receipt.loads.get(name, 0)
         if times != expected.get(name, 0):
             yield f"{worker} loaded {name} {times} times"
     for layer in receipt.unwritten:
-        yield f"{worker} has old values in {layer}"
+        yield f"{worker} has stale values in {layer}"
     for layer in receipt.stale:
         yield f"{worker} did not repack {layer}"

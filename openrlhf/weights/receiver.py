@@ -1,6 +1,6 @@
-"""The receiver: the engine's half of a publication, in each worker of an engine.
+"""The receiver: the engine's half of a publication, in each of its workers.
 
-It does not depend on vLLM: the loader is an argument. It must never import DeepSpeed.
+It does not depend on vLLM, because the loader is an argument. It must never import DeepSpeed.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from openrlhf.weights.transport import Channel, Membership
 
 
 class Delivery:
-    """The tensors of a publication as they arrive, counted as the model's loader reads them."""
+    """A publication's tensors as they arrive, counted as the model's loader reads them."""
 
     def __init__(self, manifest: WeightManifest, channel: Channel, device: torch.device) -> None:
         self.manifest = manifest
@@ -28,13 +28,13 @@ class Delivery:
         self._stream = self._receive()
 
     def tensors(self) -> Iterator[NamedTensor]:
-        """Yield name and tensor of every weight, counted when the loader requests it."""
+        """Yield each weight's name and tensor, counting it when the loader requests it."""
         for name, tensor in self._stream:
             self.loads[name] += 1
             yield name, tensor
 
     def finish(self) -> None:
-        """Receive the tensors that the loader did not read, and then the sender's hashes."""
+        """Receive the tensors that the loader did not read, then the sender's hashes."""
         for _ in self._stream:
             pass
         sent = torch.empty(8 * len(self.hashes), dtype=torch.uint8, device=self.channel.device)
@@ -43,8 +43,8 @@ class Delivery:
 
     def _receive(self) -> Iterator[NamedTensor]:
         for bucket in self.manifest.buckets():
-            # A new buffer for each bucket: vLLM keeps views of it until the last tensor of a layer
-            # has arrived.
+            # Each bucket gets a new buffer, because vLLM keeps views of it until a layer's last
+            # tensor has arrived.
             nbytes = bucket_nbytes(bucket)
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.channel.device)
             self.channel.receive(buffer)
@@ -53,14 +53,14 @@ class Delivery:
 
 
 class LoadReport(NamedTuple):
-    """Layers of the model that a loader did not fill, and layers with an old packed copy."""
+    """Model layers that a loader did not fill, and layers with a stale packed copy."""
 
     unwritten: Sequence[str]
     stale: Sequence[str]
 
 
 class WeightReceiver(Membership):
-    """Receives publications in one worker of an engine."""
+    """The receiver of publications in one engine worker."""
 
     def receive(
         self,
@@ -70,11 +70,11 @@ class WeightReceiver(Membership):
     ) -> WorkerReceipt:
         """Let `load` read the tensors on `device`, and return the receipt.
 
-        `load` reads `Delivery.tensors` and then calls `Delivery.finish`. If it raises, the receiver
-        leaves the group, so that the sender does not wait for its deadline.
+        `load` reads `Delivery.tensors` and then calls `Delivery.finish`. If it raises an error, the
+        receiver leaves the group, so that the sender does not wait for its deadline.
         """
         if self.channel is None:
-            raise RuntimeError("this engine is in no weight group: join one first")
+            raise RuntimeError("this engine has not joined a weight group")
         delivery = Delivery(manifest, self.channel, device)
         try:
             report = load(delivery)

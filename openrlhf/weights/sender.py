@@ -11,14 +11,14 @@ from openrlhf.weights.transport import Channel, Membership
 
 
 class WeightSender(Membership):
-    """Sends tensors to the engines, bucket by bucket."""
+    """The sender of tensors to the engines, bucket by bucket."""
 
     def send(self, manifest: WeightManifest, tensors: Iterable[NamedTensor]) -> None:
-        """Send `tensors` (name, full tensor) in the manifest's order, each read before the next.
+        """Send `tensors` (name, full tensor) in the manifest's order, reading each before the next.
 
         Raises PublicationError if a member is lost, and ValueError if the tensors differ from the
-        manifest. In both cases the sender leaves the group, so that the engines fail at once. The
-        engines stay paused until a new group sends everything again.
+        manifest. In both cases the sender leaves the group, so that the engines fail immediately.
+        They stay paused until a new group sends everything again.
         """
         if self.channel is None:
             raise PublicationError(

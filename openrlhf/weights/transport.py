@@ -1,10 +1,10 @@
-"""Transports: how bytes travel from senders to engine workers.
+"""Transports, which move bytes from senders to engine workers.
 
-Senders and all engine workers form one group, outside torch's default group. Broadcasts have one
-sender, trainer rank 0: gloo between CPU processes, NCCL between different GPUs. With CUDA IPC every
-trainer rank sends to the engine worker on its own GPU. Only gloo and, with one rank, CUDA IPC have
-been run so far. NCCL is written from torch's sources; its test has the marker `gpu` and needs two
-GPUs.
+Senders and all engine workers form one group, separate from torch's default group. Broadcasts have
+one sender, trainer rank 0: gloo between CPU processes, NCCL between different GPUs. With CUDA IPC
+every trainer rank sends to the engine worker on its own GPU. Only gloo and, with one rank, CUDA IPC
+have been tested so far. NCCL is based on torch's source code; its test is marked `gpu` and needs
+two GPUs.
 """
 
 import os
@@ -27,7 +27,7 @@ Transport = Literal["gloo", "nccl", "ipc"]
 
 @dataclass(frozen=True, kw_only=True)
 class WeightGroup:
-    """The members of a weight group, and the address `host:port` of rank 0, where they meet.
+    """A weight group's members, and the address `host:port` of rank 0, where they meet.
 
     The first ranks of the group are the senders.
     """
@@ -36,19 +36,19 @@ class WeightGroup:
     port: int
     world_size: int
     transport: Transport
-    name: str  # new for every group: a failed group's messages must not reach the next one
+    name: str  # unique per group: a failed group's messages must not reach the next group
     timeout_s: float = 120.0
-    senders: tuple[int, ...] = (0,)  # their ranks among the policy's processes
+    senders: tuple[int, ...] = (0,)  # ranks of the senders among the policy's processes
 
 
 class Channel(Protocol):
     """A member's end of a weight group.
 
-    Its calls block until the bytes have moved, or raise PublicationError. Each `send` of a sender
-    is a `receive` of its receivers, with a buffer of the same size.
+    Its calls block until the bytes have been transferred, or raise PublicationError. Each `send` by
+    a sender is matched by a `receive` by its receivers, with a buffer of the same size.
     """
 
-    device: torch.device  # of the buffers
+    device: torch.device  # device of the buffers
 
     def send(self, buffer: Tensor) -> None: ...
     def receive(self, buffer: Tensor) -> None: ...
@@ -56,9 +56,9 @@ class Channel(Protocol):
 
 
 def join_group(group: WeightGroup, rank: int) -> Channel:
-    """Meet the other members of the group.
+    """Join the group, waiting for its other members.
 
-    Raises PublicationError after `timeout_s`, naming the absent members.
+    Raises PublicationError after `timeout_s`, naming the missing members.
     """
     store = _meet(group, rank)
     if group.transport == "ipc":
@@ -67,13 +67,13 @@ def join_group(group: WeightGroup, rank: int) -> Channel:
 
 
 class Membership:
-    """A process's place in weight groups, one after another."""
+    """A process's membership in weight groups, one group at a time."""
 
-    channel: Channel | None = None  # None: in no group
+    channel: Channel | None = None  # None: not in a group
     rank: int
 
     def join(self, group: WeightGroup, rank: int = 0) -> None:
-        """Leave the previous group and meet the other members of a new one.
+        """Leave the previous group and join a new one.
 
         Blocks until all members have joined.
         """
@@ -82,20 +82,22 @@ class Membership:
         self.rank = rank
 
     def leave(self) -> None:
-        """Close the channel, if there is one. The other members notice the closed channel."""
+        """Close any open channel. The other members notice that it is closed."""
         if self.channel is not None:
             self.channel.close()
             self.channel = None
 
 
 class BroadcastChannel:
-    """Broadcast from rank 0, over a gloo or NCCL process group outside torch's default group."""
+    """Broadcasts from rank 0 over a gloo or NCCL process group, separate from torch's default
+    group.
+    """
 
     def __init__(self, store: Store, group: WeightGroup, rank: int) -> None:
         self.group = group
         self.on_gpu = group.transport == "nccl"
         self.device = torch.device("cuda" if self.on_gpu else "cpu")
-        self.store = store  # rank 0 hosts it: it must live as long as the group
+        self.store = store  # rank 0 hosts the store, which must live as long as the group
         self.backend: Any = None  # torch's Backend; None after `close`
         try:
             if self.on_gpu:
@@ -111,25 +113,25 @@ class BroadcastChannel:
         try:
             self.backend.broadcast([buffer], dist.BroadcastOptions()).wait()
         except RuntimeError as error:
-            what = "a member died, or did not answer in time"
+            what = "a member died or did not respond in time"
             raise _broken(self.group, what, error) from error
 
-    receive = send  # a broadcast is one call on all sides
+    receive = send  # a broadcast is the same call on all sides
 
     def close(self) -> None:
         """Leave the group."""
         if self.on_gpu:
             self.backend.abort()
-        # Gloo closes its sockets, by which the other members notice, once nothing refers to them.
+        # Gloo closes its sockets when the last reference is gone, which the other members notice.
         self.backend = None
 
 
 def _nccl_backend(store: Store, group: WeightGroup, rank: int) -> Any:
     """Return an NCCL group without a watchdog.
 
-    The watchdog of an NCCL group ends the whole process if a member is lost. A group that is made
-    with TORCH_NCCL_BLOCKING_WAIT has no watchdog: `wait` raises an error, also after the timeout.
-    Other groups of the process keep their watchdog, because blocking waits are slow.
+    An NCCL group's watchdog kills the whole process if a member is lost. A group created with
+    TORCH_NCCL_BLOCKING_WAIT has no watchdog: `wait` raises an error instead, also after the
+    timeout. The process's other groups keep their watchdog, because blocking waits are slow.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=group.timeout_s)
@@ -142,7 +144,7 @@ def _nccl_backend(store: Store, group: WeightGroup, rank: int) -> Any:
 
 
 class IpcChannel:
-    """Hands the memory of a sender to the worker on the same GPU, which copies and confirms it."""
+    """Shares a sender's memory with the worker on the same GPU, which copies and confirms it."""
 
     def __init__(self, store: Store, group: WeightGroup) -> None:
         self.group = group
@@ -156,7 +158,7 @@ class IpcChannel:
         torch.cuda.synchronize(self.device)
         key = self._next_key()
         self.store.set(key, pickle.dumps(reduce_tensor(buffer)))
-        self._wait(f"{key}/copied")  # from here on the caller may reuse or free the buffer
+        self._wait(f"{key}/copied")  # from now on the caller may reuse or free the buffer
         self.store.delete_key(key)
         self.store.delete_key(f"{key}/copied")
 
@@ -165,7 +167,7 @@ class IpcChannel:
         key = self._next_key()
         self._wait(key)
         rebuild, arguments = pickle.loads(self.store.get(key))
-        # Argument 6 is the GPU's number, which may differ between processes.
+        # Argument 6 is the GPU index, which may differ between processes.
         shared = rebuild(*arguments[:6], self.device.index, *arguments[7:])
         buffer.copy_(shared)
         torch.cuda.synchronize(self.device)
@@ -173,7 +175,7 @@ class IpcChannel:
         self.store.set(f"{key}/copied", "")
 
     def close(self) -> None:
-        """Free the memory that the worker no longer uses."""
+        """Free memory that the worker no longer uses."""
         torch.cuda.ipc_collect()
 
     def _next_key(self) -> str:
@@ -184,12 +186,12 @@ class IpcChannel:
         try:
             self.store.wait([key], timedelta(seconds=self.group.timeout_s))
         except RuntimeError as error:
-            what = f"no answer from the other process on GPU {self.uuid}"
+            what = f"no response from the other process on GPU {self.uuid}"
             raise _broken(self.group, what, error) from error
 
 
 def _meet(group: WeightGroup, rank: int) -> Store:
-    """Return the group's store, once all members have connected to it."""
+    """Return the group's store after all members have connected to it."""
     timeout = timedelta(seconds=group.timeout_s)
     if rank == 0:
         open_store = host_store
@@ -213,7 +215,7 @@ def _meet(group: WeightGroup, rank: int) -> Store:
 
 
 def _absent(store: Store, keys: list[str], timeout_s: float) -> str:
-    """Return which members have not joined."""
+    """Describe which members have not joined."""
     try:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
     except RuntimeError:

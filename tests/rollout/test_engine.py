@@ -541,7 +541,7 @@ class TestFailedPublication:
             ("flip", "hash .* bucket 0"),
             (
                 "drop",
-                r"loaded model.layers.1.mlp.up_proj.weight 0 times.*old values in .*gate_up_proj",
+                r"loaded model.layers.1.mlp.up_proj.weight 0 times.*stale values in .*gate_up_proj",
             ),
             # the layer was already full: vLLM's loader itself raises
             ("double", "weight_loader" if Version("0.25") <= VLLM else "loaded .* 2 times"),
@@ -573,7 +573,7 @@ class TestFailedPublication:
         manifest = tied.manifest()
         manifest = replace(manifest, specs=tuple(s for s in manifest.specs if s.name != name))
         tensors = [item for item in tied.model.named_parameters() if item[0] != name]
-        with pytest.raises(PublicationError, match="old values in"):
+        with pytest.raises(PublicationError, match="stale values in"):
             tied.receive(manifest, tensors)
 
     def test_tensor_that_the_engine_does_not_have_is_refused(self, tied):
@@ -583,7 +583,7 @@ class TestFailedPublication:
             for s in manifest.specs
         ]
         tensors = [(s.name, p) for s, p in zip(specs, tied.model.parameters(), strict=True)]
-        said = "surprise" if Version("0.25") <= VLLM else r"old values in model\.norm"
+        said = "surprise" if Version("0.25") <= VLLM else r"stale values in model\.norm"
         with pytest.raises(PublicationError, match=said):
             tied.receive(replace(manifest, specs=tuple(specs)), tensors)
         tied.join()
@@ -624,7 +624,7 @@ class TestFailure:
         victim.start()
         tied.call("join", group, 1)
         began = time.monotonic()
-        with pytest.raises(PublicationError, match="died, or did not answer"):
+        with pytest.raises(PublicationError, match="died or did not respond"):
             tied.call("receive", tied.manifest(bucket_bytes=1))
         assert time.monotonic() - began < 60  # not the deadline of 120 s
         victim.join(10)

@@ -1,4 +1,4 @@
-"""Buckets: how tensors are cut, packed, unpacked and hashed."""
+"""Buckets: grouping, packing, unpacking and hashing of tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPECS = st.lists(
 
 
 def reference_hash(data: bytes) -> int:
-    """Compute the formula of `bucket_hash` with Python's integers."""
+    """Compute the `bucket_hash` formula with Python integers."""
 
     def weight(i: int) -> int:
         x = (i + 1) * 0x9E3779B97F4A7C15 % 2**64
@@ -63,19 +63,17 @@ def plan_buckets(specs: list[TensorSpec], limit: int) -> list[list[TensorSpec]]:
 
 class TestPlan:
     @given(SPECS, st.integers(0, 600))
-    def test_each_tensor_is_in_one_bucket_in_order_and_no_bucket_exceeds_the_limit(
-        self, specs, limit
-    ):
+    def test_buckets_keep_the_tensor_order_and_respect_the_size_limit(self, specs, limit):
         buckets = plan_buckets(specs, limit)
         assert [spec for bucket in buckets for spec in bucket] == specs
         assert all(len(bucket) == 1 or bucket_nbytes(bucket) <= limit for bucket in buckets)
 
-    def test_neighbors_share_a_bucket_up_to_the_limit(self):
+    def test_adjacent_tensors_share_a_bucket_up_to_the_limit(self):
         # 16 bytes each
         specs = [TensorSpec(name=n, dtype=torch.float32, shape=(4,)) for n in "abcde"]
         assert [len(bucket) for bucket in plan_buckets(specs, 32)] == [2, 2, 1]
 
-    def test_tensor_larger_than_the_limit_has_its_own_bucket(self):
+    def test_tensor_over_the_limit_gets_its_own_bucket(self):
         sizes = {"a": 1, "b": 100, "c": 1}
         specs = [TensorSpec(name=n, dtype=torch.float32, shape=(k,)) for n, k in sizes.items()]
         buckets = plan_buckets(specs, 64)
@@ -92,7 +90,7 @@ class TestPacking:
         assert list(out) == [spec.name for spec in specs]
         assert all(torch.equal(out[s.name], t) for s, t in zip(specs, tensors, strict=True))
 
-    def test_pack_casts_to_the_dtype_of_the_spec(self):
+    def test_pack_casts_tensors_to_the_dtype_of_their_specs(self):
         bucket = [TensorSpec(name="w", dtype=torch.bfloat16, shape=(2,))]
         buffer = torch.empty(bucket_nbytes(bucket), dtype=torch.uint8)
         pack(bucket, [("w", torch.tensor([1.0, 1.001], requires_grad=True))], buffer)
@@ -100,7 +98,7 @@ class TestPacking:
         assert out.dtype is torch.bfloat16 and out.tolist() == [1.0, 1.0]
 
     @pytest.mark.parametrize(("name", "size"), [("w", 1), ("v", 4)])
-    def test_pack_refuses_another_name_or_shape(self, name, size):
+    def test_pack_rejects_a_tensor_with_a_different_name_or_shape(self, name, size):
         bucket = [TensorSpec(name="w", dtype=torch.float32, shape=(4,))]
         with pytest.raises(
             ValueError, match=rf"the manifest has w \(4,\), the model {name} \({size},\)"
@@ -108,7 +106,7 @@ class TestPacking:
             pack(bucket, [(name, torch.zeros(size))], torch.empty(16, dtype=torch.uint8))
 
     @pytest.mark.parametrize("count", [0, 2])
-    def test_pack_refuses_another_number_of_tensors(self, count):
+    def test_pack_rejects_a_different_number_of_tensors(self, count):
         bucket = [TensorSpec(name="w", dtype=torch.float32, shape=(4,))]
         with pytest.raises(ValueError, match="zip"):
             pack(bucket, [("w", torch.zeros(4))] * count, torch.empty(16, dtype=torch.uint8))
@@ -117,21 +115,23 @@ class TestPacking:
 class TestHash:
     @settings(max_examples=30, deadline=None)
     @given(st.binary(max_size=400).map(lambda data: data[: len(data) // 8 * 8]))
-    def test_equals_the_formula(self, data):
+    def test_hash_matches_the_formula(self, data):
         assert bucket_hash(torch.tensor(list(data), dtype=torch.uint8)) == reference_hash(data)
 
-    def test_equals_the_formula_over_several_blocks(self):
+    def test_hash_matches_the_formula_over_several_blocks(self):
         data = random_bytes(8 * (2 * HASH_BLOCK + 3))
         assert bucket_hash(data) == reference_hash(data.numpy().tobytes())
 
     @pytest.mark.parametrize("at_once", [1, 2, 64])
-    def test_does_not_depend_on_the_number_of_blocks_computed_at_once(self, monkeypatch, at_once):
+    def test_hash_does_not_depend_on_the_number_of_blocks_computed_at_once(
+        self, monkeypatch, at_once
+    ):
         data = random_bytes(8 * (5 * HASH_BLOCK + 3))
         expected = bucket_hash(data)
         monkeypatch.setitem(BLOCKS_AT_ONCE, "cpu", at_once)
         assert bucket_hash(data) == expected
 
-    def test_changes_with_any_flipped_bit(self):
+    def test_any_flipped_bit_changes_the_hash(self):
         data = random_bytes(64)
         before = bucket_hash(data)
         for i in range(64 * 8):
@@ -139,10 +139,10 @@ class TestHash:
             assert bucket_hash(data) != before
             data[i // 8] ^= 1 << i % 8
 
-    def test_changes_when_two_values_are_negated(self):
-        """Sign bits of odd values are the highest bits of words.
+    def test_negating_two_values_changes_the_hash(self):
+        """The sign bits of odd values are the highest bits of words.
 
-        Without the shift, two of them would cancel out.
+        Without the shift, two sign bits would cancel out.
         """
         values = torch.randn(64)
         before = bucket_hash(values.view(torch.uint8))
@@ -152,7 +152,7 @@ class TestHash:
             assert bucket_hash(changed.view(torch.uint8)) != before
 
     @pytest.mark.parametrize("size", [4096, 8 * (HASH_BLOCK + 512)])
-    def test_changes_when_values_are_swapped_or_shifted(self, size):
+    def test_swapping_or_shifting_values_changes_the_hash(self, size):
         data = random_bytes(size)
         swapped = data.clone()
         swapped[:8] = data[-8:]
@@ -161,7 +161,7 @@ class TestHash:
         hashes = [bucket_hash(d) for d in (data, swapped, halves, data.roll(8), data.roll(1))]
         assert len(set(hashes)) == 5
 
-    def test_differs_between_2000_similar_buckets(self):
+    def test_2000_similar_buckets_have_different_hashes(self):
         data = random_bytes(1024)
         hashes = set()
         for i in range(2000):

@@ -1,4 +1,4 @@
-"""Encoders: the manifest lists exactly the tensors that are sent, in their order."""
+"""Encoders: the manifest lists exactly the tensors that are sent, in the same order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHTS = {"experts": torch.randn(2, 3, 4), "norm": torch.randn(3)}
 
 
 def split_experts(name: str, tensor: Tensor) -> Iterator[NamedTensor]:
-    """Yield stacked experts one by one, as the model's files name them."""
+    """Yield stacked experts one by one, under their names in the model's files."""
     if name != "experts":
         yield name, tensor
         return
@@ -31,7 +31,7 @@ def new_encoder(adapter: dict | None = None) -> Encoder:
     )
 
 
-def test_manifest_lists_names_and_shapes_of_the_encoded_tensors_in_order() -> None:
+def test_manifest_lists_names_and_shapes_of_encoded_tensors_in_order() -> None:
     encoder = new_encoder()
     manifest = encoder.manifest(version=5, dtype=torch.bfloat16, bucket_bytes=64)
     assert (manifest.version, manifest.bucket_bytes, manifest.adapter) == (5, 64, None)
@@ -41,12 +41,12 @@ def test_manifest_lists_names_and_shapes_of_the_encoded_tensors_in_order() -> No
     assert [name for name, _ in sent] == ["experts.0", "experts.1", "norm"]
 
 
-def test_manifest_of_an_adapter_carries_its_settings() -> None:
+def test_adapter_manifest_contains_the_adapter_settings() -> None:
     manifest = new_encoder({"r": 4}).manifest(version=1, dtype=torch.float32, bucket_bytes=64)
     assert manifest.adapter == {"r": 4}
 
 
-def test_encoder_reads_each_tensor_before_the_next() -> None:
+def test_encoder_reads_each_tensor_before_requesting_the_next() -> None:
     requested: list[str] = []
 
     def stream() -> Iterator[NamedTensor]:

@@ -1,4 +1,4 @@
-"""The publisher's calls, their order, and what it does after a failure, with fake processes."""
+"""The publisher's calls, their order, and its reactions to failures, with fake processes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ ANSWERS = {"weight_address": ("trainer", 29500), "weight_manifest": MANIFEST}
 
 
 class ProcessLost(Exception):
-    """The fake processes' error of a process that died."""
+    """The error for a dead process in the fake cluster."""
 
 
 @dataclass
 class Processes:
-    """All processes of a run: each call records its name, and returns or fails."""
+    """All processes of a run: each call records its name, and either returns or fails."""
 
     calls: list[str] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
-    failures: dict[str, Exception] = field(default_factory=dict)  # in the order of their arrival
+    failures: dict[str, Exception] = field(
+        default_factory=dict
+    )  # names of the calls in the order of arrival
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> str:
         self.calls.append(name)
@@ -94,7 +96,7 @@ class Run:
     publisher: WeightPublisher
 
     def group(self) -> WeightGroup:
-        """Return the weight group that was formed last."""
+        """Return the most recent weight group."""
         return self.processes.arguments["rank0 join_weight_group"][0][0]
 
 
@@ -115,24 +117,24 @@ def new_run(*, engines: int = 2, transport: Transport = "gloo") -> Run:
 @pytest.mark.parametrize(
     ("calls", "worker"), [(PolicyCalls, PolicyWorker), (EngineCalls, RolloutEngine)]
 )
-def test_worker_implements_the_calls_of_the_publisher(calls: type, worker: type) -> None:
+def test_workers_implement_all_calls_of_the_publisher(calls: type, worker: type) -> None:
     for name, method in vars(calls).items():
         if not name.startswith("_"):
             implemented = [
                 parameter
                 for parameter in inspect.signature(getattr(worker, name)).parameters
-                if not parameter.startswith("_ray")  # Ray adds one to the methods of actors
+                if not parameter.startswith("_ray")  # Ray adds a parameter to actor methods
             ]
             assert implemented == list(inspect.signature(method).parameters), name
 
 
-def test_first_publication_forms_a_group_then_sends_then_serves() -> None:
+def test_first_publication_forms_a_group_then_sends_then_resumes() -> None:
     run = new_run()
     run.publisher.publish(7)
     assert run.processes.calls == [
         "rank0 weight_address",
         "rank1 weight_address",
-        "wait: report the address at which it sends weights",
+        "wait: report its address for sending weights",
         "engine0 join",
         "engine1 join",
         "rank0 join_weight_group",
@@ -153,7 +155,7 @@ def test_first_publication_forms_a_group_then_sends_then_serves() -> None:
     assert run.processes.arguments["rank0 weight_manifest"] == ((7,), {})
 
 
-def test_second_publication_uses_the_group_of_the_first() -> None:
+def test_second_publication_reuses_the_first_group() -> None:
     run = new_run()
     run.publisher.publish(7)
     run.processes.calls.clear()
@@ -162,7 +164,7 @@ def test_second_publication_uses_the_group_of_the_first() -> None:
     assert run.publisher.groups_made == 1
 
 
-def test_broadcast_group_has_rank_0_as_sender_and_every_engine_worker() -> None:
+def test_broadcast_group_contains_rank_0_as_the_sender_and_every_engine_worker() -> None:
     run = new_run()
     run.publisher.publish(7)
     group = run.group()
@@ -193,7 +195,7 @@ def test_refit_sends_the_current_version_to_one_engine_in_a_new_group() -> None:
     assert run.group().name == "weights-2"
 
 
-def test_publication_repeats_with_the_remaining_engines_after_a_lost_one() -> None:
+def test_publication_is_repeated_for_the_remaining_engines_after_a_loss() -> None:
     run = new_run()
     run.processes.failures["engine0 receive"] = ProcessLost("engine 0")
     run.fleet.lost_next = run.fleet.members[:1]
@@ -203,7 +205,7 @@ def test_publication_repeats_with_the_remaining_engines_after_a_lost_one() -> No
     assert "engine0 resume" not in run.processes.calls
 
 
-def test_publication_raises_the_error_of_the_fleet_when_the_last_engine_is_lost() -> None:
+def test_publication_raises_the_error_of_the_fleet_if_the_last_engine_is_lost() -> None:
     run = new_run(engines=1)
     run.processes.failures["engine0 receive"] = ProcessLost("engine 0")
     run.fleet.lost_next = run.fleet.members
@@ -211,7 +213,7 @@ def test_publication_raises_the_error_of_the_fleet_when_the_last_engine_is_lost(
         run.publisher.publish(7)
 
 
-def test_failed_publication_without_a_lost_engine_is_raised_with_the_reports_of_engines() -> None:
+def test_failed_publication_without_a_lost_engine_raises_the_error_with_engine_reports() -> None:
     run = new_run(engines=3)
     run.processes.failures = {
         "rank0 send_weights": PublicationError("a member died"),
@@ -224,7 +226,7 @@ def test_failed_publication_without_a_lost_engine_is_raised_with_the_reports_of_
     assert not [call for call in run.processes.calls if call.endswith("resume")]
 
 
-def test_lost_sender_is_raised_instead_of_the_error_of_the_publication() -> None:
+def test_lost_sender_takes_precedence_over_the_publication_error() -> None:
     run = new_run()
     run.publisher.publish(7)
     run.processes.failures = {
@@ -235,7 +237,7 @@ def test_lost_sender_is_raised_instead_of_the_error_of_the_publication() -> None
         run.publisher.publish(8)
 
 
-def test_check_runs_once_after_the_first_publication() -> None:
+def test_check_runs_only_after_the_first_publication() -> None:
     run = new_run()
     checked: list[int] = []
     run.publisher.check = lambda: checked.append(len(run.processes.calls))
@@ -245,7 +247,7 @@ def test_check_runs_once_after_the_first_publication() -> None:
     assert checked == [calls_of_first]
 
 
-def test_without_engines_nothing_is_called() -> None:
+def test_publishing_without_engines_makes_no_calls() -> None:
     run = new_run()
     run.publisher.engines = None
     run.publisher.publish(7)

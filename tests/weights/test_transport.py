@@ -1,4 +1,4 @@
-"""Sender and receivers in a gloo group of threads: what arrives, and that no wait is endless."""
+"""Sender and receivers in a gloo group of threads: data arrives intact, and every wait ends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def new_group(world_size: int = 2, timeout_s: float = 20.0) -> WeightGroup:
 
 @dataclass
 class Worker:
-    """The receiving half of an engine worker, without vLLM. Its loader keeps the tensors."""
+    """The receiving half of an engine worker, without vLLM. Its loader stores the tensors."""
 
     receiver: WeightReceiver = field(default_factory=WeightReceiver)
     loaded: dict[str, Tensor] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Worker:
         return LoadReport(unwritten=(), stale=())
 
     def holds(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether the worker has loaded these tensors and no other."""
+        """Return whether the worker has loaded exactly these tensors."""
         if self.loaded.keys() != tensors.keys():
             return False
         return all(torch.equal(self.loaded[name], tensor) for name, tensor in tensors.items())
@@ -82,7 +82,7 @@ def joined_sender(group: WeightGroup) -> WeightSender:
 def publish(
     threads: ThreadPoolExecutor, sender: WeightSender, tensors: Iterable[NamedTensor]
 ) -> None:
-    """Send to two new workers, and require that they receive the tensors and the same hashes."""
+    """Send to two new workers, and check that they receive the tensors and equal hashes."""
     group = new_group(world_size=3)
     workers = [Worker(), Worker()]
     receiving = [
@@ -99,19 +99,21 @@ def publish(
     sender.leave()
 
 
-def test_every_worker_receives_every_tensor_and_the_hashes_of_the_sender(
+def test_every_worker_receives_all_tensors_and_the_hashes_of_the_sender(
     threads: ThreadPoolExecutor,
 ) -> None:
     publish(threads, WeightSender(), TENSORS.items())
 
 
-def test_publication_does_not_touch_the_default_group_of_torch(threads: ThreadPoolExecutor) -> None:
-    before = torch.distributed.is_initialized()  # by another test of this process
+def test_publication_does_not_use_the_default_torch_process_group(
+    threads: ThreadPoolExecutor,
+) -> None:
+    before = torch.distributed.is_initialized()  # created by an earlier test in this process
     publish(threads, WeightSender(), TENSORS.items())
     assert torch.distributed.is_initialized() == before
 
 
-def test_sender_reads_each_tensor_before_it_requests_the_next(threads: ThreadPoolExecutor) -> None:
+def test_sender_reads_each_tensor_before_requesting_the_next(threads: ThreadPoolExecutor) -> None:
     """ZeRO 3 frees a gathered parameter when it gathers the next one."""
     scratch = torch.empty(50, 3)
     stream = ((name, scratch.copy_(tensor)) for name, tensor in TENSORS.items())
@@ -127,7 +129,7 @@ def test_sender_reads_each_tensor_before_it_requests_the_next(threads: ThreadPoo
         (TENSORS | {"c": torch.zeros(3, 50)}, r"manifest has c .* model c \(3, 50\)"),
     ],
 )
-def test_tensors_that_differ_from_the_manifest_fail_on_both_sides_at_once(
+def test_tensors_that_differ_from_the_manifest_fail_immediately_on_both_sides(
     threads: ThreadPoolExecutor, tensors: dict[str, Tensor], message: str
 ) -> None:
     group = new_group()
@@ -140,7 +142,9 @@ def test_tensors_that_differ_from_the_manifest_fail_on_both_sides_at_once(
         sender.send(MANIFEST, TENSORS.items())
 
 
-def test_loader_that_fails_is_an_error_of_the_sender_at_once(threads: ThreadPoolExecutor) -> None:
+def test_failing_loader_raises_an_error_in_the_sender_immediately(
+    threads: ThreadPoolExecutor,
+) -> None:
     """The receiver leaves the group, so that the sender does not wait for its deadline."""
 
     class Failing(Worker):
@@ -161,7 +165,7 @@ def test_loader_that_fails_is_an_error_of_the_sender_at_once(threads: ThreadPool
     assert worker.receiver.channel is None
 
 
-def test_loader_that_reads_too_little_is_named_by_the_receipt(threads: ThreadPoolExecutor) -> None:
+def test_receipt_reports_tensors_that_the_loader_did_not_read(threads: ThreadPoolExecutor) -> None:
     class Lazy(Worker):
         def load(self, delivery: Delivery) -> LoadReport:
             self.loaded.update(itertools.islice(delivery.tensors(), 3))
@@ -177,12 +181,12 @@ def test_loader_that_reads_too_little_is_named_by_the_receipt(threads: ThreadPoo
         verify_receipts(MANIFEST, 0, [receipt])
 
 
-def test_receiver_without_a_group_refuses_a_publication() -> None:
+def test_receiver_without_a_group_rejects_a_publication() -> None:
     with pytest.raises(RuntimeError, match="join"):
         WeightReceiver().receive(MANIFEST, torch.device("cpu"), Worker().load)
 
 
-def test_member_that_does_not_receive_is_an_error_of_the_sender_after_the_deadline(
+def test_sender_raises_an_error_if_a_member_does_not_receive_by_the_deadline(
     threads: ThreadPoolExecutor,
 ) -> None:
     group = new_group(timeout_s=5.0)
@@ -193,7 +197,7 @@ def test_member_that_does_not_receive_is_an_error_of_the_sender_after_the_deadli
     joining.result(20).close()
 
 
-def test_members_that_never_join_are_named(threads: ThreadPoolExecutor) -> None:
+def test_error_names_members_that_never_joined(threads: ThreadPoolExecutor) -> None:
     group = new_group(world_size=4, timeout_s=5.0)
     joining = threads.submit(join_group, group, 2)
     with pytest.raises(PublicationError, match=r"\[1, 3\] .* 5 s"):
@@ -216,7 +220,7 @@ def test_sender_joins_a_new_group_after_a_failure(threads: ThreadPoolExecutor) -
     publish(threads, sender, TENSORS.items())
 
 
-def test_member_that_leaves_while_the_group_forms_is_an_error_and_the_sender_joins_the_next(
+def test_sender_can_join_a_new_group_after_a_member_left_during_formation(
     threads: ThreadPoolExecutor,
 ) -> None:
     def join_and_leave(group: WeightGroup) -> None:
@@ -238,7 +242,7 @@ def test_member_that_leaves_while_the_group_forms_is_an_error_and_the_sender_joi
 
 
 class NcclGroup:
-    """A fake of torch's NCCL group: reads its settings when it is made, and fails in `wait`."""
+    """A fake of torch's NCCL group that reads its settings when created, and fails in `wait`."""
 
     class Options:
         _timeout = None
@@ -259,10 +263,10 @@ class NcclGroup:
 
 
 @pytest.mark.parametrize("users_value", [None, "0", "1"])
-def test_nccl_group_has_blocking_waits_and_raises_for_a_lost_member(
+def test_nccl_group_uses_blocking_waits_and_raises_an_error_for_a_lost_member(
     users_value: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch makes no watchdog for a group with blocking waits. Other groups keep theirs."""
+    """Torch starts no watchdog for a group with blocking waits. Other groups keep theirs."""
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     if users_value:
         monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", users_value)
@@ -275,7 +279,7 @@ def test_nccl_group_has_blocking_waits_and_raises_for_a_lost_member(
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == (users_value or "0")
     with pytest.raises(PublicationError, match=r"nccl.*a member died.*NCCL error: remote") as lost:
         channel.send(torch.zeros(1))
-    assert "more" not in str(lost.value)  # the first line of torch's error alone
+    assert "more" not in str(lost.value)  # only the first line of torch's error
     channel.close()
     assert backend.aborted
 
