@@ -58,7 +58,7 @@ def played(
 
 
 @given(st.lists(TOKEN, min_size=1, max_size=4), st.lists(TURN, min_size=1, max_size=5))
-def test_episode_has_masks_logprobs_and_weight_versions_of_its_samples(
+def test_episode_gets_masks_logprobs_and_weight_versions_from_its_samples(
     prompt: list[int], turns: list[Any]
 ) -> None:
     result, calls = played(prompt, turns)
@@ -77,7 +77,7 @@ def test_episode_has_masks_logprobs_and_weight_versions_of_its_samples(
 
 
 @given(st.lists(TURN, min_size=1, max_size=5), st.integers(1, 30))
-def test_episode_longer_than_the_context_is_cut_and_truncated(
+def test_episode_longer_than_the_context_is_cut_and_marked_truncated(
     turns: list[Any], length: int
 ) -> None:
     result, calls = played([0], turns)
@@ -89,7 +89,7 @@ def test_episode_longer_than_the_context_is_cut_and_truncated(
     assert cut.truncated == (len(whole.tokens) > length)
 
 
-def test_action_range_may_hold_several_samples_and_the_start_of_another() -> None:
+def test_action_range_can_span_several_samples_and_end_inside_one() -> None:
     calls = [call([7], [1, 2], start=1), call([7, 1, 2], [3, 3, 3], start=10)]
     result = {"observation_tokens": [7, 1, 2, 3, 3, 9], "action_ranges": [[1, 5]], "reward": 0}
     assembled = assemble(result, calls, 100, vocabulary=1000)
@@ -97,19 +97,19 @@ def test_action_range_may_hold_several_samples_and_the_start_of_another() -> Non
     assert not assembled.notices
 
 
-def test_samples_that_the_executor_discarded_are_skipped() -> None:
+def test_samples_discarded_by_the_executor_are_skipped() -> None:
     calls = [call([7], [1], start=1), call([7], [1], start=10), call([7, 1, 8], [1], start=20)]
     result = {"observation_tokens": [7, 1, 8, 1], "action_ranges": [[1, 2], [3, 4]], "reward": 0}
     assert assemble(result, calls, 100, vocabulary=1000).builder.rollout_logprobs == [0, -1, 0, -20]
 
 
-def test_action_after_other_tokens_than_the_engine_saw_gives_a_notice() -> None:
+def test_action_sampled_from_a_different_prompt_adds_a_notice() -> None:
     result = {"observation_tokens": [7, 8, 1], "action_ranges": [[2, 3]], "reward": 0}
     assembled = assemble(result, [call([7, 7], [1], start=1)], 100, vocabulary=1000)
     assert list(assembled.notices) == ["other context"]
 
 
-def test_tokens_that_the_engine_did_not_sample_need_logprobs_of_the_executor() -> None:
+def test_tokens_not_sampled_by_the_engine_require_executor_logprobs() -> None:
     result = {
         "observation_tokens": [7, 1, 2],
         "action_ranges": [[1, 3]],
@@ -123,7 +123,7 @@ def test_tokens_that_the_engine_did_not_sample_need_logprobs_of_the_executor() -
         assemble({**result, "rollout_log_probs": None}, [], 100, vocabulary=1000)
 
 
-def test_sample_of_an_unknown_episode_is_used_if_it_continued_exactly_these_tokens() -> None:
+def test_sample_of_unknown_episode_is_used_only_if_its_prompt_matches() -> None:
     result = {"observation_tokens": [7, 8, 1], "action_ranges": [[2, 3]], "reward": 0}
     exact = replace(call([7, 8], [1], start=1), own=False)
     elsewhere = replace(call([7, 7], [1], start=10), own=False)
@@ -144,14 +144,14 @@ def test_longest_matching_sample_is_used() -> None:
     assert (builder.rollout_logprobs, builder.weight_versions) == ([0, -10, -11, -12], [2])
 
 
-def test_token_outside_the_vocabulary_is_accepted_only_if_the_engine_sampled_it() -> None:
+def test_token_outside_the_vocabulary_is_accepted_only_if_sampled_by_the_engine() -> None:
     result = {"observation_tokens": [7, 60], "action_ranges": [[1, 2]], "reward": 1.0}
     assert assemble(result, [call([7], [60])], 100, vocabulary=50).builder.tokens == [7, 60]
     with pytest.raises(EpisodeMistake, match=r"observation_tokens.*\[60\].* 49"):
         assemble(result | {"rollout_log_probs": [0.0, -1.0]}, [], 100, vocabulary=50)
 
 
-def test_turn_rewards_are_at_the_last_tokens_of_their_turns() -> None:
+def test_turn_rewards_are_placed_at_the_last_token_of_each_turn() -> None:
     result, calls = played([9], [([1, 2], [3]), ([1], []), ([], [5])])
     assembled = assemble(
         {**result, "reward": None, "turn_rewards": [0.5, 1, 0]}, calls, 100, vocabulary=1000
@@ -186,7 +186,7 @@ def test_turn_rewards_are_at_the_last_tokens_of_their_turns() -> None:
         ({"scores": float("inf")}, r"scores.*\binf\b"),
     ],
 )
-def test_result_that_is_no_episode_is_refused_with_the_value_seen(
+def test_invalid_result_raises_an_error_that_shows_the_value(
     changes: dict[str, Any], words: str
 ) -> None:
     result = {
@@ -200,7 +200,7 @@ def test_result_that_is_no_episode_is_refused_with_the_value_seen(
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_sample_that_the_engine_could_not_finish_fails_the_episode_that_uses_it(
+def test_unfinished_sample_fails_the_episode_that_uses_it(
     own: bool,
 ) -> None:
     """The log-probabilities of an unfinished sample are zeros, and must not be trained on.
@@ -218,7 +218,7 @@ def test_sample_that_the_engine_could_not_finish_fails_the_episode_that_uses_it(
     assert assemble(result, [sample, unused], 100, vocabulary=1000)
 
 
-def test_earlier_conversations_are_assembled_from_the_episodes_samples() -> None:
+def test_earlier_conversations_are_assembled_from_samples_of_the_episode() -> None:
     result, calls = played([0, 1], [([2, 3], [0])])
     last, more = played([0, 2], [([2, 3], []), ([1], [])])
     versions = [replace(each, answer=replace(each.answer, weight_versions=(7,))) for each in more]
@@ -235,7 +235,7 @@ def test_earlier_conversations_are_assembled_from_the_episodes_samples() -> None
 @pytest.mark.parametrize(
     "earlier", [5, [5], [{}], [{"observation_tokens": [1], "action_ranges": [[0, 1]]}]]
 )
-def test_malformed_earlier_conversations_are_refused(earlier: Any) -> None:
+def test_malformed_earlier_conversations_are_rejected(earlier: Any) -> None:
     result, calls = played([0], [([1], [])])
     with pytest.raises(EpisodeMistake):
         assemble({**result, "earlier": earlier}, calls, 1000, vocabulary=1000)

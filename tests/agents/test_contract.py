@@ -156,7 +156,7 @@ def trouble(logs: Path) -> Iterator[Stand]:
         stand.close()
 
 
-def test_environment_of_the_documented_contract_runs(turns: Stand) -> None:
+def test_environment_with_the_documented_interface_runs(turns: Stand) -> None:
     first, second = turns.rollout(prompt())
     assert (first.sample_index, second.sample_index) == (0, 1)
     assert first.tokens != second.tokens
@@ -180,7 +180,7 @@ def sampled_pieces(trajectory: Trajectory) -> list[list[int]]:
     return pieces
 
 
-def test_episodes_have_exactly_the_tokens_and_logprobs_that_the_engine_sampled(
+def test_episodes_contain_exactly_the_sampled_tokens_and_logprobs(
     turns: Stand,
 ) -> None:
     turns.engine.asked.clear()
@@ -223,7 +223,7 @@ def own_loop(logs: Path) -> Iterator[Stand]:
     stand.close()
 
 
-def test_custom_executor_plays_an_episode(own_loop: Stand) -> None:
+def test_custom_executor_runs_an_episode(own_loop: Stand) -> None:
     own_loop.engine.asked.clear()
     [trajectory] = own_loop.rollout(prompt(label="own"), n_samples_per_prompt=1)
     [(tokens, params)] = own_loop.engine.asked
@@ -249,7 +249,7 @@ def ends_of_actions(trajectory: Trajectory) -> list[int]:
     return [i for i in range(1, len(mask)) if mask[i - 1] and not mask[i]]
 
 
-def test_function_step_of_older_releases_is_wrapped_with_a_notice(logs: Path) -> None:
+def test_step_function_from_older_releases_is_wrapped_with_a_notice(logs: Path) -> None:
     stand = Stand("old_step.py", logs / "old")
     for trajectory in stand.rollout(prompt("1=")):
         first, second = (
@@ -272,7 +272,7 @@ def test_function_step_of_older_releases_is_wrapped_with_a_notice(logs: Path) ->
         ("openai_client.py", "chat_template.jinja"),
     ],
 )
-def test_file_without_an_agent_is_refused_with_the_remedy(
+def test_file_without_an_agent_is_rejected_with_a_suggested_fix(
     logs: Path, file: str, words: str
 ) -> None:
     stand = Stand(file, logs / "refused")
@@ -305,7 +305,7 @@ def test_file_without_an_agent_is_refused_with_the_remedy(
         ("images", Failure.EXCEPTION, "multi_modal_data"),
     ],
 )
-def test_agent_that_fails_fails_only_its_own_episode(
+def test_failing_agent_fails_only_its_own_episode(
     trouble: Stand, label: str, failure: Failure, words: str
 ) -> None:
     good, bad = trouble.rollout(
@@ -320,7 +320,7 @@ def test_agent_that_fails_fails_only_its_own_episode(
         assert bad.num_actions
 
 
-def test_sample_with_sampling_parameters_of_the_agent_has_a_seed_of_its_turn(
+def test_sample_with_sampling_params_from_the_agent_is_seeded_by_turn(
     trouble: Stand,
 ) -> None:
     trouble.engine.asked.clear()
@@ -331,7 +331,7 @@ def test_sample_with_sampling_parameters_of_the_agent_has_a_seed_of_its_turn(
     ]
 
 
-def test_sample_that_the_engine_ended_fails_its_episode(
+def test_sample_aborted_by_the_engine_fails_its_episode(
     trouble: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole_answer = answer
@@ -345,7 +345,7 @@ def test_sample_that_the_engine_ended_fails_its_episode(
     assert "engine 0 gave NaN" in str(trajectory.error)
 
 
-def test_episodes_survive_another_episode_that_ends_their_process(trouble: Stand) -> None:
+def test_episodes_survive_a_neighbor_that_kills_their_process(trouble: Stand) -> None:
     labels = ["pause", "crash", "pause", "fine"]
     prompts = [prompt(index=i, label=label) for i, label in enumerate(labels)]
     finished = trouble.rollout(*prompts, n_samples_per_prompt=1, seed=9)
@@ -407,7 +407,7 @@ def sampled_logprobs(trajectory: Trajectory) -> list[float]:
 
 
 @pytest.mark.parametrize("label", ["stream", "look", "err"])
-def test_endpoint_meets_the_expectations_of_stock_clients(clients: Stand, label: str) -> None:
+def test_endpoint_works_with_stock_clients(clients: Stand, label: str) -> None:
     for trajectory in clients.rollout(prompt("1+3=", label)):
         assert trajectory.reward is not None and trajectory.reward >= 1, trajectory.error
 
@@ -423,7 +423,7 @@ class StuckEngine(Engine):
         return await super().generate(key, tokens, params)
 
 
-def test_requests_that_a_client_abandoned_end_with_the_episode(clients: Stand) -> None:
+def test_abandoned_requests_are_cancelled_when_the_episode_ends(clients: Stand) -> None:
     engines = clients.generator.engines
     clients.generator.engines = StuckEngine()
     try:
@@ -436,7 +436,7 @@ def test_requests_that_a_client_abandoned_end_with_the_episode(clients: Stand) -
         clients.generator.engines = engines
 
 
-def test_samples_of_a_server_that_the_agent_runs_in_a_thread_are_assigned_by_their_tokens(
+def test_samples_requested_by_an_agents_server_thread_are_matched_by_tokens(
     logs: Path,
 ) -> None:
     """The requests of the server do not show their episodes.
@@ -461,7 +461,7 @@ def test_samples_of_a_server_that_the_agent_runs_in_a_thread_are_assigned_by_the
     stand.close()
 
 
-def test_agent_that_makes_no_request_fails(clients: Stand) -> None:
+def test_agent_without_any_request_fails(clients: Stand) -> None:
     [trajectory] = clients.rollout(prompt("1+3=", "silent"), n_samples_per_prompt=1)
     assert trajectory.failed and "no request" in str(trajectory.error)
 
@@ -479,7 +479,7 @@ class FailingEngine(Engine):
         raise self.error
 
 
-def test_refused_request_fails_the_episode_and_a_dead_engine_ends_the_rollout(
+def test_rejected_request_fails_the_episode_and_a_dead_engine_ends_the_rollout(
     trouble: Stand,
 ) -> None:
     engines = trouble.generator.engines
@@ -496,14 +496,14 @@ def test_refused_request_fails_the_episode_and_a_dead_engine_ends_the_rollout(
     assert again.reward == 1.0
 
 
-def test_agent_can_catch_refusals_and_set_parameters_to_numpy_numbers(own_loop: Stand) -> None:
+def test_agent_can_catch_rejections_and_use_numpy_numbers_as_parameters(own_loop: Stand) -> None:
     own_loop.engine.asked.clear()
     [trajectory] = own_loop.rollout(prompt(label="own"), n_samples_per_prompt=1)
     [(_, params)] = own_loop.engine.asked
     assert (type(params.temperature), params.temperature, trajectory.reward) == (float, 0.5, 1.0)
 
 
-def test_failures_of_a_remote_engine_fail_the_episode_as_server(
+def test_remote_engine_failure_fails_the_episode_as_a_server_failure(
     logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(remote_engines.VARIABLE, "")
@@ -548,7 +548,7 @@ def mistakes(logs: Path) -> Iterator[Stand]:
         ("images", "Game.step returned environment_images"),
     ],
 )
-def test_wrong_return_value_of_an_environment_is_reported_without_a_traceback(
+def test_invalid_environment_return_value_is_reported_without_a_traceback(
     mistakes: Stand, label: str, words: str
 ) -> None:
     [failed] = mistakes.rollout(prompt(label=label), n_samples_per_prompt=1)
@@ -557,7 +557,7 @@ def test_wrong_return_value_of_an_environment_is_reported_without_a_traceback(
     assert "Traceback" not in str(failed.error)
 
 
-def test_methods_of_an_environment_may_be_plain_functions(mistakes: Stand) -> None:
+def test_environment_methods_can_be_plain_functions(mistakes: Stand) -> None:
     [trajectory] = mistakes.rollout(prompt(label="well"), n_samples_per_prompt=1)
     assert trajectory.reward == 1.0
 
@@ -569,7 +569,7 @@ def test_methods_of_an_environment_may_be_plain_functions(mistakes: Stand) -> No
         ("huge numbers", f"sampling_params.seed is {2**70}"),
     ],
 )
-def test_sampling_parameters_of_the_wrong_type_are_named(
+def test_error_names_sampling_parameter_of_the_wrong_type(
     mistakes: Stand, label: str, words: str
 ) -> None:
     [failed] = mistakes.rollout(prompt(label=label), n_samples_per_prompt=1)

@@ -58,7 +58,7 @@ def started(conversation: Conversation, question: str, answer: str) -> dict[str,
 
 
 @given(st.lists(st.tuples(TEXT, TEXT, st.sampled_from(["stop", "length"])), min_size=1, max_size=4))
-def test_conversation_tokens_are_the_template_around_sampled_replies(
+def test_conversation_tokens_are_template_text_around_sampled_replies(
     turns: list[tuple[str, str, str]],
 ) -> None:
     conversation = Conversation(TOKENIZER, 10_000)
@@ -79,7 +79,7 @@ def test_conversation_tokens_are_the_template_around_sampled_replies(
     assert not conversation.notices
 
 
-def test_request_without_reply_can_be_repeated_or_replaced() -> None:
+def test_unanswered_request_can_be_repeated_or_replaced() -> None:
     conversation = Conversation(TOKENIZER, 1000)
     reply = started(conversation, "2+3", "5")
     inputs = template_inputs([user("2+3"), reply, user("4")])
@@ -90,7 +90,7 @@ def test_request_without_reply_can_be_repeated_or_replaced() -> None:
     assert conversation.prompt_for(other)[-3:] == ids("7<|end|><|assistant|>")
 
 
-def test_stop_string_stays_in_the_tokens_and_not_in_the_reply() -> None:
+def test_stop_string_is_kept_in_the_tokens_but_not_in_the_reply() -> None:
     conversation = Conversation(TOKENIZER, 1000)
     conversation.prompt_for(template_inputs([user("2")]))
     reply = conversation.add_reply(stopped_by("+", "12+"), tools=False)
@@ -108,7 +108,7 @@ def test_reply_with_tools_ends_before_the_first_stop_string() -> None:
     assert reply["content"] == "1"
 
 
-def test_content_parts_are_joined_and_parts_other_than_text_are_refused() -> None:
+def test_text_parts_are_joined_and_other_content_parts_are_rejected() -> None:
     conversation = Conversation(TOKENIZER, 1000)
     parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "3"}]
     question = {"role": "user", "content": parts}
@@ -125,7 +125,7 @@ def test_content_parts_are_joined_and_parts_other_than_text_are_refused() -> Non
     assert refused.value.param == "messages"
 
 
-def test_template_that_requires_the_call_before_its_result_gets_the_call() -> None:
+def test_template_that_requires_a_call_before_its_result_receives_the_call() -> None:
     tokenizer = calculator_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace(
         "{% for m in messages %}",
@@ -180,11 +180,11 @@ def test_tool_calls_are_parsed_from_the_reply_and_their_results_follow_it() -> N
 @pytest.mark.parametrize(
     "text", ["<tool_call>{no json}</tool_call>", "<tool_call>[1]</tool_call>", "<tool_call>", "5"]
 )
-def test_call_that_cannot_be_parsed_stays_text(text: str) -> None:
+def test_unparsable_call_remains_text(text: str) -> None:
     assert parse_reply(TOKENIZER, text) == {"role": "assistant", "content": text}
 
 
-def test_several_calls_are_separated_from_the_text_around_them() -> None:
+def test_several_calls_are_extracted_from_the_surrounding_text() -> None:
     message = parse_reply(TOKENIZER, f"ten {CALL}1{CALLED} and\n{CALL}2{CALLED}")
     assert [call["function"]["arguments"] for call in message["tool_calls"]] == [
         '{"expression": "1"}',
@@ -194,7 +194,7 @@ def test_several_calls_are_separated_from_the_text_around_them() -> None:
     assert len({call["id"] for call in message["tool_calls"]}) == 2
 
 
-def test_response_template_of_the_tokenizer_is_used() -> None:
+def test_tokenizer_response_template_is_used() -> None:
     """The template expects calls between other marks than ours."""
     tokenizer = calculator_tokenizer()
     tokenizer.response_template = {
@@ -232,7 +232,7 @@ def test_response_template_of_the_tokenizer_is_used() -> None:
         [user("4")],
     ],
 )
-def test_messages_that_do_not_continue_the_conversation_are_a_mismatch(
+def test_messages_that_do_not_continue_the_conversation_are_reported_as_a_mismatch(
     messages: list[dict[str, Any]],
 ) -> None:
     conversation = Conversation(TOKENIZER, 1000)
@@ -240,7 +240,7 @@ def test_messages_that_do_not_continue_the_conversation_are_a_mismatch(
     assert conversation.mismatch(template_inputs(messages))
 
 
-def test_full_context_is_refused_and_the_conversation_keeps_its_reply() -> None:
+def test_full_context_is_rejected_and_the_conversation_keeps_its_reply() -> None:
     conversation = Conversation(TOKENIZER, 12)
     reply = started(conversation, "2+3", "5")
     with pytest.raises(ContextFull, match=r"--data\.max_len 12"):
@@ -249,7 +249,7 @@ def test_full_context_is_refused_and_the_conversation_keeps_its_reply() -> None:
 
 
 @pytest.mark.parametrize("messages", [None, [], [{"role": "user"}], [{"content": "x"}], 5])
-def test_malformed_messages_are_refused(messages: Any) -> None:
+def test_malformed_messages_are_rejected(messages: Any) -> None:
     with pytest.raises(ChatMistake) as refused:
         template_inputs(messages)
     assert refused.value.param == "messages"

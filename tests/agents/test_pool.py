@@ -123,18 +123,18 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     stand.close()
 
 
-def test_exception_with_an_attribute_failure_of_another_type_is_an_exception(stand: Stand) -> None:
+def test_exception_with_an_unrelated_failure_attribute_counts_as_an_exception(stand: Stand) -> None:
     failed = stand.do(stand.play("odd error"))
     assert failed.failure is Failure.EXCEPTION
     assert "OddError: no such square" in failed.error
 
 
-def test_agent_that_cancels_itself_fails_as_exception_and_not_as_timeout(stand: Stand) -> None:
+def test_agent_that_cancels_itself_fails_with_an_exception_and_not_a_timeout(stand: Stand) -> None:
     assert stand.do(stand.play("cancels itself")).failure is Failure.EXCEPTION
 
 
 @pytest.mark.parametrize("how", ["exits", "exits in a callback"])
-def test_episodes_that_exit_at_the_same_time_fail_and_no_other_episode_does(
+def test_episodes_that_exit_simultaneously_fail_without_affecting_other_episodes(
     stand: Stand, how: str
 ) -> None:
     async def together() -> Any:
@@ -145,11 +145,11 @@ def test_episodes_that_exit_at_the_same_time_fail_and_no_other_episode_does(
     assert all("pid" in logs for logs in played[1::2])
 
 
-def test_engine_can_be_called_from_the_event_loop_of_another_thread(stand: Stand) -> None:
+def test_engine_can_be_called_from_an_event_loop_in_another_thread(stand: Stand) -> None:
     assert "pid" in stand.do(stand.play("asks in a thread"))
 
 
-def test_result_that_is_too_large_fails_its_episode_and_not_the_process(stand: Stand) -> None:
+def test_oversized_result_fails_its_episode_but_not_the_process(stand: Stand) -> None:
     before = stand.do(stand.play("fine"))
     failed = stand.do(stand.play("huge"))
     assert failed.failure is Failure.RESULT and "67,108,864" in failed.error
@@ -183,20 +183,22 @@ def test_cancelled_episode_is_cancelled_in_its_process(stand: Stand) -> None:
     assert stand.do(cancelled()) == {**before, "cancelled": before["cancelled"] + 1}
 
 
-def test_episode_that_refuses_to_end_fails_while_it_waits_for_the_engine(strict: Stand) -> None:
+def test_episode_that_ignores_cancellation_fails_while_waiting_for_the_engine(
+    strict: Stand,
+) -> None:
     failed = strict.do(strict.play("asks again", 1000, episode_timeout=2.0))
     assert failed.failure is Failure.TIMEOUT
     assert "more than 2 s (--rollout.episode_timeout)" in failed.error
 
 
-def test_episode_that_ends_every_process_while_it_waits_for_the_engine_fails(
+def test_episode_that_kills_every_process_while_waiting_for_the_engine_fails(
     stand: Stand,
 ) -> None:
     failed = stand.do(stand.play("crashes while it asks", 1000))
     assert failed.failure is Failure.EXIT and "status 7" in failed.error
 
 
-def test_working_episode_does_not_fail_for_the_crash_of_a_waiting_one(
+def test_running_episode_survives_the_crash_of_a_waiting_one(
     stand: Stand,
 ) -> None:
     async def together() -> Any:
@@ -207,7 +209,7 @@ def test_working_episode_does_not_fail_for_the_crash_of_a_waiting_one(
     assert "pid" in working
 
 
-def test_episode_that_lacked_memory_beside_another_is_played_alone(stand: Stand) -> None:
+def test_episode_that_ran_out_of_memory_beside_another_is_retried_alone(stand: Stand) -> None:
     async def together() -> Any:
         return await asyncio.gather(stand.play("hoards"), stand.play("modest"))
 
@@ -216,7 +218,7 @@ def test_episode_that_lacked_memory_beside_another_is_played_alone(stand: Stand)
     assert "modest" in (stand.folder / "agent-alone-0.log").read_text()
 
 
-def test_episodes_played_alone_are_played_at_the_same_time(stand: Stand) -> None:
+def test_episodes_retried_alone_run_concurrently(stand: Stand) -> None:
     """If an episode ends its process, its four neighbors are each played alone, in four processes.
 
     The four wait for each other.
@@ -276,7 +278,7 @@ def test_process_that_dies_while_loading_is_replaced(tmp_path: Path) -> None:
     stand.close()
 
 
-def test_closed_pool_starts_no_process_for_episodes_in_progress(tmp_path: Path) -> None:
+def test_closed_pool_starts_no_process_for_running_episodes(tmp_path: Path) -> None:
     async def ended() -> Any:
         asked = asyncio.Event()
         waiting = asyncio.create_task(stand.play("fine", generate=never(asked)))
@@ -291,7 +293,7 @@ def test_closed_pool_starts_no_process_for_episodes_in_progress(tmp_path: Path) 
     stand.runner.close()
 
 
-def test_close_does_not_wait_for_a_process_that_is_loading(tmp_path: Path) -> None:
+def test_close_does_not_wait_for_a_loading_process(tmp_path: Path) -> None:
     async def ended() -> Any:
         episode, _ = await starting(stand)
         stand.agents.close()

@@ -234,7 +234,7 @@ def replies(draw: st.DrawFn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[i
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_every_prompt_is_the_whole_rendering_or_has_a_notice(
+def test_every_prompt_is_the_full_rendered_template_or_comes_with_a_notice(
     data: st.DataObject,
 ) -> None:
     kind = data.draw(st.sampled_from(sorted(TOKENIZERS)))
@@ -274,7 +274,7 @@ def test_every_prompt_is_the_whole_rendering_or_has_a_notice(
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
 @pytest.mark.parametrize("template", [CHATML, ZEPHYR])
-def test_template_with_end_marks_gives_the_whole_rendering_without_notice(
+def test_template_with_end_markers_gives_the_full_rendering_without_a_notice(
     kind: str, template: str
 ) -> None:
     tokenizer = chat_tokenizer(kind, template.replace("<|im_end|>", TOKENIZERS[kind]().eos_token))
@@ -350,7 +350,7 @@ def fields_of_the_api() -> set[str]:
     return names
 
 
-def test_every_field_of_the_api_is_used_or_without_effect_or_refused() -> None:
+def test_every_api_field_is_used_ignored_or_rejected() -> None:
     assert fields_of_the_api() <= READ.keys() | WITHOUT_EFFECT | UNSUPPORTED.keys()
 
 
@@ -364,7 +364,7 @@ def byte_level_engine(*script: tuple[str, str]) -> ScriptedEngine:
     return engine
 
 
-def test_unsupported_fields_are_refused_by_name() -> None:
+def test_error_names_unsupported_field() -> None:
     refused: dict[str, Any] = {}
 
     async def conversation(client: AsyncOpenAI) -> None:
@@ -401,7 +401,9 @@ def test_unsupported_fields_are_refused_by_name() -> None:
         ({"logprobs": 3}, "logprobs"),
     ],
 )
-def test_wrong_value_is_refused_in_the_apis_form(changes: dict[str, Any], param: str) -> None:
+def test_invalid_value_returns_an_error_in_the_api_format(
+    changes: dict[str, Any], param: str
+) -> None:
     async def asks(client: AsyncOpenAI) -> None:
         await say(client, [user("a")], extra_body=changes)
 
@@ -409,7 +411,7 @@ def test_wrong_value_is_refused_in_the_apis_form(changes: dict[str, Any], param:
     assert (error.status_code, error.param, error.type) == (400, param, "invalid_request_error")
 
 
-def test_malformed_bodies_and_unknown_paths_are_refused_in_the_apis_form() -> None:
+def test_malformed_body_or_unknown_path_returns_an_error_in_the_api_format() -> None:
     answers: dict[str, httpx.Response] = {}
 
     async def conversation(client: AsyncOpenAI) -> None:
@@ -436,7 +438,7 @@ def test_malformed_bodies_and_unknown_paths_are_refused_in_the_apis_form() -> No
     assert answers["long"].json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_error_of_the_server_is_answered_in_the_apis_form() -> None:
+def test_server_error_is_returned_in_the_api_format() -> None:
     class Broken(ScriptedEngine):
         async def generate(self, *asked: Any, **more: Any) -> RequestOutput:
             if self.prompts:
@@ -450,7 +452,7 @@ def test_error_of_the_server_is_answered_in_the_apis_form() -> None:
     assert (error.status_code, error.type) == (500, "server_error")
 
 
-def test_neutral_values_of_unsupported_fields_are_accepted() -> None:
+def test_default_values_of_unsupported_fields_are_accepted() -> None:
     neutral = {
         "n": 1,
         "top_logprobs": 0,
@@ -489,7 +491,7 @@ def test_chat_template_kwargs_reach_the_template() -> None:
 @pytest.mark.parametrize(
     ("first", "second"), [(None, [ZEBRA]), ([ZEBRA], None), ([ZEBRA], [ZEBRA | {"type": "other"}])]
 )
-def test_change_of_tools_starts_a_new_conversation(first: Any, second: Any) -> None:
+def test_changed_tools_start_a_new_conversation(first: Any, second: Any) -> None:
     requests: list[Request] = []
 
     async def conversation(client: AsyncOpenAI) -> None:
@@ -511,7 +513,7 @@ def test_change_of_tools_starts_a_new_conversation(first: Any, second: Any) -> N
 # Several conversations of one episode
 
 
-def test_summary_starts_a_new_conversation_of_the_episode() -> None:
+def test_summary_starts_a_new_conversation_within_the_episode() -> None:
     async def conversation(client: AsyncOpenAI) -> None:
         messages: list[Any] = [user("a")]
         for _ in range(2):
@@ -528,7 +530,7 @@ def test_summary_starts_a_new_conversation_of_the_episode() -> None:
     assert "conversation" in result["notices"]
 
 
-def test_conversations_of_an_episode_may_alternate() -> None:
+def test_conversations_of_an_episode_can_alternate() -> None:
     async def conversation(client: AsyncOpenAI) -> None:
         chats: list[list[Any]] = [[user("a")], [user("b")], [user("a"), user("b")]]
         for _ in range(2):
@@ -542,7 +544,7 @@ def test_conversations_of_an_episode_may_alternate() -> None:
     assert [len(each["action_ranges"]) for each in (*result["earlier"], result)] == [2, 2, 2]
 
 
-def test_refused_request_starts_no_conversation_and_truncates_the_episode() -> None:
+def test_rejected_request_starts_no_conversation_and_truncates_the_episode() -> None:
     refused: list[str | None] = []
 
     async def conversation(client: AsyncOpenAI) -> None:
@@ -557,7 +559,7 @@ def test_refused_request_starts_no_conversation_and_truncates_the_episode() -> N
     assert result["earlier"] == [] and result["truncated"]
 
 
-def test_tool_calls_stay_text_with_tool_choice_none() -> None:
+def test_tool_calls_remain_text_with_tool_choice_none() -> None:
     call = '<tool_call>{"name": "zebra", "arguments": {}}</tool_call>'
     messages: list[dict[str, Any]] = []
 
@@ -570,7 +572,7 @@ def test_tool_calls_stay_text_with_tool_choice_none() -> None:
     assert "zebra" in str(engine.tokenizer.decode(engine.prompts[0]))
 
 
-def test_streamed_answer_has_logprobs_usage_and_tool_calls() -> None:
+def test_streamed_response_has_logprobs_usage_and_tool_calls() -> None:
     events: list[Any] = []
 
     async def conversation(client: AsyncOpenAI) -> None:
@@ -599,7 +601,7 @@ def test_streamed_answer_has_logprobs_usage_and_tool_calls() -> None:
     ("of_run", "of_request", "truncated"),
     [(None, 1, False), (2, 1, False), (1, None, True), (1, 5, True), (1, 1, True)],
 )
-def test_only_limits_of_the_run_truncate_an_episode_of_a_client(
+def test_client_episode_is_truncated_only_by_limits_of_the_run(
     of_run: int | None, of_request: int | None, truncated: bool
 ) -> None:
     async def conversation(client: AsyncOpenAI) -> None:
@@ -651,7 +653,7 @@ def play_game(
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_feedback_continues_the_tokens_before_it_or_has_a_notice(
+def test_feedback_continues_the_preceding_tokens_or_comes_with_a_notice(
     data: st.DataObject,
 ) -> None:
     tokenizer = chat_tokenizer(data.draw(st.sampled_from(sorted(TOKENIZERS))), CHATML)
@@ -668,7 +670,7 @@ def test_feedback_continues_the_tokens_before_it_or_has_a_notice(
 
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
-def test_feedback_after_an_end_token_is_tokenized_as_in_the_whole_text(kind: str) -> None:
+def test_feedback_after_an_end_token_is_tokenized_as_in_the_full_text(kind: str) -> None:
     tokenizer = chat_tokenizer(kind, CHATML)
     engine = ScriptedEngine(
         tokenizer=tokenizer, script=[([*ids(tokenizer, "a b"), tokenizer.eos_token_id], "stop")]
@@ -690,7 +692,7 @@ def test_environment_receives_finish_reason_and_end_text() -> None:
 
 
 @pytest.mark.parametrize(("finish", "noticed"), [("stop", True), ("length", False)])
-def test_feedback_does_not_repeat_the_end_text_that_the_policy_sampled(
+def test_feedback_does_not_repeat_end_text_sampled_by_the_policy(
     finish: str, noticed: bool
 ) -> None:
     engine = byte_level_engine(("a", finish))
@@ -703,7 +705,7 @@ def test_feedback_does_not_repeat_the_end_text_that_the_policy_sampled(
     ("of_run", "of_step", "truncated"),
     [(None, 1, False), (3, 1, False), (1, 1, True), (2, None, True)],
 )
-def test_only_limits_of_the_run_truncate_an_episode_of_an_environment(
+def test_environment_episode_is_truncated_only_by_limits_of_the_run(
     of_run: int | None, of_step: int | None, truncated: bool
 ) -> None:
     engine = byte_level_engine(("a", "stop"), ("a b a b", "length"))

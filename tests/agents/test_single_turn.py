@@ -52,7 +52,7 @@ def test_episode_without_remote_rm_url_has_no_reward_yet() -> None:
     assert episode["action_ranges"] == [(4, 5)]
 
 
-def test_reward_func_gets_prompt_and_response(tmp_path: Path) -> None:
+def test_reward_func_receives_prompt_and_response(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text(FUNCTION)
     episode = played(str(file))
@@ -63,7 +63,7 @@ def test_reward_func_gets_prompt_and_response(tmp_path: Path) -> None:
     "parameters",
     ["prompts, queries, labels", "queries, prompts", "queries, *, labels, **rest", "a, b, c"],
 )
-def test_reward_func_gets_its_arguments_by_position_or_name(
+def test_reward_func_receives_arguments_by_position_or_name(
     parameters: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "reward.py"
@@ -72,7 +72,7 @@ def test_reward_func_gets_its_arguments_by_position_or_name(
     assert played(str(file))["reward"] == 5.0
 
 
-def test_reward_of_a_server_is_used_and_its_failure_fails_the_episode() -> None:
+def test_server_reward_is_used_and_a_server_failure_fails_the_episode() -> None:
     with reward_server() as server:
         assert played(f"{server.url}/scores, {server.url}/scores")["scores"] == 0.25
         with pytest.raises(ContractMistake, match="rewards") as caught:
@@ -80,6 +80,6 @@ def test_reward_of_a_server_is_used_and_its_failure_fails_the_episode() -> None:
     assert caught.value.failure is Failure.RESULT
 
 
-def test_empty_remote_rm_url_is_refused() -> None:
+def test_empty_remote_rm_url_is_rejected() -> None:
     with pytest.raises(TypeError, match="remote_rm_url"):
         SingleTurnAgentExecutor("")

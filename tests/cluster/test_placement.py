@@ -76,7 +76,7 @@ def any_plan_fits(plan: Placement, cluster: list[Machine]) -> bool:
 
 @settings(max_examples=150, deadline=None)
 @given(plans, machines)
-def test_places_finds_plan_if_and_only_if_one_exists(
+def test_places_finds_a_plan_if_and_only_if_one_exists(
     plan: Placement, cluster: list[Machine]
 ) -> None:
     places = plan.places(cluster)
@@ -114,7 +114,7 @@ def test_engines_share_devices_of_models_in_order() -> None:
         assert Placement(groups=(models, wrong), on_gpus=True).places(EIGHT) is None
 
 
-def test_check_names_needed_and_available_devices_of_plan_that_does_not_fit() -> None:
+def test_error_for_oversized_plan_names_needed_and_available_devices() -> None:
     plan = Placement(groups=(group("actor", 2, 8), group("vllm", None, 3, devices=2)), on_gpus=True)
     with pytest.raises(PlacementError) as error:
         plan.check(EIGHT)
@@ -128,13 +128,13 @@ def test_group_on_two_nodes_needs_two_machines() -> None:
         plan.check(EIGHT[:1])
 
 
-def test_check_names_labels_that_no_machine_has() -> None:
+def test_error_names_labels_that_no_machine_has() -> None:
     plan = Placement(groups=(group("actor", 1, 1, wants={"accelerator": "H100"}),), on_gpus=True)
     with pytest.raises(PlacementError, match=r"actor: \{'accelerator': 'H100'\} \(--placement"):
         plan.check(EIGHT)
 
 
-def test_describe_names_devices_of_cpu_processes_in_the_plural() -> None:
+def test_describe_uses_the_plural_for_several_cpu_processes() -> None:
     plan = Placement(groups=(group("vllm", None, 1, devices=2),), on_gpus=False)
     assert plan.describe(plan.check(EIGHT)) == ("vllm: 1 process(es), 2 CPU processes each: 1 on a")
 

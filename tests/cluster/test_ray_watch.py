@@ -51,7 +51,7 @@ def wait_for_connection(process: subprocess.Popen[str]) -> None:
     assert process.stdout and process.stdout.readline() == "connected\n"
 
 
-def test_watch_reports_first_death_of_two_processes_once(server: Server) -> None:
+def test_watch_reports_only_the_first_of_two_deaths(server: Server) -> None:
     ports = [free_port(), free_port()]
     processes = [server(port) for port in ports]
     losses = Queue[LostRay]()
@@ -73,7 +73,7 @@ def test_watch_reports_first_death_of_two_processes_once(server: Server) -> None
     assert losses.empty()
 
 
-def test_watch_ignores_death_of_process_restarted_within_its_patience(server: Server) -> None:
+def test_watch_ignores_a_process_that_restarts_within_its_patience(server: Server) -> None:
     port, losses = free_port(), Queue[LostRay]()
     first = server(port)
     watch = RayWatch(

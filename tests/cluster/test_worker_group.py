@@ -74,7 +74,7 @@ def group() -> Iterator[WorkerGroup]:
     ray.shutdown()
 
 
-def test_launch_sends_slice_to_its_ranks_and_gather_returns_result_of_first(
+def test_launch_sends_each_slice_to_its_ranks_and_gather_returns_the_first_result(
     group: WorkerGroup,
 ) -> None:
     assert group.slices == 2
@@ -92,7 +92,7 @@ def test_broadcast_reaches_every_rank(group: WorkerGroup) -> None:
     ]
 
 
-def test_gather_raises_error_of_any_rank_of_slice(group: WorkerGroup) -> None:
+def test_gather_raises_error_from_any_rank_of_a_slice(group: WorkerGroup) -> None:
     """The message is unchanged; the worker's traceback is the cause."""
     with pytest.raises(ValueError) as raised:
         gather(group.launch(Worker.fail_on_rank_3, [1, 2]), timeout_s=240, doing="fail")
@@ -100,7 +100,7 @@ def test_gather_raises_error_of_any_rank_of_slice(group: WorkerGroup) -> None:
     assert "fail_on_rank_3" in str(raised.value.__cause__)
 
 
-def test_gather_names_log_of_rank_that_times_out_and_flag(group: WorkerGroup) -> None:
+def test_gather_timeout_error_names_the_log_of_the_rank_and_the_flag(group: WorkerGroup) -> None:
     calls = group.launch(Worker.sleep_on_rank_3, [1, 2])
     with pytest.raises(
         WorkerError,

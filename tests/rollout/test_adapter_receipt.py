@@ -71,7 +71,7 @@ for fault in ("none", "tensor", "layer"):
 """  # noqa: E501
 
 
-def test_receipt_is_refused_if_an_adapter_lacks_a_tensor_or_a_layer() -> None:
+def test_receipt_is_rejected_if_an_adapter_lacks_a_tensor_or_a_layer() -> None:
     """A tensor is lost, or the engine cannot adapt a layer."""
     environment = os.environ | engine_environment("cpu") | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -338,11 +338,11 @@ def untied(stands) -> Stand:
 
 
 class TestSampling:
-    def test_logprobs_equal_those_of_the_model(self, untied):
+    def test_engine_logprobs_equal_model_logprobs(self, untied):
         off = differences(untied.model, untied.sample())
         assert off.max() < 1e-4 and off.mean() < 1e-5
 
-    def test_seed_gives_the_same_tokens_whatever_is_in_the_batch(self, tied):
+    def test_seed_gives_the_same_tokens_in_any_batch(self, tied):
         alone = [tied.sample([p], seed=7)[0][1] for p in PROMPTS]
         # vLLM treats each of these kinds differently.
         others = [{"seed": 1}, {"seed": None}, {"seed": None, "temperature": 0.0}]
@@ -353,7 +353,7 @@ class TestSampling:
         assert [g.tokens for _, g in together] == [g.tokens for g in alone]
         assert [g.logprobs for _, g in together] == [g.logprobs for g in alone]
 
-    def test_each_sample_of_a_prompt_follows_its_own_parameters(self, tied):
+    def test_each_sample_of_a_prompt_uses_its_own_parameters(self, tied):
         params = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True) for n in (3, 9, 5)]
         samples = tied.call("generate", PROMPTS[0], params)
         assert [len(g.tokens) for g in samples] == [3, 9, 5]
@@ -371,7 +371,7 @@ class TestSampling:
         tied.await_held(0)
         assert_serves(tied, tied.model, tied.version)
 
-    def test_end_token_and_stop_tokens_end_a_sample_and_are_kept(self, tied):
+    def test_end_token_and_stop_tokens_end_a_sample_and_are_included(self, tied):
         [(_, free)] = tied.sample([PROMPTS[0]], temperature=0.0)
         stop = free.tokens[4]
         expected = free.tokens[: free.tokens.index(stop) + 1]
@@ -386,7 +386,7 @@ class TestSampling:
         assert ended and all(g.tokens.index(END_TOKEN) == len(g.tokens) - 1 for g in ended)
         assert {g.stop_reason for g in ended} == {None}
 
-    def test_stop_string_ends_a_sample_and_is_left_out_of_its_text(self, untied):
+    def test_stop_string_ends_a_sample_and_is_excluded_from_its_text(self, untied):
         [(_, free)] = untied.sample([PROMPTS[0]], temperature=0.0)
         stop = f"w{free.tokens[4]}"
         cut = free.tokens.index(free.tokens[4]) + 1
@@ -401,7 +401,7 @@ class TestSampling:
             ([5], SamplingParams(stop="x"), "stop_strings"),
         ],
     )
-    def test_bad_request_raises_engine_error_and_leaves_the_engine_alive(
+    def test_invalid_request_raises_engine_error_and_leaves_the_engine_alive(
         self, tied, prompt, params, reason
     ):
         with pytest.raises(EngineError, match=reason):
@@ -436,7 +436,7 @@ class TestPublication:
         assert differences(old, stand.sample()).max() > 1e-2
 
     @pytest.mark.parametrize("kind", ["tied", "untied"])
-    def test_samples_under_way_continue_with_the_new_weights(self, stands, kind):
+    def test_running_samples_continue_with_the_new_weights(self, stands, kind):
         """The untied model's engine looks for stop strings.
 
         Its core therefore sends every token separately.
@@ -554,7 +554,7 @@ class TestFailedPublication:
             ),
         ],
     )
-    def test_incomplete_version_is_refused(self, tied, fault, message):
+    def test_incomplete_version_is_rejected(self, tied, fault, message):
         tied.call("sabotage", fault)
         manifest = tied.manifest()
         try:
@@ -569,14 +569,14 @@ class TestFailedPublication:
     @pytest.mark.parametrize(
         "name", ["model.layers.0.self_attn.k_proj.weight", "model.norm.weight"]
     )
-    def test_manifest_without_a_tensor_is_refused(self, tied, name):
+    def test_manifest_without_a_tensor_is_rejected(self, tied, name):
         manifest = tied.manifest()
         manifest = replace(manifest, specs=tuple(s for s in manifest.specs if s.name != name))
         tensors = [item for item in tied.model.named_parameters() if item[0] != name]
         with pytest.raises(PublicationError, match="stale values in"):
             tied.receive(manifest, tensors)
 
-    def test_tensor_that_the_engine_does_not_have_is_refused(self, tied):
+    def test_tensor_unknown_to_the_engine_is_rejected(self, tied):
         manifest = tied.manifest()
         specs = [
             replace(s, name="model.surprise") if s.name == "model.norm.weight" else s
@@ -605,9 +605,7 @@ def send_until_killed(group: WeightGroup, folder: str, version: int) -> None:
 
 
 class TestFailure:
-    def test_engine_recovers_from_a_sender_that_is_killed_in_the_middle_of_a_layer(
-        self, tied, tmp_path
-    ):
+    def test_engine_recovers_from_a_sender_killed_in_the_middle_of_a_layer(self, tied, tmp_path):
         """With one tensor per bucket, q_proj arrives and k_proj does not.
 
         vLLM must not count q_proj twice in the next publication.
@@ -638,7 +636,7 @@ class TestFailure:
         assert len(survivor.tokens) == 400 and survivor.weight_versions[-1] == tied.version
         assert_serves(tied, tied.model, tied.version)
 
-    def test_member_that_never_joins_is_named(self, tied):
+    def test_error_names_member_that_never_joins(self, tied):
         group = group_of(2, "lonely", timeout_s=1.0)
         joining = tied.engine.join.remote(group, 1)
         with pytest.raises(PublicationError, match=r"ranks \[2\] did not join within 1 s"):

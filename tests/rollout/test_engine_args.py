@@ -27,14 +27,14 @@ LEFT_TO_THE_USER = {
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_argument_of_an_engine_belongs_to_a_flag_or_to_the_user(device) -> None:
+def test_every_engine_argument_is_set_by_a_flag_or_by_the_user(device) -> None:
     settings = EngineSettings(
         model="m", vllm=VLLMConfig(dtype="fp32"), max_model_len=64, device=device
     )
     assert set(engine_arguments(settings, 0)) - FLAGS.keys() - REASONS.keys() <= LEFT_TO_THE_USER
 
 
-def test_arguments_of_the_user_win() -> None:
+def test_user_arguments_take_precedence() -> None:
     vllm = VLLMConfig(dtype="fp32", engine_args={"block_size": 64, "max_num_seqs": 3})
     settings = EngineSettings(model="m", vllm=vllm, max_model_len=64)
     arguments = engine_arguments(settings, 0)
@@ -47,7 +47,7 @@ ENGINE_COMMANDS = [
 
 
 @pytest.mark.parametrize("command", ENGINE_COMMANDS)
-def test_flags_that_are_named_instead_of_an_argument_exist_in_the_command(command: str) -> None:
+def test_flags_suggested_instead_of_an_argument_exist_in_the_command(command: str) -> None:
     ours = flags_of(WITH_OLD[command]).keys()
     for text in FLAGS.values():
         assert ours & set(re.findall(r"[a-z]+(?:\.[a-z_]+)+", text)), text
@@ -59,7 +59,7 @@ def test_evaluation_message_names_its_own_model_flag() -> None:
     assert "tokenizer" in sentence and "--model.model_name_or_path" in sentence
 
 
-def test_dry_run_names_every_argument_that_vllm_would_refuse() -> None:
+def test_dry_run_names_every_argument_that_vllm_would_reject() -> None:
     config = ppo(
         "--dry_run --vllm.engine_args "
         '{"max_num_seq":8,"max_num_seqs":"8","scheduling_policy":"fastest",'

@@ -100,7 +100,7 @@ def test_sample_has_the_versions_that_sampled_its_tokens() -> None:
     assert sampled("ab", [both, first], [second]) == {"a": (0,), "b": (0, 1)}
 
 
-def test_tokens_that_arrived_before_a_publication_have_the_old_version() -> None:
+def test_tokens_received_before_a_publication_have_the_old_version() -> None:
     assert sampled("a", [{"a": [token]} for token in range(300)], []) == {"a": (0,)}
 
 
@@ -132,12 +132,12 @@ class Refusal(Exception):
     """vLLM's VLLMClientError, which is not a ValueError."""
 
 
-def test_client_errors_of_vllm_are_refusals(vllm) -> None:
+def test_vllm_client_errors_count_as_rejected_requests(vllm) -> None:
     vllm("vllm", exceptions=SimpleNamespace(VLLMClientError=Refusal))
     assert issubclass(Refusal, refusals())
 
 
-def test_value_errors_are_refusals_of_a_vllm_without_client_errors(vllm) -> None:
+def test_value_errors_count_as_rejected_requests_in_vllm_without_client_errors(vllm) -> None:
     vllm("vllm", exceptions=SimpleNamespace())
     assert issubclass(ValueError, refusals()) and not issubclass(RuntimeError, refusals())
 
@@ -162,7 +162,7 @@ class NewInfo(OldInfo):
         (False, True, True, True),
     ],
 )
-def test_old_vllm_is_refused_for_models_whose_buffers_it_would_lose(
+def test_old_vllm_is_rejected_for_models_whose_buffers_it_would_lose(
     vllm, hybrid: bool, quantised: bool, sharded: bool, old_refuses: bool
 ) -> None:
     config = SimpleNamespace(
@@ -185,7 +185,7 @@ def test_old_vllm_is_refused_for_models_whose_buffers_it_would_lose(
     ("version", "chosen"),
     [("0.24.0", "native"), ("0.28.1+cpu", "native"), ("0.29.0", "cpu"), ("0.32.0", "cpu")],
 )
-def test_old_vllm_samples_on_a_cpu_with_the_sampler_that_uses_every_seed(
+def test_old_vllm_on_a_cpu_uses_the_sampler_that_respects_every_seed(
     vllm, version: str, chosen: str
 ) -> None:
     class Sampler:
@@ -200,7 +200,7 @@ def test_old_vllm_samples_on_a_cpu_with_the_sampler_that_uses_every_seed(
 @pytest.mark.parametrize(
     ("version", "choice"), [("0.24.0", "0"), ("0.25.1", None), ("0.32.0", None), (None, None)]
 )
-def test_cuda_engine_of_vllm_0_24_uses_the_first_model_runner(
+def test_cuda_engine_in_vllm_0_24_uses_the_v1_model_runner(
     monkeypatch: pytest.MonkeyPatch, version: str | None, choice: str | None
 ) -> None:
     monkeypatch.setattr(

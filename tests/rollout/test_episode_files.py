@@ -57,13 +57,13 @@ def written(folder: Path, *episodes: Trajectory) -> EpisodeFolder:
 
 @IN_ONE_FOLDER
 @given(st.lists(anything(), max_size=3))
-def test_episodes_are_read_as_they_were_written(tmp_path: Path, episodes: list[Trajectory]) -> None:
+def test_episodes_are_read_back_unchanged(tmp_path: Path, episodes: list[Trajectory]) -> None:
     """Texts are compared, in which a tuple differs from a list, and NaN equals NaN."""
     assert repr(written(tmp_path, *episodes).read("step", 7)) == repr(episodes)
 
 
 @pytest.mark.parametrize("text", ["naïve 中文 🙂", "line\nbreak\r\u2028\x00", "\ud83d alone"])
-def test_unusual_characters_stay_on_the_line_of_their_episode(tmp_path: Path, text: str) -> None:
+def test_unusual_characters_do_not_split_the_line_of_an_episode(tmp_path: Path, text: str) -> None:
     one = episode(score=1.0, text=text, response_text=text, error=text, failure=Failure.EXCEPTION)
     folder = written(tmp_path, one, one)
     assert folder.read("step", 7) == [one, one]
@@ -71,7 +71,7 @@ def test_unusual_characters_stay_on_the_line_of_their_episode(tmp_path: Path, te
     assert gzip.decompress(folder.file("step", 7).read_bytes()).count(b"\n") == 3
 
 
-def test_label_that_json_cannot_express_is_written_as_its_text(tmp_path: Path) -> None:
+def test_label_that_json_cannot_express_is_written_as_text(tmp_path: Path) -> None:
     one = episode(score=1.0)
     odd = replace(one, prompt=replace(one.prompt, label={"key": b"bytes"}))
     [read] = written(tmp_path, odd).read("step", 7)
@@ -88,7 +88,7 @@ def test_file_is_gzipped_json_lines_with_a_header(tmp_path: Path) -> None:
     assert (rows[1]["stop_reason"], rows[1]["error"]) == ("failed", "it broke")
 
 
-def test_same_episodes_are_written_as_the_same_bytes(tmp_path: Path) -> None:
+def test_identical_episodes_are_written_as_identical_bytes(tmp_path: Path) -> None:
     """A resumed run that generates the same samples writes the same files at any time."""
     one, two = (written(tmp_path / name, episode(score=1.0)).file("step", 7) for name in "ab")
     assert one.read_bytes() == two.read_bytes()
@@ -97,7 +97,7 @@ def test_same_episodes_are_written_as_the_same_bytes(tmp_path: Path) -> None:
 # ---- a folder
 
 
-def test_begin_sets_aside_all_files_of_a_new_run_and_later_steps_of_a_resumed_run(
+def test_begin_sets_aside_all_files_for_a_new_run_and_later_steps_for_a_resumed_run(
     tmp_path: Path,
 ) -> None:
     folder = written(tmp_path, episode(score=1.0))
@@ -114,7 +114,7 @@ def test_begin_sets_aside_all_files_of_a_new_run_and_later_steps_of_a_resumed_ru
     assert (tmp_path / "notes.txt").exists()
 
 
-def test_killed_write_leaves_the_previous_file(
+def test_killed_write_preserves_the_previous_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = written(tmp_path, episode(score=1.0))
@@ -133,7 +133,7 @@ def test_killed_write_leaves_the_previous_file(
 # ---- damage
 
 
-def test_truncated_file_is_an_error_wherever_it_ends(tmp_path: Path) -> None:
+def test_truncated_file_raises_an_error_wherever_it_ends(tmp_path: Path) -> None:
     folder = written(tmp_path, episode(0, score=1.0), episode(1, score=0.0))
     path = folder.file("step", 7)
     whole = path.read_bytes()
@@ -145,7 +145,7 @@ def test_truncated_file_is_an_error_wherever_it_ends(tmp_path: Path) -> None:
 
 @IN_ONE_FOLDER
 @given(st.data())
-def test_flipped_bit_is_an_error_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
+def test_flipped_bit_raises_an_error_or_is_harmless(tmp_path: Path, data: st.DataObject) -> None:
     """A few bits at the head of a gzip file are harmless, such as its date."""
     episodes = [episode(index, score=float(index), actions=5) for index in range(3)]
     folder = written(tmp_path, *episodes)
@@ -184,7 +184,7 @@ def edited(folder: EpisodeFolder, *lines: Any) -> EpisodeFolder:
     ids=["too few", "too many", "other format", "foreign", "no object", "empty", "fields missing",
          "unknown field", "no episode", "two headers"],
 )  # fmt: skip
-def test_line_that_is_not_an_episode_is_named(
+def test_error_names_line_that_is_not_an_episode(
     tmp_path: Path, lines: list[Any], words: list[str]
 ) -> None:
     folder = edited(written(tmp_path, episode(0, score=1.0), episode(1, score=0.0)), *lines)

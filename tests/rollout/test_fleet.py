@@ -62,7 +62,7 @@ class Unstable(Fleet):
             time.sleep(0.01)
 
 
-def test_engine_is_restarted_again_if_the_cluster_did_not_answer_during_a_restart(
+def test_engine_restart_is_retried_if_the_cluster_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = Unstable(monkeypatch, unanswered=1)
@@ -84,7 +84,7 @@ def test_fleet_fails_after_max_restarts_if_the_cluster_never_answers(
         fleet.check()
 
 
-def test_engine_that_is_lost_right_after_its_refit_is_not_up(
+def test_engine_lost_right_after_its_refit_is_not_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = Unstable(monkeypatch, unanswered=0)

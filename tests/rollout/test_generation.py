@@ -169,7 +169,7 @@ def test_samples_of_a_prompt_share_its_prefill(rollout, engines) -> None:
     assert differences(engines["model"], samples).max() < 1e-4
 
 
-def test_every_sample_computes_the_prompt_without_a_prefix_cache(rollout) -> None:
+def test_without_prefix_cache_every_sample_computes_the_prompt(rollout) -> None:
     _, cost = rollout("speculating", PROMPTS)
     assert cost["timing/prefill_cached"] == 0
 
@@ -187,7 +187,7 @@ def test_every_sample_computes_the_prompt_without_a_prefix_cache(rollout) -> Non
     ],
     ids=str,
 )
-def test_request_that_vllm_refuses_raises_and_leaves_the_engine_alive(
+def test_request_rejected_by_vllm_raises_and_leaves_the_engine_alive(
     engines, wrong: dict[str, Any]
 ) -> None:
     good = SamplingParams(max_tokens=4, seed=1)
@@ -220,7 +220,7 @@ def test_engine_cancels_samples_if_the_stream_times_out(engines) -> None:
     assert ray.get(stuck.wait_for_end.remote(), timeout=240) == "cancelled"
 
 
-def test_seed_gives_the_same_samples_on_any_engines_in_any_order(rollout) -> None:
+def test_seed_gives_the_same_samples_on_any_engine_in_any_order(rollout) -> None:
     alone, _ = rollout("plain", PROMPTS)
     assert tokens(rollout("twin", PROMPTS)[0]) == tokens(alone)
     assert tokens(rollout("plain, twin", PROMPTS)[0]) == tokens(alone)
@@ -232,7 +232,9 @@ def test_seed_gives_the_same_samples_on_any_engines_in_any_order(rollout) -> Non
 
 
 @pytest.mark.parametrize("kind", ["plain", "speculating"])
-def test_log_probabilities_with_top_k_are_those_of_the_kept_tokens(rollout, engines, kind) -> None:
+def test_log_probabilities_with_top_k_are_renormalized_over_the_kept_tokens(
+    rollout, engines, kind
+) -> None:
     samples, _ = rollout(kind, REFRAINS, replace(SPEC, rollout=replace(SPEC.rollout, top_k=5)))
     off = differences(engines["model"], samples, keep=5)
     assert off.max() < 1e-4 and off.mean() < 1e-5
@@ -240,7 +242,7 @@ def test_log_probabilities_with_top_k_are_those_of_the_kept_tokens(rollout, engi
     assert differences(engines["model"], samples).mean() > 0.1
 
 
-def test_drafts_from_n_grams_do_not_change_the_log_probabilities(rollout, engines) -> None:
+def test_n_gram_drafts_do_not_change_the_log_probabilities(rollout, engines) -> None:
     spec = replace(SPEC, rollout=replace(SPEC.rollout, max_new_tokens=64))
     samples, _ = rollout("speculating", REFRAINS, spec)
     off = differences(engines["model"], samples)
@@ -264,7 +266,7 @@ def test_drafts_do_not_change_greedy_samples(rollout) -> None:
     )
 
 
-def test_prefill_in_parts_does_not_change_the_log_probabilities(rollout, engines) -> None:
+def test_chunked_prefill_does_not_change_the_log_probabilities(rollout, engines) -> None:
     samples, _ = rollout("in parts", PROMPTS, replace(SPEC, seed=None))
     off = differences(engines["model"], samples)
     assert off.max() < 1e-4 and off.mean() < 1e-5

@@ -86,14 +86,14 @@ def test_samples_of_a_prompt_share_a_key_that_evaluation_does_not_use() -> None:
     assert engines.asked == [("train", 0), ("train", 1), ("eval", 0)]
 
 
-def test_seed_of_a_sample_does_not_depend_on_the_order_of_prompts() -> None:
+def test_sample_seed_does_not_depend_on_prompt_order() -> None:
     forwards = rollout(made(), PROMPTS, SPEC)
     backwards = rollout(made(), reversed(PROMPTS), SPEC)
     assert [t.tokens for t in forwards] == [t.tokens for t in backwards]
     assert len({t.tokens[-1] for t in forwards}) == len(PROMPTS) * SPEC.n_samples
 
 
-def test_metrics_report_the_cost_of_training_samples_once_without_evaluation() -> None:
+def test_metrics_report_the_cost_of_training_samples_once_and_exclude_evaluation() -> None:
     generator = made()
     rollout(generator, PROMPTS, SPEC)
     rollout(generator, PROMPTS, replace(SPEC, purpose="eval"))
@@ -138,12 +138,12 @@ def groups_of(**options: Any) -> list[int]:
     return asyncio.run(collect())
 
 
-def test_stream_draws_as_many_prompts_as_groups_are_requested() -> None:
+def test_stream_starts_as_many_prompts_as_requested_groups() -> None:
     assert sorted(groups_of(groups=4)) == [0, 1, 2, 3]
     assert sorted(groups_of(groups=9)) == list(range(6))
 
 
-def test_stream_yields_a_filtered_group_and_draws_another_prompt() -> None:
+def test_stream_yields_a_filtered_group_and_starts_another_prompt() -> None:
     assert sorted(groups_of(groups=2, rejects=lambda group: group[0].prompt.index in (0, 2))) == [
         0,
         1,
@@ -177,7 +177,7 @@ class Gate:
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 4])
-def test_stream_keeps_at_most_at_once_prompts_under_way(at_once: int) -> None:
+def test_stream_runs_at_most_at_once_prompts_concurrently(at_once: int) -> None:
     gate = Gate()
 
     async def collect() -> list[int]:
@@ -190,7 +190,7 @@ def test_stream_keeps_at_most_at_once_prompts_under_way(at_once: int) -> None:
     assert gate.most == at_once
 
 
-def test_closing_a_stream_cancels_the_samples_under_way() -> None:
+def test_closing_a_stream_cancels_running_samples() -> None:
     gate = Gate()
     with closing(BackgroundLoop()) as loop:
         stream = loop.iterate(
@@ -201,7 +201,7 @@ def test_closing_a_stream_cancels_the_samples_under_way() -> None:
     assert (gate.cancelled, gate.waiting) == (1, 0)
 
 
-def test_stream_raises_and_names_the_flag_if_a_group_times_out() -> None:
+def test_group_timeout_raises_an_error_that_names_the_flag() -> None:
     gate = Gate()
     with (
         closing(BackgroundLoop()) as loop,
@@ -261,7 +261,7 @@ def tail_seconds(spans: list[tuple[float, float]]) -> tuple[float, float]:
     return share.sum, share.count
 
 
-def test_tail_is_the_time_in_which_less_than_a_tenth_of_the_peak_runs() -> None:
+def test_tail_is_the_time_with_less_than_a_tenth_of_peak_concurrency() -> None:
     assert tail_seconds([(0, 1)] * 19 + [(0, 4)]) == (3, 4)
     assert tail_seconds([(0, 1)] * 18 + [(0, 4)] * 2) == (0, 4)  # a tenth is not less than a tenth
     assert tail_seconds([(0, 1)] * 30 + [(0, 2)] + [(0, 5)]) == (4, 5)
@@ -271,7 +271,7 @@ def test_ten_samples_have_no_tail() -> None:
     assert tail_seconds([(0, 1)] * 9 + [(0, 100)]) == (0, 100)
 
 
-def test_tail_share_leaves_out_time_in_which_nothing_runs() -> None:
+def test_tail_share_excludes_idle_time() -> None:
     assert tail_seconds([(0, 1)] * 20 + [(3, 4)] * 20 + [(3, 5)]) == (1, 3)
 
 
@@ -279,7 +279,7 @@ def test_metrics_are_empty_if_nothing_was_sampled() -> None:
     assert values(generation_metrics([])) == {}
 
 
-def test_cached_share_is_of_tokens_and_not_of_samples() -> None:
+def test_cached_share_counts_tokens_and_not_samples() -> None:
     costs = [
         SampleCost(asked=0, seconds=1, prompt_tokens=p, cached_tokens=c)
         for p, c in ((300, 0), (300, 288), (10, 0))

@@ -25,7 +25,7 @@ print("tiles:", permitted.value >> 18 & 1)
 @pytest.mark.skipif(
     not torch.cpu._is_amx_tile_supported(), reason="this CPU has no matrix registers (AMX)"
 )
-def test_importing_the_worker_gets_permission_for_the_matrix_registers() -> None:
+def test_importing_the_worker_requests_permission_to_use_amx() -> None:
     environment = os.environ | engine_environment("cpu") | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

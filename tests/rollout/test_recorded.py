@@ -130,7 +130,7 @@ def replayed(folder: Path, prompts: Prompts, **fields: Any) -> list[tuple[int, i
 
 @settings(IN_ONE_FOLDER, max_examples=40)
 @given(st.integers(0, 999), st.integers(1, 9), st.integers(1, 4), st.booleans(), st.data())
-def test_replay_yields_the_batches_of_the_run_that_wrote_the_files(
+def test_replay_yields_the_same_batches_as_the_recorded_run(
     tmp_path: Path, seed: int, count: int, batch_size: int, filtered: bool, data: st.DataObject
 ) -> None:
     """Replay from any step on, also if the rest of an epoch is all filtered and makes no step.
@@ -162,14 +162,14 @@ def test_filtered_episodes_are_written_with_their_tokens(tmp_path: Path) -> None
     )
 
 
-def test_replay_ends_with_the_last_step_that_was_written(tmp_path: Path) -> None:
+def test_replay_ends_after_the_last_recorded_step(tmp_path: Path) -> None:
     seen = dumped(tmp_path, Prompts(8))
     for path in sorted(tmp_path.glob("step-*"))[3:]:
         path.unlink()
     assert replayed(tmp_path, Prompts(8)) == seen[:3]
 
 
-def test_evaluations_have_files_of_their_own(tmp_path: Path) -> None:
+def test_evaluations_are_written_to_separate_files(tmp_path: Path) -> None:
     files = EpisodeFolder(tmp_path)
     files.begin(after=-1)
     generator = DumpingGenerator(Dice(0), files, run={})
@@ -179,7 +179,7 @@ def test_evaluations_have_files_of_their_own(tmp_path: Path) -> None:
     assert files.read("step", 7) == first
 
 
-def test_file_grows_with_each_stream_of_its_step(tmp_path: Path) -> None:
+def test_each_stream_of_a_step_adds_episodes_to_its_file(tmp_path: Path) -> None:
     files = EpisodeFolder(tmp_path)
     files.begin(after=-1)
     generator = DumpingGenerator(Dice(0), files, run={})
@@ -210,7 +210,7 @@ def test_repeated_step_replaces_the_first_attempt(tmp_path: Path) -> None:
     ],
     ids=["other texts", "larger batches", "another order"],
 )
-def test_replay_raises_if_the_prompts_are_not_those_of_the_files(
+def test_replay_raises_if_prompts_differ_from_the_files(
     tmp_path: Path, prompts: Prompts, fields: dict[str, Any], words: list[str]
 ) -> None:
     dumped(tmp_path, Prompts(8))
@@ -221,7 +221,7 @@ def test_replay_raises_if_the_prompts_are_not_those_of_the_files(
     )
 
 
-def test_replay_raises_if_the_tokens_of_a_prompt_differ(tmp_path: Path) -> None:
+def test_replay_raises_if_prompt_tokens_differ(tmp_path: Path) -> None:
     files = EpisodeFolder(tmp_path)
     files.begin(after=-1)
     prompt = Prompt(index=0, text="a", tokens=[1])

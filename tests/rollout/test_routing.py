@@ -14,7 +14,7 @@ def test_router_spreads_prompts_by_samples_in_flight() -> None:
     assert router.pick(6, 4) == 1
 
 
-def test_samples_of_a_prompt_go_to_one_engine_whatever_their_number() -> None:
+def test_all_samples_of_a_prompt_go_to_one_engine() -> None:
     router = Router(range(2))
     assert {router.pick("prompt") for _ in range(100)} == {0}
     assert {router.pick("another") for _ in range(100)} == {1}
@@ -29,7 +29,7 @@ def test_later_turn_goes_to_the_engine_that_has_its_prefix() -> None:
     assert [router.pick(episode) for episode in range(4)] == [0, 1, 0, 1]
 
 
-def test_key_moves_from_an_engine_that_is_much_busier_with_other_keys_and_stays_there() -> None:
+def test_key_moves_away_from_a_much_busier_engine_and_stays_there() -> None:
     router = Router(range(2))
     router.done("turn", router.pick("turn"))
     assert router.pick("long", SLACK) == 0
@@ -41,7 +41,7 @@ def test_key_moves_from_an_engine_that_is_much_busier_with_other_keys_and_stays_
     assert router.pick("turn") == 1
 
 
-def test_key_stays_if_its_busy_engine_has_at_most_half_as_much_again() -> None:
+def test_key_stays_if_its_engine_is_at_most_one_and_a_half_times_as_busy() -> None:
     router = Router(range(2))
     router.done("turn", router.pick("turn"))
     assert (router.pick("a", 150), router.pick("b", 100)) == (0, 1)
@@ -51,7 +51,7 @@ def test_key_stays_if_its_busy_engine_has_at_most_half_as_much_again() -> None:
     assert router.pick("turn") == 1
 
 
-def test_done_samples_are_no_longer_in_flight() -> None:
+def test_finished_samples_are_no_longer_in_flight() -> None:
     router = Router(range(2))
     for key in "abab":
         router.pick(key, 5)
@@ -60,7 +60,7 @@ def test_done_samples_are_no_longer_in_flight() -> None:
     assert router.in_flight == {0: 0, 1: 10}
 
 
-def test_router_forgets_the_oldest_key_above_the_limit(monkeypatch) -> None:
+def test_router_forgets_the_oldest_key_beyond_the_limit(monkeypatch) -> None:
     monkeypatch.setattr(routing, "MOST_KEYS", 2)
     router = Router(range(2))
     homes = {key: router.pick(key) for key in "xyz"}
@@ -70,7 +70,7 @@ def test_router_forgets_the_oldest_key_above_the_limit(monkeypatch) -> None:
     assert (homes["x"], router.pick("x"), router.pick("z")) == (0, 1, 0)
 
 
-def test_idle_share_counts_engines_without_samples_and_leaves_out_lost_ones(monkeypatch) -> None:
+def test_idle_share_counts_engines_without_samples_but_not_lost_engines(monkeypatch) -> None:
     now = [0.0]
     monkeypatch.setattr(routing.time, "monotonic", lambda: now[0])
     router = Router(range(2))

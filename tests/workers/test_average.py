@@ -25,7 +25,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_export_is_the_average_over_applied_steps(folder: Path, case: str) -> None:
+def test_export_is_the_moving_average_over_applied_steps(folder: Path, case: str) -> None:
     """p̄ ← β p̄ + (1 − β) p from the initial weights. A step with a NaN gradient does not count."""
     start, *path = torch.load(folder / case / "path.pt")
     exported = load_file(folder / case / "whole/model.safetensors")
@@ -52,7 +52,9 @@ def test_resumed_run_exports_the_same_bytes_as_an_uninterrupted_run(
 
 
 @pytest.mark.parametrize("case", ADAPTED)
-def test_resumed_run_exports_the_same_adapter_average(folder: Path, case: str) -> None:
+def test_resumed_run_exports_the_same_adapter_average_as_an_uninterrupted_run(
+    folder: Path, case: str
+) -> None:
     """The checkpoint has the adapters and their optimizer state, and no frozen weight."""
     whole, resumed = (
         folder / case / run / "adapter_model.safetensors" for run in ("whole", "resumed")

@@ -133,7 +133,7 @@ def text_nll(hf: PreTrainedModel) -> Tensor:
     return -torch.cat(chosen).mean()
 
 
-def test_plain_policy_terms_equal_the_reference_loop_of_the_paper(model: str) -> None:
+def test_plain_policy_terms_equal_the_reference_loop_from_the_paper(model: str) -> None:
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     with torch.no_grad():
         logprobs, _, mask = scores(hf, 3)
@@ -150,7 +150,7 @@ def test_plain_policy_terms_equal_the_reference_loop_of_the_paper(model: str) ->
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_scores_equal_plain_transformers_in_every_layout(
+def test_logprobs_equal_plain_transformers_in_every_layout(
     results: dict[str, Any], plain: dict[str, Any], layout: str
 ) -> None:
     sampled = batch().action_mask
@@ -181,7 +181,7 @@ def test_update_does_not_depend_on_ranks_stage_micro_batches_or_packing(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_update_changes_the_policy_and_not_the_reference(
+def test_update_changes_the_policy_but_not_the_reference(
     results: dict[str, Any], layout: str
 ) -> None:
     result = results[layout]

@@ -155,7 +155,7 @@ def test_plain_row_terms_equal_the_reference_loop(model: str, loss: str) -> None
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_loss_and_weights_are_the_same_in_a_slice_of_the_layouts(
+def test_loss_and_weights_are_the_same_in_a_subset_of_the_layouts(
     model: str, plain: dict[tuple[str, str], Outcome], ranks: int, tmp_path: Path
 ) -> None:
     compare(model, plain, ranks, SLICE, tmp_path)
@@ -191,7 +191,7 @@ def compare(
             assert difference < WEIGHT, f"{layout}: {name} differs by {difference:.1e}"
 
 
-def test_objectives_give_weights_that_differ_by_far_more_than_the_tolerance(
+def test_weights_differ_between_objectives_by_far_more_than_the_tolerance(
     plain: dict[tuple[str, str], Outcome],
 ) -> None:
     """Otherwise the comparisons above could not fail."""

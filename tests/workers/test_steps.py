@@ -36,7 +36,7 @@ def test_step_cutter_returns_the_last_token_of_each_step(answer: str, steps: lis
     assert ends == expected
 
 
-def test_answer_without_sampled_tokens_is_one_step_that_ends_with_its_last_token() -> None:
+def test_response_without_sampled_tokens_is_one_step_that_ends_with_its_last_token() -> None:
     assert StepCutter(TOKENIZER, "\n", MARK).ends(TOKENIZER("xa").input_ids, [False, False]) == [1]
 
 
@@ -48,7 +48,7 @@ def test_marked_text_has_one_placeholder_after_each_step() -> None:
     assert [place for place, is_judged in enumerate(judged) if is_judged] == [3, 5, 7]
 
 
-def test_step_rewards_are_weighted_parts_of_the_reward() -> None:
+def test_step_rewards_are_weighted_components_of_the_reward() -> None:
     """The other parts are a reward model and a rule, each with its weight."""
     reward = combined(
         episode(reward=3.0, score=3.0, actions=4), [10.0], [1.0, 2.0, 0.5], [0, 0.25, 0, 0.5]
