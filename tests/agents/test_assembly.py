@@ -1,6 +1,6 @@
-"""Episodes are assembled from token ids.
+"""Assembly of episodes from token ids.
 
-Masks cover exactly the tokens that the engine sampled, and each token keeps its log-probability.
+Action masks cover exactly the sampled tokens, and each token keeps its log-probability.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from openrlhf.core.trajectory import Failure
 from openrlhf.isolation.call import Asked, UserCodeError
 from openrlhf.rollout.sampling import Generation
 
-TOKEN = st.integers(0, 3)  # few, so that turns look alike
-# Sampled tokens, then the environment's.
+TOKEN = st.integers(0, 3)  # few different tokens, so that turns look alike
+# A turn: sampled tokens, followed by the environment's tokens.
 TURN = st.tuples(st.lists(TOKEN, max_size=4), st.lists(TOKEN, max_size=4))
 
 
@@ -40,7 +40,7 @@ def call(prompt: list[int], tokens: list[int], *, version: int = 0, start: float
 def played(
     prompt: list[int], turns: list[tuple[list[int], list[int]]]
 ) -> tuple[dict[str, Any], list[Asked]]:
-    """Return the result of an executor for these turns, and its requests to the engine."""
+    """Return an executor's result for these turns, and its requests to the engine."""
     tokens = list(prompt)
     ranges: list[list[int]] = []
     calls: list[Asked] = []
@@ -205,7 +205,7 @@ def test_unfinished_sample_fails_the_episode_that_uses_it(
 ) -> None:
     """The log-probabilities of an unfinished sample are zeros, and must not be trained on.
 
-    It does not matter whether the request is known to be the episode's own.
+    This holds even if the request may belong to another episode.
     """
     result, [sample] = played([7], [([1, 2], [])])
     broken = replace(

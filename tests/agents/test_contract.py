@@ -1,6 +1,6 @@
-"""The documented contract of agents, in real processes, with a made-up engine.
+"""The documented agent interface, in real processes, with a fake engine.
 
-The engine's samples are a function of the prompt and the seed, so a test can compute them.
+The engine's samples are a function of the prompt and the seed, so that tests can compute them.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ BLOCKED_AT = (FILES / "trouble.py").read_text().split("time.sleep(1000)")[0].cou
 TOKENIZER = character_tokenizer()
 EOS = 1
 MAX_LEN = 64
-LATE = ("await for ever", "swallow", "block")  # labels of episodes that miss a deadline
+LATE = ("await for ever", "swallow", "block")  # labels of episodes that exceed a time limit
 LATE_S = 2.0
 GOOD = [{"role": "user", "content": "good"}]
 
 
 class Engine:
-    """An engine whose samples are one to seven digits and the end token, cut at `max_tokens`."""
+    """An engine that samples one to seven digits and the end token, truncated to `max_tokens`."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], SamplingParams]] = []
@@ -90,8 +90,8 @@ def prompt(text: str = "1+3=", label: Any = "4", index: int = 0) -> Prompt:
 class Stand:
     """A generator with agents, and the engine that they sample from.
 
-    Episodes with a label in `late` have `LATE_S` seconds between two samples, other episodes have
-    two minutes.
+    The step timeout is `LATE_S` seconds for episodes with a label in `late`, and two minutes for
+    other episodes.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Stand:
             str(FILES / file), tokenizer, limits, processes, max_length=MAX_LEN, log_dir=logs
         )
         self._late = late
-        self._late_agents = copy.copy(self.agents)  # in the same processes
+        self._late_agents = copy.copy(self.agents)  # runs in the same processes
         self._late_agents.rollout = RolloutConfig(step_timeout=LATE_S, episode_timeout=240.0)
         self.generator = RolloutGenerator(self.engine, tokenizer, None, agents=self)
 
@@ -168,7 +168,7 @@ def test_environment_with_the_documented_interface_runs(turns: Stand) -> None:
 
 
 def sampled_pieces(trajectory: Trajectory) -> list[list[int]]:
-    """Return the runs of sampled tokens."""
+    """Return the episode's runs of consecutive sampled tokens."""
     pieces: list[list[int]] = []
     was_sampled = False
     for token, sampled in zip(trajectory.tokens, trajectory.action_mask, strict=True):
@@ -240,11 +240,11 @@ def test_environment_gets_env_kwargs_is_closed_and_credits_each_turn(
     assert trajectory.turn_rewards == ((first, 0.25), (second, 4.0))
     assert trajectory.reward == trajectory.score == 4.25
     [closed] = own_loop.rollout(prompt(label="closed?"), n_samples_per_prompt=1)
-    assert closed.reward == 1.0  # the number of closed environments
+    assert closed.reward == 1.0  # the number of environments closed so far
 
 
 def ends_of_actions(trajectory: Trajectory) -> list[int]:
-    """Return the end of each run of sampled tokens."""
+    """Return the end position of each run of sampled tokens."""
     mask = [*trajectory.action_mask, False]
     return [i for i in range(1, len(mask)) if mask[i - 1] and not mask[i]]
 
@@ -315,7 +315,7 @@ def test_failing_agent_fails_only_its_own_episode(
     assert bad.failed and bad.reward is None
     assert bad.failure is failure, bad.error
     assert bad.error is not None and words in bad.error and "agent_files/trouble.py" in bad.error
-    # A late episode may be cancelled before its first sample.
+    # An episode that times out may be cancelled before its first sample.
     if label not in (*LATE, "raise before", "memory", "crash"):
         assert bad.num_actions
 
@@ -384,7 +384,7 @@ def test_agent_with_a_stock_openai_client_is_recorded_token_by_token(
 
 
 def of_episode(engine: Engine, trajectory: Trajectory) -> list[tuple[list[int], SamplingParams]]:
-    """Return the requests of an episode to the engine, which have the seeds of its turns."""
+    """Return an episode's requests to the engine, identified by the seeds of its turns."""
     seeds = [spec().seed_of(trajectory.prompt, trajectory.sample_index, turn) for turn in range(3)]
     return [next(asked for asked in engine.asked if asked[1].seed == seed) for seed in seeds]
 
@@ -401,7 +401,7 @@ def test_conversations_of_an_episode_are_recorded_token_by_token(clients: Stand)
 
 
 def sampled_logprobs(trajectory: Trajectory) -> list[float]:
-    """Return the log-probabilities of the sampled tokens."""
+    """Return the log-probabilities of an episode's sampled tokens."""
     positions = zip(trajectory.rollout_logprobs, trajectory.action_mask, strict=True)
     return [logprob for logprob, sampled in positions if sampled]
 
@@ -413,7 +413,7 @@ def test_endpoint_works_with_stock_clients(clients: Stand, label: str) -> None:
 
 
 class StuckEngine(Engine):
-    """An engine that answers only the first turn of an episode."""
+    """An engine that responds only to an episode's first turn."""
 
     async def generate(
         self, key: Hashable, tokens: list[int], params: list[SamplingParams]
@@ -430,7 +430,7 @@ def test_abandoned_requests_are_cancelled_when_the_episode_ends(clients: Stand) 
         for index in range(2):
             abandoning = prompt("1+3", "give_up", index=index)
             [trajectory] = clients.rollout(abandoning, n_samples_per_prompt=1)
-            # The reward counts the requests of earlier episodes that are still in progress.
+            # The reward counts the requests of earlier episodes that are still running.
             assert (trajectory.reward, trajectory.error) == (0, None)
     finally:
         clients.generator.engines = engines
@@ -439,9 +439,9 @@ def test_abandoned_requests_are_cancelled_when_the_episode_ends(clients: Stand) 
 def test_samples_requested_by_an_agents_server_thread_are_matched_by_tokens(
     logs: Path,
 ) -> None:
-    """The requests of the server do not show their episodes.
+    """The server's requests do not show which episode they belong to.
 
-    The server asks the engine of the first episode, also in the second round, after that episode.
+    The server uses the first episode's engine, even in the second round, when that episode is over.
     """
     stand = Stand("own_server.py", logs / "server")
     for round in range(2):
@@ -467,7 +467,7 @@ def test_agent_without_any_request_fails(clients: Stand) -> None:
 
 
 class FailingEngine(Engine):
-    """An engine that raises a given error instead of answering."""
+    """An engine that raises a given error for every request."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""A conversation is kept as tokens.
+"""Conversations that are stored as tokens.
 
-Replies are never rendered or tokenized again. The rest is exactly the template's text.
+Replies are never rendered or tokenized again. All other text is exactly what the template renders.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 def started(conversation: Conversation, question: str, answer: str) -> dict[str, Any]:
-    """Ask the first question of a conversation, and return the reply."""
+    """Send a conversation's first question, and return the reply."""
     conversation.prompt_for(template_inputs([user(question)]))
     return conversation.add_reply(sampled(answer), tools=False)
 
@@ -83,7 +83,7 @@ def test_unanswered_request_can_be_repeated_or_replaced() -> None:
     conversation = Conversation(TOKENIZER, 1000)
     reply = started(conversation, "2+3", "5")
     inputs = template_inputs([user("2+3"), reply, user("4")])
-    prompt = conversation.prompt_for(inputs)  # for example, the engine refused the request
+    prompt = conversation.prompt_for(inputs)  # for example, the engine rejected the request
     assert conversation.prompt_for(inputs) == prompt
     other = template_inputs([user("2+3"), reply, user("7")])
     assert conversation.mismatch(other) is None
@@ -101,7 +101,7 @@ def test_stop_string_is_kept_in_the_tokens_but_not_in_the_reply() -> None:
 
 
 def test_reply_with_tools_ends_before_the_first_stop_string() -> None:
-    """One token can hold the stop string twice."""
+    """A single token can contain the stop string twice."""
     conversation = Conversation(TOKENIZER, 1000)
     conversation.prompt_for(template_inputs([user("2")], TOOLS))
     reply = conversation.add_reply(stopped_by("+", "1++"), tools=True)
@@ -195,7 +195,7 @@ def test_several_calls_are_extracted_from_the_surrounding_text() -> None:
 
 
 def test_tokenizer_response_template_is_used() -> None:
-    """The template expects calls between other marks than ours."""
+    """The template expects different markers around tool calls than the default ones."""
     tokenizer = calculator_tokenizer()
     tokenizer.response_template = {
         "defaults": {"role": "assistant"},

@@ -1,7 +1,6 @@
-"""Agent processes under faults: missed deadlines, lost processes, hung threads, and closing.
+"""Agent processes under faults: timeouts, lost processes, hung threads, and closing.
 
-Episodes that must succeed have `PATIENCE_S` between two samples. Only episodes that must miss a
-deadline have a short one.
+The step timeout is `PATIENCE_S`. Only episodes that are expected to time out have a shorter one.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from openrlhf.rollout.sampling import Generation, SamplingParams
 from tests.tiny import character_tokenizer
 
 FILE = Path(__file__).parent / "agent_files/stubborn.py"
-PATIENCE_S = 120.0  # more than any busy machine takes
+PATIENCE_S = 120.0  # longer than a sample takes on a busy machine
 SPEC = SamplingSpec(purpose="train", rollout=RolloutConfig(), max_len=64, seed=None)
 
 
 def after(seconds: float) -> Generate:
-    """Return an engine that takes `seconds` for a sample."""
+    """Return an engine that takes `seconds` to generate a sample."""
 
     async def generate(
         prompt: Prompt, spec: SamplingSpec, tokens: list[int], params: list[SamplingParams]
@@ -49,7 +48,7 @@ def after(seconds: float) -> Generate:
 
 
 def never(asked: asyncio.Event) -> Generate:
-    """Return an engine that never answers. Its first request sets `asked`."""
+    """Return an engine that never responds. Its first request sets `asked`."""
 
     async def generate(*_: Any) -> list[Generation]:
         asked.set()
@@ -89,11 +88,11 @@ class Stand:
         step_timeout: float = PATIENCE_S,
         episode_timeout: float = 2 * PATIENCE_S,
     ) -> Any:
-        """Play an episode with an engine that takes `seconds` for a sample, or with `generate`.
+        """Run an episode with an engine that takes `seconds` per sample, or with `generate`.
 
         Returns the episode's logs, or the episode if it failed.
         """
-        agents = copy.copy(self.agents)  # with other deadlines, in the same processes
+        agents = copy.copy(self.agents)  # other time limits, same processes
         agents.rollout = RolloutConfig(step_timeout=step_timeout, episode_timeout=episode_timeout)
         prompt = Prompt(index=0, text=str(self.folder), tokens=[5], label=label)
         [episode] = await agents.play(prompt, SPEC, generate or after(seconds))
@@ -115,7 +114,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
 
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    """Return processes in which a cancelled episode has half a second to end."""
+    """Return agent processes that give a cancelled episode half a second to end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(play_module, "CANCELLATION_GRACE_S", 0.5)
         stand = Stand(tmp_path_factory.mktemp("logs"))
@@ -219,7 +218,7 @@ def test_episode_that_ran_out_of_memory_beside_another_is_retried_alone(stand: S
 
 
 def test_episodes_retried_alone_run_concurrently(stand: Stand) -> None:
-    """If an episode ends its process, its four neighbors are each played alone, in four processes.
+    """After an episode kills its process, each of its four neighbors is retried in its own process.
 
     The four wait for each other.
     """
@@ -256,7 +255,7 @@ async def starting(stand: Stand) -> tuple[asyncio.Task[Any], int]:
 
 
 def loads_slowly(folder: Path, seconds: float) -> Path:
-    """Write an agent's file that records its process and takes `seconds` to load in the first."""
+    """Write an agent file that records its process id, and first takes `seconds` to load."""
     file = folder / "slow.py"
     file.write_text(
         "import os, time\n"

@@ -1,6 +1,6 @@
-"""Prompts of the OpenAI endpoint, through a real client, and of environments.
+"""Prompts that are built by the OpenAI endpoint, with a real client, and for environments.
 
-Every prompt is the rendering of the whole conversation, or a notice says where it differs.
+Every prompt equals the full rendered conversation, or a notice reports where it differs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 @dataclass(kw_only=True)
 class ScriptedEngine:
-    """An engine that returns the samples of a script: tokens, and finish reason."""
+    """An engine that returns scripted samples: tokens and a finish reason."""
 
     tokenizer: PreTrainedTokenizerBase
     script: list[tuple[list[int], str]] = field(default_factory=list)
@@ -90,7 +90,7 @@ def whole_prompt(engine: ScriptedEngine, messages: list[Any], **options: Any) ->
 
 
 class Agent(OpenAIAgentExecutor):
-    """An executor that runs a coroutine of the test with a client of its session."""
+    """An executor that runs a test's coroutine with a client for its session."""
 
     def __init__(self, conversation: Any) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Agent(OpenAIAgentExecutor):
 def play(
     engine: ScriptedEngine, conversation: Any, *, max_tokens: int | None = None
 ) -> dict[str, Any]:
-    """Return the result of an episode whose agent is the coroutine `conversation(client)`."""
+    """Run an episode whose agent is the coroutine `conversation(client)`, and return its result."""
 
     async def episode() -> dict[str, Any]:
         agent = Agent(conversation)
@@ -124,7 +124,7 @@ def play(
 
 
 def refusal_of(conversation: Any, engine: ScriptedEngine) -> APIStatusError:
-    """Return the error with which a conversation ends, in the API's form."""
+    """Return the API error with which a conversation ends."""
     seen: list[APIStatusError] = []
 
     async def asks(client: AsyncOpenAI) -> None:
@@ -167,7 +167,7 @@ async def say(client: AsyncOpenAI, messages: list[Any], **more: Any) -> dict[str
 
 
 def spans_match(whole: list[int], context: list[int], sampled: list[bool]) -> bool:
-    """Return whether `whole` is the context, with any tokens in place of each sampled run."""
+    """Return whether `whole` equals the context, ignoring the tokens of each sampled run."""
     pieces: list[list[int]] = [[]]
     after_sampled = False
     for token, is_sampled in zip(context, sampled, strict=True):
@@ -193,7 +193,7 @@ def spans_match(whole: list[int], context: list[int], sampled: list[bool]) -> bo
 
 @dataclass(kw_only=True)
 class Request:
-    """The messages and options of a request. `before` has the earlier turns of its conversation."""
+    """A request's messages and options. `before` lists the earlier turns of its conversation."""
 
     messages: list[Any]
     options: dict[str, Any] = field(default_factory=dict)
@@ -201,7 +201,7 @@ class Request:
 
 
 def check_prompts(engine: ScriptedEngine, requests: list[Request], notices: dict[str, str]) -> None:
-    """Assert that prompts keep all sampled tokens, and are whole renderings if without notice."""
+    """Assert that prompts keep sampled tokens, and are full renderings unless there is a notice."""
     for turn, request in enumerate(requests):
         prompt = engine.prompts[turn]
         sampled = [False] * len(prompt)
@@ -217,7 +217,7 @@ def check_prompts(engine: ScriptedEngine, requests: list[Request], notices: dict
 
 @st.composite
 def replies(draw: st.DrawFn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str]:
-    """Draw a sample, tokenized as usual or by characters, ended by the end token or cut."""
+    """Draw a sample, tokenized normally or by characters, with an end token or truncated."""
     special = st.sampled_from(["ab! c", '<tool_call>{"name": "zebra"}</tool_call>'])
     text = draw(st.one_of(WORDS, special))
     tokens: list[int] = []
@@ -308,7 +308,7 @@ READ = {
     "stream_options": {"include_usage": True},
     "logprobs": True,
 }
-# Fields of the API with values that the endpoint does not support.
+# API fields with values that the endpoint does not support.
 UNSUPPORTED: dict[str, Any] = {
     "audio": {"format": "wav", "voice": "alloy"},
     "function_call": "auto",
@@ -622,10 +622,10 @@ def play_game(
     max_tokens: int | None = None,
     then: int | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Play an episode whose environment answers `feedback(states)`.
+    """Run an episode whose environment responds with `feedback(states)`.
 
-    `then` is `max_tokens` of the turns after the first. Returns the result, and the states that
-    each step received.
+    `then` is the value of `max_tokens` after the first turn. Returns the result, and the states
+    that each step received.
     """
     received: list[dict[str, Any]] = []
 

@@ -1,4 +1,4 @@
-"""The executor of episodes of one sample, with a reward from a file, from servers, or without."""
+"""The single-turn executor, with a reward from a file or from servers, or without a reward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reward_func(queries, prompts, labels):
 
 
 class Engine:
-    """An engine that answers every prompt with `4`."""
+    """An engine that responds to every prompt with `4`."""
 
     async def generate(
         self, prompt_token_ids: list[int], sampling_params: Any = None, multi_modal_data: Any = None

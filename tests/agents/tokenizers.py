@@ -1,4 +1,4 @@
-"""Tokenizers of several kinds, trained in 0.1 s, and chat templates of several kinds."""
+"""Several kinds of tokenizers, trained in 0.1 s, and several kinds of chat templates."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _merges(
 
 @cache
 def byte_level() -> Qwen2Tokenizer:
-    """Return a tokenizer like Qwen2's, with ChatML marks."""
+    """Return a tokenizer like Qwen2's, with ChatML markers."""
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False)
     vocabulary, merges = _merges(pieces, pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Qwen2Tokenizer(
@@ -87,7 +87,7 @@ def llama(*, legacy: bool) -> LlamaTokenizer:
 
 @cache
 def unigram() -> PreTrainedTokenizerFast:
-    """Return a sentencepiece tokenizer of the unigram kind."""
+    """Return a sentencepiece unigram tokenizer."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")

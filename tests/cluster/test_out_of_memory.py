@@ -16,7 +16,7 @@ MOST_BYTES, PART_BYTES = 2 << 30, 64 << 20
 
 
 class Hungry:
-    """An actor that takes memory until Ray kills it."""
+    """An actor that allocates memory until Ray kills it."""
 
     def eat(self) -> None:
         held: list[bytearray] = []
@@ -27,7 +27,7 @@ class Hungry:
 
 @pytest.fixture
 def hungry() -> Iterator[Any]:
-    """Start Ray with 2 % of the machine's memory left, and yield an actor."""
+    """Start Ray with a limit of 2 % above the memory in use, and yield an actor."""
     threshold = psutil.virtual_memory().percent / 100 + 0.02
     limits = {"memory_usage_threshold": threshold, "memory_monitor_refresh_ms": 100}
     ray.init(

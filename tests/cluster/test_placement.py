@@ -1,4 +1,4 @@
-"""Placement of processes on machines, compared with a search of all plans."""
+"""Placement of processes on machines, compared with an exhaustive search over all plans."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ plans = st.tuples(
 
 
 def allowed(plan: Placement, cluster: list[Machine], places: Places) -> bool:
-    """Return True if an assignment obeys every rule. Written independently of the code."""
+    """Return True if an assignment satisfies every rule. Independent of the implementation."""
     used: Counter[str] = Counter()
     fast: Counter[str] = Counter()
     for each in plan.groups:
@@ -63,7 +63,7 @@ def allowed(plan: Placement, cluster: list[Machine], places: Places) -> bool:
 
 
 def any_plan_fits(plan: Placement, cluster: list[Machine]) -> bool:
-    """Try every machine for every process."""
+    """Try every machine for every process, and return a valid assignment if there is one."""
     ways = [
         itertools.combinations_with_replacement(cluster, each.processes) for each in plan.groups
     ]
@@ -96,7 +96,7 @@ def test_groups_on_whole_machines_leave_other_machines_free() -> None:
     assert {each.name for each in places["actor"]}.isdisjoint(
         each.name for each in [*places["critic"], *places["ref"]]
     )
-    assert plan.check(EIGHT) == places  # the same every time
+    assert plan.check(EIGHT) == places  # the same result every time
 
 
 def test_engines_share_devices_of_models_in_order() -> None:
@@ -140,7 +140,7 @@ def test_describe_uses_the_plural_for_several_cpu_processes() -> None:
 
 
 def test_large_cluster_is_planned_quickly() -> None:
-    """Interchangeable machines count as one. Otherwise the search would not end."""
+    """Interchangeable machines count as one. Otherwise the search would take forever."""
     groups = [group(name, 20, 7) for name in ("actor", "critic", "ref", "reward")]
     plan = Placement(groups=(*groups, group("vllm", None, 300, devices=2)), on_gpus=True)
     cluster = [Machine(name=f"m{place}", slots=8) for place in range(100)]

@@ -1,4 +1,4 @@
-"""Killing the Ray processes that a process has started, and no others."""
+"""Killing exactly the Ray processes that a process has started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from openrlhf.cluster.ray_cluster import STARTED_BY, kill_started_ray
 def test_kill_started_ray_spares_ray_started_by_the_parent_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(STARTED_BY, f"{os.getppid()}-1")  # as inherited from the run
+    monkeypatch.setenv(STARTED_BY, f"{os.getppid()}-1")  # as if inherited from the parent run
     ray_of_parent = subprocess.Popen(["sleep", "60"])
     try:
         assert not kill_started_ray()

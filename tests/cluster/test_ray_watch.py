@@ -1,4 +1,4 @@
-"""Monitoring of Ray processes: deaths, restarts, reset connections, and the end of the watch."""
+"""Monitoring of Ray processes: deaths, restarts, reset connections, and closing the watch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def server() -> Iterator[Server]:
 
 
 def wait_for_connection(process: subprocess.Popen[str]) -> None:
-    """Return when the watch has connected to a server."""
+    """Wait until the watch has connected to a server."""
     assert process.stdout and process.stdout.readline() == "connected\n"
 
 

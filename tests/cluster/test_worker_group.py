@@ -1,4 +1,4 @@
-"""Calls to the workers of a role: ranks of data slices, results, failures and timeouts."""
+"""Calls to a role's workers: ranks and data slices, results, failures and timeouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from openrlhf.training.layout import RankLayout
 
 
 class Worker:
-    """A worker whose results name its rank."""
+    """A worker whose results include its rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -53,7 +53,7 @@ class Host:
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[WorkerGroup]:
-    """Yield a group of four ranks, of which each two share a data slice."""
+    """Yield a group of four ranks, in which every two ranks share a data slice."""
     ray.init(
         address="local",
         num_cpus=1,
@@ -93,7 +93,7 @@ def test_broadcast_reaches_every_rank(group: WorkerGroup) -> None:
 
 
 def test_gather_raises_error_from_any_rank_of_a_slice(group: WorkerGroup) -> None:
-    """The message is unchanged; the worker's traceback is the cause."""
+    """The error message is unchanged; the error with the worker's traceback is its cause."""
     with pytest.raises(ValueError) as raised:
         gather(group.launch(Worker.fail_on_rank_3, [1, 2]), timeout_s=240, doing="fail")
     assert str(raised.value) == "rank 3 cannot"
@@ -112,7 +112,7 @@ def test_gather_timeout_error_names_the_log_of_the_rank_and_the_flag(group: Work
 def test_gather_names_dead_process_if_its_peer_failed_first(
     group: WorkerGroup,
 ) -> None:
-    """This test has to be the last: the process is not restarted."""
+    """This test must run last, because the dead process is not restarted."""
     calls = group.launch(Worker.die_on_rank_1, [1, 2])
     with pytest.raises(WorkerError, match=r"(?s)died .*about to meet.*host-1\.log"):
         gather(calls, timeout_s=240, doing="meet")

@@ -1,8 +1,8 @@
 """The rollout engine on the real stack: Ray, vLLM on the CPU, and gloo.
 
 The trainer is a Transformers model in this process. Two engines serve the whole module: one whose
-model ties its head to its embeddings and whose folder has no tokenizer, and one with a head and a
-tokenizer of its own. The vocabulary of 100 is not a multiple of 64, so vLLM pads it.
+model ties its head to its embeddings and whose folder has no tokenizer, and one with an untied head
+and a tokenizer. The vocabulary size of 100 is not a multiple of 64, so vLLM pads it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ PROMPTS = [[5, 6, 7, 8], [40, 41, 42], [9, 90, 11, 70, 13, 50], [33]]
 
 
 class FaultyEngine(RolloutEngine):
-    """A rollout engine whose receiving half can be made to fail.
+    """A rollout engine that can be made to fail when it receives weights.
 
     Its worker runs in the same process.
     """
@@ -68,7 +68,7 @@ class FaultyEngine(RolloutEngine):
         return thread._args[-1].result()
 
     async def held(self) -> list[str]:
-        """Return the requests whose tokens wait in the core for their last token."""
+        """Return the unfinished requests whose tokens are held back in the core."""
         return list(self.core()._held)
 
     async def tokens_under_way(self) -> list[int]:
@@ -76,7 +76,7 @@ class FaultyEngine(RolloutEngine):
         return [request.num_output_tokens for request in self.core().scheduler.running]
 
     async def sabotage(self, fault: str) -> None:
-        """Make every update fail in one way until `repair`."""
+        """Make every update fail in a given way until `repair` is called."""
         from openrlhf.rollout import engine_worker
         from openrlhf.weights import receiver, transport
 
@@ -116,7 +116,7 @@ class FaultyEngine(RolloutEngine):
         channel.receive, receiver.unpack, engine_worker.repack_linears = self.originals
 
     async def poison(self) -> None:
-        """Make the next step of the engine's core fail."""
+        """Make the engine core's next step fail."""
 
         def step():
             raise RuntimeError("poisoned")
@@ -151,7 +151,7 @@ class Stand:
         try:
             self.sender.send(manifest, tensors or self.model.named_parameters())
         finally:
-            # If the engine fails, its error says more than the sender's.
+            # If the engine fails, its error is more informative than the sender's.
             receipts = ray.get(receiving, timeout=TIMEOUT_S)
         return receipts
 
@@ -163,7 +163,7 @@ class Stand:
     def sample(
         self, prompts: Sequence[list[int]] = PROMPTS, **params
     ) -> list[tuple[list[int], Generation]]:
-        """Return one sample of every prompt, each with its own seed."""
+        """Return one sample per prompt, each with its own seed."""
         chosen = [
             SamplingParams(**{"max_tokens": 24, "seed": i, "ignore_eos": True} | params)
             for i in range(len(prompts))
@@ -172,7 +172,7 @@ class Stand:
         return [(p, g) for p, [g] in zip(prompts, ray.get(calls, timeout=TIMEOUT_S), strict=True)]
 
     def await_held(self, count: int) -> None:
-        """Return when tokens of `count` samples wait in the core."""
+        """Wait until the core holds back tokens of `count` samples."""
         deadline = time.monotonic() + TIMEOUT_S
         while len(self.call("held")) != count:
             assert time.monotonic() < deadline
@@ -189,7 +189,7 @@ def manifest_of(
 
 
 def group_of(workers: int, name: str | None = None, timeout_s: float = TIMEOUT_S) -> WeightGroup:
-    """Return a group of a sender and `workers` engine workers."""
+    """Return a weight group with a sender and `workers` engine workers."""
     return WeightGroup(
         host="127.0.0.1",
         port=free_port(),
@@ -203,7 +203,7 @@ def group_of(workers: int, name: str | None = None, timeout_s: float = TIMEOUT_S
 def join(
     sender: WeightSender, engines: Sequence[ray.actor.ActorHandle], *, workers: int = 1
 ) -> None:
-    """Bring the sender and the engines, each of `workers` workers, into one group."""
+    """Let the sender and the engines, with `workers` workers each, join one group."""
     group = group_of(workers * len(engines))
     joining = [engine.join.remote(group, 1 + workers * i) for i, engine in enumerate(engines)]
     sender.join(group)
@@ -214,7 +214,7 @@ def join(
 def differences(
     model: PreTrainedModel, samples: Sequence[tuple[list[int], Generation]]
 ) -> torch.Tensor:
-    """Return |log π of the engine − log π of `model`| of each token, one row per sample."""
+    """Return |log π_engine − log π_model| for each token, one row per sample."""
     rows = []
     for prompt, generation in samples:
         tokens = torch.tensor([prompt + generation.tokens])
@@ -253,7 +253,7 @@ def build_model(*, tied: bool) -> Qwen2ForCausalLM:
 
 
 def noisy_copy(model: PreTrainedModel, names: Sequence[str], scale: float) -> PreTrainedModel:
-    """Copy the model, with noise of standard deviation `scale` on the named tensors."""
+    """Copy the model, adding noise of standard deviation `scale` to the named tensors."""
     copy = type(model)(model.config).eval()
     copy.load_state_dict(model.state_dict())
     generator = torch.Generator().manual_seed(0)
@@ -281,7 +281,7 @@ def launch(
     stop_strings: bool = False,
     **flags: Any,
 ) -> Stand:
-    """Save the model, and create an engine for it, which is not started yet."""
+    """Save the model, and create an engine for it without starting the engine."""
     model.save_pretrained(folder)
     environment = {"env_vars": engine_environment("cpu") | {"HF_HUB_OFFLINE": "1"}}
     actor = ray.remote(FaultyEngine).options(num_cpus=0, runtime_env=environment)
@@ -407,7 +407,7 @@ class TestSampling:
         with pytest.raises(EngineError, match=reason):
             tied.call("generate", prompt, [params])
         assert len(tied.sample()) == len(PROMPTS)
-        assert "vllm" not in sys.modules  # the error did not make this process import it
+        assert "vllm" not in sys.modules  # raising the error did not import vLLM here
 
 
 class TestPublication:
@@ -437,7 +437,7 @@ class TestPublication:
 
     @pytest.mark.parametrize("kind", ["tied", "untied"])
     def test_running_samples_continue_with_the_new_weights(self, stands, kind):
-        """The untied model's engine looks for stop strings.
+        """The untied model's engine searches for stop strings.
 
         Its core therefore sends every token separately.
         """
@@ -455,13 +455,13 @@ class TestPublication:
         assert {g.weight_versions for _, g in samples} == {(stand.version - 1, stand.version)}
         matches_old, matches_new = (differences(m, samples) < 1e-4 for m in (old, stand.model))
         for row_old, row_new in zip(matches_old, matches_new, strict=True):
-            # tokens before the first that the old weights do not explain
+            # tokens before the first one that the old weights cannot explain
             switch = int(row_old.long().cumprod(0).sum())
             assert 0 < switch < 400
             assert row_new[switch:].all()
 
     def test_two_engines_in_one_group_serve_the_same_version(self, tied, untied):
-        """The tied engine gets its head twice, as embeddings and as a head with the same values."""
+        """The tied engine receives its head twice: as embeddings and as a head with equal values."""
         model = noisy_copy(untied.model, [], 0.0)
         model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
         sender, version = WeightSender(), max(tied.version, untied.version) + 1
@@ -528,7 +528,7 @@ class TestPublication:
 class TestFailedPublication:
     @pytest.fixture(autouse=True)
     def recovers(self, tied) -> Iterator[None]:
-        """Check that a faulty engine refuses to serve until the next complete publication."""
+        """Assert that a faulty engine refuses to serve until the next complete publication."""
         yield
         with pytest.raises(EngineError, match="unverified"):
             tied.call("resume")
@@ -549,7 +549,7 @@ class TestFailedPublication:
                 "no repacking",
                 "repack lm_head",
                 marks=pytest.mark.skipif(
-                    Version("0.28") > VLLM, reason="there a tied head is the embeddings themselves"
+                    Version("0.28") > VLLM, reason="the tied head is the embedding before 0.28"
                 ),
             ),
         ],
@@ -590,7 +590,7 @@ class TestFailedPublication:
 
 
 def send_until_killed(group: WeightGroup, folder: str, version: int) -> None:
-    """Send as a trainer that dies when the tensor after the first q_proj is requested."""
+    """Send weights as a trainer that dies when the tensor after the first q_proj is requested."""
     model = Qwen2ForCausalLM.from_pretrained(folder)
 
     def tensors():
@@ -624,7 +624,7 @@ class TestFailure:
         began = time.monotonic()
         with pytest.raises(PublicationError, match="died or did not respond"):
             tied.call("receive", tied.manifest(bucket_bytes=1))
-        assert time.monotonic() - began < 60  # not the deadline of 120 s
+        assert time.monotonic() - began < 60  # before the deadline of 120 s
         victim.join(10)
         assert victim.exitcode == -signal.SIGKILL
         with pytest.raises(EngineError, match="unverified"):
@@ -665,7 +665,7 @@ class TestFailure:
         ("gpt2", {"n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": MAX_LEN}),
         ("opt", {"ffn_dim": 160, "word_embed_proj_dim": 128}),
         pytest.param(
-            # vLLM packs experts only once, unless it is made to rebuild their kernel.
+            # vLLM packs experts only once, unless it has to rebuild their kernel.
             "qwen3_moe",
             {
                 "head_dim": 32,
@@ -675,7 +675,7 @@ class TestFailure:
             },
             marks=pytest.mark.skipif(
                 Version("0.25") > VLLM,
-                reason="knows experts by their names in files only, as runs send them",
+                reason="only knows experts by their names in files, which runs send",
             ),
         ),
     ],
@@ -701,7 +701,7 @@ def test_longrope_has_the_frequencies_of_the_longest_sequence_in_engine_and_trai
 ):
     """The engine chooses the frequencies by its max_model_len.
 
-    It uses the long ones above `original` positions. The length of a sample does not matter.
+    It uses the long ones above `original` positions, regardless of a sample's length.
     """
     rope = {
         "rope_type": "longrope",

@@ -1,4 +1,4 @@
-"""`--vllm.engine_args`: the arguments that users may set, and their check by vLLM itself."""
+"""`--vllm.engine_args`: the arguments that users can set, and their validation by vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from openrlhf.launch.start import run_ppo
 from openrlhf.rollout.engine_settings import EngineSettings, engine_arguments
 from tests.config.commands import WITH_OLD, ppo, violations
 
-# Set for the machine and not by a flag, because a user may know better.
+# Set depending on the machine and not by a flag; users can override them.
 LEFT_TO_THE_USER = {
     "block_size",
     "kv_cache_memory_bytes",

@@ -1,6 +1,6 @@
-"""Differences of vLLM 0.24 to 0.31, on fakes of their classes.
+"""Differences between vLLM 0.24 and 0.31, tested on fakes of their classes.
 
-Only one version of vLLM is installed, and this process does not import it.
+Only one vLLM version is installed, and this process does not import it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from openrlhf.rollout.engine_versions import (
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch):
-    """Replace an installed module of vLLM by a module with the given contents."""
+    """Replace an installed vLLM module with a module that has the given contents."""
 
     def put(name: str, **contents: Any) -> None:
         module = ModuleType(name)
@@ -38,16 +38,16 @@ def vllm(monkeypatch: pytest.MonkeyPatch):
 
 @dataclass
 class Output:
-    """The output of one step of the core for one request."""
+    """The core's output for one request in one step."""
 
     request_id: str
     new_token_ids: list[int]
 
 
 class Client:
-    """vLLM's AsyncLLM and the client of its core in one.
+    """A fake of vLLM's AsyncLLM and of the client of its core.
 
-    Outputs arrive in a queue, and a slow handler takes them.
+    Outputs arrive in a queue, from which a slow handler takes them.
     """
 
     errored = False
@@ -129,7 +129,7 @@ def test_switch_returns_if_the_engine_has_died() -> None:
 
 
 class Refusal(Exception):
-    """vLLM's VLLMClientError, which is not a ValueError."""
+    """A fake of vLLM's VLLMClientError, which is not a ValueError."""
 
 
 def test_vllm_client_errors_count_as_rejected_requests(vllm) -> None:

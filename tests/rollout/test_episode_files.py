@@ -1,4 +1,4 @@
-"""Episodes on disk: exact values, files that are complete or absent, damaged files."""
+"""Episodes on disk: exact values, atomic writes, and damaged files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ JSON = st.recursive(
 
 @st.composite
 def anything(draw: st.DrawFn) -> Trajectory:
-    """Draw an episode with any value in any field; future fields are included."""
+    """Draw an episode with random values in all fields, including fields added later."""
     length = draw(st.integers(0, 5))
     values = {name: st.from_type(hint) for name, hint in get_type_hints(Trajectory).items()}
     values |= {
@@ -58,7 +58,7 @@ def written(folder: Path, *episodes: Trajectory) -> EpisodeFolder:
 @IN_ONE_FOLDER
 @given(st.lists(anything(), max_size=3))
 def test_episodes_are_read_back_unchanged(tmp_path: Path, episodes: list[Trajectory]) -> None:
-    """Texts are compared, in which a tuple differs from a list, and NaN equals NaN."""
+    """The comparison is by `repr`, in which a tuple differs from a list, and NaN equals NaN."""
     assert repr(written(tmp_path, *episodes).read("step", 7)) == repr(episodes)
 
 
@@ -146,7 +146,7 @@ def test_truncated_file_raises_an_error_wherever_it_ends(tmp_path: Path) -> None
 @IN_ONE_FOLDER
 @given(st.data())
 def test_flipped_bit_raises_an_error_or_is_harmless(tmp_path: Path, data: st.DataObject) -> None:
-    """A few bits at the head of a gzip file are harmless, such as its date."""
+    """A few bits in the gzip header are harmless, such as the date."""
     episodes = [episode(index, score=float(index), actions=5) for index in range(3)]
     folder = written(tmp_path, *episodes)
     content = bytearray(folder.file("step", 7).read_bytes())
@@ -159,7 +159,7 @@ def test_flipped_bit_raises_an_error_or_is_harmless(tmp_path: Path, data: st.Dat
 
 
 def edited(folder: EpisodeFolder, *lines: Any) -> EpisodeFolder:
-    """Replace the lines of the file: a number is an old line, anything else is written as JSON."""
+    """Rewrite the file from `lines`: a number selects an old line, other values become JSON."""
     path = folder.file("step", 7)
     old = gzip.decompress(path.read_bytes()).splitlines()
     new = [old[line] if isinstance(line, int) else json.dumps(line).encode() for line in lines]

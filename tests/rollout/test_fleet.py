@@ -1,4 +1,4 @@
-"""Restarts of lost engines by a fleet whose processes, devices and Ray are fakes."""
+"""Restarts of lost engines by a fleet with fake processes, devices and Ray."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = Machine(name="here", slots=4, id="1")
 
 
 class Slots:
-    """Slots of a machine."""
+    """Fake slots on a machine."""
 
     machine = HERE
 
@@ -28,7 +28,7 @@ class Slots:
 
 
 class Unstable(Fleet):
-    """A fleet whose engines start at once, and whose first queries of the cluster fail."""
+    """A fleet whose engines start immediately, and whose first cluster queries fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, unanswered: int) -> None:
         monkeypatch.setattr(module.tempfile, "mkdtemp", lambda **_: "")

@@ -1,4 +1,4 @@
-"""Generation on the real stack: the generator, and engines of vLLM on the CPU.
+"""Generation on the real stack: the generator, and vLLM engines on the CPU.
 
 Transformers recomputes the engines' log-probabilities. Two engines differ only in their index, a
 third one speculates, and a fourth one prefills prompts in parts.
@@ -52,21 +52,21 @@ SPEC = SamplingSpec(
     seed=3,
 )
 if Version(installed("vllm").version) < Version("0.25"):
-    # This vLLM calls its CPU kernel with an argument that the kernel does not have.
+    # This vLLM version passes its CPU kernel an argument that the kernel does not accept.
     del KINDS["speculating"]
-# Six blocks and eight tokens, all different.
+# Prompts of six cache blocks and eight tokens, all different.
 PROMPTS = [
     Prompt(index=i, text="", tokens=[4 + (j * (i + 3) + j // 7) % 44 for j in range(200)])
     for i in range(4)
 ]
-# Prompts in which an n-gram finds its continuation.
+# Repetitive prompts, in which n-gram drafting finds continuations.
 REFRAINS = [Prompt(index=i, text="", tokens=[4 + i, 9, 14 + i, 20] * 12) for i in range(4)]
 
 
 def settings_of(folder: str, kind: str) -> EngineSettings:
-    """Return the settings of an engine of a kind.
+    """Return the settings for an engine of a given kind.
 
-    Samples that are prefilled in parts cannot have seeds on a CPU.
+    On a CPU, samples with chunked prefill cannot have seeds.
     """
     flags: dict[str, Any] = {"dtype": "fp32", "enable_prefix_caching": True} | KINDS[kind]
     flags["engine_args"] = {"kv_cache_memory_bytes": 2**25} | flags.get("engine_args", {})
@@ -123,11 +123,11 @@ Draw = Callable[..., tuple[list[Trajectory], dict[str, float]]]
 
 @pytest.fixture
 def rollout(engines) -> Draw:
-    """Return samples from the named engines, and their cost."""
+    """Generate samples with the named engines, and return them with their cost."""
 
     def draw(kinds: str, prompts: Sequence[Prompt], spec: SamplingSpec = SPEC):
         if "speculating" in kinds and "speculating" not in KINDS:
-            pytest.skip("vLLM 0.24 has no drafts on a CPU")
+            pytest.skip("vLLM 0.24 does not support speculative decoding on a CPU")
         generator = made([engines[kind] for kind in kinds.split(", ")])
         return streams.rollout(generator, prompts, spec), values(generator.metrics())
 
@@ -142,9 +142,9 @@ def made(handles: list[Any]) -> RolloutGenerator:
 def differences(
     model: PreTrainedModel, samples: Sequence[Trajectory], keep: int | None = None
 ) -> torch.Tensor:
-    """Return |log π of the engine − log π of `model`| of every sampled token.
+    """Return |log π_engine − log π_model| for every sampled token.
 
-    `keep`: renormalise π over that many of its most likely tokens.
+    `keep`: renormalize π_model over this many of its most likely tokens.
     """
     found = []
     for sample in samples:
@@ -163,8 +163,8 @@ def tokens(samples: Sequence[Trajectory]) -> list[list[int]]:
 
 def test_samples_of_a_prompt_share_its_prefill(rollout, engines) -> None:
     samples, cost = rollout("plain", [replace(p, tokens=p.tokens[::-1]) for p in PROMPTS])
-    # One sample computes the prompt. Each of the other seven computes the 8 tokens after its six
-    # whole blocks.
+    # One sample computes the prompt.
+    # Each of the other seven computes only the 8 tokens after the prompt's six full blocks.
     assert cost["timing/prefill_cached"] == pytest.approx(7 * 6 * BLOCK / (8 * 200))
     assert differences(engines["model"], samples).max() < 1e-4
 
@@ -238,7 +238,7 @@ def test_log_probabilities_with_top_k_are_renormalized_over_the_kept_tokens(
     samples, _ = rollout(kind, REFRAINS, replace(SPEC, rollout=replace(SPEC.rollout, top_k=5)))
     off = differences(engines["model"], samples, keep=5)
     assert off.max() < 1e-4 and off.mean() < 1e-5
-    # They differ from the log-probabilities over all tokens.
+    # They differ from the log-probabilities over the full vocabulary.
     assert differences(engines["model"], samples).mean() > 0.1
 
 

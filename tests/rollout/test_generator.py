@@ -1,4 +1,4 @@
-"""The generator with fake engines: keys, seeds, the stream of groups, and its cost."""
+"""The generator with fake engines: keys, seeds, the stream of groups, and generation cost."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ PROMPTS = [Prompt(index=index, text=f"prompt {index}", tokens=[index] * 40) for 
 
 
 class Engines:
-    """Engines whose samples are one token, the seed.
+    """Engines whose samples consist of one token, the seed.
 
-    All samples of a prompt but the first find the prompt in the cache.
+    Every sample of a prompt except the first finds the prompt in the cache.
     """
 
     def __init__(self, seconds: float = 1.0, slow: int | None = None) -> None:
-        self.seconds, self.slow = seconds, slow  # `slow`: the prompt that takes 101 seconds
+        self.seconds, self.slow = seconds, slow  # `slow`: the prompt that takes 101 s
         self.asked: list[Any] = []  # keys
 
     async def generate(
@@ -68,7 +68,7 @@ class Engines:
 
 
 class Decoder:
-    """The part of a tokenizer that the generator needs."""
+    """A fake tokenizer with the methods that the generator needs."""
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
         return str(tokens)
@@ -115,7 +115,7 @@ def test_tail_share_is_large_if_one_prompt_is_slow() -> None:
 
 
 def marked_by(rejects: Callable[[Group], bool]) -> Annotate:
-    """Return an annotation that marks the rejected groups as filtered."""
+    """Return an annotation function that marks the rejected groups as filtered."""
 
     async def marked(group: Group) -> Group:
         return [replace(sample, filtered=rejects(group)) for sample in group]
@@ -154,7 +154,7 @@ def test_stream_yields_a_filtered_group_and_starts_another_prompt() -> None:
 
 
 class Gate:
-    """A slow reward, endless for prompt 5, that counts the prompts under way."""
+    """A slow reward that counts running prompts, and never returns for prompt 5."""
 
     reads = ()
 
@@ -251,7 +251,7 @@ def test_nonfinite_log_probability_fails_its_sample_and_names_the_engine(
 
 
 def tail_seconds(spans: list[tuple[float, float]]) -> tuple[float, float]:
-    """Return the seconds of the tail, and the seconds in which any sample ran."""
+    """Return the seconds in the tail, and the seconds in which at least one sample ran."""
     costs = [
         SampleCost(asked=start, seconds=end - start, prompt_tokens=1, cached_tokens=0)
         for start, end in spans

@@ -1,4 +1,4 @@
-"""Permission to use the CPU's matrix registers (AMX) in processes that run vLLM's workers."""
+"""Permission to use the CPU's matrix registers (AMX) in processes that run vLLM workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates of an output layer with a bias, as in Phi."""
+"""Weight updates of an output layer with a bias, as in Phi."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from openrlhf.rollout.engine_settings import engine_environment
 from tests.ranks import ROOT
 
-# `load` makes a new bias before it fills the bias, like vLLM's loader of Transformers models
+# `load` creates a new bias before filling it, like vLLM's loader for Transformers models
 # (`CausalMixin`).
 PROGRAM = """
 import torch

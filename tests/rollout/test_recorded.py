@@ -1,4 +1,4 @@
-"""Replays: steps, filtering and prompt positions equal those of the run that wrote the files."""
+"""Replays: steps, filtering and prompt positions equal those of the recorded run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LOOP = BackgroundLoop()
 
 
 class Prompts:
-    """Rows with different texts."""
+    """Prompt rows with different texts."""
 
     def __init__(self, count: int, name: str = "row") -> None:
         self.count, self.name = count, name
@@ -51,7 +51,7 @@ class Prompts:
 
 
 class Dice:
-    """A generator of samples with random scores, which are equal for half of the prompts."""
+    """A generator of samples with random scores, which are equal within about half of the groups."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -93,7 +93,7 @@ def run(
     consumed: int = 0,
     last_step: int | None = None,
 ) -> list[tuple[int, int, list[Any]]]:
-    """Return step, prompts consumed and episodes of each batch that the source yields."""
+    """Return the step, consumed prompts and episodes of each batch that the source yields."""
     rollout = replace(SPEC.rollout, batch_size=batch_size, vllm_generate_batch_size=batch_size)
     source = SyncSource(
         prompts,  # pyright: ignore[reportArgumentType]
@@ -110,7 +110,7 @@ def run(
     source.resume(step=done, consumed=consumed, folder=Path())
     seen = []
     for trajectories in source:
-        rest = all(t.filtered for t in trajectories)  # the rest of an epoch, which makes no step
+        rest = all(t.filtered for t in trajectories)  # the rest of an epoch, which yields no step
         seen.append((source.step + rest, source.consumed, trajectories))
     return seen
 
@@ -133,7 +133,7 @@ def replayed(folder: Path, prompts: Prompts, **fields: Any) -> list[tuple[int, i
 def test_replay_yields_the_same_batches_as_the_recorded_run(
     tmp_path: Path, seed: int, count: int, batch_size: int, filtered: bool, data: st.DataObject
 ) -> None:
-    """Replay from any step on, also if the rest of an epoch is all filtered and makes no step.
+    """A replay can start at any step, even if the rest of an epoch is filtered and yields no step.
 
     The labels are values that JSON cannot express.
     """

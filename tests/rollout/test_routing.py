@@ -1,4 +1,4 @@
-"""The choice of an engine by the router."""
+"""Engine selection by the router."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_key_moves_away_from_a_much_busier_engine_and_stays_there() -> None:
     router = Router(range(2))
     router.done("turn", router.pick("turn"))
     assert router.pick("long", SLACK) == 0
-    assert router.pick("turn") == 0  # just within the slack
+    assert router.pick("turn") == 0  # just within the allowed slack
     router.done("turn", 0)
     assert router.pick("long") == 0
     assert router.pick("turn") == 1
@@ -66,7 +66,7 @@ def test_router_forgets_the_oldest_key_beyond_the_limit(monkeypatch) -> None:
     homes = {key: router.pick(key) for key in "xyz"}
     for key, engine in homes.items():
         router.done(key, engine)
-    router.in_flight = {0: 1, 1: 0}  # x is forgotten and goes to the idle engine; z is not
+    router.in_flight = {0: 1, 1: 0}  # x was forgotten and goes to the idle engine; z was not
     assert (homes["x"], router.pick("x"), router.pick("z")) == (0, 1, 0)
 
 
@@ -79,7 +79,7 @@ def test_idle_share_counts_engines_without_samples_but_not_lost_engines(monkeypa
     router.done("a", 0, 3)
     now[0] = 10.0
     assert router.idle([0, 1]) == Mean(6.0 + 10.0, 20.0)
-    assert router.pick("a", among=[1]) == 1  # the engine of its key was lost
+    assert router.pick("a", among=[1]) == 1  # the key's engine was lost
     now[0] = 12.0
     assert router.idle([0, 1]) == Mean(2.0, 4.0)
     now[0] = 13.0

@@ -1,6 +1,6 @@
-"""One rank of the averaging test: three optimizer steps.
+"""One rank in the weight averaging test: three optimizer steps.
 
-A worker that resumed from a checkpoint takes the last step too.
+A worker that resumes from a checkpoint repeats the last step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BETA = 0.75
 
 
 def weights(policy: PolicyWorker) -> dict[str, torch.Tensor]:
-    """Return the weights that are averaged, which are the masters in bfloat16 training."""
+    """Return the averaged weights, which are the fp32 master weights in bfloat16 training."""
     if policy.engine.changed_share and not policy.engine.partial:
         buckets = exported_parameters(policy.engine, 1 << 14, masters=True)
         return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
@@ -41,7 +41,7 @@ def weights(policy: PolicyWorker) -> dict[str, torch.Tensor]:
 
 
 def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[dict[str, Any]]:
-    """Return the weights at the start and after each step.
+    """Return the initial weights and the weights after each step.
 
     Exports of the whole run and of the resumed run are written to `out`.
     """
@@ -62,7 +62,7 @@ def run(stage: int, dtype: str, lora: LoraConfig, model: str, out: str) -> list[
     path = [weights(policy)]
     for number, step in enumerate(plan.steps):
         if number == 2:
-            # This step is not applied.
+            # This step is skipped.
             policy.update(PolicyUpdate(experience=poisoned, steps=[step], kl_coef=0.0, version=1))
             policy.save_checkpoint(f"{out}/checkpoint", "global_step2")
         policy.update(PolicyUpdate(experience=rows, steps=[step], kl_coef=0.0, version=1))

@@ -1,4 +1,4 @@
-"""One rank of the fault tests: nonfinite losses and gradients, on the last rank only."""
+"""One rank in the fault tests: nonfinite losses and gradients, on the last rank only."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.loading import load_spec
 from tests.workers.policy_job import KL_COEF, Policy, batch, role_settings, strategy_of, weights_of
 
 BROKEN = "hf.model.layers.1.mlp.up_proj.weight"
-LIMITS = MicroBatchLimits(size=2, packed=True)  # rows stay in their order
-POISONED_ROW = 7  # the last row of the last rank, in its second micro-batch
+LIMITS = MicroBatchLimits(size=2, packed=True)  # so that rows keep their order
+POISONED_ROW = 7  # the last rank's last row, in its second micro-batch
 NAN = float("nan")
 
 
@@ -53,7 +53,7 @@ def step(policy: PolicyWorker, experience: Experience) -> dict[str, float]:
 
 
 def error_of(call: Callable[[], object], strategy: Strategy) -> list[str]:
-    """Return the error message of each rank."""
+    """Return each rank's error message."""
     try:
         call()
     except NonFiniteError as error:
@@ -62,7 +62,7 @@ def error_of(call: Callable[[], object], strategy: Strategy) -> list[str]:
 
 
 def settings_with(max_nonfinite: int, load: LoadSpec) -> RoleSettings:
-    """Return settings with which `max_nonfinite` consecutive skipped steps end the run.
+    """Return settings that end the run after `max_nonfinite` consecutive skipped steps.
 
     The critic starts from the policy's model.
     """
@@ -74,7 +74,7 @@ def settings_with(max_nonfinite: int, load: LoadSpec) -> RoleSettings:
 
 
 def policy_faults(strategy: Strategy, load: LoadSpec) -> dict[str, Any]:
-    """Skip a step, take one, then break the losses of one policy and the gradients of another."""
+    """Skip a step, apply one, then break one policy's losses and another policy's gradients."""
     policy, healthy = (Policy(strategy, settings_with(most, load)) for most in (2, 1))
     clean, broken = batch(), replace(batch(), advantages=poison(batch().advantages, NAN))
     step(healthy, clean)

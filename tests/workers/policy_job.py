@@ -1,4 +1,4 @@
-"""One rank of the worker tests: policy and reference score a batch, and the policy is updated.
+"""One rank in the worker tests: policy and reference score a batch, and the policy is updated.
 
 This is repeated for every layout among the arguments.
 """
@@ -32,12 +32,12 @@ from openrlhf.workers.policy import PolicyUpdate, PolicyWorker
 from tests.loading import load_spec
 
 LENGTHS = [5, 9, 4, 12, 7, 3, 10, 6, 8]
-BATCH_SIZE = 4  # optimizer steps of 4, 4 and 1 rows: one of two ranks has no row in the last step
+BATCH_SIZE = 4  # 4, 4 and 1 rows per step: with two ranks, one has no row in the last step
 TEMPERATURE = 0.8
 KL_COEF, ENTROPY_COEF, PTX_COEF, CLIP = 0.1, 0.05, 0.3, 0.2
-BAND = (0.7, 0.95)  # of π_old ÷ π_rollout, whose logarithm is −0.2 ± 0.3 here
-MAX_RESPONSE = 16  # L of constant aggregation
-# Plain text. One of two ranks has a single row.
+BAND = (0.7, 0.95)  # bounds of π_old ÷ π_rollout, whose logarithm is −0.2 ± 0.3 here
+MAX_RESPONSE = 16  # the constant L of constant aggregation
+# Pretraining text. With two ranks, one rank has a single row.
 TEXTS = [[5, 9, 7, 30, 11], [12, 8], [40, 41, 42, 43, 44, 45, 46]]
 # A large epsilon makes AdamW nearly linear in the gradient, so that weights compare as tightly as
 # gradients do.
@@ -85,7 +85,7 @@ def batch() -> Experience:
 
 
 def text(rows: list[int]) -> TokenRows:
-    """Return some of `TEXTS`. Every token except the first is a target."""
+    """Return this rank's share of `TEXTS`. Every token except the first is a target."""
     tokens = [TEXTS[row] for row in rows]
     return TokenRows.from_lists(
         tokens, [[place > 0 for place in range(len(row))] for row in tokens]
@@ -93,7 +93,7 @@ def text(rows: list[int]) -> TokenRows:
 
 
 def score(worker: Any, strategy: Strategy, experience: Experience) -> torch.Tensor:
-    """Score a column as the experience maker does: each rank scores its share."""
+    """Compute a column as the experience maker does: each rank scores its share."""
     parts = share(LENGTHS, range(len(LENGTHS)), strategy.dp_size)
     column = torch.zeros(experience.num_tokens)
     mine = worker.logprobs(experience.targets().select(parts[strategy.rank]))
@@ -129,26 +129,26 @@ def role_settings(
 
 
 class Policy(PolicyWorker):
-    """A policy that exports and publishes its few weights in several buckets."""
+    """A policy with small buckets, so that exports and publications need several."""
 
     bucket_bytes = 1 << 14  # pyright: ignore[reportAssignmentType]
 
 
 def limits_of(name: str) -> MicroBatchLimits:
-    """Parse `rows3`, three rows in a micro-batch, or `tokens20`, at most 20 tokens in it."""
+    """Parse micro-batch limits: `rows3` is three rows, `tokens20` is at most 20 tokens."""
     if name.startswith("tokens"):
         return MicroBatchLimits(size=1, max_tokens=int(name.removeprefix("tokens")))
     return MicroBatchLimits(size=int(name.removeprefix("rows")))
 
 
 def strategy_of(name: str) -> Strategy:
-    """Parse `zero2`, float32 under ZeRO stage 2."""
+    """Parse a strategy: `zero2` is float32 under ZeRO stage 2."""
     ds = DeepSpeedConfig(zero_stage=int(name.removeprefix("zero")), param_dtype="fp32")
     return Strategy(ds, RankLayout.from_flags(ds, processes=world_size()), seed=0)
 
 
 def update(policy: PolicyWorker, experience: Experience) -> Metrics:
-    """Update the policy, each rank with its share of the rows; return all ranks' metrics."""
+    """Update the policy with each rank's share of the rows, and return all ranks' metrics."""
     strategy = policy.strategy
     plans = plan_update(LENGTHS, ranks=strategy.dp_size, batch_size=BATCH_SIZE, epochs=1, seed=0)
     plan = plans[strategy.rank]

@@ -1,4 +1,4 @@
-"""One rank of the split tests: one policy update for every layout and objective."""
+"""One rank in the split tests: one policy update for every layout and objective."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OBJECTIVES = list(product(("ppo", "gspo", "cispo"), ("token", "sequence", "const
 # The mean ratio of a row is closer to 1 than the ratios of its tokens, so a narrower range clips
 # as many.
 CLIPS = {"ppo": 0.2, "gspo": 0.05, "cispo": 0.2}
-# Of π_old ÷ π_rollout, whose logarithm is −0.2 ± 0.3 for each of about five tokens.
+# Bounds of π_old ÷ π_rollout, whose logarithm is −0.2 ± 0.3 for each of about five tokens.
 CORRECTIONS = {
     "ppo": CorrectionConfig(level="token", mode="truncate", band=(0.5, 0.9)),
     "gspo": CorrectionConfig(level="geometric", mode="mask", band=(0.75, 0.9)),
@@ -47,7 +47,7 @@ def objective_of(loss: str, aggregation: str) -> tuple[ActorConfig, AlgoConfig]:
 
 
 def experience() -> Experience:
-    """Return the batch of the worker tests, with rollout log-probabilities as the reference's."""
+    """Return the worker tests' batch, with rollout log-probabilities as reference ones."""
     rows = batch()
     return replace(rows, ref_logprobs=rows.rollout_logprobs)
 

@@ -1,4 +1,4 @@
-"""The average of the policy's weights in exports and checkpoints."""
+"""The moving average of the policy's weights in exports and checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("case", CASES)
 def test_export_is_the_moving_average_over_applied_steps(folder: Path, case: str) -> None:
-    """p̄ ← β p̄ + (1 − β) p from the initial weights. A step with a NaN gradient does not count."""
+    """The average is p̄ ← β p̄ + (1 − β) p, from the initial weights. Skipped steps do not count."""
     start, *path = torch.load(folder / case / "path.pt")
     exported = load_file(folder / case / "whole/model.safetensors")
     assert exported.keys() == start.keys()
@@ -55,7 +55,7 @@ def test_resumed_run_exports_the_same_bytes_as_an_uninterrupted_run(
 def test_resumed_run_exports_the_same_adapter_average_as_an_uninterrupted_run(
     folder: Path, case: str
 ) -> None:
-    """The checkpoint has the adapters and their optimizer state, and no frozen weight."""
+    """The checkpoint contains the adapters and their optimizer state, but no frozen weights."""
     whole, resumed = (
         folder / case / run / "adapter_model.safetensors" for run in ("whole", "resumed")
     )

@@ -1,4 +1,4 @@
-"""Metrics of the disagreement between engine and trainer."""
+"""Metrics for the mismatch between engine and trainer."""
 
 from __future__ import annotations
 

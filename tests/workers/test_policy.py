@@ -35,7 +35,7 @@ LAYOUTS = [
     "zero2-tokens20-packed",
     "zero3-rows3-padded",
 ]
-Row = tuple[Tensor, Tensor, Tensor]  # log π, entropies and mask of a row, float64
+Row = tuple[Tensor, Tensor, Tensor]  # log π, entropies and mask of one row, in float64
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def results(
     request: pytest.FixtureRequest, model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """Run `policy_job` in every layout, with one and with two ranks."""
+    """Run `policy_job` in every layout, on one and on two ranks."""
     out = tmp_path_factory.mktemp("out")
     run_ranks(request.param, "tests.workers.policy_job", model, str(out), *LAYOUTS)
     loaded = torch.load(out / "results.pt")
@@ -66,7 +66,7 @@ def scores(hf: PreTrainedModel, row: int) -> Row:
 
 @pytest.fixture(scope="module")
 def plain(model: str) -> dict[str, Any]:
-    """Return scores, then three optimizer steps and their metrics, one row at a time.
+    """Compute scores, then take three optimizer steps, one row at a time.
 
     Only the plan of the update comes from our code.
     """
@@ -105,7 +105,7 @@ def plain(model: str) -> dict[str, Any]:
 
 
 def step_terms(hf: PreTrainedModel, row: int, ref: Tensor) -> tuple[Any, ...]:
-    """Return sums over a row's sampled tokens: surrogate, KL, entropy, tokens, clipped tokens."""
+    """Return sums over a row's sampled tokens: surrogate, KL, entropy, count, clipped count."""
     logprobs, entropies, mask = scores(hf, row)
     one = batch().select([row])
     assert one.advantages is not None and one.old_logprobs is not None
@@ -124,7 +124,7 @@ def step_terms(hf: PreTrainedModel, row: int, ref: Tensor) -> tuple[Any, ...]:
 
 
 def text_nll(hf: PreTrainedModel) -> Tensor:
-    """Return the mean negative log-likelihood of the plain text, at temperature 1."""
+    """Return the mean negative log-likelihood of the pretraining text, at temperature 1."""
     tables = [torch.log_softmax(hf(torch.tensor([row])).logits[0, :-1], -1) for row in TEXTS]
     chosen = [
         table.gather(1, torch.tensor(row[1:])[:, None])

@@ -1,4 +1,4 @@
-"""An optimizer step of the real worker does not depend on how its window is split.
+"""Optimizer steps of the real worker do not depend on how the window is split.
 
 Ranks × ZeRO stages × micro-batches × packing × objectives, compared with a plain float64 loop over
 rows and all logits. The only part of a loss that may depend on the split is the auxiliary loss of a
@@ -35,7 +35,7 @@ from tests.workers.split_job import CLIPS, CORRECTIONS, OBJECTIVES, experience
 from tests.workers.test_policy import scores, text_nll
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
-# tokens20 changes the order of the rows, and its micro-batches have different numbers of rows
+# tokens20 changes the row order, and its micro-batches have different numbers of rows
 LIMITS = ("rows1", "rows3", "rows9", "tokens20")
 SHAPES = ("packed", "padded")
 MATRIX = [
@@ -66,7 +66,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def plain(model: str) -> dict[tuple[str, str], Outcome]:
-    """Return the outcome of the update under each objective, computed row by row.
+    """Compute the result of the update under each objective, row by row.
 
     Only the rows of each step come from our code.
     """
@@ -101,7 +101,7 @@ def plain_update(model: str, loss: str, aggregation: str) -> Outcome:
 
 
 def row_terms(hf: PreTrainedModel, row: int, loss: str) -> tuple[Tensor, Tensor]:
-    """Return the corrected policy loss of each sampled token of a row, and its sum of β·k3 − c·H.
+    """Return the corrected policy loss of each sampled token in a row, and the sum of β·k3 − c·H.
 
     The formulas are those of the papers.
     """
@@ -130,7 +130,7 @@ def row_terms(hf: PreTrainedModel, row: int, loss: str) -> tuple[Tensor, Tensor]
 
 
 def axes_of(correction: CorrectionConfig) -> tuple[str, str, float, float]:
-    """Return level, mode and bounds."""
+    """Return the correction's level, mode and bounds."""
     assert correction.level and correction.mode and correction.band
     return correction.level, correction.mode, *correction.band
 
@@ -194,7 +194,7 @@ def compare(
 def test_weights_differ_between_objectives_by_far_more_than_the_tolerance(
     plain: dict[tuple[str, str], Outcome],
 ) -> None:
-    """Otherwise the comparisons above could not fail."""
+    """If they did not differ, the comparisons above could not fail."""
     weights = [outcome["weights"]["model.embed_tokens.weight"] for outcome in plain.values()]
     for i, first in enumerate(weights):
         for second in weights[i + 1 :]:

@@ -1,4 +1,4 @@
-"""An environment whose reward comes from a remote engine; the label is the model's name there."""
+"""An environment that gets its rewards from a remote engine; the label is that model's name."""
 
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor, remote_engine
 

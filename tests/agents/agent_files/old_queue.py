@@ -1,4 +1,4 @@
-"""An agent in the form of releases 0.8.7 to 0.9.0: results go into a queue."""
+"""An agent written for releases 0.8.7 to 0.9.0: it puts results into a queue."""
 
 from openrlhf.utils.agent import AgentExecutorBase
 

@@ -9,7 +9,7 @@ from openai import APIError, BadRequestError, OpenAI
 
 from openrlhf.utils.agent import OpenAIAgentExecutor
 
-LEFT = []  # the sets of requests in progress of earlier episodes
+LEFT = []  # for each earlier episode, its set of running requests
 
 
 class AgentExecutor(OpenAIAgentExecutor):
@@ -18,7 +18,7 @@ class AgentExecutor(OpenAIAgentExecutor):
         return getattr(self, label)(client, prompt, session_id)
 
     def talk(self, client, prompt, session_id):
-        """Play three turns, the second through the shared address, with the session in the body."""
+        """Run three turns; send the second to the shared URL, with the session id in the body."""
         messages = [{"role": "user", "content": prompt}]
         for turn in range(3):
             where = client if turn != 1 else client.with_options(base_url=self.base_url)
@@ -44,7 +44,7 @@ class AgentExecutor(OpenAIAgentExecutor):
         return float(len(said))
 
     def look(self, client, prompt, session_id):
-        """Call the endpoints other than chat."""
+        """Call every endpoint except the chat endpoint."""
         [model] = client.models.list().data
         root = self.base_url.removesuffix("/v1")
         assert httpx.get(f"{root}/health").status_code == 200
@@ -60,7 +60,7 @@ class AgentExecutor(OpenAIAgentExecutor):
         return counted["count"]
 
     def err(self, client, prompt, session_id):
-        """Send requests that are refused with a reason, and continue the session."""
+        """Send requests that are rejected with a reason, and continue the session."""
         refused = []
         for change in (
             {"messages": []},
@@ -87,7 +87,7 @@ class AgentExecutor(OpenAIAgentExecutor):
         return 1.0
 
     def give_up(self, client, prompt, session_id):
-        """Abandon the second request, which ends with the episode."""
+        """Abandon the second request, which is cancelled when the episode ends."""
         messages = [{"role": "user", "content": prompt}]
         first = client.chat.completions.create(model="any", messages=messages)
         requests = self._sessions[session_id].requests
@@ -104,7 +104,7 @@ class AgentExecutor(OpenAIAgentExecutor):
             client.chat.completions.create(model="any", messages=messages)
 
     def summarise(self, client, prompt, session_id):
-        """Play two turns, then start a new conversation."""
+        """Run two turns, then start a new conversation."""
         messages = [{"role": "user", "content": prompt}]
         first = client.chat.completions.create(model="any", messages=messages).choices[0].message
         messages += [first, {"role": "user", "content": "+1"}]

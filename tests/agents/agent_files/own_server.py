@@ -18,7 +18,7 @@ class AgentExecutor(AgentExecutorBase):
     client = None
 
     def serve(self, engine, tokenizer):
-        self.traces = {}  # of each session: the prompt and the output of each request
+        self.traces = {}  # session → (prompt, output) of each request
         app = FastAPI()
 
         @app.post("/v1/chat/completions")

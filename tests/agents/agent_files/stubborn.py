@@ -1,4 +1,4 @@
-"""An agent whose label selects how it resists its end, or disturbs other episodes."""
+"""An agent whose label selects how it resists cancellation, or disturbs other episodes."""
 
 import asyncio
 import mmap
@@ -14,7 +14,7 @@ HOARD = []
 
 
 def allocate(size):
-    """Return memory that counts as used before it is written."""
+    """Allocate memory that counts as used even before it is written."""
     try:
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -53,7 +53,7 @@ class AgentExecutor(AgentExecutorBase):
                         continue
             case "works":
                 await asyncio.sleep(1)
-            case "hoards":  # until the other episode runs out of memory
+            case "hoards":  # keeps memory until the other episode runs out of it
                 HOARD.append(allocate(1200 << 20))
                 note(prompt, "hoarded")
                 while not noted(prompt, "lacking"):
@@ -70,7 +70,7 @@ class AgentExecutor(AgentExecutorBase):
                     raise
             case "meets":
                 note(prompt, f"here {os.getpid()}")
-                # Five processes: the shared one, then four in which episodes run alone.
+                # Five processes: the shared process, then four processes with one episode each.
                 while not noted(prompt, "left") or noted(prompt, "here") < 5:
                     await asyncio.sleep(0.01)
             case "exits at the meeting":

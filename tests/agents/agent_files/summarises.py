@@ -1,4 +1,4 @@
-"""An agent that takes two turns, then starts a new conversation with a summary."""
+"""An agent that runs two turns, then starts a new conversation with a summary."""
 
 from openai import AsyncOpenAI
 

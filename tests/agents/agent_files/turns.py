@@ -1,4 +1,4 @@
-"""An environment of the documented contract: at most three turns, with feedback."""
+"""An environment with the documented interface: at most three turns, with feedback."""
 
 from typing import Any
 
