@@ -33,7 +33,7 @@ def executor_of_step(step: Callable[..., Awaitable[Any]]) -> AgentExecutorBase:
                 feedback = next_text.removeprefix(text)
             elif not returned["done"]:
                 raise ValueError(
-                    "step must return a next text that begins with the text so far, because the "
+                    "the next text that step returns must begin with the text so far, because the "
                     f"policy's tokens cannot be changed:\n{next_text[:200]!r}\n"
                     f"does not begin with\n{text[:200]!r}"
                 )

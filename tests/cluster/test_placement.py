@@ -99,7 +99,7 @@ def test_groups_on_whole_machines_leave_other_machines_free() -> None:
     assert plan.check(EIGHT) == places  # the same result every time
 
 
-def test_engines_share_devices_of_models_in_order() -> None:
+def test_engines_share_model_devices_in_order() -> None:
     models = HostGroup(name="actor+ref", roles=("actor", "ref"), nodes=2, per_node=4)
     engines = HostGroup(name="vllm", roles=("vllm",), per_node=4, devices=2, shares="actor+ref")
     plan = Placement(groups=(models, engines), on_gpus=True)

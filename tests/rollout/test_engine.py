@@ -461,7 +461,7 @@ class TestPublication:
             assert row_new[switch:].all()
 
     def test_two_engines_in_one_group_serve_the_same_version(self, tied, untied):
-        """The tied engine receives its head twice: as embeddings and as a head with equal values."""
+        """The tied engine receives its head twice: as embeddings, and as an equal head."""
         model = noisy_copy(untied.model, [], 0.0)
         model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
         sender, version = WeightSender(), max(tied.version, untied.version) + 1

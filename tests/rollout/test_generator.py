@@ -215,7 +215,7 @@ def test_group_timeout_raises_an_error_that_names_the_flag() -> None:
     assert gate.cancelled == 1
 
 
-# ---- log-probabilities that are not finite
+# ---- nonfinite log-probabilities
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

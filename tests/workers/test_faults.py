@@ -59,7 +59,7 @@ def test_nonfinite_loss_leaves_optimizer_state_unchanged(
 def test_applied_step_resets_the_count_of_consecutive_skipped_steps(
     results: dict[str, Any], stage: str
 ) -> None:
-    """With `max_nonfinite` 2, the run survives bad, good, bad steps, and ends after another bad one."""
+    """With `max_nonfinite` 2, the run survives steps bad, good, bad, but not another bad one."""
     result = results[stage]
     assert result["counts"] == [1, 1]
     assert all(re.match(r"2 optimizer step.* actor", error) for error in result["loss errors"])
