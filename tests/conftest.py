@@ -1,4 +1,4 @@
-"""Settings for all tests: one thread per process, no Hub, and where data and devices are."""
+"""Settings for all tests: one thread per process, no Hub access, test data and GPU markers."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ from openrlhf.core.trajectory import Failure
 
 @dataclass(frozen=True)
 class Asked:
-    """A question that a call asked the pool's owner, and the answer."""
+    """A question that a call sent to the pool's owner, and the answer."""
 
     question: Any
     answer: Any
-    # False: asked elsewhere in the process while the call was running, perhaps on its behalf.
+    # False if it was sent elsewhere in the process during the call, perhaps on the call's behalf
     own: bool
 
 
@@ -44,8 +44,8 @@ class ProcessLost(UserCodeError):
 class UserCall:
     """A user function, its arguments and its deadlines.
 
-    `limit` is the flag that sets `seconds`, for messages. `answer` receives the index of a question
-    and the question. `asked` collects questions and answers, even if the call fails.
+    `limit` is the flag that sets `seconds`, for messages. `answer` is called with the index of a
+    question and the question. `asked` collects questions and answers, even if the call fails.
     """
 
     name: str  # what messages call it

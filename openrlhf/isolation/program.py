@@ -244,7 +244,7 @@ def run_user_code(channel: socket.socket, memory_bytes: int, uid: int) -> None:
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     confinement.limit_processes(PROCESSES, uid)
-    confinement.die_with_parent()  # after the change of user, which would reset it
+    confinement.die_with_parent()  # must follow the change of user, which would reset it
     channel.set_inheritable(False)
     try:
         Program(channel).serve()

@@ -73,7 +73,7 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         folder = tempfile.mkdtemp(prefix="sandbox-")  # the launcher removes it
         Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
-        uid = random.choice(confinement.UIDS)  # used if we are root
+        uid = random.choice(confinement.UIDS)  # user id of the program if we are root
         try:
             status = subprocess.run(
                 [

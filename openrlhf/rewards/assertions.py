@@ -43,7 +43,7 @@ VALUE = "__value_{}"
 
 
 class Other:
-    """A program's value that is not plain data. It equals no other value but keeps its truth."""
+    """A program's value that is not plain data. It equals nothing; only its truth is known."""
 
     def __init__(self, true: bool) -> None:
         self.true = true

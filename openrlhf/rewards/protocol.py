@@ -75,7 +75,7 @@ class RewardResult:
 
 
 class Reward(ABC):
-    """A scorer of samples.
+    """A reward, which scores samples.
 
     A call receives one request, or all requests if `batch` is set. Calls run concurrently.
     """

@@ -17,7 +17,7 @@ def token_rewards(reward: float, kl: Row, mask: Mask, coef: float) -> Row:
 
 
 def overlong(length: int, max_length: int, cache: float, factor: float) -> float:
-    """Compute Yu et al. 2025, eq. 13, times the factor. L_max = max_length, L_cache = cache."""
+    """Compute `factor` · eq. 13 of Yu et al. 2025, where L_max = max_length, L_cache = cache."""
     if length <= max_length - cache:
         return 0.0
     if length <= max_length:
@@ -26,7 +26,7 @@ def overlong(length: int, max_length: int, cache: float, factor: float) -> float
 
 
 def gae(rewards: Row, values: Row, mask: Mask, gamma: float, lam: float) -> tuple[Row, Row]:
-    """Compute Schulman et al. 2016, eq. 16: the sum over all later residuals, written out."""
+    """Compute eq. 16 of Schulman et al. 2016 as an explicit sum over all later residuals."""
     actions = [t for t, acting in enumerate(mask) if acting]
     residuals = []
     for i, t in enumerate(actions):

@@ -26,7 +26,7 @@ def pool() -> Iterator[ProcessPool]:
 
 
 def line(pool: ProcessPool, folder: Path, body: str, labels: list[str] = LABELS) -> str:
-    """Return the warning about a reward function, if any."""
+    """Return the text of the finding about a reward function, or ""."""
     file = folder / f"reward{len(list(folder.iterdir()))}.py"
     file.write_text(f"def reward_func(queries, prompts, labels):\n    {body}\n")
     reward = FunctionReward(RuleConfig(remote_url=str(file), timeout=60), pool)

@@ -92,7 +92,7 @@ class RealRun:
 
     @property
     def learned(self) -> bool:
-        """Return whether the number improved by more than two standard errors."""
+        """Return whether the measured value improved by more than two standard errors."""
         gain = self.after - self.before if self.better == "higher" else self.before - self.after
         return gain > 2 * self.error
 

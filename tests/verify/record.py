@@ -115,16 +115,16 @@ def page(records: Sequence[Record], ages: dict[str, int | None]) -> str:
         oldest = by_age[0]
         lines.append(
             f"**The oldest row is of {oldest.date}, commit {oldest.commit[:7]}; "
-            f"{ages[oldest.commit]} later commits changed the code.** Ages are those of the day "
-            "this page was written."
+            f"{ages[oldest.commit]} later commits changed the code.** Ages are as of the day this "
+            "page was written."
         )
     lines += [
         "",
         (
-            "`make verify` runs each test that `make test` leaves out, and puts its last outcome "
-            "here. A test that is not here has not"
+            "`make verify` runs each test that `make test` skips and records its last outcome "
+            "here. A test that is not listed has"
         ),
-        "been run yet, or has a page of its own.",
+        "not been run yet or has its own page.",
         "",
         "| test | outcome | seconds | commit | date | later commits |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -15,7 +15,7 @@ from tests.verify.results import write_result
 
 PASS_AT_1 = "eval/eval_sort_pass1"
 REWARD = "eval/eval_sort_reward_mean"
-# Two stages and a held-out metric: its final value in the second exceeds its first in the first.
+# A held-out metric rises between the start of the first stage and the end of the second.
 LIFTED = {
     "instructgpt": ("ppo", "ppo", PASS_AT_1),
     "r1": ("grpo", "grpo", PASS_AT_1),

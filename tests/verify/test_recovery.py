@@ -96,10 +96,10 @@ def put_on_record(fault: str, noticed: float | None, goes_on: float, how: str) -
     FOUND[fault] = f"| {fault} | {seen} | {goes_on:.1f} | {how} |"
     text = PAGE.read_text(encoding="utf-8")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    head = ["| fault | noticed, s | as before, s | what that is |", "|---|---|---|---|"]
+    head = ["| fault | detected, s | recovered, s | recovery time |", "|---|---|---|---|"]
     note = (
         f"`python -m pytest -m verify tests/verify/test_recovery.py`, {versions()}, two cores; a "
-        "model of 0.1 M parameters, so that only the mechanism counts:"
+        "model with 0.1 M parameters, so that the times are those of the recovery mechanism:"
     )
     PAGE.write_text(
         before + "\n\n".join([BEGIN, note, "\n".join([*head, *FOUND.values()]), END]) + after,
@@ -127,7 +127,10 @@ def test_an_engine_is_lost(
         back = run.wait_for("is up again", after=lost)
         run.wait_for("^step ", after=back)
     put_on_record(
-        fault, lost - moment, back - moment, "the engine serves again; the others went on"
+        fault,
+        lost - moment,
+        back - moment,
+        "until the engine serves again; the other engines keep running",
     )
 
 
@@ -146,7 +149,7 @@ def test_a_training_process_is_killed(workspace: Path) -> None:
         "a training process is killed",
         lost - moment,
         back - moment,
-        "the first step after the newest checkpoint",
+        "until the first step after the newest checkpoint is done",
     )
 
 
@@ -165,10 +168,10 @@ def test_the_command_is_killed_or_terminated(workspace: Path) -> None:
         "the command is killed",
         None,
         back - again,
-        "the first step of the command that is started again by hand",
+        "until the first step after a manual restart of the command",
     )
     put_on_record(
-        "SIGTERM", None, ended - moment, "the step is saved, and all processes have ended"
+        "SIGTERM", None, ended - moment, "until the step is saved and all processes have exited"
     )
 
 
@@ -188,5 +191,5 @@ def test_a_machine_is_lost(
         "a machine with an engine is gone",
         lost - moment,
         gone - moment,
-        "the other engines have its samples",
+        "until the other engines have taken over its samples",
     )
