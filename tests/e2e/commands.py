@@ -1,6 +1,6 @@
-"""Helpers that run the commands as a user does.
+"""Helpers that run the commands as a user would.
 
-They start processes from flags and read the run folder.
+They start processes from flags and read run folders.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Flags = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A finished command: its exit status and its output."""
+    """The exit status and output of a finished command."""
 
     status: int
     printed: str
@@ -51,9 +51,9 @@ class Finished:
 
 
 def as_arguments(flags: Flags) -> list[str]:
-    """Return flags as arguments.
+    """Return flags as command-line arguments.
 
-    True is a switch, None leaves a flag out, and a list gives several values.
+    True sets a switch, None omits a flag, and a list passes several values.
     """
     arguments: list[str] = []
     for name, value in flags.items():
@@ -65,7 +65,7 @@ def as_arguments(flags: Flags) -> list[str]:
 
 
 def places(folder: Path) -> dict[str, Path]:
-    """Return the flags that put everything a run writes in `folder`."""
+    """Return the flags that direct all output of a run to `folder`."""
     return {
         "run.dir": folder,
         "ckpt.output_dir": folder / "model",
@@ -74,9 +74,9 @@ def places(folder: Path) -> dict[str, Path]:
 
 
 def small_grpo(workspace: Path, folder: Path, *, prompts: int, samples: int) -> dict[str, Any]:
-    """Return flags for GRPO of `model` on `prompts.jsonl` in a workspace.
+    """Return flags for GRPO with the workspace's `model` and `prompts.jsonl`.
 
-    Each batch is one optimizer step, and answers have at most eight tokens.
+    Each batch makes one optimizer step, and answers have at most eight tokens.
     """
     return {
         "actor.model_name_or_path": workspace / "model",
@@ -95,7 +95,7 @@ def small_grpo(workspace: Path, folder: Path, *, prompts: int, samples: int) -> 
 
 
 def train_here(flags: Flags) -> None:
-    """Run `train_ppo_ray` in this process, which may already be connected to Ray."""
+    """Run `train_ppo_ray` in this process, which may already be connected to a Ray cluster."""
     run_ppo(parse_config(PPOConfig, as_arguments(flags), command="train_ppo_ray"))
 
 
@@ -128,7 +128,7 @@ def launch(
 
 
 def finish(process: subprocess.Popen[str], *, timeout: float = 400) -> Finished:
-    """Wait for a command; kill its whole session if it takes longer than `timeout` seconds."""
+    """Wait for a command, and kill its session if it takes longer than `timeout` seconds."""
     try:
         printed, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -146,7 +146,7 @@ def run(
     status: int = 0,
     timeout: float = 400,
 ) -> Finished:
-    """Run a command to its end; check its exit status and that every logged number is plausible."""
+    """Run a command; check its exit status and that every logged value is plausible."""
     done = finish(launch(command, flags, launcher), timeout=timeout)
     assert done.status == status, f"ended with {done.status}:\n{done.printed}\n{done.errors}"
     if status == 0 and flags.get("run.dir"):
@@ -161,11 +161,11 @@ def kill_when(
     delay: float = 0.0,
     timeout: float = 400,
 ) -> None:
-    """SIGKILL only the main process, `delay` seconds after `reached` returns true."""
+    """Send SIGKILL to the main process only, `delay` seconds after `reached` returns true."""
     deadline = time.monotonic() + timeout
     while not reached():
-        assert process.poll() is None, f"it ended by itself:\n{process.communicate()}"
-        assert time.monotonic() < deadline, "what the kill waits for never came"
+        assert process.poll() is None, f"it exited before the kill:\n{process.communicate()}"
+        assert time.monotonic() < deadline, "timed out before the kill condition"
         time.sleep(0.005)
     time.sleep(delay)
     os.kill(process.pid, signal.SIGKILL)
@@ -173,14 +173,14 @@ def kill_when(
 
 
 def steps_logged(folder: Path) -> int:
-    """Return the newest training step in a run folder that may still be written to."""
+    """Return the last training step logged in a run folder, which may still be in use."""
     return max((row["step"] for row in read_lines(folder / "metrics.jsonl")), default=0)
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl without the numbers that measure time.
+    """Return the lines of metrics.jsonl without timing metrics.
 
-    Check that all numbers are plausible.
+    Check that all values are plausible.
     """
     rows = list(read_lines(folder / "metrics.jsonl"))
     assert implausible(rows) == []
@@ -191,14 +191,14 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
 
 
 def column(folder: Path, name: str) -> list[float]:
-    """Return all values of a logged number, in order."""
+    """Return all values of a logged metric, in order."""
     return [row[name] for row in numbers(folder) if name in row]
 
 
 def default_schedule(peak: float, steps: int) -> list[float]:
-    """Return the learning rates of a run of `steps` optimizer steps.
+    """Return the learning rates of a run with `steps` optimizer steps.
 
-    They come from Transformers' own scheduler with the settings of the default flags.
+    They are computed by the Transformers scheduler with the settings of the default flags.
     """
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     scheduler = get_scheduler(
@@ -217,12 +217,12 @@ def default_schedule(peak: float, steps: int) -> list[float]:
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of samples.jsonl, without samples of evaluations during training."""
+    """Return the training samples in samples.jsonl, without evaluation samples."""
     return [row for row in read_lines(folder / "samples.jsonl") if not row["evaluation"]]
 
 
 def evaluated(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of samples.jsonl of a command that only evaluates."""
+    """Return the lines of samples.jsonl from a command that only evaluates."""
     rows = list(read_lines(folder / "samples.jsonl"))
     assert all(row["evaluation"] for row in rows)
     return rows

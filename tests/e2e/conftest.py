@@ -1,4 +1,4 @@
-"""Fixtures shared by the tests of commands."""
+"""Fixtures shared by the end-to-end tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 def own_folder(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Path]:
-    """Return a folder for the module's models, data and runs, with its own datasets cache."""
+    """Return a folder for a test module's models, data and runs, with its own datasets cache."""
     folder = tmp_path_factory.mktemp(request.path.stem)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))

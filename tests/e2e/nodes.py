@@ -15,7 +15,7 @@ from tests.e2e.processes import descendants
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return the environment of a user whose shell has the virtual environment active."""
+    """Return the shell environment of a user who has activated the virtual environment."""
     kept = {
         k: v
         for k, v in os.environ.items()
@@ -25,7 +25,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def type_in(line: str, folder: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
-    """Start a shell command line in a folder, in its own session."""
+    """Start a shell command in a folder, in its own session."""
     pipe = subprocess.PIPE
     return subprocess.Popen(
         ["bash", "-c", line],
@@ -41,7 +41,7 @@ def type_in(line: str, folder: Path, variables: dict[str, str]) -> subprocess.Po
 def start_node(
     flags: str, folder: Path, variables: dict[str, str], log: Path
 ) -> subprocess.Popen[bytes]:
-    """Start a node with `ray start` and return its process once it reports that it is up."""
+    """Start a node with `ray start`, and return its process once it reports that it is running."""
     with log.open("wb") as output:
         node = subprocess.Popen(
             ["ray", "start", *flags.split()],
@@ -55,7 +55,7 @@ def start_node(
 
 
 def end(node: subprocess.Popen[bytes]) -> None:
-    """End a node, and kill those of its processes that do not end by themselves."""
+    """Stop a node, and kill its processes that do not exit on their own."""
     below = descendants(node.pid)
     node.terminate()
     with suppress(subprocess.TimeoutExpired):

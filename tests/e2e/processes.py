@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """A process, identified permanently by its number and start time (kernel ticks)."""
+    """A process, identified uniquely by its process id and start time (kernel ticks)."""
 
     pid: int
     start: str
@@ -59,7 +59,7 @@ def descendants(pid: int) -> list[Process]:
 
 
 def survivors(processes: Iterable[Process], *, within: float) -> list[str]:
-    """Return the commands of the processes that are still running `within` seconds from now."""
+    """Return the command lines of the processes that are still running after `within` seconds."""
     deadline = time.monotonic() + within
     while left := [process.command for process in processes if process.running]:
         if time.monotonic() > deadline:

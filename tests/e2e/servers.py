@@ -24,9 +24,9 @@ class RewardModelServer:
 
 @contextmanager
 def reward_model_server(model: Path, **flags: Any) -> Iterator[RewardModelServer]:
-    """Start a float32 server on a free port, wait until it answers, and kill it at the end.
+    """Run a float32 server on a free port until the block exits.
 
-    Dots in flag names are written __.
+    Waits until the server answers. In keyword arguments, `__` stands for the dot of a flag name.
     """
     start = {"reward.model_name_or_path": model, "ds.param_dtype": "fp32", "port": 0}
     process = launch(
@@ -34,7 +34,7 @@ def reward_model_server(model: Path, **flags: Any) -> Iterator[RewardModelServer
     )
     try:
         assert process.stdout is not None
-        said = process.stdout.readline()  # empty if it has ended
+        said = process.stdout.readline()  # an empty line means that the server exited
         assert said.startswith(f"serving {model} at http://"), process.communicate()
         yield RewardModelServer(url=said.split()[-1], process=process)
     finally:

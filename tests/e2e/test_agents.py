@@ -1,4 +1,4 @@
-"""Agents as a user runs them: an environment of several turns, on Ray, vLLM and DeepSpeed."""
+"""End-to-end tests of agents: a multi-turn environment on Ray, vLLM and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def agent_flags(workspace: Path, folder: Path, agent: Path, **changes: Any) -> d
 
 @pytest.fixture(scope="module")
 def temporary() -> Iterator[Path]:
-    """Return a folder for temporary files whose path is short enough for sockets."""
+    """Return a folder for temporary files with a path short enough for Unix sockets."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as folder:
         yield Path(folder)
 
@@ -115,7 +115,7 @@ def test_the_same_seed_gives_the_same_episodes_in_any_number_of_processes(
 
 
 def test_agent_that_uses_only_the_openai_client_trains(workspace: Path) -> None:
-    """The untrained policy calls no tool; `make verify` tests that it learns to."""
+    """The untrained policy calls no tools. `make verify` tests that it learns to call them."""
     task = workspace / "sums"
     task.mkdir()
     make_task(task, transcripts=1, prompts=12)

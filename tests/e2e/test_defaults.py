@@ -1,7 +1,7 @@
-"""Every command with only its required flags: it finishes, and each logged number is plausible.
+"""Tests that each command runs with only its required flags and logs plausible values.
 
-Other flags only say where to write, or fit a run to a CPU: a tiny model, few rows, short responses.
-Precision, schedules, batch sizes and algorithms are the defaults.
+Precision, schedules, batch sizes and algorithms are the defaults. Other flags only set output paths
+or make a run small enough for a CPU: a tiny model, few rows, short responses.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ MODEL: dict[str, Any] = {
     "max_position_embeddings": 2048,
 }  # the default --data.max_len
 VOCABULARY = 64
-ROWS, BATCH = 320, 128  # two default optimizer steps, and one of the 64 remaining rows
+ROWS, BATCH = (
+    320,
+    128,
+)  # two full optimizer steps and one with the remaining 64 rows
 # Sets of flags that together use the code of each advantage estimator and each policy loss. `make
 # verify` runs all other methods: with defaults here, or for longer in
 # tests/verify/test_learning.py.
@@ -52,7 +55,7 @@ OTHER_METHODS = sorted(flag_sets().keys() - SOME_METHODS - LEARNING_RUNS.keys())
 
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Path:
-    """Create models, and rows for every command."""
+    """Create models and datasets for all commands."""
     save_tiny_model(own_folder / "model", **MODEL)
     save_tiny_model(own_folder / "teacher", **MODEL, seed=5)
     rows = words(ROWS, seed=1)
@@ -66,7 +69,7 @@ def workspace(own_folder: Path) -> Path:
 
 
 def all_plausible(folder: Path) -> None:
-    """Check that every number that a run logged has a definition and is plausible."""
+    """Check that every metric that a run logged is documented and has a plausible value."""
     rows = numbers(folder)
     assert rows
     undeclared = {name for row in rows for name in row if name != "step" and not find_spec(name)}
@@ -141,7 +144,7 @@ def test_ppo_with_a_reward_model_trains_with_default_flags(ppo: Path) -> None:
     assert first["train/kl"] == 0
     for row in steps:
         assert abs(row["train/ppo_kl"]) < 1e-6 and row["train/ppo_clip_ratio"] == 0
-        assert row["train/logprob_gap_mean"] < 0.02  # engine and trainer, in bfloat16
+        assert row["train/logprob_gap_mean"] < 0.02  # both engine and trainer use bfloat16
         assert row["train/rollout_ratio"] == pytest.approx(1, abs=0.02)
         assert row["train/response_length"] <= 8
         assert row["train/return"] == pytest.approx(
@@ -153,7 +156,7 @@ def test_ppo_with_a_reward_model_trains_with_default_flags(ppo: Path) -> None:
 def test_train_ppo_accepts_the_flags_of_older_launch_scripts(
     workspace: Path, reward_model: Path
 ) -> None:
-    """The flags are those of its script, with shorter answers and fewer prompts."""
+    """The flags come from that release's script, with shorter answers and fewer prompts."""
     folder = workspace / "old_ppo"
     line = {
         "pretrain": workspace / "model",
@@ -197,7 +200,7 @@ def test_train_ppo_accepts_the_flags_of_older_launch_scripts(
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Start one Ray for all methods."""
+    """Start one Ray cluster for all methods."""
     ray.init(
         num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
     )
@@ -213,7 +216,7 @@ def cluster() -> Iterator[None]:
 def test_a_method_trains_from_the_defaults_of_what_its_flags_leave_out(
     name: str, workspace: Path
 ) -> None:
-    """Two steps with the test's models and data, and lengths and group sizes for a CPU."""
+    """Run two steps with sequence lengths and group sizes small enough for a CPU."""
     folder, method = workspace / name, flag_sets()[name]
     samples_per_prompt = 4 if "--rollout.n_samples_per_prompt" in method else 1
     flags = {
@@ -227,7 +230,7 @@ def test_a_method_trains_from_the_defaults_of_what_its_flags_leave_out(
         "rollout.batch_size": 16 // samples_per_prompt,
         "train.batch_size": 16,
     } | places(folder)
-    if name == "distill":  # only the teacher teaches
+    if name == "distill":  # only the teacher provides a training signal
         del flags["reward.remote_url"]
     if samples_per_prompt > 1:
         flags["rollout.n_samples_per_prompt"] = samples_per_prompt
@@ -244,7 +247,7 @@ def test_a_method_trains_from_the_defaults_of_what_its_flags_leave_out(
     all_plausible(folder)
 
 
-# ---- serving and evaluation
+# ---- serving and evaluation commands
 
 
 def test_reward_model_is_served_with_default_flags(reward_model: Path) -> None:

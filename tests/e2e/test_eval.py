@@ -1,4 +1,4 @@
-"""`openrlhf eval` as a user runs it: pass@k, reward model accuracy, and win rate by a judge."""
+"""End-to-end tests of `openrlhf eval`: pass@k, reward model accuracy, and win rate by a judge."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPTS, SAMPLES = 7, 3
 
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Path:
-    """Create two language models, a reward model, and rows that serve as both prompts and pairs."""
+    """Create two language models, a reward model, and rows that are both prompts and pairs."""
     save_tiny_model(own_folder / "model", seed=0, **HEADS)
     save_tiny_model(own_folder / "other", seed=1, **HEADS)
     torch.manual_seed(2)
@@ -72,12 +72,12 @@ def answering(workspace: Path, name: str, **changes: Any) -> dict[str, Any]:
     )
 
 
-# ---- its own process
+# ---- an evaluation in a separate process
 
 
 @pytest.fixture(scope="module")
 def pass_k(workspace: Path) -> Finished:
-    """Evaluate samples with a function and a reward model; the command starts Ray itself."""
+    """Evaluate samples with a function and a reward model. The command starts Ray itself."""
     rewards = {
         "reward.remote_url": REWARDS / "letters.py",
         "reward.model_name_or_path": workspace / "reward",
@@ -99,7 +99,7 @@ def test_pass_at_k_is_computed_from_the_samples_of_each_data_source(
 ) -> None:
     """The function's score decides which samples pass.
 
-    The reward is the sum with the reward model's score.
+    The reward is the sum of the function's reward and the reward model's.
     """
     [metrics] = numbers(workspace / "pass_k")
     rows = evaluated(workspace / "pass_k")
@@ -147,7 +147,7 @@ def test_table_has_a_row_per_data_source_and_a_total(pass_k: Finished) -> None:
     ]
 
 
-# ---- evaluations in this process, on one Ray
+# ---- evaluations in this process, on a shared Ray cluster
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def test_reward_model_accuracy_matches_plain_transformers(workspace: Path) -> No
 @pytest.mark.verify
 @pytest.mark.usefixtures("cluster")
 def test_judge_computes_the_win_rate_against_another_model(workspace: Path) -> None:
-    """The judge prefers digits; without a difference it always answers B, which makes a tie."""
+    """The judge prefers digits. Without a difference it always answers B, which counts as a tie."""
     against = {
         "task": "win_rate",
         "against.model_name_or_path": workspace / "other",
@@ -228,7 +228,7 @@ def test_judge_computes_the_win_rate_against_another_model(workspace: Path) -> N
 def test_command_fails_after_writing_all_rows_if_the_judge_mostly_fails(
     workspace: Path,
 ) -> None:
-    """The other model's answers come from a column."""
+    """The other model's answers come from a dataset column."""
     column = {"task": "win_rate", "against.answer_key": "chosen"}
     with (
         judge_server() as judge,

@@ -1,4 +1,4 @@
-"""Mixture-of-experts models as a user trains them, with their load-balancing loss."""
+"""End-to-end tests of mixture-of-experts training with the load-balancing loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tiny import save_tiny_model
 KINDS = {
     "mixtral": (2, None),
     "qwen3-moe": (3, True),
-}  # with packing, and the ZeRO stage that each is trained with
+}  # the ZeRO stage for each model, and whether to use packing
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,9 @@ def flags(workspace: Path, folder: Path, model: str, **changes: Any) -> dict[str
 @pytest.mark.verify
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
 def test_two_processes_learn_the_task_and_balance_the_experts(workspace: Path, kind: str) -> None:
-    """The loss is 2, the number of choices, if all experts are used equally.
+    """The balancing loss is 2, the number of experts per token, if all experts are used equally.
 
-    Learning alone increases it.
+    Without balancing, training increases it.
     """
     stage, packing = KINDS[kind]
     ends = {}

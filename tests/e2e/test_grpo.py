@@ -1,6 +1,6 @@
-"""GRPO as a user runs it, on Ray, vLLM and DeepSpeed.
+"""End-to-end tests of GRPO on Ray, vLLM and DeepSpeed.
 
-It runs alone, repeated, killed and resumed, in other layouts, and with bad rewards.
+Runs are uninterrupted, killed and resumed, in other layouts, and with failing rewards.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def words(count: int, seed: int) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Path:
-    """Create the module's model and prompts, and its own datasets cache."""
+    """Create the module's model, prompts and datasets cache."""
     save_tiny_model(
         own_folder / "model", chat_template=CHAT_TEMPLATE, max_position_embeddings=1024, **HEADS
     )
@@ -84,7 +84,7 @@ def workspace(own_folder: Path) -> Path:
 def grpo_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     """Return flags for six steps of four prompts with four samples of at most eight tokens each.
 
-    Every episode is in samples.jsonl.
+    All episodes are written to samples.jsonl.
     """
     return {
         **small_grpo(workspace, folder, prompts=BATCH, samples=SAMPLES),
@@ -104,7 +104,7 @@ def grpo_flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole(workspace: Path) -> Path:
-    """Run without interruption; the run starts Ray itself."""
+    """Run without interruption. The run starts Ray itself."""
     folder = workspace / "whole"
     flags = grpo_flags(
         workspace,
@@ -150,10 +150,9 @@ def test_every_metric_is_finite_and_documented(whole: Path) -> None:
 
 
 def test_engine_and_trainer_logprobs_agree_in_every_step(whole: Path) -> None:
-    """The gap is in nats per token.
+    """The gap, in nats per token, stays small after each publication.
 
-    It stays small after each publication: step k + 1 samples with the weights that step k
-    published.
+    Step k + 1 samples with the weights that step k published.
     """
     assert len(column(whole, "train/logprob_gap_mean")) == STEPS
     assert max(column(whole, "train/logprob_gap_mean")) < 1e-5
@@ -163,9 +162,9 @@ def test_engine_and_trainer_logprobs_agree_in_every_step(whole: Path) -> None:
 def test_unneeded_forward_passes_are_skipped_and_the_rest_are_timed(
     whole: Path,
 ) -> None:
-    """Training is strictly on-policy with the KL in the loss.
+    """The run is strictly on-policy with the KL in the loss.
 
-    π_ref is needed; the training forward computes π_old anyway.
+    Only π_ref needs its own forward pass, because the training forward pass yields π_old.
     """
     steps = [row for row in read_lines(whole / "metrics.jsonl") if "train/reward" in row]
     for row in steps:
@@ -217,15 +216,15 @@ def test_run_writes_report_export_checkpoints_and_logs(whole: Path) -> None:
     assert any(path.name.startswith("actor+ref-0") for path in (whole / "logs").iterdir())
 
 
-# ---- a run that is killed
+# ---- killed runs
 
 
 def test_killed_run_leaves_no_processes_and_resumes_with_the_same_metrics(
     whole: Path, workspace: Path
 ) -> None:
-    """The runs use the configuration that the uninterrupted run wrote, and the same seed.
+    """The run uses the configuration that the uninterrupted run wrote, with the same seed.
 
-    All numbers are equal to the last digit.
+    All metrics are identical to the last digit.
     """
     folder = workspace / "killed"
     flags = {"config": whole / "config.yaml", **places(folder)}
@@ -252,11 +251,11 @@ def test_killed_run_leaves_no_processes_and_resumes_with_the_same_metrics(
     assert samples(folder) == samples(whole)
     weights, unbroken = (path / "model" / "model.safetensors" for path in (folder, whole))
     assert weights.read_bytes() == unbroken.read_bytes()
-    # Two of Ray's own processes wait a minute for their control plane before they end.
+    # Two Ray processes wait a minute for their control plane before they exit.
     assert survivors(agents, within=90) == []
 
 
-# ---- how a run ends that cannot continue
+# ---- runs that cannot continue
 
 
 def test_rewards_that_fail_too_often_end_the_run_with_the_users_traceback(workspace: Path) -> None:
@@ -270,11 +269,11 @@ def test_rewards_that_fail_too_often_end_the_run_with_the_users_traceback(worksp
     assert "error: " in done.errors
     assert re.search(
         r"\d of (4|8|12|16) episodes failed", done.errors
-    )  # a batch that is already lost ends early
+    )  # a batch that is bound to fail is aborted early
     assert "--reward.max_error_rate 0" in done.errors
     assert "ValueError: sevens are bad luck" in done.errors
-    assert 'trouble.py", line' in done.errors  # where the error was raised
-    assert "RewardErrors" not in done.errors  # frames of our own stack are not shown
+    assert 'trouble.py", line' in done.errors  # the location of the error
+    assert "RewardErrors" not in done.errors  # our own stack frames are hidden
     failures = [row for row in samples(folder) if row["stop_reason"] == "failed"]
     assert failures and all("sevens are bad luck" in row["error"] for row in failures)
 
@@ -316,7 +315,7 @@ def test_a_run_that_ends_while_its_processes_start_leaves_nothing(
     folder, started, sessions = workspace / f"ended-{status}", set[Process](), set[Path]()
     with TemporaryDirectory(
         dir="/tmp"
-    ) as ray_folder:  # a longer path is too long for Ray's sockets
+    ) as ray_folder:  # pytest's path would be too long for Ray's sockets
         monkeypatch.setenv("RAY_TMPDIR", ray_folder)
         process = launch("train_ppo_ray", grpo_flags(workspace, folder, **changes))
         deadline = time.monotonic() + 400
@@ -324,7 +323,7 @@ def test_a_run_that_ends_while_its_processes_start_leaves_nothing(
             started.update(descendants(process.pid))
             sessions.update(Path(ray_folder).rglob(f"session_*_{process.pid}"))
             if end and any("RolloutEngine" in each.command and each.running for each in started):
-                process.send_signal(end)  # several times, which changes nothing
+                process.send_signal(end)  # repeated signals must not change the result
             time.sleep(0.2)
         done = finish(process)
         assert (done.status, survivors(started, within=30)) == (status, []), done.errors
@@ -334,12 +333,12 @@ def test_a_run_that_ends_while_its_processes_start_leaves_nothing(
         )
 
 
-# ---- runs in this process, on one Ray
+# ---- runs in this process, on a shared Ray cluster
 
 
 @pytest.fixture(scope="module")
 def cluster(whole: Path) -> Iterator[None]:
-    """Start Ray for the runs below, after `whole`, which must find no running Ray."""
+    """Start Ray for the runs below, but only after `whole`, which must find no running cluster."""
     ray.init(
         num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
     )
@@ -351,9 +350,9 @@ def cluster(whole: Path) -> Iterator[None]:
 def test_zero3_with_two_ranks_and_two_engines_gives_the_same_result(
     whole: Path, workspace: Path
 ) -> None:
-    """Losses agree to 1e-4, and the sampled tokens are the same.
+    """Losses agree to 1e-4, and the sampled tokens are identical.
 
-    Sums are in a different order, and AdamW's steps amplify the difference.
+    Sums are computed in a different order, and AdamW steps amplify the differences.
     """
     folder = workspace / "spread"
     changes = {
@@ -409,7 +408,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
 
 
 def notes(folder: Path) -> list[str]:
-    """Return what engines and models logged about sleep, in chronological order."""
+    """Return the sleep and wake-up lines in the logs of engines and models, in time order."""
     lines = [
         line for log in (folder / "logs").glob("*-0.log") for line in log.read_text().splitlines()
     ]
@@ -422,9 +421,9 @@ def notes(folder: Path) -> list[str]:
 def test_models_and_engines_on_the_same_devices_sleep_in_turn_and_come_to_the_same(
     whole: Path, workspace: Path, stage: int
 ) -> None:
-    """An engine of two workers shares the devices of two ranks.
+    """An engine with two workers shares the devices of two ranks.
 
-    The reference waits in CPU memory.
+    The reference is offloaded to CPU memory.
     """
     folder = workspace / f"hybrid-{stage}"
     changes = {
@@ -448,14 +447,14 @@ def test_models_and_engines_on_the_same_devices_sleep_in_turn_and_come_to_the_sa
     rollout = [
         *engine_wakes[1:],
         "engine 0 asleep",
-    ]  # its weights have been awake since they were published
+    ]  # its weights stay awake after they are published
     update = ["actor awake", "actor asleep", *engine_wakes[:1]]
     start = ["engine 0 asleep", "actor asleep", *engine_wakes[:1]]
     steps = [*rollout, *update] * 2
     assert notes(folder)[: len(start) + len(steps)] == start + steps
     assert (
         notes(folder).count("actor awake") == STEPS + 3
-    )  # for two best checkpoints and the export
+    )  # awake for two best checkpoints and the export
     assert notes(folder).count("engine 0 asleep") == 1 + STEPS + 2  # after two evaluations
 
 
@@ -528,7 +527,7 @@ def test_stop_strings_and_stop_tokens_end_responses_and_are_kept(workspace: Path
     train_here(grpo_flags(workspace, folder, **{"data.max_samples": BATCH, **stops}))
     responses = [
         re.sub(r"<\w+>", "·", row["response"]) for row in samples(folder)
-    ]  # letters of <bos> are not tokens
+    ]  # the letters in "<bos>" are not tokens
     assert not any(set(response[:-1]) & set("bcde") for response in responses)
     assert {"b", "c"} & {response[-1] for response in responses}
     assert {"d", "e"} & {response[-1] for response in responses}
@@ -549,9 +548,9 @@ def check_same(folder: Path, other: Path) -> None:
 def test_several_optimizer_steps_per_batch_do_not_depend_on_the_layout(
     workspace: Path,
 ) -> None:
-    """One rank with fixed micro-batches is compared with two with micro-batches by tokens.
+    """A rank with fixed micro-batches is compared with two ranks that limit tokens per micro-batch.
 
-    The token limit is below --data.max_len, and the last batch is short.
+    The KL is in the reward, the token limit is below --data.max_len, and the last batch is smaller.
     """
     common = {
         "data.max_samples": 11,
@@ -574,9 +573,9 @@ def test_several_optimizer_steps_per_batch_do_not_depend_on_the_layout(
     train_here(grpo_flags(workspace, two, **common, **budget, **ranks))
     assert column(one, "rollout/num_samples") == [16.0, 16.0, 12.0]
     check_same(two, one)
-    # π_old was recomputed: after the first optimizer step of a batch, the ratio is no longer 1.
+    # π_old is recomputed, so the ratio is no longer 1 after the first optimizer step of a batch.
     assert all(abs(value) > 1e-6 for value in column(one, "train/ppo_kl"))
-    # the KL is in the returns: they are less than the rewards once the policy has moved
+    # The returns include the KL penalty, so they are below the rewards once the policy has changed.
     assert column(one, "train/kl")[0] == pytest.approx(0.0, abs=1e-6)
     assert abs(column(one, "train/kl")[-1]) > 1e-4
 
@@ -596,9 +595,9 @@ def test_several_optimizer_steps_per_batch_do_not_depend_on_the_layout(
 def test_a_mixture_of_experts_is_balanced_and_published(
     workspace: Path, kind: str, changes: dict[str, Any]
 ) -> None:
-    """Both policy and critic are trained, and every expert reaches the engine.
+    """Policy and critic are trained, and every expert is published to the engine.
 
-    Trainer and engine agree about the log-probabilities of the sampled tokens.
+    Trainer and engine compute the same log-probabilities for the sampled tokens.
     """
     folder = workspace / f"run-{kind}"
     model = save_tiny_model(workspace / kind, kind, chat_template=CHAT_TEMPLATE, **HEADS)
@@ -614,16 +613,16 @@ def test_a_mixture_of_experts_is_balanced_and_published(
     for balance in losses if "algo.advantage.estimator" in changes else losses[:1]:
         assert len(balance) == 4 and all(
             1 < value < 8 for value in balance
-        )  # 2 if balanced; there are 8 experts
+        )  # 2 if 8 experts are balanced
 
 
 @pytest.mark.usefixtures("cluster")
 def test_initial_policy_is_exported_if_it_does_not_improve_within_the_patience(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The metric never changes, so the best evaluation is the one at the start.
+    """The metric never changes, so the initial evaluation is the best one.
 
-    Its weights are restored to the last digit.
+    Its weights are restored exactly.
     """
     folder = workspace / "patient"
     waits = {
@@ -641,7 +640,7 @@ def test_initial_policy_is_exported_if_it_does_not_improve_within_the_patience(
         "--eval.patience 2 ends the run after step 2. The export contains the weights of step 0"
         in printed
     )
-    assert column(folder, "train/kl")[-1] > 1e-6  # the policy had moved
+    assert column(folder, "train/kl")[-1] > 1e-6  # the policy had changed before it was restored
     start, end = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
         for path in (workspace / "model", folder / "model")
@@ -650,7 +649,7 @@ def test_initial_policy_is_exported_if_it_does_not_improve_within_the_patience(
 
 
 def troubled(workspace: Path, name: str, **changes: Any) -> tuple[Path, list[dict[str, Any]]]:
-    """Run one step of four prompts whose rewards raise at a seven; return folder and samples."""
+    """Run one step of four prompts whose reward raises on a seven; return folder and samples."""
     folder = workspace / name
     flags = {
         "reward.remote_url": REWARDS / "trouble.py",
@@ -666,7 +665,7 @@ def troubled(workspace: Path, name: str, **changes: Any) -> tuple[Path, list[dic
 def test_failed_rewards_below_the_rate_are_counted_and_not_trained_on(
     workspace: Path,
 ) -> None:
-    """Failed samples are those whose call raises, and the four of a prompt whose calls hang."""
+    """Samples fail if their reward call raises. All four calls of one prompt hang."""
     prompts = [row | {"label": "hang"} if i == 0 else row for i, row in enumerate(words(4, seed=1))]
     dataset = write_rows(workspace / "hanging.jsonl", prompts)
     changes = {"data.prompt_dataset": dataset, "reward.timeout": 1.0, "reward.max_error_rate": 0.9}
@@ -769,9 +768,9 @@ def test_checkpoint_from_a_different_run_is_rejected_and_left_unchanged(
 def test_gsm8k_chats_are_rendered_and_graded_by_the_math_verifier(
     workspace: Path, data_dir: Path
 ) -> None:
-    """64 questions pass through once.
+    """Each of 64 questions is used once.
 
-    Each is rendered by the chat template and graded against an answer such as `#### 72`.
+    It is rendered with the chat template and graded against an answer such as `#### 72`.
     """
     lines = (data_dir / "gsm8k/train.jsonl").read_text().splitlines()[:64]
     rows = [json.loads(line) for line in lines]
@@ -811,9 +810,9 @@ def test_gsm8k_chats_are_rendered_and_graded_by_the_math_verifier(
 def test_rejected_prompts_are_replaced_and_a_resumed_run_filters_the_same(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sample scores 1 if it contains an a.
+    """A sample scores 1 if it contains the letter a.
 
-    A prompt is replaced if all or none of its samples contain one.
+    A prompt is replaced if all or none of its samples contain it.
     """
     monkeypatch.setattr("openrlhf.observability.recorder.SAMPLES_PER_STEP", 1000)
     folder = workspace / "filtered"
@@ -831,9 +830,7 @@ def test_rejected_prompts_are_replaced_and_a_resumed_run_filters_the_same(
     groups: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["prompt_index"], []).append(row)
-    assert sorted(groups) == list(
-        range(2 * PROMPTS)
-    )  # every prompt was tried, once in each episode
+    assert sorted(groups) == list(range(2 * PROMPTS))  # every prompt was used once per epoch
     for group in groups.values():
         assert len(group) == SAMPLES
         mean = sum(row["scores"]["score"] for row in group) / SAMPLES
@@ -841,8 +838,8 @@ def test_rejected_prompts_are_replaced_and_a_resumed_run_filters_the_same(
     assert {row["filtered"] for row in rows} == {True, False}
     for step in range(1, steps + 1):
         drawn = [index for index in sorted(groups) if groups[index][0]["step"] == step]
-        # The rest of an episode whose samples were all filtered is written before the step that
-        # follows it.
+        # If the filter rejects all samples at the end of an epoch, they are written before the next
+        # step.
         tried = [groups[index] for index in drawn if index // PROMPTS == drawn[-1] // PROMPTS]
         kept = [group for group in tried if not group[0]["filtered"]]
         ends_episode = drawn[-1] % PROMPTS == PROMPTS - 1
@@ -861,7 +858,7 @@ def test_rejected_prompts_are_replaced_and_a_resumed_run_filters_the_same(
     before, weights = numbers(folder), (folder / "model" / "model.safetensors").read_bytes()
     for manifest in (folder / "checkpoints").glob(
         "*.json"
-    ):  # as if it had been killed in the third-last step
+    ):  # as if it had been killed two steps before the end
         if f"step{steps - 2}." not in manifest.name:
             manifest.unlink()
     train_here({**flags, "ckpt.load_enable": True})
@@ -889,10 +886,10 @@ def test_prompts_generated_ahead_record_the_weight_version_they_were_sampled_wit
     gaps = column(folder, "train/logprob_gap_mean")
     assert (
         max(gaps[::2]) < 1e-5 < min(gaps[1::2])
-    )  # of the weights that sampled; of weights that have moved since
+    )  # small with the sampling weights, larger with weights that have changed since then
 
 
-# ---- long: part of `make verify`
+# ---- long tests, run by `make verify`
 
 
 @pytest.mark.verify
@@ -919,9 +916,9 @@ def test_every_layout_comes_to_the_same(
 def test_a_run_killed_again_and_again_logs_what_an_unbroken_one_logs(
     whole: Path, workspace: Path
 ) -> None:
-    """The run is killed at a random moment after its next step, until one completes.
+    """The run is killed at a random time after its next step, again and again until it completes.
 
-    The moment can be in an evaluation or a checkpoint.
+    The kill may happen during an evaluation or while a checkpoint is written.
     """
     folder, draw = workspace / "haunted", random.Random(0)
     flags = {"config": whole / "config.yaml", **places(folder), "ckpt.load_enable": True}

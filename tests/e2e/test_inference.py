@@ -1,6 +1,6 @@
-"""Batch inference as a user runs it.
+"""End-to-end tests of batch inference.
 
-It generates, scores, trains on the output, survives a kill, and chats through a pipe.
+They generate, score, train on the output, resume after a kill, and chat through a pipe.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def scoring(workspace: Path, name: str, **changes: Any) -> dict[str, Any]:
 
 
 def infer(line: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run the command in this process and return the lines that it writes."""
+    """Run the command in this process, and return the lines that it writes."""
     run_batch_inference(
         parse_config(BatchInferenceConfig, as_arguments(line), command="batch_inference")
     )
@@ -95,7 +95,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Start one Ray for all commands of this process."""
+    """Start one Ray cluster for all commands in this process."""
     ray.init(
         num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20
     )
@@ -105,7 +105,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def answers(workspace: Path, cluster: None) -> list[dict[str, Any]]:
-    """Return one engine's answers to all prompts."""
+    """Return the answers of a single engine to all prompts."""
     return infer(flags(workspace, "answers"))
 
 
@@ -128,7 +128,7 @@ def test_answers_are_written_in_dataset_order(
 def test_different_settings_are_rejected_and_a_truncated_journal_is_continued(
     workspace: Path, scores: list[dict[str, Any]]
 ) -> None:
-    """The journal of a killed command ends in the middle of a line."""
+    """A killed command may leave a journal that ends in the middle of a line."""
     line = scoring(workspace, "scores")
     with pytest.raises(DataError, match="--output_path"):
         infer(line)
@@ -156,7 +156,7 @@ def test_rewards_match_plain_transformers(
 
 
 def chain(workspace: Path, name: str, processor: str, command: str, **columns: str) -> Finished:
-    """Score with a post-processor, then train on the rows.
+    """Score with a post-processor, then train on its rows.
 
     The tokenizer has no tokens for < and _.
     """
@@ -206,7 +206,7 @@ def test_each_iteration_processes_its_own_rows(workspace: Path, cluster: None) -
 
 @pytest.mark.verify
 def test_killed_command_resumes_without_losing_or_duplicating_rows(workspace: Path) -> None:
-    """The two halves equal the file of an uninterrupted command: samples are seeded by row."""
+    """Together, both parts equal an uninterrupted command's file, because rows have own seeds."""
     draw = random.Random(1)
     many = write_rows(
         workspace / "many.jsonl", [{"input": f"{draw.randint(0, 9999)}="} for _ in range(300)]
@@ -229,9 +229,9 @@ def test_killed_command_resumes_without_losing_or_duplicating_rows(workspace: Pa
 
 
 def test_chat_through_a_pipe_answers_until_end_of_input(workspace: Path) -> None:
-    """Ctrl-C stops an answer but not the program.
+    """Ctrl-C stops the current answer but not the program.
 
-    A terminal sends it to the whole process group.
+    A terminal sends SIGINT to the whole process group.
     """
     line = {
         "model.model_name_or_path": workspace / "model",
@@ -254,7 +254,7 @@ def test_chat_through_a_pipe_answers_until_end_of_input(workspace: Path) -> None
 
 
 def talking(line: dict[str, Any]) -> Any:
-    """Start a chat whose input is a pipe."""
+    """Start a chat that reads its input from a pipe."""
     return subprocess.Popen(
         [sys.executable, "-m", "openrlhf.cli.interactive_chat", *as_arguments(line)],
         stdin=subprocess.PIPE,
@@ -276,7 +276,7 @@ def test_interrupt_stops_the_answer_but_not_the_chat(workspace: Path) -> None:
         pass
     chat.stdin.write("1+1=\n")
     chat.stdin.flush()
-    assert chat.stdout.read(1)  # the answer has begun
+    assert chat.stdout.read(1)  # the answer has started
     os.killpg(chat.pid, signal.SIGINT)
     chat.stdin.write("1+1=\n/exit\n")
     chat.stdin.flush()

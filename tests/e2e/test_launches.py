@@ -1,6 +1,6 @@
-"""Every way to launch a command.
+"""End-to-end tests of the ways to launch a command.
 
-Commands run in several processes, as Ray jobs on two nodes, and as the pages print them.
+Commands run in several processes, as Ray jobs on two nodes, and as printed in the documentation.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ ROWS, PROMPTS = 128, 16
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create tiny models and data in folders named like those of the Hub.
+    """Create tiny models and datasets in folders named like Hub repositories.
 
-    Commands run in the workspace as printed.
+    Documented commands run in this workspace unchanged.
     """
     folder = tmp_path_factory.mktemp("launches")
     models, data = folder / "OpenRLHF", folder / "OpenRLHF"
@@ -137,14 +137,14 @@ def test_a_reward_model_of_two_processes_is_that_of_one(
         torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits, atol=1e-3, rtol=0)
 
 
-# ---- offline commands as printed
+# ---- offline commands from the documentation
 
 
 @pytest.fixture(scope="module")
 def offline(workspace: Path) -> dict[str, Finished]:
-    """Run the commands side by side, because imports take most of their time.
+    """Run the commands in parallel, because they spend most of their time on imports.
 
-    Each has its own port, which is the only change.
+    The only change is that each command gets its own port.
     """
     sft, rm = PRINTED["SFT"], PRINTED["RM"]
     lines = {"SFT": sft.text, "RM": rm.text}
@@ -180,12 +180,12 @@ def test_documented_rm_command_trains(offline: dict[str, Finished], workspace: P
     AutoModelForSequenceClassification.from_pretrained(workspace / "checkpoint/llama3-8b-rm")
 
 
-# ---- a Ray cluster, and jobs
+# ---- jobs on a Ray cluster
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Ray on two nodes: the address for jobs, a shell environment, and the nodes' folders."""
+    """A Ray cluster on two nodes: job address, shell environment, and the nodes' folders."""
 
     api: str
     variables: dict[str, str]
@@ -193,11 +193,11 @@ class Cluster:
     second: Path
 
     def submitted(self, line: str) -> str:
-        """Return a printed command with the address of this cluster."""
+        """Return a documented command with this cluster's address."""
         return line.replace("http://127.0.0.1:8265", self.api)
 
     def copy_on(self, node: Path) -> Path:
-        """Return where a node keeps its copy of the last job's working directory."""
+        """Return the folder of a node's copy of the last job's working directory."""
         copies = (node / "session_latest/runtime_resources/working_dir_files").iterdir()
         return max(
             (path for path in copies if path.is_dir()), key=lambda path: path.stat().st_mtime
@@ -208,11 +208,10 @@ class Cluster:
 def cluster(workspace: Path) -> Iterator[Cluster]:
     """Start a cluster with its own ports, folders and token.
 
-    The first node accepts only jobs: all processes that a run starts are on the second node.
+    The first node only accepts jobs. All processes that a run starts are on the second node.
     """
-    home = Path(
-        tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    )  # Ray's sockets are in it, and their paths have to be short
+    # Ray puts its sockets in this folder, and socket paths must be short.
+    home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     port, api, client = (free_port() for _ in range(3))
     variables = environment(HOME=str(home), RAY_AUTH_MODE="token")
     common = "--block --min-worker-port 0 --max-worker-port 0 --dashboard-agent-listen-port 0"
@@ -250,7 +249,7 @@ def cluster(workspace: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster, workspace: Path) -> dict[str, Finished]:
-    """Submit printed jobs side by side, with the printed working directory."""
+    """Submit documented jobs in parallel, with the documented working directory."""
     ppo = PRINTED["PPO as a job, from this folder"]
     lines = {"as printed": ppo.text, "complete": f"{ppo.text} {ppo.missing}"}
     running = {
@@ -314,12 +313,12 @@ def test_job_gets_a_notice_that_relative_folders_are_in_rays_copy(
     )
     for flag in ("--ckpt.output_dir ./checkpoint/llama3-8b-ppo", "--run.dir"):
         assert flag in notice
-    assert "--ckpt.path" not in notice  # this run keeps no checkpoints
+    assert "--ckpt.path" not in notice  # this run writes no checkpoints
     assert cluster.copy_on(cluster.first).name in notice
 
 
 def of_runs() -> list[Process]:
-    """Return the processes that runs have started on our cluster."""
+    """Return the processes that runs started on this cluster."""
     every = descendants(os.getpid())
     return [
         process
@@ -369,7 +368,7 @@ def test_a_job_that_is_stopped_ends_with_all_its_processes(
     finish(shown)
 
 
-# ---- the Ray that a run joins
+# ---- joining a running Ray cluster
 
 NOTHING = Placement(groups=(), on_gpus=False)
 
@@ -438,9 +437,9 @@ def test_process_terminated_while_ray_starts_leaves_no_processes(
 
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["process", "group"])
 def test_sigterm_to_the_process_group_ends_a_run_cleanly(send: Callable[[int, int], None]) -> None:
-    """`timeout` and schedulers send SIGTERM to the process group.
+    """`timeout` and schedulers send SIGTERM to the whole process group.
 
-    The run still needs Ray to end in order.
+    Ray must outlive the signal, because the run needs it to shut down cleanly.
     """
     program = (
         "import ray, time\n"
@@ -475,9 +474,9 @@ HOLDER = (
 
 @pytest.fixture(scope="module")
 def gpu_ray(workspace: Path) -> Iterator[dict[str, str]]:
-    """Start a Ray that reports two GPUs, and return a shell environment that finds it.
+    """Start a Ray cluster that reports two GPUs, and return a shell environment that finds it.
 
-    It is recorded where `ray start` leaves its address.
+    Its address is recorded in the file that `ray start` writes.
     """
     home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     variables = environment(HOME=str(home), RAY_TMPDIR=str(home), RAY_AUTH_MODE="disabled")
@@ -497,7 +496,7 @@ def gpu_ray(workspace: Path) -> Iterator[dict[str, str]]:
 
 
 def of_default_size(workspace: Path, variables: dict[str, str], *more: str) -> Finished:
-    """Return flags of `train_ppo_ray` without device counts, on a machine without GPUs."""
+    """Run `train_ppo_ray` without device counts on a machine without GPUs."""
     line = (
         f"{sys.executable} -m openrlhf.cli.train_ppo_ray --reward.verifier format "
         "--vllm.num_engines 1 --actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture "
@@ -527,7 +526,7 @@ def test_devices_are_taken_from_the_running_ray_instead_of_the_machine(
 def test_dry_run_reserves_no_resources_of_the_joined_ray(
     workspace: Path, gpu_ray: dict[str, str]
 ) -> None:
-    """A plan for both GPUs is checked while other processes hold both."""
+    """A plan that needs both GPUs is checked while other processes have reserved them."""
     holder = type_in(f"{sys.executable} -c '{HOLDER}'", workspace, gpu_ray)
     try:
         assert holder.stdout and holder.stdout.readline() == "held\n"
@@ -563,7 +562,7 @@ def test_devices_are_taken_from_the_machine_without_a_running_ray(
 
 
 def test_stale_address_file_of_a_stopped_ray_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupted `ray start --block` and a machine that is switched off leave such a note."""
+    """An interrupted `ray start --block` or a power failure can leave a stale address file."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         monkeypatch.setenv("RAY_TMPDIR", folder)

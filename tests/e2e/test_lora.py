@@ -1,6 +1,6 @@
-"""Runs with adapters as a user starts them.
+"""End-to-end tests of training with adapters.
 
-GRPO sends merged weights or the adapter to the engines; a preference run is killed.
+GRPO sends merged weights or the adapter to the engines. A preference run is killed and resumed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REWARDS = Path(__file__).parent / "reward_files"
 
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Path:
-    """Create the module's model, prompts and pairs."""
+    """Create the module's model, prompts and preference pairs."""
     save_tiny_model(own_folder / "model", "qwen2-untied", max_position_embeddings=1024, **HEADS)
     draw = random.Random(1)
     words = ["".join(draw.choices("bcdefgh", k=4)) + "=" for _ in range(24)]
@@ -64,9 +64,9 @@ def grpo(workspace: Path, folder: Path, **changes: Any) -> None:
 
 
 def check_numbers(folder: Path, *, gap: float) -> None:
-    """Check that six steps moved the policy from its reference.
+    """Check that the policy moved away from its reference in six steps.
 
-    Engines had the policy's weights in each of them.
+    In each step, the engines must have had the policy's weights.
     """
     kl = column(folder, "train/kl")
     assert len(kl) == 6 and kl[0] == 0 and min(kl[1:]) > 1e-4

@@ -1,6 +1,6 @@
-"""A cluster of different machines: roles are placed as requested.
+"""End-to-end tests on a cluster of different machines.
 
-Losing a machine with engines loses no step.
+Roles are placed as requested, and losing a machine with engines loses no steps.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ ROOM = '{"engines":1}'  # on each machine, for one engine
 
 @pytest.fixture(scope="module")
 def cluster(workspace: Path) -> Iterator[tuple[dict[str, str], subprocess.Popen[bytes]]]:
-    """Start two machines, one for training and both for engines.
+    """Start two machines, one for training, both for engines.
 
-    Return a shell environment for them, and the second machine.
+    Returns a shell environment for the cluster, and the second machine.
     """
     home = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     port, api = free_port(), free_port()
@@ -66,7 +66,7 @@ def cluster(workspace: Path) -> Iterator[tuple[dict[str, str], subprocess.Popen[
 
 
 def submitted(arguments: list[str]) -> str:
-    """Submit a job with the models on the first machine and an engine on each."""
+    """Submit a job with its models on the first machine and an engine on each machine."""
     places = {
         "vllm.num_engines": 2,
         "placement.actor.resources": '{"kind": "training"}',

@@ -1,6 +1,7 @@
-"""The parts of a policy update, on the real stack.
+"""End-to-end tests of the terms of a policy update.
 
-They are sequence ratios, corrections, a teacher, plain text and early stops.
+These are sequence ratios, importance-weight corrections, a teacher, pretraining text and early
+stopping.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def workspace(own_folder: Path) -> Path:
 
 
 def everything(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Run GSPO in two optimizer steps per batch, with sequence-level corrections.
+    """Run GSPO with two optimizer steps per batch and sequence-level corrections.
 
-    The loss also has a teacher and plain text.
+    The loss also has terms for a teacher and for pretraining text.
     """
     return grpo_flags(
         workspace,
@@ -75,7 +76,7 @@ def test_all_loss_terms_are_trained_on_and_logged(whole: Path) -> None:
     )  # the second optimizer step of a batch is off-policy
     assert (
         column(whole, "train/rollout_ratio_outside") == [0.0] * STEPS
-    )  # engine and trainer agree on a CPU
+    )  # on a CPU, engine and trainer compute the same log-probabilities
     assert all(abs(ratio - 1) < 1e-4 for ratio in column(whole, "train/rollout_ratio"))
 
 
@@ -91,9 +92,9 @@ def test_a_killed_run_resumes_to_the_same_numbers_with_the_same_text(
 
 
 def test_run_stops_at_the_step_whose_kl_exceeds_the_limit(whole: Path, workspace: Path) -> None:
-    """The learning rate lets the KL grow without bound.
+    """The learning rate is so large that the KL keeps growing.
 
-    Until it stops, the run equals one without a limit.
+    Until it stops, the run matches a run without a limit.
     """
     distances = column(whole, "train/kl")
     limit = sorted(distances)[STEPS // 2]
@@ -111,9 +112,9 @@ def test_run_stops_at_the_step_whose_kl_exceeds_the_limit(whole: Path, workspace
 
 @pytest.mark.verify
 def test_updates_on_a_batch_stop_once_the_policy_has_moved_too_far(workspace: Path) -> None:
-    """The first of four optimizer steps begins at π_old itself.
+    """The first of four optimizer steps starts at π_old.
 
-    The second finds that the policy has moved, and is the last.
+    The second one detects that the policy has moved too far, and is the last.
     """
     folder = workspace / "moved"
     flags = {"train.max_epochs": 2, "algo.kl.stop_update": 1e-6, "data.max_samples": 8}

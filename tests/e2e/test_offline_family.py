@@ -1,6 +1,6 @@
-"""DPO, KTO, process reward models and distillation as a user runs them.
+"""End-to-end tests of DPO, KTO, process reward models and distillation.
 
-They learn, are killed and resumed, and get wrong input.
+They cover learning, kill and resume, and invalid input.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ STEP, RIGHT, WRONG = "?", "+", "-"
 
 
 def digits(word: str) -> str:
-    """Return the positions of a word's letters in the alphabet."""
+    """Return the alphabet positions of a word's letters."""
     return "".join(str(ord(letter) - ord("a")) for letter in word)
 
 
 def rows_of(task: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Return toy data: the answer to a word is the word itself, not its digits.
+    """Return toy data in which the correct answer to a word is the word, not its digits.
 
-    A step with one of the first letters is right.
+    A reasoning step is correct if it has one of the first letters of the alphabet.
     """
     draw = random.Random(seed)
     if task == "dpo":
@@ -127,7 +127,7 @@ def flags_of(task: str, workspace: Path, folder: Path, **changes: Any) -> dict[s
     }
 
 
-# ---- each command, against plain Transformers
+# ---- each command compared with plain Transformers
 
 
 class Plain:
@@ -141,12 +141,12 @@ class Plain:
         return self.tokenizer(text).input_ids
 
     def table(self, tokens: list[int]) -> torch.Tensor:
-        """Return the log-probabilities of the next token after each token."""
+        """Return the next-token log-probabilities at each position."""
         with torch.no_grad():
             return torch.log_softmax(self.hf(torch.tensor([tokens])).logits[0], -1)
 
     def total(self, prompt: str, answer: str) -> float:
-        """Return Σ log π of an answer."""
+        """Return Σ log π over the tokens of an answer."""
         before, after = self.ids(prompt), self.ids(answer)
         table = self.table(before + after)[len(before) - 1 : -1]
         return float(table.gather(1, torch.tensor(after)[:, None]).sum())
@@ -190,7 +190,7 @@ def test_dpo_prefers_the_chosen_answers(workspace: Path, preferred: Path) -> Non
 def test_resumed_dpo_run_logs_the_same_metrics_as_an_uninterrupted_run(
     workspace: Path, preferred: Path
 ) -> None:
-    """The numbers are also the same if the reference's scores are computed before training."""
+    """The metrics also match if the reference's scores are precomputed."""
     folder = workspace / "killed-dpo"
     flags = flags_of("dpo", workspace, folder, **{"ckpt.save_steps": 4, "ref.precompute": True})
     kill_when(launch("train_dpo", flags), lambda: steps_logged(folder) >= 6)
@@ -242,13 +242,13 @@ def test_kto_learns_from_labels(workspace: Path) -> None:
 def test_resumed_run_of_other_tasks_matches_an_uninterrupted_run(
     workspace: Path, task: str, changes: dict[str, Any]
 ) -> None:
-    """They log the same numbers and export the same bytes."""
+    """The resumed run logs the same metrics and exports the same bytes."""
     whole, folder = workspace / f"whole-{task}", workspace / f"killed-{task}"
     run(f"train_{task}", flags_of(task, workspace, whole, **{"ckpt.save_steps": 4, **changes}))
     flags = flags_of(task, workspace, folder, **{"ckpt.save_steps": 4, **changes})
     kill_when(launch(f"train_{task}", flags), lambda: steps_logged(folder) >= 6)
     done = run(f"train_{task}", {**flags, "ckpt.load_enable": True, "run.dir": None})
-    assert "gemm_4bit" not in done.printed + done.errors  # a warning of bitsandbytes about a kernel
+    assert "gemm_4bit" not in done.printed + done.errors  # a bitsandbytes warning about a kernel
     assert numbers(folder) == numbers(whole)
     for file in whole.glob("model/*.safetensors"):
         assert (folder / "model" / file.name).read_bytes() == file.read_bytes()
@@ -286,7 +286,7 @@ def test_process_reward_model_distinguishes_correct_from_wrong_steps(step_judge:
 def test_process_reward_model_scores_the_steps_of_an_episode(
     workspace: Path, step_judge: Path
 ) -> None:
-    """Each sample's reward is the mean of P(right) over its steps, which end with z.
+    """A sample's reward is the mean of P(correct) over its steps. Steps end with the letter z.
 
     The expected values come from plain Transformers.
     """
@@ -320,7 +320,7 @@ def test_student_gets_closer_to_its_teacher(workspace: Path) -> None:
     student, teacher = Plain(folder / "model"), Plain(workspace / "teacher")
 
     def apart(model: Plain) -> float:
-        """Return the mean KL(teacher ‖ model) over the tokens of the held-out answers, in nats."""
+        """Return the mean KL(teacher ‖ model) over the held-out answers' tokens, in nats."""
         found = []
         for row in rows_of("kd", EVAL_ROWS, seed=2):
             tokens = model.ids(TEMPLATE.format(row["input"]) + row["output"])
@@ -404,7 +404,7 @@ def test_user_error_prints_a_single_message(
     flags = flags_of(task, workspace, workspace / "mistaken", **changes, dry_run=True)
     with (
         pytest.raises(SystemExit) if "ref.precompute" not in changes else nullcontext()
-    ):  # reported as a notice
+    ):  # the column is reported in a notice
         import_module(f"openrlhf.cli.train_{task}").main(as_arguments(flags))
     errors = capfd.readouterr().err
     assert re.search(message, errors), errors

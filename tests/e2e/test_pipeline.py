@@ -1,6 +1,6 @@
-"""A pipeline of real stages, terminated in the last one and resumed from its checkpoint.
+"""End-to-end test of a pipeline that is terminated in its last stage and resumed.
 
-It also lists what a change would rerun.
+It also lists which stages a changed flag would rerun.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXAMPLE = ROOT / "examples/pipelines/zephyr.yaml"
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Write the example with a quarter of its rows."""
+    """Write the example pipeline with a quarter of its rows."""
     text = (
         EXAMPLE.read_text()
         .replace("{{ here }}", str(EXAMPLE.parent))
@@ -83,7 +83,7 @@ def test_terminated_pipeline_resumes_within_its_stage_and_changes_rerun_affected
 
     file.write_text(
         file.read_text().replace("command: dpo", "command: dpo\n    group: a", 1)
-    )  # does not affect the result
+    )  # this flag does not affect the result
     assert finish(start(file, "--dry_run")).printed.splitlines() == [
         "task: done",
         "sft: done",

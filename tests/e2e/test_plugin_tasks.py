@@ -1,6 +1,6 @@
-"""Users' offline tasks, alone and under both launchers.
+"""End-to-end tests of users' offline tasks, in one process and under both launchers.
 
-One is the task of docs/extending.md as printed; one is written from scratch.
+One task is the example in docs/extending.md, another is written from scratch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROWS, TEMPLATE = 16, "reverse {}="
 
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Path:
-    """Create the model, the words and the page's file."""
+    """Create the model, the dataset, and the example file from the documentation."""
     save_tiny_model(own_folder / "model")
     draw = random.Random(1)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 12))) for _ in range(ROWS)]
@@ -44,7 +44,7 @@ def workspace(own_folder: Path) -> Path:
 
 
 def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Return flags whose steps take all rows at once."""
+    """Return flags for steps that use all rows."""
     return {
         "plugin": workspace / "focal.py",
         "model.model_name_or_path": workspace / "model",
@@ -63,14 +63,14 @@ def flags(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(workspace: Path) -> Path:
-    """Run the page's task as one process."""
+    """Run the documented task as a single process."""
     folder = workspace / "alone"
     run("main focal_sft", flags(workspace, folder))
     return folder
 
 
 def answer_logprobs(workspace: Path) -> list[float]:
-    """Return log π of every target token before training, from plain Transformers in float64."""
+    """Return log π of each target token before training, from plain Transformers in float64."""
     tokenizer = AutoTokenizer.from_pretrained(workspace / "model")
     hf = AutoModelForCausalLM.from_pretrained(workspace / "model", dtype=torch.float64)
     found: list[float] = []
@@ -117,7 +117,7 @@ def test_two_processes_do_what_one_does(
 
 
 def test_config_of_a_run_is_sufficient_to_repeat_it(alone: Path, workspace: Path) -> None:
-    """The file names the plug-in that provides the verb."""
+    """The configuration names the plug-in that provides the command."""
     done = run("main focal_sft", {"config": alone / "config.yaml", "dry_run": True})
     assert "16 of 16 rows kept" in done.printed
 
@@ -148,9 +148,9 @@ PLUGIN = ROOT / "tests/e2e/plugin_files/distillation.py"
 def test_a_frozen_model_and_a_number_of_the_window_do_not_depend_on_the_split(
     workspace: Path, task: str
 ) -> None:
-    """One process has whole batches.
+    """One process uses whole batches.
 
-    Two processes hold shards of both models and cut their rows into three.
+    Two processes have shards of both models and split their rows into three micro-batches.
     """
     whole, split = workspace / f"{task}-whole", workspace / f"{task}-split"
     changes = {"plugin": PLUGIN, "eval.dataset": workspace / "words.jsonl", "adam.lr": 2e-3}

@@ -1,6 +1,6 @@
-"""The two halves of a run on the real stack.
+"""End-to-end tests of generation and training as separate runs.
 
-One run writes its episodes, replays train on them without engines, and one run only generates.
+One run writes its episodes, replays train on them without engines, and another run only generates.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def workspace(own_folder: Path) -> Iterator[Path]:
 def flags_of(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     """Return flags with dynamic filtering and two rewards, one of which sometimes fails.
 
-    Each batch has two optimizer steps; the run evaluates and saves checkpoints.
+    Each batch makes two optimizer steps. The run evaluates and saves checkpoints.
     """
     return grpo_flags(
         workspace,
@@ -74,14 +74,14 @@ def flags_of(workspace: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def written(workspace: Path) -> Path:
-    """Run training, writing its episodes."""
+    """Train while writing all episodes to disk."""
     folder = workspace / "written"
     train_here(flags_of(workspace, folder, **{"rollout.dump_dir": folder / "episodes"}))
     return folder
 
 
 def replay(written: Path, folder: Path, **changes: Any) -> None:
-    """Run again from the run's configuration and episodes.
+    """Train again from the run's configuration and episodes.
 
     The reward function must not be called.
     """
@@ -94,7 +94,7 @@ def replay(written: Path, folder: Path, **changes: Any) -> None:
 
 
 def of_training(folder: Path) -> list[dict[str, Any]]:
-    """Return what the steps logged, without evaluations."""
+    """Return the metrics logged by the steps, without evaluations."""
     return [row for row in numbers(folder) if "eval/eval_num_samples" not in row]
 
 
@@ -126,10 +126,10 @@ def test_every_episode_is_written_before_it_is_used(written: Path) -> None:
 def test_replay_logs_the_metrics_of_the_run_without_engines_or_rewards(
     written: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Numbers are equal to the last digit.
+    """Metrics are identical to the last digit.
 
-    The replay first has a folder with two steps, after which it ends; it then resumes with all of
-    them.
+    The replay first gets a folder with only two steps and ends after them. It then resumes with all
+    steps.
     """
     folder, part = workspace / "replayed", workspace / "part"
     shutil.copytree(
@@ -150,7 +150,7 @@ def test_replay_logs_the_metrics_of_the_run_without_engines_or_rewards(
 
 @pytest.mark.verify
 def test_a_resumed_run_writes_its_steps_anew(written: Path, workspace: Path) -> None:
-    """The bytes are the same on a CPU; files already written for those steps are set aside."""
+    """On a CPU the files are identical. Files already written for those steps are moved away."""
     folder = workspace / "continued"
     shutil.copytree(written, folder)
     steps = EpisodeFolder(folder / "episodes").steps()
@@ -217,9 +217,9 @@ def test_dry_run_of_a_replay_plans_no_engines(
 def test_rollout_only_run_generates_all_steps_without_model_workers(
     written: Path, workspace: Path
 ) -> None:
-    """The first step equals that of the training run.
+    """The first step matches the training run's first step.
 
-    The command trains nothing, so its episodes can be trained from.
+    The command does not train, but its episodes can be used for training.
     """
     folder = workspace / "generated"
     train_here(

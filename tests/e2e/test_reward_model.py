@@ -1,4 +1,4 @@
-"""Pairs → reward model → PPO with a critic against it, each through its command."""
+"""End-to-end tests from preference pairs to a reward model and PPO with a critic."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.e2e.servers import reward_model_server
 from tests.tiny import character_tokenizer, save_tiny_model
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-# Tokens whose text is not tokenized back to them.
+# Tokens whose text does not tokenize back to the same token.
 ONE_WAY = ("<unk>", "<bos>", "<pad>")
 LETTERS = "abcdefgh"
 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create a tiny model, pairs that prefer the answer with more a's, and prompts."""
+    """Create a tiny model, prompts, and pairs whose chosen answer has more a's."""
     folder = tmp_path_factory.mktemp("reward")
     draw = random.Random(0)
     save_tiny_model(folder / "model", **SIZES, vocab_size=len(character_tokenizer()))
@@ -50,7 +50,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reward_model(workspace: Path) -> Path:
-    """Return the folder of a `train_rm` run."""
+    """Run `train_rm` and return its folder."""
     out = workspace / "rm"
     flags = {
         "model.model_name_or_path": workspace / "model",
@@ -75,9 +75,9 @@ def reward_model(workspace: Path) -> Path:
 
 
 def ppo_flags(workspace: Path, reward_model: Path, out: Path, **changes: Any) -> dict[str, Any]:
-    """Return flags for four steps against the reward model, with two optimizer steps each.
+    """Return flags for four PPO steps with two optimizer steps each.
 
-    Only the critic trains in the first step; the KL has a target.
+    The first step trains only the critic. The KL has a target.
     """
     return {
         "actor.model_name_or_path": workspace / "model",
@@ -112,7 +112,7 @@ def ppo_flags(workspace: Path, reward_model: Path, out: Path, **changes: Any) ->
 
 @pytest.fixture(scope="module")
 def ppo(workspace: Path, reward_model: Path) -> Path:
-    """Return the folder of an uninterrupted PPO run."""
+    """Run PPO without interruption and return its folder."""
     out = workspace / "ppo"
     run("train_ppo_ray", ppo_flags(workspace, reward_model, out))
     return out
@@ -132,9 +132,9 @@ def test_learning_rate_matches_the_transformers_schedule(reward_model: Path) -> 
 def test_ppo_learning_rates_match_the_transformers_schedule(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
-    """Each batch has two optimizer steps, the second of which is logged.
+    """Each batch makes two optimizer steps, and the second one's learning rate is logged.
 
-    While the critic warms up, the policy's schedule has not begun.
+    The policy's schedule starts after the critic's warm-up.
     """
     assert column(ppo / "run", "train/critic_lr") == default_schedule(1e-3, 8)[1::2]
     assert column(ppo / "run", "train/actor_lr") == default_schedule(1e-3, 6)[1::2]
@@ -162,7 +162,7 @@ def test_reward_mean_and_deviation_are_stored_with_the_model(reward_model: Path)
 def test_checkpoint_before_the_first_evaluation_has_its_own_reward_mean_and_deviation(
     workspace: Path, reward_model: Path
 ) -> None:
-    """Use the first 100 rows, chosen and rejected, like an evaluation without --eval.dataset."""
+    """The first 100 pairs are used, as in an evaluation without --eval.dataset."""
     saved = reward_model / "ckpt" / "global_step5_hf"
     hf, tokenizer = (
         AutoModelForSequenceClassification.from_pretrained(saved).eval(),
@@ -199,9 +199,9 @@ def test_rewards_in_rl_match_plain_transformers(reward_model: Path, ppo: Path) -
 def test_served_reward_model_gives_the_same_rewards_as_a_local_one(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
-    """Rows are packed there and padded here.
+    """The server packs rows, while the local reward model pads them.
 
-    Later steps differ: the server receives text, in which some tokens cannot be expressed.
+    Later steps differ, because the server receives text, which cannot express some tokens.
     """
     out = workspace / "remote"
     with reward_model_server(reward_model / "model", data__max_len=24) as server:
@@ -234,7 +234,7 @@ def test_critic_warms_up_alone_before_both_models_train(ppo: Path) -> None:
     steps = [row for row in numbers(ppo / "run") if "train/critic_loss" in row]
     assert ["train/policy_loss" in row for row in steps] == [False, True, True, True]
     assert all(math.isfinite(value) for row in steps for value in row.values())
-    assert steps[1]["train/kl"] == pytest.approx(0.0, abs=1e-6)  # the policy had not moved yet
+    assert steps[1]["train/kl"] == pytest.approx(0.0, abs=1e-6)  # the policy has not changed yet
 
 
 def test_policy_and_critic_are_saved_and_exported(ppo: Path) -> None:
@@ -258,7 +258,7 @@ def test_kl_coefficient_adapts_to_its_target(ppo: Path) -> None:
 def test_a_killed_run_resumes_with_critic_optimizers_and_kl_coefficient(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
-    """Numbers are equal to the last digit, including the exported policy and critic."""
+    """Metrics are identical to the last digit, and so are the exported policy and critic."""
     out = workspace / "killed"
     flags = ppo_flags(workspace, reward_model, out)
     kill_when(launch("train_ppo_ray", flags), lambda: steps_logged(out / "run") >= 3)
@@ -275,7 +275,7 @@ def test_a_killed_run_resumes_with_critic_optimizers_and_kl_coefficient(
 def test_ranks_micro_batches_and_shared_hosts_do_not_change_what_is_learned(
     workspace: Path, reward_model: Path, ppo: Path
 ) -> None:
-    """Actor and critic have two ranks of ZeRO-3, and every role has its own hosts.
+    """Actor and critic use ZeRO-3 on two ranks, and every role has its own hosts.
 
     Rows are padded, and micro-batches have 3 rows. Results agree to 1e-4.
     """

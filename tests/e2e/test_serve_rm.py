@@ -1,4 +1,4 @@
-"""The reward server as a user runs it: concurrent clients, wrong requests, and shutdown."""
+"""End-to-end tests of the reward server: concurrent clients, invalid requests, and shutdown."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def server(model: Path) -> Iterator[RewardModelServer]:
 
 
 def texts_of(count: int, seed: int) -> list[str]:
-    """Return texts of different lengths, some longer than the server accepts."""
+    """Return texts of different lengths, some of them too long for the server."""
     draw = random.Random(seed)
     letters = "abcdefghij0123456789"
     return [

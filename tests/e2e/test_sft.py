@@ -1,6 +1,6 @@
-"""Supervised fine-tuning as a user runs it.
+"""End-to-end tests of supervised fine-tuning.
 
-It runs alone, under both launchers, killed and resumed, and with wrong input.
+It runs in one process, under both launchers, killed and resumed, and with invalid input.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CHAT_TEMPLATE = (
 
 
 def task_rows(count: int, seed: int) -> list[dict[str, str]]:
-    """Return words of 1 to 12 letters, each with its reverse as the answer."""
+    """Return words of 1 to 12 letters, each with the reversed word as its answer."""
     draw = random.Random(seed)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 12))) for _ in range(count)]
     return [{"input": word, "output": word[::-1] + EOS} for word in words]
@@ -58,7 +58,7 @@ def task_rows(count: int, seed: int) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def workspace(own_folder: Path) -> Path:
-    """Create the module's model and data, and its own datasets cache."""
+    """Create the module's model, dataset and datasets cache."""
     save_tiny_model(own_folder / "model")
     write_rows(own_folder / "train.jsonl", task_rows(TRAIN_ROWS, seed=1))
     write_rows(own_folder / "eval.jsonl", task_rows(EVAL_ROWS, seed=2))
@@ -138,7 +138,7 @@ def test_exported_model_has_the_logged_evaluation_loss_in_plain_transformers(
 
 
 def loss_in_transformers(model: Path) -> float:
-    """Return the evaluation loss of an exported model, in float64, without our code."""
+    """Return an exported model's evaluation loss, computed in float64 without our code."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     total, count = 0.0, 0
@@ -171,7 +171,7 @@ def loss_in_transformers(model: Path) -> float:
 def test_two_processes_do_what_one_does(
     whole: Path, workspace: Path, launcher: tuple[str, ...], stage: int
 ) -> None:
-    """Losses agree to 1e-4: sums are in a different order, which AdamW's steps amplify."""
+    """Losses agree to 1e-4. Sums are in a different order, and AdamW amplifies the difference."""
     folder = workspace / launcher[0]
     flags = sft_flags(workspace, folder, **{"ds.zero_stage": stage, "ckpt.save_steps": 20})
     launcher = (launcher[0], "--master_port", str(free_port()), *launcher[1:])
@@ -185,7 +185,7 @@ def test_two_processes_do_what_one_does(
         for path in (folder, whole)
     )
     for name, weight in theirs.items():
-        if not name.endswith("k_proj.bias"):  # attention ignores it: AdamW steps along rounding
+        if not name.endswith("k_proj.bias"):  # AdamW only follows rounding errors
             torch.testing.assert_close(ours[name], weight, atol=2e-3, rtol=0, msg=name)
     if stage == 3:
         check_that_one_process_goes_on(flags, folder, whole)
@@ -197,9 +197,9 @@ def check_numbers(folder: Path, whole: Path) -> None:
 
 
 def check_that_one_process_goes_on(flags: dict[str, Any], folder: Path, whole: Path) -> None:
-    """Check that one process continues after step 20, which two processes have saved.
+    """Check that one process can resume after step 20, which two processes saved.
 
-    Resuming fails at first, with an error that names the flag that allows it.
+    The first attempt to resume fails with an error that names the required flag.
     """
     for path in (folder / "checkpoints").glob("global_step*.manifest.json"):
         if path.name != "global_step20.manifest.json":
@@ -241,15 +241,15 @@ def test_two_processes_tell_of_a_broken_row_once(
     assert told == [f"{tmp_path}/broken.jsonl, row 41, {expected}"]
 
 
-# ---- a run that is killed
+# ---- killed runs
 
 
 def test_resumed_run_logs_the_same_metrics_as_an_uninterrupted_run(
     whole: Path, workspace: Path
 ) -> None:
-    """The uninterrupted run wrote the configuration, which is thereby shown to be complete.
+    """The configuration that the uninterrupted run wrote is sufficient for the second run.
 
-    Numbers are equal to the last digit.
+    Metrics are identical to the last digit.
     """
     folder = workspace / "killed"
     flags = {"config": whole / "config.yaml", **places(folder)}
@@ -267,7 +267,7 @@ def test_resumed_run_logs_the_same_metrics_as_an_uninterrupted_run(
 
 @pytest.mark.verify
 def test_a_resumed_run_with_dropout_logs_what_an_unbroken_one_logs(workspace: Path) -> None:
-    """SFT and a reward model draw the same dropout after a checkpoint in the middle of an epoch."""
+    """SFT and a reward model use the same dropout masks after a checkpoint within an epoch."""
     save_tiny_model(workspace / "dropout", attention_dropout=0.3)
     pairs = [
         {"chosen": row["output"], "rejected": row["input"] + EOS} for row in task_rows(24, seed=3)
@@ -293,9 +293,9 @@ def test_a_resumed_run_with_dropout_logs_what_an_unbroken_one_logs(workspace: Pa
 
 
 def test_resumed_run_uses_the_learning_rate_from_its_own_flags(workspace: Path) -> None:
-    """The run ignores the checkpoint's rate, which its files would not show.
+    """The checkpoint's learning rate is ignored.
 
-    Other values that are not used as given are reported.
+    Values that are not used as given are reported.
     """
     folder = workspace / "faster"
     flags = sft_flags(workspace, folder) | {"train.max_epochs": 1, "ckpt.save_steps": 3}
@@ -316,7 +316,7 @@ def test_checkpoint_from_a_different_run_in_the_same_folder_is_rejected(
 ) -> None:
     """The other run has the same number of rows, batch size, seed and layout.
 
-    The error names each difference.
+    The error lists each difference.
     """
     write_rows(workspace / "others.jsonl", task_rows(TRAIN_ROWS, seed=4))
     others = {
@@ -332,13 +332,13 @@ def test_checkpoint_from_a_different_run_in_the_same_folder_is_rejected(
     assert "Traceback" not in done.errors
 
 
-# ---- a run that overfits
+# ---- early stopping
 
 
 def test_run_that_overfits_stops_early_and_exports_its_best_weights(
     workspace: Path,
 ) -> None:
-    """The run is killed and resumed, and keeps its count. It evaluates after every second step."""
+    """The run evaluates after every second step, and keeps its patience count after a kill."""
     folder, patience = workspace / "overfitting", 3
     flags = sft_flags(workspace, folder) | {
         "adam.lr": 3e-2,
@@ -358,7 +358,7 @@ def test_run_that_overfits_stops_early_and_exports_its_best_weights(
     assert loss_in_transformers(folder / "model") == pytest.approx(min(losses), abs=2e-6)
 
 
-# ---- a real data set
+# ---- a real dataset
 
 
 def test_sft_in_bfloat16_learns_from_gsm8k_chat_messages(workspace: Path, data_dir: Path) -> None:
@@ -430,7 +430,7 @@ def test_user_error_prints_a_single_message_and_exits_with_status_2(
         "OMP_WAIT_POLICY",
         "HF_DATASETS_DISABLE_PROGRESS_BARS",
     ):
-        monkeypatch.setenv(name, os.environ.get(name, ""))  # the command's settings are undone
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # undo the command's settings
         monkeypatch.delenv(name)
     folder = workspace / "mistaken"
     with pytest.raises(SystemExit) as ended:
@@ -462,9 +462,9 @@ def test_model_that_mixes_packed_texts_is_rejected_before_the_first_step(workspa
 def test_mismatches_between_model_tokenizer_and_template_are_reported_at_startup(
     whole: Path, workspace: Path
 ) -> None:
-    """The tokenizer cannot write the template.
+    """The tokenizer cannot encode the template.
 
-    The end of text differs from the model's, and the format from the one in training.
+    Its end-of-text token differs from the model's, and the prompt format from that in training.
     """
     model = workspace / "unlike"
     shutil.copytree(workspace / "model", model)
@@ -517,7 +517,7 @@ def test_user_error_exits_with_status_2_and_prints_only_the_message(
     assert "--data.input_key" in done.errors and "Traceback" not in done.errors
 
 
-# ---- long: part of `make verify`
+# ---- long tests, run by `make verify`
 
 
 @pytest.mark.verify
@@ -525,7 +525,7 @@ def test_user_error_exits_with_status_2_and_prints_only_the_message(
 def test_a_run_killed_again_and_again_at_any_moment_logs_what_an_unbroken_one_logs(
     whole: Path, workspace: Path
 ) -> None:
-    """Kill runs after a random part of the time of a whole run, until one completes."""
+    """Runs are killed after a random fraction of a full run's duration, until one completes."""
     folder, draw = workspace / "haunted", random.Random(0)
     flags = {
         "config": whole / "config.yaml",

@@ -1,6 +1,6 @@
-"""Processes of a run are killed while it trains.
+"""End-to-end tests in which processes of a run are killed during training.
 
-The run continues, and its numbers equal those of an undisturbed run.
+The run continues, and its metrics match those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def whole(workspace: Path) -> Path:
 
 
 def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
-    """Return once a run has logged a step."""
+    """Return as soon as a run has logged a step."""
     deadline = time.monotonic() + 400
     while steps_logged(folder) < step:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
@@ -89,9 +89,9 @@ def send_when(
     step: int,
     delay: float = 0.0,
 ) -> None:
-    """Signal the process with `to` in its command, `delay` seconds after a step was logged.
+    """Send a signal `delay` seconds after a step is logged.
 
-    Without `to`, signal the main process.
+    It goes to the process with `to` in its command line, or without `to` to the main process.
     """
     wait_for_step(process, folder, step)
     time.sleep(delay)
@@ -116,7 +116,7 @@ def send_when(
 def test_an_engine_that_is_killed_or_hangs_starts_again_and_nothing_is_lost(
     whole: Path, workspace: Path, number: signal.Signals, delay: float
 ) -> None:
-    """The engine is generating, idle, or receiving weights."""
+    """The engine is killed while it generates, is idle, or receives weights."""
     folder = workspace / f"engine-{number}-{delay}"
     process = launch(
         "train_ppo_ray", flags(workspace, folder, **{"vllm.num_engines": 2, "vllm.hang_timeout": 3})
@@ -254,7 +254,7 @@ def test_run_on_a_joined_ray_whose_raylet_dies_exits_naming_the_saved_step(
 
 
 def newest_step(folder: Path) -> int:
-    """Return the step of the newest checkpoint."""
+    """Return the newest checkpoint's step."""
     names = [path.name for path in (folder / "checkpoints").glob("*.manifest.json")]
     return max(
         int(name.removeprefix("global_step").removesuffix(".manifest.json")) for name in names
@@ -280,7 +280,7 @@ def test_interrupted_run_saves_its_last_step_and_resumes_with_the_same_metrics(
 def test_offline_run_completes_and_exports_its_model_if_checkpoints_cannot_be_written(
     workspace: Path,
 ) -> None:
-    """Files are limited to 400 KiB: the model has 213 KiB, its optimizer state 638 KiB."""
+    """Files are limited to 400 KiB. The model takes 213 KiB, its optimizer state 638 KiB."""
     folder = workspace / "no-room"
     settings = {
         "model.model_name_or_path": workspace / "model",

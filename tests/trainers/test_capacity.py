@@ -56,7 +56,7 @@ def run(
                 training = True
             case _:
                 version, training = version + 1, False
-    assert trained == prompts  # nothing is lost
+    assert trained == prompts  # no prompt is lost
     return steps
 
 
@@ -120,5 +120,5 @@ def test_lag_of_samples_that_finish_in_order_equals_the_queue_size(queue: int) -
         lags.append(version - held[0].version)
         held = held[2:] + [
             Held(version=version, finished=True) for _ in range(2)
-        ]  # while the step trains
+        ]  # they finish while the step trains
     assert lags[queue:] == [queue] * (8 - queue)

@@ -90,7 +90,7 @@ def rows(column: torch.Tensor | None) -> list[list[float]]:
 
 def test_group_norm_with_kl_in_reward_matches_hand_computed_values() -> None:
     old, ref = torch.full((11,), -1.0), torch.full((11,), -1.0)
-    ref[1:3] = -1.5  # the first sample: 0.5 nats per token, times 0.1
+    ref[1:3] = -1.5  # the first sample's KL is 0.5 nats per token, weighted with 0.1
     experience, metrics = credited(
         batch([1.0, 0.0, 2.0, 2.0], old_logprobs=old, ref_logprobs=ref), kl_coef=0.1
     )
@@ -108,11 +108,11 @@ def test_batch_metrics_match_hand_computed_values() -> None:
     assert metrics == pytest.approx(
         {
             "train/reward": 1.25,
-            "train/return": 0.0,  # shaped rewards of a group sum to zero
+            "train/return": 0.0,  # the shaped rewards of a group sum to zero
             "train/response_length": 7 / 4,
             "train/total_length": 11 / 4,
             "train/truncated": 0.25,
-            "train/response_clip_ratio": 0.25,  # the row that fills --data.max_len
+            "train/response_clip_ratio": 0.25,  # one of four rows fills --data.max_len
             "train/group_reward_std": ROOT / 2,
             "train/dead_groups": 0.5,
         },
@@ -507,7 +507,7 @@ def test_masked_truncated_samples_still_count_in_baselines_and_metrics(
     assert metrics == same and metrics["train/truncated"] == len(truncated) / 4
 
 
-# Episodes of several conversations
+# ---- episodes with several conversations
 
 
 def split_first(experience: Experience) -> Experience:

@@ -167,7 +167,7 @@ def test_average_is_computed_from_master_weights_and_changed_weights_are_counted
         assert torch.equal(found["rounded"][name], found["masters"][name].to(torch.bfloat16)), name
         # Training continues with the master weights from before the export.
         assert torch.equal(found["after"][name], path[-1][name]), name
-    for name, restarted in found["restarted"].items():  # empty with ZeRO 3
+    for name, restarted in found["restarted"].items():  # there are none with ZeRO 3
         assert torch.equal(restarted, path[-1][name]), name
     for (before, after), share in zip(pairwise(found["course"]), found["changed"], strict=True):
         changed = sum(int((after[n].bfloat16() != before[n].bfloat16()).sum()) for n in start)

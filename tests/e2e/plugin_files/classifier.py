@@ -1,4 +1,4 @@
-"""A task written from scratch: a text classifier.
+"""A text classifier as a task written from scratch.
 
 The probability of label 1 is σ(score of the last token).
 """

@@ -1,7 +1,7 @@
-"""An agent with one turn.
+"""A single-turn agent.
 
-The samples of one prompt end at once; all other samples wait until models have begun to score that
-prompt.
+The samples of one prompt finish immediately. All other samples wait until models have started to
+score that prompt.
 """
 
 from __future__ import annotations

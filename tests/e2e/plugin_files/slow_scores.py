@@ -1,6 +1,6 @@
 """A plugin that slows down the reference, the critic and the reward model.
 
-It records when each of them worked.
+It records when each of them was busy.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ SPANS = Path(__file__).with_name("spans.jsonl")
 
 
 def delayed(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Run `work`, taking at least DELAY_S."""
+    """Run `work`, and wait until at least DELAY_S seconds have passed."""
 
     def method(self: Any, rows: Any) -> Any:
         began = time.time()
-        with SPANS.open("a") as file:  # the agents waiting for the first scores continue from here
+        with SPANS.open("a") as file:  # agents that wait for the first scores continue now
             result = work(self, rows)
             time.sleep(DELAY_S)
             file.write(
@@ -38,9 +38,7 @@ def delayed(work: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-if (
-    ray.is_initialized() and ray.get_runtime_context().get_actor_id()
-):  # not in the process of the tests
+if ray.is_initialized() and ray.get_runtime_context().get_actor_id():  # not in the test process
     ReferenceWorker.logprobs = delayed(ReferenceWorker.logprobs)
     CriticWorker.values = delayed(CriticWorker.values)
     RewardWorker.rewards = delayed(RewardWorker.rewards)

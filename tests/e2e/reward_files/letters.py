@@ -1,4 +1,4 @@
-"""The share of the letter a in the response: a reward that a random policy learns from at once."""
+"""A reward that a random policy can learn from: the fraction of a's in the response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The letters reward; it raises if a response has a seven and hangs if the label requests it."""
+"""The letters reward, which raises if a response has a seven and hangs if the label says so."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Two turns with a wait of random length before each, occasionally a long one.
+"""An agent with two turns and a random, occasionally long, wait before each turn.
 
-The reward is the share of the letter a.
+The reward is the fraction of a's.
 """
 
 from __future__ import annotations
