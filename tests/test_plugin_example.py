@@ -36,7 +36,7 @@ def plugin(tmp_path: Path) -> Iterator[Path]:
 def test_plugin_estimator_is_a_choice_with_the_same_checks_as_built_in_ones(plugin: Path) -> None:
     line = f"--plugin {plugin} --algo.advantage.estimator median"
     (sentence,) = violations("train_ppo_ray", line)
-    assert "--algo.advantage.estimator median compares samples of one prompt" in sentence
+    assert "--algo.advantage.estimator median compares the samples of a prompt" in sentence
     config = ppo(f"{line} --rollout.n_samples_per_prompt 4")
     assert config.algo.advantage.gamma == 1.0
 

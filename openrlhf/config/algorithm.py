@@ -1,4 +1,6 @@
-"""Sections of RL about the algorithm: advantages, KL, loss, distillation, pretraining text."""
+"""RL configuration sections for the algorithm: advantages, KL, loss, distillation, pretraining
+text.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ class AdvantageConfig(Section):
 
     estimator: str = option(
         "gae",
-        "Estimator. gae: PPO with a critic. reinforce: REINFORCE++. rloo: RLOO. "
+        "Advantage estimator. gae: PPO with a critic. reinforce: REINFORCE++. rloo: RLOO. "
         "reinforce_baseline: REINFORCE++-baseline. group_norm: GRPO. dr_grpo: Dr. GRPO.",
         choices=choices.ESTIMATORS,
     )
@@ -21,20 +23,24 @@ class AdvantageConfig(Section):
     lambd: float = option(1.0, "Lambda of GAE.", ge=0, le=1)
     no_std_norm: bool = option(
         False,
-        "Centre the advantages of a batch without dividing by their deviation.",
+        "Center the advantages of a batch without dividing by their standard deviation.",
     )
-    is_correction_enable: bool = option(False, "Correct the loss for engine-trainer differences.")
+    is_correction_enable: bool = option(
+        False,
+        "Correct the loss for differences between the engine's and the trainer's "
+        "log-probabilities.",
+    )
     is_correction_type: str = option(
         "tis",
-        "Preset of the correction.",
+        "Correction preset.",
         choices=choices.CORRECTIONS,
     )
     is_correction_threshold: tuple[float, float] = option(
-        (0.5, 5.0), "Bounds of the ratio pi_old / pi_rollout.", ge=0
+        (0.5, 5.0), "Lower and upper bound of the ratio pi_old / pi_rollout.", ge=0
     )
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         if self.traits.per_group:
             yield Unused(["gamma"], f"with --estimator {self.estimator}")
         if not self.traits.needs_critic:
@@ -42,47 +48,56 @@ class AdvantageConfig(Section):
         if not self.traits.whiten:
             yield Unused(
                 ["no_std_norm"],
-                "without an --estimator that whitens, as gae, reinforce and reinforce_baseline do",
+                "without an --estimator that whitens advantages, such as gae, reinforce or "
+                "reinforce_baseline",
             )
         if not self.is_correction_enable:
             yield Unused(["is_correction_type"], "without --is_correction_enable")
 
     @property
     def traits(self) -> choices.EstimatorTraits:
-        """The properties of the estimator."""
+        """Traits of the selected estimator."""
         return choices.ESTIMATORS[self.estimator]
 
 
 class CorrectionConfig(Section):
-    """Correction of engine-trainer differences, by its axes."""
+    """Custom correction of engine-trainer differences, instead of a preset."""
 
-    level: str | None = option(None, "Level of ratios.", choices=("token", "sequence", "geometric"))
-    mode: str | None = option(
-        None, "What happens outside the band.", choices=("clip", "mask", "truncate")
+    level: str | None = option(
+        None, "Level at which ratios are computed.", choices=("token", "sequence", "geometric")
     )
-    band: tuple[float, float] | None = option(None, "Lower and upper bound.", ge=0)
+    mode: str | None = option(
+        None, "How to treat ratios outside the band.", choices=("clip", "mask", "truncate")
+    )
+    band: tuple[float, float] | None = option(None, "Lower and upper bound of the ratio.", ge=0)
 
 
 class KLConfig(Section):
-    """Distance to the reference."""
+    """KL divergence from the reference."""
 
-    init_coef: float = option(0.01, "Coefficient; 0: load no reference.", ge=0)
+    init_coef: float = option(0.01, "KL coefficient; 0: do not load a reference.", ge=0)
     estimator: str = option("k1", "Estimator.", choices=choices.KL_ESTIMATORS)
-    use_loss: bool = option(False, "Add the KL to the loss instead of the rewards.")
-    target: float | None = option(None, "Adapt the coefficient to this KL, nats per token.", gt=0)
-    horizon: int = option(10000, "Samples over which the coefficient adapts.", ge=1)
-    stop_update: float | None = option(
-        None, "KL that ends the updates of a batch, nats per token.", gt=0
+    use_loss: bool = option(
+        False, "Add the KL to the loss instead of subtracting it from the rewards."
     )
-    stop_run: float | None = option(None, "KL that ends the run, nats per token.", gt=0)
+    target: float | None = option(
+        None, "Adapt the coefficient to keep the KL near this value, in nats per token.", gt=0
+    )
+    horizon: int = option(10000, "Number of samples over which the coefficient adapts.", ge=1)
+    stop_update: float | None = option(
+        None, "Stop updating on a batch when the KL exceeds this value, in nats per token.", gt=0
+    )
+    stop_run: float | None = option(
+        None, "Stop the run when the KL exceeds this value, in nats per token.", gt=0
+    )
 
     @property
     def in_reward(self) -> bool:
-        """True if the KL is part of the rewards."""
+        """True if the KL is subtracted from the rewards."""
         return self.init_coef > 0 and not self.use_loss
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         if not self.init_coef:
             yield Unused(["estimator", "use_loss"], "without --init_coef")
         if not self.target:
@@ -90,15 +105,15 @@ class KLConfig(Section):
 
 
 class LossConfig(Section):
-    """The policy loss of a window."""
+    """Aggregation of the policy loss."""
 
     aggregation: str = option(
         "token",
-        "Mean over tokens, mean of sequence means, or sum over a constant length; unset with "
-        "gspo: sequence.",
+        "Mean over tokens, mean of per-sequence means, or sum divided by a constant length. The "
+        "default with gspo is sequence.",
         choices=("token", "sequence", "constant"),
     )
-    mask_truncated: bool = option(False, "Leave truncated samples out of all losses.")
+    mask_truncated: bool = option(False, "Exclude truncated samples from all losses.")
 
 
 class DistillConfig(Section):
@@ -106,13 +121,13 @@ class DistillConfig(Section):
 
     teacher: str | None = option(
         None,
-        "Folder or Hub name of the teacher, or a name of rollout.remote_engines.",
+        "Folder or Hub name of the teacher, or the name of a server in rollout.remote_engines.",
         holds="model",
     )
-    coef: float = option(1.0, "Weight of the teacher.", ge=0)
+    coef: float = option(1.0, "Weight of the distillation term.", ge=0)
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         if not self.teacher:
             yield Unused(["coef"], "without --teacher")
 
@@ -125,10 +140,10 @@ class PtxConfig(Section):
     )
     probs: str | None = option(None, "Comma-separated probabilities, one per dataset.")
     split: str = option("train", "Split of each dataset; files have a single split.")
-    coef: float = option(0.05, "Weight of the loss of this text.", ge=0)
+    coef: float = option(0.05, "Weight of the loss on this text.", ge=0)
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         if not self.dataset:
             yield Unused(["probs", "split", "coef"], "without --dataset")
 
@@ -142,12 +157,14 @@ class AlgoConfig(Section):
     correction: CorrectionConfig = CorrectionConfig()
     distill: DistillConfig = DistillConfig()
     ptx: PtxConfig = PtxConfig()
-    dynamic_filtering_enable: bool = option(False, "Replace prompts outside the range of scores.")
+    dynamic_filtering_enable: bool = option(
+        False, "Discard prompts whose mean score is outside the filtering range, and replace them."
+    )
     dynamic_filtering_range: tuple[float, float] = option(
-        (0.0, 1.0), "Mean scores to keep, ends excluded."
+        (0.0, 1.0), "Range of mean scores to keep, exclusive."
     )
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         if not self.dynamic_filtering_enable:
             yield Unused(["dynamic_filtering_range"], "without --dynamic_filtering_enable")

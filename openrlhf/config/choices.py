@@ -1,7 +1,7 @@
-"""Names and traits of estimators, losses and corrections, without torch.
+"""Names and traits of estimators, losses and corrections. Does not import torch.
 
 The algorithms register their functions under these names. A name that a plug-in registers is added
-to its table, and becomes a choice of the table's flag.
+to its table and becomes a valid choice for the table's flag.
 """
 
 from dataclasses import dataclass
@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorTraits:
-    """Requirements of an advantage estimator on a run."""
+    """Requirements that an advantage estimator places on a run."""
 
-    # Compares the samples of a prompt: two or more of them, one reward per episode, no discount.
+    # Compares the samples of a prompt: needs at least two, uses one reward per episode and no
+    # discount.
     per_group: bool = False
     needs_critic: bool = False  # reads the values V(s)
     whiten: bool = False  # whitens advantages over all action tokens of the batch
@@ -19,25 +20,25 @@ class EstimatorTraits:
 
 @dataclass(frozen=True, kw_only=True)
 class LossTraits:
-    """Settings of a policy loss, as in its paper, that hold unless flags change them."""
+    """Default settings of a policy loss, from its paper. Flags override them."""
 
-    aggregation: str = "token"  # if --algo.loss.aggregation is not given
-    clip: tuple[float, float] | None = None  # if no clip flag is given; None: eps_clip
+    aggregation: str = "token"  # default of --algo.loss.aggregation
+    clip: tuple[float, float] | None = None  # default clip range; None: --actor.eps_clip
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLossTraits:
-    """Requirements of a preference loss on a run."""
+    """Requirements that a preference loss places on a run."""
 
     needs_reference: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLTraits:
-    """Terms in which an estimator of KL(π‖π_ref) may be used.
+    """Where an estimator of KL(π‖π_ref) may be used: in the reward, in the loss, or in both.
 
-    In the reward, its value has to be unbiased. In the loss, its expected gradient has to point to
-    the reference.
+    The reward needs an unbiased value. The loss needs an expected gradient that points toward the
+    reference.
     """
 
     terms: tuple[str, ...] = ("reward", "loss")
@@ -69,11 +70,12 @@ KL_ESTIMATORS = {
     "k2": KLTraits(terms=("loss",)),
     "k3": KLTraits(terms=("loss",)),
 }
-# Layouts of rows: detected from the columns, the column flags, or a format with its own columns.
+# Row layouts: detected from the columns (auto), set by the column flags (columns), or a known
+# format.
 LAYOUTS = ("auto", "columns", "alpaca", "arena", "chat", "orca", "webgpt")
-# Presets of the correction of the train/rollout mismatch: level and mode of `algo.correction`. TIS:
-# Yao et al. 2025, fengyao.notion.site/off-policy-rl (there, the band is [0, 2]). IcePop: Ling team
-# 2025, ringtech.notion.site/icepop.
+# Presets that correct the train/rollout mismatch: level and mode of `algo.correction`. TIS: Yao et
+# al. 2025, fengyao.notion.site/off-policy-rl (where the band is [0, 2]). IcePop: Ling team 2025,
+# ringtech.notion.site/icepop.
 CORRECTIONS = {
     "tis": ("token", "clip"),
     "icepop": ("token", "mask"),

@@ -1,4 +1,4 @@
-"""Root of `lora_combiner`: an adapter, its base, and where the merged model goes."""
+"""Configuration of `lora_combiner`: the adapter, its base model and the output folder."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from openrlhf.config.flags import Section, option, required
 class MergedConfig(Section):
     """The merged model."""
 
-    param_dtype: str = option("bf16", "Data type of the stored weights.", choices=shared.DTYPES)
+    param_dtype: str = option("bf16", "Data type of the saved weights.", choices=shared.DTYPES)
 
 
 class CombinerConfig(Command):
     """Merge an adapter into its base model."""
 
-    model_path: str = required("Folder or hub name of the base model.", holds="model")
+    model_path: str = required("Folder or Hub name of the base model.", holds="model")
     lora_path: str = required("Folder of the adapter.", holds="place")
-    output_path: str = required("Folder of the merged model.", holds="place", writes="model")
-    is_rm: bool = option(False, "The adapter is a reward model's or critic's.")
+    output_path: str = required(
+        "Output folder for the merged model.", holds="place", writes="model"
+    )
+    is_rm: bool = option(False, "The adapter belongs to a reward model or a critic.")
     ds: MergedConfig = MergedConfig()

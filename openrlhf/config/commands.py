@@ -1,5 +1,5 @@
-"""Bases of the commands: the flags of every command, and of commands with a model, with a run
-folder, and with training.
+"""Base classes of the commands: for any command, for commands with a model, for commands with a run
+folder, and for training commands.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from openrlhf.config.unsupported import refusals
 
 
 class Command(Section):
-    """The base of every command.
+    """Base class of every command.
 
-    `given`: the values by path that flags and a file gave; all others are defaults.
+    `given` maps the paths of the flags that the user set, on the command line or in a file, to
+    their values. All other flags have their defaults.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
@@ -39,15 +40,16 @@ class Command(Section):
     )
 
     def resolve(self, *, command: str) -> tuple[Self, list[str]]:
-        """Return a copy with all derived values, and the notices."""
+        """Return a copy with all derived values set, and the notices."""
         values = self.derived_values()
         copy = amend(self, values | amend(self, values).common_values(command))
         return copy, spelled_out(copy, [*without_effect(copy, self.given), *copy.notices()])
 
     def check(self) -> list[str]:
-        """Return a sentence for everything that is wrong: bounds, missing features, broken rules.
+        """Return one sentence per mistake: values out of bounds, unavailable features, broken
+        rules.
 
-        Broken rules about a flag that is refused anyway are left out.
+        Broken rules that mention a refused flag are omitted.
         """
         refused = dict(refusals(self))
         broken = spelled_out(self, self.violations())
@@ -55,52 +57,54 @@ class Command(Section):
         return [*value_violations(self), *refused.values(), *broken]
 
     def derived_values(self) -> dict[str, Any]:
-        """Return what follows from the flags of this command, by path."""
+        """Return the values derived from this command's flags, by path."""
         return {}
 
     def unless_given(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the values whose flags were not given, by path."""
+        """Return only the values whose flags the user did not set, by path."""
         return {path: value for path, value in values.items() if path not in self.given}
 
     def common_values(self, command: str) -> dict[str, Any]:
-        """Return what follows in several commands once `derived_values` are set, by path."""
+        """Return derived values that several commands share, by path, after `derived_values`."""
         return {}
 
     def notices(self) -> Iterator[str]:
         """Yield a sentence for each setting whose consequence the user may not expect.
 
-        `unused` covers flags without an effect. In a sentence, <train.seed> stands for the flag as
-        it is typed: --train.seed 42.
+        `unused` covers flags that have no effect. In a sentence, <train.seed> is replaced by the
+        flag and its value: --train.seed 42.
         """
         yield from ()
 
     def violations(self) -> Iterator[str]:
-        """Yield what is wrong with this resolved configuration, in sentences as of `notices`."""
+        """Yield a sentence for each mistake in this resolved configuration, in the format of
+        `notices`.
+        """
         yield from rules.sources_exist(self)
         yield from places.overwriting(self)
 
     def idle_places(self) -> set[str]:
-        """Return the output flags whose folders or files the command does not write with these
-        values.
-        """
+        """Return the output flags whose folders or files are not written with these values."""
         return set()
 
     def further_places(self) -> list[tuple[str, str, str]]:
-        """Return the outputs without a flag of their own: name, path, and kind (`places`)."""
+        """Return the outputs that have no flag, as (name, path, kind). `places` lists the kinds."""
         return []
 
 
 class ModelCommand(Command):
-    """The base of commands with a model."""
+    """Base class of commands that use a model."""
 
     model: shared.ModelSourceConfig = shared.ModelSourceConfig()
     data: shared.TokenizerConfig = shared.TokenizerConfig()
     ds: shared.LoadingConfig = shared.LoadingConfig()
-    dry_run: bool = option(False, "Check everything, show plan and first batch, stop.", saved=False)
-    use_ms: bool = option(False, "Download from ModelScope instead of the Hugging Face hub.")
+    dry_run: bool = option(
+        False, "Check everything, show the plan and the first batch, and exit.", saved=False
+    )
+    use_ms: bool = option(False, "Download from ModelScope instead of the Hugging Face Hub.")
 
     def common_values(self, command: str) -> dict[str, Any]:
-        """Return the attention that is used."""
+        """Return the attention implementation in effect."""
         return {"ds.attn_implementation": rules.attention_in_effect(self.ds, self.given)}
 
     def notices(self) -> Iterator[str]:
@@ -109,13 +113,13 @@ class ModelCommand(Command):
         yield from rules.loading_notices(self.ds, self.given)
 
     def violations(self) -> Iterator[str]:
-        """Yield what is wrong: also with attention and data type."""
+        """Yield mistakes, including those in attention and data type."""
         yield from super().violations()
         yield from rules.loading_violations(self.ds)
 
 
 class RecordedCommand(ModelCommand):
-    """The base of commands with a run folder."""
+    """Base class of commands that have a run folder."""
 
     data: shared.DataConfig = shared.DataConfig()
     ds: shared.DeepSpeedConfig = shared.DeepSpeedConfig()
@@ -123,7 +127,7 @@ class RecordedCommand(ModelCommand):
     run: shared.RunConfig = shared.RunConfig()
 
     def common_values(self, command: str) -> dict[str, Any]:
-        """Return the folder of the run, and no template if it has no place for the prompt."""
+        """Return the run folder, and None for a template that has no placeholder for the prompt."""
         values = super().common_values(command)
         start = time.strftime("%Y%m%d-%H%M%S")
         values["run.dir"] = self.run.dir or f"./runs/{command}-{start}-{os.getpid()}"
@@ -132,37 +136,40 @@ class RecordedCommand(ModelCommand):
         return values
 
     def notices(self) -> Iterator[str]:
-        """Yield notices, also about a template that is not what it seems to be."""
+        """Yield notices, including about a template that may not do what the user expects."""
         yield from super().notices()
         typed, template = self.given.get("data.input_template"), self.data.input_template
         if typed is not None and template is None:
-            yield f"--data.input_template {typed!r} has no {{}} for the prompt and is not used."
+            yield (
+                f"--data.input_template {typed!r} is ignored: it has no {{}} placeholder for the "
+                "prompt."
+            )
         if template and "\\n" in template:
             yield (
-                "--data.input_template has a backslash and an n, not a line break; in bash a line "
-                "break is written $'\\n'."
+                "--data.input_template has a backslash and an n, not a line break. In bash, write "
+                "a line break as $'\\n'."
             )
 
 
 class Root(RecordedCommand):
-    """The base of training commands."""
+    """Base class of the training commands."""
 
-    measures_training_rows: ClassVar[bool] = False  # evaluates without --eval.dataset too
+    measures_training_rows: ClassVar[bool] = False  # also evaluates without --eval.dataset
 
     train: shared.TrainConfig = shared.TrainConfig()
     eval: shared.EvalConfig = shared.EvalConfig()
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig()
-    local_rank: int = option(-1, "Set by launchers, which set LOCAL_RANK too.", saved=False)
+    local_rank: int = option(-1, "Set by launchers, which also set LOCAL_RANK.", saved=False)
 
     @property
     def keeps_best(self) -> bool:
-        """True if the checkpoint of the best evaluation is kept."""
+        """True if the checkpoint with the best evaluation result is kept."""
         key = self.ckpt.best_metric_key
         evaluates = bool(self.eval.dataset) or self.measures_training_rows
         return evaluates and key != "none" and bool(key or self.eval.patience)
 
     def idle_places(self) -> set[str]:
-        """Return the folder of checkpoints if the run neither writes nor reads there."""
+        """Return the checkpoint folder if the run neither writes nor reads it."""
         ckpt = self.ckpt
         writes = (ckpt.saves or self.keeps_best) and (ckpt.save_hf or not ckpt.disable_ds)
         if writes or ckpt.load_enable:
@@ -183,12 +190,12 @@ class Root(RecordedCommand):
             yield Unused(["ds.use_universal_ckpt"], "without --ckpt.load_enable")
 
     def notices(self) -> Iterator[str]:
-        """Yield notices, also about checkpoints."""
+        """Yield notices, including about checkpoints."""
         yield from super().notices()
         yield from training_rules.checkpoint_notices(self.ckpt)
 
     def violations(self) -> Iterator[str]:
-        """Yield what is wrong: also with adapters, precision, offload and early stopping."""
+        """Yield mistakes, including those in adapters, precision, offload and early stopping."""
         yield from super().violations()
         yield from training_rules.weight_violations(self.ds)
         yield from training_rules.average_violations(self.ds, self.train)

@@ -1,6 +1,6 @@
-"""Flags without an effect under the other flags, and the notice that names them.
+"""Flags that have no effect because of other flags, and the notice that lists them.
 
-Each section and each command yields them in its method `unused`.
+Each section and each command yields them from its method `unused`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,19 +10,20 @@ from typing import Any
 
 from openrlhf.config.flags import Section, flags_of
 
-MOST_NAMES = 8  # in one notice
+MOST_NAMES = 8  # flags listed in one notice
 
 
 def unused_flags(config: Section) -> dict[str, str]:
-    """Map the path of each flag without an effect to the reason.
+    """Map the path of each flag that has no effect to the reason.
 
-    A command's reason wins over a section's.
+    A command's reason takes precedence over a section's.
     """
     flags_below = _flags_below(type(config))
     reasons: dict[str, str] = {}
     for prefix, section in _sections(config, ""):
         for unused in section.unused():
-            why = unused.why.replace("--", f"--{prefix}")  # names in `why` are relative, too
+            # flags in `why` are relative to the section, too
+            why = unused.why.replace("--", f"--{prefix}")
             affected = _flags_at(unused.names, prefix, flags_below)
             kept = _flags_at(unused.but, prefix, flags_below)
             for path in affected:
@@ -34,7 +35,7 @@ def unused_flags(config: Section) -> dict[str, str]:
 def _flags_at(
     names: Sequence[str], prefix: str, flags_below: Mapping[str, Sequence[str]]
 ) -> list[str]:
-    """Return the paths of the flags at or below names that are relative to a section."""
+    """Return the paths of all flags at or below these names, which are relative to a section."""
     paths: list[str] = []
     for name in names:
         paths += flags_below[f"{prefix}{name}"]
@@ -59,7 +60,7 @@ def _sections(node: Section, prefix: str) -> Iterator[tuple[str, Section]]:
 
 
 def without_effect(config: Section, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one sentence for each reason why flags that were set have no effect."""
+    """Yield one sentence for each reason why flags that the user set have no effect."""
     reasons, flags = unused_flags(config), flags_of(type(config))
     names: dict[str, list[str]] = {}
     for path, value in given.items():

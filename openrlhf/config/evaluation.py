@@ -22,7 +22,7 @@ from openrlhf.config.rollout import (
 )
 from openrlhf.config.supervised import PairColumns, RMDeepSpeedConfig
 
-# Flags of the model's answers.
+# Flags for sampling the model's answers.
 SAMPLING_FLAGS = (
     "model.model_name_or_path",
     "vllm",
@@ -49,17 +49,21 @@ class AgainstConfig(Section):
     model_name_or_path: str | None = option(
         None, "Folder or Hub name of the other model.", holds="model"
     )
-    answer_key: str | None = option(None, "Column with the other answers, instead of a model.")
+    answer_key: str | None = option(
+        None, "Dataset column with the other answers, used instead of a model."
+    )
 
 
 class JudgeConfig(Section):
     """A language model that compares answers."""
 
     url: str | None = option(
-        None, "OpenAI-compatible server, e.g. http://host:8000/v1; OPENAI_API_KEY is its key."
+        None,
+        "OpenAI-compatible server, e.g. http://host:8000/v1. Its API key is read from "
+        "OPENAI_API_KEY.",
     )
     model: str | None = option(None, "Name of the model on that server.")
-    max_tokens: int = option(512, "Maximum tokens of a judgement.", ge=1)
+    max_tokens: int = option(512, "Maximum tokens per judgment.", ge=1)
 
 
 class EvaluationSetConfig(RLEvalConfig):
@@ -73,12 +77,12 @@ class EvaluatedDataConfig(PairColumns, PromptColumns, shared.EndedTextConfig, sh
 
 
 class EvaluationConfig(EngineCommand, RecordedCommand):
-    """Evaluation of a checkpoint by itself."""
+    """Standalone evaluation of a checkpoint."""
 
     task: str = option(
         "pass_k",
-        "pass@k per data source; how often reward models prefer the chosen answer of a pair; or "
-        "how often the model's answers win against others.",
+        "pass_k: pass@k per data source. rm_accuracy: how often reward models prefer the chosen "
+        "answer of a pair. win_rate: how often the model's answers beat other answers.",
         choices=("pass_k", "rm_accuracy", "win_rate"),
     )
     eval: EvaluationSetConfig = EvaluationSetConfig()
@@ -95,7 +99,7 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
         return self.task != "rm_accuracy"
 
     def derived_values(self) -> dict[str, Any]:
-        """Return what follows from the flags, by path."""
+        """Return the values derived from the flags, by path."""
         shared = self.eval.n_samples_per_prompt > 1 or self.train.agent_func_path is not None
         own = self.unless_given({"data.max_len": rules.room(self)})
         return own | rules.machine_values(self) | self.engine_values(shared=shared)
@@ -106,12 +110,12 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
         yield from super().notices()
 
     def violations(self) -> Iterator[str]:
-        """Yield what is wrong with this resolved configuration."""
+        """Yield a sentence for each mistake in this resolved configuration."""
         yield from super().violations()
         reward, agent = self.reward, self.train.agent_func_path
         if self.task == "rm_accuracy":
             if not reward.scalars:
-                yield "<task> judges reward models: give --reward.model_name_or_path."
+                yield "<task> evaluates reward models: set --reward.model_name_or_path."
             yield from sampling_rules.sum_violations(reward, len(reward.models))
             return
         if self.task == "win_rate":
@@ -127,43 +131,46 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
             yield "<judge.url> is not an http(s) URL."
 
     def _win_rate_violations(self) -> Iterator[str]:
-        """Yield what is wrong with the other answers, and with what tells which is better."""
+        """Yield mistakes in the other answers and in how the better answer is determined."""
         against, judge = self.against, self.judge
         reward, agent = self.reward, self.train.agent_func_path
         if not against.model_name_or_path and not against.answer_key:
             yield (
-                "<task> needs other answers to compare with: give --against.model_name_or_path, "
-                "or name their column in the dataset with --against.answer_key."
+                "<task> needs other answers to compare with: set --against.model_name_or_path, or "
+                "set their dataset column with --against.answer_key."
             )
         if against.model_name_or_path and against.answer_key:
             yield (
-                "<task> compares with the answers of one other source: give either "
-                "--against.model_name_or_path or --against.answer_key."
+                "<task> compares with one other source of answers: set either "
+                "--against.model_name_or_path or --against.answer_key, not both."
             )
         is_rewarded = sampling_rules.is_rewarded(reward, agent)
         if judge.url and is_rewarded:
             yield (
-                "<task> decides in one way which answer is better: give either <judge.url> or "
-                "rewards."
+                "<task> needs exactly one way to decide which answer is better: set either "
+                "<judge.url> or rewards, not both."
             )
         if not judge.url and not is_rewarded:
             yield (
-                "<task> has no way to decide which answer is better: give --judge.url, or one or "
+                "<task> has no way to decide which answer is better: set --judge.url, or one or "
                 "more of --reward.remote_url, --reward.verifier, --reward.model_name_or_path and "
                 "--reward.process_model."
             )
         if agent and against.answer_key:
             yield (
-                "<against.answer_key> names answers that the agent cannot reward: compare with "
-                "--against.model_name_or_path, or leave out --train.agent_func_path."
+                "<against.answer_key> is a column of answers that the agent cannot reward: "
+                "compare with --against.model_name_or_path, or leave out --train.agent_func_path."
             )
         if judge.url and reward.on_error not in ("fail", "drop"):
-            yield "<reward.on_error> is no verdict that <judge.url> could return: use fail or drop."
+            yield (
+                "<reward.on_error> is a reward, which cannot replace a verdict of <judge.url>: "
+                "use fail or drop."
+            )
         if judge.url and not judge.model:
-            yield "<judge.url> may have several models: name one with --judge.model."
+            yield "<judge.url> may serve several models: choose one with --judge.model."
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         training = [
             "eval.steps",
             "eval.patience",

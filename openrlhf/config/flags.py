@@ -28,7 +28,7 @@ YAML_WORDS = {True: "on", False: "off"}  # the words that YAML reads as booleans
 
 @dataclass(frozen=True)
 class ValueType:
-    """The type of a flag's values: `kind` is the type of each value of a pair or a list."""
+    """The type of a flag's values: `kind` is the type of each value in a pair or list."""
 
     shape: Shape
     kind: type
@@ -36,7 +36,7 @@ class ValueType:
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound on numbers: its words, and whether a number keeps a limit."""
+    """A numeric bound: its wording in messages, and the comparison with the limit."""
 
     words: str
     holds: Callable[[float, float], bool]
@@ -72,7 +72,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError, ValueError):
-    """The user's mistakes in the flags. The message has one line for each of the `violations`."""
+    """Mistakes in the user's flags. The message has one line for each of the `violations`."""
 
     def __init__(self, violations: str | Sequence[str]) -> None:
         if isinstance(violations, str):
@@ -90,32 +90,32 @@ class Flag:
 
     path: str
     shape: Shape
-    kind: type  # of a value; of each value of a pair or a list
+    kind: type  # type of the value, or of each value in a pair or list
     optional: bool  # accepts None
     default: Any
     section: str  # the title of its section
     help: str
-    choices: Collection[str] | None = None  # may grow: plug-ins extend the tables in `choices`
+    choices: Collection[str] | None = None  # plug-ins may add choices to the tables in `choices`
     metavar: str | None = None
-    ge: float | None = None  # bounds hold for each number of a pair
+    ge: float | None = None  # bounds apply to each number in a pair
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
-    # "model" and "dataset": comma-separated paths or Hub names. "place": a path of this machine.
+    # "model" and "dataset": comma-separated paths or Hub names. "place": a path on this machine.
     holds: Literal["model", "dataset", "place"] | None = None
-    writes: str = ""  # the kind of output that the command writes to this place: `places`
-    required: bool = False  # None until it is given; `check()` asks for it
+    writes: str = ""  # the kind of output that the command writes to this path, see `places`
+    required: bool = False  # None until the user sets it; `check()` reports it if missing
     saved: bool = True  # False: left out of configuration files
     secret: bool = False  # never shown
 
     @property
     def name(self) -> str:
-        """The flag as it is typed."""
+        """The flag as typed on the command line."""
         return f"--{self.path}"
 
     @property
     def switches(self) -> dict[str, bool]:
-        """The spellings of the flag and the value that each sets if the flag is a switch.
+        """The spellings of the flag, with the value that each one sets if the flag is a switch.
 
         A switch that is on by default has a second spelling that turns it off.
         """
@@ -132,13 +132,13 @@ class Flag:
         return {name: limit for name, limit in bounds.items() if limit is not None}
 
     def allows(self, number: float) -> bool:
-        """Return whether a number is within the bounds. NaN is never within them."""
+        """Return whether a number is within the bounds. NaN never is."""
         if number != number:
             return False
         return all(BOUNDS[name].holds(number, limit) for name, limit in self.limits.items())
 
     def typed(self, value: Any) -> str:
-        """Return the words of a command line that set this value; a switch is only its name."""
+        """Return the command-line words that set this value; for a switch, only its name."""
         if self.shape == "switch":
             return self.name
         if self.secret and value is not None:
@@ -162,19 +162,20 @@ FOR_OLDER_SCRIPTS = "in any command (accepted only for older scripts)"
 class Unused:
     """Flags and sections that have no effect, and why.
 
-    In a section, the names of flags are relative to it, in `why` too: "without --rank".
+    In a section, flag names are relative to it, also in `why`: "without --rank".
     """
 
     names: Sequence[str]
     why: str
-    but: Sequence[str] = ()  # parts of these sections that do have an effect
+    but: Sequence[str] = ()  # flags in these sections that do have an effect
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Section:
-    """A base that makes frozen, keyword-only dataclasses of flags and of sections below.
+    """Base class that turns subclasses into frozen, keyword-only dataclasses of flags and
+    subsections.
 
-    The docstring heads the section in the help, and is inherited.
+    The docstring is the section's heading in the help; subclasses inherit it.
     """
 
     def __init_subclass__(cls) -> None:
@@ -187,12 +188,12 @@ class Section:
 
 
 def option(default: T, help: str, **info: Any) -> T:
-    """Declare a flag. `info`: fields of `Flag` that have a default."""
+    """Declare a flag. `info` sets optional fields of `Flag`."""
     return field(default_factory=lambda: copy(default), metadata={"help": help, **info})
 
 
 def derived(help: str, **info: Any) -> Any:
-    """Declare a flag that is None if it is not given, until `resolve()` sets it."""
+    """Declare a flag that, unless the user sets it, is None until `resolve()` derives its value."""
     return option(None, help, **info)
 
 
@@ -203,7 +204,7 @@ def required(help: str, **info: Any) -> Any:
 
 @cache
 def flags_of(root: type[Any]) -> Mapping[str, Flag]:
-    """Return all flags of a configuration class by path, in the order of declaration."""
+    """Return all flags of a configuration class by path, in declaration order."""
     return {flag.path: flag for flag in _walk(root(), "")}
 
 
@@ -227,7 +228,7 @@ def _walk(node: Any, prefix: str) -> Iterator[Flag]:
 
 
 def flags_in(config: Any) -> list[tuple[Flag, Any]]:
-    """Return the flags of a tree with their values."""
+    """Return every flag of a configuration with its value."""
     return [(flag, value_at(config, path)) for path, flag in flags_of(config.__class__).items()]
 
 
@@ -237,7 +238,7 @@ def value_at(config: Any, path: str) -> Any:
 
 
 def amend(config: T, values: Mapping[str, Any]) -> T:
-    """Return a copy of the tree with these values at their dotted paths."""
+    """Return a copy of the configuration with these values at their dotted paths."""
     changed: dict[str, Any] = {}
     for path, value in values.items():
         name, _, rest = path.partition(".")
@@ -249,27 +250,27 @@ def amend(config: T, values: Mapping[str, Any]) -> T:
 
 
 def items(text: str | None) -> list[str]:
-    """Return the parts of a comma-separated list, stripped, without empty ones."""
+    """Return the stripped, non-empty parts of a comma-separated list."""
     parts = [part.strip() for part in (text or "").split(",")]
     return [part for part in parts if part]
 
 
 def spelled_out(config: Any, sentences: Iterable[str]) -> list[str]:
-    """Return sentences with each <flag> as it is typed: <train.seed> becomes --train.seed 42."""
+    """Replace each <flag> in the sentences with the flag and its value: --train.seed 42."""
     typed = {flag.path: flag.typed(value) for flag, value in flags_in(config)}
     return [re.sub(r"<([\w.]+)>", lambda m: typed.get(m[1], m[0]), text) for text in sentences]
 
 
 def mentions(text: str, paths: Iterable[str]) -> bool:
-    """Return whether a sentence names one of these flags."""
+    """Return whether a sentence mentions one of these flags."""
     return any(re.search(rf"--{re.escape(path)}(?![\w.]*\w)", text) for path in paths)
 
 
 def convert(flag: Flag, raw: Any) -> Any:
-    """Return the value of a flag from words of the command line or from a value of a YAML file.
+    """Convert command-line words, or a value from a YAML file, to the type of a flag.
 
-    A leading ~ of a path becomes the home folder. Raises ConfigError with a sentence that names the
-    flag.
+    A leading ~ in a path is expanded to the home folder. Raises ConfigError with a message that
+    names the flag.
     """
     if raw is None and flag.optional:
         return None
@@ -277,7 +278,7 @@ def convert(flag: Flag, raw: Any) -> Any:
         case "switch":
             if isinstance(raw, bool):
                 return raw
-            raise ConfigError(f"{flag.name} is a switch: true or false, not {raw!r}.")
+            raise ConfigError(f"{flag.name} is a switch: it must be true or false, not {raw!r}.")
         case "json":
             return _json_object(flag, raw)
         case "one":
@@ -311,7 +312,7 @@ def _scalar(flag: Flag, raw: Any) -> Any:
 
 
 def _as_kind(kind: type, value: Any) -> Any:
-    """Return the value as an int, float or str; None if it has no such form."""
+    """Return the value as an int, float or str, or None if it cannot be converted."""
     if not isinstance(value, (str, int, float)):
         return None
     try:
@@ -327,10 +328,10 @@ def _unknown_choice(flag: Flag, value: Any, choices: Collection[str]) -> str:
     meant = nearest(value, choices)
     if value == "grpo" and "group_norm" in choices:
         meant = ["group_norm"]
-    sentence = f"{flag.name} takes one of {', '.join(choices)}, not {value!r}."
+    sentence = f"{flag.name} must be one of {', '.join(choices)}, not {value!r}."
     sentence += did_you_mean(meant)
     if isinstance(choices, dict):  # a table that plug-ins extend
-        sentence += " To use a name of your own, register it with --plugin FILE.py."
+        sentence += " To add your own, register it with --plugin FILE.py."
     return sentence
 
 
@@ -349,31 +350,29 @@ def _json_object(flag: Flag, raw: Any) -> dict[str, Any]:
 
 
 def text_of(flag: str, file: str) -> str:
-    """Return the text of a file that a flag names.
+    """Return the text of the file that a flag names.
 
     Raises ConfigError if the file cannot be read or is not UTF-8.
     """
     try:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{flag} {file} cannot be read as a text file in UTF-8: {error}"
-        ) from error
+        raise ConfigError(f"{flag} {file} cannot be read as a UTF-8 text file: {error}") from error
 
 
 def toml_beside(module: str, name: str = "") -> dict[str, Any]:
-    """Return the content of a TOML file in the folder of a module, which passes its `__file__`.
+    """Return the content of a TOML file next to a module; `module` is its `__file__`.
 
-    Without `name`, the file has the name of the module.
+    Without `name`, the file has the module's name.
     """
     name = name or f"{Path(module).stem}.toml"
     return tomllib.loads(Path(module).with_name(name).read_text(encoding="utf-8"))
 
 
 def tables(module: str) -> dict[str, dict[str, str]]:
-    """Return the tables of the TOML file beside a module, inverted.
+    """Return the tables of the TOML file next to a module, inverted.
 
-    A line `value = ["name", "name"]` of a table becomes an entry of each name with this value.
+    A line `value = ["name", "name"]` becomes one entry for each name, with this value.
     """
     inverted: dict[str, dict[str, str]] = {}
     for title, table in toml_beside(module).items():
@@ -386,8 +385,8 @@ def tables(module: str) -> dict[str, dict[str, str]]:
 def nearest(name: str, known: Collection[str]) -> list[str]:
     """Return at most two known names that a user may have meant.
 
-    Similar names of the same section are returned alone. Otherwise, names with the same last part
-    come first, then similar names.
+    If the name's section has similar names, only those are returned. Otherwise, names with the same
+    last part come first, then similar names.
     """
     section, _, leaf = name.rpartition(".")
     if section:
@@ -404,7 +403,7 @@ def nearest(name: str, known: Collection[str]) -> list[str]:
     similar_leaf = [path for path in known if leaves[path] in close_leaves]
     shorter_leaf = [path for path in known if leaf.endswith(f"_{leaves[path]}")]
     cutoff = 0.7
-    if len(name) < 5:  # has few letters to share, such as dop and dpo
+    if len(name) < 5:  # short names share few letters, for example dop and dpo
         cutoff = 0.6
     similar_name = difflib.get_close_matches(name, known, n=2, cutoff=cutoff)
     by_preference = [*same_leaf, *similar_leaf, *shorter_leaf, *similar_name]
@@ -412,7 +411,7 @@ def nearest(name: str, known: Collection[str]) -> list[str]:
 
 
 def did_you_mean(names: Collection[str]) -> str:
-    """Return the end of a sentence about an unknown name; empty without suggestions."""
+    """Return a suggestion to append to a message about an unknown name, or an empty string."""
     if not names:
         return ""
     return f" Did you mean {' or '.join(names)}?"
@@ -423,14 +422,14 @@ def value_violations(config: Any) -> Iterator[str]:
     for flag, resolved in flags_in(config):
         value = resolved
         if flag.default is None:
-            value = config.given.get(flag.path)  # a derived value is not the user's
+            value = config.given.get(flag.path)  # check the user's value, not the derived one
         if flag.required and value in (None, ""):
-            yield f"{flag.name} must be given. {flag.help}"
+            yield f"{flag.name} is required. {flag.help}"
         yield from _bound_violations(flag, value)
 
 
 def _bound_violations(flag: Flag, value: Any) -> Iterator[str]:
-    """Yield a sentence about the first number out of bounds in a value, if there is one."""
+    """Yield a sentence about the first number in a value that is out of bounds, if any."""
     numbers: tuple[Any, ...] = (value,)
     if isinstance(value, tuple):
         numbers = cast("tuple[Any, ...]", value)

@@ -12,17 +12,17 @@ from openrlhf.config.unsupported import refused_flags
 WIDTH, INDENT = 100, 32
 WIDEST_CHOICES = 60
 FOOTER = """
---help all lists every flag, --help WORD the flags with this word in name, description or choices.
+--help all lists every flag. --help WORD lists flags with this word in name, description or choices.
 --help_json prints a JSON schema of all flags.
-Unique beginnings of a flag and the flat names of older releases are accepted. Values come from the
-defaults, then from the file of --config, then from the flags."""
+Unique prefixes of a flag and the flat names of older releases are accepted. The file of --config
+takes precedence over the defaults, and flags take precedence over the file."""
 
 
 def help_text(root: type[Any], command: str, *, topic: str = "") -> str:
     """Return the help of a command: an overview, or the flags that a topic selects.
 
     The topic `all` selects all flags; any other topic selects the flags with this word in their
-    name, description or choices, or the flags of the method of this name, such as `dapo`.
+    name, description or choices, or the flags of the method with this name, such as `dapo`.
     """
     head = f"usage: openrlhf {command} [--config FILE.yaml] [--flag VALUE ...]\n\n{root.__doc__}"
     flags = flags_of(root)
@@ -46,7 +46,7 @@ def help_text(root: type[Any], command: str, *, topic: str = "") -> str:
 
 
 def _overview(root: type[Any]) -> Iterator[str]:
-    """Yield the required flags, a line for each section, and the flags outside sections."""
+    """Yield the required flags, one line per section, and the flags outside sections."""
     flags = flags_of(root).values()
     refused = refused_flags(root)
     defaults = root()
@@ -76,7 +76,7 @@ def _entries_by_section(flags: list[Flag], refused: set[str]) -> Iterator[str]:
 
 
 def _entry(flag: Flag, refused: set[str]) -> str:
-    """Return the lines about a flag: its spellings, and its description in a second column."""
+    """Return a flag's help lines: its spellings, and its description in a second column."""
     spellings = " | ".join(flag.switches) + _placeholders(flag)
     description = flag.help + _default(flag)
     if _has_many_choices(flag):
@@ -92,7 +92,7 @@ def _entry(flag: Flag, refused: set[str]) -> str:
 
 
 def _placeholders(flag: Flag) -> str:
-    """Return what stands for the values of a flag, with a leading space."""
+    """Return the placeholders for a flag's values, with a leading space."""
     value = flag.metavar or {int: "INT", float: "NUMBER"}.get(flag.kind, "TEXT")
     if _has_many_choices(flag):
         value = "NAME"
@@ -114,7 +114,7 @@ def _has_many_choices(flag: Flag) -> bool:
 
 
 def _default(flag: Flag) -> str:
-    """Return the default of a flag in parentheses, with a leading space."""
+    """Return a flag's default in parentheses, with a leading space."""
     if flag.shape == "switch":
         if flag.default:
             return " (on)"

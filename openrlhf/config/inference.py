@@ -1,5 +1,5 @@
-"""Configurations of `batch_inference` and `interactive_chat`, and the base of commands with engines
-that train nothing.
+"""Configurations of `batch_inference` and `interactive_chat`, and the base class of commands that
+use engines without training.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from openrlhf.config.ppo import engine_values
 from openrlhf.config.rollout import RewardConfig, RolloutConfig, SamplingConfig, VLLMConfig
 from openrlhf.config.supervised import RMDeepSpeedConfig
 
-# Flags that a command does not read if it only generates or scores.
+# Flags that commands ignore if they only generate or score.
 TRAINING_FLAGS = (
     "rollout.n_samples_per_prompt",
     "rollout.dump_dir",
@@ -34,7 +34,7 @@ TRAINING_FLAGS = (
     "ds.use_universal_ckpt",
     "ds.lora",
 )
-# Flags of answers to prompts in `batch_inference`.
+# Flags for generating answers in `batch_inference`.
 ANSWERING_FLAGS = (
     "vllm",
     "best_of_n",
@@ -49,7 +49,7 @@ ANSWERING_FLAGS = (
     "rollout.seeded",
     "rollout.repetition_penalty",
 )
-# Flags of a command's reward models.
+# Flags for running a command's reward models.
 SCORING_FLAGS = (
     "rollout.micro_batch_size",
     "rollout.max_tokens_per_gpu",
@@ -64,7 +64,7 @@ LONGEST_DEFAULT_ANSWER = 1024  # tokens
 
 
 def answer_length(room: int) -> int:
-    """Return the default of --rollout.max_new_tokens for a model with this many positions."""
+    """Return the default of --rollout.max_new_tokens for a context of `room` tokens."""
     return min(LONGEST_DEFAULT_ANSWER, room // 2 or 1)
 
 
@@ -77,7 +77,7 @@ class SampledModelConfig(shared.ModelSourceConfig):
 
 
 class EngineCommand(ModelCommand):
-    """The base of commands that use engines and train nothing."""
+    """Base class of commands that use engines without training."""
 
     model: SampledModelConfig = SampledModelConfig()
     vllm: VLLMConfig = VLLMConfig()
@@ -85,16 +85,16 @@ class EngineCommand(ModelCommand):
     train: shared.ProcessConfig = shared.ProcessConfig()
 
     def engine_values(self, *, shared: bool) -> dict[str, Any]:
-        """Return what follows for engines, by path. `shared`: samples share prefixes."""
+        """Return derived engine settings, by path. `shared`: samples share prefixes."""
         engines = engine_values(self.vllm, self.rollout, self.ds.param_dtype, shared=shared)
         return engines | {"vllm.enable_sleep": False}
 
     def engine_violations(self) -> Iterator[str]:
-        """Yield what is wrong with engines and sampling."""
+        """Yield mistakes in engines and sampling."""
         if not self.model.model_name_or_path:
-            yield "--model.model_name_or_path must be given."
+            yield "--model.model_name_or_path is required."
         if self.vllm.dtype == "fp16":
-            yield "<ds.param_dtype> is not a data type of engines: give --vllm.dtype bf16 or fp32."
+            yield "<ds.param_dtype> is not supported by engines: set --vllm.dtype to bf16 or fp32."
         yield from sampling_rules.engine_violations(self.vllm, self.rollout, self.data.max_len)
 
 
@@ -103,8 +103,8 @@ class RepetitionConfig(Section):
 
     repetition_penalty: float = option(
         1.0,
-        "Above 1: tokens that have occurred become less likely. In a chat, the default is the "
-        "value of the model's generation configuration.",
+        "Values above 1 make tokens that have already occurred less likely. In a chat, the "
+        "default comes from the model's generation configuration.",
         gt=0,
     )
 
@@ -121,19 +121,19 @@ class CsftConfig(Section):
     """Conditional fine-tuning."""
 
     enable: bool = option(
-        False, "Ask for answers with a certain reward: append csft.prompt to each prompt."
+        False, "Ask for answers with a given reward: append csft.prompt to each prompt."
     )
-    prompt: str = option("<rm_score>: 5.00", "The reward in words.")
+    prompt: str = option("<rm_score>: 5.00", "Text that states the desired reward.")
 
     @property
     def suffix(self) -> str:
-        """The text after a prompt. In training, the default of --reward_template adds it."""
+        """Text to append to a prompt. The default --reward_template adds it to training data."""
         if not self.enable:
             return ""
         return f" {self.prompt.strip()} "
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         if not self.enable:
             yield Unused(["prompt"], "without --enable")
 
@@ -141,7 +141,7 @@ class CsftConfig(Section):
 class InferenceDataConfig(shared.EndedTextConfig, shared.DatasetConfig):
     """Tokenizer and data."""
 
-    columns: ClassVar = ("input_key",)  # what is read of a row with a prompt
+    columns: ClassVar = ("input_key",)  # columns that are read from a row
     label_key: ClassVar[str | None] = None
     multiturn: ClassVar[bool] = False
     input_key: str = option("input", "Column with the prompt, text or chat.")
@@ -151,30 +151,34 @@ class InferenceDataConfig(shared.EndedTextConfig, shared.DatasetConfig):
 
 
 class BatchInferenceConfig(EngineCommand, RecordedCommand):
-    """Answers to the prompts of a dataset, or the scores of answers."""
+    """Generate answers to the prompts of a dataset, or score answers."""
 
     task: str = option(
         "generate",
-        "Answer prompts (generate_vllm is the same), or score answers with reward models.",
+        "generate, generate_vllm: answer prompts. rm: score answers with reward models.",
         choices=("generate", "generate_vllm", "rm"),
     )
     output_path: str = required(
-        "File for the results, one JSON object per line. After a kill, the same command continues "
+        "Output file, one JSON object per line. After an interruption, the same command continues "
         "it.",
         holds="place",
         writes="file",
     )
-    best_of_n: int = option(1, "Answers to each prompt.", ge=1)
+    best_of_n: int = option(1, "Number of answers per prompt.", ge=1)
     iter: int | None = option(
-        None, "Use rollout.batch_size rows, from row iter x rollout.batch_size on.", ge=0
+        None,
+        "Process only rollout.batch_size rows, starting at row iter x rollout.batch_size.",
+        ge=0,
     )
     post_processor: str = option(
         "none",
-        "Scored answers to write: all; the best of each input (rs); all, with the reward in the "
-        "input (csft); the best and the worst of each input as a pair (iter_dpo).",
+        "Scored answers to write. none: all. rs: the best for each input. csft: all, with the "
+        "reward in the input. iter_dpo: the best and the worst for each input, as a pair.",
         choices=("none", "rs", "csft", "iter_dpo"),
     )
-    reward_template: str = option("{input} <rm_score>: {reward} ", "Input with the reward in it.")
+    reward_template: str = option(
+        "{input} <rm_score>: {reward} ", "Template for an input that includes the reward."
+    )
     data: InferenceDataConfig = InferenceDataConfig(max_samples=100_000_000)
     reward: RewardConfig = RewardConfig()
     rollout: InferenceRolloutConfig = InferenceRolloutConfig(
@@ -191,9 +195,10 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
         return self.task != "rm"
 
     def derived_values(self) -> dict[str, Any]:
-        """Return what follows from the flags, by path.
+        """Return the values derived from the flags, by path.
 
-        All GPUs are used; the model is the one that scores; an answer has half the room.
+        By default, all GPUs are used, --model.model_name_or_path is also the reward model, and an
+        answer may take half of the context.
         """
         gpus, room = machine.count_gpus(), rules.room(self)
         values: dict[str, Any] = {
@@ -213,25 +218,25 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
         return own | amend(self, own).engine_values(shared=True)
 
     def violations(self) -> Iterator[str]:
-        """Yield what is wrong with this resolved configuration."""
+        """Yield a sentence for each mistake in this resolved configuration."""
         yield from super().violations()
         yield from rules.probability_violations(self, "data.dataset", "data.dataset_probs")
         if os.path.isdir(self.output_path or ""):
-            yield "<output_path> is a folder: name a file in it."
+            yield "<output_path> is a folder: pass the path of a file."
         is_complete = "{input}" in self.reward_template and "{reward}" in self.reward_template
         if self.post_processor == "csft" and not is_complete:
             yield "<reward_template> needs both {input} and {reward}."
         if self.reward.process_model:
-            yield "<reward.process_model> judges answers while they are sampled: leave it out."
+            yield "<reward.process_model> scores answers only while they are sampled: leave it out."
         if self.samples_answers:
             yield from self.engine_violations()
             return
         yield from sampling_rules.sum_violations(self.reward, len(self.reward.models))
         if not self.reward.scalars:
-            yield "<task> needs the reward model: give --reward.model_name_or_path."
+            yield "<task> needs a reward model: set --reward.model_name_or_path."
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         yield from self._unused_ever()
         if self.samples_answers:
             scoring = ["reward", "post_processor", "data.output_key", "data.space_before_eos"]
@@ -275,7 +280,7 @@ class ChatModelConfig(shared.ModelSourceConfig):
 
 
 class ChatConfig(ModelCommand):
-    """A conversation with a model."""
+    """Chat with a model."""
 
     model: ChatModelConfig = ChatModelConfig()
     data: shared.FormatConfig = shared.FormatConfig(max_len=4096)
@@ -285,29 +290,30 @@ class ChatConfig(ModelCommand):
     csft: CsftConfig = CsftConfig()
     system: str | None = option(None, "System prompt.")
     preamble: str | None = option(
-        None, "File whose text comes before the conversation.", holds="place"
+        None, "File with text to put before the conversation.", holds="place"
     )
 
     def derived_values(self) -> dict[str, Any]:
-        """Return what follows from the flags, by path.
+        """Return the values derived from the flags, by path.
 
-        A conversation fits into the model; an answer takes half of a short one.
+        By default, a conversation may fill the model's context, and an answer half of a short
+        context.
         """
         room = rules.room(self)
         values = {"data.max_len": room, "rollout.max_new_tokens": answer_length(room)}
         return self.unless_given(values)
 
     def violations(self) -> Iterator[str]:
-        """Yield what is wrong with this resolved configuration."""
+        """Yield a sentence for each mistake in this resolved configuration."""
         yield from super().violations()
         template = self.data.input_template
         if template is not None and "{}" not in template:
-            yield "<data.input_template> has no {} for the message."
+            yield "<data.input_template> has no {} placeholder for the message."
         if self.preamble and not rules.is_file(self.preamble):
             yield "<preamble> is not a file on this machine."
         yield from sampling_rules.room_violations(self.rollout, self.data.max_len)
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         yield Unused(["ds.packing_samples"], "with this command")
         yield from super().unused()

@@ -1,4 +1,4 @@
-"""Sections of RL about models, training loop and data, and the tree of all flags of RL."""
+"""RL configuration sections for models, training loop and data, and the tree of all RL flags."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from openrlhf.config.rollout import (
     unused_without,
 )
 
-# What flags need, as notices call it.
+# Requirements of flags, as worded in notices.
 CRITIC = "a critic (--algo.advantage.estimator gae)"
 FROZEN = (
     "a reference (--algo.kl.init_coef above 0, no --ds.lora.rank) or --algo.distill.teacher PATH"
@@ -31,12 +31,16 @@ REWARD_MODEL = "--reward.model_name_or_path"
 
 
 class ActorConfig(shared.GroupConfig, shared.TrainedModelConfig, shared.OptimizerConfig):
-    """The policy; also the reference."""
+    """The policy; the reference is its initial copy."""
 
     policy_loss_type: str = option("ppo", "Policy loss.", choices=choices.POLICY_LOSSES)
-    eps_clip: float = option(0.2, "Clip range of the ratio, both sides.", gt=0)
-    eps_clip_low_high: tuple[float, float] = derived("Clip below, above 1; unset: eps_clip.", ge=0)
-    dual_clip: float | None = option(None, "Bound of the loss where the advantage is < 0.", gt=1)
+    eps_clip: float = option(0.2, "Clip range of the ratio on both sides.", gt=0)
+    eps_clip_low_high: tuple[float, float] = derived(
+        "Clip ranges below and above 1; unset: eps_clip for both.", ge=0
+    )
+    dual_clip: float | None = option(
+        None, "Dual-clip bound of the loss for negative advantages.", gt=1
+    )
     entropy_coef: float | None = option(
         None, "Weight of the entropy bonus; 0: only log it; unset: do not compute it."
     )
@@ -51,34 +55,38 @@ class CriticConfig(shared.GroupConfig, shared.OptimizerConfig):
         None, "Folder or Hub name; unset: the first reward model, else the policy.", holds="model"
     )
     value_clip: float = option(0.5, "Clip range of the values.", gt=0)
-    freezing_steps: int = option(-1, "Steps that train only the critic.", ge=-1)
-    save_value_network: bool = option(False, "Export the critic at the end.")
+    freezing_steps: int = option(-1, "Number of initial steps that train only the critic.", ge=-1)
+    save_value_network: bool = option(False, "Export the critic at the end of the run.")
     adam: shared.AdamConfig = shared.AdamConfig(lr=9e-6)
 
 
 class RefConfig(shared.GroupConfig):
     """The reference policy."""
 
-    offload: bool = option(False, "Keep it in CPU memory between uses.")
+    offload: bool = option(False, "Keep the reference in CPU memory between uses.")
 
 
 class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
     """Batches, epochs, seed, placement, pipeline."""
 
-    num_episodes: int = option(1, "Epochs over the prompts.", ge=1)
-    dynamic_batch_enable: bool = option(False, "Micro-batches by tokens; implies packing.")
+    num_episodes: int = option(1, "Number of epochs over the prompts.", ge=1)
+    dynamic_batch_enable: bool = option(
+        False, "Size micro-batches by tokens instead of samples; implies packing."
+    )
     max_tokens_per_gpu: int = option(
         16192,
-        "Tokens of a dynamic micro-batch; a longer sample has its own.",
+        "Maximum tokens in a dynamic micro-batch; a longer sample gets its own.",
         ge=1,
     )
-    colocate_actor_ref: bool = option(False, "Policy and reference share devices.")
-    colocate_critic_reward: bool = option(False, "Critic and reward models share devices.")
-    colocate_all: bool = option(False, "All models and the engines share devices.")
+    colocate_actor_ref: bool = option(False, "Colocate policy and reference on the same devices.")
+    colocate_critic_reward: bool = option(
+        False, "Colocate critic and reward models on the same devices."
+    )
+    colocate_all: bool = option(False, "Colocate all models and the engines on the same devices.")
     async_enable: bool = option(False, "Generate and train at the same time.")
     async_queue_size: int = option(
         1,
-        "Maximum batches being generated or waiting, besides the one in training.",
+        "Maximum number of batches being generated or waiting, not counting the one in training.",
         ge=1,
     )
     max_staleness: int = derived(
@@ -89,13 +97,17 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
         "Publish weights during generation; unfinished samples continue with the new weights.",
     )
     max_restarts: int = option(
-        0, "Maximum restarts of the run after a worker or its own Ray died.", ge=0
+        0,
+        "Maximum restarts of the run after a worker, or a Ray instance that it started, dies.",
+        ge=0,
     )
-    publish_timeout: float = option(600.0, "Seconds to publish weights to the engines.", gt=0)
+    publish_timeout: float = option(
+        600.0, "Time limit in seconds for publishing weights to the engines.", gt=0
+    )
 
     @property
     def colocated(self) -> list[tuple[str, ...]]:
-        """Groups of roles that share devices. A run may not have all of these roles."""
+        """Groups of roles that share devices. A run may lack some of these roles."""
         if self.colocate_all:
             return [("actor", "ref", "teacher", "critic", "reward")]
         groups: list[tuple[str, ...]] = []
@@ -106,7 +118,7 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
         return groups
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         yield from super().unused()
         if not self.dynamic_batch_enable:
             yield Unused(["max_tokens_per_gpu"], "without --dynamic_batch_enable")
@@ -117,16 +129,18 @@ class RLTrainConfig(shared.ProcessConfig, shared.TrainConfig):
 
 class RLLoraConfig(shared.LoraConfig):
     publish: str = option(
-        "merged", "Weights that are sent to engines.", choices=("merged", "adapter")
+        "merged",
+        "Weights to send to the engines: merged, or only the adapter.",
+        choices=("merged", "adapter"),
     )
 
     @property
     def served_rank(self) -> int:
-        """The rank of the adapter that engines are sent; 0 if they are sent whole weights."""
+        """The rank of the adapter that is sent to engines; 0 if full weights are sent."""
         return self.rank if self.publish == "adapter" else 0
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         yield from super().unused()
         if not self.rank:
             yield Unused(["publish"], "without --rank")
@@ -141,11 +155,11 @@ class RLDeepSpeedConfig(shared.LMDeepSpeedConfig):
 
     @property
     def sleeps(self) -> bool:
-        """True if the training state waits in CPU memory between updates."""
+        """True if the training state is kept in CPU memory between updates."""
         return self.enable_sleep and not self.adam_offload
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         yield from super().unused()
         if self.adam_offload:
             yield Unused(["enable_sleep"], "with --adam_offload")
@@ -155,16 +169,18 @@ class RLDataConfig(PromptConfig, shared.DataConfig):
     """Tokenizer and prompts."""
 
     image_key: str = option("images", "Column with images.")
-    max_images_per_prompt: int = option(0, "Maximum images of a prompt; 0: text only.", ge=0)
+    max_images_per_prompt: int = option(
+        0, "Maximum number of images per prompt; 0: text only.", ge=0
+    )
 
 
 class RLEvalConfig(shared.EvalConfig):
     temperature: float = option(0.6, "Temperature; 0: greedy.", ge=0, le=2)
     n_samples_per_prompt: int = option(4, "Responses per prompt: the k of pass@k.", ge=1)
-    at_start: bool = option(False, "Evaluate before the first step too.")
+    at_start: bool = option(False, "Also evaluate before the first step.")
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         yield from super().unused()
         if not self.dataset:
             yield Unused(["temperature", "n_samples_per_prompt", "at_start"], "without --dataset")
@@ -194,17 +210,19 @@ class RLFlags(Root):
 
     @property
     def keeps_best(self) -> bool:
-        """True if the checkpoint of the best evaluation is kept. The default metric is pass@1."""
+        """True if the checkpoint with the best evaluation result is kept. The default metric is
+        pass@1.
+        """
         return bool(self.eval.dataset) and self.ckpt.best_metric_key != "none"
 
     def idle_places(self) -> set[str]:
-        """Return all folders of models if nothing is trained."""
+        """Return all model and checkpoint folders if nothing is trained."""
         if self.rollout.only:
             return {"ckpt.path", "ckpt.output_dir"}
         return super().idle_places()
 
     def further_places(self) -> list[tuple[str, str, str]]:
-        """Return the folder of the critic, if the run writes it."""
+        """Return the critic's output folder if the run writes it."""
         exports = self.estimator.needs_critic and self.critic.save_value_network
         if self.rollout.only or not exports:
             return []
@@ -213,7 +231,7 @@ class RLFlags(Root):
 
     @property
     def samples(self) -> int:
-        """The number of samples of an iteration."""
+        """The number of samples per iteration."""
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt
 
     def updates_of(self, prompts: int) -> int:
@@ -222,9 +240,10 @@ class RLFlags(Root):
         return self.train.max_epochs * math.ceil(samples / self.train.batch_size)
 
     def step_sizes(self, prompts: int) -> list[int]:
-        """Return the number of prompts of each step of the run, if no prompt is filtered.
+        """Return the number of prompts in each step of the run, assuming that no prompt is
+        filtered.
 
-        Asynchronous steps may reach into the next epoch.
+        An asynchronous step may span two epochs.
         """
         size, epochs = self.rollout.batch_size, self.train.num_episodes
         if self.train.async_enable:
@@ -238,7 +257,9 @@ class RLFlags(Root):
 
     @property
     def has_reference(self) -> bool:
-        """True if a reference is loaded. With adapters it is the policy without them."""
+        """True if a separate reference is loaded. With adapters, the reference is the policy
+        without them.
+        """
         return self.algo.kl.init_coef > 0 and not self.ds.lora.rank
 
     @property
@@ -248,37 +269,37 @@ class RLFlags(Root):
 
     @property
     def hybrid(self) -> bool:
-        """True if the engines are on the devices of the models."""
+        """True if the engines share devices with the models."""
         return self.train.colocate_all and not self.train.async_enable
 
     @property
     def actor_ranks(self) -> int:
-        """The number of processes of the policy."""
+        """The number of policy processes."""
         return self.actor.num_nodes * self.actor.num_gpus_per_node
 
     @property
     def data_slices(self) -> int:
-        """The number of parts into which the processes of the policy divide a batch."""
+        """The number of slices into which the policy processes divide a batch."""
         return self.ds.data_slices(self.actor_ranks)
 
     @property
     def estimator(self) -> choices.EstimatorTraits:
-        """The properties of the advantage estimator."""
+        """Traits of the advantage estimator."""
         return self.algo.advantage.traits
 
     @property
     def remote_teacher(self) -> str | None:
-        """The name of the teacher, if it is one of the remote engines."""
+        """The teacher's name if it is one of the remote engines."""
         teacher = self.algo.distill.teacher
         return teacher if teacher in dict(self.rollout.named_engines) else None
 
     @property
     def local_teacher(self) -> str | None:
-        """The folder or Hub name of the teacher, if it is loaded here."""
+        """The teacher's folder or Hub name if this run loads it."""
         return None if self.remote_teacher else self.algo.distill.teacher
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         if self.rollout.only:
             yield from self._unused_without_training()
         if self.rollout.replay_dir:

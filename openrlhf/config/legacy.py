@@ -1,7 +1,6 @@
-"""Translation of flat names and old values of earlier releases to today's flags, with a notice.
+"""Translation of flag names and values from earlier releases to current flags, with a notice.
 
-The tables are in `legacy.toml` and serve all commands: each command uses the entries whose flags it
-has.
+All commands share the tables in `legacy.toml`. Each command uses the entries for its own flags.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,25 +13,26 @@ NAMES, RL_NAMES, ELSEWHERE = TABLES["names"], TABLES["rl_names"], TABLES["elsewh
 MOVED = TABLES["moved"]
 SWITCHES, IGNORED, REMOVED = TABLES["switches"], TABLES["ignored"], TABLES["removed"]
 CRITIC_FLAGS = ("algo.advantage.lambd", "critic.value_clip")
-OLD_LENGTHS = ("prompt_max_len", "generate_max_len")  # 1024 if not given
-MOST_RENAMES = 3  # in one notice
+OLD_LENGTHS = ("prompt_max_len", "generate_max_len")  # default: 1024 tokens each
+MOST_RENAMES = 3  # old names listed in one notice
 Group = tuple[str, list[str]]  # a flag as typed, without dashes, and the words after it
 
 
 @dataclass(kw_only=True)
 class Translation:
-    """A command line with today's names, and what to tell the user about old ones."""
+    """A command line with current flag names, and the messages about old names."""
 
     groups: list[Group] = field(default_factory=list[Group])
     notices: list[str] = field(default_factory=list[str])
     violations: list[str] = field(default_factory=list[str])
-    renamed: dict[str, str] = field(default_factory=dict[str, str])  # by old name, as typed today
+    # the current spelling of each old name
+    renamed: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def aliases(
     flags: Mapping[str, Flag], more: Mapping[str, str] | None = None
 ) -> dict[str, list[str]]:
-    """Return the flags that take the values of each old name and of each name in `more`."""
+    """Map each old name, and each name in `more`, to the flags that take its value."""
     names = dict(NAMES)
     if "algo.advantage.estimator" in flags:
         names |= RL_NAMES
@@ -81,7 +81,7 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
 
 def _rename(name: str, words: list[str], targets: list[str], result: Translation) -> None:
     if name == "vllm_is_truncated_threshold" and len(words) == 1:
-        words = ["0", *words]  # it was an upper bound once
+        words = ["0", *words]  # the old flag was only an upper bound
     for target in targets:
         result.groups.append((target, words))
     result.renamed[name] = " and ".join(f"--{target}" for target in targets)
@@ -90,7 +90,7 @@ def _rename(name: str, words: list[str], targets: list[str], result: Translation
 def _replace_switch(
     name: str, words: list[str], flags: Mapping[str, Flag], result: Translation
 ) -> None:
-    """Replace an old switch, or an old name with its old value, by the flag and value it meant."""
+    """Replace an old switch, or an old name and value, with the current flag and value."""
     path, _, value = SWITCHES.get(name, "").partition(" ")
     if name not in IGNORED and path not in flags:
         result.groups.append((name, words))
@@ -106,7 +106,7 @@ def _replace_switch(
 
 def _moved_defaults(typed: Mapping[str, Sequence[str]], flags: Mapping[str, Flag]) -> list[str]:
     """Return one sentence about omitted flags whose defaults have changed since older releases."""
-    if "config" in typed:  # a file may set them
+    if "config" in typed:  # the file may set these flags
         return []
     has_critic = typed.get("algo.advantage.estimator", ["gae"]) == ["gae"]
     changed: list[str] = []
@@ -127,7 +127,7 @@ def _moved_defaults(typed: Mapping[str, Sequence[str]], flags: Mapping[str, Flag
 
 
 def _renames(renamed: Mapping[str, str], flags: Mapping[str, Flag]) -> str:
-    """Return one sentence about all old names."""
+    """Return one sentence that lists the old names."""
     if len(renamed) <= MOST_RENAMES:
         return "; ".join(f"--{old} is now {new}" for old, new in renamed.items()) + "."
     named = ", ".join(f"--{old}" for old in list(renamed)[:MOST_RENAMES])
@@ -135,15 +135,15 @@ def _renames(renamed: Mapping[str, str], flags: Mapping[str, Flag]) -> str:
     if "run.dir" in flags:
         where = "config.yaml in the run folder has"
     return (
-        f"{len(renamed)} flags have the names of older releases ({named}, ...): {where} today's "
-        "names."
+        f"{len(renamed)} flags have names from older releases ({named}, ...): {where} the "
+        "current names."
     )
 
 
 def takes_no_value(name: str, words: Sequence[str], path: str = "") -> str:
-    """Return the sentence about a switch with words after it.
+    """Return the message about a switch that is followed by words.
 
-    `path`: the flag of today that takes the value, if any.
+    `path`: the current flag that takes the value, if any.
     """
     instead = f"leave {' '.join(words)} out"
     if path:
@@ -152,7 +152,7 @@ def takes_no_value(name: str, words: Sequence[str], path: str = "") -> str:
 
 
 def _translate_lengths(lengths: Mapping[str, str], new_tokens: str, result: Translation) -> None:
-    """Replace the old lengths of prompt and response by today's flags.
+    """Replace the old prompt and response lengths with current flags.
 
     `new_tokens` is the value of --rollout.max_new_tokens, or empty.
     """
@@ -162,10 +162,10 @@ def _translate_lengths(lengths: Mapping[str, str], new_tokens: str, result: Tran
     if wrong:
         return
     prompt, response = (int(lengths.get(name, "1024")) for name in OLD_LENGTHS)
-    if new_tokens.isdigit():  # otherwise --rollout.max_new_tokens reports the mistake
+    if new_tokens.isdigit():  # otherwise --rollout.max_new_tokens is reported as invalid
         response = int(new_tokens)
     total = prompt + response
-    # Today's flags come later on the command line, and win.
+    # Current flags come later on the command line and take precedence.
     result.groups[:0] = [
         ("data.max_len", [str(total)]),
         ("rollout.max_new_tokens", [str(response)]),

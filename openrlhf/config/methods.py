@@ -1,4 +1,4 @@
-"""Named methods that are sets of flags here, such as GRPO. docs/algorithms.md has their papers."""
+"""Methods that are sets of flags, such as GRPO. docs/algorithms.md cites their papers."""
 
 import re
 
@@ -36,7 +36,9 @@ OTHER_NAMES = {
 
 
 def command_of_method(name: str) -> str | None:
-    """Return the command and flags of a method such as `grpo` or `train_grpo_ray`, or None."""
+    """Return the command and flags of a method such as `grpo` or `train_grpo_ray`, or None if
+    unknown.
+    """
     method = re.sub(r"[-. ]", "_", name.lower()).removeprefix("train_")
     method = method.removesuffix("_ray").removesuffix("_trainer")
     method = OTHER_NAMES.get(method, method)

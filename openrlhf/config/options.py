@@ -34,8 +34,8 @@ from openrlhf.reporting import notice, say
 
 MOST_HINTS = 4
 ARITY = {"one": "one value", "json": "one value", "pair": "two values"}
-# Flags that may differ between two starts of a run without a notice: logging, devices, processes,
-# time limits.
+# Flags that may change without a notice when a run resumes: logging, devices, processes, time
+# limits.
 FREE_TO_CHANGE = (
     "run.*",
     "logger.*",
@@ -71,10 +71,10 @@ R = TypeVar("R", bound=Command)
 
 
 def parse_config(root: type[R], argv: Sequence[str], *, command: str) -> R:
-    """Return the resolved and checked configuration of a command line.
+    """Parse a command line into a resolved and checked configuration.
 
-    The first process of a launcher prints notices to stderr. `--help` prints the help and exits,
-    and `--help_json` the JSON schema. Raises ConfigError.
+    Rank 0 prints notices to stderr. `--help` prints the help and exits; `--help_json` prints the
+    JSON schema and exits. Raises ConfigError.
     """
     for place, word in enumerate(argv):
         if word in ("-h", "--help"):
@@ -87,7 +87,7 @@ def parse_config(root: type[R], argv: Sequence[str], *, command: str) -> R:
     config, notices = amend(root(), {**reader.given, "given": reader.given}).resolve(
         command=command
     )
-    # A violation that follows from another mistake would only mislead.
+    # A violation that another mistake causes would be misleading.
     broken = [text for text in config.check() if not mentions(text, reader.doubtful)]
     violations = [*reader.problems, *broken]
     notice(*reader.notices)
@@ -98,9 +98,10 @@ def parse_config(root: type[R], argv: Sequence[str], *, command: str) -> R:
 
 
 class Reader:
-    """The values that one command line and its file give, with notices and mistakes.
+    """Values from a command line and its configuration file, with notices and mistakes.
 
-    `doubtful` has the flags with a wrong value, and those that an unknown name may have meant.
+    `doubtful` has the flags with an invalid value and the flags that an unknown name may have
+    meant.
     """
 
     def __init__(self, root: type[Any], command: str) -> None:
@@ -115,7 +116,7 @@ class Reader:
         self.doubtful: set[str] = set()
 
     def read(self, argv: Sequence[str]) -> Self:
-        """Read a command line and its file, and load plug-ins. Flags win over the file.
+        """Read a command line and its file, and load plug-ins. Flags take precedence over the file.
 
         Sets `given` (without defaults), `notices` and `problems`.
         """
@@ -130,7 +131,7 @@ class Reader:
             elif name:
                 self._take(name, words, typed)
             else:
-                self.problems.append(f"{' '.join(words)} follows no flag that takes it.")
+                self.problems.append(f"{' '.join(words)} does not follow a flag that accepts it.")
         written: dict[str, Any] = {}
         if file:
             written = self.read_yaml(file)
@@ -149,13 +150,15 @@ class Reader:
         return self
 
     def _convert(self, flag: Flag, value: Any, source: str) -> None:
-        """Set the value of a flag in `given`. `source`: the file with the value, for messages."""
+        """Set the value of a flag in `given`. `source`: the file that has the value, for
+        messages.
+        """
         if value is None and flag.default in (None, ()):
-            return  # null in a file: not given
+            return  # null in a file means not given
         try:
             if is_hidden(value):
                 raise ConfigError(
-                    f"{flag.name} {hide(value)} contains a masked secret: give {flag.name} on the "
+                    f"{flag.name} {hide(value)} contains a masked secret: pass {flag.name} on the "
                     "command line."
                 )
             self.given[flag.path] = convert(flag, value)
@@ -164,7 +167,7 @@ class Reader:
             self.doubtful.add(flag.path)
 
     def _take(self, name: str, words: list[str], typed: dict[str, Any]) -> None:
-        """Add the words after a flag, or after the unique beginning of a flag, to `typed`."""
+        """Add the words after a flag, which may be abbreviated to a unique prefix, to `typed`."""
         candidates = [name]
         if name not in self.by_spelling:
             candidates = [spelling for spelling in self.by_spelling if spelling.startswith(name)]
@@ -192,7 +195,7 @@ class Reader:
                 self.doubtful.add(flag.path)
 
     def _unknown(self, name: str) -> str:
-        """Return the sentence about an unknown flag, with the flags that the user may have meant.
+        """Return the message about an unknown flag, with the flags that the user may have meant.
 
         `name` is as the user wrote it: with -- on a command line, without in a file.
         """
@@ -215,28 +218,31 @@ class Reader:
         return f"{self.command} has no flag {name}.{hint}"
 
     def _refuse_resolved(self, file: Path) -> None:
-        """Refuse the file of a run folder that also has derived values."""
+        """Refuse the file in a run folder that also contains derived values."""
         if file.name == "config_resolved.yaml":
             self.problems.append(
-                f"--config {file} also has derived values: give config.yaml beside it."
+                f"--config {file} also contains derived values: use config.yaml from the same "
+                "folder."
             )
 
     def _drop_own_folder(self, file: Path) -> None:
-        """Drop the `run.dir` of a file in that folder, which is that of an earlier run."""
+        """Drop the file's `run.dir` if it is the folder of the file, which belongs to an earlier
+        run.
+        """
         folder = self.given.get("run.dir")
         if folder and Path(folder).resolve() == file.resolve().parent:
             del self.given["run.dir"]
             self.notices.append(
-                f"--run.dir {folder} belongs to the run that wrote {file}: this run has a folder "
-                "of its own."
+                f"--run.dir {folder} belongs to the run that wrote {file}: this run gets its own "
+                "folder."
             )
 
     def read_yaml(self, file: str) -> dict[str, Any]:
-        """Return the values of a file by path. Its keys may be nested or dotted.
+        """Return a file's values by flag path. Its keys may be nested or dotted.
 
         Raises ConfigError if the file cannot be read.
         """
-        import yaml  # takes time, and only runs with a file need it
+        import yaml  # slow to import and needed only with a configuration file
 
         try:
             content: Any = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
@@ -244,7 +250,7 @@ class Reader:
             raise ConfigError(f"--config {file} cannot be read: {error}") from error
         if not isinstance(content, dict | None):
             raise ConfigError(
-                f"--config {file} holds a {type(content).__name__}, not names and values."
+                f"--config {file} contains a {type(content).__name__}, not names and values."
             )
         values: dict[str, Any] = {}
         for path, value in leaves(cast("dict[Any, Any]", content or {}), self.flags, ""):
@@ -258,14 +264,14 @@ class Reader:
 
 
 def load_plugins_named_in(argv: Sequence[str]) -> None:
-    """Load the plug-ins that a command line and its file name. Other flags are not checked."""
+    """Load the plug-ins listed on a command line and in its file. Other flags are not checked."""
     Reader(Command, "").read(argv)
 
 
 def _split_at_flags(argv: Iterable[str]) -> list[Group]:
-    """Return each flag with the words after it. Words before the first flag have the name "".
+    """Return each flag with the words after it. Words before the first flag get the name "".
 
-    Old names may have one dash: -pretrain.
+    Old names may have a single dash: -pretrain.
     """
     groups: list[Group] = [("", [])]
     for word in argv:
@@ -296,12 +302,12 @@ def leaves(
 
 
 def dump_yaml(config: Command, *, given_only: bool = False) -> str:
-    """Return the configuration as YAML: all values in effect, or only what the user gave.
+    """Return the configuration as YAML: all values in effect, or only those that the user set.
 
-    `--config` reads what the user gave. Flags of one launch (`--dry_run`, `--local_rank`) and the
-    W&B key are left out. Secrets in URLs are masked.
+    `--config` accepts only the latter. Per-launch flags (`--dry_run`, `--local_rank`) and the W&B
+    key are left out. Secrets in URLs are masked.
     """
-    import yaml  # takes time, and only runs that write a file need it
+    import yaml  # slow to import and needed only to write or compare files
 
     tree: dict[str, Any] = {}
     for flag, value in flags_in(config):
@@ -323,10 +329,10 @@ def dump_yaml(config: Command, *, given_only: bool = False) -> str:
 def changed_flags(before: str, config: Command) -> list[str]:
     """Return the flags whose values differ from those in an earlier `dump_yaml`, with both values.
 
-    Flags of output places, flags that match `FREE_TO_CHANGE`, and flags that only one release has
+    Output paths, flags that match `FREE_TO_CHANGE`, and flags that only one of the two releases has
     are left out.
     """
-    import yaml  # takes time, and only runs that write a file need it
+    import yaml  # slow to import and needed only to write or compare files
 
     flags = flags_of(config.__class__)
     try:

@@ -12,23 +12,25 @@ from openrlhf.config.flags import Section, Unused, derived, option, required
 
 
 class PipelineRunConfig(Section):
-    """Folder of the pipeline."""
+    """Pipeline folder."""
 
     dir: str = derived(
-        "Folder of all stages; unset: ./runs/<name of the file>, followed by --settings.",
+        "Folder for all stages; unset: ./runs/<file name>, followed by --settings.",
         holds="place",
         writes="stages",
     )
 
 
 class PipelineConfig(Command):
-    """Stages in a file, one after the other."""
+    """Run the stages in a file one after another."""
 
     file: str = required(
-        "YAML file with the stages; may also be the first word.", metavar="FILE.yaml", holds="place"
+        "YAML file with the stages; may also be given as the first argument.",
+        metavar="FILE.yaml",
+        holds="place",
     )
     settings: str = option("", "Name of the settings to use; unset: the first in the YAML.")
-    dry_run: bool = option(False, "Check everything, show what would run, and stop.", saved=False)
+    dry_run: bool = option(False, "Check everything, show what would run, and exit.", saved=False)
     run: PipelineRunConfig = PipelineRunConfig()
 
     def derived_values(self) -> dict[str, Any]:
@@ -39,11 +41,11 @@ class PipelineConfig(Command):
         return {"run.dir": self.run.dir or f"./runs/{name}"}
 
     def violations(self) -> Iterator[str]:
-        """Yield what is wrong with this resolved configuration."""
+        """Yield a sentence for each mistake in this resolved configuration."""
         yield from super().violations()
         if self.file and not os.path.isfile(self.file):
             yield "<file> is not a file on this machine."
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         yield Unused(["plugin"], "with this command")

@@ -1,6 +1,6 @@
-"""Outputs of a command, and the check that they overwrite nothing that the command reads.
+"""Outputs of a command, and the check that they do not overwrite its inputs.
 
-The field `writes` of a flag is the kind of output in its folder or file.
+A flag's `writes` field is the kind of output in its folder or file.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ OWNED = {
         "wandb",
         "earlier",
     ),
-    "stages": (),  # the file of the pipeline names them
-    "events": (),  # TensorBoard adds files
+    "stages": (),  # listed in the pipeline's YAML file
+    "events": (),  # TensorBoard only adds files
 }
 # Suffixes of the files that belong to an output file.
 FILE_SUFFIXES = ("", ".part", ".request", ".new")
@@ -60,7 +60,7 @@ FILE_SUFFIXES = ("", ".part", ".request", ".new")
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """A folder or file that a command writes. `named`: its flag and value as they are typed."""
+    """A folder or file that a command writes. `named`: its flag and value as typed."""
 
     named: str
     path: str
@@ -68,12 +68,12 @@ class Output:
 
     @property
     def is_file(self) -> bool:
-        """Whether the output is a file."""
+        """True if the output is a file."""
         return self.kind == "file"
 
     @property
     def real(self) -> str:
-        """The path without links."""
+        """The path with symbolic links resolved."""
         return os.path.realpath(self.path)
 
     def changes(self, path: str) -> bool:
@@ -89,7 +89,7 @@ class Output:
         return any(fnmatch(inside[0], pattern) for pattern in OWNED[self.kind])
 
     def lies_in(self, folder: str) -> bool:
-        """Return whether the output is this folder of data or inside it."""
+        """Return whether the output is this data folder or inside it."""
         data = os.path.realpath(folder)
         if not os.path.isdir(data):
             return False
@@ -98,7 +98,7 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """A model, data or a file that a command reads, and the flag that names it."""
+    """A model, dataset or file that a command reads, and the flag that names it."""
 
     flag: Flag
     path: str
@@ -115,7 +115,7 @@ def outputs(config: Any) -> Iterator[Output]:
 
 
 def inputs(config: Any) -> list[Input]:
-    """Return the models, data and files that a command reads. Each appears once."""
+    """Return the models, datasets and files that a command reads, without duplicates."""
     found: dict[str, Input] = {}
     for flag, value in flags_in(config):
         if not flag.holds or flag.writes:
@@ -141,9 +141,7 @@ def _input_paths(flag: Flag, given: Any, resolved: Any) -> list[str]:
 
 
 def overwriting(config: Any) -> Iterator[str]:
-    """Yield a violation for each output that would overwrite an input of the command, or a file of
-    another output.
-    """
+    """Yield a violation for each output that would overwrite an input or another output's file."""
     written, read = list(outputs(config)), inputs(config)
     for output in written:
         for source in read:
@@ -161,12 +159,13 @@ def overwriting(config: Any) -> Iterator[str]:
         for other in written:
             if output.is_file and not other.is_file and other.changes(output.path):
                 yield (
-                    f"{output.named} has the name of a file of {other.named}: choose another name."
+                    f"{output.named} conflicts with a file that the command writes to "
+                    f"{other.named}: choose another name."
                 )
 
 
 def model_in(folder: str) -> str | None:
-    """Describe the model or adapter in a folder in a few words; None without one."""
+    """Briefly describe the model or adapter in a folder, or return None if there is none."""
     for name in ("adapter_config.json", "config.json"):
         file = Path(folder, name)
         if not file.is_file():

@@ -1,4 +1,4 @@
-"""Import of plug-ins, once per process: files of `--plugin`, and entry points of packages."""
+"""Plug-in loading, once per process: `--plugin` files and entry points of installed packages."""
 
 import importlib.util
 import sys
@@ -13,12 +13,12 @@ from openrlhf.config.flags import ConfigError
 
 
 def load_plugins(paths: Sequence[str]) -> None:
-    """Import the files, and the entry points `openrlhf.plugins` of installed packages.
+    """Import plug-in files, and the `openrlhf.plugins` entry points of installed packages.
 
-    The names that they register become choices of their flags. In the tables of `choices`, a
-    plug-in may set further traits of a name, such as the clip range of a policy loss. A file that
-    this process has imported before is not imported again. Raises ConfigError, with the error of
-    the plug-in, if a plug-in cannot be imported.
+    The names that they register become valid choices for their flags. A plug-in may also set traits
+    of a name in the tables of `choices`, such as the clip range of a policy loss. Files that this
+    process has already imported are skipped. Raises ConfigError with the plug-in's error if an
+    import fails.
     """
     _load_installed()
     for path in paths:
@@ -34,7 +34,7 @@ def _load_installed() -> None:
         package = "unknown"
         if entry.dist:
             package = entry.dist.name
-        plugin = f"the installed package {package}, as the plug-in {entry.name} = {entry.value},"
+        plugin = f"The plug-in {entry.name} = {entry.value} of the installed package {package}"
         with _failures(plugin, module=entry.module):
             entry.load()
 
@@ -42,16 +42,16 @@ def _load_installed() -> None:
 def _load_file(file: Path, name: str, path: str) -> None:
     spec = importlib.util.spec_from_file_location(name, file)
     if not file.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(f"--plugin {path} is not a Python file that can be read.")
+        raise ConfigError(f"--plugin {path} is not a readable Python file.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickles of the file need it
+    sys.modules[name] = module  # the file's dataclasses and pickles need it
     with _failures(f"--plugin {path}", module=name):
         spec.loader.exec_module(module)
 
 
 @contextmanager
 def _failures(plugin: str, *, module: str) -> Generator[None, None, None]:
-    """Put the name of the plug-in before an error in the block; forget the module that failed."""
+    """Raise an error in the block with the plug-in's name, and unload the failed module."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Configuration of RL, and the values that follow from its flags."""
+"""RL configuration and the values derived from its flags."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from openrlhf.config.training_rules import held_out_notices
 
 
 def group_sizes(config: RLFlags) -> dict[str, Any]:
-    """Return the sizes of roles that follow from this machine, by path.
+    """Return the role sizes that depend on this machine, by path.
 
-    A role that shares the devices of another has the same size.
+    Roles that share devices have the same size.
     """
     sizes = rules.machine_values(config)
     for owner, *others in config.train.colocated:
@@ -36,7 +36,7 @@ def _sizes_of_owner(
 
 
 def learning_values(config: RLFlags) -> dict[str, Any]:
-    """Return what follows for rewards, critic and losses, by path."""
+    """Return derived settings of rewards, critic and losses, by path."""
     own = clip_values(config)
     if config.algo.advantage.is_correction_enable:
         own |= ppo_rules.correction_preset(config)
@@ -55,7 +55,7 @@ def learning_values(config: RLFlags) -> dict[str, Any]:
 
 
 def clip_values(config: RLFlags) -> dict[str, Any]:
-    """Return the clip range and the aggregation that belong to the policy loss, by path."""
+    """Return the policy loss's default clip range and aggregation, by path."""
     loss, eps_clip = choices.POLICY_LOSSES[config.actor.policy_loss_type], config.actor.eps_clip
     clip = (eps_clip, eps_clip)
     if loss.clip and "actor.eps_clip" not in config.given:
@@ -64,7 +64,7 @@ def clip_values(config: RLFlags) -> dict[str, Any]:
 
 
 def critic_source(config: RLFlags) -> str:
-    """Return the model from which the critic starts."""
+    """Return the model that the critic is initialized from."""
     if config.critic.model_name_or_path:
         return config.critic.model_name_or_path
     for reward_model in config.reward.scalars:
@@ -73,7 +73,7 @@ def critic_source(config: RLFlags) -> str:
 
 
 def rollout_values(config: RLFlags) -> dict[str, Any]:
-    """Return what follows for engines, sampling and micro-batches, by path."""
+    """Return derived settings of engines, sampling and micro-batches, by path."""
     train, rollout, vllm = config.train, config.rollout, config.vllm
     shared = rollout.n_samples_per_prompt > 1 or train.agent_func_path is not None
     values = engine_values(vllm, rollout, config.ds.param_dtype, shared=shared)
@@ -89,7 +89,7 @@ def rollout_values(config: RLFlags) -> dict[str, Any]:
 def engine_values(
     vllm: VLLMConfig, rollout: RolloutConfig, param_dtype: str, *, shared: bool
 ) -> dict[str, Any]:
-    """Return what follows for engines in RL and evaluation, by path.
+    """Return derived engine settings for RL and evaluation, by path.
 
     `shared`: samples share prefixes.
     """
@@ -99,7 +99,7 @@ def engine_values(
     if seeded == "auto":
         seeded = "on"
         if machine.count_gpus():
-            seeded = "off"  # on GPUs seeds cost time and are not exact
+            seeded = "off"  # on GPUs, seeded sampling is slower and not exactly reproducible
     if sync_backend == "nccl" and not machine.count_gpus():
         sync_backend = "gloo"
     caches = vllm.enable_prefix_caching or shared
@@ -115,13 +115,13 @@ def engine_values(
 
 class PPOConfig(RLFlags):
     def resolve(self, *, command: str) -> tuple[Self, list[str]]:
-        """Resolve as every command does. The GPUs are those of --placement.cluster, if given."""
+        """Resolve as every command does, with the GPUs of --placement.cluster if it is set."""
         if gpus := sum(machine.declared_machines(self.placement.cluster or "")):
             machine.cluster_gpus = gpus
         return super().resolve(command=command)
 
     def derived_values(self) -> dict[str, Any]:
-        """Return what follows from the flags of RL, by path."""
+        """Return the values derived from the RL flags, by path."""
         return group_sizes(self) | learning_values(self) | rollout_values(self)
 
     def notices(self) -> Iterator[str]:
@@ -131,6 +131,6 @@ class PPOConfig(RLFlags):
         yield from super().notices()
 
     def violations(self) -> Iterator[str]:
-        """Yield what is wrong with this resolved configuration."""
+        """Yield a sentence for each mistake in this resolved configuration."""
         yield from super().violations()
         yield from ppo_rules.violations(self)

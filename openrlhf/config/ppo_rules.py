@@ -1,4 +1,4 @@
-"""Rules of RL by topic; `rules` says what a rule is."""
+"""RL rules by topic. `rules` defines what a rule is."""
 
 import os
 from collections.abc import Iterator
@@ -15,11 +15,13 @@ RANGES = (
     "algo.correction.band",
     "reward.clip_range",
 )
-LARGEST_SERVED_RANK = 512  # of vLLM
+LARGEST_SERVED_RANK = 512  # the maximum in vLLM
 
 
 def correction_preset(config: RLFlags) -> dict[str, Any]:
-    """Return what `is_correction_type` and `is_correction_threshold` stand for, by path."""
+    """Return the settings that `is_correction_type` and `is_correction_threshold` select, by
+    path.
+    """
     advantage = config.algo.advantage
     level, mode = choices.CORRECTIONS[advantage.is_correction_type]
     axes = {"level": level, "mode": mode, "band": advantage.is_correction_threshold}
@@ -27,7 +29,7 @@ def correction_preset(config: RLFlags) -> dict[str, Any]:
 
 
 def violations(config: RLFlags) -> Iterator[str]:
-    """Yield everything that is wrong with a configuration of RL."""
+    """Yield every mistake in an RL configuration."""
     yield from training_rules.router_violations(config.actor, "actor")
     yield from reward_violations(config)
     yield from estimator_violations(config)
@@ -42,7 +44,7 @@ def violations(config: RLFlags) -> Iterator[str]:
 
 
 def reward_violations(config: RLFlags) -> Iterator[str]:
-    """Yield what is wrong with rewards and teachers."""
+    """Yield mistakes in rewards and teachers."""
     reward, agent, teacher = config.reward, config.train.agent_func_path, config.algo.distill
     taught = teacher.teacher or config.rollout.replay_dir
     if not taught and not sampling_rules.is_rewarded(reward, agent):
@@ -52,124 +54,127 @@ def reward_violations(config: RLFlags) -> Iterator[str]:
         yield from sampling_rules.label_violations(reward, config.data.label_key)
     if teacher.teacher and not teacher.coef:
         yield (
-            "With <algo.distill.coef> the teacher of --algo.distill.teacher has no influence: "
-            "raise the coefficient, or leave out both flags."
+            "With <algo.distill.coef>, --algo.distill.teacher has no effect: raise the "
+            "coefficient or leave out both flags."
         )
     if config.remote_teacher and config.rollout.temperature != 1:
         yield (
-            "<rollout.temperature> differs from the temperature of <algo.distill.teacher>, a "
-            "server that returns log-probabilities at 1 only: use 1, or load the teacher here "
-            "with --algo.distill.teacher PATH."
+            "<rollout.temperature> cannot be combined with the server <algo.distill.teacher>, "
+            "which returns log-probabilities only at temperature 1: use 1, or load the teacher in "
+            "this run with --algo.distill.teacher PATH."
         )
     longest = config.rollout.max_new_tokens or config.data.max_len
     if reward.overlong_buffer_len and reward.overlong_buffer_len > longest:
         yield (
-            f"<reward.overlong_buffer_len> is more than the longest response, {longest} tokens "
-            "(--rollout.max_new_tokens, else --data.max_len)."
+            f"<reward.overlong_buffer_len> exceeds the maximum response length, {longest} tokens "
+            "(--rollout.max_new_tokens, or --data.max_len if unset)."
         )
 
 
 def estimator_violations(config: RLFlags) -> Iterator[str]:
-    """Yield a violation if samples of a prompt are compared, and there is only one."""
+    """Yield a violation if the samples of a prompt are compared but there is only one."""
     if config.rollout.n_samples_per_prompt != 1:
         return
     if config.estimator.per_group:
         yield (
-            "<algo.advantage.estimator> compares samples of one prompt, but "
+            "<algo.advantage.estimator> compares the samples of a prompt, but "
             "--rollout.n_samples_per_prompt is 1. Set it to 2 or more, or use reinforce."
         )
     if config.algo.dynamic_filtering_enable:
         yield (
-            "--algo.dynamic_filtering_enable judges a prompt by several samples, but "
+            "--algo.dynamic_filtering_enable filters prompts by the mean of several samples, but "
             "--rollout.n_samples_per_prompt is 1. Set it to 2 or more."
         )
 
 
 def loss_violations(config: RLFlags) -> Iterator[str]:
-    """Yield what is wrong with the terms of the loss, and with what ends a run."""
+    """Yield mistakes in the loss terms and stopping criteria."""
     actor, kl, evaluation = config.actor, config.algo.kl, config.eval
     if actor.policy_loss_type == "cispo" and actor.dual_clip:
         yield (
-            "<actor.dual_clip> has no meaning with --actor.policy_loss_type cispo, which bounds "
-            "every weight: leave it out."
+            "<actor.dual_clip> cannot be combined with --actor.policy_loss_type cispo, which "
+            "already bounds every weight: leave it out."
         )
     if config.algo.ptx.dataset and not config.algo.ptx.coef:
         yield (
-            "With <algo.ptx.coef> the texts of --algo.ptx.dataset have no influence: raise the "
-            "coefficient, or leave out both flags."
+            "With <algo.ptx.coef>, --algo.ptx.dataset has no effect: raise the coefficient or "
+            "leave out both flags."
         )
     limits = {"target": kl.target, "stop_run": kl.stop_run}
     for name, limit in limits.items():
         if limit and not kl.init_coef:
             yield (
                 f"<algo.kl.{name}> needs the KL to the reference, but with --algo.kl.init_coef 0 "
-                "no reference is loaded: start above 0."
+                "no reference is loaded: use a coefficient above 0."
             )
     if evaluation.patience and evaluation.dataset and evaluation.steps in (-1, 0):
-        yield "<eval.patience> counts evaluations during training: set --eval.steps."
+        yield "<eval.patience> requires evaluations during training: set --eval.steps."
 
 
 def range_violations(config: RLFlags) -> Iterator[str]:
-    """Yield a violation for each range that does not go up."""
+    """Yield a violation for each range whose bounds are not in increasing order."""
     for path in RANGES:
         bounds = value_at(config, path)
         if bounds and bounds[0] >= bounds[1]:
-            yield (f"--{path} is {bounds[0]:g} {bounds[1]:g}: the first must be below the second.")
+            yield (
+                f"--{path} is {bounds[0]:g} {bounds[1]:g}: the first number must be less than the "
+                "second."
+            )
 
 
 def correction_violations(config: RLFlags) -> Iterator[str]:
-    """Yield what is wrong with the correction of engine-trainer differences."""
+    """Yield mistakes in the correction of engine-trainer differences."""
     axes = vars(config.algo.correction)
     missing = [f"--algo.correction.{name}" for name, value in axes.items() if value is None]
     if missing and len(missing) < len(axes):
-        yield f"The correction also needs {' and '.join(missing)}."
+        yield f"The correction is incomplete: also set {' and '.join(missing)}."
     if not config.algo.advantage.is_correction_enable:
         return
     for path, value in correction_preset(config).items():
         if value_at(config, path) != value:
             yield (
                 "--algo.advantage.is_correction_enable selects the preset "
-                "<algo.advantage.is_correction_type>, but --algo.correction.* sets other values: "
-                "use one of them."
+                "<algo.advantage.is_correction_type>, but --algo.correction.* sets different "
+                "values: use only one of them."
             )
             return
 
 
 def adapter_violations(config: RLFlags) -> Iterator[str]:
-    """Yield what keeps engines from using the adapter alone."""
+    """Yield the reasons why engines cannot serve the adapter separately."""
     ds = config.ds
     if ds.lora.publish != "adapter":
         return
     if ds.lora.rank > LARGEST_SERVED_RANK:
         yield (
-            f"<ds.lora.rank> is above {LARGEST_SERVED_RANK}, the largest of engines' adapters: "
+            f"<ds.lora.rank> is above {LARGEST_SERVED_RANK}, the maximum that engines support: "
             "lower it, or use --ds.lora.publish merged."
         )
     if ds.lora.dora:
         yield (
-            "<ds.lora.publish>: engines cannot add an adapter of --ds.lora.dora to the model's "
-            "weights: use merged."
+            "<ds.lora.publish>: engines cannot apply DoRA adapters (--ds.lora.dora): use merged."
         )
     if ds.load_in_4bit:
         yield (
-            "<ds.lora.publish>: engines would add the adapter to other weights than the rounded "
-            "ones of --ds.load_in_4bit: use merged."
+            "<ds.lora.publish>: the adapter is trained on 4-bit weights (--ds.load_in_4bit), but "
+            "engines would apply it to the original weights: use merged."
         )
     if config.vllm.pipeline_parallel_size != 1:
         yield (
-            "<ds.lora.publish>: with <vllm.pipeline_parallel_size>, the parts of an engine do not "
-            "report which layers they adapt: use merged, or --vllm.pipeline_parallel_size 1."
+            "<ds.lora.publish>: with <vllm.pipeline_parallel_size>, the pipeline stages of an "
+            "engine do not report which layers they adapt: use merged, or "
+            "--vllm.pipeline_parallel_size 1."
         )
 
 
 def async_violations(config: RLFlags) -> Iterator[str]:
-    """Yield what cannot be used while samples are generated and trained on at the same time."""
+    """Yield a violation for each flag that asynchronous training does not support."""
     if not config.train.async_enable:
         return
     if config.given.get("vllm.enable_sleep"):
         yield (
-            "--vllm.enable_sleep frees devices between rollouts, but the engines of "
-            "--train.async_enable never rest: leave it out."
+            "--vllm.enable_sleep frees devices between rollouts, but with --train.async_enable "
+            "engines never pause: leave it out."
         )
     rollout = config.rollout
     stepwise = {
@@ -186,12 +191,12 @@ def async_violations(config: RLFlags) -> Iterator[str]:
 
 
 def rollout_violations(config: RLFlags) -> Iterator[str]:
-    """Yield what is wrong with engines and sampling."""
+    """Yield mistakes in engines and sampling."""
     rollout = config.rollout
     if rollout.temperature == 0:
         yield (
-            "<rollout.temperature> is greedy, so the samples have no log-probabilities. Use a "
-            "value above 0; evaluation may be greedy: --eval.temperature 0."
+            "<rollout.temperature> is greedy decoding, which gives no log-probabilities to train "
+            "on. Use a value above 0. Evaluation may be greedy (--eval.temperature 0)."
         )
     if rollout.only and rollout.replay_dir:
         yield (
@@ -219,7 +224,7 @@ def rollout_violations(config: RLFlags) -> Iterator[str]:
 
 
 def batch_violations(config: RLFlags) -> Iterator[str]:
-    """Yield what is wrong with batch sizes, and with probabilities of datasets."""
+    """Yield mistakes in batch sizes and dataset probabilities."""
     train, rollout, samples = config.train, config.rollout, config.samples
     yield from probability_violations(config, "data.prompt_dataset", "data.prompt_probs")
     if rollout.only:
@@ -227,7 +232,7 @@ def batch_violations(config: RLFlags) -> Iterator[str]:
     product = f"<rollout.batch_size> x <rollout.n_samples_per_prompt> = {samples} samples"
     if samples % max(1, train.batch_size):
         yield (
-            f"{product} are not a multiple of <train.batch_size>: change one of them, so that "
+            f"{product} are not a multiple of <train.batch_size>: change one of them so that "
             "every optimizer step is full."
         )
     ranks, micro = config.data_slices, train.micro_batch_size
@@ -235,8 +240,8 @@ def batch_violations(config: RLFlags) -> Iterator[str]:
         micro = 1
     elif samples < rollout.micro_batch_size * ranks:
         yield (
-            f"{product} are fewer than <rollout.micro_batch_size> for each of {ranks} rank(s): "
-            "lower it."
+            f"{product} are fewer than <rollout.micro_batch_size> on each of {ranks} rank(s): "
+            "lower the micro-batch size."
         )
     devices = "<actor.num_nodes> x <actor.num_gpus_per_node>"
     yield from training_rules.rank_violations(train.batch_size, ranks, micro=micro, what=devices)
@@ -244,7 +249,7 @@ def batch_violations(config: RLFlags) -> Iterator[str]:
 
 
 def device_violations(config: RLFlags) -> Iterator[str]:
-    """Yield what is wrong with devices: of roles that share them, of engines, and of resources."""
+    """Yield mistakes in device sharing, engine placement and Ray resources."""
     if config.ds.enable_sleep and config.ds.zero_stage == 0:
         yield "<ds.enable_sleep> needs --ds.zero_stage 1, 2 or 3."
     yield from _shared_device_violations(config)
@@ -282,8 +287,8 @@ def _shared_device_violations(config: RLFlags) -> Iterator[str]:
             first = sharing[0]
             if sizes[other] != sizes[first]:
                 yield (
-                    f"{' and '.join(flags)} needs equal sizes, but they are <{first}.num_nodes> "
-                    f"<{first}.num_gpus_per_node> and <{other}.num_nodes> "
+                    f"{' and '.join(flags)} requires equal sizes, but they are "
+                    f"<{first}.num_nodes> <{first}.num_gpus_per_node> and <{other}.num_nodes> "
                     f"<{other}.num_gpus_per_node>."
                 )
                 return
@@ -297,20 +302,20 @@ def _hybrid_violations(config: RLFlags) -> Iterator[str]:
         if vllm.pipeline_parallel_size > 1:
             engines += " x <vllm.pipeline_parallel_size>"
         yield (
-            f"--train.colocate_all puts the engines on the devices of the models: {engines} = "
-            f"{vllm.num_engines * devices} are more than <actor.num_nodes> x "
+            f"--train.colocate_all places the engines on the devices of the models, but {engines} "
+            f"= {vllm.num_engines * devices} exceeds <actor.num_nodes> x "
             f"<actor.num_gpus_per_node> = {config.actor_ranks}. Lower --vllm.num_engines."
         )
     if config.actor.num_gpus_per_node % devices:
         yield (
-            "With --train.colocate_all, an engine shares the devices of one machine: its "
-            f"{devices} devices do not divide <actor.num_gpus_per_node>. Change "
+            "With --train.colocate_all, the devices per engine must divide the devices per "
+            f"machine, but {devices} does not divide <actor.num_gpus_per_node>. Change "
             "--vllm.tensor_parallel_size."
         )
 
 
 def _placement_violations(config: RLFlags) -> Iterator[str]:
-    """Yield what is wrong with Ray resources and a declared cluster."""
+    """Yield mistakes in Ray resources and in a declared cluster."""
     wrong: list[str] = []
     for role in ("actor", "ref", "critic", "reward", "vllm"):
         for name, amount in config.placement.wants([role]).items():
@@ -319,14 +324,14 @@ def _placement_violations(config: RLFlags) -> Iterator[str]:
                 wrong.append(f"{name} of {role} is {amount!r}")
     if wrong:
         yield (
-            f"--placement.*.resources: {', '.join(wrong)}; give a number above 0 for a Ray "
-            "resource, or a text for a label."
+            f"--placement.*.resources: {', '.join(wrong)}; pass a number above 0 for a Ray "
+            "resource, or a string for a label."
         )
     cluster = config.placement.cluster
     if cluster and not config.dry_run:
-        yield "<placement.cluster> is a plan for another cluster and requires --dry_run."
+        yield "<placement.cluster> plans for a different cluster and requires --dry_run."
     if cluster and not machine.declared_machines(cluster):
         yield (
-            "<placement.cluster> does not describe a cluster: write 2x8 for two machines with "
-            "8 GPUs each."
+            "<placement.cluster> does not describe a cluster: use, for example, 2x8 for two "
+            "machines with 8 GPUs each."
         )

@@ -1,4 +1,4 @@
-"""Configuration of `reward_test`: a reward, and the rows to try it on."""
+"""Configuration of `reward_test`: a reward and the rows to test it on."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class ScoredDataConfig(PromptConfig):
     """The rows to score."""
 
     output_key: str | None = option(
-        None, "Column with the response; unset: score the label as a right answer."
+        None, "Column with the response; unset: score the label as if it were a correct response."
     )
-    max_samples: int = option(1000, "Number of rows to score, from the first.", ge=1)
-    input_template: str | None = option(None, "Text with {} as prompt.")
+    max_samples: int = option(1000, "Number of rows to score, starting with the first.", ge=1)
+    input_template: str | None = option(None, "Template with {} for the prompt.")
 
 
 class ScoredPolicyConfig(Section):
@@ -33,14 +33,14 @@ class ScoredPolicyConfig(Section):
 
     model_name_or_path: str | None = option(
         None,
-        "The tokenizer of this model encodes and decodes responses as in a run, and appends the "
-        "end token; unset: score responses as they are.",
+        "Encode and decode responses with this model's tokenizer and append its eos token, as in "
+        "a run; unset: score responses unchanged.",
         holds="model",
     )
 
 
 class RewardTestConfig(Command):
-    """Try a reward on a dataset, before any training."""
+    """Test a reward on a dataset before training."""
 
     actor: ScoredPolicyConfig = ScoredPolicyConfig()
     reward: RuleConfig = RuleConfig()
@@ -48,29 +48,29 @@ class RewardTestConfig(Command):
     data: ScoredDataConfig = ScoredDataConfig()
 
     def derived_values(self) -> dict[str, Any]:
-        """Return the number of user processes."""
+        """Return the number of processes for reward code."""
         return rules.machine_values(self)
 
     def violations(self) -> Iterator[str]:
-        """Yield what is wrong with this resolved configuration."""
+        """Yield a sentence for each mistake in this resolved configuration."""
         yield from super().violations()
         reward, data = self.reward, self.data
         if not reward.remote_url and not reward.verifier:
             yield (
-                "There is no reward to try: give --reward.remote_url (a .py file or a URL) or "
+                "There is no reward to test: set --reward.remote_url (a .py file or a URL) or "
                 "--reward.verifier."
             )
         yield from sampling_rules.label_violations(reward, data.label_key)
         if not data.output_key and not data.label_key:
             yield (
-                "There is nothing to score: name the column of the responses with "
-                "--data.output_key, or that of right answers with --data.label_key."
+                "There is nothing to score: set the response column with --data.output_key, or "
+                "the label column with --data.label_key."
             )
         yield from sampling_rules.source_violations(reward)
         yield from sampling_rules.remote_engine_violations(self.rollout)
         yield from rules.probability_violations(self, "data.prompt_dataset", "data.prompt_probs")
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         yield from unused_by_rewards(self.reward, self.rollout, agents={}, judges={})
         yield from unused_without({FUNCTION: self.reward.function_path}, "rollout.remote_engines")

@@ -1,4 +1,4 @@
-"""Sections of RL about generation: engines, sampling, rewards, placement."""
+"""RL configuration sections for generation: engines, sampling, rewards, placement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from openrlhf.config.flags import (
     required,
 )
 
-# What flags need, as notices call it.
+# Requirements of flags, as worded in notices.
 AGENT = "--train.agent_func_path"
 FUNCTION = "--reward.remote_url FILE.py"
 VERIFIER = "--reward.verifier"
@@ -25,40 +25,46 @@ VERIFIER = "--reward.verifier"
 class VLLMConfig(Section):
     """Rollout engines (vLLM)."""
 
-    num_engines: int = option(1, "Engines; at least one.", ge=1)
-    max_engines: int = derived("Engines may join up to this number; unset: vllm.num_engines.", ge=1)
+    num_engines: int = option(1, "Number of engines.", ge=1)
+    max_engines: int = derived(
+        "Maximum number of engines, including those that join later; unset: vllm.num_engines.", ge=1
+    )
     max_restarts: int = option(3, "Maximum restarts of an engine before the run fails.", ge=0)
     hang_timeout: float = option(
-        600.0, "Seconds without an answer after which an engine is restarted.", ge=1
+        600.0, "Restart an engine that has not responded for this many seconds.", ge=1
     )
-    tensor_parallel_size: int = option(1, "GPUs that share each layer of an engine.", ge=1)
-    pipeline_parallel_size: int = option(1, "Groups of layers of an engine.", ge=1)
+    tensor_parallel_size: int = option(
+        1, "Tensor-parallel size: GPUs that each layer of an engine is split across.", ge=1
+    )
+    pipeline_parallel_size: int = option(
+        1, "Pipeline-parallel size: stages that the layers of an engine are split into.", ge=1
+    )
     dtype: str = option(
         "auto", "Data type; auto: ds.param_dtype.", choices=("auto", "fp32", "bf16")
     )
-    quantization: str | None = option(None, "vLLM's quantization, such as fp8.")
-    gpu_memory_utilization: float = option(0.95, "Fraction of a GPU's memory to take.", gt=0, le=1)
-    enforce_eager: bool = option(False, "No CUDA graphs.")
+    quantization: str | None = option(None, "vLLM quantization method, such as fp8.")
+    gpu_memory_utilization: float = option(
+        0.95, "Fraction of each GPU's memory that an engine may use.", gt=0, le=1
+    )
+    enforce_eager: bool = option(False, "Disable CUDA graphs.")
     enable_prefix_caching: bool = option(
-        False, "Cache prefixes; on with several samples per prompt or agents."
+        False, "Enable prefix caching; always on with agents or several samples per prompt."
     )
     disable_prefix_caching: bool = option(
-        False, "Never cache prefixes, whatever the other flags say."
+        False, "Disable prefix caching, whatever the other flags say."
     )
-    enable_sleep: bool = option(False, "Free the GPU between rollouts.")
-    sync_backend: str = option("nccl", "Transport of the weights; gloo without GPUs.")
-    sync_with_ray: bool = option(False, "No effect: weights do not go through Ray.")
-    engine_args: Mapping[str, Any] = option(
-        {}, "Further arguments of vLLM's engine.", metavar="JSON"
-    )
+    enable_sleep: bool = option(False, "Free GPU memory between rollouts.")
+    sync_backend: str = option("nccl", "Transport for weight updates; gloo without GPUs.")
+    sync_with_ray: bool = option(False, "No effect: weights are never sent through Ray.")
+    engine_args: Mapping[str, Any] = option({}, "Additional vLLM engine arguments.", metavar="JSON")
 
     @property
     def devices(self) -> int:
-        """The number of device slots of an engine, one for each of its workers."""
+        """The number of devices per engine, one for each of its workers."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         yield Unused(["sync_with_ray"], FOR_OLDER_SCRIPTS)
         if not machine.count_gpus():
             yield Unused(["gpu_memory_utilization", "enforce_eager"], "without a GPU")
@@ -70,7 +76,8 @@ class RemoteEnginesConfig(Section):
     remote_engines: tuple[str, ...] = option(
         (),
         "OpenAI-compatible servers that agents and reward functions call by name, e.g. "
-        "judge=http://host:8000/v1. The name of a URL without one is its position, from 0.",
+        "judge=http://host:8000/v1. Without a name, a server is named by its position, starting "
+        "at 0.",
         metavar="NAME=URL",
     )
 
@@ -91,32 +98,40 @@ class SamplingConfig(Section):
     """Sampling."""
 
     max_new_tokens: int | None = option(
-        None, "Maximum tokens of a response; unset: the rest of max_len.", ge=1
+        None, "Maximum tokens per response; unset: data.max_len minus the prompt.", ge=1
     )
-    temperature: float = option(1.0, "Temperature, also of log-probabilities.", ge=0, le=2)
-    top_p: float = option(1.0, "Sample from the smallest set with this mass.", gt=0, le=1)
+    temperature: float = option(
+        1.0, "Sampling temperature, also applied to log-probabilities.", ge=0, le=2
+    )
+    top_p: float = option(
+        1.0, "Sample from the smallest set of tokens with this total probability.", gt=0, le=1
+    )
     top_k: int = option(-1, "Sample from the top k tokens; -1: all.", ge=-1)
-    stop: tuple[str, ...] = option((), "Texts that end a response.")
-    stop_token_ids: tuple[int, ...] = option((), "Tokens that end a response.")
+    stop: tuple[str, ...] = option((), "Stop strings that end a response.")
+    stop_token_ids: tuple[int, ...] = option((), "Ids of stop tokens that end a response.")
 
 
 class RolloutConfig(RemoteEnginesConfig, SamplingConfig):
     """Sampling."""
 
     batch_size: int = option(1024, "Prompts per iteration.", ge=1)
-    vllm_generate_batch_size: int = derived("Prompts generated at once; unset: batch_size.", ge=1)
+    vllm_generate_batch_size: int = derived(
+        "Prompts to generate responses for at once; unset: batch_size.", ge=1
+    )
     micro_batch_size: int = option(1, "Samples per forward pass without gradient.", ge=1)
     max_tokens_per_gpu: int | None = option(
         None,
-        "Tokens of a forward pass with dynamic batches; unset: as in training. A longer sample "
-        "has its own pass.",
+        "Maximum tokens per forward pass with dynamic batches; unset: same as in training. A "
+        "longer sample gets its own pass.",
         ge=1,
     )
     n_samples_per_prompt: int = option(1, "Responses per prompt.", ge=1)
-    seeded: str = option("auto", "Seed samples; auto: on CPUs.", choices=("auto", "on", "off"))
-    max_turns: int | None = option(None, "Turns of an episode with an agent.", ge=1)
-    step_timeout: float = option(600.0, "Seconds for one step of an agent.", gt=0)
-    episode_timeout: float = option(3600.0, "Seconds for a whole episode.", gt=0)
+    seeded: str = option(
+        "auto", "Seed each sample; auto: only on CPUs.", choices=("auto", "on", "off")
+    )
+    max_turns: int | None = option(None, "Maximum turns per agent episode.", ge=1)
+    step_timeout: float = option(600.0, "Time limit in seconds for one agent step.", gt=0)
+    episode_timeout: float = option(3600.0, "Time limit in seconds for a whole episode.", gt=0)
     dump_dir: str | None = option(
         None,
         "Write every episode to this folder, one file per step.",
@@ -124,13 +139,13 @@ class RolloutConfig(RemoteEnginesConfig, SamplingConfig):
         writes="episodes",
     )
     replay_dir: str | None = option(
-        None, "Train from the episodes in this folder, without engines.", holds="place"
+        None, "Train on the episodes in this folder, without engines.", holds="place"
     )
-    only: bool = option(False, "Generate and reward, and do not train.")
+    only: bool = option(False, "Generate and reward samples without training.")
 
 
 class RuleConfig(Section):
-    """Rewards by function, server or verifier."""
+    """Rewards from a function, server or verifier."""
 
     remote_url: str | None = option(
         None,
@@ -139,19 +154,21 @@ class RuleConfig(Section):
     )
     verifier: str | None = option(
         None,
-        "Built-in check of a response. The label for math is an answer; for code, tests as JSON; "
-        "for format, a regular expression (none: <think> once, then an answer); for length, words "
-        "such as 200 or 100-200.",
+        "Built-in check of a response. The label is the answer for math, tests as JSON for code, "
+        "a regular expression for format (without one: <think> once, then an answer), and a "
+        "number of words for length, such as 200 or 100-200.",
         choices=("math", "code", "format", "length"),
     )
     batch: bool = option(False, "Call the function once per group of samples.")
     max_error_rate: float = option(
-        0.1, "Fraction of failed episodes that ends the run.", ge=0, le=1
+        0.1, "Stop the run if a larger fraction of episodes fails.", ge=0, le=1
     )
-    timeout: float = option(180.0, "Seconds for one call.", gt=0)
-    retries: int = option(5, "Further attempts after a failed call of a server.", ge=0)
-    workers: int = derived("Host processes; unset: the number of cores.", ge=1)
-    memory_gib: float = option(4.0, "GiB of memory of a host process.", gt=0)
+    timeout: float = option(180.0, "Time limit in seconds for one reward call.", gt=0)
+    retries: int = option(5, "Retries after a failed call to a reward server.", ge=0)
+    workers: int = derived(
+        "Processes that run reward and agent code; unset: the number of CPU cores.", ge=1
+    )
+    memory_gib: float = option(4.0, "Memory limit in GiB for each of these processes.", gt=0)
 
     @property
     def needs_labels(self) -> bool:
@@ -165,7 +182,7 @@ class RuleConfig(Section):
 
     @property
     def function_path(self) -> str | None:
-        """The .py file with `reward_func`, if that is the reward."""
+        """The .py file with `reward_func`, or None if there is none."""
         return next((part for part in self.sources if part.endswith(".py")), None)
 
     @property
@@ -174,7 +191,7 @@ class RuleConfig(Section):
         return [part for part in self.sources if not part.endswith(".py")]
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         if not self.remote_url:
             yield Unused(["batch"], "without --remote_url")
 
@@ -183,37 +200,44 @@ class RewardConfig(RuleConfig):
     """Rewards."""
 
     model_name_or_path: str | None = option(
-        None, "Comma-separated models; their scores are added.", holds="model"
+        None, "Comma-separated reward models; their scores are summed.", holds="model"
     )
     process_model: str | None = option(
         None, "Process reward model, which scores the end of each step.", holds="model"
     )
-    step_separator: str = option("\n", "Text that ends a step of an answer.")
+    step_separator: str = option("\n", "Text that ends each step of an answer.")
     weights: tuple[float, ...] | None = option(
         None,
-        "Weights of the rewards in their sum: of each model, the process model and the rule; "
-        "unset: 1 each.",
+        "Weights of the rewards in their sum: one per reward model, then the process model, then "
+        "the function, server, verifier or agent; unset: 1 each.",
     )
     on_error: str = option(
         "fail",
-        "Episodes whose reward failed: fail counts them towards reward.max_error_rate, drop "
-        "leaves them out, a number is their reward.",
+        "How to treat episodes whose reward failed. fail: count them toward "
+        "reward.max_error_rate. drop: leave them out. A number: use it as their reward.",
         metavar="fail|drop|NUMBER",
     )
     normalize_enable: bool = option(
         False,
-        "Normalise rewards and values by the stored mean and deviation.",
+        "Normalize rewards and values with the stored mean and standard deviation.",
     )
-    clip_range: tuple[float, float] = option((-10.0, 10.0), "Bounds of an episode's shaped reward.")
+    clip_range: tuple[float, float] = option(
+        (-10.0, 10.0), "Clip an episode's shaped reward to this range."
+    )
     overlong_buffer_len: float | None = option(
-        None, "Tokens before the limit in which the length penalty grows (DAPO).", gt=0
+        None,
+        "Number of tokens before the length limit over which the overlong penalty grows (DAPO).",
+        gt=0,
     )
-    overlong_penalty_factor: float = option(1.0, "Largest value of that penalty.", ge=0)
+    overlong_penalty_factor: float = option(1.0, "Maximum overlong penalty.", ge=0)
     stop_properly_penalty_coef: float | None = option(
-        None, "Truncated responses: 0 to 1 multiplies the reward, below 0 replaces it.", le=1
+        None,
+        "For truncated responses: a value from 0 to 1 multiplies the reward, a negative value "
+        "replaces it.",
+        le=1,
     )
-    offload: bool = option(False, "Keep the models in CPU memory between uses.")
-    num_nodes: int = option(1, "Nodes of the reward models.", ge=1)
+    offload: bool = option(False, "Keep the reward models in CPU memory between uses.")
+    num_nodes: int = option(1, "Nodes for the reward models.", ge=1)
     num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
 
     @property
@@ -223,7 +247,7 @@ class RewardConfig(RuleConfig):
 
     @property
     def scalars(self) -> list[str]:
-        """The models of whole answers."""
+        """The models that score whole answers."""
         return items(self.model_name_or_path)
 
     @property
@@ -232,7 +256,7 @@ class RewardConfig(RuleConfig):
         return [*self.scalars, *filter(None, [self.process_model])]
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         yield from super().unused()
         if not self.process_model:
             yield Unused(["step_separator"], "without --process_model")
@@ -246,9 +270,9 @@ class RewardConfig(RuleConfig):
 class PromptColumns(Section):
     """Columns of prompts."""
 
-    columns: ClassVar = ("input_key", "label_key")  # what is read of a row
-    input_key: str = option("input", "Column with the prompt, text or chat.")
-    label_key: str | None = option(None, "Column passed to the reward function as label.")
+    columns: ClassVar = ("input_key", "label_key")  # columns that are read from a row
+    input_key: str = option("input", "Column with the prompt, as text or chat.")
+    label_key: str | None = option(None, "Column to pass to the reward function as label.")
 
 
 class PromptConfig(PromptColumns):
@@ -268,7 +292,7 @@ class RolePlacement(Section):
 
     resources: Mapping[str, Any] = option(
         {},
-        "Requirements of each process: amounts of Ray resources, labels of nodes.",
+        "Requirements of each process: Ray resource amounts and node labels.",
         metavar="JSON",
     )
 
@@ -278,7 +302,7 @@ class PlacementConfig(Section):
 
     cluster: str | None = option(
         None,
-        "Plan for this cluster instead of the present one; requires dry_run.",
+        "Plan for this cluster instead of the current one; requires dry_run.",
         metavar="NODESxGPUS",
         saved=False,
     )
@@ -289,7 +313,9 @@ class PlacementConfig(Section):
     vllm: RolePlacement = RolePlacement()
 
     def wants(self, roles: Sequence[str]) -> dict[str, Any]:
-        """Return the resources of a process with these roles. A declared cluster has everything."""
+        """Return the resources that a process with these roles requests: none in a declared
+        cluster.
+        """
         resources: dict[str, Any] = {}
         if self.cluster:
             return resources
@@ -306,16 +332,16 @@ class PlacementConfig(Section):
         return resources
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         if self.cluster:
             roles = ["actor", "critic", "ref", "reward", "vllm"]
             yield Unused(roles, "with --cluster")
 
 
 def unused_without(alternatives: Mapping[str, object], *names: str) -> Iterator[Unused]:
-    """Yield flags that need one of these alternatives, if there is none of them.
+    """Yield flags that need one of these alternatives, if none of them is set.
 
-    The keys are what a notice calls the alternatives.
+    The keys are the wording of the alternatives in notices.
     """
     if not any(alternatives.values()):
         yield Unused(names, f"without {' or '.join(alternatives)}")
@@ -328,9 +354,9 @@ def unused_by_rewards(
     agents: Mapping[str, object],
     judges: Mapping[str, object],
 ) -> Iterator[Unused]:
-    """Yield the flags about functions and servers that this reward does not have.
+    """Yield the flags for functions and servers that this reward does not use.
 
-    `agents` and `judges`: what else uses them in a command, as in `unused_without`.
+    `agents` and `judges`: other users of these flags, in the format of `unused_without`.
     """
     servers = {**judges, "--rollout.remote_engines": rollout.remote_engines}
     rules = {"--reward.remote_url": reward.remote_url, VERIFIER: reward.verifier}
@@ -341,7 +367,7 @@ def unused_by_rewards(
 
 
 def unused_by_agents(agent: str | None) -> Iterator[Unused]:
-    """Yield the flags about episodes that this agent, or a run without agent, does not use."""
+    """Yield the episode flags that have no effect with this agent or without one."""
     if agent:
         yield Unused(["reward.remote_url"], f"with {AGENT}")
     else:

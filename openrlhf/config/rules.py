@@ -1,8 +1,9 @@
 """Rules, notices and derived values that several kinds of commands share.
 
-A rule is a function that yields a sentence for each violation. In a sentence, `<train.seed>` stands
-for the flag as it is typed: --train.seed 42. Rules of one command are in its own module; those of
-training are in `training_rules`, those of rewards and engines in `sampling_rules`.
+A rule is a function that yields a sentence for each violation. In a sentence, `<train.seed>` is
+replaced by the flag and its value: --train.seed 42. Rules for a single command are in its own
+module, rules for training in `training_rules`, and rules for rewards and engines in
+`sampling_rules`.
 """
 
 import json
@@ -24,10 +25,10 @@ PROBABILITY_SLACK = 2e-3  # 0.333,0.333,0.333 is meant as thirds
 
 
 def attention_in_effect(ds: LoadingConfig, given: Mapping[str, Any]) -> str:
-    """Return the attention that can run here.
+    """Return the attention implementation to use on this machine.
 
-    The default is FlashAttention 2 if CUDA and the package exist, else SDPA. Another choice is kept
-    if it can run.
+    The default is FlashAttention 2 if a GPU and the flash-attn package are available, otherwise
+    SDPA. Any other choice is kept if it can run.
     """
     packed = ds.packing_samples and mixes_samples(ds.attn_implementation)
     wanted = "flash_attention_2" if packed else ds.attn_implementation
@@ -38,17 +39,17 @@ def attention_in_effect(ds: LoadingConfig, given: Mapping[str, Any]) -> str:
     named = "ds.attn_implementation" in given and machine.count_gpus() > 0
     falls_back = wanted == "flash_attention_2" and not machine.has_flash_attention()
     if named and not packed and not falls_back:
-        return wanted  # a rule judges it
+        return wanted  # checked by a rule
     return "sdpa"
 
 
 def mixes_samples(attention: str) -> bool:
-    """Return whether this attention sees all of a packed row as one sample."""
+    """Return whether this attention treats a packed row as a single sample."""
     return "flash" not in attention and attention != "sdpa"
 
 
 def loading_notices(ds: LoadingConfig, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield notices about an attention that was replaced, and a data type that is slow here."""
+    """Yield notices about a replaced attention implementation and a slow data type."""
     asked = given.get("ds.attn_implementation")
     if asked and asked != ds.attn_implementation:
         if ds.packing_samples and mixes_samples(asked):
@@ -57,34 +58,38 @@ def loading_notices(ds: LoadingConfig, given: Mapping[str, Any]) -> Iterator[str
             why = "there is no GPU"
         else:
             why = "the package flash-attn is not installed"
-        yield f"<ds.attn_implementation> instead of {asked}: {why}."
+        yield f"Using <ds.attn_implementation> instead of {asked}: {why}."
     if ds.param_dtype != "fp32" and not machine.has_quick_bfloat16():
         yield (
-            "<ds.param_dtype> takes 5 to 20 times as long as --ds.param_dtype fp32: this CPU has "
-            "no AVX-512."
+            "<ds.param_dtype> is 5 to 20 times slower than --ds.param_dtype fp32: this CPU has no "
+            "AVX-512."
         )
 
 
 def loading_violations(ds: LoadingConfig) -> Iterator[str]:
-    """Yield what is wrong with attention and data type."""
+    """Yield mistakes in attention and data type."""
     attention = ds.attn_implementation
     if "/" not in attention and attention not in ATTENTIONS:
         yield (
             f"<ds.attn_implementation> is unknown: use {', '.join(ATTENTIONS)}, or OWNER/KERNEL "
-            "of the hub."
+            "from the Hub."
         )
     if ds.load_in_4bit and ds.param_dtype != "bf16":
         yield (
             "<ds.param_dtype> cannot be combined with --ds.load_in_4bit, which computes in bf16."
         )
     if ds.param_dtype == "fp32" and "flash_attention" in attention:
-        yield ("<ds.param_dtype> needs --ds.attn_implementation sdpa: FlashAttention has no fp32.")
+        yield (
+            "<ds.param_dtype> needs --ds.attn_implementation sdpa: FlashAttention does not "
+            "support fp32."
+        )
 
 
 def machine_values(config: Any) -> dict[str, Any]:
-    """Return what follows from the devices, by path.
+    """Return the values that depend on this machine's devices, by path.
 
-    There is a host process for each core. Without GPUs, each role has one process.
+    By default, there is one process for reward code per core and, without GPUs, one process per
+    role.
     """
     values = {"reward.workers": config.reward.workers or machine.usable_cores()}
     if not machine.count_gpus():
@@ -93,7 +98,7 @@ def machine_values(config: Any) -> dict[str, Any]:
 
 
 def single_process_notices(config: Any) -> Iterator[str]:
-    """Yield a notice that names the roles with one process because there is no GPU."""
+    """Yield a notice that lists the sizes set to 1 because there is no GPU."""
     if machine.count_gpus():
         return
     unused = unused_flags(config)
@@ -111,7 +116,7 @@ def _sizes_not_given(config: Any) -> list[str]:
 
 
 def sources_exist(config: Any) -> Iterator[str]:
-    """Yield what is wrong with models and datasets that can only be local.
+    """Yield mistakes in models and datasets that can only be local paths.
 
     Dataset scripts are refused.
     """
@@ -127,21 +132,21 @@ def sources_exist(config: Any) -> Iterator[str]:
 def _model_exists(flag: Flag, path: str) -> Iterator[str]:
     if os.path.isfile(f"{path}/adapter_config.json"):
         yield (
-            f"{flag.name} {path} is an adapter: merge it with its base first: openrlhf "
+            f"{flag.name} {path} is an adapter: first merge it into its base model with openrlhf "
             "lora_combiner."
         )
     if _is_gone(path):
-        yield f"{flag.name} {path} does not exist on this machine, or this user may not read it."
+        yield f"{flag.name} {path} does not exist on this machine or is not readable by this user."
 
 
 def _dataset_exists(flag: Flag, path: str) -> Iterator[str]:
     if path.endswith(".py"):
         yield (
             f"{flag.name} {path} is a Python script, which the datasets library no longer runs. "
-            "Convert the data to parquet or jsonl and give that."
+            "Convert the data to parquet or jsonl and pass that file."
         )
     elif _is_gone(path):
-        yield f"{flag.name} {path} does not exist on this machine, or this user may not read it."
+        yield f"{flag.name} {path} does not exist on this machine or is not readable by this user."
 
 
 def _is_gone(path: str) -> bool:
@@ -150,7 +155,7 @@ def _is_gone(path: str) -> bool:
 
 
 def looks_local(path: str) -> bool:
-    """Return whether a text can only be a path: hub names are `name` or `owner/name`."""
+    """Return whether a text can only be a path. Hub names are `name` or `owner/name`."""
     if "://" in path:
         return False
     begins = path.startswith(("/", "./", "../", "~"))
@@ -158,21 +163,21 @@ def looks_local(path: str) -> bool:
 
 
 def has_host(url: str) -> bool:
-    """Return whether a text is an http(s) URL of some host."""
+    """Return whether a text is an http(s) URL with a host."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is no number
+    except ValueError:  # the port is not a number
         return False
 
 
 def is_url(text: str) -> bool:
-    """Return whether a text begins as an http(s) URL."""
+    """Return whether a text starts like an http(s) URL."""
     return text.startswith(("http://", "https://"))
 
 
 def is_file(text: str | None) -> TypeGuard[str]:
-    """Return whether a text, which may be long, is the path of a file here."""
+    """Return whether a text, which may be long, is the path of an existing file."""
     return text is not None and os.path.isfile(text)
 
 
@@ -185,9 +190,9 @@ def is_number(text: str) -> bool:
 
 
 def room(config: Any) -> int:
-    """Return the tokens of --data.max_len, or the positions of the model if these are fewer.
+    """Return --data.max_len, or the model's context length if that is shorter, in tokens.
 
-    Only the positions of a model in a folder of this machine are known.
+    The context length is known only for a model in a local folder.
     """
     file = Path(config.model.model_name_or_path or os.devnull, "config.json")
     try:
@@ -198,18 +203,21 @@ def room(config: Any) -> int:
 
 
 def probability_violations(config: Any, datasets: str, probs: str) -> Iterator[str]:
-    """Yield what is wrong with the probabilities of datasets; both are paths of flags.
+    """Yield mistakes in dataset probabilities; `datasets` and `probs` are flag paths.
 
-    Each dataset has one probability, and they sum to 1.
+    Each dataset needs one probability, and they must sum to 1.
     """
     count, texts = len(items(value_at(config, datasets))), items(value_at(config, probs))
     if not texts:
         return
     if not all(is_number(text) for text in texts):
-        yield f"--{probs} takes numbers separated by commas, not {','.join(texts)!r}."
+        yield f"--{probs} takes comma-separated numbers, not {','.join(texts)!r}."
         return
     numbers = [float(text) for text in texts]
     if len(numbers) != count:
-        yield f"--{probs} has {len(numbers)} numbers, but --{datasets} {count} datasets: one each."
+        yield (
+            f"--{probs} has {len(numbers)} numbers, but --{datasets} has {count} datasets: pass "
+            "one number per dataset."
+        )
     elif min(numbers) <= 0 or abs(sum(numbers) - 1) >= PROBABILITY_SLACK:
         yield f"<{probs}> must be positive and sum to 1."

@@ -1,4 +1,4 @@
-"""Rules of rewards and engines; `rules` says what a rule is."""
+"""Rules for rewards and engines. `rules` defines what a rule is."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from openrlhf.config.rollout import (
 from openrlhf.config.rules import has_host, is_file, is_number, is_url
 
 NOTHING_REWARDS = (
-    "Nothing rewards the samples: give --reward.remote_url (a .py file or a URL), "
+    "The samples have no reward: set --reward.remote_url (a .py file or a URL), "
     "--reward.verifier, --reward.model_name_or_path, --reward.process_model or "
     "--train.agent_func_path."
 )
@@ -28,7 +28,7 @@ def is_rewarded(reward: RewardConfig, agent: str | None) -> bool:
 
 
 def reward_violations(reward: RewardConfig, agent: str | None) -> Iterator[str]:
-    """Yield what is wrong with models, functions, servers and agents that score the samples."""
+    """Yield mistakes in the models, functions, servers and agents that score the samples."""
     if agent and reward.on_error not in ("fail", "drop"):
         yield (
             "<reward.on_error> cannot reward an episode that an agent did not finish: use fail or "
@@ -36,8 +36,8 @@ def reward_violations(reward: RewardConfig, agent: str | None) -> Iterator[str]:
         )
     if agent and (reward.remote_url or reward.verifier):
         yield (
-            "The agent of <train.agent_func_path> computes the rewards: leave out "
-            "--reward.remote_url and --reward.verifier."
+            "<train.agent_func_path> computes the rewards itself: leave out --reward.remote_url "
+            "and --reward.verifier."
         )
     yield from source_violations(reward)
     if agent and not (agent.endswith(".py") and is_file(agent)):
@@ -52,34 +52,34 @@ def source_violations(reward: RuleConfig) -> Iterator[str]:
     """Yield a violation unless the reward is URLs, one Python file that exists, or a verifier."""
     if reward.remote_url and reward.verifier:
         yield (
-            "<reward.remote_url> together with <reward.verifier> is not available yet: leave out "
-            "one of them."
+            "<reward.remote_url> cannot be combined with <reward.verifier> yet: leave out one of "
+            "them."
         )
     wrong = [url for url in reward.urls if not is_url(url)]
     if wrong:
         yield f"--reward.remote_url {','.join(wrong)} is neither an http(s) URL nor a .py file."
     file = reward.function_path
     if file and len(reward.sources) > 1:
-        yield "<reward.remote_url> mixes a .py file with others: give one."
+        yield "<reward.remote_url> mixes a .py file with others: pass only one."
     if file and not is_file(file):
         yield f"--reward.remote_url {file} does not exist on this machine."
 
 
 def label_violations(reward: RuleConfig, label_key: str | None) -> Iterator[str]:
-    """Yield a violation if no column has the labels of a verifier."""
+    """Yield a violation if a verifier needs labels but no label column is set."""
     if reward.needs_labels and not label_key:
         yield (
-            "<reward.verifier> checks responses against labels: name their column with "
+            "<reward.verifier> checks responses against labels: set their column with "
             "--data.label_key."
         )
 
 
 def sum_violations(reward: RewardConfig, parts: int) -> Iterator[str]:
-    """Yield a violation unless each of these rewards has a weight, and failed ones a policy."""
+    """Yield a violation unless there is one weight per reward and `on_error` is valid."""
     if reward.weights and len(reward.weights) != parts:
         yield (
-            f"<reward.weights> has {len(reward.weights)} numbers for {parts} rewards: give one per "
-            "reward model, then one for --reward.process_model, then one for the function, "
+            f"<reward.weights> has {len(reward.weights)} numbers for {parts} rewards: pass one "
+            "per reward model, then one for --reward.process_model, then one for the function, "
             "server, verifier or agent."
         )
     if reward.on_error not in ("fail", "drop") and not is_number(reward.on_error):
@@ -87,23 +87,24 @@ def sum_violations(reward: RewardConfig, parts: int) -> Iterator[str]:
 
 
 def remote_engine_violations(rollout: RemoteEnginesConfig) -> Iterator[str]:
-    """Yield a violation unless each remote engine has its own name, and a URL with a host."""
+    """Yield a violation unless each remote engine has a unique name and a URL with a host."""
     wrong = [url for _, url in rollout.named_engines if not has_host(url)]
     if wrong:
         yield (
-            f"--rollout.remote_engines {' '.join(wrong)} is not an http(s) URL: write "
+            f"--rollout.remote_engines {' '.join(wrong)} is not an http(s) URL: use "
             "NAME=http://host:port/v1."
         )
     counts = Counter(name for name, _ in rollout.named_engines)
     repeated = sorted(name for name, count in counts.items() if count > 1)
     if repeated:
         yield (
-            f"<rollout.remote_engines> has the name {', '.join(repeated)} twice: give each its own."
+            f"<rollout.remote_engines> has the name {', '.join(repeated)} twice: give each "
+            "server a unique name."
         )
 
 
 def engine_violations(vllm: VLLMConfig, rollout: RolloutConfig, max_len: int) -> Iterator[str]:
-    """Yield what is wrong with engines, the room for prompts, and extra arguments of vLLM."""
+    """Yield mistakes in engines, response lengths and extra vLLM arguments."""
     if vllm.max_engines < vllm.num_engines:
         yield "<vllm.max_engines> is less than <vllm.num_engines>: raise it, or leave it out."
     yield from room_violations(rollout, max_len)
@@ -111,12 +112,13 @@ def engine_violations(vllm: VLLMConfig, rollout: RolloutConfig, max_len: int) ->
         yield ("<vllm.sync_backend> is unknown: use nccl, or gloo, which goes through CPU memory.")
     if vllm.pipeline_parallel_size != 1 and not machine.count_gpus():
         yield (
-            "<vllm.pipeline_parallel_size>: vLLM on CPUs cannot split an engine by layers. Use 1."
+            "<vllm.pipeline_parallel_size>: vLLM does not support pipeline parallelism on CPUs. "
+            "Use 1."
         )
     if vllm.quantization and vllm.dtype == "fp32":
         yield (
-            "<vllm.quantization> rounds 16-bit weights and cannot be combined with <vllm.dtype>: "
-            "use --vllm.dtype bf16."
+            "<vllm.quantization> quantizes 16-bit weights and cannot be combined with "
+            "<vllm.dtype>: use --vllm.dtype bf16."
         )
     yield from engine_args_violations(vllm, rollout, max_len)
 
@@ -125,6 +127,6 @@ def room_violations(sampling: SamplingConfig, max_len: int) -> Iterator[str]:
     """Yield a violation if a response leaves no room for its prompt."""
     if sampling.max_new_tokens and sampling.max_new_tokens >= max_len:
         yield (
-            "<rollout.max_new_tokens> leaves no room for a prompt in <data.max_len>, which counts "
-            "both. Raise --data.max_len or lower --rollout.max_new_tokens."
+            "<rollout.max_new_tokens> leaves no room for a prompt in <data.max_len>, which limits "
+            "both together. Raise --data.max_len or lower --rollout.max_new_tokens."
         )

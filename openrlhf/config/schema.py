@@ -58,7 +58,7 @@ def _property(flag: Flag) -> dict[str, Any]:
     schema["title"] = flag.name
     schema["description"] = flag.help
     if flag.required:
-        schema["description"] += " Required, here or on the command line."
+        schema["description"] += " Required here or on the command line."
     if not _is_infinite(flag.default):
         schema["default"] = flag.default
     if flag.secret:
@@ -85,5 +85,5 @@ def _type(flag: Flag) -> dict[str, Any]:
 
 
 def _is_infinite(default: Any) -> bool:
-    """Return whether a default is infinite: JSON has no such number."""
+    """Return whether a default is infinite, which JSON cannot represent."""
     return isinstance(default, float) and math.isinf(default)

@@ -16,7 +16,9 @@ class ServedModelConfig(Section):
     model_name_or_path: str = required(
         "Folder or Hub name of a reward model, with its tokenizer.", holds="model"
     )
-    normalize_enable: bool = option(False, "Normalise by the stored mean and deviation.")
+    normalize_enable: bool = option(
+        False, "Normalize rewards with the stored mean and standard deviation."
+    )
 
 
 class ServedLoadingConfig(shared.LoadingConfig):
@@ -30,15 +32,15 @@ class ServeConfig(ModelCommand):
 
     reward: ServedModelConfig = ServedModelConfig()
     ds: ServedLoadingConfig = ServedLoadingConfig()
-    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0: every address of this machine.")
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0: all addresses of this machine.")
     port: int = option(5000, "TCP port; 0: any free port.", ge=0, le=65535)
     truncation_side: str = option(
         "left",
-        "Side on which texts over data.max_len are cut; the end-of-text token is kept.",
+        "Side on which texts longer than data.max_len are truncated; the eos token is kept.",
         choices=("left", "right"),
     )
     batch_size: int | None = option(
-        None, "Maximum texts in a forward pass; unset: as max_batch_tokens allows.", ge=1
+        None, "Maximum texts in a forward pass; unset: limited only by max_batch_tokens.", ge=1
     )
     max_batch_tokens: int = option(
         16192,
@@ -46,35 +48,37 @@ class ServeConfig(ModelCommand):
         ge=1,
     )
     max_batch_wait: float = option(
-        0.005, "Seconds that a free model waits for as many requests as its last pass had.", ge=0
+        0.005,
+        "Maximum seconds that an idle model waits for as many requests as in its last batch.",
+        ge=0,
     )
     max_request_texts: int = option(1024, "Maximum texts in a request.", ge=1)
-    max_request_mib: float = option(16.0, "Maximum MiB of a request.", gt=0)
+    max_request_mib: float = option(16.0, "Maximum size of a request in MiB.", gt=0)
 
     def derived_values(self) -> dict[str, Any]:
-        """Return the room of a forward pass, which is enough for the longest text."""
+        """Return the token limit of a forward pass, raised to fit the longest text."""
         longest = max(self.max_batch_tokens, self.data.max_len)
         return self.unless_given({"max_batch_tokens": longest})
 
     def notices(self) -> Iterator[str]:
-        """Yield who can reach the server."""
+        """Yield notices, including about who can reach the server."""
         if self.host in ("127.0.0.1", "localhost", "::1"):
             yield (
-                "<host>: only programs on this machine can connect. For trainers on other nodes "
+                "<host>: only programs on this machine can connect. For trainers on other nodes, "
                 "use --host 0.0.0.0."
             )
         else:
             yield (
-                "<host>: every program that reaches this address can use the server, which has no "
-                "passwords."
+                "<host>: anyone who can reach this address can use the server, which has no "
+                "authentication."
             )
         yield from super().notices()
 
     def violations(self) -> Iterator[str]:
-        """Yield what is wrong with this resolved configuration."""
+        """Yield a sentence for each mistake in this resolved configuration."""
         yield from super().violations()
         if self.max_batch_tokens < self.data.max_len:
             yield (
-                "<max_batch_tokens> has no room for a text of <data.max_len>: raise it, or leave "
+                "<max_batch_tokens> is too small for a text of <data.max_len>: raise it or leave "
                 "it out."
             )

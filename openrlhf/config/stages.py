@@ -21,11 +21,11 @@ from openrlhf.config.supervised import (
 
 @dataclass(frozen=True)
 class StageCommand:
-    """A command, its flags, and what later stages use of its folder."""
+    """A command, its flags, and the part of its folder that later stages use."""
 
     command: str  # module in openrlhf.cli
     flags: type[Command]
-    result: str = "model"  # relative to the folder of the stage
+    result: str = "model"  # relative to the stage's folder
 
 
 STAGE_COMMANDS = {

@@ -11,16 +11,16 @@ from openrlhf.config.flags import FOR_OLDER_SCRIPTS, Section, Unused, option, re
 
 
 class SupervisedConfig(shared.OptimizerConfig, Root):
-    """The base of the offline commands."""
+    """Base class of the offline commands."""
 
     model: shared.ModelConfig = shared.ModelConfig()
     ds: shared.DeepSpeedConfig = shared.LMDeepSpeedConfig()
     data: shared.OfflineDataConfig = shared.OfflineDataConfig()
 
     def derived_values(self) -> dict[str, Any]:
-        """Return the micro-batch of a small batch, and the text of a chat template in a file.
+        """Return the micro-batch size for small batches, and the text of a chat template file.
 
-        A batch below the default micro-batch is one micro-batch.
+        If a rank's share of a batch is smaller than the default micro-batch, it is one micro-batch.
         """
         of_rank = max(1, self.train.batch_size // self.ds.data_slices(machine.world_size()))
         micro, template = self.train.micro_batch_size, self.data.tokenizer_chat_template
@@ -34,18 +34,18 @@ class SupervisedConfig(shared.OptimizerConfig, Root):
         """Yield notices about this resolved configuration."""
         micro, default = self.train.micro_batch_size, type(self)().train.micro_batch_size
         if micro != default and "train.micro_batch_size" not in self.given:
-            yield f"--train.micro_batch_size is {micro}, the share of a rank in <train.batch_size>."
+            yield f"--train.micro_batch_size is {micro}, each rank's share of <train.batch_size>."
         yield from training_rules.held_out_notices(self, "data.dataset", "data.dataset_split")
         yield from super().notices()
 
     def violations(self) -> Iterator[str]:
-        """Yield what is wrong with this resolved configuration."""
+        """Yield a sentence for each mistake in this resolved configuration."""
         yield from super().violations()
         yield from training_rules.router_violations(self.model, "model")
         template = self.data.tokenizer_chat_template
         if template and "{" not in template:
             yield (
-                "<data.tokenizer_chat_template> is neither a template, which has {{ or {% in it, "
+                "<data.tokenizer_chat_template> is neither a template, which contains {{ or {%, "
                 "nor a file on this machine."
             )
         ranks, train = self.ds.data_slices(machine.world_size()), self.train
@@ -59,11 +59,13 @@ class SupervisedConfig(shared.OptimizerConfig, Root):
 
 
 class SFTModelConfig(shared.ModelConfig):
-    pretrain_mode_enable: bool = option(False, "Pretraining: raw text, every token is a target.")
+    pretrain_mode_enable: bool = option(
+        False, "Pretrain on raw text, with every token as a target."
+    )
 
 
 class ResponseDataConfig(shared.OfflineDataConfig):
-    input_key: str = option("input", "Column with the prompt, text or chat.")
+    input_key: str = option("input", "Column with the prompt, as text or chat.")
     output_key: str | None = option(
         None, "Column with the response; unset: the last turn of the chat."
     )
@@ -92,7 +94,7 @@ class SFTConfig(SupervisedConfig):
         return values
 
     def violations(self) -> Iterator[str]:
-        """Yield what is wrong with this resolved configuration."""
+        """Yield a sentence for each mistake in this resolved configuration."""
         data, keys = self.data, {"data.input_key", "data.output_key"}
         yield from super().violations()
         if data.multiturn and not data.apply_chat_template and data.layout == "columns":
@@ -103,13 +105,13 @@ class SFTConfig(SupervisedConfig):
         )
         if (is_keyed or data.layout == "columns") and not finds_response:
             yield (
-                "No column has the response: name it with --data.output_key, or use "
-                "--data.apply_chat_template for chats, or --model.pretrain_mode_enable for plain "
+                "The response column is not set: name it with --data.output_key, or use "
+                "--data.apply_chat_template for chats or --model.pretrain_mode_enable for plain "
                 "text."
             )
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         if self.model.pretrain_mode_enable:
             formats = [
                 "data.output_key",
@@ -126,10 +128,10 @@ class PairColumns(Section):
     """Columns of pairs."""
 
     prompt_key: str | None = option(
-        None, "Column with the prompt of both answers; unset: the answers contain it."
+        None, "Column with the prompt for both answers; unset: the answers contain it."
     )
     chosen_key: str = option("chosen", "Column with the preferred answer or conversation.")
-    rejected_key: str = option("rejected", "Column with the other answer or conversation.")
+    rejected_key: str = option("rejected", "Column with the rejected answer or conversation.")
 
 
 class PreferenceDataConfig(PairColumns, shared.OfflineDataConfig):
@@ -140,37 +142,41 @@ class ReferenceConfig(Section):
     """The reference model."""
 
     model_name_or_path: str | None = option(
-        None, "Folder or Hub name; unset: the trained model.", holds="model"
+        None, "Folder or Hub name; unset: same as the trained model.", holds="model"
     )
-    offload: bool = option(False, "Keep it in CPU memory between uses.")
+    offload: bool = option(False, "Keep the reference in CPU memory between uses.")
 
 
 class DPOReferenceConfig(ReferenceConfig):
     precompute: bool = option(
         False,
-        "Score all rows once before training, and store the scores beside the checkpoints.",
+        "Compute the reference's log-probabilities for all rows once before training, and store "
+        "them next to the checkpoints.",
     )
 
 
 class DPOModelConfig(shared.ModelConfig):
-    loss_type: str = option("dpo", "Loss of a pair.", choices=choices.PREFERENCE_LOSSES)
-    ipo_enable: bool = option(False, "The same as loss_type ipo.")
+    loss_type: str = option("dpo", "Preference loss.", choices=choices.PREFERENCE_LOSSES)
+    ipo_enable: bool = option(False, "Same as loss_type ipo.")
     beta: float = option(
-        0.1, "Strength of the reference; SimPO: scale; ORPO: weight of the odds ratio.", gt=0
+        0.1,
+        "Strength of the KL constraint to the reference; SimPO: reward scale; ORPO: weight of "
+        "the odds ratio.",
+        gt=0,
     )
     label_smoothing: float = option(
         0.0,
-        "Fraction of wrong labels (cDPO, robust).",
+        "Assumed fraction of wrong labels (cDPO, robust).",
         ge=0,
         lt=0.5,
     )
-    target_margin: float = option(0.5, "Margin of SimPO.", ge=0)
+    target_margin: float = option(0.5, "Target reward margin (SimPO).", ge=0)
     nll_loss_coef: float = option(
         0.0, "Weight of the chosen answers' negative log-likelihood.", ge=0
     )
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         yield from super().unused()
         if self.loss_type not in ("dpo", "robust"):
             yield Unused(["label_smoothing"], "without --loss_type dpo or robust")
@@ -183,7 +189,7 @@ class ReferencedConfig(SupervisedConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """True if the loss reads a reference."""
+        """True if the loss uses a reference."""
         return True
 
     @property
@@ -195,13 +201,13 @@ class ReferencedConfig(SupervisedConfig):
         )
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         if not self.needs_reference:
-            yield Unused(["ref"], "without a --model.loss_type that has a reference")
+            yield Unused(["ref"], "without a --model.loss_type that uses a reference")
         if self.reference_is_policy:
             yield Unused(
                 ["ref.offload"],
-                "with --ds.lora.rank, whose reference is the policy without its adapter",
+                "with --ds.lora.rank, where the reference is the policy without its adapter",
             )
         yield from super().unused()
 
@@ -221,27 +227,27 @@ class DPOConfig(ReferencedConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """True if the loss reads a reference."""
+        """True if the loss uses a reference."""
         return choices.PREFERENCE_LOSSES[self.model.loss_type].needs_reference
 
     def idle_places(self) -> set[str]:
-        """Return the folder of checkpoints, if the run neither writes nor reads there.
+        """Return the checkpoint folder if the run neither writes nor reads it.
 
-        The scores of the reference go there.
+        Precomputed reference log-probabilities are stored there.
         """
         if self.ref.precompute:
             return set()
         return super().idle_places()
 
     def derived_values(self) -> dict[str, Any]:
-        """Return the derived values, with the loss that --model.ipo_enable means."""
+        """Return the derived values, including the loss that --model.ipo_enable selects."""
         values = super().derived_values()
         if self.model.ipo_enable:
             values["model.loss_type"] = "ipo"
         return values
 
     def violations(self) -> Iterator[str]:
-        """Yield what is wrong with this resolved configuration."""
+        """Yield a sentence for each mistake in this resolved configuration."""
         yield from super().violations()
         asked = self.given.get("model.loss_type", "ipo")
         if self.model.ipo_enable and asked != "ipo":
@@ -252,9 +258,9 @@ class DPOConfig(ReferencedConfig):
 
 
 class KTOLossConfig(Section):
-    """The loss of KTO."""
+    """KTO loss."""
 
-    beta: float = option(0.01, "Strength of the reference.", gt=0)
+    beta: float = option(0.01, "Strength of the KL constraint to the reference.", gt=0)
     desirable_weight: float = option(1.0, "Weight of desirable answers.", ge=0)
     undesirable_weight: float = option(1.0, "Weight of undesirable answers.", ge=0)
 
@@ -269,7 +275,7 @@ class KTODataConfig(PairColumns, ResponseDataConfig):
 
 
 class KTOConfig(ReferencedConfig):
-    """KTO: from answers that are desirable or not."""
+    """KTO: preference optimization from answers labeled desirable or undesirable."""
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_kto")
     logger: shared.LoggerConfig = shared.LoggerConfig(
@@ -281,12 +287,12 @@ class KTOConfig(ReferencedConfig):
     data: KTODataConfig = KTODataConfig(input_template="User: {}\nAssistant: ")
 
     def violations(self) -> Iterator[str]:
-        """Yield what is wrong with this resolved configuration."""
+        """Yield a sentence for each mistake in this resolved configuration."""
         yield from super().violations()
         if self.train.batch_size == 1:
             yield (
-                "<train.batch_size> is too small for the KL of KTO, which pairs each prompt with "
-                "the answer of the next row. Use 2 or more."
+                "<train.batch_size> is too small for KTO's KL estimate, which pairs each prompt "
+                "with the answer of the next row. Use 2 or more."
             )
 
 
@@ -294,25 +300,28 @@ class KDLossConfig(Section):
     """Distillation."""
 
     teacher_model: str = required(
-        "Folder or Hub name of the teacher, or URL of its vLLM server. It must have the "
-        "vocabulary of the student.",
+        "Folder or Hub name of the teacher, or URL of its vLLM server. The teacher and the "
+        "student must have the same vocabulary.",
         holds="model",
     )
     teacher_offload: bool = option(False, "Keep the teacher in CPU memory between uses.")
     coef: float = option(
-        0.4, "Weight of the teacher's loss; the responses have the rest of 1.", ge=0, le=1
+        0.4,
+        "Weight of the distillation loss; the loss on the responses has 1 minus this weight.",
+        ge=0,
+        le=1,
     )
     top_k: int | None = option(
-        None, "Number of the teacher's top tokens to learn from; unset: all.", ge=1
+        None, "Number of the teacher's most likely tokens to learn from; unset: all.", ge=1
     )
 
     @property
     def served(self) -> bool:
-        """True if the teacher is behind a server."""
+        """True if the teacher runs on a server."""
         return rules.has_host(self.teacher_model or "")
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         if self.served:
             yield Unused(["teacher_offload"], "with --teacher_model URL")
 
@@ -330,7 +339,7 @@ class KDConfig(SFTConfig):
     data: SFTDataConfig = SFTDataConfig(input_template="User: {}\nAssistant: ", output_key="output")
 
     def violations(self) -> Iterator[str]:
-        """Yield what is wrong with this resolved configuration."""
+        """Yield a sentence for each mistake in this resolved configuration."""
         yield from super().violations()
         if self.kd.served and not self.kd.top_k:
             yield (
@@ -340,25 +349,27 @@ class KDConfig(SFTConfig):
 
 
 class PRMLossConfig(Section):
-    """Labels of steps."""
+    """Step labels."""
 
-    placeholder_token: str = required("Text after each step, one token.")
+    placeholder_token: str = required("Text after each step; must be a single token.")
     reward_tokens: tuple[str, ...] = option(
-        (), "Labels, one token each; with soft labels, the right one and the wrong one."
+        (),
+        "Labels, one token each; with soft labels, the label of a correct and of an incorrect "
+        "step.",
     )
 
 
 class PRMDataConfig(shared.OfflineDataConfig):
     """Tokenizer and data."""
 
-    input_key: str = option("input", "Column with the text, with a placeholder after each step.")
+    input_key: str = option("input", "Column with text that has a placeholder after each step.")
     label_key: str = option(
-        "label", "Column with a list of labels: texts, or probabilities of a right step."
+        "label", "Column with a list of labels: texts, or probabilities that the step is correct."
     )
 
 
 class PRMConfig(SupervisedConfig):
-    """Process reward model from labelled steps."""
+    """Process reward model from labeled steps."""
 
     ckpt: shared.CheckpointConfig = shared.CheckpointConfig(path="./ckpt/checkpoints_prm")
     logger: shared.LoggerConfig = shared.LoggerConfig(
@@ -371,7 +382,7 @@ class PRMConfig(SupervisedConfig):
     data: PRMDataConfig = PRMDataConfig(layout="columns")
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         formats = [
             "data.input_template",
             "data.apply_chat_template",
@@ -385,14 +396,16 @@ class PRMConfig(SupervisedConfig):
 
 class RMModelConfig(shared.ModelConfig):
     loss_type: str = option(
-        "sigmoid", "Pairwise loss; both names mean the same loss.", choices=("sigmoid", "logexp")
+        "sigmoid", "Pairwise loss; both names select the same loss.", choices=("sigmoid", "logexp")
     )
-    margin_loss_enable: bool = option(False, "Require the margin in the column margin (sigmoid).")
+    margin_loss_enable: bool = option(
+        False, "Require the reward margin that is in the column margin (sigmoid)."
+    )
     compute_fp32_loss_enable: bool = option(False, "No effect: rewards are always float32.")
-    reinit_head: bool = option(False, "Use a new scalar head even if one is stored.")
+    reinit_head: bool = option(False, "Initialize a new scalar head even if one is stored.")
 
     def unused(self) -> Iterator[Unused]:
-        """Yield the flags without an effect under these values."""
+        """Yield the flags that have no effect with these values."""
         yield from super().unused()
         yield Unused(["compute_fp32_loss_enable"], FOR_OLDER_SCRIPTS)
         if self.loss_type == "logexp":

@@ -1,4 +1,4 @@
-"""Rules and notices of training commands; `rules` says what a rule is."""
+"""Rules and notices for training commands. `rules` defines what a rule is."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,19 +15,16 @@ from openrlhf.config.shared import (
 
 
 def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
-    """Yield what is wrong with adapters, data types and offload."""
+    """Yield mistakes in adapters, data types and offload."""
     if ds.lora.rank and not ds.lora.target_modules:
-        yield "--ds.lora.target_modules names no layer: leave it out to adapt every layer."
+        yield "--ds.lora.target_modules is empty: leave it out to adapt every layer."
     if ds.lora.dora and ds.zero_stage == 3:
         yield (
-            "<ds.lora.dora> reads whole weights, but with <ds.zero_stage> each rank has only a "
-            "part of them: use 0, 1 or 2."
+            "<ds.lora.dora> needs full weights, but with <ds.zero_stage> each rank has only a "
+            "shard of them: use 0, 1 or 2."
         )
     if ds.load_in_4bit and not ds.lora.rank:
-        yield (
-            "<ds.load_in_4bit> freezes the weights of the model: train adapters with "
-            "--ds.lora.rank."
-        )
+        yield ("<ds.load_in_4bit> freezes the model's weights: train adapters with --ds.lora.rank.")
     if ds.param_dtype == "fp16":
         yield "<ds.param_dtype> is not available yet: use bf16."
     if ds.adam_offload and ds.zero_stage == 0:
@@ -39,60 +36,61 @@ def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
 
 
 def average_violations(ds: DeepSpeedConfig, train: TrainConfig) -> Iterator[str]:
-    """Yield a violation if a checkpoint is converted whose average cannot be."""
+    """Yield a violation if the checkpoint to convert has an EMA that cannot be converted."""
     if ds.use_universal_ckpt and ds.zero_stage == 3 and train.enable_ema:
         yield (
-            "--ds.use_universal_ckpt cannot convert the average of --train.enable_ema, which "
-            "<ds.zero_stage> has partitioned: continue with the same number of processes, or "
-            "leave out --train.enable_ema."
+            "--ds.use_universal_ckpt cannot convert the EMA of --train.enable_ema, which "
+            "<ds.zero_stage> partitions: resume with the same number of processes, or leave out "
+            "--train.enable_ema."
         )
 
 
 def router_violations(model: TrainedModelConfig, section: str) -> Iterator[str]:
-    """Yield a violation if the loss of the experts does not reach the model's routers."""
+    """Yield a violation if the experts' load-balancing loss cannot reach the routers."""
     reentrant = model.gradient_checkpointing_enable and model.gradient_checkpointing_reentrant
     if model.aux_loss_coef and reentrant:
         yield (
-            f"<{section}.aux_loss_coef> would not reach the routers, which run without a graph "
-            f"under --{section}.gradient_checkpointing_reentrant. Leave out that flag."
+            f"<{section}.aux_loss_coef> would not reach the routers, which run without an "
+            f"autograd graph under --{section}.gradient_checkpointing_reentrant. Leave out that "
+            "flag."
         )
 
 
 def patience_violations(evaluation: EvalConfig, ckpt: CheckpointConfig) -> Iterator[str]:
-    """Yield what --eval.patience lacks: evaluations, a metric, or a checkpoint."""
+    """Yield the missing requirements of --eval.patience: evaluations, a metric, or a checkpoint."""
     if not evaluation.patience:
         return
     if not evaluation.dataset:
-        yield "<eval.patience> counts evaluations of --eval.dataset, which is not given: give it."
+        yield "<eval.patience> requires --eval.dataset, which is not set."
     if ckpt.best_metric_key == "none":
         yield (
-            "<eval.patience> follows --ckpt.best_metric_key, which is none: name a metric, or "
+            "<eval.patience> monitors --ckpt.best_metric_key, which is none: set a metric or "
             "leave it out."
         )
     if ckpt.disable_ds:
         yield (
-            "<eval.patience> exports the best weights from their checkpoint, which "
-            "--ckpt.disable_ds does not write: leave one of them out."
+            "<eval.patience> exports the best weights from a checkpoint, which --ckpt.disable_ds "
+            "does not write: leave one of them out."
         )
 
 
 def checkpoint_notices(ckpt: CheckpointConfig) -> Iterator[str]:
-    """Yield notices about checkpoints that hold nothing, or replace others."""
+    """Yield notices about checkpoints that contain nothing or replace earlier ones."""
     if not ckpt.saves:
         return
     if ckpt.disable_ds and not ckpt.save_hf:
-        yield "--ckpt.save_steps saves nothing: --ckpt.disable_ds is on and --ckpt.save_hf off."
+        yield "--ckpt.save_steps saves nothing: --ckpt.disable_ds is on and --ckpt.save_hf is off."
     if ckpt.has_earlier and not ckpt.load_enable:
         yield (
-            "<ckpt.path> has checkpoints of an earlier run: this run replaces those of the same "
-            "steps. --ckpt.load_enable continues from the newest one; another --ckpt.path keeps "
-            "them all."
+            "<ckpt.path> has checkpoints from an earlier run: this run replaces those with the "
+            "same step numbers. Use --ckpt.load_enable to resume from the newest one, or a "
+            "different --ckpt.path to keep them all."
         )
 
 
 def held_out_notices(config: Any, dataset: str, split: str) -> Iterator[str]:
-    """Yield a notice if the evaluation dataset is the training dataset, whose flags have these
-    paths.
+    """Yield a notice if the evaluation data is the training data. `dataset` and `split` are the
+    paths of the training data's flags.
     """
     evaluation, trained = config.eval, value_at(config, dataset)
     same_split = evaluation.split == value_at(config, split)
@@ -101,14 +99,14 @@ def held_out_notices(config: Any, dataset: str, split: str) -> Iterator[str]:
     if evaluation.dataset and evaluation.dataset == trained and same_split:
         yield (
             f"<eval.dataset> is the training data (--{dataset}), so the evaluation does not show "
-            "whether the model generalizes. Name rows that are not trained on."
+            "whether the model generalizes. Use rows that are not trained on."
         )
 
 
 def rank_violations(batch_size: int, ranks: int, *, micro: int, what: str) -> Iterator[str]:
-    """Yield a violation unless the batch is whole micro-batches on each rank.
+    """Yield a violation unless each rank gets a whole number of micro-batches.
 
-    `what` says where `ranks` comes from.
+    `what` describes where `ranks` comes from.
     """
     each, rest = divmod(batch_size, ranks)
     if rest:

@@ -1,4 +1,4 @@
-"""Flags whose feature is not available yet, refused by name."""
+"""Flags whose features are not available yet. They are refused by name."""
 
 from collections.abc import Iterator
 from itertools import accumulate
@@ -7,8 +7,8 @@ from typing import Any
 from openrlhf.config.effects import unused_flags
 from openrlhf.config.flags import flags_in, flags_of, mentions
 
-# What to do instead, by flag or section. All values but the default are refused. Deleting a name
-# enables its feature.
+# What to do instead, by flag or section. All values except the default are refused. Removing an
+# entry enables its feature.
 NOT_YET = {
     "ds.use_liger_kernel": "leave it out",
     "ds.deepcompile": "leave it out",
@@ -28,7 +28,7 @@ NOT_YET = {
 
 
 def refused_flags(root: type[Any]) -> set[str]:
-    """Return the flags of a command that are refused at any value but their default.
+    """Return the flags of a command that are refused at any value except their default.
 
     They include flags that have no effect without a refused flag.
     """
@@ -41,7 +41,7 @@ def refused_flags(root: type[Any]) -> set[str]:
 
 
 def _listed_name(path: str) -> str | None:
-    """Return the name of the flag, or of a section it is in, that `NOT_YET` lists."""
+    """Return the entry of `NOT_YET` for a flag or for a section that contains it, or None."""
     for name in accumulate(path.split("."), "{}.{}".format):
         if name in NOT_YET:
             return name
@@ -49,7 +49,7 @@ def _listed_name(path: str) -> str | None:
 
 
 def refusals(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield the path of each flag with an unavailable feature, and the sentence about it."""
+    """Yield the path of each flag that sets an unavailable feature, with the message about it."""
     for flag, value in flags_in(config):
         name = _listed_name(flag.path)
         if name and value != flag.default:

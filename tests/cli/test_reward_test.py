@@ -281,7 +281,7 @@ def test_batch_mode_scores_adjacent_rows_with_same_prompt_in_one_call(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--data.label_key output", "There is no reward to try: give --reward.remote_url"),
+        ("--data.label_key output", "There is no reward to test: set --reward.remote_url"),
         ("--reward.verifier format", "There is nothing to score"),
         (
             "--reward.verifier math --data.output_key said",

@@ -1,4 +1,4 @@
-"""The smallest valid command lines, and the configurations of longer ones."""
+"""The smallest valid command lines, and helpers that parse longer ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ COMMANDS: dict[str, type[Any]] = ROOTS | {
 }
 WITH_OLD: dict[str, type[Any]] = ROOTS | {
     "train_ppo": LocalPPOConfig
-}  # has the flags of train_ppo_ray
+}  # same flags as train_ppo_ray
 SMALLEST: dict[str, str] = {
     "train_sft": "--model.model_name_or_path m --data.dataset d --data.output_key answer",
     "train_rm": "--model.model_name_or_path m --data.dataset d",
@@ -67,7 +67,7 @@ SMALLEST: dict[str, str] = {
 def read_flags(
     root: type[Any], argv: Sequence[str], *, command: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return a command line's values and notices, before anything is derived or checked.
+    """Return a command line's values and notices before values are derived and rules are checked.
 
     Raises ConfigError.
     """
@@ -80,7 +80,7 @@ def read_flags(
 def parse(command: str, line: str = "") -> Any:
     """Return the configuration of the smallest command line with `line` appended."""
     smallest = SMALLEST[command]
-    if "--reward.remote_url" in line:  # one reward is enough
+    if "--reward.remote_url" in line:  # two kinds of rewards would be refused
         smallest = smallest.replace("--reward.verifier math", "")
     return parse_config(ROOTS[command], [*smallest.split(), *line.split()], command=command)
 

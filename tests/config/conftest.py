@@ -1,4 +1,4 @@
-"""A machine for the tests: no GPU and no launcher, unless a test requests them."""
+"""The machine that tests see: no GPU and no launcher, unless a test requests them."""
 
 from __future__ import annotations
 

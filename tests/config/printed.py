@@ -1,6 +1,6 @@
-"""Commands that pages about the project print, word for word.
+"""Commands copied verbatim from pages about the project.
 
-Each lists what it lacks as printed, and the flags that make it complete.
+Each entry lists the errors of the printed command, and the flags that fix them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ PPO = (
     "--actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture "
     "--reward.model_name_or_path OpenRLHF/Llama-3-8b-rm-700k"
 )
-NO_PROMPTS = "--data.prompt_dataset must be given."
-NO_REWARD = "Nothing rewards the samples: give --reward.remote_url"
+NO_PROMPTS = "--data.prompt_dataset is required."
+NO_REWARD = "The samples have no reward: set --reward.remote_url"
 NO_GROUPS = (
-    "--algo.advantage.estimator group_norm compares samples of one prompt, but "
+    "--algo.advantage.estimator group_norm compares the samples of a prompt, but "
     "--rollout.n_samples_per_prompt is 1."
 )
 
@@ -43,7 +43,7 @@ class Printed:
 
     @property
     def words(self) -> list[str]:
-        """Return its flags, as a shell splits them."""
+        """Return the command's flags, split as a shell would."""
         return self._split[1]
 
     @property

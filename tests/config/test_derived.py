@@ -1,4 +1,4 @@
-"""Values that follow from the flags, and their notices."""
+"""Values derived from the flags, and the notices about them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from openrlhf.config import machine
 from openrlhf.config.flags import amend, value_at
-from openrlhf.config.machine import has_quick_bfloat16  # not the replacement of tests/conftest.py
+from openrlhf.config.machine import has_quick_bfloat16  # the original, which conftest.py replaces
 from openrlhf.config.options import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.shared import SCHEDULERS, CheckpointConfig
@@ -23,9 +23,9 @@ Explicit = frozenset[str]
 
 
 def resolved(config: Any, *explicit: str) -> tuple[Any, str]:
-    """Resolve a configuration made in code, which may have flags that are currently refused.
+    """Resolve a configuration built in code, which may have flags that are refused today.
 
-    `explicit`: the flags that were given.
+    `explicit`: the flags that count as given by the user.
     """
     given = {path: value_at(config, path) for path in explicit}
     config, notices = amend(config, {"given": given}).resolve(command="train")
@@ -33,34 +33,34 @@ def resolved(config: Any, *explicit: str) -> tuple[Any, str]:
 
 
 def rl(**values: Any) -> PPOConfig:
-    """Return an RL configuration with values by path; dots are written as two underscores."""
+    """Return an RL configuration with values by path, where two underscores stand for a dot."""
     return amend(PPOConfig(), {path.replace("__", "."): value for path, value in values.items()})
 
 
 @pytest.mark.parametrize("command", ["train_sft", "train_ppo_ray"])
-def test_the_run_folder_carries_the_time_of_the_start_and_the_process(command: str) -> None:
+def test_run_folder_name_contains_start_time_and_process_id(command: str) -> None:
     """Commands that start in the same second use different folders."""
     config = parse_config(ROOTS[command], SMALLEST[command].split(), command=command)
     assert re.fullmatch(rf"\./runs/{command}-\d{{8}}-\d{{6}}-{os.getpid()}", config.run.dir)
     assert config.logger.wandb.run_name is None
 
 
-def test_a_run_folder_and_a_name_that_are_given_stay() -> None:
+def test_given_run_folder_and_run_name_are_kept() -> None:
     config = sft("--run.dir here --logger.wandb.run_name mine")
     assert (config.run.dir, config.logger.wandb.run_name) == ("here", "mine")
 
 
-def test_intervals_of_minus_one_stay_and_mean_never() -> None:
+def test_interval_of_minus_one_is_kept_as_never() -> None:
     assert (sft().ckpt.save_steps, sft().eval.steps) == (-1, -1)
 
 
-def test_a_template_without_braces_is_dropped_with_a_notice() -> None:
+def test_template_without_braces_is_dropped_with_a_notice() -> None:
     config, notices = resolved(rl(data__input_template="Question:"), "data.input_template")
     assert config.data.input_template is None
-    assert "--data.input_template 'Question:' has no {}" in notices
+    assert "--data.input_template 'Question:' is ignored: it has no {}" in notices
 
 
-def test_a_template_with_a_typed_backslash_n_stays_with_a_notice() -> None:
+def test_template_with_literal_backslash_n_is_kept_with_a_notice() -> None:
     config, notices = resolved(rl(data__input_template=r"Q: {}\nA: "))
     assert config.data.input_template == r"Q: {}\nA: "
     assert "not a line break" in notices
@@ -70,7 +70,7 @@ def test_a_template_with_a_typed_backslash_n_stays_with_a_notice() -> None:
 # Data type
 
 
-def test_a_cpu_without_avx512_is_told_that_bfloat16_is_slow_on_it(
+def test_cpu_without_avx512_gets_a_notice_that_bfloat16_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_machine: Any
 ) -> None:
     cpu = tmp_path / "cpuinfo"
@@ -79,7 +79,7 @@ def test_a_cpu_without_avx512_is_told_that_bfloat16_is_slow_on_it(
     cpu.write_text("flags : avx avx2 avx512bw")
     assert "AVX-512" not in resolved(SFTConfig())[1]
     cpu.write_text("flags : avx avx2")
-    assert "--ds.param_dtype bf16 takes 5 to 20 times as long" in resolved(SFTConfig())[1]
+    assert "--ds.param_dtype bf16 is 5 to 20 times slower" in resolved(SFTConfig())[1]
     assert "AVX-512" not in resolved(amend(SFTConfig(), {"ds.param_dtype": "fp32"}))[1]
     gpu_machine(1)
     assert "AVX-512" not in resolved(SFTConfig())[1]
@@ -88,25 +88,25 @@ def test_a_cpu_without_avx512_is_told_that_bfloat16_is_slow_on_it(
 # Attention
 
 
-def test_without_a_gpu_attention_is_sdpa_and_a_notice_comes_only_where_flash_was_asked_for(
+def test_attention_without_gpu_is_sdpa_with_a_notice_only_if_flash_attention_was_requested(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert sft().ds.attn_implementation == "sdpa"
     assert "sdpa" not in capsys.readouterr().err
     assert sft("--ds.attn_implementation flash_attention_2").ds.attn_implementation == "sdpa"
     assert (
-        "--ds.attn_implementation sdpa instead of flash_attention_2: there is no GPU"
+        "Using --ds.attn_implementation sdpa instead of flash_attention_2: there is no GPU"
         in capsys.readouterr().err
     )
 
 
-def test_with_gpu_and_package_attention_is_flash_attention(gpu_machine: Any) -> None:
+def test_attention_is_flash_attention_with_gpu_and_package(gpu_machine: Any) -> None:
     gpu_machine(1)
     assert sft().ds.attn_implementation == "flash_attention_2"
     assert sft("--ds.param_dtype fp32").ds.attn_implementation == "sdpa"
 
 
-def test_requested_flash_attention_falls_back_with_a_notice_without_its_package(
+def test_requested_flash_attention_falls_back_with_a_notice_if_package_is_missing(
     gpu_machine: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu_machine(1, flash_attention=False)
@@ -128,11 +128,11 @@ def test_requested_flash_attention_falls_back_with_a_notice_without_its_package(
     )
 
 
-def test_attention_that_was_chosen_stays() -> None:
+def test_chosen_attention_is_kept() -> None:
     assert sft("--ds.attn_implementation eager").ds.attn_implementation == "eager"
 
 
-def test_packing_replaces_an_attention_that_cannot_keep_samples_apart(gpu_machine: Any) -> None:
+def test_packing_replaces_attention_that_cannot_separate_samples(gpu_machine: Any) -> None:
     chosen = "--ds.packing_samples --ds.attn_implementation"
     assert sft(f"{chosen} sdpa").ds.attn_implementation == "sdpa"
     assert sft(f"{chosen} eager").ds.attn_implementation == "sdpa"
@@ -143,7 +143,7 @@ def test_packing_replaces_an_attention_that_cannot_keep_samples_apart(gpu_machin
 # SFT
 
 
-def test_a_batch_below_the_default_micro_batch_is_one_micro_batch(
+def test_batch_smaller_than_default_micro_batch_is_one_micro_batch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sft("--train.batch_size 4").train.micro_batch_size == 4
@@ -153,22 +153,22 @@ def test_a_batch_below_the_default_micro_batch_is_one_micro_batch(
     assert sft("--train.batch_size 32").train.micro_batch_size == 8
 
 
-def test_checkpoints_that_hold_nothing_are_pointed_out() -> None:
+def test_checkpoints_without_content_get_a_notice() -> None:
     _, notices = resolved(SFTConfig(ckpt=SFTConfig().ckpt.__class__(save_steps=5, disable_ds=True)))
     assert "--ckpt.save_steps saves nothing" in notices
 
 
-def test_a_new_run_is_told_of_the_checkpoints_that_it_will_replace(tmp_path: Path) -> None:
+def test_new_run_gets_a_notice_about_checkpoints_it_will_replace(tmp_path: Path) -> None:
     def said(**flags: Any) -> str:
         return resolved(SFTConfig(ckpt=CheckpointConfig(path=str(tmp_path), **flags)))[1]
 
-    assert "of an earlier run" not in said(save_steps=5)
+    assert "from an earlier run" not in said(save_steps=5)
     (tmp_path / "global_step5.manifest.json").touch()
-    assert f"--ckpt.path {tmp_path} has checkpoints of an earlier run" in said(save_steps=5)
-    assert "of an earlier run" not in said() + said(save_steps=5, load_enable=True)
+    assert f"--ckpt.path {tmp_path} has checkpoints from an earlier run" in said(save_steps=5)
+    assert "from an earlier run" not in said() + said(save_steps=5, load_enable=True)
 
 
-def test_a_chat_template_may_be_a_file(tmp_path: Path) -> None:
+def test_chat_template_may_be_a_file(tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages }}")
     chats = "--data.apply_chat_template --data.tokenizer_chat_template"
@@ -181,20 +181,20 @@ def test_a_chat_template_may_be_a_file(tmp_path: Path) -> None:
 # RL
 
 
-def test_a_group_without_a_size_is_one_process_where_no_gpu_is() -> None:
+def test_group_size_defaults_to_one_process_without_gpu() -> None:
     config, notices = resolved(rl(actor__num_gpus_per_node=2), "actor.num_gpus_per_node")
     assert (config.actor.num_gpus_per_node, config.ref.num_gpus_per_node) == (2, 1)
     assert "There is no GPU" in notices and "--actor.num" not in notices
 
 
-def test_a_group_without_a_size_has_eight_gpus_where_gpus_are(gpu_machine: Any) -> None:
+def test_group_size_defaults_to_eight_on_a_gpu_machine(gpu_machine: Any) -> None:
     gpu_machine(8)
     config, notices = resolved(rl())
     assert config.actor.num_gpus_per_node == config.reward.num_gpus_per_node == 8
     assert "No GPU" not in notices
 
 
-def test_roles_that_share_devices_share_their_size_too(gpu_machine: Any) -> None:
+def test_colocated_roles_have_the_same_size(gpu_machine: Any) -> None:
     gpu_machine(8)
     given = rl(actor__num_gpus_per_node=4, train__colocate_actor_ref=True)
     config, _ = resolved(given, "actor.num_gpus_per_node")
@@ -210,11 +210,11 @@ def test_roles_that_share_devices_share_their_size_too(gpu_machine: Any) -> None
         ("--actor.eps_clip 0.1 --actor.eps_clip_low_high 0.2 0.28", (0.2, 0.28)),
     ],
 )
-def test_the_clip_range_has_two_sides(line: str, expected: tuple[float, float]) -> None:
+def test_clip_range_has_a_lower_and_an_upper_side(line: str, expected: tuple[float, float]) -> None:
     assert ppo(line).actor.eps_clip_low_high == expected
 
 
-def test_an_unused_eps_clip_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unused_eps_clip_gets_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
     ppo("--actor.eps_clip 0.1 --actor.eps_clip_low_high 0.2 0.28")
     assert "--actor.eps_clip has no effect" in capsys.readouterr().err
 
@@ -237,13 +237,13 @@ def test_remote_engines_that_nothing_asks_are_pointed_out(
     assert said in capsys.readouterr().err
 
 
-def test_cispo_without_clip_flags_is_open_below() -> None:
+def test_cispo_without_clip_flags_has_no_lower_clip() -> None:
     given = rl(actor__policy_loss_type="cispo", actor__eps_clip=0.1)
     assert resolved(given)[0].actor.eps_clip_low_high == (1.0, 0.28)
     assert resolved(given, "actor.eps_clip")[0].actor.eps_clip_low_high == (0.1, 0.1)
 
 
-def test_gspo_aggregates_by_sequence_unless_told_otherwise_and_wants_a_small_clip() -> None:
+def test_gspo_defaults_to_sequence_aggregation_and_recommends_a_small_clip_range() -> None:
     config, notices = resolved(rl(actor__policy_loss_type="gspo"))
     assert config.algo.loss.aggregation == "sequence"
     assert "3e-4 4e-4" in notices
@@ -256,7 +256,7 @@ def test_gspo_aggregates_by_sequence_unless_told_otherwise_and_wants_a_small_cli
     assert "gspo" not in notices
 
 
-def test_an_agent_replaces_the_reward_function() -> None:
+def test_agent_replaces_the_reward_function() -> None:
     config, notices = resolved(
         rl(train__agent_func_path="a.py", reward__remote_url="r.py"), "reward.remote_url"
     )
@@ -264,7 +264,7 @@ def test_an_agent_replaces_the_reward_function() -> None:
     assert "--reward.remote_url: no effect with --train.agent_func_path" in notices
 
 
-def test_the_critic_of_gae_starts_from_the_reward_model_or_the_policy() -> None:
+def test_critic_is_initialized_from_reward_model_or_policy() -> None:
     models = {"actor__model_name_or_path": "m", "algo__advantage__estimator": "gae"}
     critics = [
         resolved(rl(**models))[0].critic,
@@ -274,15 +274,13 @@ def test_the_critic_of_gae_starts_from_the_reward_model_or_the_policy() -> None:
     assert [critic.model_name_or_path for critic in critics] == ["m", "r1", "c"]
 
 
-def test_other_estimators_have_no_critic(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimators_other_than_gae_have_no_critic(capsys: pytest.CaptureFixture[str]) -> None:
     assert ppo("--critic.model_name_or_path c").critic.model_name_or_path is None
     assert "--critic.model_name_or_path: no effect without a critic" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "group_norm", "dr_grpo"])
-def test_group_estimators_do_not_discount(
-    estimator: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_group_estimators_ignore_gamma(estimator: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = f"--algo.advantage.estimator {estimator} --rollout.n_samples_per_prompt 2"
     assert ppo(f"{line} --algo.advantage.gamma 0.9").algo.advantage.gamma == 1.0
     assert (
@@ -291,11 +289,11 @@ def test_group_estimators_do_not_discount(
     )
 
 
-def test_reinforce_does_discount() -> None:
+def test_reinforce_uses_gamma() -> None:
     assert ppo("--algo.advantage.gamma 0.9").algo.advantage.gamma == 0.9
 
 
-def test_a_run_that_trains_nothing_names_the_flags_of_training(
+def test_generation_only_run_lists_training_flags_without_effect(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     unused = (
@@ -325,7 +323,7 @@ def test_a_run_that_trains_nothing_names_the_flags_of_training(
     )
 
 
-def test_a_replay_needs_no_reward_and_names_the_flags_of_engines(
+def test_replay_needs_no_reward_and_lists_engine_flags_without_effect(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     ppo(
@@ -336,10 +334,10 @@ def test_a_replay_needs_no_reward_and_names_the_flags_of_engines(
     idle = "--eval.dataset, --reward.verifier, --rollout.dump_dir, --vllm.num_engines"
     assert f"{idle}: no effect with --rollout.replay_dir." in said
     without = rl(rollout__replay_dir=".", algo__advantage__estimator="reinforce")
-    assert not [text for text in resolved(without)[0].check() if "rewards the samples" in text]
+    assert not [text for text in resolved(without)[0].check() if "samples have no reward" in text]
 
 
-def test_counts_follow_the_flag_they_default_to() -> None:
+def test_unset_counts_follow_the_flags_they_default_to() -> None:
     config = ppo("--rollout.batch_size 256 --vllm.num_engines 2")
     assert config.rollout.vllm_generate_batch_size == 256
     assert config.vllm.max_engines == 2
@@ -348,43 +346,43 @@ def test_counts_follow_the_flag_they_default_to() -> None:
     assert resolved(rl(train__async_queue_size=3))[0].train.max_staleness == 3
 
 
-def test_dynamic_batches_turn_packing_on_and_share_their_budget(
+def test_dynamic_batches_enable_packing_and_share_their_token_budget(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = ppo("--train.dynamic_batch_enable --train.max_tokens_per_gpu 4096")
     assert config.ds.packing_samples
     assert config.rollout.max_tokens_per_gpu == 4096
-    assert "--train.dynamic_batch_enable turns --ds.packing_samples on" in capsys.readouterr().err
+    assert "--train.dynamic_batch_enable turns on --ds.packing_samples" in capsys.readouterr().err
     assert ppo().rollout.max_tokens_per_gpu is None
     assert not ppo().ds.packing_samples
 
 
-def test_the_engine_computes_in_the_type_of_the_weights() -> None:
+def test_engine_data_type_defaults_to_that_of_the_weights() -> None:
     assert ppo().vllm.dtype == "bf16"
     assert ppo("--ds.param_dtype fp32").vllm.dtype == "fp32"
     assert ppo("--ds.param_dtype fp32 --vllm.dtype bf16").vllm.dtype == "bf16"
 
 
-def test_prefixes_are_cached_where_they_come_twice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prefix_caching_is_enabled_if_prompts_repeat(capsys: pytest.CaptureFixture[str]) -> None:
     assert not ppo().vllm.enable_prefix_caching
     assert ppo("--vllm.enable_prefix_caching").vllm.enable_prefix_caching
     assert ppo("--rollout.n_samples_per_prompt 2").vllm.enable_prefix_caching
     off = "--vllm.disable_prefix_caching"
     assert not ppo(f"--rollout.n_samples_per_prompt 2 {off}").vllm.enable_prefix_caching
-    assert "wins" not in capsys.readouterr().err
+    assert "precedence" not in capsys.readouterr().err
     assert not ppo(f"--vllm.enable_prefix_caching {off}").vllm.enable_prefix_caching
-    assert "disable_prefix_caching wins" in capsys.readouterr().err
+    assert "disable_prefix_caching takes precedence" in capsys.readouterr().err
     assert resolved(rl(train__agent_func_path="a.py"))[0].vllm.enable_prefix_caching
 
 
-def test_samples_are_seeded_where_no_gpu_is(gpu_machine: Any) -> None:
+def test_samples_are_seeded_without_a_gpu(gpu_machine: Any) -> None:
     assert ppo().rollout.seeded == "on"
     assert ppo("--rollout.seeded off").rollout.seeded == "off"
     gpu_machine(8)
     assert resolved(rl())[0].rollout.seeded == "off"
 
 
-def test_engines_sleep_only_where_others_use_their_devices() -> None:
+def test_engines_sleep_only_if_they_share_devices() -> None:
     config, notices = resolved(rl(vllm__enable_sleep=True), "vllm.enable_sleep")
     assert not config.vllm.enable_sleep
     assert "--vllm.enable_sleep: no effect without --train.colocate_all." in notices
@@ -394,7 +392,7 @@ def test_engines_sleep_only_where_others_use_their_devices() -> None:
 @pytest.mark.parametrize(
     ("line", "notice"),
     [
-        ("--algo.kl.use_loss", "--algo.kl.estimator k1 as a loss has an expected gradient of zero"),
+        ("--algo.kl.use_loss", "--algo.kl.estimator k1 has a zero expected gradient as a loss"),
         ("--algo.kl.estimator k3", "--algo.kl.estimator k3 is meant for --algo.kl.use_loss"),
         ("--algo.kl.use_loss --algo.kl.estimator k2", ""),
         (
@@ -404,7 +402,7 @@ def test_engines_sleep_only_where_others_use_their_devices() -> None:
         ("", ""),
     ],
 )
-def test_the_kl_is_recommended_where_it_belongs(
+def test_notice_recommends_a_suitable_kl_estimator(
     line: str, notice: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ppo(line)
@@ -414,22 +412,22 @@ def test_the_kl_is_recommended_where_it_belongs(
 
 
 @pytest.mark.parametrize("cut", ["top_p 0.9", "top_k 5"])
-def test_a_cut_distribution_is_said_to_differ_from_the_trainers(
+def test_truncated_sampling_distribution_gets_a_notice(
     cut: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ppo(f"--rollout.{cut}")
     assert (
-        "the engine's log-probabilities are of the cut distribution, the trainer's"
+        "the engine's log-probabilities come from the truncated distribution and the trainer's"
         in capsys.readouterr().err
     )
     ppo("")
-    assert "cut distribution" not in capsys.readouterr().err
+    assert "truncated distribution" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "line", ["--algo.kl.init_coef 0 --train.colocate_actor_ref", "--ds.lora.rank 8 --ref.offload"]
 )
-def test_flags_of_a_reference_that_is_not_loaded_are_told_what_loads_it(
+def test_notice_about_unused_reference_flags_explains_how_to_load_a_reference(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ppo(line)
@@ -441,7 +439,7 @@ def test_flags_of_a_reference_that_is_not_loaded_are_told_what_loads_it(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULERS)
-def test_the_floor_of_the_learning_rate_has_an_effect_in_schedules_with_one(
+def test_min_lr_ratio_has_an_effect_only_in_schedules_with_a_minimum(
     schedule: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sft(f"--lr_scheduler {schedule} --min_lr_ratio 0.5")
@@ -449,21 +447,21 @@ def test_the_floor_of_the_learning_rate_has_an_effect_in_schedules_with_one(
     assert ("--min_lr_ratio: no effect" in capsys.readouterr().err) != floored
 
 
-def test_images_reach_an_agent_and_nobody_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_image_column_has_an_effect_only_with_an_agent(capsys: pytest.CaptureFixture[str]) -> None:
     assert "data.max_images_per_prompt" in refused_flags(PPOConfig)
     assert "data.image_key" not in refused_flags(PPOConfig)
     ppo("--data.image_key photos")
     assert "--data.image_key: no effect without --train.agent_func_path." in capsys.readouterr().err
 
 
-def test_an_evaluation_that_never_runs_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_that_never_runs_gets_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
     ppo("--eval.dataset other")
     assert "--eval.dataset is never used" in capsys.readouterr().err
     ppo("--eval.dataset other --eval.at_start")
     assert "--eval.dataset" not in capsys.readouterr().err
 
 
-def test_the_plan_of_an_iteration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_iteration_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     ppo("--rollout.batch_size 64 --rollout.n_samples_per_prompt 4 --train.max_epochs 2")
     assert (
         "64 prompts x 4 = 256 samples, 4 optimizer step(s) of 128 on 1 rank(s)"
@@ -471,39 +469,40 @@ def test_the_plan_of_an_iteration_is_printed(capsys: pytest.CaptureFixture[str])
     )
 
 
-def test_rounded_weights_come_with_a_notice_where_the_loss_is_not_corrected_for_them() -> None:
+def test_quantized_weights_get_a_notice_unless_the_loss_is_corrected() -> None:
     assert (
-        "samples come from rounded weights" in resolved(rl(vllm__quantization="fp8_per_channel"))[1]
+        "samples come from quantized weights"
+        in resolved(rl(vllm__quantization="fp8_per_channel"))[1]
     )
     corrected = rl(vllm__quantization="fp8_per_channel", algo__advantage__is_correction_enable=True)
-    assert "rounded weights" not in resolved(corrected)[1]
+    assert "quantized weights" not in resolved(corrected)[1]
 
 
-def test_a_server_that_others_can_reach_is_said_to_be_one(
+def test_server_that_other_machines_can_reach_gets_a_notice(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parse("serve_rm", "--host 0.0.0.0")
     assert (
-        "--host 0.0.0.0: every program that reaches this address can use the server"
+        "--host 0.0.0.0: anyone who can reach this address can use the server"
         in capsys.readouterr().err
     )
     parse("serve_rm")
-    assert "For trainers on other nodes use --host 0.0.0.0" in capsys.readouterr().err
+    assert "For trainers on other nodes, use --host 0.0.0.0" in capsys.readouterr().err
     parse("serve_rm", "--host 0.0.0.0")
     assert "other nodes" not in capsys.readouterr().err
 
 
-def test_a_forward_pass_of_a_server_has_room_for_the_longest_text() -> None:
+def test_server_forward_pass_fits_the_longest_text() -> None:
     assert parse("serve_rm").max_batch_tokens == 16192
     assert parse("serve_rm", "--max_len 32768").max_batch_tokens == 32768
 
 
-def test_the_attention_of_a_server_is_one_that_runs_here() -> None:
+def test_server_uses_an_attention_that_can_run_here() -> None:
     assert parse("serve_rm").ds.attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("command", ROOTS)
-def test_resolving_twice_changes_nothing(command: str) -> None:
+def test_resolve_is_idempotent(command: str) -> None:
     config = parse_config(ROOTS[command], SMALLEST[command].split(), command=command)
     assert config.resolve(command=command)[0] == config
 
@@ -516,10 +515,10 @@ def test_the_switch_of_ipo_is_its_loss() -> None:
     ]
 
 
-def test_an_engine_that_takes_a_publication_is_not_found_hanging_unless_the_user_was_told(
+def test_hang_timeout_below_publish_timeout_gets_a_notice(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An engine does not respond while it receives a publication."""
+    """Engines do not respond while they receive weights."""
     ppo()
     assert "hang_timeout" not in capsys.readouterr().err
     for line in ("--train.publish_timeout 900", "--vllm.hang_timeout 300"):
@@ -542,7 +541,7 @@ def test_an_engine_that_takes_a_publication_is_not_found_hanging_unless_the_user
         ("train_ppo_ray", "--eval.dataset e --eval.steps 1 --ckpt.best_metric_key none", False),
     ],
 )
-def test_flags_of_checkpoints_have_an_effect_if_the_run_writes_checkpoints(
+def test_checkpoint_flags_have_an_effect_only_if_the_run_writes_checkpoints(
     command: str, line: str, writes: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parse(command, f"{line} --ckpt.save_hf")

@@ -1,4 +1,4 @@
-"""Flags of `eval`: what each task needs, and which flags have no effect."""
+"""Flags of `eval`: the requirements of each task, and flags without an effect."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def evaluation(line: str) -> EvaluationConfig:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (RULE, "--model.model_name_or_path must be given"),
-        (MODEL, "Nothing rewards the samples"),
+        (RULE, "--model.model_name_or_path is required"),
+        (MODEL, "The samples have no reward"),
         (f"{MODEL} --reward.verifier math --data.layout columns",
          "--reward.verifier math checks responses against labels"),
         (f"{MODEL} {RULE} --ds.param_dtype fp16",
-         "--ds.param_dtype fp16 is not a data type of engines"),
+         "--ds.param_dtype fp16 is not supported by engines"),
         (f"{MODEL} {RULE} --vllm.pipeline_parallel_size 2",
-         "vLLM on CPUs cannot split an engine by layers"),
+         "vLLM does not support pipeline parallelism on CPUs"),
         (f"{MODEL} {RULE} --data.max_len 8 --rollout.max_new_tokens 8",
          "leaves no room for a prompt"),
         (f"{MODEL} {RULE} --reward.weights 1 2",
@@ -41,23 +41,23 @@ def evaluation(line: str) -> EvaluationConfig:
         (f"--task win_rate {MODEL} --train.agent_func_path {__file__} --against.answer_key c",
          "that the agent cannot reward"),
         ("--task rm_accuracy",
-         "--task rm_accuracy judges reward models: give --reward.model_name_or_path"),
-        (f"--task win_rate {MODEL} {RULE}", "give --against.model_name_or_path"),
+         "--task rm_accuracy evaluates reward models: set --reward.model_name_or_path"),
+        (f"--task win_rate {MODEL} {RULE}", "set --against.model_name_or_path"),
         (f"--task win_rate {MODEL} {RULE} --against.model_name_or_path b --against.answer_key c",
-         "answers of one other source"),
+         "one other source of answers"),
         (f"--task win_rate {MODEL} --against.answer_key c",
          "no way to decide which answer is better"),
         (f"--task win_rate {MODEL} {RULE} --against.answer_key c "
-         "--judge.url http://j --judge.model m", "decides in one way"),
+         "--judge.url http://j --judge.model m", "needs exactly one way"),
         (f"--task win_rate {MODEL} --against.answer_key c --judge.url http://j",
-         "name one with --judge.model"),
+         "choose one with --judge.model"),
         (f"--task win_rate {MODEL} --against.answer_key c --judge.url j --judge.model m",
          "--judge.url j is not an http"),
         (f"--task win_rate {MODEL} --against.answer_key c --judge.url http://j "
-         "--judge.model m --reward.on_error 0", "is no verdict"),
+         "--judge.model m --reward.on_error 0", "cannot replace a verdict"),
     ],
 )  # fmt: skip
-def test_what_a_task_needs_is_asked_for_by_name(line: str, said: str) -> None:
+def test_missing_requirements_of_a_task_are_named(line: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         evaluation(line)
     assert len(caught.value.violations) == 1
@@ -78,18 +78,18 @@ def test_what_a_task_needs_is_asked_for_by_name(line: str, said: str) -> None:
         ),
     ],
 )
-def test_a_task_with_what_it_needs_is_accepted(line: str) -> None:
+def test_task_with_all_requirements_is_accepted(line: str) -> None:
     evaluation(line)
 
 
-def test_flags_without_effect_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_without_effect_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     evaluation(f"{MODEL} {RULE} --eval.steps 3 --judge.model j --rollout.temperature 0.5")
     said = capsys.readouterr().err
     assert "--eval.steps, --rollout.temperature: no effect with this command." in said
     assert "--judge.model: no effect without --task win_rate." in said
 
 
-def test_flags_of_reward_models_have_no_effect_without_one(
+def test_reward_model_flags_have_no_effect_without_a_reward_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     line, idle = (
@@ -102,7 +102,7 @@ def test_flags_of_reward_models_have_no_effect_without_one(
     assert "no effect" not in capsys.readouterr().err
 
 
-def test_engines_and_reward_models_get_what_follows_for_them() -> None:
+def test_evaluation_derives_engine_settings() -> None:
     config = evaluation(f"{MODEL} {RULE} --ds.param_dtype fp32")
     assert (config.vllm.dtype, config.vllm.enable_prefix_caching) == ("fp32", True)
     assert config.run.dir.startswith("./runs/eval-")

@@ -1,11 +1,12 @@
 """Every flag of every command has an effect.
 
-Setting it changes a component's settings, prints a notice, or is refused by name.
+Setting a flag changes a component's settings, prints a notice, or is refused by name.
 
-All components' settings are created from a resolved configuration, without starting anything. A
-section that is passed whole proves nothing, because a component may ignore one of its flags. What
-such a component derives from its section (an optimizer, DeepSpeed's configuration) is created here
-too. For other components, `READERS` names the modules that read the flags.
+The settings of all components are created from a resolved configuration, without starting any
+component. Passing a whole section to a component proves nothing, because the component may ignore a
+flag. Therefore the objects that such components derive from a section (an optimizer, DeepSpeed's
+configuration) are created here too. For other components, `READERS` lists the modules that read the
+flags.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ LINES = SMALLEST | {
 EVERY_FLAG = [(command, path) for command, root in COMMANDS.items() for path in flags_of(root)]
 
 NOT_YET = "not available yet"
-# Arguments that set a flag to a value with an effect, if any other value would break a rule or be
-# the value in effect anyway.
+# Arguments that set a flag to a value with an effect, for flags whose other values break a rule or
+# change nothing.
 VALUES = {
     "algo.correction.mode": "--algo.correction.mode mask",
     "actor.dual_clip": "--actor.dual_clip 3",
@@ -70,13 +71,13 @@ BESIDE = {
     "vllm.disable_prefix_caching": "--rollout.n_samples_per_prompt 2",
     "vllm.enable_prefix_caching": "--eval.n_samples_per_prompt 1",
 }
-# Requirements of a notice that are more than a flag's name, and the arguments that meet them.
+# Requirements in notices that are more than a flag's name, and the arguments that meet them.
 ASKED_FOR = {
     "--ckpt.save_steps": "--ckpt.save_steps 1",
     "a critic (--algo.advantage.estimator gae)": "--algo.advantage.estimator gae",
 }
-# Modules that a command passes whole sections to, or that read its flags. Each flag must appear in
-# one of them as `section.flag`.
+# Modules that receive whole sections or read flags, by command. Each flag must appear in one of
+# them as `section.flag`.
 TRAINING = (
     "launch.offline trainers.tasks trainers.supervised trainers.best observability.recorder "
     "observability.trackers models.adapters"
@@ -118,7 +119,7 @@ ALSO_CALLED = {
     "kto": {"flags"},
     "critic": {"optimizer"},
 }
-# Flags whose effect is elsewhere, with the test that shows it.
+# Flags that have their effect elsewhere, with the test that shows it.
 SHOWN_BY = {
     "model.ipo_enable": "config/test_derived.py::test_the_switch_of_ipo_is_its_loss",
     "plugin": "config/test_plugins.py::test_names_of_a_plugin_are_valid_and_its_properties_count",
@@ -160,7 +161,7 @@ def resolved(command: str, line: str) -> tuple[Any, list[str]]:
 
 
 def shown(value: Any) -> Any:
-    """Return a value without the sections in it."""
+    """Return a comparable copy of a value in which sections are replaced."""
     if isinstance(value, Section):
         return "a section"
     if is_dataclass(value) and not isinstance(value, type):
@@ -173,7 +174,7 @@ def shown(value: Any) -> Any:
 
 
 def optimizer_of(section: OptimizerConfig) -> list[Any]:
-    """Return the optimizer of a small module, and the learning rates of its schedule."""
+    """Return an optimizer for a small module, and the learning rates of its schedule."""
     module = torch.nn.Linear(2, 2)
     optimizer = make_optimizer(module.named_parameters(), section)
     schedule, rates = make_schedule(optimizer, section, 40), []
@@ -224,10 +225,10 @@ def given_to_all(config: Any) -> Iterator[Any]:
         yield optimizer_of(config.actor)
         yield optimizer_of(config.critic)
         yield deepspeed_of(config)
-        yield config.ds.sleeps  # the training engine reads it
+        yield config.ds.sleeps  # read by the training engine
         yield training_config(config.ds, max_norm=config.actor.max_norm, ranks=2)
         yield settings.trained_settings(config, "m", 1)
-        yield config.local_teacher, config.ds.lora.served_rank  # what run.py passes on
+        yield config.local_teacher, config.ds.lora.served_rank  # values that run.py passes on
         yield MicroBatchLimits.of_training(config.train, config.ds)
         yield plan_placement(config, kind)
         yield settings.transport(config, kind)
@@ -259,9 +260,9 @@ def reason(notices: list[str], path: str) -> str:
 
 
 def followed(command: str, advice: str) -> str:
-    """Return the arguments that follow the first advice of a notice.
+    """Return the arguments that follow the first suggestion in a notice.
 
-    For "--ds.zero_stage 2 or 3" the value is 2.
+    For "--ds.zero_stage 2 or 3", these arguments set the value 2.
     """
     flags, first = flags_of(COMMANDS[command]), advice.partition(" or ")[0]
     if first in ASKED_FOR:
@@ -274,7 +275,9 @@ def followed(command: str, advice: str) -> str:
 
 
 def enabling(command: str, flag: Flag, line: str) -> str:
-    """Return the arguments to append until no notice reports that a flag lacks something."""
+    """Return the arguments that must be added before a flag has an effect, according to the
+    notices.
+    """
     more = ""
     while True:
         _, notices = resolved(command, f"{line} {more}")
@@ -289,7 +292,7 @@ def enabling(command: str, flag: Flag, line: str) -> str:
 
 
 @pytest.mark.parametrize(("command", "path"), EVERY_FLAG)
-def test_a_flag_does_something_or_is_said_to_do_nothing(command: str, path: str) -> None:
+def test_flag_has_an_effect_or_a_notice_that_it_has_none(command: str, path: str) -> None:
     flag = flags_of(COMMANDS[command])[path]
     evaluates = "eval.n_samples_per_prompt" in flags_of(COMMANDS[command])
     beside = (
@@ -309,7 +312,7 @@ def test_a_flag_does_something_or_is_said_to_do_nothing(command: str, path: str)
     if why in ("with this command", FOR_OLDER_SCRIPTS) or (
         why and path in refused_flags(COMMANDS[command])
     ):
-        return  # no effect here, or not before its feature is supported
+        return  # no effect in this command, or not until its feature is supported
     more = enabling(command, flag, line)
     if why and not more:
         return
@@ -343,6 +346,6 @@ def reads(module: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("path", SHOWN_BY)
-def test_the_test_that_shows_the_effect_of_a_flag_is_there(path: str) -> None:
+def test_test_that_shows_a_flag_effect_exists(path: str) -> None:
     file, _, name = SHOWN_BY[path].partition("::")
     assert f"def {name}(" in (ROOT / "tests" / file).read_text()

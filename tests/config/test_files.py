@@ -1,6 +1,6 @@
-"""Configuration files: read with --config, and written into the run folder.
+"""Configuration files: reading them with --config, and writing them to the run folder.
 
-The written file gives the same configuration again.
+Reading the written file gives the same configuration.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def load(command: str, file: Path, *flags: str):
 
 
 def written(config: Command, folder: Path) -> Path:
-    """Return the file that a run with this configuration writes."""
+    """Write the configuration file of a run, and return its path."""
     file = folder / "config.yaml"
     file.write_text(dump_yaml(config, given_only=True))
     return file
 
 
 @pytest.mark.parametrize(("command", "line"), CASES)
-def test_what_was_given_read_back_is_the_same_configuration(
+def test_written_file_gives_the_same_configuration_again(
     command: str, line: str, tmp_path: Path
 ) -> None:
     config = {"train_sft": sft, "train_ppo_ray": ppo}[command](
@@ -56,7 +56,7 @@ def test_what_was_given_read_back_is_the_same_configuration(
     assert dump_yaml(again, given_only=True) == file.read_text()
 
 
-def test_a_file_has_what_was_given_and_the_resolved_one_every_value() -> None:
+def test_file_has_given_values_and_resolved_file_has_every_value() -> None:
     config = ppo("--pretrain m --actor.policy_loss_type gspo")
     given = yaml.safe_load(dump_yaml(config, given_only=True))
     assert given["actor"] == {"model_name_or_path": "m", "policy_loss_type": "gspo"}
@@ -68,18 +68,18 @@ def test_a_file_has_what_was_given_and_the_resolved_one_every_value() -> None:
     )
 
 
-def test_the_resolved_file_is_no_file_of_flags(tmp_path: Path) -> None:
-    """The file's derived values would stay, whatever other flags are given."""
+def test_resolved_file_is_refused_as_a_configuration_file(tmp_path: Path) -> None:
+    """Its derived values would not follow changes to other flags."""
     file = tmp_path / "config_resolved.yaml"
     file.write_text(dump_yaml(ppo("")))
     with pytest.raises(
         ConfigError,
-        match=r"config_resolved\.yaml also has derived values: give config\.yaml beside it",
+        match=r"config_resolved\.yaml also contains derived values: use config\.yaml",
     ):
         load("train_ppo_ray", file)
 
 
-# Values that a run derived, and a change that must be followed when its file is passed again.
+# Values that a run derived, and a flag that must change them when the run's file is used again.
 FOLLOWED = [
     ("", "--ds.param_dtype fp32", "vllm.dtype", "fp32"),
     ("", "--actor.policy_loss_type cispo", "actor.eps_clip_low_high", (1.0, 0.28)),
@@ -95,14 +95,14 @@ FOLLOWED = [
 
 
 @pytest.mark.parametrize(("line", "change", "path", "value"), FOLLOWED)
-def test_what_is_derived_follows_a_flag_that_is_changed_beside_a_runs_own_file(
+def test_derived_values_follow_a_flag_that_overrides_the_run_file(
     line: str, change: str, path: str, value: object, tmp_path: Path
 ) -> None:
     config = load("train_ppo_ray", written(ppo(line), tmp_path), *change.split())
     assert value_at(config, path) == value
 
 
-def test_what_was_given_stays_given_in_a_runs_own_file(tmp_path: Path) -> None:
+def test_values_in_a_run_file_are_not_derived_again(tmp_path: Path) -> None:
     line = "--ds.param_dtype fp32 --vllm.dtype bf16 --actor.eps_clip_low_high 0.1 0.2"
     config = load(
         "train_ppo_ray", written(ppo(line), tmp_path), "--actor.policy_loss_type", "cispo"
@@ -110,7 +110,7 @@ def test_what_was_given_stays_given_in_a_runs_own_file(tmp_path: Path) -> None:
     assert (config.vllm.dtype, config.actor.eps_clip_low_high) == ("bf16", (0.1, 0.2))
 
 
-def test_a_runs_own_file_brings_no_notices_that_the_run_did_not_have(
+def test_run_file_prints_the_same_notices_as_the_original_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for line in ("", "--algo.advantage.estimator gae --critic.freezing_steps 2", "--rollout.only"):
@@ -120,7 +120,7 @@ def test_a_runs_own_file_brings_no_notices_that_the_run_did_not_have(
         assert capsys.readouterr().err == said
 
 
-def test_the_folder_of_the_run_that_wrote_a_file_is_not_used_again_unnoticed(
+def test_run_folder_is_not_reused_without_a_notice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = written(sft(f"--run.dir {tmp_path} --ckpt.output_dir {tmp_path}/model"), tmp_path)
@@ -130,7 +130,7 @@ def test_the_folder_of_the_run_that_wrote_a_file_is_not_used_again_unnoticed(
     assert load("train_sft", file, "--run.dir", str(tmp_path)).run.dir == str(tmp_path)
 
 
-def test_keys_may_be_nested_dotted_or_both(tmp_path: Path) -> None:
+def test_keys_may_be_nested_or_dotted(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
         "model.model_name_or_path: m\n"
@@ -142,15 +142,15 @@ def test_keys_may_be_nested_dotted_or_both(tmp_path: Path) -> None:
     assert config.data.dataset == "d"
 
 
-def test_flags_win_over_the_file(tmp_path: Path) -> None:
+def test_flags_take_precedence_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(dump_yaml(sft("--train.seed 7 --adam.lr 1e-3")))
     config = load("train_sft", file, "--train.seed", "8")
     assert (config.train.seed, config.adam.lr) == (8, 1e-3)
 
 
-def test_yaml_spellings_of_values_are_understood(tmp_path: Path) -> None:
-    """YAML reads 1e-6 as a text, 1 as an integer and on as a boolean."""
+def test_yaml_value_types_are_converted(tmp_path: Path) -> None:
+    """YAML reads 1e-6 as a string, 1 as an integer and on as a boolean."""
     file = tmp_path / "run.yaml"
     file.write_text(dump_yaml(ppo()))
     content = yaml.safe_load(file.read_text())
@@ -176,16 +176,16 @@ def test_yaml_spellings_of_values_are_understood(tmp_path: Path) -> None:
         ("pretrain: m", "train_sft has no flag pretrain. Did you mean model.model_name_or_path?"),
         ("train: {batch_size: [1]}", "run.yaml: --train.batch_size takes a whole number, not [1]"),
         ("train: {seed: null}", "--train.seed takes a whole number, not None"),
-        ("ds: {packing_samples: 1}", "--ds.packing_samples is a switch: true or false, not 1"),
+        ("ds: {packing_samples: 1}", "--ds.packing_samples is a switch: it must be true or false"),
         ("adam: {betas: [1, 2, 3]}", "--adam.betas takes two numbers, not 3"),
         ("train.seed: 1\ntrain: {seed: 2}", "run.yaml: train.seed appears twice"),
         ("plugin: true", "run.yaml: --plugin takes text, not True"),
         ("plugin:\n-", "run.yaml: --plugin takes text, not None"),
-        ("- 1", "run.yaml holds a list, not names and values"),
+        ("- 1", "run.yaml contains a list, not names and values"),
         ("a: [", "run.yaml cannot be read"),
     ],
 )  # fmt: skip
-def test_mistakes_in_a_file_name_the_file_and_the_key(
+def test_error_in_a_file_names_the_file_and_the_key(
     text: str, sentence: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "run.yaml"
@@ -195,19 +195,19 @@ def test_mistakes_in_a_file_name_the_file_and_the_key(
     assert sentence in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_error_names_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--config .*gone\.yaml cannot be read"):
         load("train_sft", tmp_path / "gone.yaml")
 
 
-def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+def test_empty_file_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("")
-    with pytest.raises(ConfigError, match=r"--data\.dataset must be given"):
+    with pytest.raises(ConfigError, match=r"--data\.dataset is required"):
         load("train_sft", file)
 
 
-def test_null_is_as_good_as_not_given_unless_the_default_is_something(tmp_path: Path) -> None:
+def test_null_means_not_given_unless_the_flag_has_a_default(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(dump_yaml(ppo()))
     text = yaml.safe_load(file.read_text())
@@ -221,18 +221,18 @@ def test_null_is_as_good_as_not_given_unless_the_default_is_something(tmp_path: 
     assert load("train_sft", file).data.input_template is None
 
 
-def test_what_belongs_to_one_launch_is_not_written() -> None:
+def test_flags_of_a_single_launch_are_not_written() -> None:
     written = yaml.safe_load(dump_yaml(sft("--dry_run --local_rank 3 --logger.wandb.key secret")))
     assert "dry_run" not in written and "local_rank" not in written
     assert "key" not in written["logger"]["wandb"]
 
 
-def test_values_of_a_file_count_as_given(tmp_path: Path) -> None:
+def test_values_in_a_file_count_as_given(tmp_path: Path) -> None:
     file = written(
         ppo("--ref.num_gpus_per_node 1 --train.colocate_actor_ref --algo.kl.init_coef 0"), tmp_path
     )
     config = load("train_ppo_ray", file, "--actor.num_gpus_per_node", "2")
-    assert config.ref.num_gpus_per_node == 1  # as the file says, not as the policy's group
+    assert config.ref.num_gpus_per_node == 1  # the file's value, not the policy's size
     assert type(config) is PPOConfig and type(sft()) is SFTConfig
 
 
@@ -253,10 +253,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("command", "path"), path_flags("model", "dataset", "place"))
-def test_a_leading_tilde_is_the_home_folder_in_a_file_and_behind_an_equals_sign(
+def test_leading_tilde_is_expanded_in_a_file_and_after_an_equals_sign(
     command: str, path: str, home: Path
 ) -> None:
-    """Shells expand it only at the beginning of a word."""
+    """Shells expand a tilde only at the beginning of a word."""
     place, file = home / "x.py", home / "run.yaml"
     place.write_text("")
     file.write_text(f"{path}: ~/x.py")
@@ -266,7 +266,7 @@ def test_a_leading_tilde_is_the_home_folder_in_a_file_and_behind_an_equals_sign(
 
 
 @pytest.mark.parametrize(("command", "path"), path_flags("model", "dataset"))
-def test_each_part_of_a_comma_list_may_begin_with_a_tilde(
+def test_tilde_is_expanded_in_each_part_of_a_comma_separated_list(
     command: str, path: str, home: Path
 ) -> None:
     words = [f"--{path}", "~/a.jsonl@x, ~nobody-here/b,c~/~,https://~/d"]
@@ -274,23 +274,23 @@ def test_each_part_of_a_comma_list_may_begin_with_a_tilde(
     assert given[path] == f"{home}/a.jsonl@x, ~nobody-here/b,c~/~,https://~/d"
 
 
-def test_a_comma_is_a_part_of_the_name_of_a_single_place(home: Path) -> None:
+def test_comma_in_a_single_path_is_part_of_the_path(home: Path) -> None:
     assert sft("--run.dir=~/a,~/b").run.dir == f"{home}/a,~/b"
 
 
-def test_what_is_written_down_of_a_run_is_the_path_that_the_tilde_stood_for(home: Path) -> None:
+def test_written_files_have_the_path_with_expanded_tilde(home: Path) -> None:
     config = sft("--ckpt.path=~/c")
     assert CheckpointManager(config.ckpt).root == home / "c"
     assert yaml.safe_load(dump_yaml(config, given_only=True))["ckpt"]["path"] == f"{home}/c"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_flag_whose_help_speaks_of_files_or_folders_says_what_it_holds(command: str) -> None:
+def test_flag_with_files_or_folders_in_its_help_declares_what_it_holds(command: str) -> None:
     def names_a_path(flag: Flag) -> bool:
         words = flag.help.lower().replace(",", " ").replace(".", " ").split()
         return flag.kind is str and bool({"file", "files", "folder", "folders", "py"} & set(words))
 
     flags = [
         flag for flag in flags_of(COMMANDS[command]).values() if not flag.path.endswith("split")
-    ]  # part of a file
+    ]  # the flag names a split, not a file
     assert [flag.path for flag in flags if names_a_path(flag) and not flag.holds] == []

@@ -1,6 +1,6 @@
 """The flags of `batch_inference`, `interactive_chat` and `train_ppo`.
 
-Tests rules, derived values, and defaults of older releases.
+Rules, derived values, and defaults of older releases.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ BATCH, CHAT = "batch_inference", "interactive_chat"
 @pytest.mark.parametrize(
     ("command", "line", "sentence"),
     [
-        (BATCH, "--output_path=/tmp", "--output_path /tmp is a folder: name a file in it"),
+        (BATCH, "--output_path=/tmp", "--output_path /tmp is a folder: pass the path of a file"),
         (
             BATCH,
             "--data.dataset d,e --data.dataset_probs 1",
-            "--data.dataset_probs has 1 numbers, but --data.dataset 2",
+            "--data.dataset_probs has 1 numbers, but --data.dataset has 2",
         ),
-        (BATCH, "--model.model_name_or_path=", "--model.model_name_or_path must be given"),
+        (BATCH, "--model.model_name_or_path=", "--model.model_name_or_path is required"),
         (
             BATCH,
             "--model.model_name_or_path= --task rm",
-            "--task rm needs the reward model: give --reward.model_name_or_path",
+            "--task rm needs a reward model: set --reward.model_name_or_path",
         ),
         (
             BATCH,
@@ -57,17 +57,21 @@ BATCH, CHAT = "batch_inference", "interactive_chat"
         (
             BATCH,
             "--reward.process_model p",
-            "--reward.process_model p judges answers while they are sampled",
+            "--reward.process_model p scores answers only while they are sampled",
         ),
-        (BATCH, "--ds.param_dtype fp16", "--ds.param_dtype fp16 is not a data type of engines"),
+        (BATCH, "--ds.param_dtype fp16", "--ds.param_dtype fp16 is not supported by engines"),
         (
             BATCH,
             "--post_processor best",
-            "--post_processor takes one of none, rs, csft, iter_dpo, not 'best'",
+            "--post_processor must be one of none, rs, csft, iter_dpo, not 'best'",
         ),
         (CHAT, "--preamble gone.txt", "--preamble gone.txt is not a file on this machine"),
-        (CHAT, "--data.input_template=x", "--data.input_template x has no {} for the message"),
-        (CHAT, "--model.model_name_or_path=", "--model.model_name_or_path must be given"),
+        (
+            CHAT,
+            "--data.input_template=x",
+            "--data.input_template x has no {} placeholder for the message",
+        ),
+        (CHAT, "--model.model_name_or_path=", "--model.model_name_or_path is required"),
         (
             CHAT,
             "--data.max_len 8 --rollout.max_new_tokens 8",
@@ -75,11 +79,11 @@ BATCH, CHAT = "batch_inference", "interactive_chat"
         ),
     ],
 )
-def test_a_broken_rule_names_the_flag_and_the_value(command: str, line: str, sentence: str) -> None:
+def test_broken_rule_names_the_flag_and_the_value(command: str, line: str, sentence: str) -> None:
     assert any(sentence in text for text in violations(command, line)), violations(command, line)
 
 
-def test_batch_inference_uses_every_gpu_unless_it_is_told_how_many(gpu_machine: Any) -> None:
+def test_batch_inference_uses_all_gpus_by_default(gpu_machine: Any) -> None:
     gpu_machine(8)
     config = parse(BATCH, "--vllm.tensor_parallel_size 2")
     assert (config.vllm.num_engines, config.vllm.max_engines, config.reward.num_gpus_per_node) == (
@@ -90,7 +94,7 @@ def test_batch_inference_uses_every_gpu_unless_it_is_told_how_many(gpu_machine: 
     assert parse(BATCH, "--vllm.num_engines 3").vllm.num_engines == 3
 
 
-def test_the_model_of_an_old_scoring_command_is_the_reward_model() -> None:
+def test_model_of_an_old_scoring_command_becomes_the_reward_model() -> None:
     config = parse(BATCH, "--eval_task rm")
     assert config.reward.models == ["m"]
     assert parse(BATCH, "").reward.models == []
@@ -99,7 +103,7 @@ def test_the_model_of_an_old_scoring_command_is_the_reward_model() -> None:
 
 @pytest.mark.parametrize("command", [CHAT, BATCH])
 @pytest.mark.parametrize(("max_len", "answer"), [("4096", 1024), ("1024", 512), ("2", 1)])
-def test_an_answer_takes_half_of_a_short_length(command: str, max_len: str, answer: int) -> None:
+def test_answer_may_take_half_of_a_short_context(command: str, max_len: str, answer: int) -> None:
     assert parse(command, f"--max_len {max_len}").rollout.max_new_tokens == answer
     assert (
         parse(
@@ -110,7 +114,7 @@ def test_an_answer_takes_half_of_a_short_length(command: str, max_len: str, answ
 
 
 @pytest.mark.parametrize("command", [CHAT, BATCH, "eval"])
-def test_without_a_length_the_model_gives_it_if_it_has_fewer_positions(
+def test_length_defaults_to_the_context_length_of_the_model_if_shorter(
     command: str, tmp_path: Path
 ) -> None:
     def lengths(line: str) -> tuple[int, int | None]:
@@ -121,14 +125,15 @@ def test_without_a_length_the_model_gives_it_if_it_has_fewer_positions(
     default, answer = lengths("")
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 96}')
     assert lengths("") == (96, None if command == "eval" else 48)
-    assert lengths("--data.max_len 512")[0] == 512  # the user's, which the model then refuses
+    # the user's length, which loading the model refuses later
+    assert lengths("--data.max_len 512")[0] == 512
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 100000}')
     assert lengths("") == (default, answer)
     (tmp_path / "config.json").write_text("{")
     assert lengths("") == (default, answer)
 
 
-def test_without_a_model_a_file_of_the_working_directory_gives_no_length(
+def test_config_json_in_the_working_directory_is_ignored_without_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 96}')
@@ -137,7 +142,7 @@ def test_without_a_model_a_file_of_the_working_directory_gives_no_length(
     assert parse(BATCH, line).data.max_len == 2048
 
 
-def test_a_flag_of_the_other_task_is_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flag_of_the_other_task_gets_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
     parse(BATCH, "--task rm --best_of_n 2")
     parse(BATCH, "--post_processor rs")
     errors = capsys.readouterr().err
@@ -172,12 +177,12 @@ def local(line: str = "") -> LocalPPOConfig:
     return parse_config(LocalPPOConfig, words, command="train_ppo")
 
 
-def test_train_ppo_has_the_defaults_that_it_had_without_ray() -> None:
+def test_train_ppo_keeps_its_old_defaults() -> None:
     config = local()
     assert {path: value_at(config, path) for path in OLD_DEFAULTS} == OLD_DEFAULTS
 
 
-def test_train_ppo_has_all_models_and_engines_on_all_gpus(gpu_machine: Any) -> None:
+def test_train_ppo_places_all_models_and_engines_on_all_gpus(gpu_machine: Any) -> None:
     gpu_machine(4)
     config = local()
     sizes = [

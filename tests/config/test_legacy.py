@@ -1,6 +1,6 @@
-"""Flat names and old values of earlier releases.
+"""Flat flag names and values from earlier releases.
 
-Every name of the old commands is tested with its new form.
+Every name that the old commands accepted is tested.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from openrlhf.config.options import ConfigError, parse_config
 from openrlhf.config.ppo import PPOConfig
 from tests.config.commands import ROOTS, WITH_OLD, parse, ppo, read_flags, sft, violations
 
-# Old name and value -> path and value, per command: one row of each kind, and of each exception.
+# Command, old name with its value, and the resulting values by path: one row for each kind of name
+# and each exception.
 RENAMED = [
     ("train_sft", "--pretrain m", {"model.model_name_or_path": "m"}),
     ("train_sft", "--learning_rate 1e-4", {"adam.lr": 1e-4}),
@@ -75,12 +76,12 @@ RENAMED = [
     ("interactive_chat", "--csft_prompt 9", {"csft.prompt": "9"}),
 ]  # fmt: skip
 
-# Every flat name of the last releases, by command.
+# Every flat name that the last releases accepted, by command.
 OLD: dict[str, list[str]] = json.loads((Path(__file__).parent / "old_flags.json").read_text())
 
 
 @pytest.mark.parametrize(("command", "line", "values"), RENAMED)
-def test_an_old_name_sets_todays_flag_with_one_notice(
+def test_old_name_sets_the_current_flag_with_one_notice(
     command: str, line: str, values: dict[str, object]
 ) -> None:
     given, notices = read_flags(WITH_OLD[command], line.split(), command=command)
@@ -91,7 +92,7 @@ def test_an_old_name_sets_todays_flag_with_one_notice(
 
 
 @pytest.mark.parametrize("command", OLD)
-def test_every_flat_name_of_the_old_command_is_understood(command: str) -> None:
+def test_every_flat_name_of_the_old_command_is_accepted(command: str) -> None:
     flags = flags_of(WITH_OLD[command])
     known = legacy.aliases(flags)
     handled = (
@@ -108,7 +109,7 @@ def test_every_flat_name_of_the_old_command_is_understood(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ROOTS)
-def test_no_alias_hides_a_flag_of_today(command: str) -> None:
+def test_no_alias_hides_a_current_flag(command: str) -> None:
     flags = flags_of(ROOTS[command])
     assert not legacy.aliases(flags).keys() & flags.keys()
     assert (
@@ -116,7 +117,7 @@ def test_no_alias_hides_a_flag_of_today(command: str) -> None:
     )
 
 
-def test_a_launch_script_of_old_batch_inference_runs() -> None:
+def test_old_batch_inference_launch_script_runs() -> None:
     line = (
         "--eval_task generate_vllm --pretrain m --bf16 --max_new_tokens 256 --prompt_max_len 512 "
         "--dataset d --input_key q --temperature 0.9 --zero_stage 0 --best_of_n 4 "
@@ -128,7 +129,7 @@ def test_a_launch_script_of_old_batch_inference_runs() -> None:
     assert config.vllm.engine_args == {"max_num_seqs": 64}
 
 
-def test_todays_names_are_passed_on_without_a_notice() -> None:
+def test_current_names_are_accepted_without_a_notice() -> None:
     words = ["--train.seed", "3"]
     assert read_flags(ROOTS["train_sft"], words, command="train_sft") == ({"train.seed": 3}, [])
 
@@ -144,7 +145,7 @@ def test_todays_names_are_passed_on_without_a_notice() -> None:
         ("--max_new_tokens 28", 2048, 28),
     ],
 )
-def test_the_two_old_lengths_become_total_and_response(
+def test_old_lengths_are_translated_to_total_and_response_length(
     line: str, max_len: int, max_new_tokens: int
 ) -> None:
     config = ppo(line)
@@ -164,14 +165,14 @@ def test_the_two_old_lengths_become_total_and_response(
         ("--rollout.max_new_tokens 8", 2048, 8),
     ],
 )
-def test_the_answer_of_old_batch_inference_comes_on_top_of_the_prompt(
+def test_old_batch_inference_adds_answer_length_to_prompt_length(
     line: str, max_len: int, max_new_tokens: int
 ) -> None:
     config = parse("batch_inference", line)
     assert (config.data.max_len, config.rollout.max_new_tokens) == (max_len, max_new_tokens)
 
 
-def test_a_file_has_the_length_that_an_old_name_on_the_command_line_does_not(
+def test_length_in_a_file_is_kept_with_an_old_answer_length(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "c.yaml").write_text("data:\n  max_len: 8192\n")
@@ -179,7 +180,7 @@ def test_a_file_has_the_length_that_an_old_name_on_the_command_line_does_not(
     assert (config.data.max_len, config.rollout.max_new_tokens) == (8192, 8)
 
 
-def test_an_old_length_that_is_no_number_is_named() -> None:
+def test_old_length_that_is_not_a_number_is_named() -> None:
     assert violations("train_ppo_ray", "--prompt_max_len long") == [
         "--prompt_max_len takes a whole number, not 'long'."
     ]
@@ -196,29 +197,29 @@ def test_old_switches_without_effect_are_dropped_with_a_notice(
 
 
 @pytest.mark.parametrize("name", legacy.REMOVED)
-def test_what_has_no_successor_is_refused_with_what_to_do(name: str) -> None:
+def test_removed_flag_is_refused_with_advice(name: str) -> None:
     (sentence,) = violations("train_sft", f"--{name}")
     assert sentence.startswith(f"--{name} no longer exists. ")
     assert len(sentence) > len(f"--{name} no longer exists. ") + 20
 
 
-def test_old_switches_of_kto_and_distillation_are_explained(
+def test_messages_explain_old_kto_and_distillation_switches(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parse("train_kto", "--unpaired_preference")
     assert (
-        "--unpaired_preference no longer has an effect: rows of KTO are a prompt, an"
+        "--unpaired_preference no longer has an effect: each KTO row has a prompt, an"
         in capsys.readouterr().err
     )
-    assert "KTO has one loss" in violations("train_kto", "--vanilla_loss")[0]
-    assert "by --kd.teacher_model" in violations("train_kd", "--teacher_peft_model p")[0]
+    assert "KTO has a single loss" in violations("train_kto", "--vanilla_loss")[0]
+    assert "with --kd.teacher_model" in violations("train_kd", "--teacher_peft_model p")[0]
 
 
-def test_a_removed_flag_takes_its_value_with_it() -> None:
+def test_value_of_a_removed_flag_is_dropped_with_it() -> None:
     assert len(violations("train_sft", "--bos_token <s> --eos_token=</s>")) == 2
 
 
-def test_a_launch_script_of_an_old_release_runs() -> None:
+def test_launch_script_of_an_old_release_runs() -> None:
     config = sft(
         "--max_len 4096 --train_batch_size 256 --micro_train_batch_size 2 --max_samples 5000 "
         "--save_path ./c --save_steps -1 --logging_steps 1 --eval_steps -1 --zero_stage 2 "
@@ -228,12 +229,12 @@ def test_a_launch_script_of_an_old_release_runs() -> None:
     assert config.ds.packing_samples and config.local_rank == 0
 
 
-def test_names_of_another_command_are_unknown_here() -> None:
+def test_old_names_of_another_command_are_unknown() -> None:
     with pytest.raises(ConfigError, match="train_sft has no flag --prompt_data"):
         sft("--prompt_data x")
 
 
-def test_the_local_ppo_command_takes_the_names_of_rl() -> None:
+def test_local_ppo_command_accepts_rl_names() -> None:
     line = (
         "--pretrain m --prompt_data d --advantage_estimator reinforce --label_key l "
         "--reward.verifier math"
@@ -261,7 +262,7 @@ def test_the_local_ppo_command_takes_the_names_of_rl() -> None:
         ("train_sft", "--pretrain m", {"attn_implementation", "param_dtype"}),
     ],
 )
-def test_a_script_of_flat_flags_names_the_moved_defaults_that_it_leaves_out_once(
+def test_script_with_flat_flags_gets_one_notice_about_changed_defaults(
     command: str, line: str, named: set[str]
 ) -> None:
     groups = [(part.split()[0], part.split()[1:]) for part in line.split("--")[1:]]

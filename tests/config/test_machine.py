@@ -10,14 +10,14 @@ import pytest
 
 from openrlhf.config import machine
 
-INSTALLED = machine.installed_gpus  # the fixture of this folder replaces it
+INSTALLED = machine.installed_gpus  # saved here because a fixture in conftest.py replaces it
 
 
 @pytest.mark.parametrize(
     ("visible", "count"),
     [(None, 4), ("", 0), ("0,1", 2), ("0,1,2,3,4,5", 4), ("-1", 0), ("2,-1,3", 1), ("GPU-ab", 1)],
 )
-def test_visible_devices_cut_down_those_of_the_machine(
+def test_visible_devices_limit_the_device_count(
     visible: str | None, count: int, gpu_machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu_machine(4)
@@ -26,7 +26,7 @@ def test_visible_devices_cut_down_those_of_the_machine(
     assert machine.count_gpus() == count
 
 
-def test_devices_are_counted_from_the_files_of_the_driver(
+def test_devices_are_counted_from_the_driver_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("0000:01:00.0", "0000:02:00.0"):
@@ -35,7 +35,7 @@ def test_devices_are_counted_from_the_files_of_the_driver(
     assert INSTALLED.__wrapped__() == 2
 
 
-def test_without_the_files_nvidia_smi_is_asked(
+def test_devices_are_counted_with_nvidia_smi_without_driver_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "nvidia-smi"
@@ -49,10 +49,10 @@ def test_without_the_files_nvidia_smi_is_asked(
 
 
 @pytest.mark.parametrize("cluster", [0, 16])
-def test_the_devices_of_a_ray_that_was_joined_count_instead(
+def test_devices_of_a_joined_ray_cluster_take_precedence(
     cluster: int, gpu_machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hidden devices count, because Ray hides devices from the driver of a job."""
+    """Hidden devices count too, because Ray hides devices from a job's driver."""
     gpu_machine(4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(machine, "cluster_gpus", cluster)
@@ -69,7 +69,7 @@ def test_the_devices_of_a_ray_that_was_joined_count_instead(
         ("10.0.0.1:6379", False, True),
     ],
 )
-def test_a_ray_may_run_where_an_address_or_a_note_names_one(
+def test_ray_may_run_if_an_address_or_a_file_points_to_it(
     address: str | None, noted: bool, may: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -82,13 +82,13 @@ def test_a_ray_may_run_where_an_address_or_a_note_names_one(
     assert machine.ray_may_run() is may
 
 
-def test_the_launcher_says_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_world_size_is_read_from_the_launcher_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.world_size() == 1
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert machine.world_size() == 4
 
 
-def test_garbage_is_collected_again_after_quick_imports_that_fail() -> None:
+def test_garbage_collection_resumes_after_failed_quick_imports() -> None:
     with pytest.raises(ImportError), machine.quick_imports():
         assert not gc.isenabled()
         raise ImportError
@@ -98,7 +98,7 @@ def test_garbage_is_collected_again_after_quick_imports_that_fail() -> None:
 @pytest.mark.parametrize(
     ("quota", "cores"), [("250000 100000", 3), ("max 100000", 6), ("1600000 100000", 6), (None, 6)]
 )
-def test_cores_are_those_of_affinity_and_container(
+def test_usable_cores_respect_affinity_and_container_quota(
     quota: str | None, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
@@ -129,7 +129,7 @@ V2, V1 = (
         ("4:cpu:/job", "memory/job", V1, 10, 64),
     ],
 )
-def test_free_memory_is_that_of_the_machine_and_of_every_group_of_the_process(
+def test_free_memory_respects_the_machine_and_every_cgroup_of_the_process(
     own: str,
     limited: str,
     files: tuple[str, str, str],
@@ -138,7 +138,7 @@ def test_free_memory_is_that_of_the_machine_and_of_every_group_of_the_process(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The limit is 10 GiB; 5 GiB are used, 2 GiB of them by cached files."""
+    """With a limit of 10 GiB, 5 GiB are used, including 2 GiB of cached files."""
     (tmp_path / "meminfo").write_text(
         f"MemTotal: {128 * 2**20} kB\nMemAvailable: {64 * 2**20} kB\nHugePages_Total: 0\n"
     )
@@ -154,7 +154,7 @@ def test_free_memory_is_that_of_the_machine_and_of_every_group_of_the_process(
     assert machine.free_memory() == free * GIB
 
 
-def test_free_memory_is_read_from_the_files_of_this_machine() -> None:
+def test_free_memory_is_read_on_this_machine() -> None:
     assert machine.free_memory() > 0
 
 
@@ -162,7 +162,7 @@ def test_free_memory_is_read_from_the_files_of_this_machine() -> None:
     ("asked", "in_job", "threads"),
     [(None, False, 3), ("5", False, 5), ("1", False, 1), ("1", True, 3), ("5", True, 5)],
 )
-def test_openmp_threads_are_the_users_but_not_those_ray_sets(
+def test_openmp_threads_follow_the_user_setting_but_not_the_ray_default(
     asked: str | None, in_job: bool, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: 6)

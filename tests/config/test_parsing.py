@@ -1,4 +1,4 @@
-"""From command-line arguments to values: what is accepted, and how mistakes are reported."""
+"""Command-line parsing: accepted arguments, and error messages."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from openrlhf.config.supervised import DPOConfig, SFTConfig
 from tests.config.commands import ROOTS, SMALLEST, TRAINING, parse, ppo, read_flags, sft, violations
 
 
-def test_values_arrive_at_the_path_of_their_flag() -> None:
+def test_values_are_set_at_the_path_of_their_flag() -> None:
     config = ppo("--ds.zero_stage 3 --actor.adam.lr 2e-6 --algo.kl.init_coef=0")
     assert (config.ds.zero_stage, config.actor.adam.lr, config.algo.kl.init_coef) == (3, 2e-6, 0)
     assert config.critic.adam.lr == 9e-6
 
 
-def test_a_unique_beginning_of_a_flag_is_enough() -> None:
+def test_unique_flag_prefix_is_accepted() -> None:
     assert sft("--train.max_e 7").train.max_epochs == 7
 
 
-def test_an_ambiguous_beginning_is_answered_with_the_candidates() -> None:
+def test_error_for_an_ambiguous_prefix_lists_the_candidates() -> None:
     with pytest.raises(ConfigError, match=r"--adam.*--adam\.lr.*--adam\.eps"):
         sft("--adam. 1")
 
 
-def test_a_switch_takes_no_value_and_some_have_an_opposite() -> None:
+def test_switch_takes_no_value_and_may_have_an_opposite() -> None:
     assert sft("--ds.packing_samples").ds.packing_samples
     assert not sft("--muon.no_nesterov").muon.nesterov
     assert sft("--muon.no_nesterov --muon.nesterov").muon.nesterov
@@ -40,7 +40,7 @@ def test_a_switch_takes_no_value_and_some_have_an_opposite() -> None:
         sft("--ds.packing_samples=true")
 
 
-def test_pairs_are_two_words_and_may_be_negative() -> None:
+def test_pair_takes_two_words_that_may_be_negative() -> None:
     assert ppo("--reward.clip_range -5 2.5").reward.clip_range == (-5.0, 2.5)
     with pytest.raises(
         ConfigError, match=r"--reward\.clip_range takes two values, but 5 follows it"
@@ -48,7 +48,7 @@ def test_pairs_are_two_words_and_may_be_negative() -> None:
         ppo("--reward.clip_range 5")
 
 
-def test_lists_take_any_number_of_words_and_repeated_flags() -> None:
+def test_list_takes_any_number_of_words_and_repeated_flags() -> None:
     modules = [
         "--ds.lora.target_modules q_proj v_proj",
         "--ds.lora.target_modules q_proj --ds.lora.target_modules v_proj",
@@ -56,11 +56,11 @@ def test_lists_take_any_number_of_words_and_repeated_flags() -> None:
     assert {sft(line).ds.lora.target_modules for line in modules} == {("q_proj", "v_proj")}
 
 
-def test_the_word_all_linear_means_what_the_default_means() -> None:
+def test_all_linear_equals_the_default_target_modules() -> None:
     assert sft("--ds.lora.target_modules all-linear").ds.lora == SFTConfig().ds.lora
 
 
-def test_json_flags_take_an_object_and_nothing_else() -> None:
+def test_json_flag_accepts_only_an_object() -> None:
     value = '{"max_num_seqs": 8}'
     words = [*SMALLEST["train_ppo_ray"].split(), "--vllm.engine_args"]
     config = parse_config(PPOConfig, [*words, value], command="train_ppo_ray")
@@ -78,11 +78,11 @@ def test_json_flags_take_an_object_and_nothing_else() -> None:
         ("--adam.lr fast", "--adam.lr takes a number, not 'fast'."),
         (
             "--ds.param_dtype bf17",
-            "--ds.param_dtype takes one of bf16, fp16, fp32, not 'bf17'. Did you mean bf16?",
+            "--ds.param_dtype must be one of bf16, fp16, fp32, not 'bf17'. Did you mean bf16?",
         ),
     ],
 )
-def test_a_wrong_value_is_answered_in_the_words_of_the_user(line: str, sentence: str) -> None:
+def test_error_for_an_invalid_value_quotes_the_user_input(line: str, sentence: str) -> None:
     assert violations("train_sft", line) == [sentence]
 
 
@@ -100,7 +100,7 @@ def test_a_wrong_value_is_answered_in_the_words_of_the_user(line: str, sentence:
         ("eval", "--data.prompt_dataset", "--eval.dataset"),
     ],
 )
-def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(
+def test_unknown_flag_error_suggests_the_intended_flag(
     command: str, typed: str, meant: str
 ) -> None:
     (sentence,) = violations(command, f"{typed} 1")
@@ -110,7 +110,7 @@ def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(
 
 @pytest.mark.parametrize("command", ["train_sft", "train_ppo_ray", "train_kto"])
 @pytest.mark.parametrize("typed", ["--data.inptu_key", "--data.imput_key", "--inptu_key"])
-def test_a_misspelled_flag_is_answered_with_the_most_similar_flag_first(
+def test_misspelled_flag_error_suggests_the_most_similar_flag_first(
     command: str, typed: str
 ) -> None:
     (sentence,) = violations(command, f"{typed} 1")
@@ -119,7 +119,7 @@ def test_a_misspelled_flag_is_answered_with_the_most_similar_flag_first(
     assert "--logger.wandb.key" not in suggested
 
 
-def test_a_flag_like_no_other_gets_no_suggestion() -> None:
+def test_unknown_flag_without_close_match_gets_no_suggestion() -> None:
     assert violations("train_sft", "--xyzzy") == ["train_sft has no flag --xyzzy."]
 
 
@@ -130,7 +130,7 @@ def test_words_that_belong_to_no_flag_are_an_error() -> None:
             "false: leave yes out."
         )
     ]
-    with pytest.raises(ConfigError, match=r"seed 3 follows no flag that takes it"):
+    with pytest.raises(ConfigError, match=r"seed 3 does not follow a flag that accepts it"):
         parse_config(SFTConfig, ["seed", "3"], command="train_sft")
 
 
@@ -142,13 +142,13 @@ def test_unknown_flags_and_wrong_values_are_reported_together() -> None:
     assert all(part in str(caught.value) for part in ("xyzzy", "'a'", "'b'", "3 mistakes"))
 
 
-def test_defaults_are_not_among_what_the_user_gave() -> None:
+def test_given_values_do_not_include_defaults() -> None:
     words = ["--ds.attn_implementation", "flash_attention_2"]
     given, _ = read_flags(SFTConfig, words, command="x")
     assert given == {"ds.attn_implementation": "flash_attention_2"}
 
 
-def test_nothing_changes_a_configuration_after_it_was_made() -> None:
+def test_configuration_is_immutable() -> None:
     config = sft()
     with pytest.raises(FrozenInstanceError):
         config.ds.zero_stage = 3  # pyright: ignore[reportAttributeAccessIssue]
@@ -156,7 +156,7 @@ def test_nothing_changes_a_configuration_after_it_was_made() -> None:
     assert config.ds.lora.rank == 0
 
 
-def test_notices_go_to_stderr_one_line_each_and_only_from_the_first_process(
+def test_notices_are_single_lines_on_stderr_of_rank_zero(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sft("--eval.steps 5")
@@ -201,7 +201,7 @@ def run_driver(command: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("command", SMALLEST)
-def test_help_shows_every_section_and_loads_no_heavy_library(command: str) -> None:
+def test_help_shows_every_section_without_importing_heavy_libraries(command: str) -> None:
     done = run_driver(command, "--help", "all")
     assert (done.returncode, done.stderr) == (0, "")
     shown = (
@@ -213,27 +213,27 @@ def test_help_shows_every_section_and_loads_no_heavy_library(command: str) -> No
         assert text in done.stdout
 
 
-def test_a_whole_parse_without_a_file_loads_no_heavy_library() -> None:
+def test_parsing_without_a_file_imports_no_heavy_libraries() -> None:
     done = run_driver("train_ppo_ray", *SMALLEST["train_ppo_ray"].split())
     assert done.returncode == 0, done.stderr
 
 
-def test_a_mistake_ends_with_status_2_and_the_sentence_on_stderr() -> None:
+def test_mistake_exits_with_status_2_and_a_message_on_stderr() -> None:
     done = run_driver("train_sft", "--train.batchsize", "3")
     assert done.returncode == 2
     assert "Did you mean --train.batch_size" in done.stderr
 
 
-def test_what_is_missing_is_named() -> None:
+def test_error_names_missing_required_flags() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(SFTConfig, [], command="train_sft")
     text = str(caught.value)
-    assert "--model.model_name_or_path must be given" in text
-    assert "--data.dataset must be given" in text
+    assert "--model.model_name_or_path is required" in text
+    assert "--data.dataset is required" in text
 
 
 @pytest.mark.parametrize("command", SMALLEST)
-def test_the_smallest_command_lines_are_valid(command: str) -> None:
+def test_smallest_command_lines_are_valid(command: str) -> None:
     assert parse(command).check() == []
 
 
@@ -250,7 +250,7 @@ def test_the_smallest_command_lines_are_valid(command: str) -> None:
         ("train_sft", "--perf yes", ""),
     ],
 )
-def test_words_after_a_switch_are_an_error_also_after_an_old_one(
+def test_words_after_a_current_or_old_switch_are_an_error(
     command: str, line: str, path: str
 ) -> None:
     (sentence,) = violations(command, line)
@@ -272,18 +272,18 @@ def test_words_after_a_switch_are_an_error_also_after_an_old_one(
         ("train_sft", "--pre m", "--model.model_name_or_path"),
     ],
 )
-def test_names_of_elsewhere_and_short_names_are_answered_with_ours(
+def test_error_for_foreign_or_short_names_suggests_our_flags(
     command: str, line: str, meant: str
 ) -> None:
     (sentence,) = violations(command, line)
     assert meant in sentence
 
 
-def test_everything_that_is_wrong_comes_in_one_round() -> None:
-    """The mistakes are of all kinds.
+def test_all_kinds_of_mistakes_are_reported_together() -> None:
+    """One command line contains every kind of mistake.
 
-    They are an unknown name, an ambiguous one, a missing value, a wrong value, a refusal and a
-    broken rule.
+    They are an unknown name, an ambiguous name, a missing value, an invalid value, a refused flag
+    and a broken rule.
     """
     found = violations(
         "train_ppo_ray",
@@ -304,7 +304,7 @@ def test_everything_that_is_wrong_comes_in_one_round() -> None:
     assert len(found) == 6
 
 
-def test_what_follows_from_a_mistake_is_not_reported() -> None:
+def test_violations_caused_by_another_mistake_are_not_reported() -> None:
     line = (
         "--actor.model_name_or_path m --data.prompt_dataset d --reward.verifier math "
         "--data.label_key l"
@@ -315,20 +315,21 @@ def test_what_follows_from_a_mistake_is_not_reported() -> None:
             f"{line} --train.batchsize 8 --rollout.batch_size 4".split(),
             command="train_ppo_ray",
         )
-    assert len(caught.value.violations) == 1  # and nothing about a --train.batch_size of 128
+    # no violation about the default --train.batch_size of 128
+    assert len(caught.value.violations) == 1
     assert violations("train_ppo_ray", "--ring_attn_size 2") == [
         "--ds.ring_attn_size 2 is not available yet: use 1 and a smaller --data.max_len."
     ]
 
 
-def test_old_names_take_one_line_however_many(capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_number_of_old_names_gets_a_single_notice(capsys: pytest.CaptureFixture[str]) -> None:
     sft("--max_len 4096 --train_batch_size 256 --max_samples 5000 --zero_stage 2 --bf16")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "[notice] 5 flags have the names of older releases (--max_len, --train_batch_size, "
+        "[notice] 5 flags have names from older releases (--max_len, --train_batch_size, "
         "--max_samples"
     )
-    assert "config.yaml in the run folder has today's names" in line
+    assert "config.yaml in the run folder has the current names" in line
 
 
 @pytest.mark.parametrize(
@@ -352,7 +353,7 @@ def test_help_finds_flags_of_choices_and_methods(
     assert found in capsys.readouterr().out
 
 
-def test_help_of_estimator_names_methods(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_for_the_estimator_flag_names_methods(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_config(PPOConfig, ["--help", "advantage.estimator"], command="train_ppo_ray")
     printed = " ".join(capsys.readouterr().out.split())
@@ -361,7 +362,7 @@ def test_help_of_estimator_names_methods(capsys: pytest.CaptureFixture[str]) -> 
     assert "dr_grpo: Dr. GRPO" in printed
 
 
-def test_short_help_has_what_is_required_first_and_a_word_finds_its_flags(
+def test_short_help_lists_required_flags_first_and_help_word_finds_flags(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def printed(*words: str) -> str:

@@ -1,4 +1,4 @@
-"""No command overwrites its inputs: every output of every command against every input."""
+"""No command overwrites its inputs. Every output of every command is tested with every input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHECKPOINTED = {"ckpt.save_steps": 5}
 
 
 def with_values(command: str, values: dict[str, Any]) -> Any:
-    """Return the configuration of a command with these values by path, unresolved."""
+    """Return the unresolved configuration of a command with these values by path."""
     root = COMMANDS[command]
     known = {
         path: value for path, value in (CHECKPOINTED | values).items() if path in flags_of(root)
@@ -26,7 +26,9 @@ def with_values(command: str, values: dict[str, Any]) -> Any:
 
 
 def written() -> list[tuple[str, Flag]]:
-    """Return every command with each flag that sets an output where existing files can be lost."""
+    """Return each flag that sets an output path where existing files can be lost, with its
+    command.
+    """
     found: list[tuple[str, Flag]] = []
     for command, root in COMMANDS.items():
         used = {
@@ -42,7 +44,7 @@ def written() -> list[tuple[str, Flag]]:
 
 
 def all_places(command: str) -> dict[str, str]:
-    """Return a value for each path that a command writes to: the name of the flag."""
+    """Return a value for each output flag of a command: the flag's own path."""
     return {flag.path: flag.path for flag in flags_of(COMMANDS[command]).values() if flag.writes}
 
 
@@ -58,7 +60,7 @@ def value_of(flag: Flag, path: Path) -> Any:
     ("command", "output"),
     [pytest.param(*each, id=f"{each[0]} {each[1].name}") for each in written()],
 )
-def test_an_output_over_any_input_of_the_command_is_refused(
+def test_output_that_overwrites_an_input_is_refused(
     command: str, output: Flag, tmp_path: Path
 ) -> None:
     place = tmp_path / "place"
@@ -109,16 +111,16 @@ def test_every_output_of_every_command_is_declared() -> None:
 @pytest.mark.parametrize(
     ("read", "refused"),
     [
-        ("ckpt", True),  # the folder of the model itself
+        ("ckpt", True),  # the output folder itself
         ("ckpt/model-00001-of-00002.safetensors", True),
         ("ckpt/tokenizer_config.json", True),
-        ("ckpt/base", False),  # another model in it
+        ("ckpt/base", False),  # another model inside the folder
         ("ckpt/rows.jsonl", False),
         (".", False),
         ("ckpt2", False),
     ],
 )
-def test_only_what_an_export_replaces_is_refused(
+def test_only_inputs_that_an_export_replaces_are_refused(
     read: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -129,7 +131,7 @@ def test_only_what_an_export_replaces_is_refused(
     assert bool(refusals(config)) == refused
 
 
-def test_a_model_beside_a_checkpoint_is_not_read_while_that_checkpoint_may_be_replaced() -> None:
+def test_model_next_to_a_checkpoint_is_refused_as_input_if_checkpoints_are_written() -> None:
     values = {"model.model_name_or_path": "saved/global_step5_hf", "ckpt.path": "saved"}
     assert refusals(with_values("train_sft", values))
     assert not refusals(with_values("train_sft", values | {"ckpt.save_steps": -1})), (
@@ -137,7 +139,7 @@ def test_a_model_beside_a_checkpoint_is_not_read_while_that_checkpoint_may_be_re
     )
 
 
-def test_a_folder_of_data_is_not_written_to(tmp_path: Path) -> None:
+def test_output_inside_a_data_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     for output in ("run.dir", "ckpt.output_dir", "ckpt.path"):
         config = with_values(
@@ -147,7 +149,7 @@ def test_a_folder_of_data_is_not_written_to(tmp_path: Path) -> None:
         assert len(refusals(config)) == 1, output
 
 
-def test_a_file_of_answers_is_not_a_file_of_the_run() -> None:
+def test_output_file_may_not_replace_a_file_in_the_run_folder() -> None:
     assert refusals(
         with_values("batch_inference", {"run.dir": "a", "output_path": "a/samples.jsonl"})
     )
@@ -156,7 +158,7 @@ def test_a_file_of_answers_is_not_a_file_of_the_run() -> None:
     )
 
 
-def test_a_run_without_checkpoints_does_not_claim_their_folder() -> None:
+def test_run_without_checkpoints_does_not_claim_the_checkpoint_folder() -> None:
     def claims(command: str, line: str) -> bool:
         return any(output.kind == "checkpoints" for output in outputs(parse(command, line)))
 
@@ -170,7 +172,7 @@ def test_a_run_without_checkpoints_does_not_claim_their_folder() -> None:
     assert not claims("train_ppo_ray", "--rollout.only")
 
 
-def test_the_critic_is_an_output_if_it_is_saved() -> None:
+def test_saved_critic_is_an_output() -> None:
     line = (
         "--critic.save_value_network --algo.advantage.estimator gae "
         "--critic.model_name_or_path ckpt_critic"
@@ -192,7 +194,7 @@ def parse_unchecked(line: str) -> Any:
     return with_values("train_ppo_ray", values)
 
 
-def test_the_model_in_a_folder_is_described(tmp_path: Path) -> None:
+def test_model_in_a_folder_is_described(tmp_path: Path) -> None:
     assert model_in(str(tmp_path)) is None
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
     assert str(model_in(str(tmp_path))).startswith("Qwen2ForCausalLM")
@@ -200,7 +202,7 @@ def test_the_model_in_a_folder_is_described(tmp_path: Path) -> None:
     assert model_in(str(tmp_path))
 
 
-def test_what_several_flags_name_is_read_once() -> None:
+def test_input_named_by_several_flags_is_listed_once() -> None:
     config = with_values(
         "train_ppo_ray", {"actor.model_name_or_path": "m", "critic.model_name_or_path": "./m"}
     )

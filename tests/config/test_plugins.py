@@ -1,4 +1,4 @@
-"""Names that users' files register: a registered choice becomes a value of its flag."""
+"""Names that plug-ins register become valid choices for their flags."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TABLES = (choices.ESTIMATORS, choices.POLICY_LOSSES, choices.CORRECTIONS, choice
 
 @pytest.fixture
 def plugin(tmp_path: Path) -> Iterator[Path]:
-    """Write a plug-in's file; unregister its names afterwards."""
+    """Write a plug-in file, and unregister its names after the test."""
     before = [dict(table) for table in TABLES]
     file = tmp_path / "mine.py"
     file.write_text(PLUGIN)
@@ -37,19 +37,19 @@ def plugin(tmp_path: Path) -> Iterator[Path]:
 def test_names_of_a_plugin_are_valid_and_its_properties_count(plugin: Path) -> None:
     line = f"--plugin {plugin} --algo.advantage.estimator mine --actor.policy_loss_type my_loss"
     (sentence,) = violations("train_ppo_ray", line)
-    assert "--algo.advantage.estimator mine compares samples of one prompt" in sentence
+    assert "--algo.advantage.estimator mine compares the samples of a prompt" in sentence
     config = ppo(f"{line} --rollout.n_samples_per_prompt 2")
     assert config.plugin == (str(plugin),)
     assert config.estimator.per_group
     assert config.algo.loss.aggregation == "sequence"
 
 
-def test_a_plugin_is_imported_once_per_process(plugin: Path) -> None:
+def test_plugin_is_imported_once_per_process(plugin: Path) -> None:
     for _ in range(2):
         ppo(f"--plugin {plugin} --algo.advantage.estimator mine --rollout.n_samples_per_prompt 2")
 
 
-def test_several_plugins_may_be_given_in_both_ways(plugin: Path, tmp_path: Path) -> None:
+def test_several_plugins_may_be_given_in_either_syntax(plugin: Path, tmp_path: Path) -> None:
     others = [tmp_path / "b.py", tmp_path / "c.py"]
     for other in others:
         other.write_text("")
@@ -57,7 +57,9 @@ def test_several_plugins_may_be_given_in_both_ways(plugin: Path, tmp_path: Path)
     assert config.plugin == tuple(map(str, [plugin, *others]))
 
 
-def test_a_file_may_name_a_plugin_and_use_its_names(plugin: Path, tmp_path: Path) -> None:
+def test_configuration_file_may_name_a_plugin_and_use_its_names(
+    plugin: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"plugin: {plugin}\nalgo.advantage.estimator: mine\n")
     words = (
@@ -79,16 +81,16 @@ def test_a_file_may_name_a_plugin_and_use_its_names(plugin: Path, tmp_path: Path
         ("train_dpo", "--model.loss_type"),
     ],
 )
-def test_an_unknown_name_of_a_flag_with_registered_choices_is_answered_with_the_plugin_flag(
+def test_error_for_an_unknown_registered_choice_mentions_the_plugin_flag(
     command: str, flag: str
 ) -> None:
     sentences = violations(command, f"{flag} median")
     assert any(
-        f"{flag} takes one of" in sentence and "--plugin" in sentence for sentence in sentences
+        f"{flag} must be one of" in sentence and "--plugin" in sentence for sentence in sentences
     )
 
 
-def test_an_unknown_name_of_a_flag_with_fixed_choices_is_answered_without_the_plugin_flag() -> None:
+def test_error_for_an_unknown_fixed_choice_does_not_mention_the_plugin_flag() -> None:
     assert "--plugin" not in " ".join(violations("train_sft", "--ds.param_dtype bf17"))
 
 
@@ -117,7 +119,7 @@ from tests.config.commands import ppo, violations
 line = "--plugin " + sys.argv[1] + " --algo.kl.estimator my_kl --actor.policy_loss_type "
 more = " --algo.advantage.is_correction_type my_correction --algo.advantage.estimator my_estimator"
 (sentence,) = violations("train_ppo_ray", line + "my_loss" + more)
-assert "my_estimator compares samples of one prompt" in sentence, sentence
+assert "my_estimator compares the samples of a prompt" in sentence, sentence
 config = ppo(line + "my_loss --rollout.n_samples_per_prompt 2" + more)
 assert config.algo.loss.aggregation == "sequence"
 assert config.estimator.per_group and not config.estimator.needs_critic
@@ -127,12 +129,12 @@ assert ppo(line + "my_clipped_loss").actor.eps_clip_low_high == (0.5, 0.25)
 """
 
 
-def test_what_a_plugin_registers_among_the_algorithms_is_a_choice_of_its_flag(
+def test_algorithms_that_a_plugin_registers_become_choices(
     tmp_path: Path,
 ) -> None:
-    """The choices are estimators, losses, KL estimators and corrections.
+    """The plug-in registers estimators, losses, KL estimators and corrections.
 
-    They run in their own process, because registries only grow.
+    It is loaded in a separate process, because names cannot be removed from the registries.
     """
     file = tmp_path / "mine.py"
     file.write_text(REGISTRATIONS)
@@ -142,18 +144,18 @@ def test_what_a_plugin_registers_among_the_algorithms_is_a_choice_of_its_flag(
     assert done.returncode == 0, done.stderr
 
 
-def test_without_the_plugin_its_name_is_unknown() -> None:
+def test_plugin_choice_is_unknown_without_the_plugin() -> None:
     (sentence,) = violations("train_ppo_ray", "--algo.advantage.estimator mine")
-    assert "--algo.advantage.estimator takes one of gae, reinforce" in sentence
+    assert "--algo.advantage.estimator must be one of gae, reinforce" in sentence
 
 
-def test_a_plugin_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
+def test_error_names_the_failed_plugin_and_its_exception(tmp_path: Path) -> None:
     file = tmp_path / "bad.py"
     file.write_text("1 / 0\n")
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"--plugin .*bad\.py failed: ZeroDivisionError"):
             ppo(f"--plugin {file}")
-    with pytest.raises(ConfigError, match=r"--plugin gone\.py is not a Python file"):
+    with pytest.raises(ConfigError, match=r"--plugin gone\.py is not a readable Python file"):
         ppo("--plugin gone.py")
 
 
@@ -162,7 +164,9 @@ def test_a_plugin_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
 
 @pytest.fixture
 def installed(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Install a package whose entry point is the plug-in's module, as an installer does."""
+    """Install a package whose entry point is the plug-in's module, with the files that pip would
+    write.
+    """
     folder = plugin.parent
     info = folder / "my_package-1.0.dist-info"
     info.mkdir()
@@ -178,16 +182,16 @@ def installed(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("installed")
-def test_what_an_installed_package_names_is_loaded_without_a_flag() -> None:
+def test_entry_points_of_installed_packages_are_loaded_without_a_flag() -> None:
     for _ in range(2):
         config = ppo("--algo.advantage.estimator mine --rollout.n_samples_per_prompt 2")
         assert config.estimator.per_group and config.plugin == ()
 
 
-def test_a_package_whose_plugin_fails_is_named_each_time(installed: Path) -> None:
+def test_error_names_the_package_of_a_failed_plugin_each_time(installed: Path) -> None:
     (installed / "installed_plugin.py").write_text("1 / 0\n")
     named = (
-        r"installed package my-package, as the plug-in first = installed_plugin, failed: "
+        r"plug-in first = installed_plugin of the installed package my-package failed: "
         r"ZeroDivisionError"
     )
     for _ in range(2):

@@ -1,6 +1,6 @@
-"""Commands and flag names that pages about the project print.
+"""Commands and flag names that are printed on pages about the project.
 
-The commands of our own page are parsed as printed.
+The commands on our own launching page are parsed as printed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def violations(printed: Printed, more: str = "") -> list[str]:
 
 @each_printed
 @pytest.mark.parametrize("gpus", [0, 8])
-def test_a_printed_command_is_told_at_once_what_it_lacks(
+def test_printed_command_reports_everything_it_lacks_at_once(
     printed: Printed, gpus: int, gpu_machine: Callable[..., None]
 ) -> None:
     """The result is the same on a laptop and on a machine with eight GPUs.
 
-    No flag of the command is refused.
+    None of the command's flags is refused.
     """
     gpu_machine(gpus, flash_attention=gpus > 0)
     found = violations(printed)
@@ -52,7 +52,7 @@ def test_a_printed_command_is_told_at_once_what_it_lacks(
 
 @each_printed
 @pytest.mark.parametrize("gpus", [0, 8])
-def test_with_exactly_these_flags_it_is_accepted_but_for_what_is_not_there_yet(
+def test_printed_command_with_the_missing_flags_is_accepted_except_unavailable_features(
     printed: Printed, gpus: int, gpu_machine: Callable[..., None]
 ) -> None:
     gpu_machine(gpus, flash_attention=gpus > 0)
@@ -63,14 +63,14 @@ def test_with_exactly_these_flags_it_is_accepted_but_for_what_is_not_there_yet(
 
 
 @pytest.mark.parametrize("name", ["SFT", "RM", "DPO"])
-def test_the_actor_of_an_offline_command_is_its_model(name: str) -> None:
+def test_actor_of_an_offline_command_becomes_its_model(name: str) -> None:
     printed = PRINTED[name]
     given, notices = read_flags(COMMANDS[printed.command], printed.words, command=printed.command)
     assert given["model.model_name_or_path"] == printed.words[1]
     assert notices == ["--actor.model_name_or_path is now --model.model_name_or_path."]
 
 
-def test_the_older_form_of_an_async_switch_gets_the_same_answer() -> None:
+def test_old_async_switch_gets_the_same_errors() -> None:
     printed = PRINTED["asynchronous PPO"]
     older = Printed(text=printed.text.replace("--train.async_enable", "--async_train"))
     assert violations(older) == violations(printed)
@@ -88,14 +88,14 @@ INTRODUCED = {
     "train_batch_size": "4",
     "learning_rate": "9e-6",
 }
-# Names that match two flags today. The error names both flags.
+# Names that match two current flags. The error names both flags.
 TWO_MEANINGS = {("train_ppo_ray", "learning_rate"): ("--actor.adam.lr", "--critic.adam.lr")}
 NAMES = [(command, name) for command in TRAINING for name in INTRODUCED]
 
 
 @pytest.mark.parametrize("dashes", ["-", "--"])
 @pytest.mark.parametrize(("command", "name"), [pair for pair in NAMES if pair not in TWO_MEANINGS])
-def test_a_name_of_the_introduction_sets_todays_flag_with_a_notice(
+def test_name_from_the_introduction_sets_the_current_flag_with_a_notice(
     command: str, name: str, dashes: str
 ) -> None:
     words = [f"{dashes}{name}", INTRODUCED[name]]
@@ -107,7 +107,7 @@ def test_a_name_of_the_introduction_sets_todays_flag_with_a_notice(
 
 @pytest.mark.parametrize("dashes", ["-", "--"])
 @pytest.mark.parametrize(("command", "name"), TWO_MEANINGS)
-def test_a_name_with_two_meanings_is_answered_with_both(
+def test_error_for_a_name_with_two_meanings_lists_both_flags(
     command: str, name: str, dashes: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -116,7 +116,7 @@ def test_a_name_with_two_meanings_is_answered_with_both(
     assert all(flag in sentence for flag in TWO_MEANINGS[command, name])
 
 
-def test_a_script_in_the_names_of_the_introduction_is_read() -> None:
+def test_script_with_names_from_the_introduction_is_parsed() -> None:
     line = " ".join(f"-{name} {value}" for name, value in INTRODUCED.items())
     words = [*line.replace("-dataset d", "-dataset a,b,c").split(), "--output_key", "answer"]
     config = parse_config(COMMANDS["train_sft"], words, command="train_sft")
@@ -124,7 +124,7 @@ def test_a_script_in_the_names_of_the_introduction_is_read() -> None:
     assert (config.adam.lr, config.ckpt.output_dir) == (9e-6, "out")
 
 
-def test_a_value_that_begins_with_a_dash_stays_a_value() -> None:
+def test_value_that_starts_with_a_dash_is_still_a_value() -> None:
     config = parse_config(
         COMMANDS["train_sft"],
         shlex.split("--pretrain m --dataset d --output_key o --save_steps -1"),
@@ -153,12 +153,12 @@ def page_commands() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("command", "flags"), page_commands())
-def test_the_commands_of_the_page_about_launching_are_accepted(command: str, flags: str) -> None:
+def test_commands_on_the_launching_page_are_accepted(command: str, flags: str) -> None:
     words = shlex.split(flags, comments=True)
     assert parse_config(COMMANDS[command], words, command=command).check() == []
 
 
-def test_the_page_shows_each_command_in_each_way_to_launch_it() -> None:
+def test_launching_page_shows_each_way_to_launch_each_command() -> None:
     ways = {
         "python -m": ("train_sft", "train_rm", "train_ppo_ray", "serve_rm"),
         "deepspeed --module": ("train_sft",),

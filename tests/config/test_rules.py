@@ -1,4 +1,4 @@
-"""Every rule: a command line that breaks it, and the flags that its message names."""
+"""A command line that breaks each rule, and the flags that its message names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SFT, RL = "train_sft", "train_ppo_ray"
 RULE = re.compile(r"\w*(violations|notices)")  # names of functions that yield messages
 GROUPS = "--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 2"
 
-# command, flags that break it, what the message must contain
+# command, flags that break the rule, text that the message must contain
 BROKEN: list[tuple[str, str, str]] = [
     (SFT, "--data.dataset ./gone", "--data.dataset ./gone does not exist"),
     (SFT, "--data.dataset a,gone.jsonl", "--data.dataset gone.jsonl does not exist"),
@@ -46,7 +46,7 @@ BROKEN: list[tuple[str, str, str]] = [
     (SFT, "--data.output_key= --data.layout columns", "name it with --data.output_key"),
     ("train_kd", "--kd.teacher_model http://host:8000/v1",
      "--kd.teacher_model http://host:8000/v1 is a server, which returns only"),
-    ("train_kto", "--train.batch_size 1", "--train.batch_size 1 is too small for the KL of KTO"),
+    ("train_kto", "--train.batch_size 1", "--train.batch_size 1 is too small for KTO's KL"),
     (RL, "--vllm.num_engines 0", "--vllm.num_engines is 0"),
     (RL, "--vllm.max_engines 0", "--vllm.max_engines is 0, but it must be at least 1"),
     (RL, "--train.async_enable --train.max_staleness 0",
@@ -60,7 +60,7 @@ BROKEN: list[tuple[str, str, str]] = [
      "that an agent did not finish: use fail or drop"),
     (RL, "--rollout.remote_engines judge=localhost:8000 http://h:x/v1",
      "--rollout.remote_engines localhost:8000 http://h:x/v1 is not an http(s) "
-     "URL: write NAME=http"),
+     "URL: use NAME=http"),
     (RL, "--rollout.remote_engines http://a/v1 0=http://b/v1",
      "--rollout.remote_engines http://a/v1 0=http://b/v1 has the name 0 twice"),
     (RL, "--reward.model_name_or_path a,b --reward.verifier math --reward.weights 1 1",
@@ -72,7 +72,7 @@ BROKEN: list[tuple[str, str, str]] = [
     (RL, "--algo.advantage.estimator group_norm", "estimator group_norm compares"),
     (RL, "--algo.advantage.estimator dr_grpo", "estimator dr_grpo compares"),
     (RL, "--algo.advantage.estimator reinforce_baseline", "reinforce_baseline compares"),
-    (RL, "--algo.dynamic_filtering_enable", "--algo.dynamic_filtering_enable judges"),
+    (RL, "--algo.dynamic_filtering_enable", "--algo.dynamic_filtering_enable filters prompts"),
     (RL, "--algo.dynamic_filtering_range 1 0", "--algo.dynamic_filtering_range is 1 0"),
     (RL, "--reward.clip_range 5 5", "--reward.clip_range is 5 5"),
     (RL, "--algo.advantage.is_correction_threshold 5 1", "is_correction_threshold is 5 1"),
@@ -82,22 +82,22 @@ BROKEN: list[tuple[str, str, str]] = [
     (RL, "--algo.advantage.is_correction_enable --algo.correction.level sequence",
      "selects the preset --algo.advantage.is_correction_type tis"),
     (RL, "--actor.policy_loss_type cispo --actor.dual_clip 3",
-     "--actor.dual_clip 3 has no meaning"),
+     "--actor.dual_clip 3 cannot be combined with --actor.policy_loss_type cispo"),
     (RL, "--algo.distill.teacher t --algo.distill.coef 0",
-     "With --algo.distill.coef 0 the teacher of --algo.distill.teacher"),
+     "With --algo.distill.coef 0, --algo.distill.teacher has no effect"),
     (RL,
      "--algo.distill.teacher wise --rollout.remote_engines wise=http://h/v1 "
      "--rollout.temperature 0.7",
-     "--rollout.temperature 0.7 differs from the temperature of --algo.distill.teacher wise"),
+     "--rollout.temperature 0.7 cannot be combined with the server --algo.distill.teacher wise"),
     (RL, "--algo.ptx.dataset d --algo.ptx.coef 0",
-     "With --algo.ptx.coef 0 the texts of --algo.ptx.dataset have no influence"),
+     "With --algo.ptx.coef 0, --algo.ptx.dataset has no effect"),
     (RL, "--algo.kl.stop_run 0.1 --algo.kl.init_coef 0",
      "--algo.kl.stop_run 0.1 needs the KL to the reference"),
     (RL, "--rollout.temperature 0", "--rollout.temperature 0 is greedy"),
     (RL, "--data.max_len 512 --rollout.max_new_tokens 512",
      "--rollout.max_new_tokens 512 leaves no room for a prompt in --data.max_len 512"),
     (RL, "--rollout.max_new_tokens 64 --reward.overlong_buffer_len 65",
-     "--reward.overlong_buffer_len 65 is more than the longest response, 64"),
+     "--reward.overlong_buffer_len 65 exceeds the maximum response length, 64"),
     *[(command, f"--{model}.aux_loss_coef 0.01 --{model}.gradient_checkpointing_enable "
        f"--{model}.gradient_checkpointing_reentrant",
        f"--{model}.aux_loss_coef 0.01 would not reach the routers")
@@ -124,17 +124,17 @@ BROKEN: list[tuple[str, str, str]] = [
      "--rollout.vllm_generate_batch_size 2048 generates for several steps at once, but each file "
      "of --rollout.dump_dir"),
     (RL, '--vllm.engine_args {"seed":1,"dtype":"auto","max_num_seqs":8}',
-     "--vllm.engine_args sets what has a flag of its own: seed (use --train.seed), dtype "
+     "--vllm.engine_args sets arguments that have their own flags: seed (use --train.seed), dtype "
      "(use --vllm.dtype)."),
     (RL, '--vllm.engine_args {"logprobs_mode":"raw_logprobs"}',
      "--vllm.engine_args may not set logprobs_mode, because the trainer needs the "
-     "log-probabilities of what was sampled"),
+     "log-probabilities of the distribution that was sampled"),
     (RL, '--vllm.engine_args {"speculative_config":{"method":"eagle","num_speculative_tokens":2}}',
      "speculative_config has the method 'eagle'"),
     (RL,
      '--vllm.engine_args '
      '{"speculative_config":{"method":"ngram","rejection-sample-method":"synthetic"}}',
-     "with rejection_sample_method synthetic samples would be drawn from another distribution"),
+     "with rejection_sample_method synthetic, log-probabilities do not match the distribution"),
     (RL,
      '--vllm.engine_args '
      '{"speculative_config":{"method":"ngram","num_speculative_tokens_per_batch_size":[[1,8,2]]}}',
@@ -142,24 +142,24 @@ BROKEN: list[tuple[str, str, str]] = [
     (RL, "--vllm.max_engines 1 --vllm.num_engines 2",
      "--vllm.max_engines 1 is less than --vllm.num_engines 2"),
     (RL, "--vllm.sync_backend mpi", "--vllm.sync_backend mpi is unknown: use nccl, or gloo"),
-    (RL, "--vllm.pipeline_parallel_size 2", "vLLM on CPUs cannot split an engine by layers"),
+    (RL, "--vllm.pipeline_parallel_size 2", "vLLM does not support pipeline parallelism on CPUs"),
     (RL, "--vllm.enable_sleep --train.async_enable",
-     "the engines of --train.async_enable never rest"),
+     "with --train.async_enable engines never pause"),
     (RL, "--train.colocate_all --ref.num_gpus_per_node 2",
-     "--train.colocate_all needs equal sizes, but they are "
+     "--train.colocate_all requires equal sizes, but they are "
      "--actor.num_nodes 1 --actor.num_gpus_per_node 1 and --ref.num_nodes 1 "
      "--ref.num_gpus_per_node 2"),
     (RL, "--train.colocate_all --vllm.num_engines 2",
-     "--vllm.num_engines 2 x --vllm.tensor_parallel_size 1 = 2 are more than "
+     "--vllm.num_engines 2 x --vllm.tensor_parallel_size 1 = 2 exceeds "
      "--actor.num_nodes 1 x"),
     (RL, "--train.colocate_all --actor.num_gpus_per_node 4 --vllm.tensor_parallel_size 3",
-     "its 3 devices do not divide --actor.num_gpus_per_node 4"),
+     "3 does not divide --actor.num_gpus_per_node 4"),
     (RL, '--placement.vllm.resources {"fast":0}',
-     "fast of vllm is 0; give a number above 0 for a Ray resource"),
+     "fast of vllm is 0; pass a number above 0 for a Ray resource"),
     (RL, "--placement.cluster 2x8",
-     "--placement.cluster 2x8 is a plan for another cluster and requires --dry_run"),
+     "--placement.cluster 2x8 plans for a different cluster and requires --dry_run"),
     (RL, "--dry_run --placement.cluster 2x",
-     "--placement.cluster 2x does not describe a cluster: write 2x8"),
+     "--placement.cluster 2x does not describe a cluster: use, for example, 2x8"),
     (RL, "--train.async_enable --rollout.only",
      "--rollout.only cannot be combined with --train.async_enable"),
     (RL, "--train.async_enable --rollout.dump_dir dumped",
@@ -172,66 +172,66 @@ BROKEN: list[tuple[str, str, str]] = [
     (SFT, "--ds.param_offload nvme --ds.zero_stage 3",
      "--ds.param_offload nvme is not available yet: use cpu"),
     (RL, "--ds.use_universal_ckpt --ckpt.load_enable --ds.zero_stage 3 --train.enable_ema",
-     "--ds.use_universal_ckpt cannot convert the average of --train.enable_ema"),
+     "--ds.use_universal_ckpt cannot convert the EMA of --train.enable_ema"),
     (SFT, "--ds.use_universal_ckpt --ckpt.load_enable --ds.zero_stage 3 --train.enable_ema",
-     "--ds.use_universal_ckpt cannot convert the average of --train.enable_ema"),
+     "--ds.use_universal_ckpt cannot convert the EMA of --train.enable_ema"),
     (RL, "--ds.enable_sleep --ds.zero_stage 0",
      "--ds.enable_sleep needs --ds.zero_stage 1, 2 or 3"),
     (RL, "--reward.verifier math --reward.remote_url http://host,r.py",
-     "--reward.remote_url http://host,r.py together with --reward.verifier math is not available "
-     "yet: leave out one"),
+     "--reward.remote_url http://host,r.py cannot be combined with --reward.verifier math yet: "
+     "leave out one"),
     (SFT, "--ds.param_dtype fp16", "--ds.param_dtype fp16 is not available yet: use bf16"),
     (RL, "--ds.param_dtype fp16", "--ds.param_dtype fp16 is not available yet: use bf16"),
     (RL, "--vllm.quantization awq",
-     "--vllm.quantization awq cannot be made of the weights that a run publishes"),
+     "--vllm.quantization awq is not supported for published weights on this machine"),
     (RL, "--vllm.quantization fp8_per_channel --vllm.dtype fp32",
-     "rounds 16-bit weights and cannot be combined with --vllm.dtype fp32"),
-    (RL, "--vllm.quantization fp8", "or not on this machine: use fp8_per_channel."),
+     "quantizes 16-bit weights and cannot be combined with --vllm.dtype fp32"),
+    (RL, "--vllm.quantization fp8", "on this machine: use fp8_per_channel."),
     (RL, '--vllm.engine_args {"enable_chunked_prefill":true}',
-     "The generator of a CPU cannot be rewound, and the engine dies"),
+     "CPU generators cannot be rewound, so the engine would crash"),
     (RL, '--vllm.engine_args {"max_num_batched_tokens":512}',
-     "give max_num_batched_tokens at least the tokens of --data.max_len 2048"),
+     "set max_num_batched_tokens to at least --data.max_len 2048"),
     (RL, "--train.colocate_actor_ref --ref.num_gpus_per_node 2",
-     "--train.colocate_actor_ref needs equal sizes"),
+     "--train.colocate_actor_ref requires equal sizes"),
     (RL,
      "--train.colocate_critic_reward --reward.model_name_or_path o/r --critic.num_gpus_per_node 2 "
      "--reward.num_gpus_per_node 1 --algo.advantage.estimator gae",
-     "--train.colocate_critic_reward needs equal"),
+     "--train.colocate_critic_reward requires equal"),
     (SFT, "--ds.lora.rank 8 --ds.lora.target_modules",
-     "--ds.lora.target_modules names no layer: leave it out"),
+     "--ds.lora.target_modules is empty: leave it out"),
     (SFT, "--ds.lora.rank 8 --ds.lora.dora --ds.zero_stage 3",
-     "--ds.lora.dora reads whole weights, but with --ds.zero_stage 3"),
+     "--ds.lora.dora needs full weights, but with --ds.zero_stage 3"),
     (SFT, "--ds.load_in_4bit",
-     "--ds.load_in_4bit freezes the weights of the model: train adapters with --ds.lora.rank"),
+     "--ds.load_in_4bit freezes the model's weights: train adapters with --ds.lora.rank"),
     (RL, "--ds.lora.rank 8 --ds.lora.publish adapter --ds.lora.dora",
-     "cannot add an adapter of --ds.lora.dora"),
+     "cannot apply DoRA adapters (--ds.lora.dora)"),
     (RL, "--ds.lora.rank 8 --ds.lora.publish adapter --ds.load_in_4bit",
-     "other weights than the rounded ones of --ds.load_in_4bit"),
+     "the adapter is trained on 4-bit weights (--ds.load_in_4bit)"),
     (RL, "--ds.lora.rank 8 --ds.lora.publish adapter --vllm.pipeline_parallel_size 2",
-     "the parts of an engine do not report which layers they adapt: use merged"),
+     "the pipeline stages of an engine do not report which layers they adapt: use merged"),
     (RL, "--ds.lora.rank 513 --ds.lora.publish adapter",
-     "--ds.lora.rank 513 is above 512, the largest"),
+     "--ds.lora.rank 513 is above 512, the maximum"),
     ("serve_rm", "--ds.load_in_4bit --ds.param_dtype fp16",
      "--ds.param_dtype fp16 cannot be combined with --ds.load_in_4bit"),
     (SFT, "--eval.patience 3",
-     "--eval.patience 3 counts evaluations of --eval.dataset, which is not given"),
+     "--eval.patience 3 requires --eval.dataset, which is not set"),
     (SFT, "--eval.patience 3 --eval.dataset e --ckpt.best_metric_key none",
      "--ckpt.best_metric_key, which is none"),
     (SFT, "--eval.patience 3 --eval.dataset e --ckpt.disable_ds",
      "--ckpt.disable_ds does not write"),
     (SFT, "--eval.patience 0 --eval.dataset e", "--eval.patience is 0, but it must be at least 1"),
     (RL, "--eval.patience 3 --eval.dataset e --eval.at_start",
-     "--eval.patience 3 counts evaluations during training: set --eval.steps"),
+     "--eval.patience 3 requires evaluations during training: set --eval.steps"),
     (SFT, "--data.dataset a,b --data.dataset_probs 1.0", "--data.dataset_probs has 1 numbers"),
     (RL, "--data.prompt_dataset a,b --data.prompt_probs 0.5,0.6", "must be positive and sum to 1"),
     (RL, "--data.prompt_dataset a,b --data.prompt_probs 1.5,-0.5", "must be positive"),
-    (RL, "--data.prompt_probs half", "--data.prompt_probs takes numbers"),
+    (RL, "--data.prompt_probs half", "--data.prompt_probs takes comma-separated numbers"),
     (SFT, "--data.dataset_probs half",
-     "--data.dataset_probs takes numbers separated by commas, not 'half'"),
+     "--data.dataset_probs takes comma-separated numbers, not 'half'"),
     (SFT, "--data.dataset a,b --data.dataset_probs 0.5,0.6",
      "--data.dataset_probs 0.5,0.6 must be positive"),
     (RL, "--data.prompt_dataset a,b --data.prompt_probs 1", "--data.prompt_probs has 1 numbers"),
-    (RL, "--algo.ptx.dataset d --algo.ptx.probs half", "--algo.ptx.probs takes numbers"),
+    (RL, "--algo.ptx.dataset d --algo.ptx.probs half", "--algo.ptx.probs takes comma-separated"),
     (RL, "--algo.ptx.dataset d --algo.ptx.probs 0.5,0.5", "--algo.ptx.probs has 2 numbers"),
     (RL, "--algo.ptx.dataset d --algo.ptx.probs 0.5",
      "--algo.ptx.probs 0.5 must be positive and sum to 1"),
@@ -259,7 +259,7 @@ BROKEN: list[tuple[str, str, str]] = [
     ("serve_rm", "--reward.model_name_or_path ./gone",
      "--reward.model_name_or_path ./gone does not exist"),
     ("serve_rm", "--max_batch_tokens 100 --data.max_len 200",
-     "100 has no room for a text of --data.max_len 200"),
+     "100 is too small for a text of --data.max_len 200"),
     ("serve_rm", "--port 70000", "--port is 70000, but it must be at least 0 and at most 65535"),
     ("serve_rm", "--batch_size 0", "--batch_size is 0"),
 ]  # fmt: skip
@@ -268,25 +268,25 @@ BROKEN: list[tuple[str, str, str]] = [
 def unchecked(command: str, line: str, gpu_machine: Any) -> Any:
     """Return the resolved configuration of the smallest command line with `line`.
 
-    Its rules are not checked.
+    The rules are not checked.
     """
-    if "flash_attention_2" in line:  # rules for machines with a GPU
+    if "flash_attention_2" in line:  # these rules apply only to machines with a GPU
         gpu_machine(1, flash_attention="fp32" in line)
     smallest = SMALLEST[command] if line else ""
-    if "--reward.remote_url" in line:  # one reward is enough
+    if "--reward.remote_url" in line:  # two kinds of rewards would be refused
         smallest = smallest.replace("--reward.verifier math", "")
     return resolved(command, f"{smallest} {line}")
 
 
 def resolved(command: str, line: str) -> Any:
     """Return the resolved configuration of a command line without checking its rules."""
-    machine.cluster_gpus = None  # another line may have declared a cluster
+    machine.cluster_gpus = None  # an earlier line may have declared a cluster
     given, _ = read_flags(COMMANDS[command], line.split(), command=command)
     return amend(COMMANDS[command](), {**given, "given": given}).resolve(command=command)[0]
 
 
 @pytest.mark.parametrize(("command", "line", "sentence"), BROKEN)
-def test_a_broken_rule_names_the_flag_and_the_value(
+def test_broken_rule_names_the_flag_and_the_value(
     command: str, line: str, sentence: str, gpu_machine: Any
 ) -> None:
     config = unchecked(command, line, gpu_machine)
@@ -298,74 +298,75 @@ def test_a_broken_rule_names_the_flag_and_the_value(
 REWARD_TEST, BATCH, CHAT = "reward_test", "batch_inference", "interactive_chat"
 AGENT = f"--train.agent_func_path {__file__}"
 WIN_RATE = "--task win_rate"
-# Whole command lines that break another rule or print a notice, and what the message must contain.
+# Whole command lines that break other rules or print a notice, and text that the message must
+# contain.
 WHOLE_LINES: list[tuple[str, str, str]] = [
-    ("eval", "", "Nothing rewards the samples: give --reward.remote_url"),
-    ("eval", "", "--model.model_name_or_path must be given"),
+    ("eval", "", "The samples have no reward: set --reward.remote_url"),
+    ("eval", "", "--model.model_name_or_path is required"),
     ("eval", "--judge.url localhost", "--judge.url localhost is not an http(s) URL"),
-    ("eval", "--ds.param_dtype fp16", "--ds.param_dtype fp16 is not a data type of engines"),
+    ("eval", "--ds.param_dtype fp16", "--ds.param_dtype fp16 is not supported by engines"),
     ("eval", "--task rm_accuracy",
-     "--task rm_accuracy judges reward models: give --reward.model_name_or_path"),
-    ("eval", WIN_RATE, "give --against.model_name_or_path, or name their column in the dataset"),
+     "--task rm_accuracy evaluates reward models: set --reward.model_name_or_path"),
+    ("eval", WIN_RATE, "set --against.model_name_or_path, or set their dataset column"),
     ("eval", WIN_RATE,
-     "--task win_rate has no way to decide which answer is better: give --judge.url"),
+     "--task win_rate has no way to decide which answer is better: set --judge.url"),
     ("eval", f"{WIN_RATE} --against.model_name_or_path m --against.answer_key k",
-     "give either --against.model_name_or_path or --against.answer_key"),
+     "set either --against.model_name_or_path or --against.answer_key"),
     ("eval", f"{WIN_RATE} --judge.url http://h/v1 --reward.verifier math",
-     "give either --judge.url http://h/v1 or rewards"),
+     "set either --judge.url http://h/v1 or rewards"),
     ("eval", f"{WIN_RATE} {AGENT} --against.answer_key k",
-     "--against.answer_key k names answers that the agent cannot reward"),
+     "--against.answer_key k is a column of answers that the agent cannot reward"),
     ("eval", f"{WIN_RATE} --judge.url http://h/v1 --reward.on_error 0",
-     "--reward.on_error 0 is no verdict that --judge.url"),
+     "--reward.on_error 0 is a reward, which cannot replace a verdict of --judge.url"),
     ("eval", f"{WIN_RATE} --judge.url http://h/v1",
-     "--judge.url http://h/v1 may have several models: name one with --judge.model"),
+     "--judge.url http://h/v1 may serve several models: choose one with --judge.model"),
     (BATCH, "--output_path .", "--output_path . is a folder"),
     (BATCH, "--post_processor csft --reward_template {input}",
      "--reward_template {input} needs both {input} and {reward}"),
     (BATCH, "--reward.process_model p",
-     "--reward.process_model p judges answers while they are sampled"),
-    (BATCH, "--task rm", "--task rm needs the reward model: give --reward.model_name_or_path"),
-    (CHAT, "--data.input_template Q:", "--data.input_template Q: has no {} for the message"),
+     "--reward.process_model p scores answers only while they are sampled"),
+    (BATCH, "--task rm", "--task rm needs a reward model: set --reward.model_name_or_path"),
+    (CHAT, "--data.input_template Q:", "--data.input_template Q: has no {} placeholder"),
     (CHAT, "--preamble gone.txt", "--preamble gone.txt is not a file on this machine"),
     ("pipeline", "--file gone.yaml", "--file gone.yaml is not a file on this machine"),
     (REWARD_TEST, "",
-     "There is no reward to try: give --reward.remote_url (a .py file or a URL) or "
+     "There is no reward to test: set --reward.remote_url (a .py file or a URL) or "
      "--reward.verifier"),
-    (REWARD_TEST, "", "name the column of the responses with --data.output_key"),
+    (REWARD_TEST, "", "set the response column with --data.output_key"),
     ("train_dpo", "--model.ipo_enable --model.loss_type hinge",
      "--model.ipo_enable (--model.loss_type ipo) and --model.loss_type hinge"),
-    (SFT, "--data.input_template Q:", "--data.input_template 'Q:' has no {} for the prompt"),
+    (SFT, "--data.input_template Q:", "--data.input_template 'Q:' is ignored: it has no {}"),
     (SFT, r"--data.input_template {}\nA:", "--data.input_template has a backslash and an n"),
-    (SFT, "", "--ds.param_dtype bf16 takes 5 to 20 times as long as --ds.param_dtype fp32"),
+    (SFT, "", "--ds.param_dtype bf16 is 5 to 20 times slower than --ds.param_dtype fp32"),
     (SFT, "--ds.attn_implementation flash_attention_2",
-     "--ds.attn_implementation sdpa instead of flash_attention_2"),
+     "Using --ds.attn_implementation sdpa instead of flash_attention_2"),
     (SFT, "--ckpt.save_steps 5 --ckpt.disable_ds",
      "--ckpt.save_steps saves nothing: --ckpt.disable_ds is on"),
-    (SFT, "--ckpt.save_steps 5 --ckpt.path EARLIER", "has checkpoints of an earlier run"),
+    (SFT, "--ckpt.save_steps 5 --ckpt.path EARLIER", "has checkpoints from an earlier run"),
     (SFT, "--data.dataset d --eval.dataset d",
      "--eval.dataset d is the training data (--data.dataset)"),
     (SFT, "--train.batch_size 4",
-     "--train.micro_batch_size is 4, the share of a rank in --train.batch_size 4"),
-    ("serve_rm", "--host 0.0.0.0", "--host 0.0.0.0: every program that reaches this address"),
+     "--train.micro_batch_size is 4, each rank's share of --train.batch_size 4"),
+    ("serve_rm", "--host 0.0.0.0", "--host 0.0.0.0: anyone who can reach this address"),
     (RL, "", "There is no GPU, so the default is 1 for --actor.num_gpus_per_node"),
     (RL, "", "Each iteration: 1024 prompts x 1 = 1024 samples"),
     (RL, "--train.dynamic_batch_enable",
-     "--train.dynamic_batch_enable turns --ds.packing_samples on"),
+     "--train.dynamic_batch_enable turns on --ds.packing_samples"),
     (RL, "--actor.eps_clip 0.1 --actor.eps_clip_low_high 0.2 0.2",
-     "--actor.eps_clip has no effect beside"),
+     "--actor.eps_clip has no effect with"),
     (RL, "--actor.policy_loss_type gspo",
-     "With gspo --actor.eps_clip_low_high 0.2 0.2 hardly ever binds"),
-    (RL, "--algo.kl.use_loss", "--algo.kl.estimator k1 as a loss has an expected gradient of zero"),
+     "With gspo, --actor.eps_clip_low_high 0.2 0.2 almost never clips"),
+    (RL, "--algo.kl.use_loss", "--algo.kl.estimator k1 has a zero expected gradient as a loss"),
     (RL, "--algo.kl.estimator k3", "--algo.kl.estimator k3 is meant for --algo.kl.use_loss"),
     (RL, "--algo.kl.stop_update 1 --train.batch_size 1024", "--algo.kl.stop_update has no effect"),
-    (RL, "--algo.distill.teacher t", "Only --algo.distill.teacher teaches"),
-    (RL, "--reward.remote_url r.py", "--data.label_key is not given"),
+    (RL, "--algo.distill.teacher t", "--algo.distill.teacher is the only training signal"),
+    (RL, "--reward.remote_url r.py", "--data.label_key is not set"),
     (RL, "--vllm.enable_prefix_caching --vllm.disable_prefix_caching",
-     "--vllm.disable_prefix_caching wins"),
+     "--vllm.disable_prefix_caching takes precedence"),
     (RL, "--vllm.hang_timeout 5 --train.publish_timeout 9",
      "--vllm.hang_timeout 5 is less than --train.publish_timeout 9"),
     (RL, "--train.async_enable --train.async_queue_size 2 --train.max_staleness 1",
-     "With --train.max_staleness 1 the queue of --train.async_queue_size 2 can never fill"),
+     "With --train.max_staleness 1, the queue (--train.async_queue_size 2) can never fill up"),
     (RL, "--rollout.top_p 0.5",
      "--rollout.top_p 0.5 and --rollout.top_k -1: the engine's log-probabilities"),
     (RL, "--eval.dataset e", "--eval.dataset is never used: set --eval.steps or --eval.at_start"),
@@ -374,7 +375,7 @@ WHOLE_LINES: list[tuple[str, str, str]] = [
 
 @dataclass(frozen=True)
 class Yield:
-    """A message of a rule or a notice, at its `yield`."""
+    """The `yield` of a message in a rule or a notice."""
 
     file: str
     lines: range
@@ -399,14 +400,14 @@ def sentences() -> list[Yield]:
 
 @pytest.fixture
 def slow_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Simulate a CPU without AVX-512, and return a folder with checkpoints of an earlier run."""
+    """Simulate a CPU without AVX-512, and return a folder with checkpoints from an earlier run."""
     monkeypatch.setattr(machine, "has_quick_bfloat16", lambda: False)
     (tmp_path / "global_step5.manifest.json").touch()
     return tmp_path
 
 
 @pytest.mark.parametrize(("command", "line", "sentence"), WHOLE_LINES)
-def test_whole_command_line_is_refused_or_noticed(
+def test_whole_command_line_gets_the_expected_error_or_notice(
     command: str, line: str, sentence: str, slow_machine: Path
 ) -> None:
     config = resolved(command, line.replace("EARLIER", str(slow_machine)))
@@ -414,8 +415,10 @@ def test_whole_command_line_is_refused_or_noticed(
     assert [text for text in found if sentence in text], found
 
 
-def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any, slow_machine: Path) -> None:
-    """Notices are covered too. No message names a flag that the command does not have."""
+def test_every_rule_is_covered_by_a_command_line_that_breaks_it(
+    gpu_machine: Any, slow_machine: Path
+) -> None:
+    """This includes notices. No message names a flag that the command does not have."""
     run: set[tuple[str, int]] = set()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -444,7 +447,7 @@ def test_every_rule_has_a_command_line_that_breaks_it(gpu_machine: Any, slow_mac
 
 
 @pytest.mark.parametrize("sentence", sentences(), ids=lambda each: f"{each.file}:{each.lines[0]}")
-def test_a_sentence_names_flags_that_a_command_has(sentence: Yield) -> None:
+def test_message_names_only_flags_that_a_command_has(sentence: Yield) -> None:
     named = re.findall(r"<([a-z]\w*(?:\.\w+)*)>", sentence.text)
     known = {path for root in COMMANDS.values() for path in flags_of(root)}
     assert [name for name in named if name not in known] == []
@@ -462,11 +465,11 @@ def test_all_broken_rules_are_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize("command", ROOTS)
-def test_a_command_without_flags_is_told_everything_it_needs(command: str) -> None:
+def test_command_without_flags_reports_its_required_model(command: str) -> None:
     config, _ = ROOTS[command]().resolve(command=command)
     text = "\n".join(config.check())
     model = {RL: "--actor", "serve_rm": "--reward"}.get(command, "--model")
-    assert f"{model}.model_name_or_path must be given" in text
+    assert f"{model}.model_name_or_path is required" in text
 
 
 @pytest.mark.parametrize(
@@ -503,7 +506,7 @@ def test_valid_combinations_pass(line: str) -> None:
     assert violations(RL, line) == []
 
 
-def test_reward_files_that_exist_pass(tmp_path: Path) -> None:
+def test_existing_reward_file_is_accepted(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text("def reward_func(queries, prompts, labels): ...\n")
     config = ppo(f"--reward.remote_url {file}")
@@ -511,12 +514,12 @@ def test_reward_files_that_exist_pass(tmp_path: Path) -> None:
     assert config.reward.urls == []
 
 
-def test_blanks_around_reward_addresses_are_dropped() -> None:
+def test_whitespace_around_reward_urls_is_stripped() -> None:
     config = amend(PPOConfig(), {"reward.remote_url": " http://a/x , http://b/y "})
     assert config.reward.urls == ["http://a/x", "http://b/y"]
 
 
-def test_models_and_datasets_that_exist_pass(tmp_path: Path) -> None:
+def test_existing_models_and_datasets_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
     line = f"--model.model_name_or_path {tmp_path} --data.dataset {tmp_path}/rows.jsonl"
     assert sft(line).data.dataset == f"{tmp_path}/rows.jsonl"
@@ -542,13 +545,13 @@ def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_what_may_not_be_read_is_named(locked: Path) -> None:
+def test_error_names_paths_that_cannot_be_read(locked: Path) -> None:
     assert violations(SFT, f"--model.model_name_or_path {locked}/m --data.dataset {locked}") == [
         (
-            f"--model.model_name_or_path {locked}/m does not exist on this machine, or this user "
-            "may not read it."
+            f"--model.model_name_or_path {locked}/m does not exist on this machine or is not "
+            "readable by this user."
         ),
-        f"--data.dataset {locked} does not exist on this machine, or this user may not read it.",
+        f"--data.dataset {locked} does not exist on this machine or is not readable by this user.",
     ]
     (sentence,) = violations(RL, f"--rollout.replay_dir {locked}/episodes")
     assert "is not a folder on this machine" in sentence
@@ -558,25 +561,25 @@ def test_what_may_not_be_read_is_named(locked: Path) -> None:
         parse_config(PipelineConfig, ["--file", f"{locked}/p.yaml"], command="pipeline")
 
 
-def test_a_folder_of_a_file_of_flags_may_be_one_that_cannot_be_read(
+def test_configuration_file_may_name_an_unreadable_output_folder(
     locked: Path, tmp_path: Path
 ) -> None:
-    """`check_folders` then reports that it cannot be written."""
+    """`check_folders` later reports that the folder cannot be written."""
     file = tmp_path / "run.yaml"
     file.write_text(f"ckpt.output_dir: {locked}/model")
     assert sft(f"--config {file}").ckpt.output_dir == f"{locked}/model"
 
 
-def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_template_that_is_not_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.model"
     file.write_bytes(b"\x0a\x8a")
     (sentence,) = violations(SFT, f"--data.tokenizer_chat_template {file}")
     assert sentence.startswith(
-        f"--data.tokenizer_chat_template {file} cannot be read as a text file in UTF-8: "
+        f"--data.tokenizer_chat_template {file} cannot be read as a UTF-8 text file: "
     )
 
 
-def test_the_batch_is_checked_against_the_processes_of_the_launcher(
+def test_batch_size_is_checked_against_the_number_of_launched_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -595,7 +598,7 @@ def test_the_batch_is_checked_against_the_processes_of_the_launcher(
         ("", False),
     ],
 )
-def test_an_evaluation_of_the_training_data_is_noticed(
+def test_evaluation_on_the_training_data_gets_a_notice(
     command: str, flags: str, is_noticed: bool
 ) -> None:
     config = parse(command, flags)
@@ -607,7 +610,7 @@ def test_an_evaluation_of_the_training_data_is_noticed(
     assert bool(about) == is_noticed
 
 
-def test_an_evaluation_of_the_training_file_is_noticed_whatever_the_split_is_called(
+def test_evaluation_on_the_training_file_gets_a_notice_for_any_split_name(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "rows.jsonl"

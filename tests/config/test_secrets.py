@@ -1,4 +1,4 @@
-"""Passwords, tokens and keys in flags: used by the run, and hidden in all its output."""
+"""Passwords, tokens and keys in flags are used by the run and masked in all its output."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize(("url", "shown"), URLS.items())
-def test_secrets_of_a_url_are_hidden_and_the_rest_is_shown(url: str, shown: str) -> None:
+def test_url_secrets_are_masked_and_the_rest_is_shown(url: str, shown: str) -> None:
     assert without_secrets(f"asking {url} failed") == f"asking {shown} failed"
     assert is_hidden(shown) and not is_hidden(url)
 
 
 @pytest.mark.parametrize("text", HARMLESS)
-def test_texts_without_secrets_stay_as_they_are(text: str) -> None:
+def test_texts_without_secrets_are_unchanged(text: str) -> None:
     assert without_secrets(text) == text
     assert not is_hidden(text)
 
 
-def test_entries_of_json_with_the_name_of_a_secret_are_hidden() -> None:
+def test_json_entries_with_secret_names_are_masked() -> None:
     plain = {
         "max_num_seqs": 4,
         "eos_token": "</s>",
@@ -65,7 +65,7 @@ def test_entries_of_json_with_the_name_of_a_secret_are_hidden() -> None:
 
 
 def _with_secret(flag: Flag) -> Any:
-    """Return a value of the flag that contains secrets, or None if it takes no text."""
+    """Return a value with secrets for a flag, or None if the flag does not accept free text."""
     url = f"http://me:{SECRET}@host/a.jsonl?token={SECRET}"
     if flag.shape == "json":
         return {"hf_token": SECRET, "url": url}
@@ -75,8 +75,8 @@ def _with_secret(flag: Flag) -> Any:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_flag_of_a_command_writes_its_secret(command: str) -> None:
-    """Test every flag that takes a text, in configuration files and in messages that quote it."""
+def test_no_flag_writes_its_secret(command: str) -> None:
+    """Test every flag that accepts text, in configuration files and in messages that quote it."""
     root = COMMANDS[command]
     tried = 0
     for path, flag in flags_of(root).items():
@@ -93,18 +93,18 @@ def test_no_flag_of_a_command_writes_its_secret(command: str) -> None:
 @pytest.mark.parametrize(
     "key", [path for path, flag in flags_of(COMMANDS["train_sft"]).items() if flag.secret]
 )
-def test_a_key_is_neither_written_nor_quoted(key: str) -> None:
+def test_secret_key_is_neither_written_nor_quoted(key: str) -> None:
     flag = flags_of(COMMANDS["train_sft"])[key]
     assert not flag.saved and SECRET not in flag.typed(SECRET)
 
 
-def test_a_run_asks_the_url_that_was_given() -> None:
+def test_run_uses_the_unmasked_url() -> None:
     url = next(iter(URLS))
     config = ppo(f"--reward.remote_url {url}")
     assert config.reward.urls == [url]
 
 
-def test_errors_and_notices_hide_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_and_notices_mask_secrets(capsys: pytest.CaptureFixture[str]) -> None:
     notice(f"asking {next(iter(URLS))}")
     assert SECRET not in capsys.readouterr().err
     found = violations("train_ppo_ray", f"--reward.remote_url ftp://me:{SECRET}@host")
@@ -112,8 +112,8 @@ def test_errors_and_notices_hide_secrets(capsys: pytest.CaptureFixture[str]) -> 
     assert SECRET not in str(ConfigError(next(iter(URLS))))
 
 
-def test_a_file_whose_secret_was_hidden_asks_for_the_flag(tmp_path: Path) -> None:
-    """Setting the flag on the command line is enough to use the file."""
+def test_file_with_a_masked_secret_requires_the_flag(tmp_path: Path) -> None:
+    """With the flag on the command line, the file can be used."""
     url = next(iter(URLS))
     file = tmp_path / "config.yaml"
     config = ppo(f"--reward.remote_url {url}")

@@ -1,4 +1,4 @@
-"""The flags a user depends on: names, types, defaults and choices.
+"""The flags that users depend on: names, types, defaults and choices.
 
 They are compared with a table written from the specification.
 """
@@ -30,14 +30,12 @@ def type_of(flag: Flag) -> str:
 
 
 @pytest.mark.parametrize("command", ROOTS)
-def test_a_command_has_the_flags_of_the_table_and_no_others(command: str) -> None:
+def test_command_has_exactly_the_flags_in_the_table(command: str) -> None:
     assert sorted(flags_of(ROOTS[command])) == sorted(EXPECTED[command])
 
 
 @pytest.mark.parametrize(("command", "name"), EVERY_FLAG)
-def test_a_flag_has_the_type_the_default_and_the_choices_of_the_table(
-    command: str, name: str
-) -> None:
+def test_flag_has_the_type_default_and_choices_in_the_table(command: str, name: str) -> None:
     flag, expected = flags_of(ROOTS[command])[name], EXPECTED[command][name]
     default = list(flag.default) if isinstance(flag.default, tuple) else flag.default
     assert type_of(flag) == expected["type"]
@@ -46,7 +44,7 @@ def test_a_flag_has_the_type_the_default_and_the_choices_of_the_table(
         assert list(flag.choices or ()) == expected["choices"]
 
 
-def test_the_reference_has_77_79_82_164_and_14_flags_with_the_opposites_of_nesterov() -> None:
+def test_number_of_spellings_matches_the_reference() -> None:
     spellings: dict[str, int] = {}
     for command, root in ROOTS.items():
         flags = [
@@ -61,7 +59,7 @@ def test_the_reference_has_77_79_82_164_and_14_flags_with_the_opposites_of_neste
 
 
 def sample(flag: Flag) -> tuple[list[str], Any]:
-    """Return arguments of a flag and the value that they give, which is not the default."""
+    """Return arguments for a flag and the resulting value, which is not the default."""
     if flag.shape == "switch":
         return [], True
     if flag.shape == "json":
@@ -86,27 +84,27 @@ def test_every_flag_parses_in_both_spellings(command: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("command", ROOTS)
-def test_every_flag_has_a_sentence_of_help_in_ascii(command: str) -> None:
+def test_every_flag_has_an_ascii_help_sentence(command: str) -> None:
     for flag in flags_of(ROOTS[command]).values():
         assert re.fullmatch(r"[ -~]+\.", flag.help), flag.path
         assert flag.section.isascii(), flag.path
 
 
 @pytest.mark.parametrize("command", ROOTS)
-def test_every_default_is_a_value_its_own_flag_accepts(command: str) -> None:
+def test_every_flag_accepts_its_default(command: str) -> None:
     for flag in flags_of(ROOTS[command]).values():
         raw = list(flag.default) if isinstance(flag.default, tuple) else flag.default
         assert convert(flag, raw) == flag.default, flag.path
 
 
 @pytest.mark.parametrize("command", ROOTS)
-def test_the_path_of_a_flag_is_the_path_of_its_attribute(command: str) -> None:
+def test_flag_path_equals_attribute_path(command: str) -> None:
     config = ROOTS[command]()
     for flag in flags_of(ROOTS[command]).values():
         assert value_at(config, flag.path) == flag.default
 
 
-def test_a_flag_of_several_sections_is_an_attribute_of_the_innermost() -> None:
+def test_flag_in_nested_sections_is_an_attribute_of_the_innermost_section() -> None:
     assert (
         ROOTS["train_sft"]().ds.lora.rank
         == flags_of(ROOTS["train_sft"])["ds.lora.rank"].default

@@ -1,4 +1,4 @@
-"""Unsupported features are refused by name at the start; supported features are not."""
+"""Unavailable features are refused by name at startup, and available features are not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def other_value(flag: Flag) -> Any:
 
 
 def flags_under(path: str, command: str) -> list[Flag]:
-    """Return the flag at a path, or the flags of the section at it."""
+    """Return the flag at a path, or all flags of the section at that path."""
     every = flags_of(ROOTS[command]).values()
     return [flag for flag in every if f"{flag.path}.".startswith(f"{path}.")]
 
@@ -39,16 +39,14 @@ LINES = [
 
 
 @pytest.mark.parametrize(("command", "path", "instead"), LINES)
-def test_every_line_of_the_table_refuses_its_flag_by_name(
-    command: str, path: str, instead: str
-) -> None:
+def test_every_table_entry_refuses_its_flag_by_name(command: str, path: str, instead: str) -> None:
     flag = flags_under(path, command)[0]
     found = list(dict(refusals(amend(ROOTS[command](), {flag.path: other_value(flag)}))).values())
     ending = f"is not available yet: {instead}."
     assert len([t for t in found if t.startswith(f"{flag.name} ") and t.endswith(ending)]) == 1
 
 
-def test_every_line_of_the_table_is_about_a_flag() -> None:
+def test_every_table_entry_names_a_flag() -> None:
     assert NOT_YET.keys() == {path for _, path, _ in LINES}
 
 
@@ -105,11 +103,11 @@ SUPPORTED = [
 
 
 @pytest.mark.parametrize(("command", "line"), SUPPORTED)
-def test_features_that_are_there_are_not_refused(command: str, line: str) -> None:
+def test_available_features_are_not_refused(command: str, line: str) -> None:
     assert violations(command, line) == []
 
 
-def test_a_reward_function_is_not_refused(tmp_path: Path) -> None:
+def test_reward_function_is_not_refused(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text("")
     assert violations("train_ppo_ray", f"--reward.remote_url {file} --reward.batch") == []

@@ -264,7 +264,7 @@ def test_job_with_a_missing_flag_fails_with_the_error_message(jobs: dict[str, Fi
     assert done.status == 1  # Ray's own
     shown = done.printed + done.errors
     assert "failed with exit code 2" in shown
-    assert re.search("^error: --data.prompt_dataset must be given.", shown, re.MULTILINE)
+    assert re.search("^error: --data.prompt_dataset is required.", shown, re.MULTILINE)
     assert "Traceback" not in shown
 
 
