@@ -113,7 +113,7 @@ class ModelCommand(Command):
         yield from rules.loading_notices(self.ds, self.given)
 
     def violations(self) -> Iterator[str]:
-        """Yield mistakes, including those in attention and data type."""
+        """Yield violations, including those about attention and data type."""
         yield from super().violations()
         yield from rules.loading_violations(self.ds)
 
@@ -195,7 +195,7 @@ class Root(RecordedCommand):
         yield from training_rules.checkpoint_notices(self.ckpt)
 
     def violations(self) -> Iterator[str]:
-        """Yield mistakes, including those in adapters, precision, offload and early stopping."""
+        """Yield violations, including those about adapters, precision and early stopping."""
         yield from super().violations()
         yield from training_rules.weight_violations(self.ds)
         yield from training_rules.average_violations(self.ds, self.train)

@@ -32,7 +32,7 @@ def drafting(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def engine_args_violations(vllm: VLLMConfig, rollout: RolloutConfig, longest: int) -> Iterator[str]:
-    """Yield mistakes in `--vllm.engine_args` and `--vllm.quantization`.
+    """Yield violations in `--vllm.engine_args` and `--vllm.quantization`.
 
     Arguments that have their own flag are refused, as are arguments that log-probabilities, seeds
     or weight publication depend on. `longest`: maximum tokens of a prompt and its response
@@ -75,7 +75,7 @@ def _prefills_in_parts(extra: Mapping[str, Any], longest: int) -> bool:
 
 
 def _drafting_violations(drafts: Mapping[str, Any], *, seeded: bool) -> Iterator[str]:
-    """Yield mistakes in a `speculative_config`."""
+    """Yield violations in a `speculative_config`."""
     name = "--vllm.engine_args speculative_config"
     if drafts and drafts.get("method") not in LOOKED_UP:
         yield (

@@ -131,7 +131,7 @@ class EvaluationConfig(EngineCommand, RecordedCommand):
             yield "<judge.url> is not an http(s) URL."
 
     def _win_rate_violations(self) -> Iterator[str]:
-        """Yield mistakes in the other answers and in how the better answer is determined."""
+        """Yield violations in the other answers and in how the better answer is determined."""
         against, judge = self.against, self.judge
         reward, agent = self.reward, self.train.agent_func_path
         if not against.model_name_or_path and not against.answer_key:

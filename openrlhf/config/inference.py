@@ -90,7 +90,7 @@ class EngineCommand(ModelCommand):
         return engines | {"vllm.enable_sleep": False}
 
     def engine_violations(self) -> Iterator[str]:
-        """Yield mistakes in engines and sampling."""
+        """Yield violations in engines and sampling."""
         if not self.model.model_name_or_path:
             yield "--model.model_name_or_path is required."
         if self.vllm.dtype == "fp16":
@@ -144,7 +144,7 @@ class InferenceDataConfig(shared.EndedTextConfig, shared.DatasetConfig):
     columns: ClassVar = ("input_key",)  # columns that are read from a row
     label_key: ClassVar[str | None] = None
     multiturn: ClassVar[bool] = False
-    input_key: str = option("input", "Column with the prompt, text or chat.")
+    input_key: str = option("input", "Column with the prompt, as text or chat.")
     output_key: str | None = option(
         "output", "Column with the answer to score; unset: the last turn of the chat."
     )
@@ -187,7 +187,7 @@ class BatchInferenceConfig(EngineCommand, RecordedCommand):
     train: shared.ProcessConfig = shared.ProcessConfig(seed=1234)
     ds: RMDeepSpeedConfig = RMDeepSpeedConfig()
     csft: CsftConfig = CsftConfig()
-    local_rank: int = option(-1, "Set by launchers, which set LOCAL_RANK too.", saved=False)
+    local_rank: int = option(-1, "Set by launchers, which also set LOCAL_RANK.", saved=False)
 
     @property
     def samples_answers(self) -> bool:

@@ -29,7 +29,7 @@ def correction_preset(config: RLFlags) -> dict[str, Any]:
 
 
 def violations(config: RLFlags) -> Iterator[str]:
-    """Yield every mistake in an RL configuration."""
+    """Yield every violation in an RL configuration."""
     yield from training_rules.router_violations(config.actor, "actor")
     yield from reward_violations(config)
     yield from estimator_violations(config)
@@ -44,7 +44,7 @@ def violations(config: RLFlags) -> Iterator[str]:
 
 
 def reward_violations(config: RLFlags) -> Iterator[str]:
-    """Yield mistakes in rewards and teachers."""
+    """Yield violations in rewards and teachers."""
     reward, agent, teacher = config.reward, config.train.agent_func_path, config.algo.distill
     taught = teacher.teacher or config.rollout.replay_dir
     if not taught and not sampling_rules.is_rewarded(reward, agent):
@@ -88,7 +88,7 @@ def estimator_violations(config: RLFlags) -> Iterator[str]:
 
 
 def loss_violations(config: RLFlags) -> Iterator[str]:
-    """Yield mistakes in the loss terms and stopping criteria."""
+    """Yield violations in the loss terms and stopping criteria."""
     actor, kl, evaluation = config.actor, config.algo.kl, config.eval
     if actor.policy_loss_type == "cispo" and actor.dual_clip:
         yield (
@@ -123,7 +123,7 @@ def range_violations(config: RLFlags) -> Iterator[str]:
 
 
 def correction_violations(config: RLFlags) -> Iterator[str]:
-    """Yield mistakes in the correction of engine-trainer differences."""
+    """Yield violations in the correction of engine-trainer differences."""
     axes = vars(config.algo.correction)
     missing = [f"--algo.correction.{name}" for name, value in axes.items() if value is None]
     if missing and len(missing) < len(axes):
@@ -191,7 +191,7 @@ def async_violations(config: RLFlags) -> Iterator[str]:
 
 
 def rollout_violations(config: RLFlags) -> Iterator[str]:
-    """Yield mistakes in engines and sampling."""
+    """Yield violations in engines and sampling."""
     rollout = config.rollout
     if rollout.temperature == 0:
         yield (
@@ -224,7 +224,7 @@ def rollout_violations(config: RLFlags) -> Iterator[str]:
 
 
 def batch_violations(config: RLFlags) -> Iterator[str]:
-    """Yield mistakes in batch sizes and dataset probabilities."""
+    """Yield violations in batch sizes and dataset probabilities."""
     train, rollout, samples = config.train, config.rollout, config.samples
     yield from probability_violations(config, "data.prompt_dataset", "data.prompt_probs")
     if rollout.only:
@@ -249,7 +249,7 @@ def batch_violations(config: RLFlags) -> Iterator[str]:
 
 
 def device_violations(config: RLFlags) -> Iterator[str]:
-    """Yield mistakes in device sharing, engine placement and Ray resources."""
+    """Yield violations in device sharing, engine placement and Ray resources."""
     if config.ds.enable_sleep and config.ds.zero_stage == 0:
         yield "<ds.enable_sleep> needs --ds.zero_stage 1, 2 or 3."
     yield from _shared_device_violations(config)
@@ -315,7 +315,7 @@ def _hybrid_violations(config: RLFlags) -> Iterator[str]:
 
 
 def _placement_violations(config: RLFlags) -> Iterator[str]:
-    """Yield mistakes in Ray resources and in a declared cluster."""
+    """Yield violations in Ray resources and in a declared cluster."""
     wrong: list[str] = []
     for role in ("actor", "ref", "critic", "reward", "vllm"):
         for name, amount in config.placement.wants([role]).items():

@@ -67,7 +67,7 @@ def loading_notices(ds: LoadingConfig, given: Mapping[str, Any]) -> Iterator[str
 
 
 def loading_violations(ds: LoadingConfig) -> Iterator[str]:
-    """Yield mistakes in attention and data type."""
+    """Yield violations in attention and data type."""
     attention = ds.attn_implementation
     if "/" not in attention and attention not in ATTENTIONS:
         yield (
@@ -116,7 +116,7 @@ def _sizes_not_given(config: Any) -> list[str]:
 
 
 def sources_exist(config: Any) -> Iterator[str]:
-    """Yield mistakes in models and datasets that can only be local paths.
+    """Yield violations in models and datasets that can only be local paths.
 
     Dataset scripts are refused.
     """
@@ -203,7 +203,7 @@ def room(config: Any) -> int:
 
 
 def probability_violations(config: Any, datasets: str, probs: str) -> Iterator[str]:
-    """Yield mistakes in dataset probabilities; `datasets` and `probs` are flag paths.
+    """Yield violations in dataset probabilities; `datasets` and `probs` are flag paths.
 
     Each dataset needs one probability, and they must sum to 1.
     """

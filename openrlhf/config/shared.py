@@ -374,7 +374,7 @@ class AdamConfig(Section):
 
     lr: float = option(5e-6, "Peak learning rate.", ge=0)
     betas: tuple[float, float] = option((0.9, 0.95), "Decay rates of the two moments.", ge=0, lt=1)
-    eps: float = option(1e-8, "Term added to the denominator.", gt=0)
+    eps: float = option(1e-8, "Term added to the denominator for numerical stability.", gt=0)
     weight_decay: float = option(0.0, "Decoupled weight decay; biases and norms are exempt.", ge=0)
 
 
@@ -384,7 +384,7 @@ class MuonConfig(Section):
     lr: float = option(0.02, "Peak learning rate of the matrices.", ge=0)
     momentum: float = option(0.95, "Momentum.", ge=0, lt=1)
     ns_steps: int = option(5, "Newton-Schulz iterations; DeepSpeed always uses 5.", ge=1)
-    nesterov: bool = option(True, "Nesterov momentum; DeepSpeed always uses it.")
+    nesterov: bool = option(True, "Use Nesterov momentum; DeepSpeed always does.")
 
 
 class OptimizerConfig(Section):
@@ -419,7 +419,7 @@ class GroupConfig(Section):
     """The devices of a role."""
 
     num_nodes: int = option(1, "Nodes for this role.", ge=1)
-    num_gpus_per_node: int = option(8, "GPUs (CPU processes) per node.", ge=1)
+    num_gpus_per_node: int = option(8, "GPUs per node; without GPUs: CPU processes.", ge=1)
 
 
 class ModelSourceConfig(Section):

@@ -354,8 +354,7 @@ class PRMLossConfig(Section):
     placeholder_token: str = required("Text after each step; must be a single token.")
     reward_tokens: tuple[str, ...] = option(
         (),
-        "Labels, one token each; with soft labels, the label of a correct and of an incorrect "
-        "step.",
+        "Labels, one token each; with soft labels, the labels of correct and incorrect steps.",
     )
 
 
@@ -399,7 +398,7 @@ class RMModelConfig(shared.ModelConfig):
         "sigmoid", "Pairwise loss; both names select the same loss.", choices=("sigmoid", "logexp")
     )
     margin_loss_enable: bool = option(
-        False, "Require the reward margin that is in the column margin (sigmoid)."
+        False, "Use the column margin as the required reward margin (sigmoid)."
     )
     compute_fp32_loss_enable: bool = option(False, "No effect: rewards are always float32.")
     reinit_head: bool = option(False, "Initialize a new scalar head even if one is stored.")

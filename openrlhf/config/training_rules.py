@@ -15,7 +15,7 @@ from openrlhf.config.shared import (
 
 
 def weight_violations(ds: DeepSpeedConfig) -> Iterator[str]:
-    """Yield mistakes in adapters, data types and offload."""
+    """Yield violations in adapters, data types and offload."""
     if ds.lora.rank and not ds.lora.target_modules:
         yield "--ds.lora.target_modules is empty: leave it out to adapt every layer."
     if ds.lora.dora and ds.zero_stage == 3:

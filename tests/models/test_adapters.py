@@ -289,7 +289,9 @@ def test_lora_combiner_rejects_an_adapter_for_a_differently_shaped_model(
 def test_train_sft_rejects_an_adapter_as_a_model(tmp_path: Path) -> None:
     adapter = export(load_causal_lm(spec(save_tiny_model(tmp_path / "base"))), tmp_path / "adapter")
     [sentence] = violations("train_sft", f"--model.model_name_or_path {adapter}")
-    assert sentence.endswith("is an adapter: first merge it into its base model: openrlhf lora_combiner.")
+    assert sentence.endswith(
+        "is an adapter: first merge it into its base model with openrlhf lora_combiner."
+    )
 
 
 @pytest.mark.parametrize(
