@@ -1,4 +1,4 @@
-"""Batches of rows and their order: budgets, even partitions, epochs. Lengths are in tokens."""
+"""Batching and ordering of rows: size limits, even partitions and epochs. Lengths are in tokens."""
 
 import heapq
 import math
@@ -14,29 +14,29 @@ from torch.utils.data import Sampler
 
 
 class Group(NamedTuple):
-    """Rows of one part, and their tokens."""
+    """The rows of one part and their total token count."""
 
     tokens: int
     rows: list[int]
 
 
 class Solution(NamedTuple):
-    """A partition of some rows. Solutions are ordered by how uneven they are."""
+    """A partition of a subset of the rows. Solutions compare by unevenness."""
 
     unevenness: int  # tokens of the lightest part minus tokens of the heaviest part
-    number: int  # of two equally uneven solutions, the older one comes first
+    number: int  # breaks ties: the older of two equally uneven solutions comes first
     groups: list[Group]  # the non-empty parts, heaviest first
 
 
 def balanced_partition(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """Return row numbers in `parts` non-empty groups of nearly equal token counts.
 
-    The largest-differencing method joins the two least even partial solutions until one is left:
-    the heavy groups of one solution with the light groups of the other. Raises ValueError for fewer
-    rows than groups. Karmarkar and Karp 1982, UCB/CSD-82-113.
+    The largest-differencing method repeatedly merges the two least even partial solutions, pairing
+    the heavy groups of one with the light groups of the other, until one solution remains. Raises
+    ValueError if there are fewer rows than groups. Karmarkar and Karp 1982, UCB/CSD-82-113.
     """
     if not 1 <= parts <= len(lengths):
-        raise ValueError(f"{len(lengths)} rows cannot be dealt to {parts} non-empty groups")
+        raise ValueError(f"{len(lengths)} rows cannot be split into {parts} non-empty groups")
     solutions: list[Solution] = []
     for row, length in enumerate(lengths):
         solutions.append(Solution(-length, row, [Group(length, [row])]))
@@ -45,7 +45,7 @@ def balanced_partition(lengths: Sequence[int], parts: int) -> list[list[int]]:
     while len(solutions) > 1:
         heavy = heapq.heappop(solutions).groups
         light = heapq.heappop(solutions).groups
-        # Join the heaviest groups of one solution with empty groups of the other.
+        # Merge the heaviest groups of one solution with empty groups of the other.
         light_empty = max(parts - len(light), 0)
         heavy_empty = len(light) - len(heavy[light_empty:])
         joined = heavy[:light_empty] + light[:heavy_empty]
@@ -60,7 +60,7 @@ def balanced_partition(lengths: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def batches_of_rows(rows: Sequence[int], size: int) -> list[list[int]]:
-    """Return batches of consecutive rows, at most `size` in each, as even as possible."""
+    """Split the rows into consecutive batches of at most `size` rows, as evenly as possible."""
     count = math.ceil(len(rows) / size)
     batches: list[list[int]] = []
     start = 0
@@ -72,9 +72,9 @@ def batches_of_rows(rows: Sequence[int], size: int) -> list[list[int]]:
 
 
 def batches_of_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return row numbers in batches with nearly equal token counts, at most `max_tokens` each.
+    """Group row numbers into batches of nearly equal token counts, at most `max_tokens` each.
 
-    A longer row is alone in its batch.
+    A row longer than `max_tokens` gets its own batch.
     """
     fitting: list[int] = []
     fitting_lengths: list[int] = []
@@ -102,16 +102,16 @@ def batches_of_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]
 class ResumableSampler(Sampler[int]):
     """The order of rows in each epoch for one data-parallel rank, resumable at any row.
 
-    Epoch e visits a permutation that depends only on `seed + e`. Rank r takes the entries r, r +
-    dp_size, … With `drop_last`, an epoch is cut to whole batches of `batch_size` rows over all
-    ranks, so that every rank gets the same number of rows. Without `drop_last`, every row is
-    visited once, and the row counts of two ranks may differ by one. Iterating yields the rest of
-    the epoch.
+    Epoch e visits a permutation that depends only on `seed + e`. Rank r takes entries r, r +
+    dp_size, and so on. With `drop_last`, the epoch is truncated to full batches of `batch_size`
+    rows (counted over all ranks), which gives every rank the same number of rows. Without
+    `drop_last`, every row is visited once, and ranks may differ by one row. Iterating yields the
+    rest of the current epoch.
 
-    Example: 7 rows for two ranks without shuffling. Rank 0 gets 0, 2, 4 (without `drop_last` also
-    6), rank 1 gets 1, 3, 5.
+    Example: with 7 rows, two ranks and no shuffling, rank 0 gets rows 0, 2, 4 (and 6 without
+    `drop_last`), and rank 1 gets rows 1, 3, 5.
 
-    `consumed`: rows that all ranks together have used since training began.
+    `consumed` is the number of rows that all ranks together have used since training began.
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class ResumableSampler(Sampler[int]):
         if drop_last:
             self.epoch_rows -= num_rows % math.lcm(batch_size, dp_size)
         self.epoch, used = divmod(consumed, max(self.epoch_rows, 1))
-        self.position = used // dp_size  # rows of this epoch that this rank has taken
+        self.position = used // dp_size  # number of rows this rank has taken in this epoch
 
     def __len__(self) -> int:
-        """Return the number of rows of a whole epoch for this rank."""
+        """Return the number of rows this rank gets in a full epoch."""
         return len(range(self.dp_rank, self.epoch_rows, self.dp_size))
 
     def __iter__(self) -> Iterator[int]:
@@ -150,8 +150,8 @@ class ResumableSampler(Sampler[int]):
             yield int(order[place])
 
 
-# The orders of training and pretraining rows are both needed at every step or held prompt.
+# Two entries: training rows and pretraining rows each have their own order at every step.
 @lru_cache(maxsize=2)
 def permutation(num_rows: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return the order of the rows in the epoch with this seed; 8 bytes per row."""
+    """Return the row order of the epoch with this seed. It takes 8 bytes per row."""
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed)).numpy()

@@ -1,6 +1,6 @@
-"""The date that a chat template writes: the date of the run's first start.
+"""The date that chat templates insert: the date when the run was first started.
 
-The date does not change if the run is resumed on another day.
+It stays the same if the run is resumed on a later day.
 """
 
 from datetime import datetime
@@ -8,23 +8,23 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-NAME = "strftime_now"  # the function of Transformers that a template calls
-MOMENT = "rendered_at"  # an attribute of the tokenizer that is not saved to its files
+NAME = "strftime_now"  # the Transformers function that a template calls to insert the date
+MOMENT = "rendered_at"  # name of a tokenizer attribute that is not saved to disk
 
 
 def set_clock(tokenizer: PreTrainedTokenizerBase, moment: str) -> None:
-    """Make the chat template of `tokenizer` write the date of `moment`."""
+    """Make the tokenizer's chat template insert the date of `moment`."""
     if NAME in str(tokenizer.chat_template):
         setattr(tokenizer, MOMENT, moment)
 
 
 def clock_at(moment: str) -> dict[str, Any]:
-    """Return the template variables that fix the date at `moment`."""
+    """Return the template variables that set the date to `moment`."""
     return {NAME: datetime.fromisoformat(moment).strftime}
 
 
 def clock_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the template variables that fix this tokenizer's date; none if it is not fixed."""
+    """Return the template variables that set this tokenizer's fixed date, or {} without one."""
     moment: Any = vars(tokenizer).get(MOMENT)
     if not moment:
         return {}

@@ -1,6 +1,6 @@
-"""Detection of control tokens, such as the end of a turn, in the texts of a dataset.
+"""Detection of control tokens, such as the end-of-turn token, in a dataset's texts.
 
-The model cannot distinguish them from the control tokens that a template writes.
+The model cannot distinguish them from the control tokens that a chat template inserts.
 """
 
 import re
@@ -17,10 +17,11 @@ from openrlhf.data.templates import chat_marks
 
 @dataclass(frozen=True, kw_only=True)
 class ControlTokens:
-    """The special tokens of a tokenizer, for finding them in texts.
+    """A matcher for a tokenizer's special tokens in texts.
 
-    `marks` are the tokens that the chat template writes; a text that contains all of them has been
-    rendered. `in_chats` is true if the texts are message contents that a template renders.
+    `marks` are the tokens that the chat template inserts. A text that contains all of them is
+    considered already rendered. `in_chats` is true if the texts are message contents that a
+    template renders.
     """
 
     pattern: re.Pattern[str] | None
@@ -29,7 +30,7 @@ class ControlTokens:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, *, in_chats: bool) -> Self:
-        """Return the special tokens of a tokenizer."""
+        """Return a matcher for this tokenizer's special tokens."""
         added: Mapping[int, Any] = tokenizer.added_tokens_decoder
         names = set(tokenizer.all_special_tokens)
         for token in added.values():
@@ -47,7 +48,7 @@ class ControlTokens:
     def first_in(self, values: Sequence[Any]) -> str:
         """Return the first control token in texts or message contents, or "" if there is none.
 
-        A plain text may end with control tokens, and may have been rendered.
+        Control tokens at the end of a plain text, or in an already rendered one, are ignored.
         """
         for value in values:
             for text in texts_in(value):
@@ -59,7 +60,7 @@ class ControlTokens:
     def found_in(self, text: str) -> list[str]:
         """Return the control tokens in a text.
 
-        In plain texts, tokens at the end and tokens of rendered texts are left out.
+        In plain texts, tokens at the end and tokens in already rendered texts are ignored.
         """
         if not self.pattern:
             return []
@@ -77,19 +78,19 @@ class ControlTokens:
 def check_control_tokens(
     found: Sequence[str | None], *, what: str, first: str, rendered: bool
 ) -> list[Finding]:
-    """Return a notice about rows with control tokens.
+    """Return a notice that counts the rows with control tokens.
 
-    `found` has the first control token of each row, and `first` names the first row with one.
-    `rendered`: the rows may be rendered texts, in which control tokens are expected. They are
-    considered rendered if most of them have control tokens.
+    `found` contains the first control token of each row, if any. `first` names the first row that
+    has one. With `rendered`, the rows may already be rendered, so control tokens are expected: no
+    notice is returned if most rows have them.
     """
     count = sum(map(bool, found))
     if rendered and 2 * count > len(found):
         return []
     token = next(filter(None, found))
     seen = (
-        f"{count} of {len(found)} {what}s contain control tokens of the tokenizer, which the model "
-        f"reads as boundaries of turns or texts. The first: {first} has {token!r}."
+        f"{count} of {len(found)} {what}s contain control tokens, which the model reads as "
+        f"boundaries between turns or texts. The first is {first} with {token!r}."
     )
-    fix = "Unless they are intended, remove such tokens from the data, or write them differently."
+    fix = "Unless this is intended, remove these tokens from the data or spell them differently."
     return [Finding(seen, fix)]

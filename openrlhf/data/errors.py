@@ -1,6 +1,6 @@
-"""Errors in the user's data, with the location, the value and the fix.
+"""Errors in the user's data, reported with location, value and fix.
 
-This module imports no heavy library.
+This module does not import heavy libraries.
 """
 
 import shlex
@@ -9,10 +9,10 @@ from typing import Any
 
 from openrlhf.config.flags import UserError
 
-# Columns with the origin of a row, preserved by blending, shuffling and selecting.
+# Columns that record where a row came from. Blending, shuffling and selecting preserve them.
 SOURCE = "__dataset__"
 ROW = "__row__"
-MALFORMED = "__malformed__"  # a column with the error message of a malformed row
+MALFORMED = "__malformed__"  # column with the error message for a malformed row
 
 KINDS = {
     str: "a string",
@@ -32,46 +32,46 @@ class DataError(UserError, ValueError):
 
 
 def kind(value: Any) -> str:
-    """Return the kind of a value in JSON terms, such as `a list` or `null`."""
+    """Return a value's JSON type in words, such as `a list` or `null`."""
     if value is None:
         return "null"
     return KINDS.get(type(value), type(value).__name__)
 
 
 def row_error(row: Mapping[str, Any], column: str, problem: str) -> DataError:
-    """Return an error that names dataset, row (from 1) and column, followed by `problem`."""
+    """Return an error that names the dataset, the row (from 1) and the column before `problem`."""
     return DataError(f"{row[SOURCE]}, row {row[ROW]}, column {column!r}: {problem}")
 
 
 def text_of(row: Mapping[str, Any], column: str) -> str:
-    """Return the string in a column of a row. Raises DataError for any other value."""
+    """Return the string in a column of a row. Raises DataError if it is not a string."""
     value = row[column]
     if isinstance(value, str):
         return value
     hint = "."
     if isinstance(value, list):
-        hint = ". For chat messages pass --data.apply_chat_template."
+        hint = ". For chat messages, pass --data.apply_chat_template."
     elif value is None:
-        hint = ": the value is empty, or that dataset lacks the column."
+        hint = ": the value is empty or this dataset does not have the column."
     raise row_error(row, column, f"is {kind(value)}, not a string{hint}")
 
 
 def list_columns(columns: Sequence[str]) -> str:
-    """Return the quoted names of a dataset's own columns, separated by commas."""
+    """Return the dataset's own column names, quoted and comma-separated."""
     return ", ".join(repr(name) for name in columns if name not in (SOURCE, ROW))
 
 
 def source_of(rows: Any) -> str:
-    """Return the name of the file or dataset of a dataset's first row."""
+    """Return the name of the file or dataset that the first row came from."""
     if SOURCE not in rows.column_names:
         return "The dataset"
     return rows[SOURCE][0]
 
 
 def check_columns(rows: Any, needed: Mapping[str, str | None]) -> None:
-    """Raise DataError for a flag that names a column that the dataset does not have.
+    """Raise DataError if a flag names a column that the dataset does not have.
 
-    `needed` maps flags to columns.
+    `needed` maps flags to column names.
     """
     columns: list[str] = rows.column_names
     for flag, column in needed.items():
@@ -93,8 +93,8 @@ def _fix_of_column(rows: Any, flag: str, column: str) -> str:
     parent = _parent_of_rows(rows)
     if parent:
         return (
-            f"the rows are one level down, in the list under {parent!r}. "
-            "Write that list to a separate file"
+            f"the rows are nested one level down, in the list under {parent!r}. Write that list to "
+            "a separate file"
         )
     return f"set {flag} to one of them"
 

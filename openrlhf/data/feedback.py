@@ -1,4 +1,4 @@
-"""Rows of human feedback: pairs of texts, and for KTO single answers with labels."""
+"""Human feedback rows: pairs of texts, and single labelled answers for KTO."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from openrlhf.data.templates import Encoded, Passage, Span, cut, fill_template, 
 from openrlhf.data.tokenizer import Ends
 from openrlhf.reporting import notice
 
-# Sections with the columns, the templates and `max_len` of pairs.
+# Config sections that set the columns, the templates and `max_len` for pairs.
 PairSection = PreferenceDataConfig | KTODataConfig | EvaluatedDataConfig
 SAME_TEXT = "whose chosen and rejected text are the same"
 
@@ -33,13 +33,13 @@ SAME_TEXT = "whose chosen and rejected text are the same"
 class PairRow:
     """A preferred and a rejected text, each ending with end-of-text.
 
-    `prompt_length` is the number of tokens of the common prompt, which are not judged; 0 unless a
+    `prompt_length` is the number of tokens in the shared prompt, which is not scored; it is 0 if no
     prompt is needed. `chosen_context` and `rejected_context` are positions after the prompt that
-    are not judged either, because the assistant did not write them; empty unless the texts differ
-    by a whole exchange. `margin` is the difference in reward between the two texts; 0 if the row
-    has no margin. `datasource` is part of the names of evaluation metrics.
+    are not scored because the assistant did not write them. They are empty unless the texts differ
+    in more than one turn. `margin` is the reward difference between the two texts, 0 if the row has
+    none. `datasource` becomes part of evaluation metric names.
 
-    Example: the prompt "Q: " and the answers "yes" and "no" (made-up ids), prompt_length 2:
+    Example: the prompt "Q: " with the answers "yes" and "no" (made-up ids) and prompt_length 2:
 
         chosen    [4, 7, 9, 2]     Q  :  ▁yes  <eos>
         rejected  [4, 7, 8, 2]     Q  :  ▁no   <eos>
@@ -52,11 +52,12 @@ class PairRow:
     datasource: str = "default"
     chosen_context: list[int] = field(default_factory=list)
     rejected_context: list[int] = field(default_factory=list)
-    reference: Sequence[float] = ()  # Σ log π_ref of the two answers, once it is known
+    reference: Sequence[float] = ()  # Σ log π_ref of both answers, once computed
 
     @property
     def masks(self) -> tuple[list[bool], list[bool]]:
-        """The judged tokens of the chosen and the rejected text, never the first token."""
+        """Masks of the scored tokens in the chosen and rejected texts. The first token is never
+        scored."""
         chosen = self._mask(self.chosen, self.chosen_context)
         rejected = self._mask(self.rejected, self.rejected_context)
         return chosen, rejected
@@ -74,17 +75,17 @@ CONTEXTS = ("chosen_context", "rejected_context")
 
 @dataclass(frozen=True, kw_only=True)
 class Side(Passage):
-    """A text of a pair, with the spans that are judged."""
+    """One text of a pair, with the spans that are scored."""
 
-    # A user or a tool speaks after the shared prompt.
+    # True if a user or a tool speaks after the shared prompt.
     exchange: bool = False
 
 
 def _judged_spans(sides: list[list[Turn]], prompt: int) -> list[list[Span]]:
-    """Return the assistant's spans of each side from the first difference on.
+    """Return each side's assistant spans, starting at the first difference.
 
-    Returns an empty list unless the user speaks after the prompt too. `prompt` is the number of
-    characters of the prompt column.
+    Returns an empty list unless the user also speaks after the prompt. `prompt` is the length of
+    the prompt column in characters.
     """
     if not all(sides):
         return []
@@ -107,20 +108,20 @@ def _judged_spans(sides: list[list[Turn]], prompt: int) -> list[list[Span]]:
 
 
 class PreferenceDataset(TokenizedRows[PairRow]):
-    """The pairs of a dataset as tokens, tokenized when the object is created.
+    """A dataset's preference pairs, tokenized when the object is created.
 
-    A text is the prompt (if `prompt_key` is set) and the answer, or a whole conversation, as plain
-    text or chat messages. Trailing newlines are removed, end-of-text is appended (after a space) if
-    it is missing, and the text is cut to `max_len` tokens, the last of which is always end-of-text.
-    Pairs whose two texts are equal after the cut are dropped.
+    A text is the prompt (if `prompt_key` is set) plus the answer, or a whole conversation, given as
+    plain text or chat messages. Trailing newlines are removed, end-of-text is appended (after a
+    space) if it is missing, and the text is truncated to `max_len` tokens, the last of which is
+    always end-of-text. Pairs whose texts are equal after truncation are dropped.
 
-    With `needs_prompt`, pairs with a prompt of `max_len` − 2 tokens or more are dropped too.
-    Without a `prompt_key`, the prompt of a chat or of an HH-RLHF transcript is everything before
-    the last answer, and other plain texts have no prompt. If a user or a tool speaks after the
-    shared prompt, only the assistant's turns from the first difference on are judged.
+    With `needs_prompt`, pairs with a prompt of at least `max_len` − 2 tokens are dropped too.
+    Without a `prompt_key`, everything before the last answer of a chat or HH-RLHF transcript is the
+    prompt, and other plain texts have no prompt. If a user or a tool speaks after the shared
+    prompt, only the assistant turns from the first difference on are scored.
 
-    `summary` counts dropped and cut pairs. Raises DataError for a missing column, for malformed
-    rows (naming the first), and if no pair is left.
+    `summary` counts dropped and truncated pairs. Raises DataError if a column is missing, if rows
+    are malformed (naming the first ones), or if all pairs are dropped.
     """
 
     row: ClassVar = PairRow
@@ -140,22 +141,22 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         super().__init__(dataset, tokenizer, data)
         if needs_prompt and not any(self.rows["prompt_length"]):
             notice(
-                "The texts have no common prompt, so their answers begin with the second token. "
-                "If a column has the prompts, name it with --data.prompt_key."
+                "The texts do not share a prompt, so their answers begin at the second token. If a "
+                "column contains the prompts, pass it as --data.prompt_key."
             )
 
     def contents(self) -> Iterator[bytes]:
-        """Yield all pairs as bytes, for hashing.
+        """Yield all pairs as bytes for hashing.
 
-        If no pair has an exchange, the bytes are the same as in earlier releases.
+        The bytes match those of earlier releases if all pairs differ only in the last answer.
         """
         unused = [name for name in CONTEXTS if not any(self.rows[name])]
         yield from contents_of(self._fields.remove_columns(unused))
 
     def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
-        """Return prompt and answer of both texts, or the reason why the pair is dropped.
+        """Return both texts, or the reason for dropping the pair.
 
-        The texts have no trailing newlines and end with end-of-text.
+        Trailing newlines are removed, and each text ends with end-of-text.
         """
         if DROPPED in row:
             return str(row[DROPPED])
@@ -227,7 +228,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         if alone and isinstance(row[column], str) and len(answer) == 1:
             problem = (
                 "is a string, not a list of chat messages. Set --data.prompt_key to the column "
-                "with the question, or leave out --data.apply_chat_template."
+                "with the question, or omit --data.apply_chat_template."
             )
             raise row_error(row, column, problem)
         return answer
@@ -235,9 +236,9 @@ class PreferenceDataset(TokenizedRows[PairRow]):
     def _judged_messages(
         self, prompt: list[Message], sides: list[list[Message]]
     ) -> list[list[int]]:
-        """Return the assistant's turns of each side from the first difference on.
+        """Return each side's assistant turns, starting at the first difference.
 
-        Returns no turns if only the assistant speaks after the prompt.
+        Returns empty lists if only the assistant speaks after the prompt.
         """
         nothing: list[list[int]] = [[], []]
         if not self.needs_prompt:
@@ -262,7 +263,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
     ) -> Side:
         if self.needs_prompt and messages[-1]["role"] != "assistant":
             raise ValueError(
-                "the last message is not the assistant's: a pair must end with answers"
+                "the last message is not from the assistant, but a pair must end with answers"
             )
         if judged:
             passage = templates.render_conversation(
@@ -276,9 +277,9 @@ class PreferenceDataset(TokenizedRows[PairRow]):
         return Side(text=text, spans=[(answer, len(text))], response=answer)
 
     def _answer(self, prompt: list[Message], messages: list[Message], text: str, tools: Any) -> int:
-        """Return the index of the character where the answer begins.
+        """Return the character index where the answer begins.
 
-        If the template rewrites history, this is the start of the last answer.
+        If the template rewrites history, return the start of the last answer.
         """
         if not self.needs_prompt:
             return 0
@@ -295,7 +296,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
     def columns(
         self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
     ) -> Result:
-        """Return the columns of a tokenized pair, or the reason why the pair is dropped."""
+        """Return the columns of a tokenized pair, or the reason for dropping it."""
         margin = _margin(row)
         max_len = self.data.max_len
         limit = max_len - 2
@@ -335,7 +336,7 @@ class PreferenceDataset(TokenizedRows[PairRow]):
 
 
 def _context(passage: Passage, known: Encoded, answer: range) -> list[int]:
-    """Return the positions in `answer` whose tokens are outside all spans of the passage."""
+    """Return the positions in `answer` that lie outside all of the passage's spans."""
     judged: set[int] = set()
     for span in passage.spans:
         judged.update(known.tokens_of(span))
@@ -343,7 +344,7 @@ def _context(passage: Passage, known: Encoded, answer: range) -> list[int]:
 
 
 def _margin(row: Mapping[str, Any]) -> float:
-    """Return the margin of a row, 0 if it has none. Raises DataError for other values."""
+    """Return a row's margin, 0 if it has none. Raises DataError if it is not a finite number."""
     value = row.get(MARGIN)
     if value is None:
         return 0.0
@@ -358,18 +359,18 @@ def _margin(row: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledRow(SFTRow):
-    """A prompt and an answer as tokens, with a label.
+    """A tokenized prompt and answer with a label.
 
     The answer begins at the first target and ends with end-of-text.
     """
 
     desirable: bool
-    other: list[int] | None = None  # the answer of another row, for KTO's KL
-    other_mask: list[bool] = field(default_factory=list)  # the targets of the other answer
+    other: list[int] | None = None  # another row's answer, used for the KL term of KTO
+    other_mask: list[bool] = field(default_factory=list)  # loss mask of the other answer
 
     @property
     def prompt_length(self) -> int:
-        """Number of tokens of the prompt."""
+        """Number of tokens in the prompt."""
         return self.loss_mask.index(True)
 
     @property
@@ -379,12 +380,12 @@ class LabelledRow(SFTRow):
 
 
 class LabelledDataset(SFTDataset):
-    """The rows of a dataset as tokens with labels.
+    """A dataset's labelled answers, tokenized when the object is created.
 
-    The texts are the same as in `SFTDataset`, and the answer is the response.
+    Texts are built as in `SFTDataset`. The answer is the response.
 
-    Raises DataError for a missing column, for malformed rows or labels (naming the first), and if
-    no row is left.
+    Raises DataError if a column is missing, if rows or labels are malformed (naming the first
+    ones), or if all rows are dropped.
     """
 
     row: ClassVar = LabelledRow
@@ -400,7 +401,7 @@ class LabelledDataset(SFTDataset):
     def columns(
         self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
     ) -> Result:
-        """Return the columns of SFT and the label, or the reason why the row is dropped."""
+        """Return the SFT columns and the label, or the reason for dropping the row."""
         label = _label(row, self.data.label_key)
         result = super().columns(row, passages, encoded)
         if isinstance(result, str):
@@ -409,7 +410,7 @@ class LabelledDataset(SFTDataset):
 
 
 def check_both_labels(rows: LabelledDataset, *, column: str) -> list[Finding]:
-    """Return a notice if the kept rows are all desirable, or all undesirable."""
+    """Return a notice if all kept rows have the same label."""
     if 0 < rows.desirable < len(rows):
         return []
     if rows.desirable:
@@ -419,14 +420,13 @@ def check_both_labels(rows: LabelledDataset, *, column: str) -> list[Finding]:
         label = "undesirable"
         fix = "Add rows with the label 1 or true."
     seen = (
-        f"All {len(rows)} rows are {label} (--data.label_key {column}), "
-        "so KTO has nothing to contrast."
+        f"All {len(rows)} rows are {label} (--data.label_key {column}), but KTO needs both labels."
     )
     return [Finding(seen, fix)]
 
 
 def _label(row: Mapping[str, Any], column: str) -> bool:
-    """Return whether a row is desirable. Raises DataError for a value that is not a label."""
+    """Return whether a row is desirable. Raises DataError if the value is not a label."""
     value = row[column]
     label = str(value).lower()
     if label in ("1", "true", "1.0"):
@@ -438,12 +438,12 @@ def _label(row: Mapping[str, Any], column: str) -> bool:
 
 
 class BothAnswers(torch.utils.data.Dataset[LabelledRow]):
-    """Pairs as labelled rows: chosen answers are desirable, rejected answers are not."""
+    """Preference pairs as labelled rows: chosen answers are desirable, rejected ones are not."""
 
     def __init__(self, pairs: PreferenceDataset) -> None:
         self.pairs = pairs
         self.contents = pairs.contents
-        self.summary = f"{pairs.summary} Both answers of a pair are rows of their own."
+        self.summary = f"{pairs.summary} Each answer of a pair becomes a separate row."
 
     def __len__(self) -> int:
         return 2 * len(self.pairs)

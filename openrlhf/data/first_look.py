@@ -1,7 +1,7 @@
-"""Checks of the first rows of every run, before a model is loaded.
+"""Checks on a run's first rows, before any model is loaded.
 
-A definite mistake raises DataError; a likely mistake is returned as a notice. The functions have no
-other side effects.
+A definite mistake raises DataError, and a likely mistake is returned as a notice. The functions
+have no other side effects.
 """
 
 import hashlib
@@ -25,14 +25,15 @@ from openrlhf.data.messages import texts_in
 from openrlhf.data.templates import ANSWER, chat_marks, render
 from openrlhf.data.tokenizer import Ends
 
-RECORD = "openrlhf_format"  # an entry of tokenizer_config.json, which is copied with the model
+# An entry in tokenizer_config.json, which is copied along with the model.
+RECORD = "openrlhf_format"
 
 
 # ---- the tokenizer
 
 
 def texts_of(rows: Table, columns: Collection[str]) -> list[str]:
-    """Return the strings in columns of the first rows: values and contents of chat messages."""
+    """Return the text in these columns of the first rows: string values and message contents."""
     first = rows[:FIRST_ROWS]
     texts: list[str] = []
     for column in columns:
@@ -44,13 +45,12 @@ def texts_of(rows: Table, columns: Collection[str]) -> list[str]:
 def round_trip(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, prompts: bool = False
 ) -> list[Finding]:
-    """Return a notice about texts that change when they are encoded and decoded.
+    """Check whether texts survive encoding and decoding, and return a notice if they change.
 
-    Harmless changes are Unicode compatibility forms, added spaces, spaces next to special tokens,
-    and runs of white space that become one space. A notice is returned for letters that lose case
-    or accents, for unknown tokens, and with `prompts` for any change, because a reward's query is
-    decoded from tokens. Raises DataError for any other lost character, a lost word boundary, or
-    more unknown tokens than known ones.
+    Unicode normalization, added spaces, spaces next to special tokens, and collapsed whitespace are
+    harmless. Lost case or accents and unknown tokens produce a notice. With `prompts`, so does any
+    other change, because the query passed to a reward is decoded from tokens. Raises DataError for
+    any other lost character, a lost word boundary, or more unknown tokens than known ones.
     """
     if not texts:
         return []
@@ -66,34 +66,36 @@ def round_trip(
         if _survives(before, after):
             if prompts and back != text:
                 seen = (
-                    f"The prompt {text[:200]!r} is decoded as {back[:200]!r}. A reward function "
-                    "that removes the prompt from a query by its length, query[len(prompt):], "
-                    "cuts at the wrong place."
+                    f"The prompt {text[:200]!r} decodes to {back[:200]!r}. A reward function that "
+                    "strips the prompt from a query by length, query[len(prompt):], cuts it at the "
+                    "wrong position."
                 )
                 changes = [Finding(seen)]
             continue
         problem = (
-            f"The tokenizer of {tokenizer.name_or_path!r} changes the data: "
-            f"{text[:200]!r} comes back as {back[:200]!r}."
+            f"The tokenizer of {tokenizer.name_or_path!r} changes the data: {text[:200]!r} decodes "
+            f"to {back[:200]!r}."
         )
         if _survives(_without_case(before), _without_case(after)):
-            seen = f"{problem} The model cannot distinguish upper from lower case, or accents."
+            seen = f"{problem} The model cannot distinguish case or accents."
             return [Finding(seen)]
         unknown = 0
         if tokenizer.unk_token_id is not None:
             unknown = ids.count(tokenizer.unk_token_id)
         if 0 < unknown <= len(ids) / 2:
-            seen = f"{unknown} of {len(ids)} tokens are unknown to it ({tokenizer.unk_token})"
+            seen = (
+                f"{unknown} of {len(ids)} tokens are not in its vocabulary ({tokenizer.unk_token})"
+            )
             return [Finding(f"{problem} {seen}.")]
         raise DataError(
-            f"{problem} Text is lost. Check the tokenizer's files, "
-            "or use the tokenizer that the model came with."
+            f"{problem} Text is lost. Check the tokenizer's files, or use the model's original "
+            "tokenizer."
         )
     return changes
 
 
 def _spaced(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Return a text in compatibility form, with spaces around special tokens."""
+    """Return a text in Unicode compatibility form (NFKC), with spaces around special tokens."""
     special = "|".join(map(re.escape, sorted(tokenizer.all_special_tokens, key=len, reverse=True)))
     if special:
         text = re.sub(f"({special})", r" \1 ", text)
@@ -101,7 +103,7 @@ def _spaced(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 def _without_case(text: str) -> str:
-    """Return a text without case and accents."""
+    """Return a text with case and accents removed."""
     letters = unicodedata.normalize("NFKD", text.casefold())
     return "".join(letter for letter in letters if not unicodedata.combining(letter))
 
@@ -109,7 +111,7 @@ def _without_case(text: str) -> str:
 def _survives(text: str, back: str) -> bool:
     """Return whether `back` has all characters and word boundaries of `text`.
 
-    Other white space is ignored.
+    Any other whitespace is ignored.
     """
     words = text.split()
     found = back.split()
@@ -119,23 +121,23 @@ def _survives(text: str, back: str) -> bool:
     return borders <= set(accumulate(map(len, found)))
 
 
-# ---- the format of texts that a model was trained with
+# ---- the text format that a model was trained with
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextFormat:
-    """The format of a model's prompts and the ending of its answers.
+    """The format of a model's prompts and answers.
 
-    An export records it for later stages.
+    Exported models record it for later training stages.
     """
 
     input_template: str | None = None
-    chat_template: str | None = None  # a hash of the template that is applied
-    ending: str = ""  # the ending of an answer: the end-of-text token, perhaps after a space
+    chat_template: str | None = None  # hash of the applied template
+    ending: str = ""  # how answers end: the end-of-text token, possibly after a space
 
     @classmethod
     def of(cls, data: Any, tokenizer: PreTrainedTokenizerBase, *, ending: str = "") -> Self:
-        """Return the format that a section of the flags sets."""
+        """Return the format that a config section selects."""
         if data.apply_chat_template:
             template = hashlib.sha256(tokenizer.get_chat_template().encode()).hexdigest()[:8]
             return cls(chat_template=template, ending=ending)
@@ -144,7 +146,7 @@ class TextFormat:
 
     @property
     def flags(self) -> str:
-        """The flags that set this format, as typed in bash."""
+        """The flags that select this format, as typed in bash."""
         if self.chat_template:
             return "--data.apply_chat_template"
         if self.input_template:
@@ -153,7 +155,7 @@ class TextFormat:
 
 
 def record(tokenizer: PreTrainedTokenizerBase, used: TextFormat | None) -> None:
-    """Store the format in the tokenizer, whose files then contain it.
+    """Store the format in the tokenizer, to be saved with its files.
 
     None removes an earlier format.
     """
@@ -163,7 +165,7 @@ def record(tokenizer: PreTrainedTokenizerBase, used: TextFormat | None) -> None:
 
 
 def recorded(tokenizer: PreTrainedTokenizerBase) -> TextFormat | None:
-    """Return the format that a tokenizer's model was trained with, or None if it is unknown."""
+    """Return the format that the tokenizer's model was trained with, or None if unknown."""
     entries: Any = tokenizer.init_kwargs.get(RECORD)
     if not entries:
         return None
@@ -173,7 +175,7 @@ def recorded(tokenizer: PreTrainedTokenizerBase) -> TextFormat | None:
 def compare_formats(
     model: str, trained: TextFormat | None, used: TextFormat, prompts: Sequence[str]
 ) -> list[Finding]:
-    """Return a notice if this run's prompts differ in format from a model's training prompts.
+    """Return a notice if this run's prompt format differs from the one the model was trained with.
 
     `model` is the flag that names the model, with its value.
     """
@@ -183,20 +185,20 @@ def compare_formats(
     if same_input_template and trained.chat_template == used.chat_template:
         return []
     if trained.input_template and in_template(trained.input_template, prompts):
-        return []  # the rows contain the template already
+        return []  # the rows already contain the template
     if trained.chat_template and used.chat_template:
-        difference = "another chat template than this run has"
+        difference = "a different chat template from this run's"
     else:
         difference = f"{trained.flags}, but this run uses {used.flags}"
-    seen = f"{model} was trained with {difference}: its prompts look different here."
+    seen = f"{model} was trained with {difference}, so its training prompts looked different."
     return [Finding(seen)]
 
 
 def in_template(template: str, texts: Sequence[str]) -> bool:
-    """Return whether all these texts are already in a template.
+    """Return whether a template has already been applied to all of these texts.
 
-    A space at the end of the template may be missing. If the template has words on both sides of
-    the text, a row may continue after the template.
+    The template's trailing space may be missing. If the template has words before and after the
+    text, a row may continue after the template.
     """
     before, _, after = template.partition("{}")
     end = after.rstrip(" ")
@@ -217,30 +219,27 @@ def unused_chat_template(
 ) -> list[Finding]:
     """Return a notice if a model has a chat template that neither the flags nor the texts use.
 
-    `model` is the flag that names the model, with its value. For a model exported by an earlier
-    stage, which records its format, see `compare_formats`.
+    `model` is the flag that names the model, with its value. Exported models record their format
+    and are checked by `compare_formats` instead.
     """
     if applied or recorded(tokenizer) or not tokenizer.chat_template:
         return []
     marks = chat_marks(tokenizer)
     for text in texts:
         if any(mark in text for mark in marks):
-            return []  # the rows are rendered already
+            return []  # the rows are already rendered
     seen = (
-        f"{model} has a chat template, but this run does not use it: prompts look different from "
-        "the model's own chats."
+        f"{model} has a chat template that this run does not use, so prompts look different from "
+        "the chats it was trained on."
     )
-    fix = (
-        "Pass --data.apply_chat_template, unless this is a base model that was never trained on "
-        "chats."
-    )
+    fix = "Pass --data.apply_chat_template, unless this is a base model not trained on chats."
     return [Finding(seen, fix)]
 
 
 def glued(prompts: Sequence[str], answers: Sequence[str]) -> list[Finding]:
-    """Return a notice if each prompt ends with a word and each answer begins with a word.
+    """Return a notice if every prompt ends with a word and every answer begins with one.
 
-    Joining them then merges the two words.
+    Concatenating them would merge the two words.
     """
     joined = 0
     for prompt, answer in zip(prompts, answers, strict=False):
@@ -252,22 +251,20 @@ def glued(prompts: Sequence[str], answers: Sequence[str]) -> list[Finding]:
     if not joined:
         return []
     example = f"{prompts[0][-20:]}{answers[0][:20]}"
-    seen = f"Nothing separates prompts from answers: the first row is joined as {example!r}."
+    seen = f"Nothing separates prompts from answers: the first row becomes {example!r}."
     fix = "Pass --data.apply_chat_template, or --data.input_template with {} and a separator."
     return [Finding(seen, fix)]
 
 
 def filled_already(used: TextFormat, texts: Sequence[str]) -> list[Finding]:
-    """Return a notice if texts already begin with the words of the template they are put into."""
+    """Return a notice if texts already begin with the template's opening words."""
     words = (used.input_template or "").partition("{}")[0].strip()
     if not words or not any(text.startswith(words) for text in texts):
         return []
-    seen = (
-        f"Some of the first rows begin with {words!r}, which {used.flags} puts in front of them "
-        "again."
-    )
+    seen = f"Some of the first rows begin with {words!r}, and {used.flags} adds it again."
     fix = (
-        "If they are whole prompts, as batch_inference writes them, pass --data.input_template {}."
+        "If the rows are complete prompts, as batch_inference writes them, pass "
+        "--data.input_template {}."
     )
     return [Finding(seen, fix)]
 
@@ -280,8 +277,8 @@ def joined_border(used: TextFormat, tokenizer: PreTrainedTokenizerBase) -> list[
     if not end.endswith(" ") or joined[: len(alone)] == alone:
         return []
     seen = (
-        f"The tokenizer merges the space at the end of {used.flags} with an answer's first word. "
-        "So prompts end in different tokens in training and generation, and answers may be empty."
+        f"The tokenizer merges the trailing space of {used.flags} with an answer's first word. "
+        "Prompts then end in different tokens in training and generation, and answers may be empty."
     )
     return [Finding(seen, f"Use --data.input_template ${template[:-1]!r}")]
 
@@ -289,21 +286,21 @@ def joined_border(used: TextFormat, tokenizer: PreTrainedTokenizerBase) -> list[
 def check_answer_room(
     lengths: Sequence[int], *, max_len: int, max_new_tokens: int | None
 ) -> list[Finding]:
-    """Return a notice if prompts are cut, or a failure if they leave no room for an answer."""
+    """Return a notice if prompts are truncated, a failure if they leave no room for an answer."""
     if max_new_tokens:
         longest = max_len - max_new_tokens
     else:
-        longest = max_len - 2  # an answer has at least one token and an end token
+        longest = max_len - 2  # an answer needs at least one token and an end token
     cut = sum(length > longest for length in lengths)
     if not cut:
         return []
     if max_new_tokens:
         seen = (
-            f"{cut} of {len(lengths)} prompts keep only their last {longest} tokens: "
-            f"the longest has {max(lengths)}."
+            f"{cut} of {len(lengths)} prompts are truncated to their last {longest} tokens: the "
+            f"longest has {max(lengths)}."
         )
         fix = (
-            f"Raise --data.max_len {max_len}, which counts prompt and answer "
+            f"Raise --data.max_len {max_len}, which limits prompt plus answer "
             f"(--rollout.max_new_tokens {max_new_tokens})."
         )
         return [Finding(seen, fix)]
@@ -311,15 +308,12 @@ def check_answer_room(
         f"{cut} of {len(lengths)} prompts leave no room for an answer in --data.max_len {max_len}: "
         f"the longest has {max(lengths)} tokens."
     )
-    fix = (
-        "Raise --data.max_len, or set --rollout.max_new_tokens: "
-        "longer prompts then keep their last tokens."
-    )
+    fix = "Raise --data.max_len, or set --rollout.max_new_tokens to truncate long prompts instead."
     return [Finding(seen, fix, fails=True)]
 
 
 def dated_template(tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
-    """Return a notice if the chat template writes the date."""
+    """Return a notice if the chat template inserts the date."""
     question = [{"role": "user", "content": ANSWER}]
     if NAME not in str(tokenizer.chat_template):
         return []
@@ -331,25 +325,25 @@ def dated_template(tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
         return []
     moment: str = vars(tokenizer).get(MOMENT) or now()
     seen = (
-        f"The chat template writes the date ({NAME}): this run renders every row with "
-        f"{moment.partition('T')[0]}, the day of its first start. "
-        "A run or an engine on another day writes a different date."
+        f"The chat template inserts the date ({NAME}). This run renders every row with "
+        f"{moment.partition('T')[0]}, the day it was first started. A run or an engine started on "
+        "another day uses a different date."
     )
     fix = (
-        "To use one date everywhere, write it into the template as text: with "
-        "--data.tokenizer_chat_template in offline training, otherwise in chat_template.jinja in "
-        "the model's folder."
+        "To use the same date everywhere, hard-code it in the template: "
+        "--data.tokenizer_chat_template in offline training, otherwise chat_template.jinja in the "
+        "model's folder."
     )
     return [Finding(seen, fix)]
 
 
-# ---- the end of an answer
+# ---- how answers end
 
 
 def ending_of(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the ending of most of these training rows, or "" if they have no common ending.
+    """Return how most of these training rows end, or "" if they have no common ending.
 
-    An ending is end-of-text, with or without a space before it, or another end of generation.
+    An ending is end-of-text (with or without a space before it) or another stop token.
     """
     eos = str(tokenizer.eos_token)
     ends = Ends.of(tokenizer)
@@ -369,24 +363,25 @@ def ending_of(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def check_ending(ending: str, tokenizer: PreTrainedTokenizerBase, answers: str) -> list[Finding]:
-    """Return a notice about a suspicious ending of texts, which `answers` describes."""
+    """Return a notice if texts end in a suspicious way. `answers` describes the texts."""
     eos = tokenizer.eos_token
     if not ending:
         seen = (
-            f"None of the first rows ends with {eos}: the model will not learn to end its answers."
+            f"None of the first rows ends with {eos}, so the model will not learn to end its "
+            "answers."
         )
         return [Finding(seen)]
     if not ending.startswith(" "):
         return []
     seen = (
         f"{answers} end with an added space before {eos}. A reward that requires an exact match "
-        "will see the space."
+        "sees this space."
     )
     return [Finding(seen, "To train without it, pass --data.no_space_before_eos.")]
 
 
 def chat_end(tokenizer: PreTrainedTokenizerBase, stops: Collection[str]) -> list[Finding]:
-    """Return a notice if the end that the chat template writes does not stop generation.
+    """Return a notice if the chat template's end-of-turn text does not stop generation.
 
     `stops` are the texts that stop generation.
     """
@@ -399,7 +394,7 @@ def chat_end(tokenizer: PreTrainedTokenizerBase, stops: Collection[str]) -> list
     if any(stop in after for stop in stops):
         return []
     seen = (
-        f"The chat template ends an answer with {after!r}, but generation ends at "
+        f"The chat template ends an answer with {after!r}, but generation stops at "
         f"{', '.join(sorted(stops))}: add --rollout.stop {after.strip()!r}."
     )
     return [Finding(seen)]

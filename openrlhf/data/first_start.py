@@ -1,6 +1,6 @@
-"""Settings that a run's first start fixes for its later starts, and their format in files.
+"""Settings that are fixed when a run is first started and reused when it is resumed.
 
-This module needs only the standard library.
+This module imports only the standard library.
 """
 
 from collections.abc import Mapping
@@ -8,35 +8,35 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Self
 
-# Entries stored next to an identity.
+# Keys of the entries stored next to a run's identity.
 MOMENT = "first start"
 TRAINED_FORMAT = "trained format"
 
 
 def now() -> str:
-    """Return the current time as text, to the second."""
+    """Return the current time in ISO format, to the second."""
     return datetime.now().isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FirstStart:
-    """The settings of a run's first start.
+    """Settings fixed when a run is first started.
 
-    Older releases had no default format and stored neither entry. A run started by an older release
-    continues without the default.
+    Older releases stored neither entry and had no default text format. Runs they started are
+    resumed without the default.
     """
 
-    moment: str  # a chat template writes its date
-    trained_format: bool  # by default, texts have the format of the model's training
+    moment: str  # when the run was first started; chat templates insert its date
+    trained_format: bool  # whether texts default to the format the model was trained on
 
     @classmethod
     def here(cls) -> Self:
-        """Return the first start of a run that starts now."""
+        """Return the settings for a run that is first started now."""
         return cls(moment=now(), trained_format=True)
 
     @classmethod
     def of(cls, entries: Mapping[str, Any]) -> Self:
-        """Return the first start of a run that wrote these entries."""
+        """Return the settings of the run that wrote these entries."""
         return cls(
             moment=entries.get(MOMENT) or now(), trained_format=bool(entries.get(TRAINED_FORMAT))
         )

@@ -1,4 +1,4 @@
-"""Layouts of public datasets, recognized by their columns and read with flags of --data.*."""
+"""Column layouts of public datasets, detected from their columns and read with --data.* flags."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,19 +18,19 @@ from openrlhf.data.tokenizer import require_chat_template
 from openrlhf.reporting import notice
 
 Row = Mapping[str, Any]
-FIRST_ROWS = 8  # number of rows that determine the layout and the template of a dataset
-DROPPED = "dropped"  # the column with the reason why a reader drops a row
+FIRST_ROWS = 8  # number of rows used to detect a dataset's layout and template
+DROPPED = "dropped"  # column with the reason for dropping a row
 TIE = "that are ties"
 MARGIN = "margin"
 DATASOURCE = "datasource"
-EXTRA = (TOOLS, MARGIN, DATASOURCE)  # columns that are read if they exist
+EXTRA = (TOOLS, MARGIN, DATASOURCE)  # optional columns, read if they exist
 
 
-# ---- layouts whose texts are in several columns
+# ---- layouts that combine several columns
 
 
 def _read_arena(row: Row) -> Row:
-    """Read a row of Chatbot Arena: two conversations with the same questions, and the winner."""
+    """Read a Chatbot Arena row: two conversations with the same questions, and the winner."""
     winner = row["winner"]
     a = row["conversation_a"]
     b = row["conversation_b"]
@@ -44,7 +44,7 @@ def _read_arena(row: Row) -> Row:
 
 
 def _read_webgpt(row: Row) -> Row:
-    """Read a row of WebGPT comparisons: a question, and two answers with scores."""
+    """Read a WebGPT comparison row: a question and two scored answers."""
     question = row["question"]
     if not isinstance(question, dict) or not isinstance(question.get("full_text"), str):
         raise row_error(row, "question", f"is {kind(question)}, not an object with full_text.")
@@ -52,7 +52,7 @@ def _read_webgpt(row: Row) -> Row:
         if not isinstance(row[column], int | float):
             raise row_error(row, column, f"is {kind(row[column])}, not a number.")
         if not math.isfinite(row[column]):
-            raise row_error(row, column, f"is {row[column]}, so no answer is the better one.")
+            raise row_error(row, column, f"is {row[column]}, so the answers cannot be compared.")
     if row["score_0"] == row["score_1"]:
         return {**row, DROPPED: TIE}
     answers = {"chosen": row["answer_0"], "rejected": row["answer_1"]}
@@ -62,7 +62,7 @@ def _read_webgpt(row: Row) -> Row:
 
 
 def _system_messages(row: Row) -> list[Message]:
-    """Return the text of the system column as a message, or no message without a text."""
+    """Return the system prompt column as a list with one message, or an empty list without one."""
     messages: list[Message] = []
     for name in ("system", "system_prompt"):
         if row.get(name):
@@ -71,7 +71,7 @@ def _system_messages(row: Row) -> list[Message]:
 
 
 def _read_chat(row: Row) -> Row:
-    """Prepend the system text to the conversation, unless the conversation begins with it."""
+    """Prepend the system prompt to the conversation unless it already begins with it."""
     column = "messages" if isinstance(row.get("messages"), list) else "conversations"
     turns = row[column]
     system = _system_messages(row)
@@ -81,14 +81,14 @@ def _read_chat(row: Row) -> Row:
 
 
 def _opening(messages: list[Any]) -> list[str]:
-    """Return the first text of messages, stripped, in a list; an empty list without texts."""
+    """Return the first text of the messages, stripped, as a list with at most one item."""
     return [text.strip() for text in texts_in(messages)[:1]]
 
 
 def _reader_with_context(question: str) -> Callable[[Row], Row]:
-    """Return a reader of rows whose column `question` continues in the column `input`.
+    """Return a reader for rows in which the column `input` continues the column `question`.
 
-    A system text and a history of [question, answer] pairs come before the question.
+    The system prompt and a history of [question, answer] pairs come before the question.
     """
 
     def read(row: Row) -> Row:
@@ -108,8 +108,8 @@ def _reader_with_context(question: str) -> Callable[[Row], Row]:
     return read
 
 
-# Readers by the value of --data.layout. A reader returns the row with its texts in the columns that
-# the layout's flags name. It raises a DataError that names the row.
+# Readers by --data.layout value. A reader moves a row's texts to the columns that the layout's
+# flags name, and raises a DataError that names the row if the row is malformed.
 READERS: dict[str, Callable[[Row], Row]] = {
     "alpaca": _reader_with_context("instruction"),
     "arena": _read_arena,
@@ -117,19 +117,19 @@ READERS: dict[str, Callable[[Row], Row]] = {
     "orca": _reader_with_context("question"),
     "webgpt": _read_webgpt,
 }
-JUDGED = ("arena", "webgpt")  # readers that create the columns of pairs
+JUDGED = ("arena", "webgpt")  # readers that create the pair columns
 
 
 # ---- recognition
 
 
 LAYOUTS = toml_beside(__file__)
-# A section of flags that lacks this flag cannot read rows of the kind.
+# A config section without this flag cannot read that kind of rows.
 MAIN_FLAGS = {"pairs": "chosen_key", "text": "input_key"}
 
 
 def _fits(row: Row, columns: Mapping[str, str]) -> bool:
-    """Return whether a row has these columns with values of these kinds."""
+    """Return whether a row has these columns with values of the expected types."""
     for column, expected in columns.items():
         if column not in row or kind(row[column]) not in expected:
             return False
@@ -137,9 +137,9 @@ def _fits(row: Row, columns: Mapping[str, str]) -> bool:
 
 
 def _repeats_prompt(row: Row) -> bool:
-    """Return whether both answers repeat the last message of the prompt.
+    """Return whether both answers repeat the prompt's last message.
 
-    Chats repeat it before both answers; other texts repeat it in their common prefix.
+    Chats repeat it before both answers, plain texts in their common prefix.
     """
     asked = "".join(texts_in(row["prompt"])[-1:]).strip()
     chosen = row["chosen"]
@@ -153,17 +153,17 @@ def _repeats_prompt(row: Row) -> bool:
 
 
 def _asks_before_answer(conversation: list[Any], asked: str) -> bool:
-    """Return whether `asked` occurs in a conversation before its answer, the last message."""
+    """Return whether `asked` occurs in a conversation before its last message, the answer."""
     return any(asked in text for text in texts_in(conversation[:-1]))
 
 
 def recognise(rows: Dataset, config: Any, *kinds: str, answers: str = "output_key") -> Any:
-    """Return the section `data` with the flags of the layout that fits the first row.
+    """Return the `data` section with the flags of the layout that matches the first row.
 
-    Prints a notice about the layout. `answers` is the flag of --data.* that names the column of
-    answers. A prompt column is not used if both answers repeat it in all of the first rows. Columns
-    that the user names with flags are kept, and the notice names flags that are missing. Raises
-    DataError if the rows do not have the layout that --data.layout names.
+    Prints a notice about the detected layout. `answers` is the --data.* flag that names the answer
+    column. A prompt column is ignored if both answers repeat it in all of the first rows. Column
+    flags set by the user are kept, and the notice then names the layout's flags. Raises DataError
+    if the rows do not match the layout that --data.layout names.
     """
     data = config.data
     named = data.layout
@@ -176,8 +176,8 @@ def recognise(rows: Dataset, config: Any, *kinds: str, answers: str = "output_ke
     if reads_pairs and not data.prompt_key and _all_repeat_prompt(first_rows):
         del first["prompt"]
         notice(
-            "The column 'prompt' is not read, because both texts of each of the first rows "
-            "contain the prompt. To put it in front of them as well, pass --data.prompt_key prompt."
+            "The column 'prompt' is not read, because both texts of each of the first rows already "
+            "contain the prompt. To prepend it anyway, pass --data.prompt_key prompt."
         )
     found = _layout_of(first, read_here, named)
     if answers not in found and found.get("output_key"):
@@ -213,16 +213,16 @@ def recognise(rows: Dataset, config: Any, *kinds: str, answers: str = "output_ke
 
 
 def _first_rows(rows: Dataset) -> list[Row]:
-    """Return the first rows of a dataset, stopping at a row that is not UTF-8 text."""
+    """Return a dataset's first rows, up to a row that is not UTF-8 text."""
     first_rows: list[Row] = []
-    with suppress(UnicodeDecodeError):  # `map_rows` reports the row
+    with suppress(UnicodeDecodeError):  # `map_rows` reports this row
         for number in range(min(FIRST_ROWS, len(rows))):
             first_rows.append(rows[number])
     return first_rows
 
 
 def _all_repeat_prompt(rows: Sequence[Row]) -> bool:
-    """Return whether the answers of all rows repeat the prompt, and any prompt has a text."""
+    """Return whether all rows' answers repeat the prompt, and at least one prompt is not empty."""
     if not {"prompt", "chosen", "rejected"} <= rows[0].keys():
         return False
     asks = False
@@ -235,9 +235,9 @@ def _all_repeat_prompt(rows: Sequence[Row]) -> bool:
 
 
 def _layout_of(first: Row, kinds: Sequence[str], named: str) -> dict[str, Any]:
-    """Return the flags of the first layout that fits a row, or {} if no layout fits.
+    """Return the flags of the first layout that matches a row, or {} if none does.
 
-    `named` is the value of --data.layout, which limits the layouts to choose from.
+    `named` is the value of --data.layout, which restricts the candidates.
     """
     for name in kinds:
         for layout in LAYOUTS[name]:
@@ -248,7 +248,7 @@ def _layout_of(first: Row, kinds: Sequence[str], named: str) -> dict[str, Any]:
 
 
 def _flags_with_effect(found: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Return the flags of a layout that exist in this command and have an effect.
+    """Return the layout's flags that this command has and that have an effect.
 
     An empty value becomes None.
     """
@@ -264,7 +264,7 @@ def _flags_with_effect(found: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 
 def _typed(flag: str, value: Any) -> str:
-    """Return a flag of --data.* as it is typed."""
+    """Return a --data.* flag as typed on the command line."""
     if value is True:
         return f"--data.{flag}"
     return f"--data.{flag} {value}"
@@ -273,10 +273,10 @@ def _typed(flag: str, value: Any) -> str:
 def columns_read(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: Any, keys: Sequence[str]
 ) -> list[str]:
-    """Return the columns that these flags of --data.* name, and the columns of `EXTRA`.
+    """Return the columns that these --data.* flags name, and the columns in `EXTRA` that exist.
 
-    A layout with a reader reads all columns. Raises DataError for a missing column or chat
-    template.
+    A layout with a reader reads all columns. Raises DataError if a column or the chat template is
+    missing.
     """
     present = dataset.column_names
     named = {f"--data.{key}": getattr(data, key) for key in keys}

@@ -1,4 +1,4 @@
-"""Loading of datasets from files, folders and the Hub, and blending them into one."""
+"""Loading datasets from files, folders and the Hub, and blending them into one."""
 
 import glob
 import math
@@ -18,8 +18,8 @@ from openrlhf.reporting import notice
 TEXT_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
 FORMATS = {**TEXT_FORMATS, ".parquet": "parquet", ".arrow": "arrow"}
 GZIPPED = tuple(f"{extension}.gz" for extension in TEXT_FORMATS)
-SAVED = ("state.json", "dataset_dict.json")  # files that save_to_disk writes
-Table = Dataset  # rows that are not tokenized yet
+SAVED = ("state.json", "dataset_dict.json")  # files written by save_to_disk
+Table = Dataset  # rows that have not been tokenized
 ALL_ROWS = 10**8
 SPLIT_FLAGS = "--data.dataset_split, --data.prompt_split or --eval.split"
 
@@ -29,16 +29,15 @@ def load_datasets(
 ) -> Dataset:
     """Return `split` of the comma-separated datasets in `spec`, as one dataset.
 
-    The result has at most `max_samples` rows. An item of `spec` is a file (.json, .jsonl, .csv,
-    .tsv, .parquet or .arrow; the first four also gzipped), a folder of such files, a folder written
-    by `save_to_disk`, or a Hub name. `item@folder` reads the folder `folder` of the item. Each item
-    is cut to `max_samples` rows. Without `probs` the items are concatenated. With `probs`, which
-    have been checked with the flags, rows are drawn from the items with these probabilities until
-    every row has been drawn. Values are unchanged: every cell of a CSV file is text (007 stays
-    007), an empty cell is null. Two more columns give the origin of a row (`errors.SOURCE`,
-    `errors.ROW`).
+    The result has at most `max_samples` rows, and so does each item. An item of `spec` is a file
+    (.json, .jsonl, .csv, .tsv, .parquet or .arrow; the first four may be gzipped), a folder of
+    these files, a folder written by `save_to_disk`, or a Hub name. `item@folder` selects a
+    subfolder of the item. Without `probs`, the items are concatenated. With `probs`, rows are drawn
+    from the items with these probabilities until every row has been drawn. Values are not
+    converted: every CSV cell is text (007 stays 007), and an empty cell is null. The columns
+    `errors.SOURCE` and `errors.ROW` are added.
 
-    Raises DataError if an item cannot be read, has no such split or has no rows, or if the items
+    Raises DataError if an item cannot be read, lacks the split or has no rows, or if the items
     cannot be blended.
     """
     items = [item.strip() for item in spec.split(",") if item.strip()]
@@ -50,14 +49,14 @@ def load_datasets(
 
 
 def key_columns(data: Any) -> list[str]:
-    """Return the columns that the `*_key` flags of a section name."""
+    """Return the columns named by the `*_key` flags of a config section."""
     return [column for flag, column in vars(data).items() if flag.endswith("_key") and column]
 
 
 def _blend(
     parts: list[Dataset], items: list[str], probs: str | None, max_samples: int, seed: int
 ) -> Dataset:
-    """Return the rows of all parts, concatenated or drawn with probabilities."""
+    """Return the rows of all parts, concatenated or sampled with the given probabilities."""
     written: set[str] = set()
     for part in parts:
         for name, type_ in part.features.items():
@@ -69,24 +68,24 @@ def _blend(
             return datasets.concatenate_datasets(parts)
         given = list(map(float, probs.split(",")))
         total = math.fsum(given)
-        weights = [number / total for number in given]  # 0.333,0.333,0.333 means thirds
+        weights = [number / total for number in given]  # 0.333,0.333,0.333 means one third each
         _report_repeats(items, weights, list(map(len, parts)), max_samples)
         return datasets.interleave_datasets(
             parts, weights, seed=seed, stopping_strategy="all_exhausted"
         )
     except ValueError as error:
         raise DataError(
-            f"{', '.join(items)} cannot be blended: {error}. "
-            "Columns of the same name need the same type."
+            f"{', '.join(items)} cannot be blended: {error}. Columns with the same name need the "
+            "same type."
         ) from error
 
 
 def _report_repeats(
     items: list[str], weights: list[float], rows: list[int], max_samples: int
 ) -> None:
-    """Report the items whose rows are drawn more than once on average.
+    """Report the items whose rows are drawn at least 1.5 times on average.
 
-    Drawing ends when the rows of every item have been drawn.
+    Drawing stops when every item's rows have been drawn.
     """
     until_exhausted = max(count / weight for count, weight in zip(rows, weights, strict=True))
     drawn = min(until_exhausted, max_samples)
@@ -100,7 +99,7 @@ def _report_repeats(
 
 
 def _store_as_written(part: Dataset, written: Collection[str]) -> Dataset:
-    """Store these columns in the format of JSON columns with mixed values."""
+    """Convert these columns to the storage format of JSON columns with mixed values."""
     types = part.features
     columns: list[str] = []
     for name in part.column_names:
@@ -124,7 +123,7 @@ def _store_as_written(part: Dataset, written: Collection[str]) -> Dataset:
 
 
 def _with_short_strings(part: Dataset) -> Dataset:
-    """Convert the 64-bit strings of CSV files to the 32-bit strings of JSON files.
+    """Convert the large strings of CSV files to the regular strings of JSON files.
 
     The two types cannot be concatenated.
     """
@@ -135,14 +134,14 @@ def _with_short_strings(part: Dataset) -> Dataset:
 
 
 def _load_one(item: str, split: str, max_samples: int) -> Dataset:
-    """Return at most `max_samples` rows of an item. Raises DataError if it cannot be read."""
+    """Load at most `max_samples` rows of an item. Raises DataError if it cannot be read."""
     path = item
     folder = ""
     if not os.path.exists(item):
         path, _, folder = item.partition("@")
     try:
         loaded = _read(path, folder or None)
-    except Exception as error:  # the datasets library raises many types
+    except Exception as error:  # the datasets library raises many error types
         raise _ours(error) or DataError(_explain(item, path, error)) from error
     if isinstance(loaded, DatasetDict):
         if split not in loaded:
@@ -157,7 +156,7 @@ def _load_one(item: str, split: str, max_samples: int) -> Dataset:
 
 
 def _ours(error: BaseException | None) -> DataError | None:
-    """Return the error of our readers that is wrapped in an error of the library."""
+    """Return our readers' DataError if the library's error wraps one."""
     while error is not None and not isinstance(error, DataError):
         error = error.__cause__
     return error
@@ -171,7 +170,8 @@ def _read(path: str, folder: str | None) -> Dataset | DatasetDict:
         if extension == ".tsv":
             options["sep"] = "\t"
         builder = load_dataset_builder(FORMATS[extension], data_files=glob.escape(path), **options)
-        return read_as_written(builder)["train"]  # the library's name for the split with all rows
+        # The library's name for the only split of a single file.
+        return read_as_written(builder)["train"]
     if os.path.isdir(path):
         inner = Path(path, folder or "")
         if any((inner / name).is_file() for name in SAVED):
@@ -183,9 +183,9 @@ def _read(path: str, folder: str | None) -> Dataset | DatasetDict:
 
 
 def _explain(item: str, path: str, error: Exception) -> str:
-    """Return the reason why the datasets library could not read an item.
+    """Explain why the datasets library could not read an item.
 
-    For a folder, the library's error names the file.
+    For a folder, the library's error message names the file.
     """
     root: BaseException = error
     while root.__cause__ is not None:
@@ -193,15 +193,15 @@ def _explain(item: str, path: str, error: Exception) -> str:
     seen = f"{type(root).__name__}: {str(root).strip().rstrip('.')}"
     if "scripts are no longer supported" in seen:
         return (
-            f"{item} is loaded by a Python script, and dataset scripts are not run. "
-            "Pass a converted copy: parquet or JSON files, or a folder of save_to_disk()."
+            f"{item} needs a Python loading script, and dataset scripts are not run. Pass a "
+            "converted copy: parquet or JSON files, or a folder written by save_to_disk()."
         )
-    # An empty file, an empty saved dataset, and a file without rows, in this order.
+    # Raised for an empty file, an empty saved dataset and a file without rows, in this order.
     if isinstance(root, StopIteration | IndexError) or "corresponds to no data" in seen:
         return f"{item} has no rows."
     if os.path.exists(path):
         return f"{item} could not be read: {seen}."
     return (
-        f"{item} could not be loaded from the hub (there is no file or folder of that name in "
+        f"{item} could not be loaded from the hub (no file or folder with this name exists in "
         f"{os.getcwd()}): {seen}. To read a folder of a hub dataset, pass owner/name@folder."
     )

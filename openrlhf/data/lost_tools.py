@@ -1,6 +1,6 @@
-"""Detection of tools that a chat template leaves out.
+"""Detection of tools that a chat template omits.
 
-The model then sees neither their definitions nor the assistant's calls.
+The model then sees neither the tool definitions nor the assistant's calls.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from openrlhf.data.messages import Message
 from openrlhf.data.templates import render
 
 CALLS = "tool_calls"  # a field of a message
-ONLY_CALLS = "whose answer is nothing but tool calls, which the chat template leaves out"
+ONLY_CALLS = "whose answer consists only of tool calls, which the chat template omits"
 
 
 def lost_tool(
@@ -25,10 +25,10 @@ def lost_tool(
     tools: Sequence[dict[str, Any]],
     add_generation_prompt: bool = False,
 ) -> str:
-    """Return the first definition or call that is missing in the rendered text of messages.
+    """Return the first tool definition or call that is missing from the rendered messages.
 
-    Returns "" if none is missing. A tool's name may also occur elsewhere in the text, for example
-    in a question, so the text must also change when the tools are left out.
+    Returns "" if none is missing. Finding a tool's name in the text is not enough, because it may
+    occur in a question: rendering without the tools must also give a different text.
     """
 
     def first_missing(
@@ -39,7 +39,7 @@ def lost_tool(
             if name not in text:
                 return name
         if names:
-            with suppress(ValueError):  # a template may reject a result without its call
+            with suppress(ValueError):  # a template may reject a tool result without its call
                 bare = render(
                     tokenizer, without, tools=shown, add_generation_prompt=add_generation_prompt
                 )
@@ -74,7 +74,7 @@ def empty_calls(
     *,
     tools: Sequence[dict[str, Any]],
 ) -> list[int]:
-    """Return the turns rendered like an empty answer because the template leaves out calls."""
+    """Return the turns that render as empty answers because the template omits their calls."""
     suspects: list[int] = []
     for turn in turns:
         if messages[turn].get(CALLS) and not messages[turn]["content"].strip():
@@ -95,22 +95,22 @@ def empty_calls(
 def check_tools(
     lost: Sequence[str | None], *, empty: int, what: str, first: str, model: str
 ) -> list[Finding]:
-    """Return a notice about rows with tools that the chat template leaves out.
+    """Return a notice that counts the rows with tools that the chat template omits.
 
-    `lost` has the first missing tool of each row, if any, and `first` names the first row with one.
-    `empty` counts turns that are not targets because nothing of them is rendered.
+    `lost` contains the first missing tool of each row, if any. `first` names the first row that has
+    one. `empty` counts the turns that are not targets because they render as empty answers.
     """
     count = sum(map(bool, lost))
     seen = (
         f"{count} of {len(lost)} {what}s have tools or tool calls that the chat template of "
-        f"{model} leaves out, so the model does not see them. "
-        f"The first: {first} lacks {next(filter(None, lost))}."
+        f"{model} omits, so the model does not see them. The first is {first} which lacks "
+        f"{next(filter(None, lost))}."
     )
     if empty:
-        seen += f" {empty} assistant turns are not trained on, because they would be empty answers."
+        seen += f" {empty} assistant turns are not trained on because they would be empty answers."
     fix = (
-        "Use a template that renders tools and tool_calls: with --data.tokenizer_chat_template in "
-        "offline training, otherwise in chat_template.jinja in the model's folder. "
-        "Or write the calls into the contents of the messages."
+        "Use a template that renders tools and tool_calls: --data.tokenizer_chat_template in "
+        "offline training, otherwise chat_template.jinja in the model's folder. Or write the calls "
+        "into the message contents."
     )
     return [Finding(seen, fix)]

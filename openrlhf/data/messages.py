@@ -1,4 +1,4 @@
-"""Chat messages in the rows of datasets: their formats, their tools, and the turns to train on."""
+"""Chat messages in dataset rows: their formats, tools, and the turns to train on."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from openrlhf.data.errors import kind, row_error
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-# The roles that ShareGPT and HH-RLHF use.
+# Speaker names in ShareGPT and HH-RLHF data.
 SPEAKERS = {
     "human": "user",
     "gpt": "assistant",
@@ -20,16 +20,16 @@ SPEAKERS = {
     "observation": "tool",
 }
 SPEAKERS |= {"Human": "user", "Assistant": "assistant"}
-# The header of each turn in an HH-RLHF text. The text begins with a header.
+# The header of each turn in an HH-RLHF transcript, which must begin with one.
 TRANSCRIPT = re.compile(r"\n\n(Human|Assistant):")
-LEARNED = ("loss", "weight")  # fields of a message that include or exclude a turn from training
-TOOLS = "tools"  # the column with tool definitions
+LEARNED = ("loss", "weight")  # message fields that include a turn in training or exclude it
+TOOLS = "tools"  # column with the tool definitions
 
 
 def messages_of(row: Mapping[str, Any], column: str, *, role: str, flag: str) -> list[Message]:
-    """Return the value of a column as chat messages.
+    """Return a column's value as chat messages.
 
-    Raises a DataError that names the row, the column and the column's flag.
+    Raises a DataError that names the row, the column and its flag.
     """
     try:
         return to_messages(row[column], role=role)
@@ -40,10 +40,10 @@ def messages_of(row: Mapping[str, Any], column: str, *, role: str, flag: str) ->
 def to_messages(value: Any, *, role: str = "user") -> list[Message]:
     """Return a value as chat messages.
 
-    A string is one message of `role`, or an HH-RLHF transcript. Messages in a list are checked.
-    They may have `from` and `value`, as in ShareGPT; a single message may be given without a list;
-    a content may be a list of text parts. A null field of a message counts as missing; nulls inside
-    tool calls are kept. Raises a ValueError that names the malformed message and its error.
+    A string becomes one message of `role`, unless it is an HH-RLHF transcript. Messages may have
+    `from` and `value`, as in ShareGPT; a single message may be given without a list; a content may
+    be a list of text parts. Null message fields are removed; nulls inside tool calls are kept.
+    Raises a ValueError that names the malformed message and the problem.
     """
     if isinstance(value, str):
         return _transcript_messages(value) or [{"role": role, "content": value}]
@@ -56,7 +56,7 @@ def to_messages(value: Any, *, role: str = "user") -> list[Message]:
 
 
 def _transcript_messages(text: str) -> list[Message]:
-    """Return the messages of a transcript, or an empty list for any other text."""
+    """Return a transcript's messages, or an empty list for any other text."""
     opening, *turns = TRANSCRIPT.split(text)
     if opening:
         return []
@@ -67,7 +67,7 @@ def _transcript_messages(text: str) -> list[Message]:
 
 
 def _to_message(message: Any, number: int) -> Message:
-    """Return a message with role and content. Raises ValueError if it is malformed."""
+    """Return a message in standard form, with role and content. Raises ValueError if malformed."""
     if not isinstance(message, dict):
         raise ValueError(
             f"message {number} is {kind(message)}, not an object with role and content"
@@ -92,7 +92,7 @@ def _to_message(message: Any, number: int) -> Message:
 
 
 def _from_sharegpt(speaker: Any, value: Any, number: int) -> Message:
-    """Return ShareGPT's fields `from` and `value` as a message."""
+    """Convert ShareGPT's `from` and `value` fields to a message."""
     role = SPEAKERS.get(str(speaker), speaker)
     if speaker != "function_call":
         return {"role": role, "content": value}
@@ -104,7 +104,7 @@ def _from_sharegpt(speaker: Any, value: Any, number: int) -> Message:
 
 
 def _text_of_content(content: Any, number: int) -> str:
-    """Return the text of a message's content, a string or a list of texts."""
+    """Return a message's content as text. It may be a string or a list of text parts."""
     if _are_objects(content):
         other = {part.get("type") or "text" for part in content} - {"text"}
         if other:
@@ -127,12 +127,12 @@ def _are_objects(value: Any) -> bool:
 
 
 def with_parsed_arguments(message: Message) -> Message:
-    """Return the message with the arguments of its tool calls as objects, for chat templates."""
+    """Return the message with tool call arguments parsed to objects, as chat templates expect."""
     if not message.get("tool_calls"):
         return message
     calls = []
     for call in message["tool_calls"]:
-        # Some calls have `name` and `arguments` at the top level.
+        # Some datasets have `name` and `arguments` at the top level of a call.
         function = {**(call.get("function") or call)}
         with suppress(TypeError, ValueError):
             function["arguments"] = json.loads(function.get("arguments") or "{}")
@@ -144,7 +144,7 @@ def with_parsed_arguments(message: Message) -> Message:
 
 
 def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tool definitions in the column `tools`, which is a list or JSON text.
+    """Return the tool definitions in the `tools` column, a list or JSON text.
 
     Raises DataError for any other value.
     """
@@ -155,16 +155,16 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         except ValueError as error:
             raise row_error(row, TOOLS, f"is a string, but not JSON: {error}.") from error
     if not _are_objects(tools):
-        raise row_error(row, TOOLS, f"is {kind(tools)}, not a list of definitions of tools.")
+        raise row_error(row, TOOLS, f"is {kind(tools)}, not a list of tool definitions.")
     return tools
 
 
 def learned_turns(messages: Sequence[Message], *, chosen: bool) -> list[int]:
-    """Return the assistant's turns to train on.
+    """Return the numbers of the assistant turns to train on.
 
-    With `chosen`, turns whose field `loss` or `weight` is false or 0 are left out. Raises
-    ValueError if such a field is present without `chosen`, has another value, or marks a turn of
-    another role for training.
+    With `chosen`, turns whose `loss` or `weight` field is false or 0 are excluded. Raises
+    ValueError if one of these fields is present without `chosen`, has an invalid value, or includes
+    a turn of another role.
     """
     turns: list[int] = []
     for number, message in enumerate(messages):
@@ -189,7 +189,7 @@ def learned_turns(messages: Sequence[Message], *, chosen: bool) -> list[int]:
 
 
 def texts_in(value: Any) -> list[str]:
-    """Return the strings in a value: the value itself, or the contents of chat messages."""
+    """Return the strings in a value: the value itself, or the contents of its chat messages."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
@@ -204,17 +204,17 @@ def texts_in(value: Any) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A turn of an HH-RLHF transcript: the speaker, the words, and their position in characters."""
+    """A turn of an HH-RLHF transcript: the speaker, the text, and its position in characters."""
 
     role: str
     words: str = ""
-    header: int = field(compare=False)  # start of the speaker's name
+    header: int = field(compare=False)  # index where the turn's header starts
     start: int = field(compare=False)
     end: int = field(compare=False)
 
 
 def transcript_turns(text: str) -> list[Turn]:
-    """Return the turns of an HH-RLHF transcript; none if the text does not begin with a header."""
+    """Return the turns of an HH-RLHF transcript, or an empty list for any other text."""
     headers = list(TRANSCRIPT.finditer(text))
     if not headers or headers[0].start():
         return []

@@ -1,4 +1,4 @@
-"""Rows for reinforcement learning: a rendered prompt and the data that the reward needs."""
+"""Rows for reinforcement learning: a rendered prompt and the data its reward needs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,21 +21,20 @@ from openrlhf.data.templates import Encoded, Passage, cut, fill_template, render
 from openrlhf.data.text_files import without_added_nulls
 from openrlhf.reporting import notice
 
-# Sections with the columns and the templates of prompts.
+# Config sections that set the columns and templates for prompts.
 PromptSection = RLDataConfig | EvaluatedDataConfig | InferenceDataConfig
 
 
 class PromptDataset(TokenizedRows[Prompt]):
-    """The rows of a dataset as prompts, rendered when the object is created; no row is dropped.
+    """A dataset's prompts, rendered when the object is created. No row is dropped.
 
-    With `apply_chat_template` the input column contains strings (a user message) or lists of
-    messages. They are rendered up to the last turn that is not the assistant's, with the tools of
-    the column `tools` and the assistant's generation prompt. Without `apply_chat_template` the
-    column contains strings, which are put into `input_template`. Without `label_key` every label is
-    "". Without a column `datasource` the data source is "default". Without a column `image_key`
-    there are no images. The index of a prompt is its row number; a source replaces the index with
-    the running number of the draw. Raises DataError for a missing column, and for malformed or
-    empty prompts, naming the first.
+    With `apply_chat_template`, the input column contains strings (a user message) or lists of
+    messages. They are rendered up to the last turn that is not the assistant's, with the tools in
+    the `tools` column and a generation prompt. Otherwise the column contains strings, which are put
+    into `input_template`. The defaults without the respective column are the label "", the data
+    source "default" and no images. A prompt's index is its row number; a source replaces it with
+    the number of the draw. Raises DataError if a column is missing or prompts are malformed or
+    empty, naming the first ones.
     """
 
     row: ClassVar = Prompt
@@ -55,14 +54,14 @@ class PromptDataset(TokenizedRows[Prompt]):
         answered = sum(self.rows["rewritten"])
         if answered:
             notice(
-                f"{answered} prompts end with turns of the assistant, which are left out: "
-                "the policy answers instead."
+                f"{answered} prompts end with assistant turns, which are removed: the policy "
+                "answers instead."
             )
         extras = (data.label_key, image_key, SOURCE, ROW)
         self._extras = rows.select_columns([name for name in rows.column_names if name in extras])
 
     def lengths(self) -> list[int]:
-        """Return the number of tokens of each prompt."""
+        """Return the number of tokens in each prompt."""
         found: list[int] = []
         batches: Any = self._fields.select_columns(["tokens"]).with_format("arrow").iter(1000)
         for batch in batches:
@@ -70,13 +69,13 @@ class PromptDataset(TokenizedRows[Prompt]):
         return found
 
     def labels(self) -> list[Any]:
-        """Return the label of each prompt, or an empty list without a label column."""
+        """Return each prompt's label, or an empty list without a label column."""
         if not self.data.label_key:
             return []
         return list(self._extras[self.data.label_key])
 
     def origin(self, index: int) -> str:
-        """Return the dataset and the row number of a prompt."""
+        """Return a prompt's dataset and row number as text."""
         row = self._extras[index]
         return f"{row[SOURCE]}, row {row[ROW]}"
 
@@ -90,7 +89,7 @@ class PromptDataset(TokenizedRows[Prompt]):
         return Prompt(**own, label=label, images=extras.get(self.image_key))
 
     def contents(self) -> Iterator[bytes]:
-        """Yield all prompts and labels as bytes, for hashing."""
+        """Yield all prompts and labels as bytes for hashing."""
         yield from super().contents()
         if self.data.label_key:
             yield from contents_of(self._extras.select_columns([self.data.label_key]))
@@ -98,9 +97,9 @@ class PromptDataset(TokenizedRows[Prompt]):
     def columns(
         self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
     ) -> Result:
-        """Return text, tokens and data source of a prompt.
+        """Return a prompt's text, tokens and data source.
 
-        `rewritten` is true if assistant turns at the end of the prompt were left out.
+        `rewritten` is true if assistant turns were removed from the end of the prompt.
         """
         [prompt] = passages
         [known] = encoded
@@ -124,7 +123,7 @@ class PromptDataset(TokenizedRows[Prompt]):
         while asked and asked[-1]["role"] == "assistant":
             asked.pop()
         if not asked:
-            problem = "has only turns of the assistant. A prompt needs a user's turn."
+            problem = "has only assistant turns. A prompt needs a user turn."
             raise row_error(row, self.data.input_key, problem)
         tools = tools_of(row)
         try:
@@ -138,16 +137,16 @@ class PromptDataset(TokenizedRows[Prompt]):
 
 @dataclass(frozen=True, kw_only=True)
 class Answered(Prompt):
-    """A prompt with the answer to score, which is the label. `tokens` contains both."""
+    """A prompt whose label is the answer to score. `tokens` contains both."""
 
     label: str = ""
 
 
 class AnsweredDataset(SFTDataset):
-    """The rows of a dataset as prompts and answers, which a reward model scores as one text.
+    """A dataset's prompts and answers, which a reward model scores as one text.
 
-    `SFTDataset` documents how a text ends, how it is cut, which rows are dropped, and which part of
-    a chat is the answer. The answer of a chat is the text that the template renders.
+    See `SFTDataset` for how texts end, how they are truncated, which rows are dropped, and which
+    part of a chat is the answer. A chat's answer is the rendered text.
     """
 
     row: ClassVar = Answered
@@ -155,15 +154,16 @@ class AnsweredDataset(SFTDataset):
     def columns(
         self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
     ) -> Result:
-        """Return prompt, answer and the tokens of both, or the reason why the row is dropped."""
+        """Return the prompt, the answer and the tokens of both, or the reason for dropping the
+        row."""
         [passage] = passages
         [known] = encoded
         data = self.data
         if known.tokens_of((passage.response, len(passage.text))).start >= data.max_len - 1:
-            return f"whose prompt leaves no token of the answer (--data.max_len {data.max_len})"
+            return f"whose prompt leaves no room for the answer (--data.max_len {data.max_len})"
         prompt = passage.text[: passage.response]
         answer = passage.text[passage.response :]
-        if not data.apply_chat_template:  # the texts of the row, without the added end-of-text
+        if not data.apply_chat_template:  # the row's texts, without the added end-of-text
             prompt = fill_template(data.input_template, row[data.input_key])
             answer = row[data.output_key]
         tokens = cut(known.tokens, data.max_len, self.tokenizer, self.ends.ids)

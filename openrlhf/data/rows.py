@@ -1,4 +1,4 @@
-"""Rows of a dataset: their origin and their conversion to tokens."""
+"""Tokenization of dataset rows, with the origin of each row."""
 
 import fcntl
 import shutil
@@ -29,7 +29,7 @@ from openrlhf.data.text_files import without_added_nulls
 from openrlhf.reporting import notice
 from openrlhf.termination import asked
 
-MANY_ROWS = 20_000  # larger datasets are mapped by several processes and stored on disk
+MANY_ROWS = 20_000  # larger datasets are tokenized by several processes and stored on disk
 MAX_MAPPING_PROCESSES = 8
 
 Columns = dict[str, list[Any]]
@@ -37,20 +37,20 @@ Row = TypeVar("Row")  # a data class
 
 
 def number_rows(dataset: Dataset, source: str = "the dataset") -> Dataset:
-    """Add columns with the origin of each row, if they are missing."""
+    """Add columns that record each row's origin, unless they exist."""
     if SOURCE in dataset.column_names:
         return dataset
     rows = len(dataset)
-    # The library declares the fingerprint as a required argument, but computes it itself.
+    # The library's signature requires a fingerprint, but the library computes it.
     dataset = dataset.add_column(SOURCE, [source] * rows)  # pyright: ignore[reportCallIssue]
     return dataset.add_column(ROW, list(range(1, rows + 1)))  # pyright: ignore[reportCallIssue]
 
 
-Result = dict[str, Any] | str  # the columns of a row, or the reason why the row is dropped
-MAX_ROWS_NAMED = 5  # malformed rows that an error message lists
+Result = dict[str, Any] | str  # a row's columns, or the reason for dropping the row
+MAX_ROWS_NAMED = 5  # maximum number of malformed rows listed in an error message
 STORED = {bool: Value("bool"), int: Value("int32"), float: Value("float64"), str: Value("string")}
 STORED |= {list[kind]: List(value) for kind, value in STORED.items()}
-# Columns in addition to the fields of a row.
+# Bookkeeping columns, stored next to a row's own fields.
 NOTES = {
     MALFORMED: STORED[str],
     "dropped": STORED[str],
@@ -65,22 +65,22 @@ NO_NOTES = {"dropped": "", "cut": False, "rewritten": 0, "unended": 0, "control"
 
 
 class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
-    """The rows of a dataset as tokens, tokenized when the object is created.
+    """A dataset's rows, tokenized when the object is created.
 
-    All processes of a launcher must create the object; one process per machine tokenizes. `data` is
-    the section of the flags with the columns, the layout and `max_len`. `summary` counts dropped
-    rows by reason.
+    Every launched process must create the object; one process per machine tokenizes. `data` is the
+    config section with the columns, the layout and `max_len`. `summary` counts dropped rows by
+    reason.
     """
 
-    row: ClassVar[Any]  # the data class of a row; its fields of the types in `STORED` are kept
-    keys: tuple[str, ...]  # flags of --data.* that name columns
-    what: ClassVar[str] = "row"  # the word for a row in messages
+    row: ClassVar[Any]  # dataclass of a row; its fields with types in `STORED` are stored
+    keys: tuple[str, ...]  # --data.* flags that name columns
+    what: ClassVar[str] = "row"  # the word for a row in messages to the user
 
     def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data: Any) -> None:
         """Tokenize all rows.
 
-        Raises DataError for a missing column, for malformed rows (naming the first), and if no row
-        is left.
+        Raises DataError if a column is missing, if rows are malformed (naming the first ones), or
+        if all rows are dropped.
         """
         self.tokenizer = tokenizer
         self.data = data
@@ -103,11 +103,11 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         cut = sum(self.rows["cut"])
         if cut:
             limit = f"{data.max_len} tokens (--data.max_len)"
-            self.summary += f" {cut} of the kept {self.what}s were cut to {limit}."
+            self.summary += f" {cut} of the kept {self.what}s were truncated to {limit}."
         self._fields = self.rows.select_columns(list(own))
 
     def _kept(self, mapped: Dataset) -> Dataset:
-        """Return the rows that are not dropped, and count the dropped ones in `summary`."""
+        """Remove dropped rows and count them by reason in `summary`."""
         reasons = mapped["dropped"][:]
         kept: list[int] = []
         counts: Counter[str] = Counter()
@@ -124,7 +124,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         if not kept:
             flags = ", ".join(f"--data.{key}" for key in self.keys)
             raise DataError(
-                f"No {self.what} is left: {self.summary} Check {flags} and --data.max_len."
+                f"All {self.what}s were dropped: {self.summary} Check {flags} and --data.max_len."
             )
         return mapped.select(kept)
 
@@ -158,18 +158,18 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
 
     @abstractmethod
     def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
-        """Return the texts of a row, or the reason why the row is dropped."""
+        """Return a row's texts, or the reason for dropping the row."""
 
     @abstractmethod
     def columns(
         self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
     ) -> Result:
-        """Return the columns of a tokenized row, or the reason why the row is dropped."""
+        """Return the columns of a tokenized row, or the reason for dropping it."""
 
     def _encoded(self, columns: Columns) -> Columns:
-        """Convert a batch of columns to the columns of `features`.
+        """Convert a batch of dataset columns to the columns in `features`.
 
-        `dropped` contains the reason for dropping a row, and `MALFORMED` its error, if any.
+        `dropped` contains a row's drop reason and `MALFORMED` its error, if any.
         """
         rows = self._read(columns)
         texts = [attempt(self.passages, row) for row in rows]
@@ -185,7 +185,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
                 written.append(column)
         results: list[dict[str, Any]] = []
         for row, text in zip(rows, texts, strict=True):
-            outcome = text  # the reason or the error, if the row has no texts
+            outcome = text  # the drop reason or the error, unless the row has texts
             if isinstance(text, list):
                 outcome = attempt(self.columns, row, text, list(islice(encoded, len(text))))
             if isinstance(outcome, str):
@@ -201,7 +201,7 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         return made
 
     def _read(self, columns: Columns) -> list[dict[str, Any]]:
-        """Return the rows of a batch of columns, converted by the reader of the layout."""
+        """Return the rows of a batch of columns, converted by the layout's reader."""
         read = READERS.get(self.data.layout, dict)
         kept: Columns = {}
         for name, values in columns.items():
@@ -218,12 +218,12 @@ class TokenizedRows(torch.utils.data.Dataset[Row], ABC):
         return self.row(**self._fields[index])
 
     def contents(self) -> Iterator[bytes]:
-        """Return all rows as bytes, for hashing."""
+        """Return all rows as bytes for hashing."""
         return contents_of(self._fields)
 
 
 def _refuse_malformed(mapped: Dataset) -> None:
-    """Raise DataError if there are malformed rows, naming the first."""
+    """Raise DataError if rows are malformed, naming the first ones."""
     malformed = list(filter(None, mapped[MALFORMED][:]))
     if not malformed:
         return
@@ -234,16 +234,16 @@ def _refuse_malformed(mapped: Dataset) -> None:
 
 
 def _first_origin(found: list[str | None], dataset: Dataset) -> str:
-    """Return the dataset and the number of the first row in which something was found."""
+    """Return the dataset and row number of the first row with a non-empty entry in `found`."""
     first = next(number for number, each in enumerate(found) if each)
     origin = dataset.select_columns([SOURCE, ROW])[first]
     return f"{origin[SOURCE]}, row {origin[ROW]},"
 
 
 def _lost_in(text: Any) -> dict[str, Any]:
-    """Return the notes about tools that the template left out of a row.
+    """Return the bookkeeping columns for tools that the template omitted from a row.
 
-    `text` is the list of the row's passages, or the reason why the row is dropped.
+    `text` is the list of the row's passages, or the reason for dropping the row.
     """
     if text == ONLY_CALLS:
         return {"lost": "the calls of its answer", "empty": 0}
@@ -257,9 +257,9 @@ def _lost_in(text: Any) -> dict[str, Any]:
 
 
 def attempt(step: Callable[..., Any], row: dict[str, Any], *arguments: Any) -> Any:
-    """Return the result of a step for a row, or a column with the row's error.
+    """Run a processing step on a row, and return its result or a column with the row's error.
 
-    A row in which an earlier step found an error is returned unchanged.
+    A row that failed in an earlier step is returned unchanged.
     """
     if MALFORMED in row:
         return row
@@ -270,15 +270,15 @@ def attempt(step: Callable[..., Any], row: dict[str, Any], *arguments: Any) -> A
 
 
 def without_origin(dataset: Dataset) -> Dataset:
-    """Return a dataset without the columns for the origin of its rows."""
+    """Return the dataset without the columns that record row origins."""
     columns = [name for name in dataset.column_names if name not in (SOURCE, ROW)]
     return dataset.select_columns(columns)
 
 
 def contents_of(dataset: Dataset) -> Iterator[bytes]:
-    """Yield all values of a dataset as bytes, independent of how the dataset is stored.
+    """Yield a dataset's values as bytes that do not depend on how it is stored.
 
-    Hashing a million rows of 250 tokens takes 2 to 5 s.
+    Hashing a million rows of 250 tokens each takes 2 to 5 s.
     """
     batches: Any = dataset.with_format("arrow").iter(1000)
     for batch in batches:
@@ -295,11 +295,11 @@ def contents_of(dataset: Dataset) -> Iterator[bytes]:
 
 
 def once_per_machine(prepare: Callable[[], Dataset]) -> Dataset:
-    """Prepare rows in one process per machine, and memory-map their files in all its processes.
+    """Prepare rows in one process per machine, and memory-map them in all its processes.
 
-    The other processes wait for a lock, without a deadline. If the process that holds the lock
-    ends, the system releases the lock and the next process prepares the rows. Raises DataError as
-    `prepare` does, and if the disk is full.
+    The other processes wait for a lock without a timeout. If the process holding the lock exits,
+    the system releases the lock and the next process prepares the rows. Propagates errors of
+    `prepare` and raises DataError if the disk is full.
     """
     if world_size() == 1 or not dist.is_initialized():
         return prepare()
@@ -310,7 +310,7 @@ def once_per_machine(prepare: Callable[[], Dataset]) -> Dataset:
     rows = folder / "rows"
     with open(folder / "lock", "w") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
-        if not (rows / "dataset_info.json").exists():  # the last file that is written
+        if not (rows / "dataset_info.json").exists():  # written last
             try:
                 prepare().save_to_disk(rows)
             except BaseException as error:
@@ -322,7 +322,7 @@ def once_per_machine(prepare: Callable[[], Dataset]) -> Dataset:
                 ) from error
     mapped = Dataset.load_from_disk(rows)
     dist.barrier()
-    shutil.rmtree(folder, ignore_errors=True)  # the system keeps mapped files while they are in use
+    shutil.rmtree(folder, ignore_errors=True)  # the system keeps mapped files until they are closed
     return mapped
 
 
@@ -333,12 +333,12 @@ def map_rows(
     features: Features,
     title: str,
 ) -> Dataset:
-    """Return the columns that `function` computes from batches of `columns` and row origins.
+    """Apply `function` to batches of `columns` and row origins, and return the resulting columns.
 
-    Nothing is cached, because a cached result would survive a change of this code. Tables of many
-    rows stay on disk while the process uses them, but their folder is deleted before this function
-    returns. `dataset` is a result of `number_rows`. Raises DataError for text that is not UTF-8 and
-    for a full disk, SystemExit if the process is asked to end, and every error of `function`.
+    Nothing is cached, because a cached result would outlive changes to this code. Large tables stay
+    on disk while the process uses them, but their folder is deleted before this function returns.
+    `dataset` has the columns that `number_rows` adds. Raises DataError for text that is not UTF-8
+    and for a full disk, SystemExit if the process is terminated, and any error of `function`.
     """
     dataset = dataset.select_columns(list(dict.fromkeys([*columns, SOURCE, ROW])))
     options: dict[str, Any] = {"keep_in_memory": True}
@@ -366,7 +366,7 @@ def map_rows(
     except UnicodeDecodeError as error:
         raise DataError(f"{_first_unreadable(dataset)} is not valid UTF-8 text.") from error
     except Exception as error:
-        if asked():  # the library raises a worker timeout instead of SystemExit
+        if asked():  # if terminated, the library raises a worker timeout instead of SystemExit
             raise SystemExit(asked()) from None
         if folder and isinstance(error, OSError):
             raise DataError(
@@ -376,12 +376,12 @@ def map_rows(
         raise
     finally:
         if folder:
-            # The system keeps mapped files while they are in use.
+            # The system keeps mapped files until they are closed.
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _first_unreadable(dataset: Dataset) -> str:
-    """Return the origin of the first row that is not UTF-8 text."""
+    """Return the dataset and row number of the first row that is not UTF-8 text."""
     for number in range(len(dataset)):
         try:
             dataset[number]

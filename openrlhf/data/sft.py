@@ -1,4 +1,4 @@
-"""Rows for supervised fine-tuning: a text as tokens, and the loss mask of the tokens."""
+"""Rows for supervised fine-tuning: tokens with their loss mask."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,14 +18,14 @@ from openrlhf.data.templates import Encoded, Passage, cut, fill_template
 from openrlhf.data.tokenizer import Ends
 from openrlhf.reporting import notice
 
-# Sections with the columns, the templates and `max_len` of texts.
+# Config sections that set the columns, the templates and `max_len` for texts.
 TextSection = SFTDataConfig | KTODataConfig | InferenceDataConfig
-# Reasons why a row is dropped.
+# Reasons for dropping a row.
 NO_PROMPT = "with an empty prompt"
 NO_RESPONSE = "with an empty response"
 NO_ASSISTANT = "without an assistant message"
-TOO_SHORT = "of fewer than two tokens"
-NOT_LEARNED = "without a turn to learn"
+TOO_SHORT = "with fewer than two tokens"
+NOT_LEARNED = "without a turn to train on"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,23 +45,23 @@ class SFTRow:
 
 
 class SFTDataset(TokenizedRows[SFTRow]):
-    """The rows of a dataset as tokens and loss masks, tokenized when the object is created.
+    """A dataset's rows as tokens and loss masks, tokenized when the object is created.
 
-    `data` has the columns, the templates and `max_len`. A text is a prompt with a response, or a
+    `data` sets the columns, the templates and `max_len`. A text is a prompt with a response, or a
     rendered conversation. Trailing newlines are removed, end-of-text is appended (after a space) if
-    it is missing, and the text is cut to `max_len` tokens, the last of which is always end-of-text
-    and a target.
+    it is missing, and the text is truncated to `max_len` tokens, the last of which is always
+    end-of-text and a target.
 
-    The response is the output column with all its messages; without an output column, the
-    assistant's last message; with `multiturn`, every assistant message whose field `loss` or
-    `weight`, if present, is not false or 0. A turn that consists only of tool calls is not a target
-    if the template leaves them out. Messages after the last target message are cut off. The column
-    `tools` is passed to the chat template. In pretrain mode a text is the unchanged input column,
-    and every token except the first is a target.
+    The response is the output column with all its messages or, without an output column, the last
+    assistant message. With `multiturn`, it is every assistant message whose `loss` or `weight`
+    field, if present, is not false or 0. A turn that consists only of tool calls is not a target if
+    the template omits them. Messages after the last target message are removed. The `tools` column
+    is passed to the chat template. In pretrain mode, a text is the unchanged input column, and
+    every token except the first is a target.
 
-    Rows with an empty prompt or response, or with a prompt of `max_len` − 2 tokens or more, are
-    dropped and counted in `summary`. Raises DataError for a missing column, for malformed rows
-    (naming the first), and if no row is left.
+    Rows with an empty prompt or response, or with a prompt of at least `max_len` − 2 tokens, are
+    dropped and counted in `summary`. Raises DataError if a column is missing, if rows are malformed
+    (naming the first ones), or if all rows are dropped.
     """
 
     row: ClassVar[Any] = SFTRow
@@ -78,7 +78,8 @@ class SFTDataset(TokenizedRows[SFTRow]):
         self.pretrain = pretrain
         if data.multiturn and not data.apply_chat_template:
             raise DataError(
-                "--data.multiturn needs --data.apply_chat_template: only a chat has turns."
+                "--data.multiturn requires --data.apply_chat_template, because only chats have "
+                "turns."
             )
         if pretrain:
             data = replace(data, output_key=None, apply_chat_template=False)
@@ -89,19 +90,19 @@ class SFTDataset(TokenizedRows[SFTRow]):
         unended = sum(self.rows["unended"])
         if unended:
             notice(
-                f"{unended} trained turns before the last do not end with a token at which "
-                f"generation stops ({', '.join(self.ends.texts)}). Add the end of a turn to "
-                "eos_token_id in generation_config.json, or to the chat template."
+                f"{unended} trained turns before the last one do not end with a stop token "
+                f"({', '.join(self.ends.texts)}). Add the end-of-turn token to eos_token_id in "
+                "generation_config.json, or to the chat template."
             )
         rewritten = sum(self.rows["rewritten"])
         if rewritten:
             self.summary += (
-                f" {rewritten} assistant turns are not trained on, "
-                "because the chat template rewrites them."
+                f" {rewritten} assistant turns are not trained on because the chat template "
+                "rewrites them."
             )
 
     def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
-        """Return the text and its targets, or the reason why the row is dropped."""
+        """Return the text and its targets, or the reason for dropping the row."""
         if self.data.apply_chat_template:
             return self._conversation(row)
         prompt = text_of(row, self.data.input_key)
@@ -137,7 +138,8 @@ class SFTDataset(TokenizedRows[SFTRow]):
             if len(messages) < 2:
                 return NO_PROMPT
             answers = [turn for turn in learned if turn >= asked]
-            first = answers[0] if answers else -1  # without an output column the last message
+            # Without an output column, the response is the last message.
+            first = answers[0] if answers else -1
             turns = learned if self.data.multiturn else []
             targets = turns or answers or learned[-1:]
             empty = empty_calls(self.tokenizer, messages, targets, tools=tools)
@@ -162,7 +164,7 @@ class SFTDataset(TokenizedRows[SFTRow]):
     def columns(
         self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
     ) -> Result:
-        """Return the columns of a tokenized row, or the reason why the row is dropped."""
+        """Return the columns of a tokenized row, or the reason for dropping it."""
         [passage] = passages
         [known] = encoded
         max_len = self.data.max_len
@@ -191,9 +193,9 @@ class SFTDataset(TokenizedRows[SFTRow]):
 
 
 def _refuse_rows_without_answers(dataset: Dataset, input_key: str) -> None:
-    """Raise DataError because no column contains the answers.
+    """Raise DataError: no column contains the answers.
 
-    If the input column is missing, another check reports it.
+    A missing input column is reported by another check.
     """
     columns = dataset.column_names
     if input_key not in columns:

@@ -1,4 +1,4 @@
-"""Display of a run's first texts as the model sees them, for --dry_run: tokens and targets."""
+"""Display of a run's first texts as the model sees them (tokens and targets), for --dry_run."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -11,25 +11,26 @@ from openrlhf.core.batches import PER_SAMPLE, Ragged, Steps, TokenRows
 from openrlhf.data.first_look import recorded
 
 SHOWN = 2  # rows
-LONGEST = 2000  # characters of a part of a text; the middle of a longer part is left out
-AT_ENDS = 6  # token ids shown at each end
+# Maximum characters shown per section of text; longer sections are elided in the middle.
+LONGEST = 2000
+AT_ENDS = 6  # number of token ids shown from each end
 
 
 def show_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a line with the format of the prompts, which `first_look` has recorded."""
+    """Return a line with the prompt format that `first_look` has recorded."""
     used = recorded(tokenizer)
     if used is None:
-        return "Template: none, the texts are those of the rows."
+        return "Template: none, texts are used as they are in the rows."
     return f"Template: {used.flags}."
 
 
 def show_batch(
     batch: Ragged, tokenizer: PreTrainedTokenizerBase, names: Sequence[str]
 ) -> Iterator[str]:
-    """Yield each sample with its targets.
+    """Yield each sample as text with its targets marked.
 
-    Targets are the tokens of the loss, labelled steps, or the last token, where the reward is read.
-    `names` are the names of a row's samples; samples without a name are left out.
+    Targets are the tokens in the loss, the labelled steps, or the last token, where the reward is
+    read. `names` labels the samples of a row; samples without a name are skipped.
     """
     columns: dict[str, Any] = {}
     for field in fields(batch):
@@ -49,7 +50,7 @@ def show_batch(
 def _marks(
     batch: Ragged, start: int, end: int, tokenizer: PreTrainedTokenizerBase
 ) -> list[str | None]:
-    """Return the mark of each token in a sample: a text shown after a target, or None."""
+    """Return a mark for each token in a sample: the text shown after a target, or None."""
     if isinstance(batch, Steps):
         return [_label(value, tokenizer) for value in batch.labels[start:end].tolist()]
     if isinstance(batch, TokenRows):
@@ -58,7 +59,7 @@ def _marks(
 
 
 def _label(label: float, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the text of a label (a probability or a token); None for NaN."""
+    """Return a label (a probability or a token) as text, or None for NaN."""
     if 0 <= label <= 1:
         return f" = {label:g}"
     if label > 1:
@@ -72,9 +73,9 @@ def show_text(
     tokenizer: PreTrainedTokenizerBase,
     marks: Sequence[str | None] = (),
 ) -> str:
-    """Return the number of tokens and targets, the first and last ids, and the text.
+    """Return the text with its number of tokens and targets and its first and last token ids.
 
-    Targets are the tokens whose mark is not None. They are written as ⟦target⟧.
+    Tokens whose mark is not None are targets, shown as ⟦target⟧.
     """
     counts = f"{len(tokens)} tokens"
     if marks:
@@ -87,8 +88,8 @@ def show_text(
     end = 0
     for mark, run in groupby(marks or [None] * len(tokens)):
         end += len(list(run))
-        # Take the difference of two decoded texts, because tokenizers decode the first token of a
-        # text differently.
+        # Take the difference of two decoded texts, because tokenizers decode a text's first token
+        # differently.
         until = str(tokenizer.decode(tokens[:end], clean_up_tokenization_spaces=False))
         part = until[len(before) :]
         before = until

@@ -1,4 +1,4 @@
-"""Rows for process reward models: texts with a placeholder after each step, and its label."""
+"""Rows for process reward models: texts with a placeholder and a label after each step."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -16,9 +16,9 @@ from openrlhf.data.templates import Encoded, Passage
 
 @dataclass(frozen=True, kw_only=True)
 class StepRow:
-    """A text with the positions of the placeholders of labelled steps.
+    """A tokenized text with the placeholder positions and labels of its labelled steps.
 
-    The labels are tokens, or probabilities that the step is correct.
+    A label is a token id, or the probability that the step is correct.
     """
 
     tokens: list[int]
@@ -27,11 +27,11 @@ class StepRow:
 
 
 class StepDataset(TokenizedRows[StepRow]):
-    """The rows of a dataset as tokens, cut to `max_len`, with the labels of the remaining steps.
+    """A dataset's rows as tokens, truncated to `max_len`, with the labels of the remaining steps.
 
-    A label is a text of one token (hard), or a number from 0 to 1 (soft); null leaves a step
-    without a label. `soft` is true if the labels are numbers. Raises DataError for malformed rows,
-    naming the first, and if no row is left.
+    A label is a single-token text (hard) or a number from 0 to 1 (soft); null leaves a step
+    unlabelled. `soft` is true if the labels are numbers. Raises DataError if rows are malformed
+    (naming the first ones) or if all rows are dropped.
     """
 
     row: ClassVar = StepRow
@@ -53,9 +53,9 @@ class StepDataset(TokenizedRows[StepRow]):
         self.soft = isinstance(_first_label(dataset[data.label_key]), int | float)
         if self.soft and len(self.reward_tokens) != 2:
             raise DataError(
-                f"Labels of --data.label_key {data.label_key} are numbers, the probabilities of a "
-                "right step. Set --prm.reward_tokens to the tokens of a right and of a wrong step, "
-                f"not {list(self.prm.reward_tokens)}."
+                f"The labels in --data.label_key {data.label_key} are numbers (probabilities that "
+                "a step is correct). Set --prm.reward_tokens to two tokens, one for a correct and "
+                f"one for a wrong step, not {list(self.prm.reward_tokens)}."
             )
         super().__init__(dataset, tokenizer, data)
         if not self.soft:
@@ -68,13 +68,13 @@ class StepDataset(TokenizedRows[StepRow]):
             self.summary += f" Labels: {', '.join(shown)}."
 
     def passages(self, row: Mapping[str, Any]) -> list[Passage] | str:
-        """Return the text of a row."""
+        """Return the text of a row with its placeholders."""
         return [Passage(text=text_of(row, self.data.input_key), spans=[], response=0)]
 
     def columns(
         self, row: Mapping[str, Any], passages: list[Passage], encoded: list[Encoded]
     ) -> Result:
-        """Return the columns of a row, or the reason why the row is dropped."""
+        """Return the columns of a row, or the reason for dropping it."""
         data = self.data
         uncut = encoded[0].tokens
         labels = row[data.label_key]
@@ -109,7 +109,8 @@ class StepDataset(TokenizedRows[StepRow]):
         }
 
     def _label(self, row: Mapping[str, Any], label: Any) -> float:
-        """Return a label as a number: a probability or a token. Raises DataError otherwise."""
+        """Return a label as a number (a probability or a token id). Raises DataError if it is
+        invalid."""
         column = self.data.label_key
         if self.soft:
             if not isinstance(label, int | float) or not 0 <= label <= 1:
@@ -119,7 +120,7 @@ class StepDataset(TokenizedRows[StepRow]):
         if isinstance(label, str):
             tokens = self.tokenizer.encode(label, add_special_tokens=False)
         if len(tokens) != 1 or (self.reward_tokens and tokens[0] not in self.reward_tokens):
-            expected = "a text of one token"
+            expected = "a text that is a single token"
             if self.reward_tokens:
                 expected = f"one of {list(self.prm.reward_tokens)}"
             raise row_error(row, column, f"has the label {label!r}, not {expected}.")
@@ -127,7 +128,7 @@ class StepDataset(TokenizedRows[StepRow]):
 
 
 def _first_label(column: Iterable[Any]) -> Any:
-    """Return the first label in a column of lists that is not null; None if there is none."""
+    """Return the first label in a column of lists that is not null, or None."""
     for labels in column:
         if not isinstance(labels, list):
             continue
@@ -138,11 +139,11 @@ def _first_label(column: Iterable[Any]) -> Any:
 
 
 def one_token(tokenizer: PreTrainedTokenizerBase, text: str, flag: str) -> int:
-    """Return the token of a text. Raises DataError unless the text is exactly one token."""
+    """Return the id of a single-token text. Raises DataError for any other text."""
     tokens = tokenizer.encode(text, add_special_tokens=False)
     if len(tokens) != 1:
         raise DataError(
-            f"{flag} {text!r} is {len(tokens)} tokens of this tokenizer, not one. "
+            f"{flag} {text!r} is encoded as {len(tokens)} tokens by this tokenizer, not one. "
             "Choose another text."
         )
     return tokens[0]

@@ -1,4 +1,4 @@
-"""Rendering of chat messages to text, and the characters and tokens that the assistant wrote."""
+"""Rendering chat messages to text, and locating the assistant's characters and tokens in it."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,19 +16,19 @@ from openrlhf.data.clock import clock_of
 from openrlhf.data.messages import Message
 from openrlhf.data.tokenizer import added_tokens
 
-Span = tuple[int, int]  # [start, end) in characters
-# Renders messages to a text and the spans that the template marks.
+Span = tuple[int, int]  # [start, end) in characters of a text
+# A function that renders messages to a text and the spans marked by the template.
 Draw = Callable[..., tuple[str, list[Span]]]
 
 ANSWER = "(the answer)"
 STAND_IN = "<<what the assistant said>>"
-REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of a message with reasoning
+REASONING = ("reasoning_content", "reasoning", "thinking")  # message fields that contain reasoning
 
 
 def fill_template(template: str | None, text: str) -> str:
     """Return `template` with its `{}` replaced by `text`.
 
-    Other braces in template or text are kept.
+    Other braces are kept.
     """
     if template is None:
         return text
@@ -39,9 +39,9 @@ def fill_template(template: str | None, text: str) -> str:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> str:
-    """Return messages rendered by the chat template.
+    """Return messages as text, rendered by the chat template.
 
-    Options and errors are those of `render_marked`.
+    See `render_marked` for options and errors.
     """
     return render_marked(tokenizer, messages, **options)[0]
 
@@ -49,7 +49,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **op
 def rendered_question(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a user message rendered by the chat template.
 
-    If the template requires more, such as a system message, the template itself is returned.
+    If the template requires more, e.g. a system message, return the template itself.
     """
     try:
         return render(tokenizer, [{"role": "user", "content": ANSWER}], add_generation_prompt=True)
@@ -58,7 +58,7 @@ def rendered_question(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def chat_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the tokenizer's added tokens that the chat template writes."""
+    """Return the tokenizer's added tokens that the chat template inserts."""
     rendered = rendered_question(tokenizer)
     return [token for token in added_tokens(tokenizer) if token in rendered]
 
@@ -71,10 +71,10 @@ def render_marked(
     tools: Sequence[dict[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> tuple[str, list[Span]]:
-    """Return the rendered text, and the spans written by the template's `{% generation %}` blocks.
+    """Return the rendered text and the spans from the template's `{% generation %}` blocks.
 
     `variables` are additional template variables, such as `enable_thinking`. Raises ValueError with
-    the error message of the template.
+    the template's error message.
     """
     template = tokenizer.get_chat_template()
     special_tokens: dict[str, Any] = tokenizer.special_tokens_map
@@ -99,10 +99,9 @@ def render_marked(
 class Passage:
     """A text to train on, with the spans of its targets.
 
-    `response` is the index of the character where the response begins. `rewritten` and `empty`
-    count assistant turns that are not targets, because the template changes them or leaves out
-    their tool calls. `unended` counts targets before the last one that end without a text that
-    stops generation.
+    `response` is the character index where the response begins. `rewritten` and `empty` count
+    assistant turns that are not targets because the template changes them or omits their tool
+    calls. `unended` counts targets before the last one that do not end with a stop text.
     """
 
     text: str
@@ -111,14 +110,14 @@ class Passage:
     rewritten: int = 0
     unended: int = 0
     empty: int = 0
-    lost: str = ""  # a tool that the template leaves out
+    lost: str = ""  # a tool that the template omits, if any
 
     def closed(self, ends: Sequence[str], marks: Sequence[str] = (), *, space: bool = True) -> Self:
-        """Return the passage without trailing newlines, ending with one of `ends`.
+        """Return the passage with trailing newlines removed, ending with one of `ends`.
 
-        Generation stops at `ends`. If the text ends with none of them, the first of `ends` is
-        appended. With `space`, a space is inserted before it unless the text ends with one of
-        `marks`. The appended end is a target if the text before it is a target.
+        `ends` are the texts that stop generation. If the text ends with none of them, the first one
+        is appended, with `space` after a space unless the text ends with one of `marks`. The
+        appended end is a target if the text before it is a target.
         """
         text = self.text.rstrip("\n")
         if text.endswith(tuple(ends)):
@@ -135,10 +134,10 @@ class Passage:
         return replace(self, text=closed, spans=spans)
 
     def with_ended_turns(self, ends: Sequence[str]) -> Self:
-        """Return the passage with each turn extended by its end, if generation stops there.
+        """Return the passage with each turn extended by the stop text that follows it, if any.
 
-        Some templates end a turn only with the marker of the next turn. `unended` counts the turns
-        before the last one that still have no end.
+        Some templates end a turn only with the next turn's role marker. `unended` counts the turns
+        before the last one that have no stop text.
         """
         spans: list[Span] = []
         unended = 0
@@ -162,12 +161,12 @@ def render_conversation(
 ) -> Passage:
     """Render a conversation that ends with an assistant message, and find its targets.
 
-    Targets are everything from the assistant's message `first` on, or the assistant's `turns`. If
-    the template has `{% generation %}` marks, only marked text is a target. Without marks, a turn
-    is the text after the generation prompt and before the next message. If the template rewrites
-    history (for example, drops earlier reasoning), a turn is its content and the end of turn after
-    it; an earlier turn whose content was changed is not a target. Raises ValueError if message
-    `first`, or the last of `turns`, cannot be found.
+    Targets are everything from the assistant message `first` on, or the assistant messages `turns`.
+    If the template has `{% generation %}` marks, only marked text is a target. Without marks, a
+    turn is the text between the generation prompt and the next message. If the template rewrites
+    history (for example, drops earlier reasoning), a turn is its content and the end-of-turn text
+    after it; an earlier turn whose content was changed is not a target. Raises ValueError if
+    message `first` or the last of `turns` cannot be found in the text.
     """
     draw: Draw = partial(render_marked, tokenizer, tools=tools)
     text, marked = draw(messages)
@@ -185,10 +184,10 @@ def render_conversation(
             spans.append(span)
     if span is None:
         raise ValueError(
-            f"the chat template changes message {wanted[-1]} of the assistant (it may drop "
-            "reasoning), so the tokens of the message cannot be found. Mark the assistant's words "
-            "with {% generation %} and {% endgeneration %} in the template, and pass the template "
-            "as --data.tokenizer_chat_template"
+            f"the chat template changes assistant message {wanted[-1]} (it may drop reasoning), so "
+            "the message cannot be found in the rendered text. Mark the assistant's text with "
+            "{% generation %} and {% endgeneration %} in the template, and pass the template as "
+            "--data.tokenizer_chat_template"
         )
     rewritten = len(wanted) - len(spans)
     if not turns and first < len(messages) - 1:
@@ -199,9 +198,9 @@ def render_conversation(
 def _marked_turns(
     draw: Draw, messages: Sequence[Message], marked: list[Span], first: int, turns: Sequence[int]
 ) -> list[Span]:
-    """Return the marked spans from message `first` on, or the marked spans of `turns`.
+    """Return the marked spans from message `first` on, or those of `turns`.
 
-    The spans of a turn are found by counting the marks before it.
+    A turn's spans are found by counting the marks before it.
     """
 
     def marks_before(turn: int) -> int:
@@ -209,7 +208,7 @@ def _marked_turns(
             return 0
         try:
             return len(draw(messages[:turn])[1])
-        except ValueError:  # the template may reject these messages, e.g. without a user's turn
+        except ValueError:  # the template may reject these messages, e.g. without a user turn
             return _count_assistant(messages[:turn])
 
     if not turns:
@@ -227,7 +226,7 @@ def _count_assistant(messages: Sequence[Message]) -> int:
 
 
 def _find_turn(draw: Draw, messages: Sequence[Message], turn: int, text: str) -> Span | None:
-    """Return the span of a turn in `text`, or None if the template changed it."""
+    """Return a turn's span in `text`, or None if the template changed the turn."""
     if turn:
         with suppress(ValueError):  # the template may reject these messages
             through, _ = draw(messages[: turn + 1])
@@ -240,9 +239,9 @@ def _find_turn(draw: Draw, messages: Sequence[Message], turn: int, text: str) ->
 
 
 def _find_content(draw: Draw, messages: Sequence[Message], turn: int, text: str) -> Span | None:
-    """Return the span of a turn's content in `text`, or None if the template changed it.
+    """Return the span of a turn's content in `text`, or None if the template changed the content.
 
-    The span lies between the texts before and after a placeholder for the content.
+    Rendering a placeholder instead of the content shows the text before and after it.
     """
     past = [*messages[:turn], {**messages[turn], "content": STAND_IN}]
     before, _, after = draw([*past, *messages[turn + 1 :]])[0].partition(STAND_IN)
@@ -252,7 +251,7 @@ def _find_content(draw: Draw, messages: Sequence[Message], turn: int, text: str)
         return None
     try:
         last, _ = draw(past)
-    except ValueError:  # the template rejects these messages: use the end of the conversation
+    except ValueError:  # the template rejects these messages: render the whole conversation instead
         last, _ = draw([*messages[:-1], {**messages[-1], "content": STAND_IN}])
     end_of_turn = last.partition(STAND_IN)[2]
     return len(before), end + in_common(end_of_turn, after)
@@ -268,7 +267,7 @@ def in_common(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """A text's tokens, with the characters [start, end) of each if the tokenizer has offsets."""
+    """A text's tokens, with each token's span in characters if the tokenizer has offsets."""
 
     text: str
     tokens: list[int]
@@ -276,18 +275,19 @@ class Encoded:
     tokenizer: PreTrainedTokenizerBase
 
     def tokens_of(self, span: Span) -> range:
-        """Return the tokens of a span of characters.
+        """Return the range of tokens that cover a span of characters.
 
-        A token that straddles a boundary of the span belongs to the span. If the tokenizer has no
-        offsets, the text before each boundary is encoded: the common prefix of its tokens and the
-        text's tokens comes before the boundary.
+        A token that straddles a boundary belongs to the span. Without offsets, the text before each
+        boundary is encoded, and the tokens it has in common with the whole text come before the
+        boundary.
 
-        Example: the text "Q: yes" as `Q`, `:`, `▁yes` and the span (3, 6) of "yes": range(2, 3).
+        Example: if "Q: yes" is tokenized as `Q`, `:`, `▁yes`, the span (3, 6) of "yes" gives
+        range(2, 3).
         """
         if self.offsets is None:
             return range(*map(self._tokens_before, span))
         start, end = span
-        # Compare ends, not starts, because some offsets leave out the space before a word.
+        # Compare ends, not starts, because some offsets exclude the space before a word.
         first = bisect_right(self.offsets, start, key=itemgetter(1))
         last = bisect_right(self.offsets, end, key=itemgetter(1))
         while last < len(self.offsets) and self.offsets[last][0] < end:
@@ -305,9 +305,9 @@ def cut(
     tokenizer: PreTrainedTokenizerBase,
     ends: Collection[int] = (),
 ) -> list[int]:
-    """Return at most `max_len` tokens, the last of which is end-of-text.
+    """Truncate to `max_len` tokens, the last of which is end-of-text.
 
-    If nothing is cut, the last token may also be one of `ends`.
+    If nothing is truncated, the last token may also be one of `ends`.
     """
     if len(tokens) <= max_len and tokens[-1] in ends:
         return list(tokens)
@@ -316,7 +316,7 @@ def cut(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Encoded]:
-    """Tokenize texts without the special tokens that a tokenizer would add around them."""
+    """Tokenize texts without adding special tokens."""
     if not texts:
         return []
     with_offsets = bool(tokenizer.is_fast)

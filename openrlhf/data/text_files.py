@@ -1,8 +1,8 @@
-"""Readers of CSV and JSON files that keep every value as it is written.
+"""CSV and JSON readers that keep every value unchanged.
 
-The library's own readers guess types from a block of rows: 00109 becomes a number, a surplus field
-an index, a string that looks like a date a timestamp, and a missing key a null. These readers
-replace them; the library still handles files, splits and cache.
+The readers of the datasets library infer types from a block of rows: 00109 becomes a number, an
+extra field an index, a string that looks like a date a timestamp, and a missing key a null. The
+readers here replace them; the library still handles files, splits and caching.
 """
 
 import codecs
@@ -30,25 +30,25 @@ from datasets.utils.file_utils import xopen
 
 from openrlhf.data.errors import DataError, kind
 
-# The version of the rows that these readers produce. Cached rows of another version are not used.
+# Version of the rows that these readers produce. Cached rows of other versions are not used.
 VERSION = "1"
 BATCH_ROWS = 1000
 NOT_UTF8 = "is not UTF-8 text. Save the file as UTF-8 (Excel calls this format CSV UTF-8)"
 SEPARATORS = (",", ";", "\t")
 MAX_CELL_CHARACTERS = 2**31 - 1
-OPENINGS = (b"{", b"[", b",", b":")  # a JSON value continues after a line that ends with these
+OPENINGS = (b"{", b"[", b",", b":")  # line endings after which a JSON value continues
 
-# A type of the library: a `Value`, a `List`, a dictionary of a struct's fields, `AsWritten`, …
+# A column type: a `Value`, a `List`, a dictionary of a struct's fields, `AsWritten`, …
 Feature = Any
 Row = dict[str, Any]
 Rows = Iterator[Row]
 
 
 def read_as_written(builder: datasets.DatasetBuilder) -> DatasetDict:
-    """Read the files that a builder of the library has found.
+    """Read the files that a dataset builder has found.
 
-    Our readers handle CSV and JSON; the library handles other files, and JSON files whose types are
-    declared in a dataset card.
+    Our readers handle CSV and JSON files. The library handles other formats, and JSON files whose
+    types are declared in a dataset card.
     """
     config: Any = builder.config
     reader = None
@@ -81,40 +81,40 @@ def read_as_written(builder: datasets.DatasetBuilder) -> DatasetDict:
 class AsWritten:
     """A column type for arbitrary JSON values.
 
-    The values are stored as text, so that they are read back unchanged.
+    Values are stored as JSON text, so they are read back unchanged.
     """
 
     dtype = "string"
     pa_type = pa.string()
-    # The library looks the class up by this name.
+    # The datasets library looks up the class by this name.
     _type: str = field(default="AsWritten", init=False)
 
     def __call__(self) -> pa.DataType:
         return self.pa_type
 
     def encode_example(self, value: Any) -> str | None:
-        """Return the text to store for a value; null is stored as null."""
+        """Return the text to store for a value. Null is stored as null."""
         if value is None:
             return None
         return json.dumps(value)
 
     def decode_example(self, stored: str | None, token_per_repo_id: object = None) -> Any:
-        """Return the value of a stored text."""
+        """Return the value for a stored text."""
         if stored is None:
             return None
         return json.loads(stored)
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # the library calls the registry of its types experimental
+    warnings.simplefilter("ignore")  # the library warns that registering types is experimental
     register_feature(AsWritten, "AsWritten")
 
 
 def without_added_nulls(value: Any, feature: Feature) -> Any:
-    """Return a value without the null fields of structs.
+    """Return a value with the null fields of structs removed.
 
-    Arrow adds such a field if another row has it. A null in a list, or in a column of type
-    `AsWritten`, was written by the user and is kept.
+    Arrow adds a null field if another row has the field. Nulls in lists or in `AsWritten` columns
+    come from the user's data and are kept.
     """
     if isinstance(feature, List | LargeList) and isinstance(value, list):
         return [without_added_nulls(part, feature.feature) for part in value]
@@ -128,14 +128,14 @@ def without_added_nulls(value: Any, feature: Feature) -> Any:
 
 
 class TextFile(NamedTuple):
-    """A file to read, and its name in error messages."""
+    """A file to read, with the name to show in error messages."""
 
     path: str
     name: str
 
 
 class _TextFiles(datasets.ArrowBasedBuilder, ABC):
-    """Rows of text files, in the splits and the cache of the library."""
+    """Base class of the readers, which use the library's splits and cache."""
 
     def _info(self) -> datasets.DatasetInfo:
         return datasets.DatasetInfo()
@@ -160,7 +160,7 @@ class _TextFiles(datasets.ArrowBasedBuilder, ABC):
         self.info.features = features
         return splits
 
-    # The library calls both with the keyword arguments of its split.
+    # The library calls both methods with the keyword arguments of a split.
     def _generate_shards(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, files: list[TextFile]
     ) -> Iterator[str]:
@@ -171,7 +171,7 @@ class _TextFiles(datasets.ArrowBasedBuilder, ABC):
         self, files: list[TextFile]
     ) -> Iterator[tuple[Key, pa.Table]]:
         features: Any = self.info.features
-        yield Key(0, 0), _table([], features)  # so that a file without rows keeps its columns
+        yield Key(0, 0), _table([], features)  # keeps the columns of a file without rows
         for shard, file in enumerate(files):
             batch: list[Row] = []
             number = 1
@@ -185,7 +185,7 @@ class _TextFiles(datasets.ArrowBasedBuilder, ABC):
 
     @abstractmethod
     def _features(self, files: list[TextFile]) -> Features:
-        """Return the types of all columns of all files."""
+        """Return the column types over all files."""
 
     @abstractmethod
     def _rows(self, file: TextFile) -> Rows:
@@ -198,7 +198,7 @@ def _open(path: str) -> IO[bytes]:
 
 
 def _table(rows: list[Row], features: Features) -> pa.Table:
-    """Return rows as a table with the columns of `features`."""
+    """Convert rows to a table with the columns in `features`."""
     columns: dict[str, list[Any]] = {}
     for column, feature in features.items():
         values = [row.get(column) for row in rows]
@@ -212,7 +212,7 @@ def _table(rows: list[Row], features: Features) -> pa.Table:
 
 
 class CsvFiles(_TextFiles):
-    """CSV files in which every row has the fields of the header.
+    """Reader for CSV files, in which every row must have as many fields as the header.
 
     Every cell is text; an empty cell is null.
     """
@@ -240,29 +240,29 @@ class CsvFiles(_TextFiles):
                 if len(fields) != len(header):
                     raise DataError(
                         f"{file.name}, line {line}: the row has {len(fields)} fields, but the "
-                        f"header names {len(header)} ({', '.join(header)}). A text that contains "
-                        "the separator or a line break needs double quotes around it."
+                        f"header has {len(header)} ({', '.join(header)}). Put double quotes around "
+                        "texts that contain the separator or a line break."
                     )
                 yield {column: cell or None for column, cell in zip(header, fields, strict=True)}
 
 
 class Record(NamedTuple):
-    """A record of a CSV file, with the number of its first line."""
+    """A CSV record with the number of its first line."""
 
     line: int
     fields: list[str]
 
 
-NO_HEADER = Record(0, [])  # the header of an empty file
+NO_HEADER = Record(0, [])  # header of an empty file
 
 
 def csv_records(file: IO[bytes], name: str, separator: str) -> Iterator[Record]:
-    """Yield the records of a CSV file: first the names of the columns, then the rows.
+    """Yield the records of a CSV file: the header, then the rows.
 
     Empty lines are skipped. If the header does not contain `separator`, the first of comma,
-    semicolon and tab that it contains is used instead. Columns without a name get the names that
-    pandas would give them. Raises a DataError with the line for text that is not UTF-8, for
-    unmatched quotes, and for two columns with the same name.
+    semicolon and tab that it does contain is used. Unnamed columns are named as in pandas. Raises a
+    DataError with the line number for text that is not UTF-8, unmatched quotes, and duplicate
+    column names.
     """
     csv.field_size_limit(MAX_CELL_CHARACTERS)
     lines = _csv_lines(file, name)
@@ -286,37 +286,36 @@ def csv_records(file: IO[bytes], name: str, separator: str) -> Iterator[Record]:
             line = reader.line_num + 1
     except csv.Error as error:
         raise DataError(
-            f"{name}, line {line}: the quotes of this row do not match ({error}). A text that "
-            "contains a double quote is written in double quotes, with each double quote in it "
-            'doubled: "He said ""yes""".'
+            f"{name}, line {line}: unmatched quotes in this row ({error}). Put double quotes "
+            'around texts that contain a double quote, and double them: "He said ""yes""".'
         ) from error
 
 
 def _csv_lines(file: IO[bytes], name: str) -> Iterator[str]:
-    """Yield the lines of a CSV file as text."""
+    """Yield the decoded lines of a CSV file."""
     for number, line in enumerate(file, 1):
         text = _decoded(line, name, number)
         if number == 1:
-            text = text.removeprefix("\ufeff")  # the byte order mark that Excel writes
-        # Lines of files from old Macs end with a carriage return.
+            text = text.removeprefix("\ufeff")  # byte order mark written by Excel
+        # Files from old Macs use carriage returns as line endings.
         yield from io.StringIO(text, newline="")
 
 
 def _name_of(column: str, place: int) -> str:
-    """Return the name of a column, or the name that pandas would give it if it has none."""
+    """Return a column's name, or the name that pandas gives to an unnamed column."""
     if column.strip():
         return column
     return f"Unnamed: {place}"
 
 
 def _check_names(header: list[str], name: str, line: int) -> None:
-    """Raise DataError for two columns with the same name."""
+    """Raise DataError if two columns have the same name."""
     repeated = sorted({column for column in header if header.count(column) > 1})
     if repeated:
         shown = ", ".join(map(repr, repeated))
         raise DataError(
-            f"{name}, line {line}: the header names more than one column {shown}. "
-            "Give each column a name of its own."
+            f"{name}, line {line}: duplicate column name in the header: {shown}. Give each column "
+            "a unique name."
         )
 
 
@@ -324,9 +323,9 @@ def _check_names(header: list[str], name: str, line: int) -> None:
 
 
 class JsonFiles(_TextFiles):
-    """JSON files: lines, an array, or values one after the other.
+    """Reader for JSON files: one value per line, a single array, or concatenated values.
 
-    Columns whose values all have the same simple type get that type; other columns are `AsWritten`.
+    Columns whose values all have the same simple type get that type. Other columns are `AsWritten`.
     """
 
     BUILDER_CONFIG_CLASS = JsonConfig
@@ -358,7 +357,7 @@ SIMPLE: dict[type, Feature] = {
 
 
 def _type_of(value: Any) -> Feature:
-    """Return the type of a JSON value."""
+    """Return the column type for a JSON value."""
     if isinstance(value, list):
         return _list_of(reduce(_common, map(_type_of, value), NULL))
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -367,14 +366,14 @@ def _type_of(value: Any) -> Feature:
 
 
 def _list_of(inner: Feature) -> Feature:
-    """Return the type of lists of a type."""
+    """Return the type for lists with items of this type."""
     if inner is ANY:
         return ANY
     return List(inner)
 
 
 def _common(a: Feature, b: Feature) -> Feature:
-    """Return the type of a column with values of two types."""
+    """Return the column type that can hold values of both types."""
     if b is NULL or a is b:
         return a
     if a is NULL:
@@ -387,9 +386,9 @@ def _common(a: Feature, b: Feature) -> Feature:
 def json_rows(file: IO[bytes], name: str) -> Rows:
     """Yield the objects of a JSON file.
 
-    A string instead of an object is a row with the column `text`. Raises a DataError with the line
-    for text that is not UTF-8, for invalid JSON, for an object with a duplicate key, for half of a
-    surrogate pair, and for a value that is not a row.
+    A string becomes a row with the column `text`. Raises a DataError with the line number for text
+    that is not UTF-8, invalid JSON, duplicate keys, unpaired surrogates, and values that are not
+    rows.
     """
     before = 0  # lines read
     opening = b""
@@ -415,7 +414,7 @@ def json_rows(file: IO[bytes], name: str) -> Rows:
 
 
 def _whole_file(text: str, name: str) -> Rows:
-    """Yield the rows of a text that is one array, or values that span several lines."""
+    """Yield the rows of a text that is a single array or has values spanning several lines."""
     escaped = _escapes_surrogates(text)
     number = 1
     place = _after_space(text, 0)
@@ -434,7 +433,7 @@ def _whole_file(text: str, name: str) -> Rows:
 
 
 def _decoded(text: bytes, name: str, line: int) -> str:
-    """Decode the text of a file that starts at `line`."""
+    """Decode a part of a file that starts at `line`."""
     try:
         return text.decode()
     except UnicodeDecodeError as error:
@@ -446,13 +445,14 @@ def _broken(error: ValueError, name: str, line: int) -> DataError:
     """Return the error for a text that is not valid JSON."""
     reason = str(error)
     if isinstance(error, json.JSONDecodeError):
-        problem = error.msg.removesuffix(" at")  # as in "Invalid control character at"
-        reason = f"the JSON is broken: {problem}, at column {error.colno}"
+        # As in "Invalid control character at", a message of the parser.
+        problem = error.msg.removesuffix(" at")
+        reason = f"invalid JSON: {problem}, at column {error.colno}"
     return DataError(f"{name}, line {line}: {reason}.")
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> Row:
-    """Return the keys and values of an object. Raises ValueError for a duplicate key."""
+    """Build a JSON object from its pairs. Raises ValueError for a duplicate key."""
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -476,9 +476,10 @@ def _escapes_surrogates(text: str) -> bool:
 
 
 def _row(value: Any, place: str, *, escaped: bool) -> Row:
-    """Return a value as a row.
+    """Convert a JSON value to a row.
 
-    `escaped`: the file contains escaped surrogates, so the row may contain half of a pair.
+    `escaped` means that the file contains escaped surrogates, so the row may contain an unpaired
+    one.
     """
     row = value
     if isinstance(value, str):
@@ -490,6 +491,6 @@ def _row(value: Any, place: str, *, escaped: bool) -> Row:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise DataError(
-                f"{place}: a text has half of a surrogate pair, {error.object[error.start]!r}."
+                f"{place}: a text contains an unpaired surrogate, {error.object[error.start]!r}."
             ) from error
     return row

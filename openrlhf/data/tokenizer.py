@@ -1,4 +1,4 @@
-"""Tokenizers of models: padding token, padding side, chat template, and ends of texts."""
+"""Loading tokenizers: padding token, padding side, chat template and stop tokens."""
 
 import os
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from openrlhf.data.errors import DataError
 from openrlhf.reporting import notice
 
-# More than in ordinary text. A longer text cannot fit and may take minutes to tokenize.
+# Far above the ratio in ordinary text. Longer texts cannot fit, and may take minutes to tokenize.
 CHARACTERS_PER_TOKEN = 64
 LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # of Transformers
 FEWEST_CHARACTERS = 1 << 16
@@ -23,11 +23,11 @@ def get_tokenizer(
     chat_template: str | None = None,
     flag: str = "--model.model_name_or_path",
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model folder or Hub name.
+    """Load the tokenizer from a model folder or the Hub.
 
-    If the padding token is missing, end-of-text is used. `chat_template` replaces the tokenizer's
-    template. `flag` is the flag that names the model. Raises DataError if there is no tokenizer, if
-    it requires untrusted code of the model's repository, or if it has no end-of-text token.
+    A missing padding token defaults to end-of-text. `chat_template` replaces the tokenizer's
+    template. `flag` is the flag that names the model. Raises DataError if no tokenizer is found, if
+    it requires untrusted code from the model's repository, or if it has no end-of-text token.
     """
     owner = os.path.dirname(path)
     if os.path.isdir(owner) and os.access(owner, os.R_OK) and not os.path.isdir(path):
@@ -41,7 +41,8 @@ def get_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, LookupError, AttributeError, ImportError) as error:
         raise DataError(_explain(path, error, flag)) from error
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # created from a config.json alone
+    # Built from config.json without tokenizer files.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise DataError(
             f"{path!r} has no tokenizer: the vocabulary is empty. Add the tokenizer's files."
         )
@@ -53,7 +54,7 @@ def get_tokenizer(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = padding_side
-    # Mark this warning as already shown: our own flags limit lengths and report cut texts.
+    # Suppress this warning: our own flags limit lengths and report truncated texts.
     tokenizer.deprecation_warnings[LENGTH_WARNING] = True
     if chat_template is not None:
         tokenizer.chat_template = chat_template
@@ -61,15 +62,15 @@ def get_tokenizer(
 
 
 def most_characters(max_tokens: int) -> int:
-    """Return the number of characters above which a text is refused or cut.
+    """Return the number of characters above which a text is rejected or truncated.
 
-    `max_tokens` is the maximum number of tokens of the text that are used.
+    `max_tokens` is the maximum number of tokens used from the text.
     """
     return max(FEWEST_CHARACTERS, CHARACTERS_PER_TOKEN * max_tokens)
 
 
 def end_ids(path: str) -> list[int]:
-    """Return the tokens at which a model ends a text, from its generation_config.json.
+    """Return a model's stop tokens from its generation_config.json.
 
     Returns an empty list if the file does not exist.
     """
@@ -86,15 +87,15 @@ def end_ids(path: str) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
-    """The tokens that stop generation: end-of-text and the ends of generation_config.json."""
+    """The tokens that stop generation: end-of-text and those in generation_config.json."""
 
-    texts: list[str]  # end-of-text is the first
+    texts: list[str]  # end-of-text comes first
     ids: list[int]
-    marks: list[str]  # tokens that represent no text, such as the end of a turn
+    marks: list[str]  # tokens that are not part of the text, such as end-of-turn
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Self:
-        """Return the ends of the tokenizer's model."""
+        """Return the stop tokens of the tokenizer's model."""
         ids = [int(str(tokenizer.eos_token_id))]
         if tokenizer.name_or_path:
             end_of_text = ids[0]
@@ -106,18 +107,18 @@ class Ends:
 
 
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the tokens that were added to the vocabulary, such as the end of a turn."""
-    vocabulary: Any = tokenizer.get_added_vocab  # typed as the value of a special token
+    """Return the tokens added to the vocabulary, such as the end-of-turn token."""
+    vocabulary: Any = tokenizer.get_added_vocab  # Transformers types this as a special token
     return list(vocabulary())
 
 
 def require_vocabulary(
     tokenizer: PreTrainedTokenizerBase, path: str, *, flag: str, owner: str, trust_remote_code: bool
 ) -> None:
-    """Raise DataError if the model at `path` has different ids for the tokens of `tokenizer`.
+    """Raise DataError unless the model at `path` has the same token ids as `tokenizer`.
 
-    The model will be given tokens of `tokenizer`. `flag` names the model at `path`; `owner` is the
-    flag that names the model of `tokenizer`, with its value.
+    The model at `path`, named by `flag`, receives tokens from `tokenizer`. `owner` is the flag of
+    the tokenizer's model, with its value.
     """
     theirs = get_tokenizer(path, trust_remote_code=trust_remote_code, flag=flag).get_vocab()
     ours = tokenizer.get_vocab()
@@ -131,19 +132,19 @@ def require_vocabulary(
             "--reward.remote_url."
         )
     raise DataError(
-        f"{flag} {path} has another vocabulary than {owner}: {len(differing)} of {len(ours)} "
-        f"tokens have another number or none there, among them {differing[0]!r}. {fix}"
+        f"{flag} {path} has a different vocabulary from {owner}: {len(differing)} of {len(ours)} "
+        f"tokens have a different id or are missing, for example {differing[0]!r}. {fix}"
     )
 
 
 def _explain(path: str, error: Exception, flag: str) -> str:
-    """Return the reason why a tokenizer could not be loaded."""
+    """Explain why a tokenizer could not be loaded."""
     if "trust_remote_code" in str(error):
         return (
-            f"The tokenizer of {path!r} needs code in the model's own repository, which runs only "
-            "if you allow it. Read the code, then pass --model.trust_remote_code."
+            f"The tokenizer of {path!r} needs code from the model's repository, which only runs if "
+            "you allow it. Review the code, then pass --model.trust_remote_code."
         )
-    what = "a hub name, because no such folder exists"
+    what = "treated as a hub name, because the folder does not exist"
     if os.path.isdir(path):
         names = sorted(os.listdir(path))[:10]
         what = f"a folder with {', '.join(names) or 'nothing in it'}"
@@ -157,6 +158,6 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     except ValueError as error:
         raise DataError(
             f"--data.apply_chat_template is set, but the tokenizer of {tokenizer.name_or_path!r} "
-            "has no chat template. Put one into its folder as chat_template.jinja (SFT also takes "
+            "has no chat template. Add chat_template.jinja to its folder (SFT also takes "
             "--data.tokenizer_chat_template), or use --data.input_template instead."
         ) from error

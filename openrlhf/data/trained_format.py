@@ -1,7 +1,7 @@
-"""The text format of a model's training, as the default of flags that the user does not set.
+"""The text format a model was trained on, used as the default for unset flags.
 
-An export records the format of its training texts (`first_look.TextFormat`). A later command that
-names no template builds its texts in the same way.
+Exported models record their text format (`first_look.TextFormat`). Later commands use it unless a
+flag sets a template.
 """
 
 from collections.abc import Sequence
@@ -33,17 +33,18 @@ def with_trained_format(
     model: str,
     generates: bool = False,
 ) -> Any:
-    """Return the section `data` with the format of the model's training, where no flag sets one.
+    """Return the `data` section with the format the model was trained on, unless flags set one.
 
-    Prints a notice about it. `column` contains the prompts of `rows`; None if no prompts are put
-    into a template. `model` is the flag that names the model, with its value. `generates`: the
-    model continues where the template ends. Prompts that already have the format are unchanged.
+    Prints a notice if the section changes. `column` is the prompt column in `rows`, or None if
+    prompts are not put into a template. `model` is the flag that names the model, with its value.
+    With `generates`, the model continues where the template ends. Prompts already in the format are
+    left unchanged.
     """
     trained = recorded(tokenizer)
     if trained is None:
         return data
     if generates and joined_border(trained, tokenizer):
-        # Answers begin with the space.
+        # The model generates the space as part of its answer.
         trained = replace(trained, input_template=str(trained.input_template)[:-1])
     changes: dict[str, Any] = {}
     opposites: list[str] = []
@@ -72,7 +73,7 @@ def with_trained_format(
 
 
 def prompts_in(rows: Table, column: str | None) -> list[Any]:
-    """Return a column's values in the first rows; none if the column does not exist."""
+    """Return a column's values in the first rows, or [] if the column does not exist."""
     if not column:
         return []
     return list(rows[:FIRST_ROWS].get(column, []))
@@ -85,10 +86,10 @@ def follows_template(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Any],
 ) -> bool:
-    """Return whether prompts get the template that the model was trained with.
+    """Return whether to apply the template that the model was trained with.
 
-    They do not if a flag or the layout of the rows names another template, or if the prompts
-    already have the template.
+    It is not applied if a flag or the dataset layout sets a template, or if the prompts already
+    contain it.
     """
     if TEMPLATE in config.given or CHAT in config.given or data.apply_chat_template:
         return False
@@ -107,7 +108,7 @@ def follows_template(
 def follows_ending(
     config: Any, data: Any, trained: TextFormat, tokenizer: PreTrainedTokenizerBase
 ) -> bool:
-    """Return whether end-of-text is added without a space, as in the model's training."""
+    """Return whether to append end-of-text without a space, as during the model's training."""
     if "space_before_eos" not in vars(data) or SPACE in config.given:
         return False
     if trained.ending != tokenizer.eos_token:
@@ -118,12 +119,12 @@ def follows_ending(
 def has_format(
     trained: TextFormat, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 ) -> bool:
-    """Return whether all these texts already have a format; False without texts."""
+    """Return whether all these texts are already in a format, False if there are none."""
     if not texts:
         return False
     if trained.chat_template:
         _, _, after = rendered_question(tokenizer).partition(ANSWER)
-        header = after.strip()  # the header of the assistant's turn
+        header = after.strip()  # header of the assistant turn
         marks = [header] if header else chat_marks(tokenizer)
         if not marks:
             return False
@@ -137,10 +138,10 @@ def has_format(
 def kept_format(
     used: TextFormat, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 ) -> TextFormat:
-    """Return the format to record.
+    """Return the format to record in an export.
 
-    It is `used`, with the template of the model's training if these prompts have that template.
-    `texts` are prompts as the model reads them. A space at the end of a template is ignored.
+    This is `used`, or the format the model was trained on if the prompts are in that format.
+    `texts` are prompts as the model sees them. A template's trailing space is ignored.
     """
     trained = recorded(tokenizer)
     if trained is None or used.chat_template:

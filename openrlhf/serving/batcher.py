@@ -1,4 +1,4 @@
-"""Batching of concurrent requests. This module knows neither HTTP nor models."""
+"""Batching of concurrent requests, independent of HTTP and models."""
 
 import asyncio
 from collections import deque
@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
 
-Texts = list[list[int]]  # the token ids of each text
+Texts = list[list[int]]  # token ids of each text
 
 
 class _Request(NamedTuple):
@@ -21,13 +21,12 @@ class _Request(NamedTuple):
 
 
 class Batcher:
-    """Batches of concurrent requests: requests that arrive while `score` is busy share the next.
+    """Batches concurrent requests: those that arrive while `score` is busy share the next batch.
 
-    A batch has whole requests in the order of arrival: at least one, and no more than fit into
-    `max_tokens`. Before a batch, an idle `score` waits up to `max_wait` seconds until as many
-    requests have arrived as the last batch had. So clients that send their next request as soon as
-    they have their scores stay in one batch, and a single client never waits. `score` runs in a
-    thread of its own.
+    A batch takes whole requests in arrival order: at least one, and no more than fit into
+    `max_tokens`. An idle batcher waits up to `max_wait` seconds until as many requests have arrived
+    as were in the last batch. This keeps clients that send requests in lockstep in one batch, and a
+    single client never waits. `score` runs in its own thread.
     """
 
     def __init__(
@@ -38,11 +37,11 @@ class Batcher:
         self._max_wait = max_wait
         self._waiting: deque[_Request] = deque()
         self._arrival = asyncio.Condition()
-        self._last_size = 1  # requests in the last batch
+        self._last_size = 1  # number of requests in the last batch
         self._thread = ThreadPoolExecutor(1, "score")
 
     async def scores(self, texts: Texts) -> list[float]:
-        """Return the scores of a request's texts, in their order.
+        """Return the scores of a request's texts, in order.
 
         Raises the exception that `score` raises for these texts.
         """
@@ -83,7 +82,7 @@ class Batcher:
             scores = iter(await loop.run_in_executor(self._thread, self._score, texts))
         except Exception as error:
             if len(batch) > 1:
-                # Only the request that caused the error fails when each is scored alone.
+                # Score each request alone, so that only the request that caused the error fails.
                 for request in batch:
                     await self._answer([request])
             elif not batch[0].scores.cancelled():

@@ -1,4 +1,4 @@
-"""Connections of the reward server, with limits on their number and on the time for a request."""
+"""Connections of the reward server, limited in number and in the time to send a request."""
 
 import asyncio
 import resource
@@ -6,14 +6,14 @@ from typing import Any, ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MAX_CONNECTIONS = 4096  # at the same time
-OTHER_OPEN_FILES = 128  # open files of the process that are not connections
+MAX_CONNECTIONS = 4096  # maximum number of concurrent connections
+OTHER_OPEN_FILES = 128  # open files reserved for other purposes
 
 
 def raise_connection_limit() -> int:
-    """Raise this process's limit on open files, for MAX_CONNECTIONS connections.
+    """Raise this process's open file limit to allow MAX_CONNECTIONS connections.
 
-    Returns the number of connections that the system allows.
+    Returns the number of connections that the resulting limit allows.
     """
     wanted = MAX_CONNECTIONS + OTHER_OPEN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -29,10 +29,10 @@ def raise_connection_limit() -> int:
 class Connection(H11Protocol):
     """A connection that is closed if its client takes too long to send a request.
 
-    A whole request, headers and body, must arrive within `request_timeout_s`. At the connection
-    limit, a new connection replaces the connection that has waited longest for its client.
-    Connections that wait for a response are kept. If all connections wait for a response, a further
-    request gets status 503.
+    The whole request, headers and body, must arrive within `request_timeout_s`. At the connection
+    limit, a new connection replaces the one that has waited longest for its client. Connections
+    waiting for a response are never dropped. If all connections are waiting for a response, new
+    requests get status 503.
     """
 
     request_timeout_s: ClassVar[float] = 60.0
@@ -40,12 +40,12 @@ class Connection(H11Protocol):
 
     @property
     def waits_for_client(self) -> bool:
-        """False if a whole request has arrived and has no response yet."""
+        """False while a complete request is waiting for its response."""
         request = self.cycle
         return request is None or request.more_body or request.response_complete
 
     def connection_made(self, transport: Any) -> None:
-        """Make room for the connection, and start its timer."""
+        """Make room for the connection and start its timer."""
         limit = self.limit_concurrency
         if limit is not None and len(self.connections) + 1 >= limit:
             self._make_room()
@@ -63,7 +63,8 @@ class Connection(H11Protocol):
         self._set_deadline()
 
     def on_response_complete(self) -> None:
-        """Start the timer for the next request, or for the rest of a request answered early."""
+        """Start the timer for the next request, or for the rest of a request that was answered
+        early."""
         super().on_response_complete()
         self._set_deadline()
 

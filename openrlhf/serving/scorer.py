@@ -1,4 +1,4 @@
-"""A trained reward model as a function from texts to scores."""
+"""A trained reward model as a function that maps texts to scores."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,12 +18,12 @@ from openrlhf.models.scalar import ScalarModel, check_is_scalar, last_token_scor
 def tokenize_texts(
     texts: list[str], tokenizer: PreTrainedTokenizerBase, *, max_len: int, keep_start: bool
 ) -> list[list[int]]:
-    """Return the token ids of texts, without adding special tokens.
+    """Tokenize texts without adding special tokens.
 
-    A long text keeps its last `max_len` tokens, or with `keep_start` its first. An end-of-text
-    token at the end of a text is always kept, because the model was trained to give its score at
-    that token. Characters too far from the kept tokens are not tokenized, because tokenizing long
-    texts without spaces is slow.
+    A long text is truncated to its last `max_len` tokens, or to its first with `keep_start`. A
+    final end-of-text token is always kept, because the model was trained to output its score there.
+    Characters far from the kept tokens are not tokenized, because tokenizing long texts without
+    spaces is slow.
     """
     limit = most_characters(max_len)
     end = str(tokenizer.eos_token)
@@ -56,8 +56,8 @@ def score_texts(
 ) -> list[float]:
     """Return the model's output at the last token of each text, as in RL training.
 
-    A forward pass has texts of similar lengths: at most `max_texts` (None: any number) and
-    `max_tokens`, padding included.
+    Each forward pass has texts of similar length, at most `max_texts` (None for no limit) and
+    `max_tokens` including padding.
     """
     batch = Ragged.of(texts)
     scores = torch.zeros(len(texts))
@@ -72,9 +72,9 @@ def score_texts(
 def load_scorer(
     config: ServeConfig,
 ) -> tuple[Callable[[list[str]], list[list[int]]], Callable[[list[list[int]]], list[float]]]:
-    """Load the model of the flags. Return a function that tokenizes and one that scores.
+    """Load the configured model. Return a function that tokenizes and one that scores.
 
-    Both are called once, with a short text. Raises DataError or ModelError.
+    Both are tested once on a short text. Raises DataError or ModelError.
     """
     path = config.reward.model_name_or_path
     tokenizer = get_tokenizer(
@@ -94,7 +94,7 @@ def load_scorer(
     if len(tokenizer) > embeddings:
         raise ModelError(
             f"The model {path} has embeddings for {embeddings} tokens, but its tokenizer has "
-            f"{len(tokenizer)} tokens. Use the tokenizer that the model was trained with."
+            f"{len(tokenizer)}. Use the tokenizer that the model was trained with."
         )
     score = partial(
         score_texts,

@@ -1,4 +1,4 @@
-"""POST /get_reward and GET /health: requests, responses and refusals."""
+"""The HTTP API of the reward server: POST /get_reward and GET /health."""
 
 import asyncio
 import math
@@ -22,15 +22,15 @@ from openrlhf.serving.batcher import Batcher, Texts
 from openrlhf.serving.connections import MAX_CONNECTIONS, Connection, raise_connection_limit
 from openrlhf.serving.scorer import load_scorer
 
-PIECE_CHARACTERS = 1 << 18  # tokenized at once, before another request gets its turn
-SHUTDOWN_TIMEOUT_S = 10  # for the requests in progress when the server stops
+PIECE_CHARACTERS = 1 << 18  # characters tokenized before another request gets its turn
+SHUTDOWN_TIMEOUT_S = 10  # time for requests in progress when the server stops
 EXAMPLE = '{"query": ["prompt and response"]}'
 
 
 def run_server(config: ServeConfig) -> None:
-    """Load the model and serve it until stopped.
+    """Load the model and serve it until the process is stopped.
 
-    Raises UserError before the first request if the address or the model cannot be used.
+    Raises UserError at startup if the address or the model cannot be used.
     """
     listener = listen(config.host, config.port)
     tokenize, score = load_scorer(config)
@@ -60,7 +60,7 @@ def run_server(config: ServeConfig) -> None:
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises ConfigError if the address cannot be used.
 
-    The socket is opened before the model is loaded: clients that connect meanwhile wait.
+    The socket is opened before the model is loaded, so early clients wait instead of failing.
     """
     family = socket.AF_INET
     if ":" in host:
@@ -77,11 +77,11 @@ def listen(host: str, port: int) -> socket.socket:
 def reward_app(
     tokenize: Callable[[list[str]], Texts], batcher: Batcher, *, max_texts: int, max_mib: float
 ) -> FastAPI:
-    """Return the application. A request has at most `max_texts` texts and `max_mib` MiB.
+    """Return the application. Requests are limited to `max_texts` texts and `max_mib` MiB.
 
     Requests are parsed, tokenized and scored in threads, so the event loop stays free.
     """
-    # One thread, because a tokenizer must not be used by several.
+    # A single thread, because tokenizers are not thread-safe.
     reader = ThreadPoolExecutor(1, "read")
 
     @asynccontextmanager
@@ -106,7 +106,7 @@ def reward_app(
         in_thread = partial(asyncio.get_running_loop().run_in_executor, reader)
         query = await in_thread(partial(read_query, body, max_texts=max_texts))
         texts: Texts = []
-        # Each piece waits for its turn in the thread, so that requests alternate.
+        # Each piece queues for the thread separately, so that requests alternate.
         for piece in pieces_of(query):
             texts += await in_thread(tokenize, piece)
         if [] in texts:
@@ -131,7 +131,7 @@ def reward_app(
 async def read_body(request: Request, *, max_mib: float) -> bytes:
     """Return the body of a request. Raises HTTPException with status 413 above `max_mib` MiB.
 
-    The rest of a larger body is not read, so that it is not held in memory.
+    The rest of a larger body is never read into memory.
     """
     body = bytearray()
     async for chunk in request.stream():
@@ -144,13 +144,13 @@ async def read_body(request: Request, *, max_mib: float) -> bytes:
 
 
 class RewardQuery(BaseModel):
-    """The entry of a request that is read. Other entries, such as `labels`, are ignored."""
+    """The request field that is read. Other fields, such as `labels`, are ignored."""
 
     query: list[str] = Field(min_length=1)
 
 
 def read_query(body: bytes, *, max_texts: int) -> list[str]:
-    """Return the texts of a request, its `query`. Raises HTTPException with status 422 or 413."""
+    """Return the texts in a request's `query`. Raises HTTPException with status 422 or 413."""
     try:
         query = RewardQuery.model_validate_json(body).query
     except ValidationError as error:
@@ -166,7 +166,8 @@ def read_query(body: bytes, *, max_texts: int) -> list[str]:
 
 
 def pieces_of(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the texts in order, in lists of at most PIECE_CHARACTERS characters or of one text."""
+    """Yield lists of consecutive texts with at most PIECE_CHARACTERS characters, or a single
+    text."""
     piece: list[str] = []
     characters = 0
     for text in texts:
@@ -180,4 +181,4 @@ def pieces_of(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _unprocessable(problem: str) -> HTTPException:
-    return HTTPException(422, f"{problem}. Send texts as in {EXAMPLE}.")
+    return HTTPException(422, f"{problem}. Expected format: {EXAMPLE}.")

@@ -1,4 +1,4 @@
-"""Flat batches: selecting rows, padding them to blocks, and building batches from episodes."""
+"""Flat batches: selecting rows, padding them into blocks, and building batches from episodes."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ SAMPLE_COLUMNS = ("group_ids", "rewards", "truncated")
 
 @dataclass(frozen=True, kw_only=True)
 class Pictured(Ragged):
-    """Rows with the experts of each token, and with the patches of their images."""
+    """Rows with routed experts per token and image patches per row."""
 
     experts: torch.Tensor = per_token()  # noqa: RUF009 — (N, layers, experts)
     patches: Items = per_item()  # noqa: RUF009 — values (M, pixels)
 
 
 def batch_of(lengths: list[int]) -> Experience:
-    """Return a batch whose columns have distinct entries, where their types allow it."""
+    """Return a batch whose columns have distinct entries if their types allow it."""
     tokens, samples = sum(lengths), len(lengths)
     number = torch.arange(tokens)
     return Experience(
@@ -55,7 +55,7 @@ def batch_of(lengths: list[int]) -> Experience:
 
 
 def rows_of(batch: Experience) -> list[tuple[Any, ...]]:
-    """Return each row as plain lists and numbers."""
+    """Return each row as lists and numbers."""
     edges = batch.offsets.tolist()
     return [
         (
@@ -69,7 +69,7 @@ def rows_of(batch: Experience) -> list[tuple[Any, ...]]:
 # ---- rows
 
 
-def test_offsets_are_row_starts_and_last_end() -> None:
+def test_offsets_are_the_row_starts_and_the_last_end() -> None:
     assert offsets_of([2, 3]).tolist() == [0, 2, 5]
     assert offsets_of([]).tolist() == [0]
 
@@ -93,13 +93,13 @@ def test_split_equals_selecting_each_part(lengths: list[int], data: Any) -> None
     assert [row for part in parts for row in rows_of(part)] == [rows[i] for i in order]
 
 
-def test_columns_not_computed_stay_none() -> None:
+def test_columns_that_are_not_computed_stay_none() -> None:
     batch = batch_of([2, 3])
     assert batch.values is None
     assert batch.select([0]).to("cpu").values is None
 
 
-def test_batch_may_have_no_rows() -> None:
+def test_batch_may_be_empty() -> None:
     empty = batch_of([2, 3]).select([])
     assert (empty.num_samples, empty.num_tokens) == (0, 0)
     assert Experience.from_trajectories([]).num_samples == 0
@@ -133,7 +133,7 @@ def pictured(lengths: list[int], counts: list[int]) -> Pictured:
 
 
 def payload_of(batch: Pictured) -> list[tuple[Any, Any]]:
-    """Return the experts and the patches of each row as plain lists."""
+    """Return each row's experts and patches as lists."""
     tokens = batch.offsets.tolist()
     patches = batch.patches.offsets.tolist()
     return [
@@ -160,12 +160,12 @@ def test_payloads_follow_their_rows(sizes: list[tuple[int, int]], data: Any) -> 
     assert payload_of(back) == of_each_row
 
 
-def test_payload_of_other_number_of_rows_raises_error_with_its_name() -> None:
+def test_payload_with_the_wrong_number_of_rows_raises_error_that_names_it() -> None:
     with pytest.raises(ValueError, match=r"Pictured\.patches has 1 entries.*2 sequences"):
         pictured([2, 1], [3])
 
 
-def test_gather_pads_entries_with_dimensions() -> None:
+def test_gather_pads_multidimensional_entries() -> None:
     batch = pictured([1, 2], [0, 0])
     block = batch.layout.gather(batch.experts)
     assert block.shape == (2, 2, 2, 2)
@@ -173,11 +173,11 @@ def test_gather_pads_entries_with_dimensions() -> None:
     assert torch.equal(block[1], batch.experts[1:])
 
 
-def test_sample_of_token_is_row_of_each_token() -> None:
+def test_sample_of_token_maps_each_token_to_its_row() -> None:
     assert batch_of([2, 0, 3]).sample_of_token().tolist() == [0, 0, 2, 2, 2]
 
 
-def test_num_actions_counts_actions_per_row() -> None:
+def test_num_actions_counts_the_actions_of_each_row() -> None:
     batch = batch_of([2, 0, 3])  # tokens 0 and 3 are actions
     assert batch.num_actions.tolist() == [1, 0, 1]
 
@@ -188,7 +188,7 @@ def test_num_actions_counts_actions_per_row() -> None:
 @pytest.mark.parametrize(
     ("column", "entries"), [("tokens", 4), ("advantages", 6), ("rewards", 3), ("group_ids", 1)]
 )
-def test_column_of_wrong_length_raises_error_with_its_name(column: str, entries: int) -> None:
+def test_column_of_wrong_length_raises_error_that_names_it(column: str, entries: int) -> None:
     with pytest.raises(
         ValueError, match=rf"Experience\.{column} has {entries} .* 2 sequences with 5 tokens"
     ):
@@ -202,7 +202,7 @@ def test_row_with_loss_mask_of_wrong_length_raises_error() -> None:
         TokenRows.from_lists([[1, 2, 3]], [])
 
 
-def test_row_with_loss_mask_of_wrong_length_raises_error_if_totals_agree() -> None:
+def test_row_with_loss_mask_of_wrong_length_raises_error_even_if_totals_match() -> None:
     with pytest.raises(ValueError, match="row 0 has 3 tokens, but 2 "):
         TokenRows.from_lists([[1, 2, 3], [4, 5]], [[False, True], [False, True, True]])
 
@@ -210,25 +210,27 @@ def test_row_with_loss_mask_of_wrong_length_raises_error_if_totals_agree() -> No
 # ---- padded blocks
 
 
-def test_layout_pads_on_the_right() -> None:
+def test_padded_block_has_padding_on_the_right() -> None:
     layout = Layout.of(offsets_of([2, 3, 1]))
     block = layout.gather(torch.tensor([1, 2, 3, 4, 5, 6]))
     assert block.tolist() == [[1, 2, 0], [3, 4, 5], [6, 0, 0]]
     assert layout.real.tolist() == [[True, True, False], [True] * 3, [True, False, False]]
 
 
-def test_gathered_mask_is_false_at_padding_if_first_token_is_true() -> None:
+def test_gathered_mask_is_false_at_padding_even_if_the_first_token_is_true() -> None:
     block = Layout.of(offsets_of([1, 2])).gather(torch.tensor([True, True, True]))
     assert block.tolist() == [[True, False], [True, True]]
 
 
-def test_gathered_numbers_are_zero_at_padding_if_first_token_is_nan() -> None:
+def test_gathered_numbers_are_zero_at_padding_even_if_the_first_token_is_nan() -> None:
     block = Layout.of(offsets_of([1, 2])).gather(torch.tensor([float("nan"), 1.0, 2.0]))
     assert block[0, 1] == 0
 
 
 @given(LENGTHS, st.data())
-def test_scatter_after_gather_restores_only_gathered_rows(lengths: list[int], data: Any) -> None:
+def test_scatter_after_gather_restores_only_the_gathered_rows(
+    lengths: list[int], data: Any
+) -> None:
     batch = batch_of(lengths)
     rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), unique=True, min_size=1))
     layout = Layout.of(batch.offsets, torch.tensor(rows))
@@ -239,7 +241,7 @@ def test_scatter_after_gather_restores_only_gathered_rows(lengths: list[int], da
     assert (column[~chosen] == -1).all()
 
 
-def test_gather_passes_gradients_to_real_tokens_only() -> None:
+def test_gather_passes_gradients_only_to_real_tokens() -> None:
     column = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     block = Layout.of(offsets_of([1, 2])).gather(column)
     (block * torch.tensor([[10.0, 100.0], [20.0, 30.0]])).sum().backward()
@@ -248,7 +250,9 @@ def test_gather_passes_gradients_to_real_tokens_only() -> None:
 
 
 @given(LENGTHS, st.integers(1, 40))
-def test_blocks_have_each_token_once_within_token_budget(lengths: list[int], budget: int) -> None:
+def test_blocks_contain_each_token_once_within_the_token_budget(
+    lengths: list[int], budget: int
+) -> None:
     batch = batch_of(lengths)
     blocks = list(batch.blocks(budget))
     seen = torch.cat([block.positions[block.real] for block in blocks])
@@ -259,14 +263,14 @@ def test_blocks_have_each_token_once_within_token_budget(lengths: list[int], bud
 
 
 @given(LENGTHS, st.integers(1, 40))
-def test_block_has_no_longer_row_than_earlier_blocks(lengths: list[int], budget: int) -> None:
+def test_rows_get_no_longer_from_block_to_block(lengths: list[int], budget: int) -> None:
     widths = [block.real.sum(1) for block in batch_of(lengths).blocks(budget)]
     for longer, shorter in itertools.pairwise(widths):
         assert int(longer.min()) >= int(shorter.max())
 
 
 @given(LENGTHS, st.integers(1, 60), st.none() | st.integers(1, 10), st.booleans())
-def test_similar_rows_have_each_row_once_within_both_limits(
+def test_similar_rows_contain_each_row_once_within_both_limits(
     lengths: list[int], budget: int, max_rows: int | None, padded: bool
 ) -> None:
     parts = [
@@ -323,7 +327,7 @@ def test_from_trajectories_keeps_order_of_episodes() -> None:
     assert batch.rollout_logprobs.dtype == torch.float32
 
 
-def test_conversations_of_episode_are_rows_with_its_reward() -> None:
+def test_every_conversation_of_an_episode_becomes_a_row_with_the_episode_reward() -> None:
     plain = episode(4, 1, 0.0, StopReason.STOP)
     several = replace(
         episode(4, 0, 1.0, StopReason.LENGTH), earlier=(episode(2, 0, None, StopReason.STOP), plain)
@@ -342,7 +346,7 @@ def test_conversations_of_episode_are_rows_with_its_reward() -> None:
     assert torch.equal(packed.tokens, batch.tokens)
 
 
-def test_turn_rewards_add_up_at_last_token_of_turn_after_rows_before() -> None:
+def test_turn_rewards_accumulate_at_the_last_token_of_each_turn() -> None:
     plain = episode(0, 0, 1.0, StopReason.STOP)  # 2 tokens
     rewarded = replace(episode(1, 0, 1.0, StopReason.STOP), turn_rewards=((1, 0.5), (1, 0.25)))
     batch = Experience.from_trajectories([replace(plain, earlier=(plain,)), rewarded])
@@ -351,7 +355,7 @@ def test_turn_rewards_add_up_at_last_token_of_turn_after_rows_before() -> None:
     assert Experience.from_trajectories([plain]).turn_rewards is None
 
 
-def test_columns_that_some_episodes_lack_are_none() -> None:
+def test_columns_missing_from_some_episodes_are_none() -> None:
     first, second = (episode(0, sample, 1.0, StopReason.STOP) for sample in (0, 1))
     both = {"values": [0.5] * 2, "ref_logprobs": [0.0] * 2}
     batch = Experience.from_trajectories(
@@ -366,8 +370,8 @@ def test_missing_reward_is_nan() -> None:
     assert batch.rewards.isnan().tolist() == [True]
 
 
-def test_packed_episodes_make_the_same_batch() -> None:
-    """Waiting episodes are packed in 32-bit arrays, which must not change any number."""
+def test_packed_episodes_give_the_same_batch() -> None:
+    """Queued episodes are packed in 32-bit arrays, which must not change any number."""
     episodes = [episode(index, 0, 1.0, StopReason.STOP) for index in (0, 1)]
     lists = [replace(t, columns={"values": [0.125] * len(t.tokens)}) for t in episodes]
     expected = Experience.from_trajectories(lists)

@@ -1,4 +1,4 @@
-"""Episodes and their builder, whose per-token lists stay aligned."""
+"""Episodes and the episode builder, which keeps per-token lists aligned."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def finish(builder: TrajectoryBuilder, **fields: Any) -> Trajectory:
     return builder.finish(**values)
 
 
-def test_docstring_example() -> None:
+def test_docstring_example_of_the_builder() -> None:
     builder = TrajectoryBuilder(PROMPT.tokens)
     builder.append_action([5, 1], [-0.1, -0.2])
     trajectory = finish(builder)
@@ -64,7 +64,7 @@ def test_builder_does_not_change_prompt_tokens() -> None:
     assert PROMPT.tokens == [7, 9, 7, 3]
 
 
-def test_weight_versions_are_distinct_and_oldest_first() -> None:
+def test_weight_versions_are_distinct_and_sorted_oldest_first() -> None:
     builder = TrajectoryBuilder([7])
     builder.append_action([5, 6], [-0.1, -0.2], versions=[4])
     builder.append_action([8], [-0.3], versions=[4, 5])
@@ -103,7 +103,7 @@ def test_sampled_first_token_raises_error() -> None:
         (StopReason.FAILED, False, True),
     ],
 )
-def test_truncated_and_failed_follow_from_stop_reason(
+def test_truncated_and_failed_are_derived_from_the_stop_reason(
     reason: StopReason, truncated: bool, failed: bool
 ) -> None:
     trajectory = finish(TrajectoryBuilder([7]), stop_reason=reason)

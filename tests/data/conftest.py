@@ -1,4 +1,4 @@
-"""An offline, private datasets cache for every test of the package."""
+"""Fixtures that give every test of the package an offline, private datasets cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 def private_offline_cache(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """Keep tests away from the Hub and the user's cache."""
+    """Prevent tests from using the Hub and the user's cache."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -25,7 +25,7 @@ def private_offline_cache(
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str, str], str]:
-    """Write a text file into the test's folder, and return its path."""
+    """Write a text file to the test's folder and return its path."""
 
     def write_file(name: str, text: str) -> str:
         path = tmp_path / name

@@ -1,6 +1,6 @@
-"""One rank of the tests of rows that the processes of a machine share.
+"""Script that runs as one rank in the tests of rows shared by a machine's processes.
 
-Writes its rows to a file per rank.
+Each rank writes its rows to a file.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ BROKEN = 150
 
 
 class Letters(TokenizedRows[SFTRow]):
-    """Letters as tokens.
+    """A dataset with one token per letter.
 
-    A process that prepares rows writes a file; in two cases it does not finish.
+    Each process that prepares rows creates a file. Two cases fail or are killed midway.
     """
 
     row = SFTRow
@@ -60,7 +60,7 @@ class Letters(TokenizedRows[SFTRow]):
 
 
 def seen(folder: Path, case: str) -> Any:
-    """Return all that a trainer receives of a dataset: its summary and rows, or the error."""
+    """Return everything a trainer gets from a dataset: its summary and rows, or the error."""
     try:
         rows = Letters(folder, case)
     except DataError as error:

@@ -1,4 +1,4 @@
-"""Tiny tokenizers with ids that are easy to check, chat templates, and the test data folder."""
+"""Tiny tokenizers with easily checked ids, chat templates, and the path of the GSM8K test data."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ MARKED_CHAT = (
     "{% else %}{{ message.content }}<|end|>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# Drops the reasoning of all assistant messages but the last.
+# Drops the reasoning from all assistant messages except the last.
 FORGETFUL_CHAT = (
     "{% for message in messages %}<|{{ message.role }}|>"
     "{{ message.content if loop.last else message.content.split('</think>')[-1] }}"
     "<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# Begins every answer that is not history with a thought, which may be empty.
+# Begins the last answer with a thought, which may be empty.
 THINKING_CHAT = (
     "{% for message in messages %}<|{{ message.role }}|>"
     "{% if message.role == 'assistant' and loop.last and '</think>' not in message.content %}"
@@ -59,9 +59,10 @@ SPACED_CHAT = (
 def build_tokenizer(
     chat_template: str | None = None, eos: str | None = "<eos>"
 ) -> PreTrainedTokenizerFast:
-    """Build a tokenizer with known ids.
+    """Build a tokenizer with predictable ids.
 
-    0–7 are the special tokens, 8 is the newline, 9 + (code − 32) is a letter, then come the merges.
+    Ids 0–7 are special tokens, 8 is the newline, 9 + (code − 32) are the characters, and the merges
+    follow.
     """
     vocab = {
         token: number for number, token in enumerate([*SPECIALS, *LETTERS, *map("".join, MERGES)])
@@ -76,7 +77,7 @@ def build_tokenizer(
 
 
 def json_lines(rows: list[dict[str, Any]]) -> str:
-    """Return rows as the text of a .jsonl file."""
+    """Return rows as JSON lines."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
@@ -85,16 +86,15 @@ def gsm8k() -> Path:
     root = os.environ.get("OPENRLHF_TEST_DATA") or Path(__file__).parents[2] / "../shared/data"
     path = Path(root) / "gsm8k" / "train.jsonl"
     if not path.exists():
-        pytest.skip(
-            f"GSM8K is not at {path} (OPENRLHF_TEST_DATA names the folder of the test data)"
-        )
+        pytest.skip(f"GSM8K is not at {path} (set OPENRLHF_TEST_DATA to the test data folder)")
     return path
 
 
 def spaced_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of words with the space before them.
+    """Return a tokenizer whose tokens are words with their leading space.
 
-    "Assistant: yes" is "Assistant:" and " yes", and "Assistant: " ends in a single space.
+    "Assistant: yes" becomes "Assistant:" and " yes". In "Assistant: ", the space is a separate
+    token.
     """
     words = {"<unk>": 0, "<eos>": 1, "▁": 2, "\nAssistant:": 3, "User:": 4, "▁yes": 5}
     spaced = Tokenizer(WordLevel(words, unk_token="<unk>"))

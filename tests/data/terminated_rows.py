@@ -1,4 +1,4 @@
-"""A command that tokenizes many rows, slowly."""
+"""A command that slowly tokenizes many rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Slow(SFTDataset):
 def tokenize_slowly(count: int) -> None:
     """Tokenize rows in two processes.
 
-    Their functions come from this module, which is not the main module.
+    The worker processes import their function from this module, which is not the main module.
     """
     rows.MANY_ROWS = 1000
     rows.usable_cores = lambda: 2

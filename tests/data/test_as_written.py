@@ -1,6 +1,6 @@
-"""Rows are read as the user wrote them, in every format.
+"""Rows are read unchanged from every file format.
 
-Text stays text; numbers, nulls and nested values are preserved.
+Text is not converted, and numbers, nulls and nested values are preserved.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from openrlhf.data.text_files import csv_records, json_rows
 from tests.data.small import build_tokenizer, json_lines
 
 Rows = list[dict[str, Any]]
-# prints the whole chat
+# renders the whole chat as JSON
 AS_JSON = "{{ tools | tojson }}{% for message in messages %}{{ message | tojson }}{% endfor %}"
 
 
-def test_broken_json_is_refused_with_line_column_and_reason(tmp_path: Path) -> None:
+def test_broken_json_is_rejected_with_line_column_and_reason(tmp_path: Path) -> None:
     file = tmp_path / "broken.jsonl"
     file.write_text('{"input": "a"}\n{"input": "a\tb"}\n{"input": "c"}\n')
     expected = r"line 2: .*control character, at column 13\."
@@ -45,7 +45,7 @@ def test_broken_json_is_refused_with_line_column_and_reason(tmp_path: Path) -> N
     assert "at, at" not in str(caught.value)
 
 
-# ---- any text and any value, through the readers of CSV and JSON
+# ---- arbitrary texts and values in CSV and JSON files
 
 CELL = st.text(st.characters(exclude_categories=["Cs"]))
 CELLS = st.integers(1, 4).flatmap(
@@ -81,14 +81,14 @@ def csv_text(records: list[list[str]], **style: Any) -> str:
     st.booleans(),
     st.booleans(),
 )
-def test_every_cell_of_a_csv_file_is_read_as_written(
+def test_every_csv_cell_is_read_as_written(
     cells: list[list[str]], separator: str, end: str, quoted: bool, marked: bool
 ) -> None:
     header = ["a", "b", "c", "d"][: len(cells[0])] if cells else ["a", "b"]
     if len(header) == 1:
-        separator = ","  # which one it is cannot be seen in a file with one column
-    # The writer does not quote a line break if rows do not end with it, so it would start another
-    # row.
+        separator = ","  # the separator cannot be detected in a file with one column
+    # Python's csv writer does not quote a line break that differs from the line terminator, so the
+    # reader would start a new row there.
     quoted = quoted or any(sign in "".join(row) for row in cells for sign in "\r\n")
     style = {
         "delimiter": separator,
@@ -101,9 +101,9 @@ def test_every_cell_of_a_csv_file_is_read_as_written(
 
 
 @given(JSON_ROWS, st.sampled_from(sorted(FORMS)))
-def test_every_value_of_a_json_file_is_read_as_written(rows: Rows, form: str) -> None:
+def test_every_json_value_is_read_as_written(rows: Rows, form: str) -> None:
     read = list(json_rows(io.BytesIO(FORMS[form](rows).encode()), "x.json"))
-    assert json.dumps(read) == json.dumps(rows)  # which distinguishes 1 from 1.0 and true
+    assert json.dumps(read) == json.dumps(rows)  # JSON text distinguishes 1 from 1.0 and true
 
 
 def check_loaded_json(folder: Path, rows: Rows, form: str) -> None:
@@ -121,7 +121,7 @@ def check_loaded_json(folder: Path, rows: Rows, form: str) -> None:
     max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
 @given(JSON_ROWS, st.sampled_from(sorted(FORMS)))
-def test_rows_of_a_json_file_are_loaded_as_written(tmp_path: Path, rows: Rows, form: str) -> None:
+def test_rows_of_a_json_file_load_unchanged(tmp_path: Path, rows: Rows, form: str) -> None:
     check_loaded_json(tmp_path, rows, form)
 
 
@@ -130,9 +130,7 @@ def test_rows_of_a_json_file_are_loaded_as_written(tmp_path: Path, rows: Rows, f
     max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
 @given(JSON_ROWS, st.sampled_from(sorted(FORMS)))
-def test_rows_of_many_json_files_are_loaded_as_written(
-    tmp_path: Path, rows: Rows, form: str
-) -> None:
+def test_rows_of_many_json_files_load_unchanged(tmp_path: Path, rows: Rows, form: str) -> None:
     check_loaded_json(tmp_path, rows, form)
 
 
@@ -153,7 +151,7 @@ def test_rows_of_many_json_files_are_loaded_as_written(
     ],
     ids=repr,
 )
-def test_values_of_any_types_in_one_column_stay_what_they_are(
+def test_values_of_mixed_types_in_one_column_are_unchanged(
     values: list[Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "x.jsonl"
@@ -163,7 +161,7 @@ def test_values_of_any_types_in_one_column_stay_what_they_are(
         assert json.dumps(loaded["label"][:]) == json.dumps(values)
 
 
-def test_not_a_number_stays_one(tmp_path: Path) -> None:
+def test_nan_is_read_as_nan(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"a": NaN, "b": [NaN, "x"]}\n')
     [row] = load_datasets(str(tmp_path / "x.jsonl"), split="train", max_samples=9, seed=0)
     assert math.isnan(row["a"]) and math.isnan(row["b"][0])
@@ -173,7 +171,7 @@ def test_not_a_number_stays_one(tmp_path: Path) -> None:
 
 
 def write_rows(folder: Path, rows: Rows, form: str) -> str:
-    """Write rows in a format, and return the spec of the dataset."""
+    """Write rows in a file format and return the dataset spec."""
     path = folder / f"x.{form}"
     header = [*rows[0]]
     match form:
@@ -191,7 +189,7 @@ def write_rows(folder: Path, rows: Rows, form: str) -> str:
             Dataset.from_list(rows).to_parquet(path)
         case "saved":
             Dataset.from_list(rows).save_to_disk(path)
-        case _:  # two files of a folder; the second one is complete
+        case _:  # a folder with two files
             path.mkdir()
             (path / "a.jsonl").write_text(json_lines(rows[:1]))
             (path / "b.jsonl").write_text(json_lines(rows[1:]))
@@ -220,7 +218,7 @@ FORMATS = ["csv", "tsv", "json", "jsonl", "parquet", "saved", "folder"]
 @pytest.mark.parametrize(
     "columns", [("input", "output"), ("question", "answer"), ("instruction", "output")]
 )
-def test_texts_are_trained_as_written(columns: tuple[str, str], form: str, tmp_path: Path) -> None:
+def test_training_texts_are_unchanged(columns: tuple[str, str], form: str, tmp_path: Path) -> None:
     asked, answered = columns
     rows = [{asked: text, answered: text} for text in TEXTS]
     loaded = load_datasets(write_rows(tmp_path, rows, form), split="train", max_samples=100, seed=0)
@@ -232,7 +230,7 @@ def test_texts_are_trained_as_written(columns: tuple[str, str], form: str, tmp_p
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_pairs_with_a_margin_are_read_as_written(form: str, tmp_path: Path) -> None:
+def test_pairs_with_a_margin_are_read_unchanged(form: str, tmp_path: Path) -> None:
     rows = [{"prompt": "1", "chosen": text, "rejected": "-", "margin": "0.5"} for text in TEXTS]
     if form not in ("csv", "tsv"):
         rows = [{**row, "margin": 0.5} for row in rows]
@@ -250,7 +248,7 @@ def test_pairs_with_a_margin_are_read_as_written(form: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("score", [1, True, "true"])
-def test_kto_labels_are_read_in_every_format(score: Any, form: str, tmp_path: Path) -> None:
+def test_kto_labels_are_read_from_every_file_format(score: Any, form: str, tmp_path: Path) -> None:
     rows = [{"instruction": "q", "response": text, "score": score} for text in TEXTS]
     config = amend(
         KTOConfig(), {"given": {}, "data.label_key": "score", "data.input_key": "instruction"}
@@ -263,7 +261,7 @@ def test_kto_labels_are_read_in_every_format(score: Any, form: str, tmp_path: Pa
     ] * len(TEXTS)
 
 
-def test_a_layout_with_a_score_is_recognised_in_a_csv_file(tmp_path: Path) -> None:
+def test_layout_with_a_score_is_detected_in_a_csv_file(tmp_path: Path) -> None:
     path = write_rows(tmp_path, [{"instruction": "q", "response": "a", "score": "0"}], "csv")
     loaded = load_datasets(path, split="train", max_samples=100, seed=0)
     assert recognise(loaded, amend(KTOConfig(), {"given": {}})).label_key == "score"
@@ -311,7 +309,7 @@ NO_NULLS: Rows = [
 
 
 def prompts_of(spec: str) -> list[str]:
-    """Return the prompts of a dataset, which print all messages and tools as JSON."""
+    """Return a dataset's prompts, which show all messages and tools as JSON."""
     rows = load_datasets(spec, split="train", max_samples=100, seed=0)
     data = amend(
         RLDataConfig(input_key="messages"), {"apply_chat_template": True, "max_len": 10_000}
@@ -338,11 +336,11 @@ def same(a: list[str], b: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("form", ["json", "jsonl", "folder"])
-def test_nulls_of_tool_calls_and_schemas_reach_the_chat_template(form: str, tmp_path: Path) -> None:
+def test_nulls_in_tool_calls_and_schemas_reach_the_chat_template(form: str, tmp_path: Path) -> None:
     assert prompts_of(write_rows(tmp_path, NULLS, form)) == shown(NULLS)
 
 
-def test_nulls_of_tools_and_arguments_written_as_json_text_reach_the_chat_template(
+def test_nulls_in_tools_and_arguments_given_as_json_text_reach_the_chat_template(
     tmp_path: Path,
 ) -> None:
     rows = json.loads(json.dumps(NULLS))
@@ -355,17 +353,17 @@ def test_nulls_of_tools_and_arguments_written_as_json_text_reach_the_chat_templa
 
 
 @pytest.mark.parametrize("form", ["json", "jsonl", "folder", "parquet", "saved"])
-def test_a_chat_has_no_null_that_the_user_did_not_write(form: str, tmp_path: Path) -> None:
+def test_loading_adds_no_nulls_to_a_chat(form: str, tmp_path: Path) -> None:
     assert same(prompts_of(write_rows(tmp_path, NO_NULLS, form)), shown(NO_NULLS))
 
 
-def test_files_of_different_formats_blend_as_written(tmp_path: Path) -> None:
+def test_files_of_different_formats_are_blended_without_changing_values(tmp_path: Path) -> None:
     one, other = write_rows(tmp_path, NULLS, "jsonl"), write_rows(tmp_path, NO_NULLS, "parquet")
     assert same(prompts_of(f"{one},{other}"), shown([*NULLS, *NO_NULLS]))
     assert same(prompts_of(f"{other},{one}"), shown([*NO_NULLS, *NULLS]))
 
 
-def test_a_label_of_a_saved_dataset_has_no_null_that_arrow_added(tmp_path: Path) -> None:
+def test_nulls_added_by_arrow_are_removed_from_labels_of_a_saved_dataset(tmp_path: Path) -> None:
     rows = [{"input": "a", "label": {"x": 1}}, {"input": "b", "label": {"y": [1]}}]
     for form in ("saved", "jsonl"):
         loaded = load_datasets(
@@ -379,7 +377,7 @@ def test_a_label_of_a_saved_dataset_has_no_null_that_arrow_added(tmp_path: Path)
 # ---- other mistakes
 
 
-def test_columns_that_a_file_of_a_folder_lacks_are_null(tmp_path: Path) -> None:
+def test_columns_missing_from_one_file_of_a_folder_are_null(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("input,output\n1,2\n")
     (tmp_path / "b.csv").write_text("output,note\n3,4\n")
     rows = load_datasets(str(tmp_path), split="train", max_samples=100, seed=0)
@@ -391,7 +389,7 @@ def test_columns_that_a_file_of_a_folder_lacks_are_null(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["[1].csv", "a*b.csv", "a b?.csv"])
-def test_a_file_name_may_hold_signs_of_patterns(name: str, tmp_path: Path) -> None:
+def test_file_name_may_contain_glob_characters(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("input\n1\n")
     (tmp_path / "axb.csv").write_text("input\n2\n")
     assert list(
@@ -399,7 +397,7 @@ def test_a_file_name_may_hold_signs_of_patterns(name: str, tmp_path: Path) -> No
     ) == ["1"]
 
 
-def test_an_edited_file_is_read_again(tmp_path: Path) -> None:
+def test_edited_file_is_reread_instead_of_loaded_from_cache(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     for answer in ("1", "02"):
         path.write_text(f"input\n{answer}\n")
@@ -408,7 +406,7 @@ def test_an_edited_file_is_read_again(tmp_path: Path) -> None:
         ]
 
 
-def test_an_empty_cell_that_is_trained_on_is_an_error(tmp_path: Path) -> None:
+def test_empty_cell_in_a_training_column_raises_error(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("input,output\na,b\nc,\n")
     loaded = load_datasets(str(tmp_path / "x.csv"), split="train", max_samples=9, seed=0)
     with pytest.raises(DataError, match=r"x\.csv, row 2, column 'output'"):

@@ -1,4 +1,4 @@
-"""Budgets hold, every row is used exactly once, and an order can be resumed at any position."""
+"""Size limits are kept, every row is used exactly once, and an epoch can be resumed at any row."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def tokens_of(groups: list[list[int]], lengths: list[int]) -> list[int]:
 # ---- balancing
 
 
-def test_differencing_splits_more_evenly_than_greedy() -> None:
-    lengths = [8, 7, 6, 5, 4]  # greedy: 8 + 5 + 4 and 7 + 6
+def test_differencing_partitions_more_evenly_than_a_greedy_split() -> None:
+    lengths = [8, 7, 6, 5, 4]  # a greedy split gives 8 + 5 + 4 and 7 + 6
     assert sorted(tokens_of(balanced_partition(lengths, 2), lengths)) == [14, 16]
 
 
 @given(LENGTHS, st.data())
-def test_groups_hold_every_row_once_and_are_never_empty(lengths: list[int], data: Any) -> None:
+def test_partition_has_every_row_once_and_no_empty_group(lengths: list[int], data: Any) -> None:
     parts = data.draw(st.integers(1, len(lengths)))
     groups = balanced_partition(lengths, parts)
     assert len(groups) == parts and all(groups)
@@ -45,20 +45,22 @@ def test_groups_hold_every_row_once_and_are_never_empty(lengths: list[int], data
 
 
 @given(st.lists(st.integers(0, 3), min_size=3, max_size=12))
-def test_groups_are_not_empty_even_where_rows_are(lengths: list[int]) -> None:
+def test_no_group_is_empty_even_if_all_rows_are_empty(lengths: list[int]) -> None:
     assert all(balanced_partition(lengths, 3))
 
 
 @given(LENGTHS, st.data())
-def test_group_sums_differ_by_at_most_the_longest_row(lengths: list[int], data: Any) -> None:
+def test_group_token_counts_differ_by_at_most_the_longest_row(
+    lengths: list[int], data: Any
+) -> None:
     tokens = tokens_of(
         balanced_partition(lengths, data.draw(st.integers(1, len(lengths)))), lengths
     )
     assert max(tokens) - min(tokens) <= max(lengths)
 
 
-def test_fewer_rows_than_groups_is_an_error() -> None:
-    with pytest.raises(ValueError, match="2 rows cannot be dealt to 3"):
+def test_fewer_rows_than_groups_raises_error() -> None:
+    with pytest.raises(ValueError, match="2 rows cannot be split into 3"):
         balanced_partition([1, 2], 3)
 
 
@@ -66,7 +68,7 @@ def test_fewer_rows_than_groups_is_an_error() -> None:
 
 
 @given(st.lists(st.integers(1, 120), min_size=1, max_size=40), st.integers(20, 60))
-def test_a_row_longer_than_the_budget_is_a_micro_batch_of_its_own(
+def test_row_longer_than_the_token_budget_gets_its_own_micro_batch(
     lengths: list[int], budget: int
 ) -> None:
     batches = batches_of_tokens(lengths, budget)
@@ -74,12 +76,12 @@ def test_a_row_longer_than_the_budget_is_a_micro_batch_of_its_own(
     assert all(len(rows) == 1 or sum(lengths[row] for row in rows) <= budget for rows in batches)
 
 
-def test_a_size_cuts_rows_in_order_and_evenly() -> None:
+def test_batches_by_row_count_keep_the_order_and_have_nearly_equal_sizes() -> None:
     assert batches_of_rows(range(5), 2) == [[0, 1], [2], [3, 4]]
 
 
 @given(st.integers(1, 40), st.integers(1, 8))
-def test_a_size_is_never_exceeded(count: int, size: int) -> None:
+def test_batches_never_exceed_the_row_limit(count: int, size: int) -> None:
     batches = batches_of_rows(range(count), size)
     assert [row for batch in batches for row in batch] == list(range(count))
     assert all(1 <= len(batch) <= size for batch in batches)
@@ -87,36 +89,34 @@ def test_a_size_is_never_exceeded(count: int, size: int) -> None:
 
 
 @given(LENGTHS, st.integers(50, 120))
-def test_a_token_budget_is_never_exceeded(lengths: list[int], budget: int) -> None:
+def test_micro_batches_never_exceed_the_token_budget(lengths: list[int], budget: int) -> None:
     batches = batches_of_tokens(lengths, budget)
     assert rows_of(batches) == list(range(len(lengths)))
     assert all(batches) and max(tokens_of(batches, lengths)) <= budget
 
 
 @given(LENGTHS, st.integers(50, 120))
-def test_micro_batches_are_hardly_more_than_the_tokens_need(
-    lengths: list[int], budget: int
-) -> None:
-    """Any two micro-batches together exceed the limit."""
+def test_number_of_micro_batches_is_close_to_the_minimum(lengths: list[int], budget: int) -> None:
+    """Otherwise, two micro-batches could be merged without exceeding the budget."""
     batches = batches_of_tokens(lengths, budget)
     assert len(batches) <= max(1, 2 * sum(lengths) / budget)
 
 
-def test_padded_rows_of_similar_lengths_go_together_and_packed_rows_stay_in_order() -> None:
+def test_padded_rows_are_grouped_by_length_and_packed_rows_stay_in_order() -> None:
     lengths = torch.tensor([9, 2, 8, 1])
     assert MicroBatchLimits(size=2).cut(lengths) == [[0, 2], [1, 3]]
     assert MicroBatchLimits(size=2, packed=True).cut(lengths) == [[0, 1], [2, 3]]
 
 
-def test_no_rows_give_no_micro_batches() -> None:
+def test_empty_input_gives_no_micro_batches() -> None:
     assert batches_of_rows([], 4) == batches_of_tokens([], 4) == []
 
 
-# ---- the order of an epoch
+# ---- order of rows in an epoch
 
 
 def ranks(num_rows: int, dp_size: int, **flags: Any) -> list[list[int]]:
-    """Return the rows that each rank draws in the next epoch."""
+    """Return the rows that each rank visits in the next epoch."""
     samplers = [
         ResumableSampler(num_rows, **{"seed": 0} | flags, dp_rank=rank, dp_size=dp_size)
         for rank in range(dp_size)
@@ -124,13 +124,13 @@ def ranks(num_rows: int, dp_size: int, **flags: Any) -> list[list[int]]:
     return [list(sampler) for sampler in samplers]
 
 
-def test_ranks_take_turns() -> None:
+def test_rows_are_assigned_to_ranks_in_turn() -> None:
     assert ranks(7, 2, shuffle=False) == [[0, 2, 4], [1, 3, 5]]
     assert ranks(7, 2, shuffle=False, drop_last=False) == [[0, 2, 4, 6], [1, 3, 5]]
 
 
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4))
-def test_with_drop_last_every_rank_draws_equally_many_rows_in_whole_batches(
+def test_drop_last_gives_every_rank_the_same_number_of_rows_in_full_batches(
     num_rows: int, dp_size: int, per_rank: int
 ) -> None:
     batch_size = dp_size * per_rank
@@ -141,7 +141,7 @@ def test_with_drop_last_every_rank_draws_equally_many_rows_in_whole_batches(
 
 
 @given(st.integers(0, 60), st.integers(1, 5))
-def test_without_drop_last_every_row_is_drawn_once_by_some_rank(
+def test_without_drop_last_every_row_is_visited_by_exactly_one_rank(
     num_rows: int, dp_size: int
 ) -> None:
     drawn = ranks(num_rows, dp_size, drop_last=False)
@@ -150,7 +150,7 @@ def test_without_drop_last_every_row_is_drawn_once_by_some_rank(
 
 
 @given(st.integers(1, 4))
-def test_a_batch_has_the_same_rows_however_many_ranks_share_it(half: int) -> None:
+def test_rows_of_a_batch_do_not_depend_on_the_number_of_ranks(half: int) -> None:
     batch = 2 * half
     alone = ranks(20, 1, batch_size=batch)[0]
     both = ranks(20, 2, batch_size=batch)
@@ -159,13 +159,13 @@ def test_a_batch_has_the_same_rows_however_many_ranks_share_it(half: int) -> Non
         assert sorted(shared) == sorted(alone[step * batch : (step + 1) * batch])
 
 
-def test_the_order_depends_on_seed_plus_epoch_only() -> None:
+def test_order_depends_only_on_seed_plus_epoch() -> None:
     first, second = (list(ResumableSampler(20, seed=3, consumed=taken)) for taken in (0, 20))
     assert sorted(first) == sorted(second) == list(range(20))
     assert first != second == list(ResumableSampler(20, seed=4))
 
 
-def test_the_order_does_not_touch_the_global_random_state() -> None:
+def test_shuffling_does_not_change_the_global_random_state() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
     list(ResumableSampler(20, seed=3))
@@ -173,7 +173,7 @@ def test_the_order_does_not_touch_the_global_random_state() -> None:
 
 
 @given(st.integers(0, 23))
-def test_rows_consumed_before_are_skipped_and_the_rest_of_their_epoch_is_left(taken: int) -> None:
+def test_resuming_skips_consumed_rows_and_finishes_the_epoch(taken: int) -> None:
     two_epochs = [
         row for epoch in (0, 1) for row in ResumableSampler(12, seed=1, consumed=12 * epoch)
     ]
@@ -182,7 +182,7 @@ def test_rows_consumed_before_are_skipped_and_the_rest_of_their_epoch_is_left(ta
 
 
 @given(st.integers(0, 11))
-def test_another_number_of_ranks_goes_on_with_the_rows_that_are_left(steps: int) -> None:
+def test_resuming_with_a_different_number_of_ranks_visits_the_remaining_rows(steps: int) -> None:
     taken = 2 * steps
     left = list(ResumableSampler(24, seed=1, consumed=taken))
     assert sorted(rows_of(ranks(24, 2, seed=1, consumed=taken))) == sorted(left)

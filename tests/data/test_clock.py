@@ -1,4 +1,4 @@
-"""A chat template that writes the date writes the date of the run's first start."""
+"""Chat templates that insert the date use the date when the run was first started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DATED = "{{ strftime_now('%d %b %Y') }}" + PLAIN_CHAT
 CHAT = [{"role": "user", "content": "hi"}]
 
 
-def test_the_date_of_a_template_is_that_of_the_given_moment() -> None:
+def test_template_writes_the_date_of_the_given_moment() -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = DATED
     set_clock(tokenizer, "2027-01-15T23:59:59")
@@ -27,7 +27,7 @@ def test_the_date_of_a_template_is_that_of_the_given_moment() -> None:
     )
 
 
-def test_a_template_without_a_date_is_left_alone() -> None:
+def test_template_without_a_date_is_unchanged() -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = PLAIN_CHAT
     before = vars(tokenizer).copy()
@@ -38,7 +38,7 @@ def test_a_template_without_a_date_is_left_alone() -> None:
     assert vars(tokenizer).keys() == before.keys()
 
 
-def test_a_stopped_clock_is_not_written_to_the_tokenizers_files(tmp_path: object) -> None:
+def test_fixed_date_is_not_saved_with_the_tokenizer(tmp_path: object) -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = DATED
     set_clock(tokenizer, "2027-01-15T23:59:59")
@@ -64,7 +64,7 @@ def test_a_stopped_clock_is_not_written_to_the_tokenizers_files(tmp_path: object
         (None, False),
     ],
 )
-def test_a_template_whose_text_depends_on_the_date_is_a_finding_with_a_fix(
+def test_template_that_depends_on_the_date_is_reported_with_a_fix(
     template: str | None, dated: bool
 ) -> None:
     tokenizer = character_tokenizer()

@@ -1,6 +1,6 @@
-"""Control tokens inside texts of the data are reported, for every kind of rows.
+"""Control tokens inside dataset texts are reported for every kind of rows.
 
-Rows that need their control tokens are not reported.
+Rows that are expected to have control tokens are not reported.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def chats(text: str) -> dict[str, Any]:
     }
 
 
-# The rows of a text and the way to read them, by name.
+# How to build a row with a text and how to read the rows, by kind.
 KINDS: dict[str, tuple[Any, Any]] = {
     "sft, chat": (messages, lambda rows, t: SFTDataset(rows, t, SFTDataConfig(**CHAT))),
     "sft, plain": (
@@ -89,7 +89,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_control_token_in_a_text_is_named_with_the_first_row(
+def test_control_tokens_are_reported_with_the_first_row_that_has_one(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row_of, read = KINDS[kind]
@@ -107,13 +107,13 @@ def test_a_control_token_in_a_text_is_named_with_the_first_row(
 @pytest.mark.parametrize(
     "rows",
     [
-        [answers(WHOLE)] * 3 + [answers("a")],  # rendered by another command
+        [answers(WHOLE)] * 3 + [answers("a")],  # already rendered by another command
         [answers("<|user|>a")] * 3 + [answers("a")],  # rendered otherwise
         [answers("a") | {"output": "ok <|end|>\n<eos>"}] * 2,  # ended by the data itself
         [answers("a") | {"output": "ok<eos>"}, answers("a")],
     ],
 )
-def test_texts_that_are_rendered_or_ended_already_are_not_pointed_out(
+def test_control_tokens_of_rendered_or_terminated_texts_are_not_reported(
     rows: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     SFTDataset(
@@ -122,7 +122,7 @@ def test_texts_that_are_rendered_or_ended_already_are_not_pointed_out(
     assert "control tokens" not in capsys.readouterr().err
 
 
-def test_the_end_of_a_turn_at_the_end_of_a_message_is_pointed_out(
+def test_end_of_turn_token_at_the_end_of_a_message_is_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rows = Dataset.from_list([messages("a"), messages("a<|end|>")])
@@ -130,7 +130,7 @@ def test_the_end_of_a_turn_at_the_end_of_a_message_is_pointed_out(
     assert "'<|end|>'" in capsys.readouterr().err
 
 
-def test_placeholders_of_steps_that_are_special_tokens_are_not_pointed_out(
+def test_step_placeholders_that_are_special_tokens_are_not_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rows = Dataset.from_list([{"input": "a<think>b<think>", "label": ["o", "x"]}] * 3)

@@ -1,4 +1,4 @@
-"""Preference pairs: texts that are joined, cut, skipped and refused, token by token."""
+"""Preference pairs: how texts are joined, truncated, dropped and rejected, token by token."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def assistant(content: str) -> dict[str, str]:
 # ---- plain text
 
 
-def test_a_pair_by_id() -> None:
+def test_token_ids_of_a_pair() -> None:
     row = pairs([{"q": "Q", "chosen": "ok", "rejected": "no"}], prompt_key="q")[0]
     #                     Q   ok   " " <eos>
     assert row.chosen == [58, 106, 9, 1]
@@ -77,7 +77,7 @@ def test_a_pair_by_id() -> None:
     assert (row.prompt_length, row.margin) == (0, 0.0)
 
 
-def test_without_a_prompt_column_the_prompt_is_inside_the_texts() -> None:
+def test_without_a_prompt_column_the_texts_contain_the_prompt() -> None:
     row = pairs(
         [{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}]
     )[0]
@@ -85,7 +85,7 @@ def test_without_a_prompt_column_the_prompt_is_inside_the_texts() -> None:
     assert text(row.rejected) == "\n\nHuman: a\n\nAssistant: c <eos>"
 
 
-def test_the_input_template_is_put_around_the_prompt_column_only() -> None:
+def test_input_template_is_applied_only_to_the_prompt_column() -> None:
     rows = [{"q": "{}", "chosen": "{x}", "rejected": "y"}]
     row = pairs(rows, prompt_key="q", input_template="A{}B")[0]
     assert (text(row.chosen), text(row.rejected)) == ("A{}B{x} <eos>", "A{}By <eos>")
@@ -93,23 +93,23 @@ def test_the_input_template_is_put_around_the_prompt_column_only() -> None:
     assert text(whole.chosen) == "x <eos>"
 
 
-def test_trailing_newlines_go_and_the_end_of_text_is_not_doubled() -> None:
+def test_trailing_newlines_are_removed_and_the_eos_token_is_not_doubled() -> None:
     row = pairs([{"chosen": "a\n\n", "rejected": "b<eos>\n"}])[0]
     assert (text(row.chosen), text(row.rejected)) == ("a <eos>", "b<eos>")
 
 
-def test_a_long_text_loses_its_end_still_ends_with_end_of_text_and_is_counted() -> None:
+def test_truncated_text_ends_with_the_eos_token_and_is_counted() -> None:
     rows = [{"chosen": "abcdefg", "rejected": "xy"}, {"chosen": "abcd", "rejected": "x"}]
     data = pairs(rows, max_len=6)
     assert (text(data[0].chosen), text(data[0].rejected)) == ("abcde<eos>", "xy <eos>")
     assert text(data[1].chosen) == "abcd <eos>"
     assert (
         data.summary
-        == "2 of 2 pairs kept. 1 of the kept pairs were cut to 6 tokens (--data.max_len)."
+        == "2 of 2 pairs kept. 1 of the kept pairs were truncated to 6 tokens (--data.max_len)."
     )
 
 
-def test_columns_may_have_other_names() -> None:
+def test_columns_are_read_by_their_configured_names() -> None:
     row = pairs([{"good": "a", "bad": "b"}], chosen_key="good", rejected_key="bad")[0]
     assert (text(row.chosen), text(row.rejected)) == ("a <eos>", "b <eos>")
 
@@ -117,7 +117,7 @@ def test_columns_may_have_other_names() -> None:
 # ---- margins
 
 
-def test_a_margin_is_a_number_and_nothing_is_zero() -> None:
+def test_margin_is_parsed_as_a_number_and_defaults_to_zero() -> None:
     rows = [{"chosen": "a", "rejected": "b", "margin": value} for value in (0.5, None, -2.0)]
     assert [row.margin for row in map(pairs(rows).__getitem__, range(3))] == [0.5, 0.0, -2.0]
     whole = [{"chosen": "a", "rejected": "b", "margin": 3}]
@@ -128,7 +128,7 @@ def test_a_margin_is_a_number_and_nothing_is_zero() -> None:
     ("value", "seen"),
     [("half", "'half', not a finite number"), (True, "True, not"), (float("nan"), "nan, not")],
 )
-def test_a_margin_that_is_no_number_is_named_by_row_and_column(value: Any, seen: str) -> None:
+def test_error_for_an_invalid_margin_names_row_and_column(value: Any, seen: str) -> None:
     rows = [
         {"chosen": "a", "rejected": "b", "margin": None},
         {"chosen": "a", "rejected": "b", "margin": value},
@@ -140,7 +140,7 @@ def test_a_margin_that_is_no_number_is_named_by_row_and_column(value: Any, seen:
 # ---- chat messages
 
 
-def test_whole_conversations_are_rendered_as_they_are() -> None:
+def test_whole_conversations_are_rendered_without_a_generation_prompt() -> None:
     row = chat([{"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}])[
         0
     ]
@@ -149,14 +149,14 @@ def test_whole_conversations_are_rendered_as_they_are() -> None:
     assert row.prompt_length == 0
 
 
-def test_a_conversation_that_ends_with_the_user_can_be_judged_as_a_whole() -> None:
+def test_conversation_that_ends_with_a_user_turn_can_be_scored_as_a_whole() -> None:
     row = chat([{"chosen": [user("a")], "rejected": [user("b")]}])[0]
     assert text(row.chosen) == "<|user|>a<|end|>"
 
 
 @pytest.mark.parametrize("prompt", ["a", [user("a")]])
 @pytest.mark.parametrize("chosen", ["b", [assistant("b")]])
-def test_a_prompt_column_is_followed_by_the_answers_strings_or_messages(
+def test_answers_given_as_strings_or_messages_follow_the_prompt_column(
     prompt: Any, chosen: Any
 ) -> None:
     rejected = "c" if isinstance(chosen, str) else [assistant("c")]
@@ -169,20 +169,20 @@ def test_a_prompt_column_is_followed_by_the_answers_strings_or_messages(
 # ---- prompts that are not scored
 
 
-def test_the_prompt_is_the_prompt_column() -> None:
+def test_prompt_is_read_from_the_prompt_column() -> None:
     rows = [{"q": "Q", "chosen": "ok", "rejected": "no"}]
     row = pairs(rows, prompt_key="q", input_template="{}:", needs_prompt=True)[0]
     assert row.prompt_length == 2
     assert answers(row) == ("ok <eos>", "no <eos>")
 
 
-def test_an_answer_that_merges_with_the_prompts_last_space_is_judged_from_there_in_both() -> None:
+def test_token_that_merges_the_prompts_last_space_with_one_answer_is_scored_in_both() -> None:
     rows = [{"q": "A", "chosen": "bee", "rejected": "cat"}]
     row = pairs(rows, prompt_key="q", input_template="{}: ", needs_prompt=True)[0]
     assert answers(row) == (" bee <eos>", " cat <eos>")
 
 
-def test_the_prompt_of_a_conversation_is_all_but_its_last_message() -> None:
+def test_prompt_of_a_conversation_is_every_message_but_the_last() -> None:
     history = [user("a"), assistant("x"), user("c")]
     rows = [{"chosen": [*history, assistant("ok")], "rejected": [*history, assistant("no")]}]
     for template in (PLAIN_CHAT, SPACED_CHAT):
@@ -191,7 +191,7 @@ def test_the_prompt_of_a_conversation_is_all_but_its_last_message() -> None:
         assert answers(row)[1].replace(" ", "").startswith("no")
 
 
-def test_an_answer_of_several_messages_is_judged_from_its_first() -> None:
+def test_multi_message_answer_is_scored_from_its_first_message() -> None:
     rows = [
         {
             "q": "a",
@@ -208,10 +208,11 @@ def test_an_answer_of_several_messages_is_judged_from_its_first() -> None:
     [
         (FORGETFUL_CHAT, ""),
         (THINKING_CHAT, "</think>"),  # the generation prompt ends with "<think>"
-        (PLAIN_CHAT.replace("<|assistant|>", "<|assistant|><think>"), ""),  # and is not shown here
+        # The generation prompt's "<think>" is not in the rendered answer.
+        (PLAIN_CHAT.replace("<|assistant|>", "<|assistant|><think>"), ""),
     ],
 )
-def test_the_answer_is_found_where_the_template_rewrites_history_or_adds_thoughts(
+def test_answer_is_found_if_the_template_rewrites_history_or_adds_thoughts(
     template: str, opening: str
 ) -> None:
     history = [user("a"), assistant("<think>m</think>x"), user("c")]
@@ -220,7 +221,7 @@ def test_the_answer_is_found_where_the_template_rewrites_history_or_adds_thought
     assert answers(row) == (f"{opening}so it is<|end|>", f"{opening}so<|end|>")
 
 
-def test_plain_texts_without_a_prompt_column_are_judged_whole() -> None:
+def test_plain_texts_without_a_prompt_column_are_scored_as_a_whole() -> None:
     row = pairs([{"chosen": "Q: a", "rejected": "Q: b"}], needs_prompt=True)[0]
     assert row.prompt_length == 0
 
@@ -228,7 +229,7 @@ def test_plain_texts_without_a_prompt_column_are_judged_whole() -> None:
 TURNS = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
 
 
-def test_the_prompt_of_a_transcript_is_everything_before_its_last_answer() -> None:
+def test_prompt_of_a_transcript_is_everything_before_its_last_answer() -> None:
     rows = [{"chosen": f"{TURNS} ok", "rejected": f"{TURNS} no"}]
     row = pairs(rows, needs_prompt=True, max_len=99)[0]
     assert (text(row.chosen[: row.prompt_length]), answers(row)) == (
@@ -242,7 +243,7 @@ def test_the_prompt_of_a_transcript_is_everything_before_its_last_answer() -> No
     assert answers(as_messages) == ("ok<|end|>", "no<|end|>")
 
 
-def test_texts_without_a_prompt_are_announced_where_it_matters(
+def test_texts_without_a_prompt_produce_a_notice_only_if_a_prompt_is_needed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rows = [{"chosen": "a", "rejected": "b"}]
@@ -253,14 +254,14 @@ def test_texts_without_a_prompt_are_announced_where_it_matters(
     assert "--data.prompt_key" in capsys.readouterr().err
 
 
-def test_tools_are_in_the_prompt_of_both_answers() -> None:
+def test_prompts_of_both_answers_include_the_tools() -> None:
     template = "{% for tool in tools %}[{{ tool.name }}]{% endfor %}" + PLAIN_CHAT
     rows = [{"q": "a", "chosen": "ok", "rejected": "no", "tools": [{"name": "add"}]}]
     row = chat(rows, template, prompt_key="q", needs_prompt=True)[0]
     assert text(row.chosen[: row.prompt_length]) == "[add]<|user|>a<|end|>\n<|assistant|>"
 
 
-def test_different_histories_are_judged_from_where_they_differ() -> None:
+def test_answers_with_different_histories_are_scored_from_the_first_difference() -> None:
     chosen, rejected = (
         [user("a"), assistant("ok")],
         [user("a much longer question"), assistant("no")],
@@ -270,7 +271,7 @@ def test_different_histories_are_judged_from_where_they_differ() -> None:
 
 
 def judged(row: PairRow) -> tuple[str, str]:
-    """Return the scored tokens of both texts."""
+    """Return the scored tokens of both texts as text."""
     sides = zip((row.chosen, row.rejected), row.masks, strict=True)
     chosen, rejected = (
         text([token for token, judge in zip(tokens, mask, strict=True) if judge])
@@ -306,7 +307,7 @@ ASKED = [user("a"), assistant("b"), user("c")]
     ids=["longer rejected", "longer chosen", "other questions", "same history", "other history"],
 )
 @pytest.mark.parametrize("column", [True, False], ids=["prompt column", "prompt inside"])
-def test_only_the_assistants_words_are_judged_if_chats_differ_by_an_exchange(
+def test_only_assistant_turns_are_scored_if_chats_differ_by_an_exchange(
     chosen: Rows, rejected: Rows, expected: tuple[str, str], column: bool
 ) -> None:
     row = {"chosen": chosen, "rejected": rejected}
@@ -320,7 +321,7 @@ def test_only_the_assistants_words_are_judged_if_chats_differ_by_an_exchange(
 @pytest.mark.parametrize(
     "prompt", ["", "\n\nHuman: a\n\nAssistant:"], ids=["prompt inside", "prompt column"]
 )
-def test_only_the_assistants_words_are_judged_if_transcripts_differ_by_an_exchange(
+def test_only_assistant_turns_are_scored_if_transcripts_differ_by_an_exchange(
     prompt: str,
 ) -> None:
     whole = {"chosen": f"{TURNS} no", "rejected": "\n\nHuman: a\n\nAssistant: ok"}
@@ -332,7 +333,7 @@ def test_only_the_assistants_words_are_judged_if_transcripts_differ_by_an_exchan
     )
 
 
-def test_a_pair_cut_before_the_answer_of_one_side_is_left_out() -> None:
+def test_pair_is_dropped_if_truncation_removes_one_answer() -> None:
     rows = [
         {
             "chosen": [user("a"), assistant("ok")],
@@ -343,7 +344,7 @@ def test_a_pair_cut_before_the_answer_of_one_side_is_left_out() -> None:
     assert len(chat(rows, needs_prompt=True, max_len=16)) == 1
 
 
-def test_the_hash_of_pairs_without_an_exchange_is_that_of_earlier_releases() -> None:
+def test_hash_of_pairs_without_an_exchange_matches_earlier_releases() -> None:
     rows = chat(
         [{"chosen": [user("a"), assistant("ok")], "rejected": [user("a"), assistant("no")]}],
         needs_prompt=True,
@@ -352,7 +353,7 @@ def test_the_hash_of_pairs_without_an_exchange_is_that_of_earlier_releases() -> 
     assert b"".join(rows.contents()) == b"".join(contents_of(rows.rows.select_columns(columns)))
 
 
-def test_a_long_prompt_is_left_out_only_where_a_prompt_is_needed() -> None:
+def test_pair_with_a_long_prompt_is_dropped_only_if_a_prompt_is_needed() -> None:
     rows = [
         {"q": "abcdefgh", "chosen": "x", "rejected": "y"},
         {"q": "abcdefg", "chosen": "x", "rejected": "y"},
@@ -365,10 +366,10 @@ def test_a_long_prompt_is_left_out_only_where_a_prompt_is_needed() -> None:
     assert len(pairs(rows, prompt_key="q", max_len=10)) == 2
 
 
-# ---- pairs that are skipped
+# ---- dropped pairs
 
 
-def test_pairs_of_equal_texts_are_left_out_by_reason() -> None:
+def test_pairs_with_equal_texts_are_dropped_and_counted_by_reason() -> None:
     rows = [
         {"chosen": "a", "rejected": "b"},
         {"chosen": "a", "rejected": "a\n"},
@@ -383,16 +384,16 @@ def test_pairs_of_equal_texts_are_left_out_by_reason() -> None:
     )
 
 
-def test_when_nothing_is_left_the_counts_are_the_error() -> None:
+def test_error_reports_the_drop_counts_if_no_row_is_left() -> None:
     with pytest.raises(DataError, match=r"0 of 1 pairs kept, dropped 1 whose.*--data\.chosen_key"):
         pairs([{"chosen": "a", "rejected": "a"}])
 
 
-# ---- rows and columns that are wrong
+# ---- malformed rows and missing columns
 
 
-def test_a_missing_column_is_that_of_the_dataset_that_lacks_it() -> None:
-    """Training rows may have the column while those of --eval.dataset do not."""
+def test_error_for_a_missing_column_names_the_evaluation_dataset_that_lacks_it() -> None:
+    """The training rows may have a column that the --eval.dataset rows lack."""
     rows = number_rows(Dataset.from_list([{"chosen": "a", "rejected": "b"}]), "held_out.jsonl")
     with pytest.raises(
         DataError, match=r"^held_out\.jsonl has no column 'text', which --data\.prompt_key names"
@@ -401,7 +402,7 @@ def test_a_missing_column_is_that_of_the_dataset_that_lacks_it() -> None:
 
 
 @pytest.mark.parametrize("flag", ["prompt_key", "chosen_key", "rejected_key"])
-def test_a_missing_column_is_named_with_its_flag_and_the_columns_there_are(flag: str) -> None:
+def test_error_for_a_missing_column_names_its_flag_and_the_available_columns(flag: str) -> None:
     with pytest.raises(
         DataError,
         match=rf"no column 'text', which --data\.{flag} names\. It has 'chosen', 'rejected'",
@@ -409,7 +410,7 @@ def test_a_missing_column_is_named_with_its_flag_and_the_columns_there_are(flag:
         pairs([{"chosen": "a", "rejected": "b"}], **{flag: "text"})
 
 
-def test_a_malformed_row_is_named_by_file_row_and_column(tmp_path: Path) -> None:
+def test_error_for_a_malformed_pair_names_file_row_and_column(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json_lines([{"chosen": "a", "rejected": value} for value in ("b", "c", None)]))
     rows = load_datasets(str(path), split="train", max_samples=10, seed=0)
@@ -417,7 +418,7 @@ def test_a_malformed_row_is_named_by_file_row_and_column(tmp_path: Path) -> None
         PreferenceDataset(rows, build_tokenizer(), PreferenceDataConfig(max_len=64))
 
 
-def test_messages_without_a_template_and_strings_with_one_name_the_flag_to_change() -> None:
+def test_error_for_messages_without_a_template_or_strings_with_one_names_the_flag() -> None:
     messages = [user("a"), assistant("b")]
     with pytest.raises(DataError, match=r"column 'chosen': is a list.*--data\.apply_chat_template"):
         pairs([{"chosen": messages, "rejected": messages}])
@@ -427,26 +428,26 @@ def test_messages_without_a_template_and_strings_with_one_name_the_flag_to_chang
         chat([{"chosen": "a", "rejected": "b"}])
 
 
-def test_a_malformed_message_is_named_by_row_and_message() -> None:
+def test_error_for_a_malformed_message_names_row_and_message() -> None:
     bad = [{"speaker": "human", "value": "a"}]
     with pytest.raises(DataError, match=r"row 1, column 'chosen': message 0 needs 'role'"):
         chat([{"chosen": bad, "rejected": bad}])
 
 
-def test_a_chat_without_an_answer_is_refused_where_the_answer_is_judged() -> None:
+def test_chat_without_an_answer_is_rejected_if_the_answer_is_scored() -> None:
     with pytest.raises(DataError, match="row 1, column 'chosen': the last message is not the assi"):
         chat([{"chosen": [user("a")], "rejected": [user("b")]}], needs_prompt=True)
 
 
-def test_a_missing_chat_template_is_an_error_before_any_row() -> None:
+def test_missing_chat_template_is_reported_before_any_row_is_read() -> None:
     with pytest.raises(DataError, match=r"--data\.tokenizer_chat_template"):
         pairs([{"chosen": [user("a")], "rejected": [user("b")]}], apply_chat_template=True)
 
 
-# ---- real and large data
+# ---- real data and large datasets
 
 
-def test_several_processes_give_the_same_pairs_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_do_not_depend_on_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"chosen": f"{number}:", "rejected": "x", "margin": number} for number in range(40)]
     alone = pairs(rows)
     monkeypatch.setattr("openrlhf.data.rows.MANY_ROWS", 20)
@@ -454,13 +455,14 @@ def test_several_processes_give_the_same_pairs_as_one(monkeypatch: pytest.Monkey
 
 
 def check_harmless(data_dir: Path, count: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that tokens decode to the texts, and that exactly the equal pairs are skipped."""
+    """Check that tokens decode to the texts and that exactly the pairs with equal texts are
+    dropped."""
     file = data_dir / "hh-rlhf" / "harmless-base-test.jsonl.gz"
     with gzip.open(file, "rt") as lines:
         texts = [json.loads(line) for line in itertools.islice(lines, count)]
     rows = load_datasets(str(file), split="train", max_samples=count, seed=0)
     data = PreferenceDataset(rows, tokenizer, PreferenceDataConfig(max_len=1 << 16))
-    # ByT5's end-of-text removes the space before it.
+    # ByT5's end-of-text token removes the space before it.
     texts = [(row["chosen"].rstrip(), row["rejected"].rstrip()) for row in texts]
     texts = [pair for pair in texts if pair[0] != pair[1]]
     assert len(data) == len(texts) >= 0.9 * count
@@ -470,7 +472,7 @@ def check_harmless(data_dir: Path, count: int, tokenizer: PreTrainedTokenizerBas
         assert tokenizer.decode(pair.rejected) == rejected + end
 
 
-def test_a_slice_of_hh_rlhf(data_dir: Path) -> None:
+def test_slice_of_hh_rlhf(data_dir: Path) -> None:
     check_harmless(data_dir, 100, ByT5Tokenizer())
 
 
@@ -482,7 +484,7 @@ def test_all_of_hh_rlhf(data_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "found"), [([1, 1], [False]), ([False, False], [False]), (["true", "0"], [])]
 )
-def test_labels_of_one_kind_only_are_a_warning(labels: list[Any], found: list[bool]) -> None:
+def test_labels_with_a_single_value_produce_a_notice(labels: list[Any], found: list[bool]) -> None:
     rows = [{"input": "a", "output": "ok", "label": label} for label in labels]
     labelled = LabelledDataset(
         Dataset.from_list(rows), build_tokenizer(), KTODataConfig(max_len=64, output_key="output")

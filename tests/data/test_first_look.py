@@ -1,6 +1,6 @@
-"""Problems that the first rows of a run reveal.
+"""Problems detected in a run's first rows.
 
-These are tokenizers that lose text, templates that differ from training, and ends of answers.
+They are tokenizers that lose text, templates that differ from training, and wrong answer endings.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from tests.data.small import MARKED_CHAT, PLAIN_CHAT, build_tokenizer, spaced_to
 def words(
     *vocabulary: str, normalizer: Any = None, splits: Any = None, decoder: Any = None
 ) -> PreTrainedTokenizerBase:
-    """Return a tokenizer of whole words.
+    """Return a word-level tokenizer.
 
-    By default it loses spaces, and joins words with a space when it decodes.
+    By default it drops whitespace and joins words with a space when decoding.
     """
     vocab = {word: number for number, word in enumerate(["<unk>", "<eos>", *vocabulary])}
     backend = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
@@ -64,16 +64,17 @@ def words(
     [
         (build_tokenizer(), "Two  spaces,\n\na line break and CAPITALS."),
         (ByT5Tokenizer(), "Größe 数学 🙂\n"),
-        (words("two", "words"), "two   words\n"),  # runs of white space become one space
+        (words("two", "words"), "two   words\n"),  # runs of whitespace become one space
         (
             words("do", "n't", ".", splits=pre_tokenizers.Split("n't", "isolated")),
             "don't",
         ),  # a space is added
-        (words("fi", normalizer=normalizers.NFKC()), "ﬁ"),  # the same text in another Unicode form
+        # The same text in a different Unicode form.
+        (words("fi", normalizer=normalizers.NFKC()), "ﬁ"),
         (words("a", "b"), "a<eos>b"),
     ],
 )
-def test_white_space_that_changes_and_unicode_forms_are_no_loss(
+def test_changed_white_space_and_unicode_forms_do_not_count_as_lost_text(
     tokenizer: PreTrainedTokenizerBase, text: str
 ) -> None:
     assert round_trip(tokenizer, [text]) == []
@@ -87,7 +88,7 @@ def test_white_space_that_changes_and_unicode_forms_are_no_loss(
         (words("a"), "a lot of unknown words", "a <unk>"),
     ],
 )
-def test_lost_text_is_an_error_with_both_texts(
+def test_error_for_lost_text_shows_the_text_before_and_after(
     tokenizer: PreTrainedTokenizerBase, text: str, back: str
 ) -> None:
     with pytest.raises(DataError) as caught:
@@ -99,32 +100,30 @@ def test_lost_text_is_an_error_with_both_texts(
     )
 
 
-def test_prompts_that_a_reward_gets_back_with_other_white_space_are_a_notice() -> None:
-    """A query is decoded tokens, so query[len(prompt):] would cut into the response."""
+def test_prompts_decoded_with_different_white_space_produce_a_notice() -> None:
+    """Queries are decoded from tokens, so query[len(prompt):] would cut into the response."""
     said = str(*round_trip(words("two", "words"), ["two   words\n"], prompts=True))
-    assert r"'two   words\n' is decoded as 'two words'" in said and "query[len(prompt):]" in said
+    assert r"'two   words\n' decodes to 'two words'" in said and "query[len(prompt):]" in said
     assert round_trip(words("two", "words"), ["two words"], prompts=True) == []
 
 
-def test_a_few_unknown_tokens_and_lost_capitals_are_a_notice() -> None:
+def test_a_few_unknown_tokens_or_lost_capitals_produce_a_notice() -> None:
     tokenizer = build_tokenizer()
     tokenizer.unk_token = "<unk>"
     said = str(*round_trip(tokenizer, ["some letters, and äöü"]))
-    assert "3 of 21 tokens are unknown to it (<unk>)" in said
+    assert "3 of 21 tokens are not in its vocabulary (<unk>)" in said
     said = str(*round_trip(words("two", normalizer=normalizers.Lowercase()), ["TWO"]))
-    assert (
-        "'TWO' comes back as 'two'" in said and "cannot distinguish upper from lower case" in said
-    )
+    assert "'TWO' decodes to 'two'" in said and "cannot distinguish case" in said
 
 
-def test_the_texts_of_rows_are_strings_and_contents_of_messages() -> None:
+def test_texts_are_collected_from_strings_and_message_contents() -> None:
     chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 2
     rows = Dataset.from_dict({"chat": chats, "text": ["c", None], "number": [1, 2]})
     assert texts_of(rows, ["chat", "text", "number", "missing"]) == ["a", "b", "a", "b", "c"]
     assert len(texts_of(Dataset.from_dict({"text": ["x"] * 100}), ["text"])) == 8
 
 
-# ---- the format of texts
+# ---- text formats
 
 QUESTION = SimpleNamespace(apply_chat_template=False, input_template="Q: {}\nA: ")
 NOTHING = SimpleNamespace(apply_chat_template=False, input_template=None)
@@ -136,7 +135,7 @@ def of(flags: SimpleNamespace, template: str | None = None) -> TextFormat:
     return TextFormat.of(flags, build_tokenizer(template))
 
 
-def test_a_format_goes_wherever_the_tokenizer_goes(tmp_path: Any) -> None:
+def test_recorded_format_is_saved_and_loaded_with_the_tokenizer(tmp_path: Any) -> None:
     tokenizer = build_tokenizer()
     assert recorded(tokenizer) is None
     record(tokenizer, TextFormat(input_template="Q: {}", ending=" <eos>"))
@@ -169,10 +168,10 @@ def test_a_format_goes_wherever_the_tokenizer_goes(tmp_path: Any) -> None:
             of(NOTHING),
             "was trained with --data.apply_chat_template, but this run uses no template",
         ),
-        (of(CHAT, PLAIN_CHAT), of(CHAT, MARKED_CHAT), "was trained with another chat template"),
+        (of(CHAT, PLAIN_CHAT), of(CHAT, MARKED_CHAT), "was trained with a different chat template"),
     ],
 )
-def test_other_prompts_than_in_training_are_announced(
+def test_prompt_format_that_differs_from_training_produces_a_notice(
     trained: TextFormat, used: TextFormat, said: str
 ) -> None:
     prompts = ["2+2" if trained.input_template else "Q"]
@@ -180,7 +179,7 @@ def test_other_prompts_than_in_training_are_announced(
     assert sentence.startswith("--actor.model_name_or_path m was") and said in sentence
 
 
-def test_the_same_prompts_are_not_and_neither_are_rows_that_bring_the_template_along() -> None:
+def test_same_format_or_rows_that_contain_the_template_produce_no_notice() -> None:
     assert compare_formats("m", None, of(NOTHING), ["x"]) == []
     assert of(BARE) == of(NOTHING)
     for flags, template in ((QUESTION, None), (NOTHING, None), (CHAT, PLAIN_CHAT)):
@@ -204,7 +203,9 @@ def test_the_same_prompts_are_not_and_neither_are_rows_that_bring_the_template_a
         (["Q: no", "Q: yes"], "", "will not learn to end"),
     ],
 )
-def test_what_answers_end_with(texts: list[str], ending: str, said: str | None) -> None:
+def test_common_ending_of_answers_is_detected(
+    texts: list[str], ending: str, said: str | None
+) -> None:
     tokenizer = build_tokenizer()
     found = ending_of([encoded.tokens for encoded in encode(tokenizer, texts)], tokenizer)
     notices = check_ending(found, tokenizer, "Responses")
@@ -212,15 +213,15 @@ def test_what_answers_end_with(texts: list[str], ending: str, said: str | None) 
     assert said in str(*notices) if said else notices == []
 
 
-def test_a_chat_template_that_ends_answers_with_what_does_not_end_generation_is_announced() -> None:
+def test_chat_template_whose_end_token_does_not_stop_generation_produces_a_notice() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT)
     said = str(*chat_end(tokenizer, {"<eos>"}))
-    assert "'<|end|>\\n', but generation ends at <eos>: add --rollout.stop '<|end|>'" in said
+    assert "'<|end|>\\n', but generation stops at <eos>: add --rollout.stop '<|end|>'" in said
     assert chat_end(tokenizer, {"<eos>", "<|end|>"}) == []
 
 
-def test_rows_that_begin_with_the_words_of_the_template_are_pointed_out() -> None:
-    """batch_inference wrote the whole prompt, so the default template would be applied twice."""
+def test_rows_that_begin_with_the_template_text_are_reported() -> None:
+    """batch_inference wrote complete prompts, so the default template would be applied twice."""
     used = TextFormat(input_template="User: {}\nAssistant: ")
     sentence = str(*filled_already(used, ["User: 1+1=\nAssistant: ", "2"]))
     assert "'User:'" in sentence and "--data.input_template {}" in sentence
@@ -229,7 +230,7 @@ def test_rows_that_begin_with_the_words_of_the_template_are_pointed_out() -> Non
         assert filled_already(TextFormat(input_template=template), ["User: 1+1="]) == []
 
 
-def test_a_template_whose_last_space_the_tokenizer_joins_with_the_answer_is_pointed_out() -> None:
+def test_template_whose_trailing_space_merges_with_the_answer_is_reported() -> None:
     tokenizer = spaced_tokenizer()
     sentence = str(*joined_border(TextFormat(input_template="User: {}\nAssistant: "), tokenizer))
     assert sentence.endswith(" --data.input_template $'User: {}\\nAssistant:'")
@@ -240,7 +241,7 @@ def test_a_template_whose_last_space_the_tokenizer_joins_with_the_answer_is_poin
     )
 
 
-def test_a_chat_template_that_neither_flags_nor_texts_use_is_pointed_out() -> None:
+def test_chat_template_that_neither_flags_nor_texts_use_is_reported() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT)
     found = unused_chat_template("--model.model_name_or_path m", tokenizer, ["a"], applied=False)
     assert "--data.apply_chat_template" in str(*found)
@@ -261,7 +262,7 @@ def test_a_chat_template_that_neither_flags_nor_texts_use_is_pointed_out() -> No
         ("a", " b", False),
     ],
 )
-def test_prompts_and_answers_with_nothing_in_between_are_pointed_out(
+def test_prompts_and_answers_without_a_separator_are_reported(
     prompt: str, answer: str, pointed_out: bool
 ) -> None:
     assert bool(glued([prompt], [answer])) == pointed_out

@@ -1,6 +1,6 @@
-"""Hub names are requested from the Hub.
+"""Datasets with Hub names are loaded from the Hub.
 
-It is a local fake here, in its own process (HF_ENDPOINT).
+Here the Hub is a local fake, used by a separate process through HF_ENDPOINT.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ for spec, split in json.loads(sys.argv[1]):
 def ask(
     files: dict[str, bytes], questions: list[tuple[str, str]], home: Path
 ) -> list[list[str] | str]:
-    """Return the results of `load_datasets` for each (spec, split).
+    """Return the result of `load_datasets` for each (spec, split).
 
-    The Hub has `me/tiny` with these files.
+    The Hub contains the dataset `me/tiny` with these files.
     """
     with hub("me/tiny", files) as address:
         environment = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(home)}
@@ -59,7 +59,7 @@ def lines(*names: str) -> bytes:
     return json_lines([{"input": name} for name in names]).encode()
 
 
-def test_a_hub_dataset_is_loaded_by_split_and_its_mistakes_are_named(tmp_path: Path) -> None:
+def test_hub_dataset_is_loaded_by_split_and_errors_name_dataset_and_split(tmp_path: Path) -> None:
     files = {"train.jsonl": lines("a", "b"), "test.jsonl": lines("c")}
     questions = [
         ("me/tiny", "train"),
@@ -73,7 +73,7 @@ def test_a_hub_dataset_is_loaded_by_split_and_its_mistakes_are_named(tmp_path: P
     assert "me/other could not be loaded from the hub" in no_dataset
 
 
-def test_a_folder_of_a_hub_dataset_is_named_after_an_at_sign(tmp_path: Path) -> None:
+def test_folder_of_a_hub_dataset_is_selected_with_an_at_sign(tmp_path: Path) -> None:
     files = {
         "README.md": CONFIGS,
         "easy/train.jsonl": lines("a"),

@@ -1,6 +1,6 @@
-"""Layouts of public datasets.
+"""Column layouts of public datasets.
 
-Each is recognized by its columns, named in a notice, and read by its flags.
+Each is detected from its columns, reported in a notice, and read with its flags.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "ok"}]
 
 
 def config(task: str, **given: Any) -> Any:
-    """Return the flags of a task, with some of them given."""
+    """Return a task's config, with these flags set by the user."""
     paths = {f"data.{flag}": value for flag, value in given.items()}
     return amend(ROOTS[task](), {"data.max_len": 64, "given": paths, **paths})
 
@@ -58,7 +58,7 @@ def config(task: str, **given: Any) -> Any:
 def recognised(
     row: dict[str, Any], task: str, capsys: pytest.CaptureFixture[str], **given: Any
 ) -> tuple[Any, str]:
-    """Return the section `data` for a row, and the flags in the notice."""
+    """Return the `data` section for a dataset with this row, and the flags in the notice."""
     data = recognise(Dataset.from_list([row]), config(task, **given))
     return data, (
         re.findall(r"layout: (--data\..*)\. .*--data\.layout columns", capsys.readouterr().err)
@@ -71,7 +71,7 @@ PAIRS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "q", "chosen": "ok", "rejected": "no"}, "--data.prompt_key prompt"),
     ({"prompt": [Q], "chosen": [A], "rejected": [B]}, f"{CHAT} --data.prompt_key prompt"),
     ({"prompt": "q", "chosen": [A], "rejected": [B]}, f"{CHAT} --data.prompt_key prompt"),
-    ({"prompt": "q", "chosen": [Q, A], "rejected": [Q, B]}, CHAT),  # the answers repeat it
+    ({"prompt": "q", "chosen": [Q, A], "rejected": [Q, B]}, CHAT),  # the answers repeat the prompt
     (
         {
             "conversations": SHAREGPT[:1],
@@ -116,7 +116,7 @@ PAIRS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("task", ["rm", "dpo", "kto"])
 @pytest.mark.parametrize(("row", "flags"), PAIRS)
-def test_pairs_are_recognised_and_read(
+def test_pair_layouts_are_detected_and_read(
     row: dict[str, Any], flags: str, task: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, said = recognised(row, task, capsys)
@@ -161,7 +161,7 @@ TEXTS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("row", "flags"), TEXTS)
-def test_rows_of_supervised_training_are_recognised_and_read(
+def test_supervised_layouts_are_detected_and_read(
     row: dict[str, Any], flags: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, said = recognised(row, "sft", capsys)
@@ -174,13 +174,13 @@ def test_rows_of_supervised_training_are_recognised_and_read(
         else "User: q\nAssistant: ok <|end|>"
     )
     assert "".join(tokenizer.convert_ids_to_tokens(tokens)) == text
-    # Labelled answers have the same texts, and a label.
+    # Labelled answers have the same tokens.
     labelled = {**row, "label": 1}
     data, _ = recognised(labelled, "kto", capsys)
     assert LabelledDataset(Dataset.from_list([labelled]), tokenizer, data)[0].tokens == tokens
 
 
-def test_answers_with_a_score_are_labelled_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_score_column_becomes_the_label(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"instruction": "q", "response": "ok", "score": score} for score in (1, 0)]
     data, said = recognised(rows[0], "kto", capsys)
     assert said.endswith("--data.label_key score")
@@ -197,7 +197,7 @@ def test_answers_with_a_score_are_labelled_rows(capsys: pytest.CaptureFixture[st
         {"prompt": [Q], "completion": [A]},
     ],
 )
-def test_prompts_of_reinforcement_learning_end_before_the_answer(row: dict[str, Any]) -> None:
+def test_rl_prompts_end_before_the_answer(row: dict[str, Any]) -> None:
     sections = amend(config("sft"), {"data": RLDataConfig()})
     rows = Dataset.from_list([row])
     prompt = PromptDataset(rows, build_tokenizer(PLAIN_CHAT), recognise(rows, sections, "text"))[0]
@@ -211,7 +211,7 @@ def test_prompts_of_reinforcement_learning_end_before_the_answer(row: dict[str, 
         ("output_key", "--data.input_key question"),
     ],
 )
-def test_prompts_whose_answers_are_labels_are_recognised_with_the_column_of_the_labels(
+def test_answer_column_is_detected_as_the_label_of_rl_prompts(
     answers: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = Dataset.from_list([{"question": "2 + 2?", "answer": "4"}])
@@ -223,7 +223,7 @@ def test_prompts_whose_answers_are_labels_are_recognised_with_the_column_of_the_
     assert f"layout: {said}. " in capsys.readouterr().err
 
 
-def test_input_system_and_history_of_alpaca_are_in_the_prompt(
+def test_alpaca_prompt_contains_input_system_and_history(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     row = {"instruction": "do", "input": "it", "output": "ok", "system": "", "history": None}
@@ -255,7 +255,7 @@ def test_input_system_and_history_of_alpaca_are_in_the_prompt(
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations"])
-def test_a_system_text_in_its_own_column_is_the_first_turn(
+def test_system_prompt_in_its_own_column_becomes_the_first_turn(
     column: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     system = {"role": "system", "content": "s"}
@@ -280,7 +280,7 @@ def test_a_system_text_in_its_own_column_is_the_first_turn(
     assert re.search(r": --data\.layout chat\. .*--data\.\*_key", capsys.readouterr().err)
 
 
-# ---- prompts in a column, that the answers may repeat
+# ---- prompt columns that the answers may repeat
 
 GREETING = {"prompt": "hi", "chosen": "hi there, how are you?", "rejected": "go away."}
 PLAIN = {"prompt": "q", "chosen": "q ok", "rejected": "q no"}
@@ -289,14 +289,14 @@ NOT_READ = "The column 'prompt' is not read"
 
 @pytest.mark.parametrize("task", ["rm", "dpo", "kto"])
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_prompt_that_is_part_of_an_answer_is_a_prompt(
+def test_prompt_column_is_used_if_only_some_answers_contain_the_prompt(
     first: int, task: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The prompt may be part of an answer in any row."""
+    """In either row the answers may contain the prompt."""
     rows = [{"prompt": "2+2", "chosen": "4", "rejected": "5"}, GREETING]
     data = recognise(Dataset.from_list([rows[first], rows[1 - first]]), config(task))
     assert data.prompt_key == "prompt" and NOT_READ not in capsys.readouterr().err
-    # Both answers begin with the prompt by accident.
+    # In one row, both answers happen to begin with the prompt.
     alike = Dataset.from_list([{"prompt": "hi", "chosen": "hi!", "rejected": "him?"}, rows[0]])
     assert recognise(alike, config(task)).prompt_key == "prompt"
     capsys.readouterr()
@@ -328,7 +328,7 @@ def test_a_prompt_that_is_part_of_an_answer_is_a_prompt(
         {"prompt": [Q, A, Q], "chosen": [Q, A, Q, A], "rejected": [Q, A, Q, B]},
     ],
 )
-def test_a_prompt_that_the_answers_repeat_is_ignored_with_a_notice(
+def test_prompt_column_that_the_answers_repeat_is_ignored_with_a_notice(
     row: dict[str, Any], task: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = recognise(Dataset.from_list([row] * 3), config(task))
@@ -343,16 +343,16 @@ def test_a_prompt_that_the_answers_repeat_is_ignored_with_a_notice(
 
 
 @pytest.mark.parametrize("prompt", ["", 12])
-def test_prompts_without_text_are_repeated_by_no_answer(
+def test_empty_prompts_do_not_count_as_repeated(
     prompt: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Later rows may have a text; a number is an error that names the row."""
+    """Later rows may have a prompt, and a number is rejected with an error that names the row."""
     row = {"prompt": prompt, "chosen": "12 a", "rejected": "12 b"}
     data = recognise(Dataset.from_list([row] * 3), config("dpo"))
     assert data.prompt_key == "prompt" and NOT_READ not in capsys.readouterr().err
 
 
-def test_the_prompt_column_of_pairs_is_the_prompt_of_reinforcement_learning(
+def test_rl_prompts_are_read_from_the_prompt_column_of_pairs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     data = recognise(
@@ -361,7 +361,7 @@ def test_the_prompt_column_of_pairs_is_the_prompt_of_reinforcement_learning(
     assert data.input_key == "prompt" and NOT_READ not in capsys.readouterr().err
 
 
-def test_ties_of_comparisons_are_left_out_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tied_comparisons_are_dropped_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
     winners = ["tie", "model_b", "tie (bothbad)"]
     rows = [
         {"winner": winner, "conversation_a": [Q, B], "conversation_b": [Q, A]} for winner in winners
@@ -377,9 +377,7 @@ def test_ties_of_comparisons_are_left_out_and_counted(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("winner", ["A", "model_a_v2", "model_c", "", 1, None])
-def test_a_winner_that_is_no_side_is_refused(
-    winner: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_winner_raises_error(winner: Any, capsys: pytest.CaptureFixture[str]) -> None:
     sides = {"conversation_a": [Q, B], "conversation_b": [Q, A]}
     data, _ = recognised({"winner": "model_a", **sides}, "rm", capsys)
     rows = Dataset.from_list([{"winner": winner, **sides}])
@@ -388,9 +386,7 @@ def test_a_winner_that_is_no_side_is_refused(
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf])
-def test_a_score_that_is_not_finite_is_refused(
-    score: float, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_non_finite_score_raises_error(score: float, capsys: pytest.CaptureFixture[str]) -> None:
     row = next(row for row, _ in PAIRS if "score_0" in row)
     data, _ = recognised(row, "rm", capsys)
     rows = Dataset.from_list([{**row, "score_1": score}])
@@ -398,10 +394,10 @@ def test_a_score_that_is_not_finite_is_refused(
         PreferenceDataset(rows, build_tokenizer(PLAIN_CHAT, eos="<|end|>"), data)
 
 
-# ---- the user's flags have priority
+# ---- user flags take precedence
 
 
-def test_columns_that_the_user_names_stay_and_what_is_missing_is_said(
+def test_user_column_flags_are_kept_and_a_notice_names_the_detected_layout(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     row = {"instruction": "q", "input": "x", "output": "ok"}
@@ -415,7 +411,7 @@ def test_columns_that_the_user_names_stay_and_what_is_missing_is_said(
     assert capsys.readouterr().err == ""
 
 
-def test_a_layout_can_be_named_or_recognition_switched_off(
+def test_layout_can_be_set_explicitly_or_detection_disabled(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     row = {"instruction": "q", "output": "ok", "messages": [Q, A]}
@@ -429,7 +425,7 @@ def test_a_layout_can_be_named_or_recognition_switched_off(
         recognised(row, "sft", capsys, layout="alpaca", input_key="messages")
 
 
-def test_the_layout_of_a_command_that_reads_no_such_rows_is_left_alone(
+def test_layouts_that_a_command_cannot_read_are_not_detected(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for task, row in (
@@ -443,7 +439,7 @@ def test_the_layout_of_a_command_that_reads_no_such_rows_is_left_alone(
     assert pretraining.derived_values()["data.layout"] == "columns"
 
 
-def test_a_default_that_the_layout_has_no_use_for_is_reset(
+def test_layout_resets_a_default_column_that_it_does_not_use(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     data, _ = recognised({"messages": [Q, A]}, "kd", capsys)
@@ -451,7 +447,7 @@ def test_a_default_that_the_layout_has_no_use_for_is_reset(
     assert data.output_key is None
 
 
-def test_the_table_names_the_choices_and_only_flags_that_some_command_has() -> None:
+def test_layout_table_lists_the_flag_choices_and_only_existing_flags() -> None:
     entries = [entry["flags"] for kind in LAYOUTS.values() for entry in kind]
     assert {*READERS, "auto", "columns"} == set(choices.LAYOUTS)
     assert {flags["layout"] for flags in entries if "layout" in flags} == set(READERS)
@@ -459,7 +455,7 @@ def test_the_table_names_the_choices_and_only_flags_that_some_command_has() -> N
     assert {flag for flags in entries for flag in flags} <= known
 
 
-def test_the_page_about_data_has_every_layout_with_its_flags() -> None:
+def test_data_page_documents_every_layout_with_its_flags() -> None:
     lines = (ROOT / "docs/data.md").read_text().splitlines()
     for kind, entries in LAYOUTS.items():
         for entry in entries:

@@ -1,4 +1,4 @@
-"""Every way to name a dataset works, and every mistake is reported with what to do."""
+"""Every way to specify a dataset works, and every mistake is reported with a fix."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def inputs(dataset: Dataset) -> list[str]:
 
 
 def save(path: Path) -> str:
-    """Save ROWS in the format of the file's extension."""
+    """Save ROWS in the format given by the file's extension."""
     rows = Dataset.from_list(ROWS)
     opener = gzip.open if path.suffix == ".gz" else open
     match path.name.removesuffix(".gz").rsplit(".", 1)[1]:
@@ -70,7 +70,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_of_each_format_is_read(name: str, tmp_path: Path) -> None:
+def test_every_file_format_is_read(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     saved = save(path if name != "x.v1.JSONL" else tmp_path / "x.jsonl")
     if name == "x.v1.JSONL":
@@ -80,30 +80,30 @@ def test_a_file_of_each_format_is_read(name: str, tmp_path: Path) -> None:
     assert [str(label) for label in rows["label"]] == ["1", "2", "3"]
 
 
-def test_the_rows_of_a_file_belong_to_every_split(write: Write, tmp_path: Path) -> None:
+def test_rows_of_a_single_file_are_returned_for_any_split(write: Write, tmp_path: Path) -> None:
     write("held_out.jsonl", json_lines(ROWS))
     assert inputs(load(str(tmp_path / "held_out.jsonl"), split="test")) == ["a", "b", "c"]
 
 
-def test_a_folder_of_files_is_read_by_its_split_names(write: Write, tmp_path: Path) -> None:
+def test_folder_of_files_is_read_by_split_names(write: Write, tmp_path: Path) -> None:
     write("data/train.jsonl", json_lines(ROWS))
     write("data/test.jsonl", json_lines(ROWS[:1]))
     assert len(load(str(tmp_path / "data"))) == 3
     assert len(load(str(tmp_path / "data"), split="test")) == 1
 
 
-def test_a_folder_within_a_folder_is_named_after_an_at_sign(write: Write, tmp_path: Path) -> None:
+def test_subfolder_is_selected_with_an_at_sign(write: Write, tmp_path: Path) -> None:
     write("data/easy/train.jsonl", json_lines(ROWS[:1]))
     write("data/hard/train.jsonl", json_lines(ROWS))
     assert len(load(f"{tmp_path}/data@hard")) == 3
 
 
-def test_a_saved_dataset_is_read(tmp_path: Path) -> None:
+def test_dataset_written_by_save_to_disk_is_read(tmp_path: Path) -> None:
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
     assert inputs(load(str(tmp_path / "saved"), split="anything")) == ["a", "b", "c"]
 
 
-def test_a_split_of_a_saved_dictionary_of_datasets_is_read(tmp_path: Path) -> None:
+def test_split_of_a_saved_dataset_dict_is_read(tmp_path: Path) -> None:
     DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:1])).save_to_disk(
         tmp_path / "saved"
     )
@@ -111,11 +111,11 @@ def test_a_split_of_a_saved_dictionary_of_datasets_is_read(tmp_path: Path) -> No
     assert len(load(f"{tmp_path}/saved@train")) == 3
 
 
-def test_a_path_may_hold_an_at_sign(write: Write) -> None:
+def test_path_may_contain_an_at_sign(write: Write) -> None:
     assert len(load(write("a@b.jsonl", json_lines(ROWS)))) == 3
 
 
-def test_strings_that_look_like_dates_stay_strings(write: Write) -> None:
+def test_strings_that_look_like_dates_are_not_converted(write: Write) -> None:
     path = write("x.jsonl", json_lines([{"label": "2024-05-06"}, {"label": "2024-05-07 10:00:00"}]))
     assert list(load(path)["label"]) == ["2024-05-06", "2024-05-07 10:00:00"]
 
@@ -130,19 +130,19 @@ def two_files(write: Write) -> str:
     return f"{write('many.jsonl', json_lines(many))}, {write('few.jsonl', json_lines(few))}"
 
 
-def test_without_probabilities_datasets_follow_each_other(two_files: str) -> None:
+def test_datasets_without_probabilities_are_concatenated(two_files: str) -> None:
     names = inputs(load(two_files))
     assert names == [f"x{number}" for number in range(60)] + [f"y{number}" for number in range(20)]
 
 
-def test_the_cap_holds_for_each_dataset_and_for_the_blend(two_files: str) -> None:
+def test_max_samples_limits_each_dataset_and_the_blend(two_files: str) -> None:
     assert inputs(load(two_files, max_samples=30)) == [f"x{number}" for number in range(30)]
     assert inputs(load(two_files, max_samples=65)) == [f"x{number}" for number in range(60)] + [
         f"y{number}" for number in range(5)
     ]
 
 
-def test_with_probabilities_every_row_is_drawn_at_least_once_in_the_order_of_its_file(
+def test_blend_with_probabilities_draws_every_row_at_least_once_in_file_order(
     two_files: str,
 ) -> None:
     names = inputs(load(two_files, probs="0.5,0.5"))
@@ -155,42 +155,42 @@ def test_with_probabilities_every_row_is_drawn_at_least_once_in_the_order_of_its
     assert 0.35 < share < 0.65
 
 
-def test_the_order_of_a_blend_depends_on_the_seed_only(two_files: str) -> None:
+def test_order_of_a_blend_depends_only_on_the_seed(two_files: str) -> None:
     orders = [inputs(load(two_files, probs="0.5,0.5", seed=seed)) for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
 
 
-def test_the_number_of_draws_follows_the_probabilities(two_files: str) -> None:
+def test_draw_counts_follow_the_probabilities(two_files: str) -> None:
     names = inputs(load(two_files, probs="0.9,0.1"))
     assert 0.8 < sum(name.startswith("x") for name in names) / len(names) < 0.97
 
 
-def test_rows_know_where_they_come_from(two_files: str) -> None:
+def test_rows_record_their_file_and_row_number(two_files: str) -> None:
     rows = load(two_files, probs="0.5,0.5").shuffle(seed=3)
     for row in rows.select(range(20)):
         assert f"{'many' if row['input'][0] == 'x' else 'few'}.jsonl" in row[SOURCE]
-        assert row[ROW] == int(row["input"][1:]) + 1  # lines of a file count from 1
+        assert row[ROW] == int(row["input"][1:]) + 1  # line numbers start at 1
 
 
-def test_csv_and_json_files_blend(write: Write) -> None:
+def test_csv_and_json_files_can_be_blended(write: Write) -> None:
     files = write("x.jsonl", json_lines([{"input": "a"}])), write("x.csv", "input\nb\n")
     assert inputs(load(",".join(files))) == ["a", "b"]
 
 
-def test_columns_of_different_types_are_named_with_both_datasets(write: Write) -> None:
+def test_error_for_columns_of_different_types_names_both_datasets(write: Write) -> None:
     texts = write("x.jsonl", json_lines([{"input": "a"}]))
     lists = write("y.jsonl", json_lines([{"input": ["b"]}]))
     with pytest.raises(DataError, match=r"x\.jsonl, .*y\.jsonl cannot be blended: .*input"):
         load(f"{texts},{lists}")
 
 
-def test_thirds_written_with_three_digits_are_thirds(two_files: str, write: Write) -> None:
+def test_probabilities_are_normalized_to_sum_to_one(two_files: str, write: Write) -> None:
     third = write("third.jsonl", json_lines([{"input": "z"}] * 30))
     names = inputs(load(f"{two_files},{third}", probs="0.333,0.333,0.333"))
     assert {*names} > {"z", "x59", "y19"}
 
 
-def test_rows_that_are_drawn_again_and_again_are_announced(
+def test_rows_drawn_several_times_on_average_are_reported(
     two_files: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = load(two_files, probs="0.5,0.5")
@@ -205,16 +205,16 @@ def test_rows_that_are_drawn_again_and_again_are_announced(
     assert capsys.readouterr().err == ""
 
 
-# ---- numbers that are text
+# ---- numbers in text columns
 
 
-def test_only_an_empty_cell_of_a_csv_file_is_null(write: Write) -> None:
+def test_only_empty_csv_cells_are_null(write: Write) -> None:
     rows = load(write("x.csv", "output,number\nNone,1\nNA,\nnull,3\n"))
     assert rows["output"] == ["None", "NA", "null"] and rows["number"] == ["1", None, "3"]
 
 
 @pytest.mark.parametrize("place", ["x.csv", "folder/train.csv", "x.tsv"])
-def test_cells_of_a_csv_file_stay_text_over_many_rows(place: str, write: Write) -> None:
+def test_csv_cells_are_text_in_every_row_of_a_long_file(place: str, write: Write) -> None:
     answers = (
         ["yes"] * 10_000
         + [f"{number:05d}" for number in range(10_000)]
@@ -226,13 +226,13 @@ def test_cells_of_a_csv_file_stay_text_over_many_rows(place: str, write: Write) 
     assert rows["output"][:] == answers
 
 
-def test_a_csv_file_of_a_spreadsheet_is_read(tmp_path: Path) -> None:
+def test_spreadsheet_csv_files_are_read(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_bytes('\ufeffinput;output\r\n"a;\r\nb";x,y\r\n'.encode())
     assert [(row["input"], row["output"]) for row in load(str(path))] == [("a;\r\nb", "x,y")]
 
 
-def test_a_csv_cell_holds_quotes_line_breaks_and_a_long_text(write: Write) -> None:
+def test_csv_cell_may_contain_quotes_line_breaks_and_a_long_text(write: Write) -> None:
     long = "x" * 300_000
     rows = load(write("x.csv", f'input,output\n"say ""hi"",\n\nnow",{long}\n'))
     assert rows[0]["input"] == 'say "hi",\n\nnow' and rows[0]["output"] == long
@@ -241,9 +241,7 @@ def test_a_csv_cell_holds_quotes_line_breaks_and_a_long_text(write: Write) -> No
 # ---- mistakes
 
 
-def test_a_missing_split_is_answered_with_the_splits_there_are(
-    write: Write, tmp_path: Path
-) -> None:
+def test_error_for_a_missing_split_lists_the_available_splits(write: Write, tmp_path: Path) -> None:
     write("data/train.jsonl", json_lines(ROWS))
     write("data/test.jsonl", json_lines(ROWS))
     with pytest.raises(
@@ -252,26 +250,26 @@ def test_a_missing_split_is_answered_with_the_splits_there_are(
         load(str(tmp_path / "data"), split="dev")
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_error_names_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl"):
         load(str(tmp_path / "none.jsonl"))
 
 
-def test_a_hub_name_that_cannot_be_reached_is_said_to_be_one() -> None:
+def test_error_for_an_unreachable_hub_name_says_it_is_not_a_local_file() -> None:
     with pytest.raises(
         DataError,
-        match=r"nobody/nothing could not be loaded from the hub \(there is no file or folder",
+        match=r"nobody/nothing could not be loaded from the hub \(no file or folder",
     ):
         load("nobody/nothing")
 
 
-def test_a_loading_script_is_refused_with_what_to_do(write: Write, tmp_path: Path) -> None:
+def test_dataset_script_is_rejected_with_a_suggested_fix(write: Write, tmp_path: Path) -> None:
     write("set/set.py", "print('hi')")
     with pytest.raises(DataError, match=r"dataset scripts are not run\. .*parquet or JSON"):
         load(str(tmp_path / "set"))
 
 
-def test_a_file_of_an_unknown_kind_is_answered_with_the_kinds_there_are(write: Write) -> None:
+def test_error_for_an_unknown_file_format_lists_the_supported_formats(write: Write) -> None:
     with pytest.raises(DataError, match=r"x\.xlsx has an unknown format\. .*\.json, \.jsonl"):
         load(write("x.xlsx", "a"))
 
@@ -280,18 +278,18 @@ def test_a_file_of_an_unknown_kind_is_answered_with_the_kinds_there_are(write: W
     ("name", "text"),
     [("x.jsonl", ""), ("x.jsonl", "\n\n"), ("x.json", "[]"), ("x.csv", "input,label\n")],
 )
-def test_a_file_without_rows_is_an_error(name: str, text: str, write: Write) -> None:
+def test_file_without_rows_raises_error(name: str, text: str, write: Write) -> None:
     with pytest.raises(DataError, match=rf"{name} has no rows"):
         load(write(name, text))
 
 
-def test_an_empty_folder_is_an_error(tmp_path: Path) -> None:
+def test_empty_folder_raises_error(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     with pytest.raises(DataError, match=r"could not be read.*data"):
         load(str(tmp_path / "data"))
 
 
-def test_a_saved_dataset_without_rows_is_an_error(tmp_path: Path) -> None:
+def test_saved_dataset_without_rows_raises_error(tmp_path: Path) -> None:
     Dataset.from_dict({"input": []}).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match="saved has no rows"):
         load(str(tmp_path / "saved"))
@@ -326,21 +324,21 @@ def test_a_saved_dataset_without_rows_is_an_error(tmp_path: Path) -> None:
         ("x.arrow", "hello", r"x\.arrow could not be read"),
     ],
 )
-def test_a_malformed_file_is_named_with_the_line(
+def test_error_for_a_malformed_file_names_the_line(
     name: str, text: str, complaint: str, write: Write
 ) -> None:
     with pytest.raises(DataError, match=complaint):
         load(write(name, text))
 
 
-def test_a_file_that_is_not_gzipped_but_says_so_is_an_error(tmp_path: Path) -> None:
+def test_uncompressed_file_with_gz_extension_raises_error(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl.gz"
     path.write_text('{"a": 1}\n')
     with pytest.raises(DataError, match="Not a gzipped file"):
         load(str(path))
 
 
-def test_a_malformed_file_in_a_folder_is_named(write: Write, tmp_path: Path) -> None:
+def test_error_names_a_malformed_file_in_a_folder(write: Write, tmp_path: Path) -> None:
     write("data/one.jsonl", json_lines(ROWS))
     write("data/two.jsonl", '{"input": "a"\n')
     with pytest.raises(DataError, match=r"two\.jsonl, line 1"):
@@ -349,7 +347,7 @@ def test_a_malformed_file_in_a_folder_is_named(write: Write, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv"])
 @pytest.mark.parametrize("encoding", ["cp1252", "utf-16"])
-def test_a_file_that_is_not_utf8_is_named_with_the_line(
+def test_error_for_a_file_that_is_not_utf8_names_the_line(
     name: str, encoding: str, tmp_path: Path
 ) -> None:
     path = tmp_path / name
@@ -364,7 +362,7 @@ def test_a_file_that_is_not_utf8_is_named_with_the_line(
         load(str(path))
 
 
-def test_text_of_a_saved_dataset_that_is_not_utf8_is_named_by_row(tmp_path: Path) -> None:
+def test_error_for_saved_text_that_is_not_utf8_names_the_row(tmp_path: Path) -> None:
     broken = pa.array([b"x", b"\xff"]).view(pa.string())
     Dataset(pa.table({"a": broken})).save_to_disk(tmp_path / "saved")
     rows = load(str(tmp_path / "saved"))
@@ -378,6 +376,6 @@ def test_text_of_a_saved_dataset_that_is_not_utf8_is_named_by_row(tmp_path: Path
         )
 
 
-def test_a_file_may_be_named_twice_in_a_blend(write: Write) -> None:
+def test_file_may_be_listed_twice_in_a_blend(write: Write) -> None:
     path = write("x.jsonl", json_lines([{"input": "a"}, {"input": "b"}]))
     assert {*inputs(load(f"{path},{path}", probs="0.5,0.5"))} == {"a", "b"}

@@ -1,6 +1,6 @@
-"""Tools that a chat template omits are reported for every kind of row.
+"""Tools that a chat template omits are reported for every kind of rows.
 
-Calls that the template omits are not answers.
+Omitted calls do not count as answers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ TEMPLATES = {
 
 CHAT: dict[str, Any] = {"apply_chat_template": True, "max_len": 200}
 TOOLS = [{"name": "add"}]
-ASKED = {"role": "user", "content": "please add 1 and 2"}  # the name is in the text by accident
+# The text happens to contain the tool's name.
+ASKED = {"role": "user", "content": "please add 1 and 2"}
 CALLED = {
     "role": "assistant",
     "content": None,
@@ -78,7 +79,7 @@ def notices(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_tools_that_the_template_leaves_out_are_reported_once_with_the_first_row(
+def test_tools_that_the_template_omits_are_reported_once_with_the_first_row(
     kind: str, template: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row, read = KINDS[kind]
@@ -108,7 +109,7 @@ def test_tools_that_the_template_leaves_out_are_reported_once_with_the_first_row
 
 
 def learned(template: str, messages: list[dict[str, Any]], **flags: Any) -> list[str]:
-    """Return the learned text of a row, split after each end of a turn."""
+    """Return a row's target text, split after each end-of-turn token."""
     tokenizer = build_tokenizer(template, eos="<|end|>")
     rows = SFTDataset(
         Dataset.from_list([{"input": messages, "tools": TOOLS}]),
@@ -119,14 +120,14 @@ def learned(template: str, messages: list[dict[str, Any]], **flags: Any) -> list
 
 
 def shown(rows: SFTDataset, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the learned text of the first row."""
+    """Return the target text of the first row."""
     kept = [
         token for token, wanted in zip(rows[0].tokens, rows[0].loss_mask, strict=True) if wanted
     ]
     return "".join(tokenizer.convert_ids_to_tokens(kept))
 
 
-def test_a_turn_of_calls_that_vanish_is_no_target_and_one_that_is_shown_is() -> None:
+def test_turn_whose_tool_calls_the_template_omits_is_not_a_target_but_a_rendered_one_is() -> None:
     for template in (PLAIN_CHAT, DEFINITIONS + PLAIN_CHAT, MARKED_CHAT):
         assert learned(template, WHOLE, multiturn=True) == ["three"]
         assert learned(template, [*WHOLE, ASKED, CALLED], multiturn=True) == ["three"]
@@ -134,14 +135,14 @@ def test_a_turn_of_calls_that_vanish_is_no_target_and_one_that_is_shown_is() -> 
     assert learned(KNOWS_TOOLS, WHOLE[:2]) == ["(add)"]
 
 
-def test_a_turn_that_is_empty_on_purpose_stays_a_target() -> None:
+def test_intentionally_empty_turn_is_a_target() -> None:
     for template in (PLAIN_CHAT, KNOWS_TOOLS):
         assert learned(template, [ASKED, EMPTY, ASKED, ANSWERED], multiturn=True) == ["", "three"]
 
 
 @pytest.mark.parametrize("content", [None, "", "\n"])
 @pytest.mark.parametrize("multiturn", [False, True])
-def test_a_row_whose_only_answer_is_a_call_that_vanishes_is_dropped_and_reported(
+def test_row_is_dropped_and_reported_if_the_template_omits_its_only_answer(
     content: str | None, multiturn: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     called = [ASKED, CALLED | {"content": content}]
@@ -163,7 +164,9 @@ def test_a_row_whose_only_answer_is_a_call_that_vanishes_is_dropped_and_reported
 
 
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
-def test_a_pair_with_an_answer_of_calls_that_vanish_is_dropped(side: str) -> None:
+def test_pair_is_dropped_if_the_template_omits_the_tool_calls_that_make_up_an_answer(
+    side: str,
+) -> None:
     pair = {"chosen": [ASKED, ANSWERED], "rejected": [ASKED, ANSWERED], side: [ASKED, CALLED]}
     good = {"chosen": [ASKED, ANSWERED], "rejected": [ASKED, OTHER]}
     for needs_prompt in (False, True):
@@ -177,7 +180,7 @@ def test_a_pair_with_an_answer_of_calls_that_vanish_is_dropped(side: str) -> Non
             assert len(rows) == kept
 
 
-def test_a_response_of_several_messages_is_learned_without_the_calls_that_vanish() -> None:
+def test_multi_message_response_is_trained_on_without_the_tool_calls_the_template_omits() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     row = {"input": [ASKED], "output": WHOLE[1:]}
     rows = SFTDataset(

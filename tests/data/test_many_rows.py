@@ -1,6 +1,6 @@
-"""Many rows are tokenized by several processes.
+"""Large datasets are tokenized by several processes.
 
-The processes leave no files, even if the command is terminated.
+The processes leave no files behind, even if the command is terminated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.sources import ROOT
 PROGRAM = "from tests.data.terminated_rows import tokenize_slowly; tokenize_slowly(100_000)"
 
 
-def test_the_tables_of_many_rows_are_not_left_in_the_cache(
+def test_tables_of_many_rows_are_removed_from_the_cache(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rows, "MANY_ROWS", 100)
@@ -43,7 +43,7 @@ def test_the_tables_of_many_rows_are_not_left_in_the_cache(
     ("number", "status"),
     [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.verify)],
 )
-def test_a_command_that_is_asked_to_end_while_it_tokenizes_ends_in_order(
+def test_command_terminated_during_tokenization_exits_cleanly(
     number: signal.Signals, status: int, tmp_path: Path
 ) -> None:
     command = subprocess.Popen(
@@ -59,7 +59,7 @@ def test_a_command_that_is_asked_to_end_while_it_tokenizes_ends_in_order(
         time.sleep(0.05)
     family = descendants(command.pid)
     if number == signal.SIGINT:
-        os.killpg(command.pid, number)  # as a terminal does
+        os.killpg(command.pid, number)  # as a terminal does for Ctrl-C
     else:
         command.send_signal(number)
     _, errors = command.communicate(timeout=120)

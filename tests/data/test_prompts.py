@@ -1,4 +1,4 @@
-"""Prompts reach the policy rendered, and labels reach the reward unchanged."""
+"""The policy gets rendered prompts, and the reward gets unchanged labels."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ def dataset(
     )
 
 
-def test_a_plain_prompt_goes_through_the_input_template() -> None:
+def test_plain_prompt_is_put_into_the_input_template() -> None:
     row = dataset([{"input": "a"}], input_template="Q{}:")[0]
     assert (row.text, row.tokens) == ("Qa:", [58, 74, 35])
 
 
-def test_a_chat_prompt_ends_where_the_assistant_begins() -> None:
+def test_chat_prompt_ends_with_the_generation_prompt() -> None:
     for value in ("a", [{"role": "user", "content": "a"}]):
         row = dataset([{"input": value}], build_tokenizer(PLAIN_CHAT), apply_chat_template=True)[0]
         assert row.text == "<|user|>a<|end|>\n<|assistant|>"
         assert row.tokens == [3, 74, 5, 8, 4]
 
 
-def test_without_keys_there_is_an_empty_label_a_default_source_and_no_images() -> None:
+def test_label_data_source_and_images_have_defaults_without_columns() -> None:
     row = dataset([{"input": "a"}])[0]
     assert (row.label, row.datasource, row.images) == ("", "default", None)
 
 
-def test_the_columns_datasource_and_images_are_passed_on() -> None:
+def test_datasource_and_images_are_read_from_their_columns() -> None:
     row = dataset([{"input": "a", "datasource": "math", "images": ["x.png"]}, {"input": "b"}])
     assert (row[0].datasource, row[0].images) == ("math", ["x.png"])
     assert (row[1].datasource, row[1].images) == ("default", None)
 
 
-def test_a_conversation_is_a_prompt_up_to_the_last_turn_that_is_not_the_assistants(
+def test_prompt_of_a_conversation_ends_with_the_last_non_assistant_turn(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def said(role: str) -> dict[str, str]:
@@ -66,8 +66,8 @@ def test_a_conversation_is_a_prompt_up_to_the_last_turn_that_is_not_the_assistan
     prompts = dataset(rows, build_tokenizer(PLAIN_CHAT), apply_chat_template=True)
     assert prompts[0].text.endswith("<|assistant|>a<|end|>\n<|tool|>t<|end|>\n<|assistant|>")
     assert prompts[1].text == "<|system|>s<|end|>\n<|user|>u<|end|>\n<|assistant|>"
-    assert "1 prompts end with turns of the assistant" in capsys.readouterr().err
-    with pytest.raises(DataError, match="row 1, column 'input': has only turns of the assistant"):
+    assert "1 prompts end with assistant turns" in capsys.readouterr().err
+    with pytest.raises(DataError, match="row 1, column 'input': has only assistant turns"):
         dataset([{"input": turns[-1:]}], build_tokenizer(PLAIN_CHAT), apply_chat_template=True)
 
 
@@ -75,7 +75,7 @@ LABELS = ["42", 42, 4.5, None, True, {"answer": 1}, {"tests": ["a"]}, ["x", 1], 
 
 
 @pytest.mark.parametrize("label", LABELS, ids=str)
-def test_a_label_of_any_json_type_passes_through_a_file_unchanged(label: Any, write: Any) -> None:
+def test_label_of_any_json_type_is_read_from_a_file_unchanged(label: Any, write: Any) -> None:
     path = write(
         "prompts.jsonl",
         json_lines([{"input": "a", "label": label}, {"input": "b", "label": label}]),
@@ -84,7 +84,7 @@ def test_a_label_of_any_json_type_passes_through_a_file_unchanged(label: Any, wr
     assert PromptDataset(rows, build_tokenizer(), RLDataConfig(label_key="label"))[1].label == label
 
 
-def test_labels_of_different_types_in_one_column_pass_through_unchanged(write: Any) -> None:
+def test_labels_of_mixed_types_in_one_column_are_unchanged(write: Any) -> None:
     labels = [
         "x = 42",
         *LABELS[1:],
@@ -95,34 +95,34 @@ def test_labels_of_different_types_in_one_column_pass_through_unchanged(write: A
     assert [prompts[place].label for place in range(len(prompts))] == labels
 
 
-def test_a_row_is_a_prompt_with_the_number_of_the_row() -> None:
+def test_prompt_index_is_the_row_number() -> None:
     prompt = dataset(
         [{"input": "b", "label": "0"}, {"input": "a", "label": "1"}], label_key="label"
     )[1]
     assert prompt == Prompt(index=1, text="a", tokens=[74], label="1")
 
 
-def test_the_input_column_may_be_the_label_too() -> None:
+def test_input_column_may_also_be_the_label_column() -> None:
     assert dataset([{"input": "a"}], label_key="input")[0].label == "a"
 
 
-def test_no_prompt_is_left_out_for_its_length() -> None:
+def test_long_prompts_are_not_dropped() -> None:
     assert len(dataset([{"input": "a" * 10_000}, {"input": "b"}])) == 2
 
 
-def test_an_empty_prompt_is_an_error_with_its_row() -> None:
+def test_error_for_an_empty_prompt_names_the_row() -> None:
     with pytest.raises(DataError, match="the dataset, row 2, column 'input': is an empty prompt"):
         dataset([{"input": "a"}, {"input": ""}])
 
 
-def test_mistakes_found_before_and_after_tokenization_are_told_in_the_order_of_rows() -> None:
+def test_errors_found_before_and_after_tokenization_are_listed_in_row_order() -> None:
     with pytest.raises(DataError) as told:
         dataset([{"input": text} for text in ("a", "", None, "b", "")])
     assert [line.partition(".")[0] for line in str(told.value).splitlines()] == [
         "the dataset, row 2, column 'input': is an empty prompt",
         (
-            "the dataset, row 3, column 'input': is null, not a string: the value is empty, or "
-            "that dataset lacks the column"
+            "the dataset, row 3, column 'input': is null, not a string: the value is empty or this "
+            "dataset does not have the column"
         ),
         "the dataset, row 5, column 'input': is an empty prompt",
         "3 of 5 rows are malformed",
@@ -138,14 +138,12 @@ def test_mistakes_found_before_and_after_tokenization_are_told_in_the_order_of_r
         ([{"content": "a"}], True, "message 0 needs 'role'"),
     ],
 )
-def test_a_malformed_prompt_is_an_error_with_its_row(
-    value: Any, chat: bool, complaint: str
-) -> None:
+def test_error_for_a_malformed_prompt_names_the_row(value: Any, chat: bool, complaint: str) -> None:
     with pytest.raises(DataError, match=f"row 1, column 'input': {complaint}"):
         dataset([{"input": value}], build_tokenizer(PLAIN_CHAT), apply_chat_template=chat)
 
 
-def test_missing_columns_are_named_with_the_columns_there_are() -> None:
+def test_error_for_missing_prompt_columns_lists_the_available_columns() -> None:
     with pytest.raises(
         DataError, match=r"no column 'question', which --data\.input_key names\. It has 'input'"
     ):
@@ -154,7 +152,7 @@ def test_missing_columns_are_named_with_the_columns_there_are() -> None:
         dataset([{"input": "a"}], label_key="answer")
 
 
-def test_gsm8k_prompts_keep_their_answers() -> None:
+def test_gsm8k_prompts_have_their_answers_as_labels() -> None:
     rows = load_datasets(str(gsm8k()), split="train", max_samples=200, seed=0)
     tokenizer = build_tokenizer(PLAIN_CHAT)
     prompts = PromptDataset(

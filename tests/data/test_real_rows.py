@@ -1,6 +1,6 @@
-"""The rows of HH-RLHF and GSM8K in every kind of training.
+"""HH-RLHF and GSM8K rows are read correctly for every kind of training.
 
-`make test` uses a slice of them, `make verify` all of them.
+`make test` uses some of the rows, `make verify` all of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AMOUNTS = pytest.mark.parametrize("count", [SLICE, pytest.param(ALL, marks=pytes
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The rows, read by the library and by `json`."""
+    """Rows of a file, as loaded by the package and as parsed by `json`."""
 
     rows: Dataset
     lines: list[dict[str, Any]]
@@ -46,7 +46,7 @@ class Source:
 
 @pytest.fixture
 def read(data_dir: Path) -> Callable[..., Source]:
-    """Read some rows of a file of the test data."""
+    """Read up to `count` rows from a test data file."""
 
     def rows(file: str, count: int) -> Source:
         path = data_dir / file
@@ -70,7 +70,7 @@ def spelled(tokens: list[int]) -> str:
 
 
 def section(root: Any, rows: Dataset, **given: Any) -> Any:
-    """Return the data flags as the command completes them."""
+    """Return the data flags after layout detection, as in the command."""
     paths = {f"data.{flag}": value for flag, value in given.items()}
     return recognise(rows, amend(root(), {"data.max_len": MAX_LEN, "given": paths, **paths}))
 
@@ -210,7 +210,7 @@ def test_the_steps_of_gsm8k_solutions_as_rows_of_a_process_reward_model(
         ("So it is 4.", None),
     ],
 )
-def test_a_step_is_right_if_its_calculations_are(step: str, label: str | None) -> None:
+def test_step_is_correct_if_its_calculations_are(step: str, label: str | None) -> None:
     assert steps_example().label(step) == label
 
 
@@ -240,7 +240,7 @@ def wrong_rows() -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "row", "complaint"), wrong_rows())
-def test_a_row_that_cannot_be_read_is_named_with_its_column(
+def test_error_for_an_unreadable_row_names_its_column(
     kind: str, row: Any, complaint: str, tmp_path: Path
 ) -> None:
     good = {

@@ -1,4 +1,4 @@
-"""The learned tokens of each kind of row: tokens and loss masks, written out."""
+"""Tokens and loss masks for each kind of SFT row, written out."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def dataset(
 
 
 def show(row: SFTRow) -> list[str]:
-    """Return the tokens as text, with the learned ones in [brackets] and equal neighbors joined."""
+    """Return a row as text segments, with targets in [brackets]."""
     tokens = build_tokenizer().convert_ids_to_tokens(row.tokens)
     runs = itertools.groupby(zip(tokens, row.loss_mask, strict=True), key=lambda pair: pair[1])
     texts = [(learned, "".join(token for token, _ in run)) for learned, run in runs]
@@ -59,15 +59,15 @@ def assistant(content: str) -> dict[str, Any]:
 # ---- plain text
 
 
-def test_prompt_and_response_in_plain_text_by_id() -> None:
+def test_token_ids_of_a_plain_text_prompt_and_response() -> None:
     row = dataset([{"input": "Q", "output": "ok"}], output_key="output", input_template="{}:")[0]
     #                    Q   :  ok       <eos>
     assert row.tokens == [58, 35, 106, 9, 1]
     assert row.loss_mask == [False, False, True, True, True]
 
 
-def test_malformed_rows_are_counted_and_the_first_are_named() -> None:
-    """A prompt that is not text is reported before its answer is checked."""
+def test_error_counts_malformed_rows_and_lists_the_first_ones() -> None:
+    """The prompt is checked before the answer."""
     rows = [{"input": "Q", "output": "ok" if place % 3 else None} for place in range(21)]
     with pytest.raises(DataError) as told:
         dataset(rows, output_key="output")
@@ -83,74 +83,74 @@ def test_malformed_rows_are_counted_and_the_first_are_named() -> None:
     ) and "\n" not in str(told.value)
 
 
-def test_the_end_of_text_token_follows_a_space_where_it_is_missing() -> None:
+def test_missing_eos_token_is_appended_after_a_space() -> None:
     row = dataset([{"input": "Q:", "output": "ok\n\n"}], output_key="output")[0]
     assert show(row) == ["Q:", "[ok <eos>]"]
 
 
-def test_the_end_of_text_token_is_not_doubled() -> None:
+def test_eos_token_is_not_doubled() -> None:
     row = dataset([{"input": "Q:", "output": "ok<eos>\n"}], output_key="output")[0]
     assert show(row) == ["Q:", "[ok<eos>]"]
 
 
-def test_the_first_response_token_is_learned_when_it_merges_with_the_prompts_last_space() -> None:
+def test_first_response_token_is_a_target_if_it_merges_with_the_prompts_last_space() -> None:
     row = dataset(
         [{"input": "a", "output": "bee"}], output_key="output", input_template="A: {}\nB: "
     )[0]
     assert show(row) == ["A: a\nB:", "[ bee <eos>]"]
 
 
-def test_a_long_response_is_cut_and_still_ends_with_end_of_text() -> None:
+def test_truncated_response_ends_with_the_eos_token() -> None:
     rows = dataset([{"input": "ab", "output": "cdefghij"}], output_key="output", max_len=6)
     assert show(rows[0]) == ["ab", "[cde<eos>]"]
     assert (
         rows.summary
-        == "1 of 1 rows kept. 1 of the kept rows were cut to 6 tokens (--data.max_len)."
+        == "1 of 1 rows kept. 1 of the kept rows were truncated to 6 tokens (--data.max_len)."
     )
 
 
-def test_braces_in_the_data_do_no_harm() -> None:
+def test_braces_in_the_data_are_preserved() -> None:
     row = dataset(
         [{"input": "{}{0}", "output": "{x}"}], output_key="output", input_template="A{}B"
     )[0]
     assert show(row) == ["A{}{0}B", "[{x} <eos>]"]
 
 
-def test_a_tokenizer_without_offsets_gives_the_same_mask() -> None:
+def test_tokenizer_without_offsets_gives_the_same_loss_mask() -> None:
     tokenizer = ByT5Tokenizer()
     row = dataset([{"input": "Q: ", "output": "ok"}], tokenizer, output_key="output")[0]
     assert (
         row.loss_mask == [False] * 3 + [True] * 3
-    )  # o, k, and end-of-text, which removes the space
+    )  # o, k and end-of-text, which removes the space before it
 
 
 # ---- pretraining text
 
 
-def test_pretraining_text_is_learned_as_it_is_but_for_its_first_token() -> None:
+def test_pretraining_text_is_trained_on_unchanged_except_for_its_first_token() -> None:
     row = dataset([{"input": "abc\n"}], pretrain=True, input_template="X{}")[0]
     assert show(row) == ["a", "[bc\n]"]
 
 
-def test_pretraining_text_is_cut_without_an_end_of_text_token() -> None:
+def test_pretraining_text_is_truncated_without_adding_an_eos_token() -> None:
     row = dataset([{"input": "abcdef"}], pretrain=True, max_len=3)[0]
     assert show(row) == ["a", "[bc]"]
 
 
-def test_pretraining_text_needs_no_output_column() -> None:
+def test_pretraining_text_does_not_require_an_output_column() -> None:
     row = dataset([{"input": "abc"}], pretrain=True, output_key="output")[0]
     assert show(row) == ["a", "[bc]"]
 
 
-def test_a_pretraining_text_of_one_token_is_left_out() -> None:
+def test_single_token_pretraining_text_is_dropped() -> None:
     rows = dataset([{"input": "a"}, {"input": ""}, {"input": "ab"}], pretrain=True)
-    assert rows.summary == "1 of 3 rows kept, dropped 2 of fewer than two tokens."
+    assert rows.summary == "1 of 3 rows kept, dropped 2 with fewer than two tokens."
 
 
 # ---- chat messages
 
 
-def test_a_chat_by_id() -> None:
+def test_token_ids_of_a_chat() -> None:
     row = dataset(
         [{"input": [user("a"), assistant("ok")]}],
         build_tokenizer(PLAIN_CHAT),
@@ -161,13 +161,13 @@ def test_a_chat_by_id() -> None:
     assert row.loss_mask == [False] * 5 + [True] * 3
 
 
-def test_a_template_that_ends_with_the_tokenizers_end_of_text_gets_no_second_one() -> None:
+def test_no_second_eos_token_is_added_after_a_template_that_ends_with_one() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     row = dataset([{"input": [user("a"), assistant("ok")]}], tokenizer, apply_chat_template=True)[0]
     assert show(row) == ["<|user|>a<|end|>\n<|assistant|>", "[ok<|end|>]"]
 
 
-def test_two_string_columns_become_a_user_and_an_assistant_message() -> None:
+def test_two_string_columns_become_a_user_message_and_an_assistant_message() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     row = dataset(
         [{"q": "a", "r": "ok"}], tokenizer, input_key="q", output_key="r", apply_chat_template=True
@@ -202,12 +202,12 @@ ANSWERS = [assistant("one"), user("two"), assistant("three")]
         (MARKED_CHAT, True, ["one<|end|>", "three<|end|>"]),
     ],
 )
-def test_an_output_column_of_several_messages_is_the_response(
+def test_output_column_with_several_messages_is_the_response(
     template: str, multiturn: bool, learned: list[str]
 ) -> None:
-    """The whole column is learned.
+    """By default, the whole column is a target.
 
-    Exceptions are a template that marks the assistant's text, and flags that select only its turns.
+    Only the assistant's text is a target if the template marks it or with --data.multiturn.
     """
     rows = [{"p": [user("a")], "r": ANSWERS}]
     tokenizer = build_tokenizer(template, eos="<|end|>")
@@ -222,14 +222,14 @@ def test_an_output_column_of_several_messages_is_the_response(
     assert [text for text in shown if text[0] == "["] == [f"[{text}]" for text in learned]
 
 
-def test_messages_of_an_output_column_before_the_assistants_first_belong_to_the_prompt() -> None:
+def test_output_messages_before_the_first_assistant_message_belong_to_the_prompt() -> None:
     rows = [{"p": [user("a")], "r": [user("b"), *ANSWERS[:1]]}]
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     row = dataset(rows, tokenizer, input_key="p", output_key="r", apply_chat_template=True)[0]
     assert show(row) == ["<|user|>a<|end|>\n<|user|>b<|end|>\n<|assistant|>", "[one<|end|>]"]
 
 
-def test_a_template_that_ends_in_a_space_loses_no_first_response_token() -> None:
+def test_first_response_token_is_a_target_if_the_template_ends_in_a_space() -> None:
     row = dataset(
         [{"input": [user("a"), assistant("bee")]}],
         build_tokenizer(SPACED_CHAT),
@@ -241,7 +241,7 @@ def test_a_template_that_ends_in_a_space_loses_no_first_response_token() -> None
 TWO_TURNS = [user("a"), assistant("ok"), user("c"), assistant("no")]
 
 
-def test_multiturn_learns_every_answer_and_its_end() -> None:
+def test_multiturn_targets_are_every_answer_and_its_end_of_turn_token() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     row = dataset([{"input": TWO_TURNS}], tokenizer, apply_chat_template=True, multiturn=True)[0]
     assert show(row) == [
@@ -252,15 +252,15 @@ def test_multiturn_learns_every_answer_and_its_end() -> None:
     ]
 
 
-def test_multiturn_of_plain_text_is_refused() -> None:
+def test_multiturn_is_rejected_for_plain_text() -> None:
     with pytest.raises(
         DataError,
-        match=r"--data\.multiturn needs --data\.apply_chat_template: only a chat has turns",
+        match=r"--data\.multiturn requires --data\.apply_chat_template",
     ):
         dataset([{"input": "a", "output": "ok"}], output_key="output", multiturn=True)
 
 
-def test_without_multiturn_only_the_last_answer_is_learned() -> None:
+def test_without_multiturn_only_the_last_answer_is_a_target() -> None:
     for template in (PLAIN_CHAT, MARKED_CHAT):
         row = dataset(
             [{"input": TWO_TURNS}],
@@ -282,7 +282,7 @@ def test_multiturn_with_an_output_column_appends_it_as_the_last_answer() -> None
     assert apart[0] == together[0]
 
 
-def test_multiturn_learns_what_the_template_marks() -> None:
+def test_multiturn_targets_are_the_spans_marked_by_the_template() -> None:
     tokenizer = build_tokenizer(MARKED_CHAT, eos="<|end|>")
     row = dataset([{"input": TWO_TURNS}], tokenizer, apply_chat_template=True, multiturn=True)[0]
     assert show(row) == [
@@ -293,7 +293,7 @@ def test_multiturn_learns_what_the_template_marks() -> None:
     ]
 
 
-def test_the_end_of_text_is_learned_even_where_the_template_does_not_mark_it() -> None:
+def test_eos_token_is_a_target_even_if_the_template_does_not_mark_it() -> None:
     marks_words_only = MARKED_CHAT.replace(
         "<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>"
     )
@@ -302,7 +302,7 @@ def test_the_end_of_text_is_learned_even_where_the_template_does_not_mark_it() -
     assert show(row) == ["<|user|>a<|end|>\n<|assistant|>", "[ok<|end|>]"]
 
 
-def test_answers_that_the_template_rewrites_are_context_and_counted() -> None:
+def test_answers_rewritten_by_the_template_are_not_targets_and_are_counted() -> None:
     tokenizer = build_tokenizer(FORGETFUL_CHAT, eos="<|end|>")
     messages = [
         user("a"),
@@ -318,7 +318,7 @@ def test_answers_that_the_template_rewrites_are_context_and_counted() -> None:
     assert "1 assistant turns are not trained on" in rows.summary
 
 
-def test_messages_after_the_last_answer_are_cut_off() -> None:
+def test_messages_after_the_last_answer_are_removed() -> None:
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     row = dataset(
         [{"input": [user("a"), assistant("ok"), user("bye")]}], tokenizer, apply_chat_template=True
@@ -326,7 +326,7 @@ def test_messages_after_the_last_answer_are_cut_off() -> None:
     assert show(row) == ["<|user|>a<|end|>\n<|assistant|>", "[ok<|end|>]"]
 
 
-# ---- turns that are not learned, tools, and other names of roles
+# ---- excluded turns, tools and alternative role names
 
 
 def said(content: str, **fields: Any) -> dict[str, Any]:
@@ -335,7 +335,7 @@ def said(content: str, **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("template", [PLAIN_CHAT, MARKED_CHAT])
 @pytest.mark.parametrize("off", [{"loss": False}, {"weight": 0}, {"weight": 0.0, "loss": None}])
-def test_turns_without_loss_are_context(template: str, off: dict[str, Any]) -> None:
+def test_turns_with_loss_false_are_not_targets(template: str, off: dict[str, Any]) -> None:
     messages = [
         user("a"),
         said("bad", **off),
@@ -352,17 +352,17 @@ def test_turns_without_loss_are_context(template: str, off: dict[str, Any]) -> N
     assert "bad<|end|>" in shown[0]
 
 
-def test_what_follows_the_last_learned_turn_is_cut_off() -> None:
+def test_messages_after_the_last_target_turn_are_removed() -> None:
     messages = [user("a"), said("ok"), user("c"), said("bad", loss=False)]
     tokenizer = build_tokenizer(PLAIN_CHAT, eos="<|end|>")
     row = dataset([{"input": messages}], tokenizer, apply_chat_template=True, multiturn=True)[0]
     assert show(row) == ["<|user|>a<|end|>\n<|assistant|>", "[ok<|end|>]"]
 
 
-def test_a_row_without_a_turn_to_learn_is_left_out_and_counted() -> None:
+def test_row_without_a_target_turn_is_dropped_and_counted() -> None:
     rows = [{"input": TWO_TURNS}, {"input": [user("a"), said("ok", loss=False)]}]
     kept = dataset(rows, build_tokenizer(PLAIN_CHAT), apply_chat_template=True, multiturn=True)
-    assert kept.summary == "1 of 2 rows kept, dropped 1 without a turn to learn."
+    assert kept.summary == "1 of 2 rows kept, dropped 1 without a turn to train on."
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ def test_a_row_without_a_turn_to_learn_is_left_out_and_counted() -> None:
         ),
     ],
 )
-def test_a_field_of_a_turn_that_would_be_misread_is_an_error_with_its_row(
+def test_error_for_an_invalid_loss_or_weight_field_names_the_row(
     messages: list[dict[str, Any]], multiturn: bool, complaint: str
 ) -> None:
     rows = [{"input": TWO_TURNS}, {"input": messages}]
@@ -398,7 +398,7 @@ def test_a_field_of_a_turn_that_would_be_misread_is_an_error_with_its_row(
         dataset(rows, build_tokenizer(PLAIN_CHAT), apply_chat_template=True, multiturn=multiturn)
 
 
-def test_every_other_word_of_sharegpt_has_its_role() -> None:
+def test_all_sharegpt_speakers_are_mapped_to_roles() -> None:
     template = (
         "{% for tool in tools %}[{{ tool.name }}]{% endfor %}"
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
@@ -424,14 +424,14 @@ def test_every_other_word_of_sharegpt_has_its_role() -> None:
     ]
 
 
-def test_arguments_of_calls_are_objects_for_the_template_and_what_arrow_adds_is_left_out() -> None:
+def test_template_gets_call_arguments_as_objects_without_nulls_added_by_arrow() -> None:
     template = (
         "{% for m in messages %}{{ m.role }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
     )
     texts, objects = (
         ['{"x": 1}', "", None],
         [{"x": 1}, {"y": 2}],
-    )  # Arrow gives both objects both fields, as in parquet files
+    )  # Arrow adds each object's fields to the other, as in parquet files
     for arguments, expected in (
         (texts, ['{"x": 1}', "{}", "{}"]),
         (objects, ['{"x": 1}', '{"y": 2}']),
@@ -444,7 +444,7 @@ def test_arguments_of_calls_are_objects_for_the_template_and_what_arrow_adds_is_
         ] == expected
 
 
-def test_calls_that_have_name_and_arguments_themselves_stay_as_they_are() -> None:
+def test_calls_with_top_level_name_and_arguments_are_unchanged() -> None:
     template = (
         "{% for m in messages %}{{ m.role }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
     )
@@ -459,13 +459,11 @@ def test_calls_that_have_name_and_arguments_themselves_stay_as_they_are() -> Non
     ("tools", "complaint"),
     [
         ("[add]", "is a string, .*JSON"),
-        ([1], "is a list, not a list of definitions"),
+        ([1], "is a list, not a list of tool definitions"),
         ({"a": 1}, "is an object"),
     ],
 )
-def test_tools_that_are_no_definitions_are_an_error_with_their_row(
-    tools: Any, complaint: str
-) -> None:
+def test_error_for_invalid_tool_definitions_names_the_row(tools: Any, complaint: str) -> None:
     with pytest.raises(DataError, match=f"row 1, column 'tools': {complaint}"):
         dataset(
             [{"input": TWO_TURNS, "tools": tools}],
@@ -474,10 +472,10 @@ def test_tools_that_are_no_definitions_are_an_error_with_their_row(
         )
 
 
-# ---- rows that are skipped
+# ---- dropped rows
 
 
-def test_rows_are_left_out_by_reason_and_counted() -> None:
+def test_dropped_rows_are_counted_by_reason() -> None:
     rows = [
         {"input": "Q:", "output": "ok"},
         {"input": "", "output": "ok"},
@@ -494,7 +492,7 @@ def test_rows_are_left_out_by_reason_and_counted() -> None:
     )
 
 
-def test_a_chat_without_an_answer_is_left_out() -> None:
+def test_chat_without_an_answer_is_dropped() -> None:
     rows = [
         {"input": [user("a")]},
         {"input": [user("a"), assistant("")]},
@@ -508,19 +506,19 @@ def test_a_chat_without_an_answer_is_left_out() -> None:
     )
 
 
-def test_when_nothing_is_left_the_counts_are_the_error() -> None:
+def test_error_reports_the_drop_counts_if_no_row_is_left() -> None:
     with pytest.raises(
         DataError, match=r"0 of 2 rows kept, dropped 2 with an empty response.*--data\.output_key"
     ):
         dataset([{"input": "a", "output": ""}, {"input": "b", "output": ""}], output_key="output")
 
 
-def test_rows_without_an_answer_column_are_refused_with_the_columns_and_the_flag() -> None:
+def test_error_for_a_missing_answer_column_names_the_columns_and_the_flag() -> None:
     with pytest.raises(DataError, match=r"'input', 'reply'.*--data\.output_key"):
         dataset([{"input": "a", "reply": "b"}])
 
 
-def test_pairs_without_an_answer_column_are_refused_with_the_column_and_the_other_command() -> None:
+def test_error_for_pairs_in_sft_names_the_answer_column_and_the_dpo_command() -> None:
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     with pytest.raises(
         DataError, match=r"'prompt', 'chosen', 'rejected'.*--data\.output_key chosen.*openrlhf dpo"
@@ -528,10 +526,10 @@ def test_pairs_without_an_answer_column_are_refused_with_the_column_and_the_othe
         dataset([pair], input_key="prompt")
 
 
-# ---- rows and columns that are wrong
+# ---- malformed rows and missing columns
 
 
-def test_a_missing_column_is_named_with_the_columns_there_are() -> None:
+def test_error_for_a_missing_column_lists_the_available_columns() -> None:
     with pytest.raises(
         DataError,
         match=r"no column 'prompt', which --data\.input_key names\. It has 'input', 'output'",
@@ -540,7 +538,7 @@ def test_a_missing_column_is_named_with_the_columns_there_are() -> None:
 
 
 @pytest.mark.parametrize("header", [" Prompt", "Prompt ", "PROMPT"])
-def test_a_column_that_differs_in_blanks_or_capitals_is_named_with_the_flag_that_reads_it(
+def test_error_for_a_column_that_differs_in_spaces_or_capitals_suggests_the_flag(
     header: str,
 ) -> None:
     with pytest.raises(DataError) as caught:
@@ -549,9 +547,7 @@ def test_a_column_that_differs_in_blanks_or_capitals_is_named_with_the_flag_that
 
 
 @pytest.mark.parametrize("rest", [{}, {"version": "1.1"}])
-def test_rows_in_a_list_under_a_key_of_a_json_file_are_an_error_that_names_the_key(
-    tmp_path: Path, rest: Any
-) -> None:
+def test_error_for_rows_nested_under_a_json_key_names_the_key(tmp_path: Path, rest: Any) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps({**rest, "data": [{"input": "a", "output": "b"}] * 3}))
     rows = load_datasets(str(path), split="train", max_samples=10, seed=0)
@@ -561,7 +557,7 @@ def test_rows_in_a_list_under_a_key_of_a_json_file_are_an_error_that_names_the_k
         SFTDataset(rows, build_tokenizer(), SFTDataConfig(max_len=64, output_key="output"))
 
 
-def test_a_malformed_row_is_named_by_dataset_row_and_column(tmp_path: Any) -> None:
+def test_error_for_a_malformed_row_names_dataset_row_and_column(tmp_path: Any) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(
         "".join(json.dumps({"input": "a", "output": value}) + "\n" for value in ("x", "y", None))
@@ -573,12 +569,12 @@ def test_a_malformed_row_is_named_by_dataset_row_and_column(tmp_path: Any) -> No
         SFTDataset(rows, build_tokenizer(), SFTDataConfig(max_len=64, output_key="output"))
 
 
-def test_chat_messages_without_a_template_name_the_flag_that_is_missing() -> None:
+def test_error_for_chat_messages_without_a_template_names_the_missing_flag() -> None:
     with pytest.raises(DataError, match=r"column 'input': is a list.*--data\.apply_chat_template"):
         dataset([{"input": TWO_TURNS}], output_key="input")
 
 
-def test_a_malformed_message_is_named_by_row_and_message() -> None:
+def test_error_for_a_malformed_message_names_row_and_message() -> None:
     rows = [{"input": [{"speaker": "human", "value": "a"}]}]
     with pytest.raises(
         DataError, match=r"row 1, column 'input': message 0 needs 'role'.*--data\.input_key"
@@ -586,7 +582,7 @@ def test_a_malformed_message_is_named_by_row_and_message() -> None:
         dataset(rows, build_tokenizer(PLAIN_CHAT), apply_chat_template=True)
 
 
-def test_a_template_that_refuses_a_row_says_which() -> None:
+def test_error_names_the_row_that_the_template_rejects() -> None:
     picky = "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}" + PLAIN_CHAT
     with pytest.raises(
         DataError,
@@ -599,15 +595,15 @@ def test_a_template_that_refuses_a_row_says_which() -> None:
         )
 
 
-def test_a_missing_chat_template_is_an_error_before_any_row() -> None:
+def test_missing_chat_template_is_reported_before_any_row_is_read() -> None:
     with pytest.raises(DataError, match=r"--data\.tokenizer_chat_template"):
         dataset([{"input": TWO_TURNS}], apply_chat_template=True)
 
 
-# ---- real and large data
+# ---- real data and large datasets
 
 
-def test_several_processes_give_the_same_rows_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_do_not_depend_on_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"input": f"{number}:", "output": "ok"} for number in range(40)]
     alone = dataset(rows, output_key="output")
     monkeypatch.setattr("openrlhf.data.rows.MANY_ROWS", 20)

@@ -1,4 +1,4 @@
-"""Rows are prepared once per machine, for all processes that a launcher has started on it."""
+"""Rows are prepared once per machine and shared by all launched processes on it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.ranks import run_ranks
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder for temporary files of all processes."""
+    """Return the temporary folder that all processes use."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     return folder
 
 
-def test_two_processes_prepare_once_and_see_the_rows_that_one_sees(
+def test_two_processes_prepare_rows_once_and_get_the_same_rows(
     temporary: Path, tmp_path: Path
 ) -> None:
     run_ranks(2, "tests.data.shared_rows_job", str(tmp_path), "training", "evaluation")
@@ -32,11 +32,11 @@ def test_two_processes_prepare_once_and_see_the_rows_that_one_sees(
     assert [report["mapped"] for report in reports] == [
         True,
         True,
-    ]  # shared pages, not copies
+    ]  # memory-mapped pages, not copies
     assert list(temporary.glob("openrlhf-rows-*")) == []
 
 
-def test_a_broken_row_is_the_same_error_in_both_processes_and_leaves_nothing_behind(
+def test_broken_row_raises_the_same_error_in_both_processes_and_leaves_no_files(
     temporary: Path, tmp_path: Path
 ) -> None:
     run_ranks(2, "tests.data.shared_rows_job", str(tmp_path), "broken")
@@ -46,8 +46,10 @@ def test_a_broken_row_is_the_same_error_in_both_processes_and_leaves_nothing_beh
     assert list(temporary.glob("openrlhf-rows-*")) == []
 
 
-def test_nobody_waits_for_a_process_that_was_killed(temporary: Path, tmp_path: Path) -> None:
-    """The other process prepares the rows, and ends because its peer has died."""
+def test_waiting_process_takes_over_if_the_preparing_process_is_killed(
+    temporary: Path, tmp_path: Path
+) -> None:
+    """The other process prepares the rows and then exits because its peer died."""
     with pytest.raises(AssertionError, match="ended with"):
         run_ranks(2, "tests.data.shared_rows_job", str(tmp_path), "killed", timeout=300)
     assert len(list(tmp_path.glob("killed-*"))) == 2

@@ -1,4 +1,4 @@
-"""Templates preserve texts as written, and each token of an answer is known."""
+"""Templates leave texts unchanged, and each answer's tokens are located exactly."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ TWO_TURNS = [user("a"), assistant("ok"), user("c"), assistant("no")]
         ('{{"question": "{}"}}', "x", '{"question": "x"}'),
     ],
 )
-def test_the_input_template_takes_any_text_and_any_braces(
+def test_input_template_accepts_any_text_and_any_braces(
     template: str | None, text: str, filled: str
 ) -> None:
     assert fill_template(template, text) == filled
@@ -70,24 +70,24 @@ def test_the_input_template_takes_any_text_and_any_braces(
 # ---- messages
 
 
-def test_a_string_is_one_message() -> None:
+def test_string_becomes_a_single_message() -> None:
     assert to_messages("hi") == [user("hi")]
     assert to_messages("hi", role="assistant") == [assistant("hi")]
 
 
-def test_fields_that_are_null_are_left_out() -> None:
+def test_null_message_fields_are_removed() -> None:
     assert to_messages([{"role": "user", "content": "a", "tool_calls": None}]) == [user("a")]
 
 
-def test_the_parts_of_a_text_are_its_text() -> None:
+def test_text_parts_of_a_content_are_joined() -> None:
     parts = [
         {"type": "text", "text": "2+", "image": None},
         {"type": "text", "text": "3"},
-    ]  # Arrow adds the null
+    ]  # the null that Arrow adds
     assert to_messages([{"role": "user", "content": parts}]) == [user("2+3")]
 
 
-def test_a_message_that_calls_a_tool_needs_no_content() -> None:
+def test_message_with_a_tool_call_may_lack_content() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
     assert to_messages([call])[0]["content"] == ""
 
@@ -138,18 +138,20 @@ def test_a_message_that_calls_a_tool_needs_no_content() -> None:
         ),
     ],
 )
-def test_a_malformed_message_is_named_by_number_and_fault(value: Any, complaint: str) -> None:
+def test_error_for_a_malformed_message_names_its_number_and_problem(
+    value: Any, complaint: str
+) -> None:
     with pytest.raises(ValueError, match=complaint):
         to_messages(value)
 
 
-def test_the_templates_own_complaint_reaches_the_user() -> None:
+def test_template_error_message_is_included_in_the_error() -> None:
     tokenizer = build_tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ValueError, match="cannot render these messages: roles must alternate"):
         render(tokenizer, [user("a")], add_generation_prompt=True)
 
 
-def test_rendering_is_what_the_tokenizer_itself_renders() -> None:
+def test_render_matches_the_tokenizers_own_rendering() -> None:
     tokenizer = build_tokenizer(MARKED_CHAT)
     for prompt in (True, False):
         expected = tokenizer.apply_chat_template(
@@ -158,7 +160,7 @@ def test_rendering_is_what_the_tokenizer_itself_renders() -> None:
         assert render(tokenizer, TWO_TURNS, add_generation_prompt=prompt) == expected
 
 
-# ---- the assistant's text
+# ---- locating the assistant's text
 
 
 def targets(template: str, messages: list[dict[str, Any]], *, every_turn: bool) -> list[str]:
@@ -167,23 +169,23 @@ def targets(template: str, messages: list[dict[str, Any]], *, every_turn: bool) 
     return [passage.text[start:end] for start, end in passage.spans]
 
 
-def test_every_assistant_turn_is_found_in_a_plain_template() -> None:
+def test_every_assistant_turn_is_found_in_a_template_without_marks() -> None:
     assert targets(PLAIN_CHAT, TWO_TURNS, every_turn=True) == ["ok<|end|>\n", "no<|end|>\n"]
 
 
-def test_only_the_last_turn_is_a_target_when_one_is_asked_for() -> None:
+def test_only_the_last_turn_is_a_target_by_default() -> None:
     assert targets(PLAIN_CHAT, TWO_TURNS, every_turn=False) == ["no<|end|>\n"]
     assert targets(MARKED_CHAT, TWO_TURNS, every_turn=False) == ["no<|end|>"]
 
 
-def test_marks_of_the_template_agree_with_the_prefixes_up_to_the_newline_after_them() -> None:
+def test_spans_from_template_marks_match_spans_from_prefixes_except_for_the_final_newline() -> None:
     unmarked = targets(PLAIN_CHAT, TWO_TURNS, every_turn=True)
     assert targets(MARKED_CHAT, TWO_TURNS, every_turn=True) == [
         turn.removesuffix("\n") for turn in unmarked
     ]
 
 
-def test_history_without_its_reasoning_is_context_only() -> None:
+def test_history_without_its_reasoning_is_not_a_target() -> None:
     messages = [
         user("a"),
         assistant("<think>hm</think>ok"),
@@ -200,23 +202,23 @@ def test_history_without_its_reasoning_is_context_only() -> None:
     assert passage.rewritten == 1
 
 
-def test_turns_without_reasoning_are_targets_in_a_template_that_drops_reasoning() -> None:
+def test_turns_without_reasoning_are_targets_if_the_template_drops_reasoning() -> None:
     assert targets(FORGETFUL_CHAT, TWO_TURNS, every_turn=True) == ["ok<|end|>\n", "no<|end|>\n"]
 
 
-def test_turns_are_found_where_the_template_adds_a_thought_to_the_last_one_only() -> None:
+def test_turns_are_found_if_the_template_adds_a_thought_only_to_the_last_one() -> None:
     assert targets(THINKING_CHAT, TWO_TURNS, every_turn=True) == [
         "ok<|end|>\n",
         "</think>no<|end|>\n",
     ]
 
 
-def test_an_answer_is_found_where_the_generation_prompt_goes_on_otherwise() -> None:
+def test_answer_is_found_if_the_generation_prompt_adds_a_thought() -> None:
     prompts_a_thought = PLAIN_CHAT.replace("<|assistant|>", "<|assistant|><think>")
     assert targets(prompts_a_thought, TWO_TURNS, every_turn=True) == ["ok<|end|>\n", "no<|end|>\n"]
 
 
-def test_an_answer_with_reasoning_of_its_own_field_that_is_dropped_is_context_only() -> None:
+def test_answer_whose_separate_reasoning_field_is_dropped_is_not_a_target() -> None:
     prompts_a_thought = PLAIN_CHAT.replace("<|assistant|>", "<|assistant|><think>")
     messages = [user("a"), assistant("ok", reasoning_content="hm"), user("c"), assistant("no")]
     passage = render_conversation(
@@ -225,21 +227,21 @@ def test_an_answer_with_reasoning_of_its_own_field_that_is_dropped_is_context_on
     assert (len(passage.spans), passage.rewritten) == (1, 1)
 
 
-def test_a_conversation_may_begin_with_the_assistant() -> None:
+def test_conversation_may_begin_with_an_assistant_turn() -> None:
     assert targets(PLAIN_CHAT, [assistant("hi"), user("a"), assistant("ok")], every_turn=True) == [
         "hi<|end|>\n",
         "ok<|end|>\n",
     ]
 
 
-def test_a_last_answer_that_the_template_changes_is_an_error_with_the_way_out() -> None:
+def test_last_answer_changed_by_the_template_raises_error_with_a_fix() -> None:
     drops_all = FORGETFUL_CHAT.replace("loop.last", "false")
     drops_all = drops_all.replace("<|assistant|>{% endif", "<|assistant|><think>{% endif")
     with pytest.raises(ValueError, match=r"\{% generation %\}.*--data\.tokenizer_chat_template"):
         targets(drops_all, [user("a"), assistant("<think>hm</think>ok")], every_turn=False)
 
 
-def test_the_response_begins_where_the_last_turn_does() -> None:
+def test_response_starts_at_the_last_turn() -> None:
     passage = render_conversation(build_tokenizer(PLAIN_CHAT), TWO_TURNS, turns=(1, 3))
     assert passage.text[passage.response :] == "no<|end|>\n"
 
@@ -254,15 +256,15 @@ def words_of(tokenizer: Any, text: str, span: tuple[int, int]) -> list[str]:
     ]
 
 
-def test_a_token_that_straddles_the_border_belongs_to_the_response() -> None:
+def test_token_that_straddles_the_start_of_the_response_belongs_to_it() -> None:
     assert words_of(build_tokenizer(), "A: bee", (3, 6)) == [" b", "e", "e"]
 
 
-def test_a_token_that_straddles_the_end_belongs_to_the_response_too() -> None:
+def test_token_that_straddles_the_end_of_the_response_belongs_to_it() -> None:
     assert words_of(build_tokenizer(), "ok\nB: x", (0, 3)) == ["ok", "\nB"]
 
 
-def test_a_tokenizer_without_offsets_is_asked_for_the_text_before_the_border() -> None:
+def test_tokenizer_without_offsets_encodes_the_text_before_the_boundary() -> None:
     tokenizer = ByT5Tokenizer()
     assert not tokenizer.is_fast
     assert words_of(tokenizer, "A: bee", (3, 6)) == ["b", "e", "e"]
@@ -270,9 +272,9 @@ def test_a_tokenizer_without_offsets_is_asked_for_the_text_before_the_border() -
 
 @pytest.fixture(scope="module")
 def byte_level() -> PreTrainedTokenizerFast:
-    """Return a tokenizer like GPT-2's.
+    """Return a byte-level tokenizer like GPT-2's.
 
-    A word's token includes the space before it, but its offsets do not.
+    A word's token includes its leading space, but its offsets do not.
     """
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -285,17 +287,19 @@ def byte_level() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
 
 
-def test_spaces_left_out_of_the_offsets_move_no_border(byte_level: PreTrainedTokenizerFast) -> None:
+def test_spaces_missing_from_the_offsets_do_not_shift_boundaries(
+    byte_level: PreTrainedTokenizerFast,
+) -> None:
     prompt, response = "the answer is ", "yes"
     end = len(prompt) + len(response)
     assert words_of(byte_level, prompt + response, (len(prompt), end))[0].startswith("Ġ")
     assert (
         "Ġ" not in words_of(byte_level, "is:  yes", (5, 8))[:1]
-    )  # a token of spaces only stays with the prompt
+    )  # a token that consists only of spaces belongs to the prompt
 
 
 @given(text=st.text(alphabet="abe \n:é漢🙂", min_size=2, max_size=20), data=st.data())
-def test_the_tokens_of_a_span_are_those_whose_bytes_overlap_it(
+def test_tokens_of_a_span_overlap_its_bytes(
     byte_level: PreTrainedTokenizerFast, text: str, data: st.DataObject
 ) -> None:
     start = data.draw(st.integers(0, len(text) - 1))
@@ -306,13 +310,13 @@ def test_the_tokens_of_a_span_are_those_whose_bytes_overlap_it(
     for place, token in enumerate(byte_level.convert_ids_to_tokens(encoded.tokens)):
         if (
             position < last and position + len(token) > first
-        ):  # a letter of a byte-level token is a byte
+        ):  # each letter of a byte-level token stands for one byte
             expected.append(place)
         position += len(token)
     assert list(encoded.tokens_of((start, end))) == expected
 
 
-def test_a_prompt_that_ends_in_a_space_loses_no_first_token() -> None:
+def test_first_answer_token_is_a_target_if_the_prompt_ends_in_a_space() -> None:
     tokenizer = build_tokenizer(SPACED_CHAT)
     passage = render_conversation(tokenizer, [user("a"), assistant("bee")])
     encoded = encode(tokenizer, [passage.text])[0]
@@ -323,7 +327,7 @@ def test_a_prompt_that_ends_in_a_space_loses_no_first_token() -> None:
     assert learned == [" b", "e", "e", "\n"]
 
 
-# ---- the end of a turn, and beginnings that a template rejects
+# ---- end-of-turn tokens, and conversation prefixes that a template rejects
 
 ROLE_MARKED_CHAT = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
@@ -336,7 +340,7 @@ NEEDS_USER = (
 
 
 def tokenizer_that_stops_at(folder: Path, template: str, *ends: str) -> PreTrainedTokenizerBase:
-    """Return a tokenizer whose model ends generation at <eos> and at `ends`."""
+    """Return a tokenizer whose model stops generation at <eos> and at `ends`."""
     tokenizer = build_tokenizer(template)
     tokenizer.save_pretrained(folder)
     numbers = [tokenizer.convert_tokens_to_ids(token) for token in ("<eos>", *ends)]
@@ -345,7 +349,7 @@ def tokenizer_that_stops_at(folder: Path, template: str, *ends: str) -> PreTrain
 
 
 def learned(rows: SFTDataset, number: int = 0) -> tuple[str, str]:
-    """Return the text of a row, and its targets."""
+    """Return the text of a row and the text of its targets."""
     row, names = rows[number], rows.tokenizer.convert_ids_to_tokens(rows[number].tokens)
     return "".join(names), "".join(
         name for name, target in zip(names, row.loss_mask, strict=True) if target
@@ -365,7 +369,7 @@ SAID = [
 ]
 
 
-def test_nothing_is_appended_to_a_chat_that_ends_where_generation_stops(tmp_path: Path) -> None:
+def test_nothing_is_appended_to_a_chat_that_ends_with_a_stop_token(tmp_path: Path) -> None:
     assert (
         learned(chats(tokenizer_that_stops_at(tmp_path / "1", PLAIN_CHAT, "<|end|>"), SAID))[1]
         == "d<|end|>"
@@ -377,7 +381,7 @@ def test_nothing_is_appended_to_a_chat_that_ends_where_generation_stops(tmp_path
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_a_role_marker_that_ends_a_turn_is_a_target_only_if_generation_stops_at_it(
+def test_role_marker_that_ends_a_turn_is_a_target_only_if_it_stops_generation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], stops: bool
 ) -> None:
     tokenizer = tokenizer_that_stops_at(tmp_path, ROLE_MARKED_CHAT, *["<|user|>"] * stops)
@@ -389,7 +393,7 @@ def test_a_role_marker_that_ends_a_turn_is_a_target_only_if_generation_stops_at_
 
 @pytest.mark.parametrize("template", [PLAIN_CHAT, MARKED_CHAT, ROLE_MARKED_CHAT])
 @pytest.mark.parametrize("multiturn", [True, False])
-def test_a_conversation_that_begins_with_the_assistant_is_read_if_the_whole_renders(
+def test_conversation_that_begins_with_an_assistant_turn_is_read_if_all_of_it_renders(
     template: str, multiturn: bool
 ) -> None:
     messages = [{"role": "assistant", "content": "x"}, *SAID]

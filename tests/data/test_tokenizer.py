@@ -1,4 +1,4 @@
-"""Loaded tokenizers are complete, or an error explains why they cannot be."""
+"""Tokenizers are loaded completely, or an error explains why they cannot be."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def edit(folder: str, **changes: object) -> None:
     )
 
 
-def test_a_missing_padding_token_becomes_the_end_of_text_token(saved: str) -> None:
+def test_missing_padding_token_defaults_to_the_eos_token(saved: str) -> None:
     edit(saved, pad_token=None)
     tokenizer = get_tokenizer(saved)
     assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<eos>", 1)
 
 
-def test_a_padding_token_of_its_own_is_kept(saved: str) -> None:
+def test_dedicated_padding_token_is_kept(saved: str) -> None:
     edit(saved, pad_token="<unk>")
     assert get_tokenizer(saved).pad_token == "<unk>"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_padding_side_is_the_one_asked_for(saved: str, side: str) -> None:
+def test_padding_side_is_set_as_requested(saved: str, side: str) -> None:
     assert get_tokenizer(saved, padding_side=side).padding_side == side
 
 
-def test_text_longer_than_the_tokenizer_allows_gives_no_warning_of_transformers(
+def test_text_longer_than_the_tokenizer_limit_gives_no_transformers_warning(
     saved: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     edit(saved, model_max_length=4)
@@ -54,24 +54,26 @@ def test_text_longer_than_the_tokenizer_allows_gives_no_warning_of_transformers(
     assert caplog.records == []
 
 
-def test_a_given_chat_template_replaces_the_tokenizers_own(saved: str) -> None:
+def test_chat_template_argument_replaces_the_tokenizers_template(saved: str) -> None:
     tokenizer = get_tokenizer(saved, chat_template="{{ messages[0].content }}!")
     assert (
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
     )
 
 
-def test_a_missing_folder_is_an_error_with_the_flag_and_the_path() -> None:
-    with pytest.raises(DataError, match=r"--model\.model_name_or_path './nowhere' \(a hub name"):
+def test_error_for_a_missing_folder_names_the_flag_and_the_path() -> None:
+    with pytest.raises(
+        DataError, match=r"--model\.model_name_or_path './nowhere' \(treated as a hub name"
+    ):
         get_tokenizer("./nowhere")
 
 
-def test_a_hub_name_that_cannot_be_reached_names_the_flag() -> None:
+def test_error_for_an_unreachable_hub_name_names_the_flag() -> None:
     with pytest.raises(DataError, match=r"--actor\.model_name_or_path 'nobody/nothing'"):
         get_tokenizer("nobody/nothing", flag="--actor.model_name_or_path")
 
 
-def test_a_missing_folder_is_reported_with_its_neighbours_before_the_hub_is_used(
+def test_missing_folder_is_reported_with_existing_folders_before_the_hub_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "runs" / "model").mkdir(parents=True)
@@ -83,7 +85,7 @@ def test_a_missing_folder_is_reported_with_its_neighbours_before_the_hub_is_used
     assert "'runs/modle'" in seen and "('runs' has model)" in seen
 
 
-def test_a_folder_that_may_not_be_listed_is_no_reason_for_a_traceback(
+def test_unreadable_parent_folder_does_not_cause_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def denied(path: str) -> None:
@@ -95,26 +97,26 @@ def test_a_folder_that_may_not_be_listed_is_no_reason_for_a_traceback(
         get_tokenizer(f"{tmp_path}/m")
 
 
-def test_a_model_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
+def test_model_without_tokenizer_files_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     with pytest.raises(DataError, match="has no tokenizer"):
         get_tokenizer(str(tmp_path))
 
 
-def test_code_from_the_models_repository_needs_the_users_consent(saved: str) -> None:
+def test_tokenizer_code_in_the_model_repository_requires_trust_remote_code(saved: str) -> None:
     (Path(saved) / "config.json").write_text(json.dumps({"model_type": "strange"}))
     edit(saved, tokenizer_class="Strange", auto_map={"AutoTokenizer": ["code.Strange", None]})
     with pytest.raises(DataError, match=r"--model\.trust_remote_code"):
         get_tokenizer(saved)
 
 
-def test_a_tokenizer_without_an_end_of_text_token_is_refused(saved: str) -> None:
+def test_tokenizer_without_an_eos_token_is_rejected(saved: str) -> None:
     edit(saved, eos_token=None, pad_token=None)
     with pytest.raises(DataError, match="no end-of-text token"):
         get_tokenizer(saved)
 
 
-def test_chat_messages_need_a_chat_template() -> None:
+def test_chat_messages_require_a_chat_template() -> None:
     require_chat_template(build_tokenizer(PLAIN_CHAT))
     with pytest.raises(
         DataError, match=r"--data\.apply_chat_template.*--data\.tokenizer_chat_template"
@@ -122,7 +124,7 @@ def test_chat_messages_need_a_chat_template() -> None:
         require_chat_template(build_tokenizer())
 
 
-def test_a_notice_is_printed_by_the_first_process_only(
+def test_notice_is_printed_only_by_rank_zero(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in ("0", "1"):

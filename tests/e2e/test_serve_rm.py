@@ -92,7 +92,7 @@ def test_response_follows_the_api_contract(server: RewardModelServer) -> None:
     ("body", "status", "sentence"),
     [
         (b"no json", 422, "The request: Invalid JSON"),
-        (b'{"queries": ["a"]}', 422, "query: Field required. Send texts as in"),
+        (b'{"queries": ["a"]}', 422, "query: Field required. Expected format:"),
         (b'{"query": "a"}', 422, "query: Input should be a valid array"),
         (b'{"query": []}', 422, "query: List should have at least 1 item"),
         (b'{"query": ["a", null]}', 422, "query.1: Input should be a valid string"),

@@ -235,8 +235,8 @@ def test_two_processes_tell_of_a_broken_row_once(
     assert done.status != 0
     told = re.findall("^error: (.*)", done.printed + done.errors, re.MULTILINE)
     expected = (
-        "column 'input': is null, not a string: the value is empty, or that dataset "
-        "lacks the column."
+        "column 'input': is null, not a string: the value is empty or this dataset "
+        "does not have the column."
     )
     assert told == [f"{tmp_path}/broken.jsonl, row 41, {expected}"]
 
@@ -499,9 +499,9 @@ def test_mismatches_between_model_tokenizer_and_template_are_reported_at_startup
         f"--data.input_template ${TEMPLATE!r}"
     )
     assert f"{trained}, so this run uses that too" in done.errors
-    assert re.search(rf"\d+ of {TRAIN_ROWS} prompts keep only their last 8 tokens", done.errors), (
-        done.errors
-    )
+    assert re.search(
+        rf"\d+ of {TRAIN_ROWS} prompts are truncated to their last 8 tokens", done.errors
+    ), done.errors
 
 
 def test_user_error_exits_with_status_2_and_prints_only_the_message(

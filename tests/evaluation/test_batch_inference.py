@@ -377,10 +377,10 @@ def test_scoring_dry_run_marks_last_token_of_scored_text(
     ]
     rows.append({"input": "1+1+1", "output": "3"})
     printed, noted = dry_run(rows, "--task rm --data.max_len 6")
-    lost = "1 whose prompt leaves no token of the answer (--data.max_len 6)"
+    lost = "1 whose prompt leaves no room for the answer (--data.max_len 6)"
     summary = (
         f"2 of 4 rows kept, dropped {lost}, 1 with an empty response. "
-        "1 of the kept rows were cut to 6 tokens"
+        "1 of the kept rows were truncated to 6 tokens"
     )
     assert summary in noted
     assert "--- row 1: 6 tokens, 1 targets, ids" in printed

@@ -1,4 +1,4 @@
-"""Batching of concurrent requests: requests of a batch, their scores, and their errors."""
+"""Batching of concurrent requests: the requests in each batch, their scores and errors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 from openrlhf.serving.batcher import Batcher, Texts
 
-HOUR_S = 3600.0  # a test that waits this long times out
+HOUR_S = 3600.0  # longer than the test timeout
 
 
 class Model:
-    """A model that scores a text with its first token, and raises an error for 13.
+    """A model whose score for a text is its first token, and which raises an error for 13.
 
-    Each batch waits for one of `turns`. `batches` holds the batches so far.
+    Each batch waits for a permit from `turns`. `batches` records the batches so far.
     """
 
     def __init__(self, *, turns: int = 1000) -> None:
@@ -47,7 +47,7 @@ async def batching(
 async def send_while_busy(
     batcher: Batcher, model: Model, *requests: Texts
 ) -> list[asyncio.Task[list[float]]]:
-    """Send the first request, and the other requests while the model is busy without a turn."""
+    """Send the first request, then the others while the model is busy with it."""
     tasks = [asyncio.create_task(batcher.scores(requests[0]))]
     while not model.batches:
         await asyncio.sleep(0.001)
@@ -57,9 +57,9 @@ async def send_while_busy(
 
 
 def batches_of(*requests: Texts, tokens: int = 100) -> tuple[list[Texts], list[list[float]]]:
-    """Return the batches of requests, and the scores of each request.
+    """Return the resulting batches and the scores of each request.
 
-    All requests but the first are sent while the model scores the first.
+    All other requests are sent while the model scores the first one.
     """
 
     async def ask() -> tuple[list[Texts], list[list[float]]]:
@@ -80,19 +80,19 @@ def test_requests_that_arrive_while_the_model_is_busy_share_a_batch_and_get_thei
     assert answers == [[1], [2, 3], [4], [5, 6, 7]]
 
 
-def test_batch_takes_requests_in_order_of_arrival_up_to_max_tokens() -> None:
+def test_batch_takes_requests_in_arrival_order_up_to_max_tokens() -> None:
     batches, answers = batches_of([[1]], [[2] * 6], [[3] * 4], [[4] * 1], [[5] * 9], tokens=10)
     assert [len(batch) for batch in batches] == [1, 2, 2]
     assert answers == [[1], [2], [3], [4], [5]]
 
 
-def test_request_above_max_tokens_is_a_batch_of_its_own() -> None:
+def test_request_above_max_tokens_gets_its_own_batch() -> None:
     batches, answers = batches_of([[1]], [[2]], [[3] * 8, [4] * 8, [5] * 8], [[6]], tokens=10)
     assert [len(batch) for batch in batches] == [1, 1, 3, 1]
     assert answers[2] == [3, 4, 5]
 
 
-def test_request_that_cannot_be_scored_fails_without_the_others_of_its_batch() -> None:
+def test_request_that_cannot_be_scored_fails_alone_and_the_rest_of_its_batch_succeeds() -> None:
     async def ask() -> tuple[Model, list[object]]:
         model = Model(turns=0)
         async with batching(model) as batcher:
@@ -132,7 +132,7 @@ def test_batch_waits_for_as_many_requests_as_the_last_batch_had() -> None:
     assert asyncio.run(ask()).batches == [[[1]], [[2], [3]], [[4], [5]]]
 
 
-def test_batch_stops_waiting_for_clients_that_were_absent_from_the_last_batch() -> None:
+def test_batch_does_not_wait_for_clients_that_missed_the_last_batch() -> None:
     async def ask() -> list[list[float]]:
         model = Model(turns=0)
         async with batching(model, wait=0.05) as batcher:
@@ -151,7 +151,7 @@ def test_event_loop_keeps_running_while_texts_are_scored() -> None:
         model = Model(turns=0)
         async with batching(model) as batcher:
             (task,) = await send_while_busy(batcher, model, [[1]])
-            await asyncio.sleep(0.01)  # returns although the model is busy
+            await asyncio.sleep(0.01)  # returns although the model is still busy
             model.turns.release()
             return await task
 

@@ -1,6 +1,6 @@
-"""Clients that connect and never complete a request.
+"""Clients that connect but never complete a request do not block the server.
 
-Other clients get responses meanwhile, and idle connections are closed.
+Other clients still get responses, and idle connections are closed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ TOO_LARGE = (
 
 
 class ShortTimeout(Connection):
-    """A connection whose client has little time for a request."""
+    """A connection with a short request timeout."""
 
     request_timeout_s = 0.3
 
 
 class _Server(uvicorn.Server):
-    """A server that can run in a thread, where signals cannot be caught."""
+    """A server that sets an event when it has started."""
 
     ready: threading.Event
 
@@ -51,7 +51,7 @@ class _Server(uvicorn.Server):
 
 @contextmanager
 def serving(*, kind: type[Connection] = Connection, limit: int = 9) -> Iterator[int]:
-    """Run a server with at most `limit` connections, and yield its port."""
+    """Run a server with at most `limit` connections and yield its port."""
 
     def lengths(texts: Texts) -> list[float]:
         return [float(len(text)) for text in texts]
@@ -80,7 +80,7 @@ def serving(*, kind: type[Connection] = Connection, limit: int = 9) -> Iterator[
 
 
 def ask(port: int) -> int:
-    """Return the status of a request on its own connection."""
+    """Send a request on a new connection and return the response status."""
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     client.request("POST", "/get_reward", body=json.dumps({"query": ["text"]}))
     try:
@@ -96,7 +96,7 @@ def half_request(port: int, start: bytes) -> socket.socket:
 
 
 def is_closed(client: socket.socket) -> bool:
-    """Return whether the server closes the connection, possibly after a response."""
+    """Return whether the server closes the connection, possibly after sending a response."""
     try:
         while client.recv(1 << 16):
             pass
@@ -142,7 +142,7 @@ def test_sending_one_byte_at_a_time_does_not_extend_the_timeout() -> None:
                 client.sendall(b" ")
 
 
-def test_connection_is_kept_for_further_requests() -> None:
+def test_connection_is_kept_open_for_further_requests() -> None:
     body = json.dumps({"query": ["text"]})
     with serving() as port, httpx.Client() as client:
         sources: set[object] = set()
@@ -153,7 +153,7 @@ def test_connection_is_kept_for_further_requests() -> None:
     assert len(sources) == 1
 
 
-def test_limit_on_open_files_is_raised_for_the_connections() -> None:
+def test_open_file_limit_is_raised_for_the_connections() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))

@@ -1,4 +1,4 @@
-"""Requests and responses of the server, with a model that scores a text with its length."""
+"""Requests to the server and its responses, with a model whose score for a text is its length."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def app(
 
 
 def post(body: Any, *, mib: float = 0.001) -> Any:
-    """Return the response of a server that takes four texts and about 1000 bytes."""
+    """Send a request to a server that accepts up to four texts and about 1000 bytes."""
     with TestClient(app(mib=mib)) as client:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return client.post("/get_reward", content=content)
 
 
-def test_response_has_rewards_scores_and_extra_logs_in_the_order_of_the_texts() -> None:
+def test_response_has_rewards_scores_and_extra_logs_in_text_order() -> None:
     answer = post({"query": ["one", "three", "to"]})
     assert answer.status_code == 200
     assert answer.json() == {
@@ -64,7 +64,7 @@ def test_entries_of_a_request_other_than_query_are_ignored() -> None:
     assert post(body).json()["rewards"] == [3.0]
 
 
-# The body, the status, and the beginning of the message.
+# Request body, response status, and beginning of the error message.
 INVALID: list[tuple[Any, int, str]] = [
     (b"", 422, "The request: Invalid JSON"),
     (b"query=one", 422, "The request: Invalid JSON"),
@@ -85,7 +85,7 @@ INVALID: list[tuple[Any, int, str]] = [
 @pytest.mark.parametrize(
     ("body", "status", "beginning"), INVALID, ids=[beginning[:40] for _, _, beginning in INVALID]
 )
-def test_invalid_request_gets_the_place_of_the_mistake_and_an_example(
+def test_invalid_request_returns_the_error_location_and_an_example(
     body: Any, status: int, beginning: str
 ) -> None:
     answer = post(body)
@@ -94,29 +94,29 @@ def test_invalid_request_gets_the_place_of_the_mistake_and_an_example(
     assert '{"query": ["prompt and response"]}' in answer.json()["detail"]
 
 
-def test_request_with_too_many_texts_gets_status_413_with_both_numbers_and_the_flag() -> None:
+def test_request_with_too_many_texts_returns_status_413_with_both_numbers_and_the_flag() -> None:
     answer = post({"query": ["x"] * 5})
     assert answer.status_code == 413
     assert {"5", "4", "(--max_request_texts)."} <= set(answer.json()["detail"].split())
 
 
-def test_request_that_is_too_large_gets_status_413_with_the_limit_and_the_flag() -> None:
+def test_request_that_is_too_large_returns_status_413_with_the_limit_and_the_flag() -> None:
     answer = post({"query": ["x" * 1100]})
     assert answer.status_code == 413
     assert {"0.001", "MiB", "(--max_request_mib)."} <= set(answer.json()["detail"].split())
 
 
-def test_deeply_nested_lists_are_refused_as_invalid_json() -> None:
+def test_deeply_nested_lists_are_rejected_as_invalid_json() -> None:
     assert post(b"[" * 100_000, mib=1.0).status_code == 422
 
 
-def test_body_without_a_content_length_is_refused_once_it_is_too_large() -> None:
+def test_body_without_a_content_length_is_rejected_when_it_becomes_too_large() -> None:
     with TestClient(app()) as client:
         answer = client.post("/get_reward", content=(b" " * 100 for _ in range(1000)))
     assert (answer.status_code, answer.request.headers.get("content-length")) == (413, None)
 
 
-def test_error_of_the_model_is_status_500_for_the_client_and_a_traceback_in_the_log(
+def test_model_error_returns_status_500_and_logs_a_traceback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     answer = post({"query": ["x" * 13]})
@@ -126,20 +126,20 @@ def test_error_of_the_model_is_status_500_for_the_client_and_a_traceback_in_the_
     assert "Traceback" in log and "cannot score 13" in log
 
 
-def test_score_that_is_not_finite_is_status_500_with_its_place() -> None:
+def test_non_finite_score_returns_status_500_and_its_index() -> None:
     answer = post({"query": ["x", "x" * 17]})
     assert answer.status_code == 500
     detail = answer.json()["detail"]
     assert "query[1]" in detail and "nan" in detail
 
 
-def test_text_of_any_length_is_scored() -> None:
+def test_texts_of_any_length_are_scored() -> None:
     answer = post({"query": ["x", "x" * 65_537]}, mib=1.0)
     assert answer.json()["rewards"] == [1.0, 65_537.0]
 
 
-def test_short_request_is_tokenized_before_the_end_of_an_earlier_long_one() -> None:
-    """The long request is tokenized in pieces, so that the short one gets its turn between them."""
+def test_short_request_is_tokenized_before_an_earlier_long_one_finishes() -> None:
+    """The long request is tokenized in pieces, and the short one gets its turn in between."""
     first_piece = threading.Event()
     order: list[str] = []
 
@@ -175,13 +175,13 @@ def test_texts_of_a_request_are_not_logged(
 ) -> None:
     with caplog.at_level("DEBUG", logger="openrlhf"):
         post({"query": ["secret"]})
-        post({"query": ["secretsecret?"]})  # has 13 tokens, and so cannot be scored
+        post({"query": ["secretsecret?"]})  # has 13 tokens, for which the model raises an error
     printed = capsys.readouterr()
     assert "cannot score 13" in printed.err
     assert "secret" not in caplog.text + printed.out + printed.err
 
 
-def test_address_that_cannot_be_used_is_refused_before_the_model_is_loaded() -> None:
+def test_unusable_address_is_rejected_before_the_model_is_loaded() -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(

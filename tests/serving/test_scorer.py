@@ -1,4 +1,4 @@
-"""Text scores compared with Transformers, cutting of long texts, and refused models."""
+"""Scores match Transformers, long texts are truncated, and unsuitable models are rejected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def save_reward_model(path: Path, kind: str = "llama", **config: Any) -> Path:
 
 
 def scores(path: Path, texts: list[str] = TEXTS, **flags: Any) -> list[float]:
-    """Return the scores of a server with these flags, whose dots are written __."""
+    """Return the scores of a server with these flags (dots written as __)."""
     values = {name.replace("__", "."): value for name, value in flags.items()}
     start = {
         "reward.model_name_or_path": str(path),
@@ -45,7 +45,7 @@ def scores(path: Path, texts: list[str] = TEXTS, **flags: Any) -> list[float]:
 def plain(
     path: Path, texts: list[str] = TEXTS, *, dtype: torch.dtype = torch.float32
 ) -> list[float]:
-    """Return the scores of Transformers, computed one text at a time."""
+    """Compute the scores with Transformers, one text at a time."""
     hf = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype).eval()
     ids = [character_tokenizer()(text, add_special_tokens=False)["input_ids"] for text in texts]
     with torch.no_grad():
@@ -57,7 +57,7 @@ def plain(
 )
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral-windowed"])
-def test_scores_equal_those_of_transformers_for_any_split_into_batches(
+def test_scores_match_transformers_for_any_split_into_batches(
     tmp_path: Path, kind: str, packing: bool, limits: dict[str, int]
 ) -> None:
     path = save_reward_model(tmp_path, kind)
@@ -75,7 +75,7 @@ def test_normalize_enable_applies_the_stored_mean_and_deviation(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
-def test_half_precision_scores_are_close_to_those_of_transformers(
+def test_half_precision_scores_are_close_to_transformers(
     tmp_path: Path, dtype: str, torch_dtype: torch.dtype
 ) -> None:
     path = save_reward_model(tmp_path)
@@ -83,7 +83,7 @@ def test_half_precision_scores_are_close_to_those_of_transformers(
     assert scores(path, ds__param_dtype=dtype) == pytest.approx(expected, abs=5e-3)
 
 
-def test_dry_run_loads_the_model_and_returns(
+def test_dry_run_loads_the_model_and_exits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(save_reward_model(tmp_path))
@@ -123,13 +123,13 @@ def cut(text: str, max_len: int, side: str) -> str:
         ("abc<eos>", 1, "right", "<eos>"),
     ],
 )
-def test_long_text_loses_one_side_and_keeps_its_end_of_text(
+def test_truncated_text_keeps_its_eos_token(
     text: str, max_len: int, side: str, left_over: str
 ) -> None:
     assert cut(text, max_len, side) == left_over
 
 
-def test_score_of_a_long_text_is_the_score_of_its_kept_part(tmp_path: Path) -> None:
+def test_score_of_a_truncated_text_equals_the_score_of_its_kept_part(tmp_path: Path) -> None:
     path = save_reward_model(tmp_path)
     texts = ["abcdef<eos>", "abcdef"]
     assert scores(path, texts, data__max_len=4) == pytest.approx(
@@ -145,26 +145,26 @@ def test_no_special_tokens_are_added_to_a_text() -> None:
     assert tokenize_texts(["ab"], tokenizer, max_len=9, keep_start=False) == [ids]
 
 
-# ---- models that are refused
+# ---- rejected models
 
 
-def test_model_without_a_trained_head_is_refused(tmp_path: Path) -> None:
+def test_model_without_a_trained_head_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is a language model"):
         scores(Path(save_tiny_model(tmp_path)))
 
 
-def test_normalize_enable_is_refused_for_a_model_without_stored_statistics(tmp_path: Path) -> None:
+def test_normalize_enable_is_rejected_for_a_model_without_stored_statistics(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has no mean and standard deviation"):
         scores(save_reward_model(tmp_path), reward__normalize_enable=True)
 
 
-def test_tokenizer_with_more_tokens_than_the_embeddings_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_with_more_tokens_than_the_embeddings_is_rejected(tmp_path: Path) -> None:
     path = save_reward_model(tmp_path, vocab_size=40)
-    with pytest.raises(ModelError, match=r"40 tokens.* 51 tokens"):
+    with pytest.raises(ModelError, match=r"40 tokens.* 51"):
         scores(path)
 
 
-def test_attention_that_cannot_be_packed_is_refused_while_loading(
+def test_attention_that_cannot_be_packed_is_rejected_at_load_time(
     tmp_path: Path,
 ) -> None:
     hf = AutoModelForSequenceClassification.from_config(
@@ -178,8 +178,10 @@ def test_attention_that_cannot_be_packed_is_refused_while_loading(
 
 @pytest.mark.parametrize("end", ["", "<eos>", "<eos>x", "x<eos><eos>"])
 @pytest.mark.parametrize("keep_start", [False, True])
-def test_cutting_a_text_before_tokenization_loses_no_kept_token(end: str, keep_start: bool) -> None:
-    """The text is much longer than the part that is tokenized, and than the part that is kept."""
+def test_shortening_a_text_before_tokenization_does_not_change_its_kept_tokens(
+    end: str, keep_start: bool
+) -> None:
+    """The text is much longer than the part that is tokenized or kept."""
     tokenizer = character_tokenizer()
     limit = most_characters(9)
     for length in (limit - 5, limit - len(end), limit, limit + 1, 3 * limit):
@@ -194,7 +196,7 @@ def test_cutting_a_text_before_tokenization_loses_no_kept_token(end: str, keep_s
         assert tokenize_texts([text], tokenizer, max_len=9, keep_start=keep_start) == [kept]
 
 
-def test_kept_beginning_does_not_end_with_an_end_of_text_token_from_the_middle_of_a_text() -> None:
+def test_kept_beginning_does_not_end_with_an_eos_token_from_the_middle_of_a_text() -> None:
     tokenizer = character_tokenizer()
     limit = most_characters(9)
     text = "1" * (limit - 5) + "<eos>" + "2" * 100
