@@ -128,7 +128,8 @@ def k3() -> list[str]:
     assert x.grad is not None and x.grad[0] and not x.grad[1]
     free, held = (numbers([value]) for value in estimates.tolist())
     return [
-        f"held to ±{tensors.LOG_RATIO_BOUND:g} nats, then the estimate to ±{kl_module.KL_BOUND:g}",
+        f"clamped to ±{tensors.LOG_RATIO_BOUND:g} nats, "
+        f"then the estimate to ±{kl_module.KL_BOUND:g}",
         f"x = -2.6 gives {free}, x = -2.7 gives {held} and no gradient",
     ]
 
@@ -140,7 +141,12 @@ def k3_as_a_loss() -> list[str]:
     assert torch.allclose(*exact_kl_gradient("k2"))
     assert not torch.allclose(*exact_kl_gradient("k3"))
     assert exact_kl_gradient("k1")[0].abs().max() < 1e-12
-    return ["that of KL(π_ref‖π); that of KL(π‖π_ref) is k2's, and k1's is 0"]
+    return [
+        (
+            "the gradient of KL(π_ref‖π); k2 has the gradient of KL(π‖π_ref), "
+            "and k1's expected gradient is 0"
+        )
+    ]
 
 
 @proves("Adaptive β")
@@ -148,7 +154,7 @@ def adaptive() -> list[str]:
     controller = KLController(0.1, target=6.0, horizon=100)
     controller.update(0.0, 1000)
     return [
-        "Samples ÷ horizon is held to 1",
+        "Samples ÷ horizon is capped at 1",
         (
             "a KL of 0 over 1000 samples with horizon 100 takes β from 0.1 to "
             f"{numbers([controller.coef])}"
@@ -159,7 +165,7 @@ def adaptive() -> list[str]:
 @proves("DAPO's overlong penalty")
 def overlong() -> list[str]:
     penalty = overlong_penalty(torch.tensor([90]), max_length=100, buffer=20.0, factor=1.0)
-    return [f"Longest 100, buffer 20, factor 1: 90 tokens cost {numbers(penalty)}"]
+    return [f"Maximum 100, buffer 20, factor 1: 90 tokens cost {numbers(penalty)}"]
 
 
 @proves("CISPO's caps")
@@ -283,8 +289,8 @@ def distillation() -> list[str]:
         numbers(soft_cross_entropy(logits, teacher)) for logits in (torch.zeros(1, 2), teacher)
     )
     return [
-        f"probabilities 0.5 and 0.5 against the teacher's 0.9 and 0.1 cost {student}, "
-        f"at most the teacher's own entropy of {own} less"
+        f"probabilities 0.5 and 0.5 against the teacher's 0.9 and 0.1 cost {student}; "
+        f"the minimum is the teacher's own entropy of {own}"
     ]
 
 
