@@ -114,7 +114,7 @@ def whitening() -> list[str]:
     all_four = torch.ones(4, dtype=torch.bool)
     assert not masked_whiten(torch.full((4,), 0.1), all_four).any()
     return [
-        f"population's, at least {tensors.MIN_VARIANCE:g}",
+        f"population variance, at least {tensors.MIN_VARIANCE:g}",
         f"1, 2, 3, 6 become {numbers(masked_whiten(torch.tensor([1.0, 2.0, 3.0, 6.0]), all_four))}",
         "Equal values become exactly 0",
     ]
