@@ -101,7 +101,11 @@ class ModelCommand(Command):
     dry_run: bool = option(
         False, "Check everything, show the plan and the first batch, and exit.", saved=False
     )
-    use_ms: bool = option(False, "Download from ModelScope instead of the Hugging Face Hub.")
+    use_ms: bool = option(
+        False,
+        "Download from ModelScope instead of the Hugging Face Hub.",
+        not_yet="download the files first and give their paths",
+    )
 
     def common_values(self, command: str) -> dict[str, Any]:
         """Return the attention implementation in effect."""

@@ -1,14 +1,13 @@
 """Flags that have no effect because of other flags, and the notice that lists them.
 
-Each section and each command yields them from its method `unused`.
+A flag declares the settings of its own section that it depends on. Each section and each command
+yields all others from its method `unused`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from itertools import accumulate
 from typing import Any
 
-from openrlhf.config.flags import Section, flags_of
+from openrlhf.config.flags import FOR_OLDER_SCRIPTS, Flag, Section, flags_of, value_at
 
 MOST_NAMES = 8  # flags listed in one notice
 
@@ -16,40 +15,22 @@ MOST_NAMES = 8  # flags listed in one notice
 def unused_flags(config: Section) -> dict[str, str]:
     """Map the path of each flag that has no effect to the reason.
 
-    A command's reason takes precedence over a section's.
+    A command's reason takes precedence over a section's, and both over the flag's own.
     """
-    flags_below = _flags_below(type(config))
+    flags = flags_of(type(config))
     reasons: dict[str, str] = {}
     for prefix, section in _sections(config, ""):
         for unused in section.unused():
-            # flags in `why` are relative to the section, too
-            why = unused.why.replace("--", f"--{prefix}")
-            affected = _flags_at(unused.names, prefix, flags_below)
-            kept = _flags_at(unused.but, prefix, flags_below)
-            for path in affected:
-                if path not in kept:
+            names, kept = _dotted(prefix, unused.names), _dotted(prefix, unused.but)
+            why = unused.why.replace("--", f"--{prefix}")  # flags in `why` are relative, too
+            for path in flags:
+                if f"{path}.".startswith(names) and not f"{path}.".startswith(kept):
                     reasons.setdefault(path, why)
+    for path, flag in flags.items():
+        why = _declared_reason(config, flag)
+        if why:
+            reasons.setdefault(path, why)
     return reasons
-
-
-def _flags_at(
-    names: Sequence[str], prefix: str, flags_below: Mapping[str, Sequence[str]]
-) -> list[str]:
-    """Return the paths of all flags at or below these names, which are relative to a section."""
-    paths: list[str] = []
-    for name in names:
-        paths += flags_below[f"{prefix}{name}"]
-    return paths
-
-
-@cache
-def _flags_below(root: type[Section]) -> dict[str, list[str]]:
-    """Map the path of every flag and section to the paths of the flags at or below it."""
-    found: dict[str, list[str]] = {}
-    for path in flags_of(root):
-        for name in accumulate(path.split("."), "{}.{}".format):
-            found.setdefault(name, []).append(path)
-    return found
 
 
 def _sections(node: Section, prefix: str) -> Iterator[tuple[str, Section]]:
@@ -57,6 +38,32 @@ def _sections(node: Section, prefix: str) -> Iterator[tuple[str, Section]]:
     for name, value in vars(node).items():
         if isinstance(value, Section):
             yield from _sections(value, f"{prefix}{name}.")
+
+
+def _dotted(prefix: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the beginnings of all paths at or below these names, which are relative."""
+    return tuple(f"{prefix}{name}." for name in names)
+
+
+def _declared_reason(config: Section, flag: Flag) -> str:
+    """Return why a flag has no effect according to its own declaration, or an empty string."""
+    if flag.obsolete:
+        return FOR_OLDER_SCRIPTS
+    prefix = flag.path.removesuffix(flag.path.rpartition(".")[2])
+    if flag.needs and not _is_set(config, prefix + flag.needs):
+        return f"without --{prefix}{flag.needs}"
+    if flag.unless and _is_set(config, prefix + flag.unless):
+        return f"with --{prefix}{flag.unless}"
+    return ""
+
+
+def _is_set(config: Section, setting: str) -> bool:
+    """Return whether a setting holds: "ds.zero_stage 2 or 3", or a path whose value is true."""
+    path, _, values = setting.partition(" ")
+    value = value_at(config, path)
+    if values:
+        return str(value) in values.split(" or ")
+    return bool(value)
 
 
 def without_effect(config: Section, given: Mapping[str, Any]) -> Iterator[str]:

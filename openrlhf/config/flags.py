@@ -104,6 +104,12 @@ class Flag:
     # "model" and "dataset": comma-separated paths or Hub names. "place": a path on this machine.
     holds: Literal["model", "dataset", "place"] | None = None
     writes: str = ""  # the kind of output that the command writes to this path, see `places`
+    # The flag has an effect only with, or only without, this setting of its section, for example
+    # "rank" (a value that is true) or "zero_stage 2 or 3".
+    needs: str = ""
+    unless: str = ""
+    obsolete: bool = False  # never has an effect
+    not_yet: str = ""  # what to do instead of a value other than the default, which is refused
     required: bool = False  # None until the user sets it; `check()` reports it if missing
     saved: bool = True  # False: left out of configuration files
     secret: bool = False  # never shown
@@ -372,13 +378,13 @@ def toml_beside(module: str, name: str = "") -> dict[str, Any]:
 def tables(module: str) -> dict[str, dict[str, str]]:
     """Return the tables of the TOML file next to a module, inverted.
 
-    A line `value = ["name", "name"]` becomes one entry for each name, with this value.
+    A line `value = "name name"` becomes one entry for each name, with this value.
     """
     inverted: dict[str, dict[str, str]] = {}
     for title, table in toml_beside(module).items():
         inverted[title] = {}
         for value, names in table.items():
-            inverted[title].update(dict.fromkeys(names, value))
+            inverted[title].update(dict.fromkeys(names.split(), value))
     return inverted
 
 

@@ -40,12 +40,25 @@ def aliases(
         names |= TABLES["inference_names"]
     if more:
         names |= more
+    by_last_parts = _paths_by_last_parts(flags)
     known: dict[str, list[str]] = {}
     for name, targets in names.items():
         paths = [path for path in targets.split() if path in flags]
+        if not targets:
+            paths = by_last_parts.get(name, [])
         if paths and name not in flags:
             known[name] = paths
     return known
+
+
+def _paths_by_last_parts(flags: Iterable[str]) -> dict[str, list[str]]:
+    """Map names such as lora_rank to paths such as ds.lora.rank. _enable at the end is dropped."""
+    found: dict[str, list[str]] = {}
+    for path in flags:
+        parts = path.removesuffix("_enable").split(".")
+        for start in range(len(parts)):
+            found.setdefault("_".join(parts[start:]), []).append(path)
+    return found
 
 
 def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation:
@@ -54,17 +67,25 @@ def translate(groups: Iterable[Group], flags: Mapping[str, Flag]) -> Translation
     result = Translation()
     lengths: dict[str, str] = {}
     for name, words in groups:
-        with_words = " ".join([name, *words])
+        value = " ".join(words)
+        old, extra = name, value
+        if f"{name}={value}" in SWITCHES:
+            old, extra = f"{name}={value}", ""
+        path, _, new = SWITCHES.get(old, "").partition(" ")
         if name in known:
             _rename(name, words, known[name], result)
-        elif with_words in SWITCHES:
-            _replace_switch(with_words, [], flags, result)
-        elif name in SWITCHES or name in IGNORED:
-            _replace_switch(name, words, flags, result)
+        elif path in flags and (not extra or "{}" in new):
+            new = new.replace("{}", extra)
+            result.groups.append((path, [new]))
+            result.renamed[old] = f"--{path} {new}"
+        elif path in flags or (name in IGNORED and words):
+            result.violations.append(takes_no_value(f"--{name}", words, path))
+        elif name in IGNORED:
+            result.notices.append(f"--{name} no longer has an effect: {IGNORED[name]}.")
         elif name in REMOVED:
             result.violations.append(f"--{name} no longer exists. {REMOVED[name]}")
         elif name in OLD_LENGTHS and "rollout.max_new_tokens" in flags:
-            lengths[name] = " ".join(words)
+            lengths[name] = value
         else:
             result.groups.append((name, words))
     typed = dict(result.groups)
@@ -85,23 +106,6 @@ def _rename(name: str, words: list[str], targets: list[str], result: Translation
     for target in targets:
         result.groups.append((target, words))
     result.renamed[name] = " and ".join(f"--{target}" for target in targets)
-
-
-def _replace_switch(
-    name: str, words: list[str], flags: Mapping[str, Flag], result: Translation
-) -> None:
-    """Replace an old switch, or an old name and value, with the current flag and value."""
-    path, _, value = SWITCHES.get(name, "").partition(" ")
-    if name not in IGNORED and path not in flags:
-        result.groups.append((name, words))
-    elif words and "{}" not in value:
-        result.violations.append(takes_no_value(f"--{name}", words, path))
-    elif path in flags:
-        value = value.replace("{}", " ".join(words))
-        result.groups.append((path, [value]))
-        result.renamed[name] = f"--{path} {value}"
-    else:
-        result.notices.append(f"--{name} no longer has an effect: {IGNORED[name]}.")
 
 
 def _moved_defaults(typed: Mapping[str, Sequence[str]], flags: Mapping[str, Flag]) -> list[str]:

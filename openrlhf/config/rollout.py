@@ -6,15 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from openrlhf.config import machine
-from openrlhf.config.flags import (
-    FOR_OLDER_SCRIPTS,
-    Section,
-    Unused,
-    derived,
-    items,
-    option,
-    required,
-)
+from openrlhf.config.flags import Section, Unused, derived, items, option, required
 
 # Requirements of flags, as worded in notices.
 AGENT = "--train.agent_func_path"
@@ -55,7 +47,9 @@ class VLLMConfig(Section):
     )
     enable_sleep: bool = option(False, "Free GPU memory between rollouts.")
     sync_backend: str = option("nccl", "Transport for weight updates; gloo without GPUs.")
-    sync_with_ray: bool = option(False, "No effect: weights are never sent through Ray.")
+    sync_with_ray: bool = option(
+        False, "No effect: weights are never sent through Ray.", obsolete=True
+    )
     engine_args: Mapping[str, Any] = option({}, "Additional vLLM engine arguments.", metavar="JSON")
 
     @property
@@ -65,7 +59,6 @@ class VLLMConfig(Section):
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with these values."""
-        yield Unused(["sync_with_ray"], FOR_OLDER_SCRIPTS)
         if not machine.count_gpus():
             yield Unused(["gpu_memory_utilization", "enforce_eager"], "without a GPU")
 
@@ -159,7 +152,7 @@ class RuleConfig(Section):
         "number of words for length, such as 200 or 100-200.",
         choices=("math", "code", "format", "length"),
     )
-    batch: bool = option(False, "Call the function once per group of samples.")
+    batch: bool = option(False, "Call the function once per group of samples.", needs="remote_url")
     max_error_rate: float = option(
         0.1, "Stop the run if a larger fraction of episodes fails.", ge=0, le=1
     )
@@ -190,11 +183,6 @@ class RuleConfig(Section):
         """The HTTP reward servers."""
         return [part for part in self.sources if not part.endswith(".py")]
 
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
-        if not self.remote_url:
-            yield Unused(["batch"], "without --remote_url")
-
 
 class RewardConfig(RuleConfig):
     """Rewards."""
@@ -205,7 +193,9 @@ class RewardConfig(RuleConfig):
     process_model: str | None = option(
         None, "Process reward model, which scores the end of each step.", holds="model"
     )
-    step_separator: str = option("\n", "Text that ends each step of an answer.")
+    step_separator: str = option(
+        "\n", "Text that ends each step of an answer.", needs="process_model"
+    )
     weights: tuple[float, ...] | None = option(
         None,
         "Weights of the rewards in their sum: one per reward model, then the process model, then "
@@ -229,7 +219,9 @@ class RewardConfig(RuleConfig):
         "Number of tokens before the length limit over which the overlong penalty grows (DAPO).",
         gt=0,
     )
-    overlong_penalty_factor: float = option(1.0, "Maximum overlong penalty.", ge=0)
+    overlong_penalty_factor: float = option(
+        1.0, "Maximum overlong penalty.", ge=0, needs="overlong_buffer_len"
+    )
     stop_properly_penalty_coef: float | None = option(
         None,
         "For truncated responses: a value from 0 to 1 multiplies the reward, a negative value "
@@ -257,14 +249,9 @@ class RewardConfig(RuleConfig):
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with these values."""
-        yield from super().unused()
-        if not self.process_model:
-            yield Unused(["step_separator"], "without --process_model")
         if not self.models:
             devices = ["offload", "num_nodes", "num_gpus_per_node"]
             yield Unused(devices, "without --model_name_or_path or --process_model")
-        if not self.overlong_buffer_len:
-            yield Unused(["overlong_penalty_factor"], "without --overlong_buffer_len")
 
 
 class PromptColumns(Section):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from openrlhf.config import choices
-from openrlhf.config.flags import FOR_OLDER_SCRIPTS, Section, Unused, derived, option, required
+from openrlhf.config.flags import Section, Unused, derived, option, required
 
 DTYPES = ("bf16", "fp16", "fp32")
 EXPERTS = ("eager", "batched_mm", "grouped_mm", "deepgemm")
@@ -84,18 +84,13 @@ class WandbConfig(Section):
         saved=False,
         secret=True,
     )
-    org: str | None = option(None, "Entity: user or team.")
-    group: str | None = option(None, "Group of runs.")
-    project: str = option("openrlhf", "Project.")
+    org: str | None = option(None, "Entity: user or team.", needs="key")
+    group: str | None = option(None, "Group of runs.", needs="key")
+    project: str = option("openrlhf", "Project.", needs="key")
     run_name: str | None = option(
         None,
         "Name of the run, also in TensorBoard; unset: the last part of run.dir.",
     )
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
-        if not self.key:
-            yield Unused(["org", "group", "project"], "without --key")
 
 
 class LoggerConfig(Section):
@@ -164,12 +159,7 @@ class TrainConfig(SeedConfig):
         "Keep an exponential moving average (EMA) of the weights (RL: of the policy) and "
         "export it.",
     )
-    ema_beta: float = option(0.992, "Decay of the EMA.", ge=0, lt=1)
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
-        if not self.enable_ema:
-            yield Unused(["ema_beta"], "without --enable_ema")
+    ema_beta: float = option(0.992, "Decay of the EMA.", ge=0, lt=1, needs="enable_ema")
 
 
 class EvalConfig(Section):
@@ -183,7 +173,9 @@ class EvalConfig(Section):
     dataset: str | None = option(
         None, "Comma-separated files, folders or Hub names.", holds="dataset"
     )
-    split: str = option("train", "Split of the dataset; files have a single split.")
+    split: str = option(
+        "train", "Split of the dataset; files have a single split.", needs="dataset"
+    )
     patience: int | None = option(
         None,
         "Stop after N evaluations without improvement of --ckpt.best_metric_key, and export the "
@@ -191,29 +183,20 @@ class EvalConfig(Section):
         ge=1,
     )
 
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
-        if not self.dataset:
-            yield Unused(["split"], "without --dataset")
-
 
 class LoraConfig(Section):
     """LoRA adapters."""
 
     rank: int = option(0, "LoRA rank; 0: train all weights, without an adapter.", ge=0)
-    alpha: int = option(16, "LoRA alpha: the update is multiplied by alpha / rank.", gt=0)
-    dropout: float = option(0.0, "Dropout before the adapter.", ge=0, lt=1)
-    target_modules: tuple[str, ...] = option(
-        ("all-linear",), "Modules to adapt; all-linear: every linear layer."
+    alpha: int = option(
+        16, "LoRA alpha: the update is multiplied by alpha / rank.", gt=0, needs="rank"
     )
-    rslora: bool = option(False, "Multiply by alpha / sqrt(rank) instead (rsLoRA).")
-    dora: bool = option(False, "Also train the norm of each weight row (DoRA).")
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
-        if not self.rank:
-            scale = ["alpha", "rslora", "dora"]
-            yield Unused([*scale, "dropout", "target_modules"], "without --rank")
+    dropout: float = option(0.0, "Dropout before the adapter.", ge=0, lt=1, needs="rank")
+    target_modules: tuple[str, ...] = option(
+        ("all-linear",), "Modules to adapt; all-linear: every linear layer.", needs="rank"
+    )
+    rslora: bool = option(False, "Multiply by alpha / sqrt(rank) instead (rsLoRA).", needs="rank")
+    dora: bool = option(False, "Also train the norm of each weight row (DoRA).", needs="rank")
 
 
 class LoadingConfig(Section):
@@ -228,6 +211,7 @@ class LoadingConfig(Section):
         None,
         "Kernel for mixture-of-experts layers; unset: the Transformers default.",
         choices=EXPERTS,
+        not_yet="leave it out",
     )
     packing_samples: bool = option(False, "Concatenate samples instead of padding them.")
     load_in_4bit: bool = option(
@@ -241,14 +225,18 @@ class DeepSpeedConfig(LoadingConfig):
     """DeepSpeed: precision, memory, parallelism."""
 
     zero_stage: int = option(2, "ZeRO stage.", ge=0, le=3)
-    zpg: int = option(1, "Ranks per secondary partition (ZeRO++ hpZ, stage 3).", ge=1)
+    zpg: int = option(
+        1, "Ranks per secondary partition (ZeRO++ hpZ, stage 3).", ge=1, not_yet="use 1"
+    )
     adam_offload: bool = option(
         False, "Keep the optimizer state in CPU memory and run the optimizer on the CPU."
     )
     param_offload: str = option(
         "none", "Where ZeRO 3 stores parameters between uses.", choices=("none", "cpu", "nvme")
     )
-    nvme_path: str | None = option(None, "NVMe folder for offloaded state.", holds="place")
+    nvme_path: str | None = option(
+        None, "NVMe folder for offloaded state.", holds="place", not_yet="leave it out"
+    )
     use_universal_ckpt: bool = option(
         False,
         "Resume with a different number of processes, or switch between ZeRO stages 1 and 2.",
@@ -256,17 +244,30 @@ class DeepSpeedConfig(LoadingConfig):
     grad_accum_dtype: str | None = option(
         None, "Data type for gradient accumulation; unset: fp32.", choices=DTYPES
     )
-    overlap_comm: bool = option(False, "Overlap gradient reduction with the backward pass.")
-    deepcompile: bool = option(False, "Use DeepSpeed's DeepCompile.")
-    torch_compile: bool = option(False, "Compile the model with torch.compile.")
+    overlap_comm: bool = option(
+        False, "Overlap gradient reduction with the backward pass.", needs="zero_stage 2 or 3"
+    )
+    deepcompile: bool = option(False, "Use DeepSpeed's DeepCompile.", not_yet="leave it out")
+    torch_compile: bool = option(
+        False, "Compile the model with torch.compile.", not_yet="leave it out"
+    )
     tensor_parallel_size: int = option(
-        1, "Tensor-parallel size: ranks that each layer is split across.", ge=1
+        1,
+        "Tensor-parallel size: ranks that each layer is split across.",
+        ge=1,
+        not_yet="use 1 and --ds.zero_stage 3",
     )
     ring_attn_size: int = option(
-        1, "Ring attention size: ranks that each sequence is split across.", ge=1
+        1,
+        "Ring attention size: ranks that each sequence is split across.",
+        ge=1,
+        not_yet="use 1 and a smaller --data.max_len",
     )
     ring_attn_head_stride: int = option(
-        1, "Attention heads per ring step; larger values are faster but need more memory.", ge=1
+        1,
+        "Attention heads per ring step; larger values are faster but need more memory.",
+        ge=1,
+        unless="ring_attn_size 1",
     )
     lora: LoraConfig = LoraConfig()
 
@@ -283,46 +284,33 @@ class DeepSpeedConfig(LoadingConfig):
         ranks_per_slice = self.ring_attn_size * self.tensor_parallel_size
         return max(1, ranks // max(1, ranks_per_slice))
 
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
-        if self.zero_stage not in (2, 3):
-            yield Unused(["overlap_comm"], "without --zero_stage 2 or 3")
-        if self.ring_attn_size == 1:
-            yield Unused(["ring_attn_head_stride"], "with --ring_attn_size 1")
-
 
 class LMDeepSpeedConfig(DeepSpeedConfig):  # for commands that train a language model
-    use_liger_kernel: bool = option(False, "Load the model with Liger's fused kernels.")
+    use_liger_kernel: bool = option(
+        False, "Load the model with Liger's fused kernels.", not_yet="leave it out"
+    )
 
 
 class TokenizerConfig(Section):
     """Tokenizer."""
 
     disable_fast_tokenizer: bool = option(
-        False, "No effect: each tokenizer has only one implementation."
+        False, "No effect: each tokenizer has only one implementation.", obsolete=True
     )
     max_len: int = option(
         2048, "Maximum tokens per sample (RL: prompt and response together).", ge=1
     )
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
-        yield Unused(["disable_fast_tokenizer"], FOR_OLDER_SCRIPTS)
 
 
 class FormatConfig(TokenizerConfig):
     """Tokenizer and prompt format."""
 
     input_template: str | None = option(
-        None, "Template with {} for the prompt, used without a chat template."
+        None,
+        "Template with {} for the prompt, used without a chat template.",
+        unless="apply_chat_template",
     )
     apply_chat_template: bool = option(False, "Render prompts with the tokenizer's chat template.")
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
-        yield from super().unused()
-        if self.apply_chat_template:
-            yield Unused(["input_template"], "with --apply_chat_template")
 
 
 class DataConfig(FormatConfig):
@@ -361,7 +349,6 @@ class OfflineDataConfig(EndedTextConfig, DatasetConfig):
 
     def unused(self) -> Iterator[Unused]:
         """Yield the flags that have no effect with these values."""
-        yield from super().unused()
         if not (self.apply_chat_template or self.layout in ("auto", "arena")):
             yield Unused(
                 ["tokenizer_chat_template"],
@@ -390,16 +377,19 @@ class MuonConfig(Section):
 class OptimizerConfig(Section):
     """Optimizer and learning-rate schedule of one model."""
 
-    optim: str = option("adam", "Optimizer.", choices=("adam", "muon"))
+    optim: str = option("adam", "Optimizer.", choices=("adam", "muon"), not_yet="use adam")
     muon: MuonConfig = MuonConfig()
     adam: AdamConfig = AdamConfig()
     lr_scheduler: str = option("cosine_with_min_lr", "Schedule.", choices=SCHEDULERS)
-    lr_warmup_ratio: float = option(0.03, "Fraction of the steps used for warmup.", ge=0, le=1)
+    lr_warmup_ratio: float = option(
+        0.03, "Fraction of the steps used for warmup.", ge=0, le=1, unless="lr_scheduler constant"
+    )
     min_lr_ratio: float = option(
         0.1,
         "Minimum learning rate as a fraction of the peak, for schedules that have a minimum.",
         ge=0,
         le=1,
+        needs=f"lr_scheduler {' or '.join(FLOORED_SCHEDULERS)}",
     )
     max_norm: float = option(1.0, "Clip gradients to this norm; 0: no clipping.", ge=0)
 
@@ -408,11 +398,6 @@ class OptimizerConfig(Section):
         yield from super().unused()
         if self.optim != "muon":
             yield Unused(["muon"], "without --optim muon")
-        if self.lr_scheduler == "constant":
-            yield Unused(["lr_warmup_ratio"], "with --lr_scheduler constant")
-        if self.lr_scheduler not in FLOORED_SCHEDULERS:
-            schedulers = " or ".join(FLOORED_SCHEDULERS)
-            yield Unused(["min_lr_ratio"], f"without --lr_scheduler {schedulers}")
 
 
 class GroupConfig(Section):
@@ -438,20 +423,11 @@ class TrainedModelConfig(Section):
         False, "Recompute activations to save memory (RL: also in the critic)."
     )
     gradient_checkpointing_reentrant: bool = option(
-        False,
-        "Use reentrant gradient checkpointing.",
+        False, "Use reentrant gradient checkpointing.", needs="gradient_checkpointing_enable"
     )
     aux_loss_coef: float = option(
         0.0, "Weight of the experts' load-balancing loss (RL: also in the critic).", ge=0
     )
-
-    def unused(self) -> Iterator[Unused]:
-        """Yield the flags that have no effect with these values."""
-        yield from super().unused()
-        if not self.gradient_checkpointing_enable:
-            yield Unused(
-                ["gradient_checkpointing_reentrant"], "without --gradient_checkpointing_enable"
-            )
 
 
 class ModelConfig(ModelSourceConfig, TrainedModelConfig):

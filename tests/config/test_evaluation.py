@@ -37,7 +37,7 @@ def evaluation(line: str) -> EvaluationConfig:
         (f"{MODEL} {RULE} --rollout.remote_engines h:80",
          "--rollout.remote_engines h:80 is not an http(s) URL"),
         (f"{MODEL} {RULE} --train.agent_func_path {__file__}",
-         "rewards: leave out --reward.remote_url"),
+         "rewards itself: leave out --reward.remote_url"),
         (f"--task win_rate {MODEL} --train.agent_func_path {__file__} --against.answer_key c",
          "that the agent cannot reward"),
         ("--task rm_accuracy",

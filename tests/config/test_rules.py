@@ -127,8 +127,7 @@ BROKEN: list[tuple[str, str, str]] = [
      "--vllm.engine_args sets arguments that have their own flags: seed (use --train.seed), dtype "
      "(use --vllm.dtype)."),
     (RL, '--vllm.engine_args {"logprobs_mode":"raw_logprobs"}',
-     "--vllm.engine_args may not set logprobs_mode, because the trainer needs the "
-     "log-probabilities of the distribution that was sampled"),
+     "--vllm.engine_args may not set logprobs_mode, because log-probabilities would not match"),
     (RL, '--vllm.engine_args {"speculative_config":{"method":"eagle","num_speculative_tokens":2}}',
      "speculative_config has the method 'eagle'"),
     (RL,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from openrlhf.config.flags import Flag, amend, flags_of
-from openrlhf.config.unsupported import NOT_YET, refusals
+from openrlhf.config.unsupported import refusals
 from tests.config.commands import ROOTS, TRAINING, violations
 
 
@@ -24,30 +24,30 @@ def other_value(flag: Flag) -> Any:
     return (value, value) if flag.shape in ("pair", "list") else value
 
 
-def flags_under(path: str, command: str) -> list[Flag]:
-    """Return the flag at a path, or all flags of the section at that path."""
-    every = flags_of(ROOTS[command]).values()
-    return [flag for flag in every if f"{flag.path}.".startswith(f"{path}.")]
-
-
-LINES = [
-    (command, path, instead)
-    for path, instead in NOT_YET.items()
-    for command in ROOTS
-    if flags_under(path, command)
+UNAVAILABLE = [
+    (command, flag)
+    for command, root in ROOTS.items()
+    for flag in flags_of(root).values()
+    if flag.not_yet
 ]
 
 
-@pytest.mark.parametrize(("command", "path", "instead"), LINES)
-def test_every_table_entry_refuses_its_flag_by_name(command: str, path: str, instead: str) -> None:
-    flag = flags_under(path, command)[0]
+@pytest.mark.parametrize(
+    ("command", "flag"), UNAVAILABLE, ids=lambda each: getattr(each, "path", each)
+)
+def test_every_unavailable_flag_is_refused_by_name(command: str, flag: Flag) -> None:
     found = list(dict(refusals(amend(ROOTS[command](), {flag.path: other_value(flag)}))).values())
-    ending = f"is not available yet: {instead}."
+    ending = f"is not available yet: {flag.not_yet}."
     assert len([t for t in found if t.startswith(f"{flag.name} ") and t.endswith(ending)]) == 1
 
 
-def test_every_table_entry_names_a_flag() -> None:
-    assert NOT_YET.keys() == {path for _, path, _ in LINES}
+def test_unavailable_flags_are_declared() -> None:
+    assert {flag.path for _, flag in UNAVAILABLE} == {
+        "ds.use_liger_kernel", "ds.deepcompile", "ds.torch_compile", "ds.nvme_path",
+        "ds.experts_implementation", "actor.freeze_visual_encoder", "ds.ring_attn_size",
+        "ds.tensor_parallel_size", "ds.zpg", "optim", "actor.optim", "critic.optim", "use_ms",
+        "data.max_images_per_prompt",
+    }  # fmt: skip
 
 
 SUPPORTED = [
