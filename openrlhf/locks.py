@@ -178,15 +178,20 @@ def _release(path: Path, held: _Held) -> None:
     os.close(held.descriptor)
 
 
-def _record_this_process(created_folder: bool) -> dict[str, Any]:
-    """Return the record that identifies this process in a lock file."""
+def running_command() -> str:
+    """Return the name of the program that this process runs, with its subcommand."""
     command = Path(sys.argv[0]).name
     if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
-        command += f" {sys.argv[1]}"  # the subcommand
+        command += f" {sys.argv[1]}"
+    return command
+
+
+def _record_this_process(created_folder: bool) -> dict[str, Any]:
+    """Return the record that identifies this process in a lock file."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "command": command,
+        "command": running_command(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         "made": created_folder,
     }

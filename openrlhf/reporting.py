@@ -21,6 +21,7 @@ from functools import cache
 from openrlhf.masking import without_secrets
 
 NOTICE = "[notice]"
+notices: list[str] = []  # all notices that this process has printed
 
 
 def is_first() -> bool:
@@ -46,6 +47,7 @@ def notice(*sentences: str) -> None:
     if is_first():
         for sentence in sentences:
             alert(f"{NOTICE} {sentence}")
+            notices.append(without_secrets(sentence))
 
 
 def warn(sentence: str) -> None:

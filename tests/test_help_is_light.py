@@ -13,7 +13,7 @@ from tests.sources import ROOT, package
 COMMANDS = [
     module.name
     for module in package().values()
-    if module.room == "cli" and "read_flags(" in module.text
+    if module.room == "cli" and "def main(" in module.text
     if module.name not in ("openrlhf.cli.common", "openrlhf.cli.main")
 ]
 

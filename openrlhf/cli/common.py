@@ -4,6 +4,7 @@ Standard library only.
 """
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,9 @@ from typing import NoReturn, TypeVar
 
 from openrlhf.config import machine
 from openrlhf.config.commands import Command
-from openrlhf.config.flags import UserError, flags_of, toml_beside, value_at
+from openrlhf.config.flags import UserError, flags_in, flags_of, items, toml_beside, value_at
 from openrlhf.config.options import parse_config
-from openrlhf.config.places import Output, model_in, outputs
+from openrlhf.config.places import model_in, outputs
 from openrlhf.locks import InUseError, check_unlocked, locked
 from openrlhf.reporting import alert, is_first, notice
 from openrlhf.termination import ctrl_c_raises
@@ -25,6 +26,9 @@ from openrlhf.termination import ctrl_c_raises
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # set by a launcher
 OTHER_AUTHOR = "OpenRLHF Team"  # author of the package openrlhf on PyPI
 HELP_FLAGS = {"-h", "--help", "--help_json"}
+HUB_TIMEOUT_S = 5.0
+# With one of these variables, the Hub client uses a mirror, a proxy, another cache or no network.
+HUB_VARIABLES = {"HF_ENDPOINT", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy"}
 OTHERS_WAIT_S = 10.0  # a launcher stops all processes when one fails
 SHARED = ("events",)  # kinds of outputs that several commands may write at the same time
 C = TypeVar("C", bound=Command)
@@ -45,13 +49,21 @@ def read_flags(
         asks_for_help = not HELP_FLAGS.isdisjoint(words)
         if on_ray and machine.ray_may_run() and not asks_for_help:
             _use_devices_of_ray()
-        try:
+        with pipe_may_close():
             config = parse_config(root, words, command=command)
-        except BrokenPipeError:  # the reader of --help, such as `head`, closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(0) from None
     check_folders(config)
+    check_models(config)
     return config
+
+
+@contextmanager
+def pipe_may_close() -> Iterator[None]:
+    """Exit with status 0 if the reader of the help, such as `head`, has closed the pipe."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
 
 
 def refuse_other_package() -> None:
@@ -158,6 +170,28 @@ def running(config: Command) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def single_process_command(
+    root: type[C], argv: Sequence[str] | None, *, command: str, on_ray: bool = False
+) -> Iterator[C]:
+    """Read the flags of a command that runs as one process, and run it in the block."""
+    become_only_process()
+    config = read_flags(root, argv, command=command, on_ray=on_ray)
+    if on_ray:
+        check_versions()
+    with running(config):
+        yield config
+
+
+@contextmanager
+def offline_command(root: type[C], argv: Sequence[str] | None, *, command: str) -> Iterator[C]:
+    """Read the flags of an offline training command, and run it in the block on every rank."""
+    config = read_flags(root, argv, command=command)
+    with running(config):
+        yield config
+    leave(0)
+
+
 STACKS: dict[str, dict[str, str]] = toml_beside(__file__, "stacks.toml")
 
 
@@ -200,6 +234,45 @@ def check_folders(config: Command) -> None:
         )
 
 
+def check_models(config: Command) -> None:
+    """Exit with status 2 if a model's folder does not exist and cannot be a model on the Hub.
+
+    The Hub client would retry for about a minute.
+    """
+    for flag, value in flags_in(config):
+        if flag.holds != "model" or flag.path == "algo.distill.teacher":  # may name an engine
+            continue
+        for path in items(value):
+            parent = os.path.dirname(path)
+            while parent and not os.path.isdir(parent):
+                parent = os.path.dirname(parent)
+            if parent and not os.path.exists(path):
+                folders = sorted(entry.name for entry in os.scandir(parent) if entry.is_dir())
+                found = ", ".join(folders) or "no folder"
+                fail(
+                    f"{flag.name}: the folder {path} does not exist ({parent} has {found:.200}). "
+                    "To load a model of this name from the Hub, start the command elsewhere."
+                )
+            if not os.path.exists(path) and not _can_download(path):
+                fail(
+                    f"{flag.name}: the folder {path} does not exist, and the Hub cannot be "
+                    "reached. Correct the path, or download the model first."
+                )
+
+
+def _can_download(model: str) -> bool:
+    """Return whether a model is in the Hub's cache, or the Hub or a proxy may be reached."""
+    home = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
+    cached = os.path.join(home, "hub", f"models--{model.replace('/', '--')}")
+    if os.path.isdir(cached) or not HUB_VARIABLES.isdisjoint(os.environ):
+        return True
+    try:
+        socket.create_connection(("huggingface.co", 443), timeout=HUB_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
 @contextmanager
 def writing_alone(config: Command) -> Iterator[None]:
     """Hold locks on all folders and files that the command writes until the block exits.
@@ -209,24 +282,20 @@ def writing_alone(config: Command) -> Iterator[None]:
     that no other process holds them.
     """
     is_dry_run = "dry_run" in flags_of(type(config)) and value_at(config, "dry_run")
+    not_locked = set(SHARED)
+    if "run.dir" not in config.given or config.given.get("ckpt.load_enable"):
+        not_locked.add("run")  # locked by RunFolder
     with ExitStack() as locks:
         if is_first():
             for output in outputs(config):
-                if output.kind in SHARED or _is_locked_by_run_folder(config, output):
-                    continue
                 place = Path(output.path)
+                if output.kind in not_locked:
+                    continue
                 if is_dry_run:
                     check_unlocked(place, output.named, is_file=output.is_file)
                 else:
                     locks.enter_context(locked(place, output.named, is_file=output.is_file))
         yield
-
-
-def _is_locked_by_run_folder(config: Command, output: Output) -> bool:
-    if output.kind != "run":
-        return False
-    may_resume = config.given.get("ckpt.load_enable")
-    return "run.dir" not in config.given or bool(may_resume)
 
 
 def check_versions() -> None:
@@ -243,23 +312,18 @@ def check_versions() -> None:
         return SpecifierSet(versions).contains(version, prereleases=True)
 
     found_vllm = f"{vllm.name} {vllm.version}"
-    needs: dict[str, str] | None = None
-    for versions, packages in STACKS.items():
-        if allows(versions, vllm.version):
-            needs = packages
-            break
-    if needs is None:
+    needs = [packages for versions, packages in STACKS.items() if allows(versions, vllm.version)]
+    if not needs:
         supported = " or ".join(STACKS)
         fail(f"{found_vllm} is installed, but this release supports {supported}: {remedy}")
     mismatches: list[str] = []
-    for name, versions in needs.items():
+    for name, versions in needs[0].items():
         found = machine.installed(name)
-        if found is not None and allows(versions, found.version):
-            continue
-        version = found.version if found else "none"
-        mismatches.append(
-            f"{found_vllm} requires {name} {versions}, but {version} is installed: install a "
-            "matching version, or a different vLLM (docs/gpu.md, Versions of vLLM)"
-        )
+        if found is None or not allows(versions, found.version):
+            mismatches.append(
+                f"{found_vllm} requires {name} {versions}, but {found and found.version} is "
+                "installed: install a matching version, or a different vLLM (docs/gpu.md, Versions "
+                "of vLLM)"
+            )
     if mismatches:
         fail("\n".join(mismatches))

@@ -2,16 +2,14 @@
 
 from collections.abc import Sequence
 
-from openrlhf.cli.common import become_only_process, read_flags, running
+from openrlhf.cli.common import single_process_command
 from openrlhf.config.inference import ChatConfig
 from openrlhf.config.machine import quick_imports
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the flags in `argv`, or in the arguments of this process, and run the command."""
-    become_only_process()
-    config = read_flags(ChatConfig, argv, command="interactive_chat")
-    with running(config):
+    with single_process_command(ChatConfig, argv, command="interactive_chat") as config:
         with quick_imports():
             from openrlhf.evaluation.chat import run_chat
 

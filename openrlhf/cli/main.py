@@ -2,18 +2,16 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from openrlhf import __version__
 from openrlhf.cli.common import (
     fail,
-    leave,
+    offline_command,
+    pipe_may_close,
     plain_ends,
     prepare_process,
-    read_flags,
-    running,
     words_of,
 )
 from openrlhf.config.flags import did_you_mean, nearest
@@ -21,11 +19,9 @@ from openrlhf.config.machine import quick_imports
 from openrlhf.config.methods import command_of_method
 from openrlhf.config.options import load_plugins_named_in
 from openrlhf.reporting import say
-from openrlhf.termination import in_order
 
 
-@dataclass(frozen=True)
-class Verb:
+class Verb(NamedTuple):
     """A command of `openrlhf`: its module in `openrlhf.cli` and a one-line description."""
 
     command: str
@@ -93,12 +89,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def list_verbs() -> None:
     """Print each command with its description."""
-    lines = [
-        "usage: openrlhf COMMAND [--flag VALUE ...]      openrlhf COMMAND --help lists its flags",
-        "",
-    ]
-    lines += [f"  {name:15} {verb.about}" for name, verb in VERBS.items()]
-    say(*lines)
+    usage = (
+        "usage: openrlhf COMMAND [--flag VALUE ...]      openrlhf COMMAND --help lists its flags"
+    )
+    lines = [usage, "", *(f"  {name:15} {verb.about}" for name, verb in VERBS.items())]
+    with pipe_may_close():
+        say(*lines)
 
 
 def run_plugin_task(name: str, argv: Sequence[str]) -> None:
@@ -111,14 +107,11 @@ def run_plugin_task(name: str, argv: Sequence[str]) -> None:
     if name not in tasks:
         _refuse_verb(name, known=list(dict.fromkeys([*VERBS, *tasks])))
     task = tasks[name]
-    config = read_flags(task.root, argv, command=name)
-    with running(config):
+    with offline_command(task.root, argv, command=name) as config:
         with quick_imports():
             from openrlhf.launch.offline import run_offline
 
-        with in_order():
-            run_offline(task(config))
-    leave(0)
+        run_offline(task(config))
 
 
 def _refuse_verb(name: str, *, known: Sequence[str]) -> None:

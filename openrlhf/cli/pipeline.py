@@ -5,19 +5,17 @@ Each stage starts after the stages whose results it uses have finished.
 
 from collections.abc import Sequence
 
-from openrlhf.cli.common import become_only_process, read_flags, running, words_of
+from openrlhf.cli.common import single_process_command, words_of
 from openrlhf.config.machine import quick_imports
 from openrlhf.config.pipeline import PipelineConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the flags in `argv`, or in the arguments of this process, and run the pipeline."""
-    become_only_process()
     words = words_of(argv)
     if words and not words[0].startswith("-"):
         words.insert(0, "--file")
-    config = read_flags(PipelineConfig, words, command="pipeline")
-    with running(config):
+    with single_process_command(PipelineConfig, words, command="pipeline") as config:
         with quick_imports():
             from openrlhf.launch.pipeline import run_pipeline
 

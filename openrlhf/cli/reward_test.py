@@ -5,16 +5,14 @@ Runs a reward function, server or verifier on a dataset. Also available as `open
 
 from collections.abc import Sequence
 
-from openrlhf.cli.common import become_only_process, read_flags, running
+from openrlhf.cli.common import single_process_command
 from openrlhf.config.machine import quick_imports
 from openrlhf.config.reward_test import RewardTestConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the flags in `argv`, or in the arguments of this process, and run the command."""
-    become_only_process()
-    config = read_flags(RewardTestConfig, argv, command="reward_test")
-    with running(config):
+    with single_process_command(RewardTestConfig, argv, command="reward_test") as config:
         with quick_imports():
             from openrlhf.evaluation.reward_test import try_reward
 

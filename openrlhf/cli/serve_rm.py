@@ -5,16 +5,14 @@ RL runs use it with `--reward.remote_url`; other clients may use it too.
 
 from collections.abc import Sequence
 
-from openrlhf.cli.common import become_only_process, read_flags, running
+from openrlhf.cli.common import single_process_command
 from openrlhf.config.machine import quick_imports
 from openrlhf.config.serving import ServeConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the flags in `argv`, or in the arguments of this process, and run the command."""
-    become_only_process()
-    config = read_flags(ServeConfig, argv, command="serve_rm")
-    with running(config):
+    with single_process_command(ServeConfig, argv, command="serve_rm") as config:
         with quick_imports():
             from openrlhf.serving.server import run_server
 

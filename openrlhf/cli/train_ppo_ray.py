@@ -5,17 +5,14 @@ Starts Ray or joins a running Ray cluster; may also be submitted as a Ray job.
 
 from collections.abc import Sequence
 
-from openrlhf.cli.common import become_only_process, check_versions, read_flags, running
+from openrlhf.cli.common import single_process_command
 from openrlhf.config.machine import quick_imports
 from openrlhf.config.ppo import PPOConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the flags in `argv`, or in the arguments of this process, and run the command."""
-    become_only_process()
-    config = read_flags(PPOConfig, argv, command="train_ppo_ray", on_ray=True)
-    check_versions()
-    with running(config):
+    with single_process_command(PPOConfig, argv, command="train_ppo_ray", on_ray=True) as config:
         with quick_imports():
             from openrlhf.launch.start import run_ppo
 

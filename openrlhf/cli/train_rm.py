@@ -5,23 +5,19 @@ Runs as one process, or under `deepspeed --module` or `torchrun -m`.
 
 from collections.abc import Sequence
 
-from openrlhf.cli.common import leave, read_flags, running
+from openrlhf.cli.common import offline_command
 from openrlhf.config.machine import quick_imports
 from openrlhf.config.supervised import RMConfig
-from openrlhf.termination import in_order
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the flags in `argv`, or in the arguments of this process, and train."""
-    config = read_flags(RMConfig, argv, command="train_rm")
-    with running(config):
+    with offline_command(RMConfig, argv, command="train_rm") as config:
         with quick_imports():
             from openrlhf.launch.offline import run_offline
             from openrlhf.trainers.reward import RewardTask
 
-        with in_order():
-            run_offline(RewardTask(config))
-    leave(0)
+        run_offline(RewardTask(config))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Text of `--help`: required flags and sections. `--help all` and `--help WORD` list flags."""
 
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from openrlhf.config.flags import Flag, flags_of
@@ -18,13 +20,21 @@ Unique prefixes of a flag and the flat names of older releases are accepted. The
 takes precedence over the defaults, and flags take precedence over the file."""
 
 
+def _program(command: str) -> str:
+    """Return the words with which the user started the command."""
+    words = [word for word in sys.argv[1:] if word != "help"]
+    if Path(sys.argv[0]).name == "openrlhf" and words:
+        return f"openrlhf {words[0]}"
+    return f"python -m openrlhf.cli.{command}"
+
+
 def help_text(root: type[Any], command: str, *, topic: str = "") -> str:
     """Return the help of a command: an overview, or the flags that a topic selects.
 
     The topic `all` selects all flags; any other topic selects the flags with this word in their
     name, description or choices, or the flags of the method with this name, such as `dapo`.
     """
-    head = f"usage: openrlhf {command} [--config FILE.yaml] [--flag VALUE ...]\n\n{root.__doc__}"
+    head = f"usage: {_program(command)} [--config FILE.yaml] [--flag VALUE ...]\n\n{root.__doc__}"
     flags = flags_of(root)
     if topic == "all":
         return "\n".join([head, *_entries_by_section(list(flags.values()), refused_flags(root))])

@@ -7,7 +7,6 @@ from typing import Any, Self
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from openrlhf.data.errors import DataError
-from openrlhf.reporting import notice
 
 # Far above the ratio in ordinary text. Longer texts cannot fit, and may take minutes to tokenize.
 CHARACTERS_PER_TOKEN = 64
@@ -29,14 +28,6 @@ def get_tokenizer(
     template. `flag` is the flag that names the model. Raises DataError if no tokenizer is found, if
     it requires untrusted code from the model's repository, or if it has no end-of-text token.
     """
-    owner = os.path.dirname(path)
-    if os.path.isdir(owner) and os.access(owner, os.R_OK) and not os.path.isdir(path):
-        folders = sorted(entry.name for entry in os.scandir(owner) if entry.is_dir())
-        found = ", ".join(folders) or "no folder"
-        notice(
-            f"{flag}: the folder {path!r} does not exist ({owner!r} has {found:.200}). "
-            "The tokenizer is loaded from the hub."
-        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, LookupError, AttributeError, ImportError) as error:

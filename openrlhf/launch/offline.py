@@ -17,7 +17,7 @@ from openrlhf.checkpoints.manifest import Checkpoint, RunState
 from openrlhf.checks import Finding, collect, report
 from openrlhf.config.effects import unused_flags
 from openrlhf.config.machine import world_size
-from openrlhf.config.supervised import PreferenceDataConfig, SFTDataConfig, SupervisedConfig
+from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.core.batches import TokenRows
 from openrlhf.data import clock, first_look
 from openrlhf.data.batching import ResumableSampler
@@ -38,6 +38,7 @@ from openrlhf.models.proof import UNPROVEN, prove_layout
 from openrlhf.models.stored_files import check_can_be_exported
 from openrlhf.observability.recorder import Recorder
 from openrlhf.reporting import is_first, say
+from openrlhf.termination import in_order
 from openrlhf.trainers.supervised import SupervisedTrainer, layout_of
 from openrlhf.trainers.tasks import Config, Micro, OfflineTask, Row, Rows, load_spec
 from openrlhf.training.averaging import WeightAverage
@@ -60,6 +61,7 @@ class Plan:
     summary: str
 
 
+@in_order()
 def run_offline(task: OfflineTask[Config, Row, Micro]) -> None:
     """Train a task, or print its plan for --dry_run.
 
@@ -110,10 +112,9 @@ def train(
     )
     checkpoint: Checkpoint | None = None
     if task.config.ckpt.load_enable:
-        checkpoint = newest(checkpoints, strategy)
-    first_start = FirstStart.here()
-    if checkpoint:
-        first_start = checkpoint.state.first_start
+        # Only one process looks for it, because the search also deletes incomplete checkpoints.
+        checkpoint = strategy.broadcast(checkpoints.latest() if strategy.is_main else None)
+    first_start = checkpoint.state.first_start if checkpoint else FirstStart.here()
     first_start = strategy.broadcast(first_start)
     plan = make_plan(task, tokenizer, first_start)
     start = RunState(
@@ -131,19 +132,19 @@ def train(
         start = replace(start, run_dir=checkpoint.state.continued_folder(start.run_dir))
     engine = load_models(task, strategy, plan.total_steps, checkpoints)
     with recording(task, tokenizer, plan, strategy, start.run_dir, checkpoint) as recorder:
-        train_rows = plan.train_rows
-        eval_rows = plan.eval_rows
         if task.precomputes:
-            train_rows = with_reference(task, train_rows, engine)
-            if eval_rows:
-                eval_rows = with_reference(task, eval_rows, engine)
+            plan = replace(
+                plan,
+                train_rows=with_reference(task, plan.train_rows, engine),
+                eval_rows=plan.eval_rows and with_reference(task, plan.eval_rows, engine),
+            )
             task.frozen = {}
         trainer = SupervisedTrainer(
             task,
             engine,
             tokenizer=tokenizer,
-            train_rows=train_rows,
-            eval_rows=eval_rows,
+            train_rows=plan.train_rows,
+            eval_rows=plan.eval_rows,
             checkpoints=checkpoints,
             recorder=recorder,
             start=start,
@@ -166,23 +167,12 @@ def recording(
     if not strategy.is_main:
         yield None
         return
-    resume_step: int | None = None
-    if checkpoint:
-        resume_step = checkpoint.state.step
+    resume_step = checkpoint.state.step if checkpoint else None
     with closing(Recorder(task.config, run_dir, resume_step=resume_step)) as recorder:
         recorder.display.note(f"{plan.summary} Processes: {strategy.layout.world_size}.")
         texts = first_texts(task, plan.train_rows, tokenizer)
         recorder.folder.write_texts([show_template(tokenizer), *texts])
         yield recorder
-
-
-def newest(checkpoints: CheckpointManager, strategy: Strategy) -> Checkpoint | None:
-    """Return the newest complete checkpoint, or None. Collective."""
-    checkpoint: Checkpoint | None = None
-    # Only one process looks for it, because the search also deletes incomplete checkpoints.
-    if strategy.is_main:
-        checkpoint = checkpoints.latest()
-    return strategy.broadcast(checkpoint)
 
 
 def make_plan(
@@ -336,15 +326,11 @@ def load_rows(
 
 def look_at_borders(config: SupervisedConfig, table: Table) -> list[Finding]:
     """Return a notice if prompts and answers from two columns are joined without a separator."""
-    data = config.data
-    if data.apply_chat_template or data.input_template:
+    if config.data.apply_chat_template or config.data.input_template:
         return []
-    if isinstance(data, PreferenceDataConfig):
-        prompt, answer = data.prompt_key, data.chosen_key
-    elif isinstance(data, SFTDataConfig):
-        prompt, answer = data.input_key, data.output_key
-    else:
-        return []
+    columns = vars(config.data)
+    prompt = columns.get("prompt_key") or columns.get("input_key")
+    answer = columns.get("chosen_key") or columns.get("output_key")
     if not prompt or not answer:
         return []
     prompts = first_look.texts_of(table, [prompt])
@@ -396,10 +382,8 @@ def look_at_first_rows(
         found += first_look.joined_border(used, tokenizer)
         if isinstance(batches[0], TokenRows):
             found += first_look.check_ending(ending, tokenizer, "Responses")
-        read: list[str] = []
-        for prompt in prompts_in(table, column):
-            if isinstance(prompt, str):
-                read.append(fill_template(used.input_template, prompt))
+        prompts = [prompt for prompt in prompts_in(table, column) if isinstance(prompt, str)]
+        read = [fill_template(used.input_template, prompt) for prompt in prompts]
         used = kept_format(used, tokenizer, read)
     first_look.record(tokenizer, used)
     return found

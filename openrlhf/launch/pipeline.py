@@ -168,14 +168,12 @@ class Pipeline:
         The folder is moved aside before the stage reruns.
         """
         folder = (self.folder / stage.name).resolve()
-        errors: list[str] = []
-        for place in stage.reads:
-            if Path(place).resolve().is_relative_to(folder):
-                errors.append(
-                    f"it reads {place} from its own folder, which is moved aside before the stage "
-                    "runs. Move the file to another folder."
-                )
-        return errors
+        return [
+            f"it reads {place} from its own folder, which is moved aside before the stage runs. "
+            "Move the file to another folder."
+            for place in stage.reads
+            if Path(place).resolve().is_relative_to(folder)
+        ]
 
     def result(self, name: str) -> Path:
         """Return the value of `${name}` when another stage refers to it.
@@ -219,13 +217,10 @@ class Pipeline:
         flags = {**self.precision(stage), **stage.flags, **places}
         filled = json.loads(self.filled(stage, json.dumps(flags, default=str)))
         content = yaml.safe_dump(filled, sort_keys=False, allow_unicode=True, width=1000)
-        secret = {path for path, flag in known.items() if flag.secret}
-        mode = None
-        for path, value in stage.values.items():
-            if path in secret or hide(value) != value:
-                mode = 0o600
+        values = stage.values.items()
+        is_secret = any(known[path].secret or hide(value) != value for path, value in values)
         file = self.folder / f"{stage.name}.yaml"
-        write_atomically(file, content, mode=mode)
+        write_atomically(file, content, mode=0o600 if is_secret else None)
         return file
 
     def precision(self, stage: Stage) -> dict[str, Any]:
@@ -402,9 +397,7 @@ def execute(words: Sequence[str], lock: int | None) -> int:
 
     If this process is terminated, the program is terminated first.
     """
-    inherited: list[int] = []
-    if lock is not None:
-        inherited.append(lock)
+    inherited = () if lock is None else (lock,)
     environment = {**os.environ, "PATH": search_path()}
     with subprocess.Popen(words, env=environment, pass_fds=inherited) as child:
         try:

@@ -158,14 +158,8 @@ def show_plan(config: PPOConfig, data: PromptData, plan: Placement) -> None:
     """Print the host groups, the number of steps and the first prompts for --dry_run."""
     say(plan.describe(plan.check(expected_machines(plan.on_gpus, config.placement.cluster))))
     sizes = config.step_sizes(len(data.train))
-    largest = max(sizes)
-    steps = "1 step" if len(sizes) == 1 else f"{len(sizes)} steps"
-    if config.algo.dynamic_filtering_enable:
-        steps = f"at most {steps}"
-    short = ""
-    if largest < config.rollout.batch_size:
-        short = f" (--rollout.batch_size {config.rollout.batch_size})"
-    say(f"{len(data.train)} prompts, {steps} of {largest} prompts{short}")
+    most = "at most " if config.algo.dynamic_filtering_enable else ""
+    say(f"{len(data.train)} prompts, {most}{len(sizes)} step(s) of {max(sizes)} prompts")
     order = ResumableSampler(len(data.train), seed=config.train.seed, drop_last=False)
     show_prompts(config, data.train, order)
     say(UNPROVEN)

@@ -61,9 +61,7 @@ class Run:
     replay: EpisodeFolder | None
 
     def __post_init__(self) -> None:
-        resume_step = None
-        if self.checkpoint:
-            resume_step = self.checkpoint.state.step
+        resume_step = self.checkpoint.state.step if self.checkpoint else None
         self.recorder = Recorder(self.config, self.start.run_dir, resume_step=resume_step)
         self.log_dir = str(self.recorder.folder.logs.absolute())
         self.loop = BackgroundLoop()

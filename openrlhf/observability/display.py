@@ -7,7 +7,7 @@ Only rank 0 has a display.
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, TextIO
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.text import Text
 
 from openrlhf.masking import without_secrets
-from openrlhf.observability.lines import Part, clock_time, evaluation_parts, join_parts, step_parts
+from openrlhf.observability.lines import clock_time, evaluation_line, step_line
 from openrlhf.observability.run_folder import json_line
 from openrlhf.reporting import NOTICE
 
@@ -80,15 +80,14 @@ class Display:
                 seconds_left=seconds_left,
                 **values,
             )
-        elif self.live:
-            # The remaining time is shown beside the progress bar.
-            self._print_line(step_parts(step, self._total_steps, values, seconds_left=None))
+            return
+        if self.live:  # the remaining time is shown beside the progress bar
             time_left = ""
             if seconds_left is not None:
                 time_left = f"{clock_time(seconds_left)} left"
             self._progress.update(self._bar, completed=step, left=time_left)
-        else:
-            self._print_line(step_parts(step, self._total_steps, values, seconds_left=seconds_left))
+            seconds_left = None
+        self._print_line(step_line(step, self._total_steps, values, seconds_left=seconds_left))
 
     def _estimate_seconds_left(self, step: int) -> float | None:
         """Return the remaining time at this process's mean speed, or None before its first step."""
@@ -103,7 +102,7 @@ class Display:
         if self.json:
             self._write_event("evaluation", step=step, **values)
         else:
-            self._print_line(evaluation_parts(step, values))
+            self._print_line(evaluation_line(step, values))
 
     def note(self, text: str) -> None:
         """Print a message about the run."""
@@ -120,11 +119,11 @@ class Display:
         """Stop the progress bar and restore the terminal."""
         self._progress.stop()
 
-    def _print_line(self, parts: Sequence[Part]) -> None:
-        width = None
+    def _print_line(self, line: Text) -> None:
         if self.live:
-            width = self.console.width
-        self.console.print(join_parts(parts, width=width), soft_wrap=True)
+            self.console.print(line, no_wrap=True, overflow="ellipsis")
+        else:
+            self.console.print(line, soft_wrap=True)
 
     def _write_event(self, event: str, **fields: Any) -> None:
         self._out.write(json_line({"event": event, **fields}))

@@ -7,7 +7,7 @@ declaration.
 
 import re
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from openrlhf.config.flags import toml_beside
 
@@ -36,12 +36,11 @@ def find_spec(name: str) -> MetricSpec | None:
 
 def _read_specs() -> dict[str, MetricSpec]:
     specs: dict[str, MetricSpec] = {}
-    for group in GROUPS:
-        low, high = group["range"]
-        for name, definition in group["metrics"].items():
-            specs[name] = MetricSpec(group["reduces"], group["unit"], (low, high), definition)
+    for traits, metrics in toml_beside(__file__).items():
+        reduces, unit, low, high = traits.split(" | ")
+        for name, definition in metrics.items():
+            specs[name] = MetricSpec(reduces, unit, (float(low), float(high)), definition)
     return specs
 
 
-GROUPS: list[dict[str, Any]] = toml_beside(__file__)["group"]
 GLOSSARY = _read_specs()

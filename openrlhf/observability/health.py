@@ -112,11 +112,11 @@ class Health:
 
         None represents a non-finite number.
         """
-        for name, value in values.items():
-            if _rules_of(name):
-                error = values.get(f"{name.removesuffix('_pass1')}_score_stderr")
-                point = Point(step, _nan_if_none(value), _nan_if_none(error))
-                self._curves.setdefault(name, []).append(point)
+        numbers = {name: math.nan if value is None else value for name, value in values.items()}
+        for name, value in numbers.items():
+            if _is_watched(name):
+                error = numbers.get(f"{name.removesuffix('_pass1')}_score_stderr", math.nan)
+                self._curves.setdefault(name, []).append(Point(step, value, error))
         return self._new_notices(values)
 
     def read(self, rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -132,21 +132,16 @@ class Health:
 
     def _new_notices(self, names: Iterable[str], *, ended: bool = False) -> list[str]:
         """Return the new notices about these metrics, in the order of the rules."""
-        checks: list[tuple[int, str]] = []
-        for name in names:
-            for rule_number in _rules_of(name):
-                checks.append((rule_number, name))
         notices: list[str] = []
-        for rule_number, name in sorted(checks):
-            rule = RULES[rule_number]
-            curve = self._curves[name]
+        for rule in RULES:
             if rule.at_end and not ended:
                 continue
-            if self._is_explained(rule.problem):
-                continue
-            if rule.holds(curve):
-                self._reported.add(rule.problem)
-                notices.append(_notice(rule, name, curve))
+            for name in sorted(names):
+                if not re.fullmatch(rule.metric, name) or self._is_explained(rule.problem):
+                    continue
+                if rule.holds(self._curves[name]):
+                    self._reported.add(rule.problem)
+                    notices.append(_notice(rule, name, self._curves[name]))
         return notices
 
     def _is_explained(self, problem: str) -> bool:
@@ -162,19 +157,12 @@ def notices_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return health.read(rows) + health.end()
 
 
-def _nan_if_none(number: float | None) -> float:
-    if number is None:
-        return math.nan
-    return number
-
-
 def _notice(rule: Rule, name: str, curve: Curve) -> str:
     latest = rule.latest(curve)
-    begin = latest[0].step
     end = latest[-1].step
-    steps = f"Steps {begin} to {end}"
-    if begin == end:
-        steps = f"Step {end}"
+    steps = f"Step {end}"
+    if len(latest) > 1:
+        steps = f"Steps {latest[0].step} to {end}"
     start = ""
     if len(latest) < len(curve):
         start = f" (at the start {curve[0].value:.4g})"
@@ -182,9 +170,9 @@ def _notice(rule: Rule, name: str, curve: Curve) -> str:
 
 
 @cache
-def _rules_of(name: str) -> list[int]:
-    """Return the indices in `RULES` of the rules that apply to a metric."""
-    return [index for index, rule in enumerate(RULES) if re.fullmatch(rule.metric, name)]
+def _is_watched(name: str) -> bool:
+    """Return whether a rule applies to a metric."""
+    return any(re.fullmatch(rule.metric, name) for rule in RULES)
 
 
 MEANING: dict[str, str] = toml_beside(__file__)  # explanation of each problem and what to check

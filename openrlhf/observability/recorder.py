@@ -2,12 +2,14 @@
 
 import os
 import threading
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, zip_longest
 
+from openrlhf import reporting
 from openrlhf.config.commands import RecordedCommand
 from openrlhf.config.options import changed_flags, dump_yaml
 from openrlhf.core.trajectory import Failure, Trajectory
+from openrlhf.locks import running_command
 from openrlhf.observability.display import Display
 from openrlhf.observability.health import Health
 from openrlhf.observability.log_file import report_failed_write
@@ -21,7 +23,6 @@ from openrlhf.observability.run_folder import (
     sample_row,
 )
 from openrlhf.observability.trackers import make_trackers
-from openrlhf.reporting import notice
 
 # Per step, samples.jsonl gets at most this many episodes, this many filtered episodes and this many
 # failed episodes.
@@ -48,7 +49,8 @@ class Recorder:
                 f"Moved the files of an earlier run from {run_dir} to {self.folder.earlier}."
             )
         resolved = dump_yaml(config)
-        self.folder.write_config(dump_yaml(config, given_only=True), resolved)
+        start = [running_command(), *reporting.notices]
+        self.folder.write_config(dump_yaml(config, given_only=True), resolved, start)
         self.trackers = make_trackers(
             config.logger,
             settings={"config": resolved},
@@ -74,7 +76,7 @@ class Recorder:
             return
         changed = changed_flags(file.read_text(encoding="utf-8", errors="replace"), config)
         if changed:
-            notice(f"This run resumes with changed flags: {', '.join(changed)}.")
+            reporting.notice(f"This run resumes with changed flags: {', '.join(changed)}.")
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of a training step."""
@@ -91,15 +93,13 @@ class Recorder:
         """
         self.display.evaluation(step, values)
         self.log(step, values)
-        first_of_prompt: dict[int, Trajectory] = {}
+        first: dict[int, Trajectory] = {}
         for trajectory in trajectories:
             if not trajectory.failed:
-                first_of_prompt.setdefault(trajectory.prompt.index, trajectory)
-        prompts = sorted(first_of_prompt)[:SAMPLES_PER_EVALUATION]
-        chosen = [first_of_prompt[prompt] for prompt in prompts]
+                first.setdefault(trajectory.prompt.index, trajectory)
+        chosen = [first[prompt] for prompt in sorted(first)[:SAMPLES_PER_EVALUATION]]
         chosen += failed_of_every_kind(trajectories)[:SAMPLES_PER_EVALUATION]
-        rows = [sample_row(step, trajectory, evaluation=True) for trajectory in chosen]
-        self.folder.log_samples(rows)
+        self.folder.log_samples(sample_row(step, each, evaluation=True) for each in chosen)
         self._show_errors(f"Evaluation after step {step}", trajectories)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -110,17 +110,12 @@ class Recorder:
 
     def samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Log some of a step's episodes, including filtered ones and failed ones of every kind."""
-        kept: list[Trajectory] = []
-        filtered: list[Trajectory] = []
-        for trajectory in trajectories:
-            if trajectory.failed:
-                continue
-            if trajectory.filtered:
-                filtered.append(trajectory)
-            else:
-                kept.append(trajectory)
-        chosen = kept[:SAMPLES_PER_STEP] + filtered[:SAMPLES_PER_STEP]
-        chosen += failed_of_every_kind(trajectories)[:SAMPLES_PER_STEP]
+        chosen = failed_of_every_kind(trajectories)[:SAMPLES_PER_STEP]
+        for is_filtered in (True, False):
+            finished = [
+                each for each in trajectories if not each.failed and each.filtered is is_filtered
+            ]
+            chosen = finished[:SAMPLES_PER_STEP] + chosen
         rows = [sample_row(step, trajectory) for trajectory in chosen]
         self.folder.log_samples(rows)
         self._show_errors(f"Step {step}", trajectories)
@@ -131,19 +126,17 @@ class Recorder:
     def close(self) -> None:
         """Write the report and restore the terminal. Further calls do nothing."""
         with self._close_lock:
-            if not self._closed:
-                self._close()
+            if self._closed:
+                return
             self._closed = True
-
-    def _close(self) -> None:
-        self._show_notices(self.health.end())
-        self.display.close()
-        self.trackers.close()
-        try:
-            self.display.note(f"report: {report_run(self.folder.path)}")
-        except OSError as error:
-            report_failed_write(self.folder.path / REPORT, error)
-        self.folder.close()
+            self._show_notices(self.health.end())
+            self.display.close()
+            self.trackers.close()
+            try:
+                self.display.note(f"report: {report_run(self.folder.path)}")
+            except OSError as error:
+                report_failed_write(self.folder.path / REPORT, error)
+            self.folder.close()
 
     def _show_errors(self, when: str, trajectories: Sequence[Trajectory]) -> None:
         """Print the run's first error of each failure kind."""
@@ -151,12 +144,10 @@ class Recorder:
             if trajectory.error is None or trajectory.failure in self._shown_failures:
                 continue
             self._shown_failures.add(trajectory.failure)
-            kind = ""
-            if trajectory.failure:
-                kind = f" ({trajectory.failure})"
+            kind = f" ({trajectory.failure})" if trajectory.failure else ""
             summary = _summarize_error(trajectory.error)
-            self._show_notices(
-                [f"{when}: an episode has an error{kind}; see samples.jsonl for details: {summary}"]
+            self.display.notice(
+                f"{when}: an episode has an error{kind}; see samples.jsonl for details: {summary}"
             )
 
     def _show_notices(self, notices: Iterable[str]) -> None:
@@ -166,21 +157,15 @@ class Recorder:
 
 def _summarize_error(error: str) -> str:
     """Return the first and the last line of an error message or traceback."""
-    lines = error.strip().splitlines()
-    if not lines:
-        return "no message"
-    if len(lines) == 1:
-        return lines[0]
-    return f"{lines[0]} {lines[-1].strip()}"
+    lines = error.strip().splitlines() or ["no message"]
+    return " ".join(dict.fromkeys([lines[0], lines[-1].strip()]))
 
 
 def failed_of_every_kind(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return the failed episodes, ordered so that each failure kind appears early."""
-    seen: Counter[Failure | None] = Counter()
-    numbered: list[tuple[int, Trajectory]] = []  # with its index within its failure kind
+    """Return the failed episodes: one of each failure kind, then another of each, and so on."""
+    by_kind: dict[Failure | None, list[Trajectory]] = {}
     for trajectory in trajectories:
         if trajectory.failed:
-            numbered.append((seen[trajectory.failure], trajectory))
-            seen[trajectory.failure] += 1
-    numbered.sort(key=lambda pair: pair[0])
-    return [trajectory for _, trajectory in numbered]
+            by_kind.setdefault(trajectory.failure, []).append(trajectory)
+    rounds = zip_longest(*by_kind.values())
+    return list(filter(None, chain.from_iterable(rounds)))

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import yaml
@@ -120,17 +121,13 @@ class MainNumber(NamedTuple):
     last: float
     steps: int
 
-    @property
-    def label(self) -> str:
-        """Readable name of the metric."""
-        return short_label(self.name)
-
 
 @dataclass(frozen=True, kw_only=True)
 class StageView:
     """Contents of a stage's section on the page."""
 
     folder: Path
+    command: str
     settings: Sequence[str]
     facts: Sequence[str]
     series: Series
@@ -175,6 +172,7 @@ def write_report(
         views=views,
         links=links,
         cell=_format_cell,
+        label=short_label,
     )
     write_atomically(path, page)
     return path
@@ -197,20 +195,31 @@ def read_stage(folder: Path) -> StageView:
     for name in sorted(series.keys() - shown):
         if len(series[name]) > 1:
             more.append(make_panel(name, [name], {short_label(name): series[name]}))
-    config = _read(folder / RESOLVED) or _read(folder / CONFIG)
+    given = _read(folder / CONFIG)
+    config = _read(folder / RESOLVED) or given
+    comments = [line[2:] for line in given.splitlines() if line.startswith("# ")]
     return StageView(
         folder=folder,
+        command=command_line(comments[:1], given),
         settings=read_settings(config),
         facts=_facts(rows),
         series=series,
         tiles=main_numbers(series)[:MAX_TILES],
         panels=panels,
         more=more[:MAX_MORE_PANELS],
-        notices=[*notices_of(rows), *_failures(series, samples)],
+        notices=[*comments[1:], *notices_of(rows), *_failures(series, samples)],
         samples=samples,
         texts=_read(folder / TEXTS),
         config=config,
     )
+
+
+def command_line(command: Sequence[str], given: str) -> str:
+    """Return the command line of a run: its command, if known, and the flags in config.yaml."""
+    words = [*command]
+    for path, value in read_flags(given).items():
+        words.append(f"--{path} {value}")
+    return " ".join(words)
 
 
 def read_settings(config: str) -> list[str]:
@@ -218,22 +227,28 @@ def read_settings(config: str) -> list[str]:
 
     Settings that are missing from the configuration are omitted.
     """
-    try:
-        tree = yaml.safe_load(config)
-    except yaml.YAMLError:
-        return []
+    values = read_flags(config)
     settings: list[str] = []
     for label, flags in SETTINGS.items():
-        for flag in flags:
-            value = tree
-            for name in flag.split("."):
-                if isinstance(value, dict):
-                    value = value.get(name)
-                else:
-                    value = None
-            if value:
-                settings.append(f"{label} {value}")
+        settings += [f"{label} {values[flag]}" for flag in flags if values.get(flag)]
     return settings
+
+
+def read_flags(config: str) -> dict[str, Any]:
+    """Return the values of a YAML configuration by flag; empty if it is not valid."""
+    try:
+        return _flatten(yaml.safe_load(config), "")
+    except yaml.YAMLError:
+        return {}
+
+
+def _flatten(tree: Any, prefix: str) -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        values |= _flatten(value, f"{prefix}.{name}".lstrip("."))
+    return values
 
 
 def compare(runs: Mapping[str, Series]) -> list[Panel]:
@@ -289,18 +304,11 @@ class _PromptHistory:
             self.repeated[prompt] = row
         self.latest[prompt] = row
 
-    def repeated_pairs(self) -> list[tuple[Row | None, Row | None]]:
-        """Return the first and newest sample of each prompt that was sampled again."""
-        return [(self.first[prompt], row) for prompt, row in self.repeated.items()]
-
 
 def read_samples(rows: Iterable[Row]) -> Samples:
     """Select the samples and errors that the report shows.
 
-    `rows` are read as a stream, because samples.jsonl may be larger than memory. The two samples of
-    a pair share an evaluation prompt or, if there was at most one evaluation, a prompt of the first
-    training step that was sampled again. If there is no such prompt, samples of the first and the
-    newest step are paired. In a run with a single step, no sample has a later one.
+    `rows` are read as a stream, because samples.jsonl may be larger than memory.
     """
     errors: deque[str] = deque(maxlen=MAX_ERRORS)
     error_count = 0
@@ -315,27 +323,35 @@ def read_samples(rows: Iterable[Row]) -> Samples:
             evaluation.add(row)
         else:
             training.add(row)
-    limit = MAX_SAMPLE_PAIRS
-    if evaluation.repeated:
-        caption = "first and newest sample of each evaluation prompt"
-        pairs = evaluation.repeated_pairs()
-    elif training.repeated:
-        caption = "first and newest sample of each training prompt"
-        pairs = training.repeated_pairs()
-    elif training.latest is not training.first:
-        caption = "samples of the first and the newest step; no prompt was sampled twice"
-        pairs = list(zip_longest(training.first.values(), training.latest.values()))
-    else:
-        caption = "one sample per prompt; no prompt was sampled again"
-        only_step = training.first or evaluation.first
-        pairs = [(row, None) for row in only_step.values()]
-        limit = 2 * MAX_SAMPLE_PAIRS  # the same number of samples as in pairs
+    caption, pairs = _pair_samples(evaluation, training)
     return Samples(
         caption=caption,
-        pairs=pairs[:limit],
+        pairs=pairs[:MAX_SAMPLE_PAIRS],
         errors=list(errors),
         error_count=error_count,
     )
+
+
+def _pair_samples(
+    evaluation: _PromptHistory, training: _PromptHistory
+) -> tuple[str, list[tuple[Row | None, Row | None]]]:
+    """Return pairs of an earlier and a later sample, and a caption that describes them.
+
+    Both samples of a pair have the same prompt, if a prompt was sampled again. Otherwise samples of
+    the first and the newest step are paired; if there is a single step, the later one is None.
+    """
+    for kind, history in (("evaluation", evaluation), ("training", training)):
+        if history.repeated:
+            repeated = [(history.first[prompt], row) for prompt, row in history.repeated.items()]
+            return f"first and newest sample of each {kind} prompt", repeated
+    history = training
+    if not training.first:
+        history = evaluation
+    later: Iterable[Row] = ()
+    if history.latest is not history.first:
+        later = history.latest.values()
+    caption = "samples of the first and the newest step; no prompt was sampled twice"
+    return caption, list(zip_longest(history.first.values(), later))
 
 
 def make_panel(title: str, names: Iterable[str], curves: Mapping[str, Curve]) -> Panel:
@@ -363,9 +379,8 @@ def main_numbers(series: Series) -> list[MainNumber]:
             steps = 1
             if not name.startswith("eval/"):
                 steps = max(1, len(values) // 20)
-            first = sum(values[:steps]) / steps
-            last = sum(values[-steps:]) / steps
-            found.append(MainNumber(name, first, last, steps))
+            first = fmean(values[:steps])
+            found.append(MainNumber(name, first, fmean(values[-steps:]), steps))
     return found
 
 
@@ -398,12 +413,9 @@ def _facts(rows: Sequence[Row]) -> list[str]:
     if not times:
         return []
     last_step = max(row["step"] for row in rows)
-    steps = f"{last_step:,} steps"
-    if last_step == 1:
-        steps = "1 step"
     return [
-        steps,
-        f"{clock_time(max(times) - min(times))} from the first to the last logged line",
+        f"steps: {last_step:,}",
+        f"logged for {clock_time(max(times) - min(times))}",
         time.strftime("started %Y-%m-%d %H:%M", time.localtime(min(times))),
     ]
 

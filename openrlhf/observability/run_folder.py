@@ -1,12 +1,15 @@
 """The run folder: configuration, metrics and samples of a run.
 
-    config.yaml     the flags set on the command line or in a file, for --config
-    config_resolved.yaml    the value of every flag metrics.jsonl   one object per log call:
-    {"step": 12, "time": 1700000000.0, "train/kl": …} samples.jsonl   one object per logged episode,
-    with the keys of `sample_row` texts.txt       the first training rows as the model sees them
-    (offline tasks) report.html     written by `report.py` logs/           one file per process
-    wandb_id the id of the W&B run, which a resumed run continues earlier/<n>/    files of an
-    earlier run in the same folder
+    config.yaml     the flags set on the command line or in a file, for --config; begins with
+                    comments: the command and the notices printed at startup
+    config_resolved.yaml    the value of every flag
+    metrics.jsonl   one object per log call: {"step": 12, "time": 1700000000.0, "train/kl": …}
+    samples.jsonl   one object per logged episode, with the keys of `sample_row`
+    texts.txt       the first training rows as the model sees them (offline tasks)
+    report.html     written by `report.py`
+    logs/           one file per process
+    wandb_id        the id of the W&B run, which a resumed run continues
+    earlier/<n>/    files of an earlier run in the same folder
 
 An evaluation after step 12 is a separate line with step 12, after the training step's line; readers
 merge the lines of a step. JSON has no NaN or infinity: non-finite numbers become null. A line is
@@ -16,9 +19,10 @@ written as soon as it is logged, so a killed process loses at most the line that
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, cast
+from textwrap import indent
+from typing import Any
 
 from openrlhf.config.places import OWNED
 from openrlhf.core.trajectory import Trajectory
@@ -66,9 +70,10 @@ class RunFolder:
         self._metrics = LogFile(self.path / METRICS)
         self._samples = LogFile(self.path / SAMPLES)
 
-    def write_config(self, given: str, resolved: str) -> None:
-        """Write config.yaml and config_resolved.yaml, each atomically."""
-        self._write(CONFIG, given)
+    def write_config(self, given: str, resolved: str, start: Iterable[str] = ()) -> None:
+        """Write config.yaml, after the lines of `start` as comments, and config_resolved.yaml."""
+        comments = indent("".join(f"{line}\n" for line in start), "# ")
+        self._write(CONFIG, comments + given)
         self._write(RESOLVED, resolved)
 
     def write_texts(self, texts: Iterable[str]) -> None:
@@ -139,11 +144,10 @@ def set_aside(path: Path, names: Iterable[str] = ENTRIES) -> Path | None:
     leftovers = [path / name for name in names if (path / name).exists()]
     if not leftovers:
         return None
-    last_number = 0
-    for folder in path.glob(f"{EARLIER}/*"):
-        if folder.name.isdigit():
-            last_number = max(last_number, int(folder.name))
-    target = path / EARLIER / str(last_number + 1)
+    number = 1
+    while (path / EARLIER / str(number)).exists():
+        number += 1
+    target = path / EARLIER / str(number)
     target.mkdir(parents=True)
     for file in leftovers:
         file.rename(target / file.name)
@@ -168,12 +172,12 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for line in file:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(row, dict) and isinstance(cast(dict[str, Any], row).get("step"), int):
-                yield cast(dict[str, Any], row)
+            with suppress(json.JSONDecodeError):
+                match json.loads(line):
+                    case {"step": int()} as row:
+                        yield row
+                    case _:
+                        pass
 
 
 def _lines_up_to(step: int, file: Path) -> Iterator[str]:

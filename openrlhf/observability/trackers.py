@@ -8,6 +8,7 @@ whose flag is set but whose package is not installed, which is raised before mod
 import importlib
 import importlib.util
 import textwrap
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,18 +38,18 @@ class Trackers:
         self._trackers = list(trackers)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._call_each(lambda tracker: tracker.log(step, values))
+        self._call_each("log", step, values)
 
     def log_samples(self, step: int, text: str, reward: float | None) -> None:
-        self._call_each(lambda tracker: tracker.log_samples(step, text, reward))
+        self._call_each("log_samples", step, text, reward)
 
     def close(self) -> None:
-        self._call_each(lambda tracker: tracker.close())
+        self._call_each("close")
 
-    def _call_each(self, call: Callable[[Any], None]) -> None:
+    def _call_each(self, method: str, *args: Any) -> None:
         for tracker in list(self._trackers):
             try:
-                call(tracker)
+                getattr(tracker, method)(*args)
             except Exception as error:
                 self._trackers.remove(tracker)
                 name = type(tracker).__name__
@@ -65,9 +66,7 @@ class TensorBoardTracker:
         """
         self._lock = ExitStack()
         self._lock.enter_context(locked(directory, f"TensorBoard folder {directory}"))
-        purge_step = None
-        if resume_step is not None:
-            purge_step = resume_step + 1
+        purge_step = None if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(directory, purge_step=purge_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -94,9 +93,7 @@ class WandbTracker:
         if wandb.key and len(wandb.key) >= WANDB_KEY_LENGTH:
             self._wandb.login(key=wandb.key)
         id_file = run_dir / WANDB_ID
-        run_id = None
-        if id_file.exists():
-            run_id = id_file.read_text()
+        run_id = id_file.read_text() if id_file.exists() else None
         self._run: Any = self._wandb.init(
             entity=wandb.org,
             project=wandb.project,
@@ -110,7 +107,7 @@ class WandbTracker:
         id_file.write_text(self._run.id)
         for stage in ("train", "rollout", "timing", "eval"):
             self._run.define_metric(f"{stage}/*", step_metric=_wandb_axis(stage))
-        self._samples: list[tuple[int, str, float | None]] = []
+        self._samples = deque[tuple[int, str, float | None]](maxlen=WANDB_SAMPLE_ROWS)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         row = dict(values)
@@ -120,9 +117,9 @@ class WandbTracker:
         self._run.log(row)
 
     def log_samples(self, step: int, text: str, reward: float | None) -> None:
-        samples = [*self._samples, (step, text, reward)]
-        self._samples = samples[-WANDB_SAMPLE_ROWS:]
-        table = self._wandb.Table(columns=["global_step", "text", "reward"], data=self._samples)
+        self._samples.append((step, text, reward))
+        columns = ["global_step", "text", "reward"]
+        table = self._wandb.Table(columns=columns, data=list(self._samples))
         self._run.log({SAMPLES_NAME: table, "train/global_step": step})
 
     def close(self) -> None:

@@ -276,14 +276,38 @@ def test_importing_commands_keeps_program_sigint_handler(tmp_path: Path) -> None
     subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True)
 
 
-def test_help_into_closed_pipe_exits_without_traceback() -> None:
+@pytest.mark.parametrize("words", ["sft --help all", "help"])
+def test_help_into_closed_pipe_exits_without_traceback(words: str) -> None:
     shown = subprocess.run(
-        f"{sys.executable} -m openrlhf.cli.main sft --help all | head -1",
+        f"{sys.executable} -m openrlhf.cli.main {words} | head -1",
         shell=True,
         capture_output=True,
         text=True,
     )
     assert shown.stdout.startswith("usage") and shown.stderr == ""
+
+
+def test_usage_line_names_command_as_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["dpo", "--help"], ["help", "dpo"]):
+        monkeypatch.setattr(sys, "argv", ["/bin/openrlhf", *words])
+        with pytest.raises(SystemExit):
+            main.main()
+        assert capsys.readouterr().out.startswith("usage: openrlhf dpo [")
+
+
+def test_missing_model_folder_fails_at_once_and_lists_existing_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "rows.jsonl").write_text('{"input": "a", "output": "b"}\n')
+    words = ["sft", "--model.model_name_or_path", "runs/nope/model", "--data.dataset", "rows.jsonl"]
+    with pytest.raises(SystemExit) as ended:
+        main.main(words)
+    assert ended.value.code == 2
+    assert "runs/nope/model does not exist (runs has first)" in capsys.readouterr().err
 
 
 def test_unknown_command_error_names_unreadable_plugin(

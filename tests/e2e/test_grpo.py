@@ -285,7 +285,7 @@ def test_dry_run_prints_plan_and_prompts_without_starting_processes(workspace: P
         "actor, ref: 1 process(es): 1 on this machine\nvllm: 1 process(es): 1 on this machine\n"
         in done.printed
     )
-    assert f"{PROMPTS} prompts, {STEPS} steps of {BATCH} prompts" in done.printed
+    assert f"{PROMPTS} prompts, {STEPS} step(s) of {BATCH} prompts" in done.printed
     assert done.printed.count("--- prompt of row ") == 2, done.printed
     assert not folder.exists()
 

@@ -25,41 +25,26 @@ GRPO = (
 )
 
 
-def advised(config: PPOConfig, longest: int = 28, *, on_gpus: bool = False) -> dict[str, int]:
-    """Return the sizes in the notice, by flag; an empty dict if there is no notice."""
-    fix = ""
-    for found in check_pass_sizes(config, longest, on_gpus=on_gpus):
-        assert not found.fails
-        fix += found.fix
-    sizes = re.findall(r"--([\w.]+micro_batch_size) (\d+)", fix)
-    return {path: int(size) for path, size in sizes}
+def notice(config: PPOConfig, longest: int = 28, *, on_gpus: bool = False) -> str:
+    """Return the notice about the pass sizes, or ""."""
+    findings = check_pass_sizes(config, longest, on_gpus=on_gpus)
+    assert not any(found.fails for found in findings)
+    return " ".join(map(str, findings))
 
 
-def test_notice_suggests_sizes_that_fit_in_a_forward_pass() -> None:
-    assert advised(ppo(GRPO)) == {
-        "train.micro_batch_size": 8,
-        "rollout.micro_batch_size": CPU_TOKENS // 128,
-    }
-    assert advised(ppo(GRPO), on_gpus=True) == {
-        "train.micro_batch_size": 64,
-        "rollout.micro_batch_size": GPU_TOKENS // 128,
-    }
+@pytest.mark.parametrize(("on_gpus", "tokens"), [(False, CPU_TOKENS), (True, GPU_TOKENS)])
+def test_notice_names_single_sample_flags_and_tokens_per_pass(on_gpus: bool, tokens: int) -> None:
+    text = notice(ppo(GRPO), on_gpus=on_gpus)
+    assert "--train.micro_batch_size 1 and --rollout.micro_batch_size 1" in text
+    advice = f"--train.dynamic_batch_enable --train.max_tokens_per_gpu {tokens}"
+    assert advice in text and "at most 128 tokens" in text
+    assert violations("train_ppo_ray", f"{GRPO} {advice}") == []
+    assert notice(ppo(f"{GRPO} {advice}"), on_gpus=on_gpus) == ""
 
 
-@pytest.mark.parametrize("batch", [96, 100, 128, 1])
-@pytest.mark.parametrize("longest", [1, 28, 500, 5000])
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_suggested_sizes_are_valid_and_silence_the_notice(
-    batch: int, longest: int, ranks: int
-) -> None:
-    line = (
-        f"{GRPO} --rollout.batch_size {batch} --train.batch_size {4 * batch} "
-        f"--actor.num_gpus_per_node {ranks}"
-    )
-    sizes = advised(ppo(line), longest)
-    line += "".join(f" --{path} {size}" for path, size in sizes.items())
-    assert violations("train_ppo_ray", line) == []
-    assert advised(ppo(line), longest) == {}
+def test_notice_omits_flags_set_by_the_user() -> None:
+    text = notice(ppo(f"{GRPO} --rollout.micro_batch_size 1"))
+    assert "--train.micro_batch_size 1" in text and "--rollout.micro_batch_size" not in text
 
 
 @pytest.mark.parametrize(
@@ -73,7 +58,7 @@ def test_suggested_sizes_are_valid_and_silence_the_notice(
     ids=["given", "by tokens", "larger", "long samples"],
 )
 def test_explicit_or_maximal_sizes_give_no_notice(line: str) -> None:
-    assert advised(ppo(f"{GRPO} {line}")) == {}
+    assert notice(ppo(f"{GRPO} {line}")) == ""
 
 
 def test_commands_in_readme_tutorial_and_demo_set_micro_batch_sizes() -> None:

@@ -167,5 +167,5 @@ def test_dry_run_prints_number_of_steps(
     plan: Any = SimpleNamespace(on_gpus=False, check=lambda _: {}, describe=lambda _: "")
     data: Any = SimpleNamespace(train=range(10))
     reinforcement.show_plan(config, data, plan)
-    assert f"10 prompts, {steps} steps of 4 prompts" in capsys.readouterr().out
+    assert f"10 prompts, {steps} step(s) of 4 prompts" in capsys.readouterr().out
     assert config.step_sizes(10) == sizes

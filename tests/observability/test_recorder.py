@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from openrlhf import reporting
 from openrlhf.config.options import parse_config
 from openrlhf.config.shared import LoggerConfig, RunConfig
 from openrlhf.config.supervised import SFTConfig
@@ -119,6 +120,16 @@ def test_new_run_moves_files_of_earlier_run_in_same_folder(
     assert str(tmp_path / "earlier/1") in capsys.readouterr().out.replace("\n", " ")
     assert {row["step"] for row in rows(tmp_path, "metrics.jsonl")} == {1}
     assert {row["step"] for row in rows(tmp_path / "earlier/1", "metrics.jsonl")} == {1, 2, 3}
+
+
+def test_config_file_begins_with_command_and_startup_notices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporting, "notices", ["Few rows."])
+    monkeypatch.setattr("sys.argv", ["/bin/openrlhf", "sft", "--train.seed", "1"])
+    recorder(tmp_path).close()
+    comments = (tmp_path / "config.yaml").read_text().splitlines()[:2]
+    assert comments == ["# openrlhf sft", "# Few rows."]
 
 
 def test_logging_steps_skips_steps_but_not_evaluations(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def page_of(path) -> Page:
 def test_page_shows_curves_metrics_config_and_samples(run):
     page = page_of(report_run(run.path))
     assert page.count("figure") == 3  # reward, pass@1, and a user-defined metric
-    assert "40 steps" in page.text
+    assert "steps: 40" in page.text
     assert "gsm8k pass@1" in page.text
     assert "init_coef: 0.01" in page.text
     assert "step 1 · reward 0 · ended by stop 2+2= 5" in page.text
@@ -107,7 +107,15 @@ def test_page_shows_model_and_data_below_title(tmp_path, config: str, settings: 
     if settings is None:
         assert read_stage(folder.path).settings == []
     else:
-        assert text.index("run written") < text.index(settings) < text.index("No metrics")
+        assert text.index("run generated") < text.index(settings) < text.index("No metrics")
+
+
+def test_page_shows_command_line_and_startup_notices_before_charts(run) -> None:
+    start = ["openrlhf sft", "Few rows.\nAdd some."]
+    run.write_config("model:\n  name: gpt2\ntrain:\n  seed: 1\n", "", start)
+    text = page_of(report_run(run.path)).text
+    assert "openrlhf sft --model.name gpt2 --train.seed 1" in text
+    assert text.index("Few rows.") < text.index("Add some.") < text.index("Pass rate")
 
 
 def test_page_does_not_reference_other_files(run):
@@ -204,7 +212,7 @@ def test_read_samples_pairs_first_and_newest_sample_of_evaluation_prompts():
     ]
     samples = read_samples(rows)
     assert responses(samples) == [("h0", "h40")]
-    assert samples.caption.startswith("evaluation")
+    assert "evaluation" in samples.caption
 
 
 def test_read_samples_pairs_repeated_training_prompts_without_evaluations():
@@ -220,7 +228,7 @@ def test_read_samples_pairs_repeated_training_prompts_without_evaluations():
     ]
     samples = read_samples(rows)
     assert responses(samples) == [("b1", "b5"), ("a1", "a9")]
-    assert samples.caption.startswith("training")
+    assert "training" in samples.caption
 
 
 def test_read_samples_pairs_first_and_newest_step_if_no_prompt_is_repeated():
@@ -321,7 +329,7 @@ def test_short_label_returns_readable_names():
 def test_report_skips_unfinished_last_line(run):
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "train/rew')
-    assert "40 steps" in page_of(report_run(run.path)).text
+    assert "steps: 40" in page_of(report_run(run.path)).text
 
 
 def test_vendored_library_version_is_stated_in_its_readme():
