@@ -282,7 +282,7 @@ def writing_alone(config: Command) -> Iterator[None]:
     that no other process holds them.
     """
     is_dry_run = "dry_run" in flags_of(type(config)) and value_at(config, "dry_run")
-    not_locked = set(SHARED)
+    not_locked: set[str] = set(SHARED)
     if "run.dir" not in config.given or config.given.get("ckpt.load_enable"):
         not_locked.add("run")  # locked by RunFolder
     with ExitStack() as locks:
@@ -319,9 +319,10 @@ def check_versions() -> None:
     mismatches: list[str] = []
     for name, versions in needs[0].items():
         found = machine.installed(name)
-        if found is None or not allows(versions, found.version):
+        version = found.version if found else "none"
+        if version == "none" or not allows(versions, version):
             mismatches.append(
-                f"{found_vllm} requires {name} {versions}, but {found and found.version} is "
+                f"{found_vllm} requires {name} {versions}, but {version} is "
                 "installed: install a matching version, or a different vLLM (docs/gpu.md, Versions "
                 "of vLLM)"
             )

@@ -217,8 +217,9 @@ class Pipeline:
         flags = {**self.precision(stage), **stage.flags, **places}
         filled = json.loads(self.filled(stage, json.dumps(flags, default=str)))
         content = yaml.safe_dump(filled, sort_keys=False, allow_unicode=True, width=1000)
+        secret = {path for path, flag in known.items() if flag.secret}
         values = stage.values.items()
-        is_secret = any(known[path].secret or hide(value) != value for path, value in values)
+        is_secret = any(path in secret or hide(value) != value for path, value in values)
         file = self.folder / f"{stage.name}.yaml"
         write_atomically(file, content, mode=0o600 if is_secret else None)
         return file

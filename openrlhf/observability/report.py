@@ -334,7 +334,7 @@ def read_samples(rows: Iterable[Row]) -> Samples:
 
 def _pair_samples(
     evaluation: _PromptHistory, training: _PromptHistory
-) -> tuple[str, list[tuple[Row | None, Row | None]]]:
+) -> tuple[str, Sequence[tuple[Row | None, Row | None]]]:
     """Return pairs of an earlier and a later sample, and a caption that describes them.
 
     Both samples of a pair have the same prompt, if a prompt was sampled again. Otherwise samples of
@@ -342,8 +342,8 @@ def _pair_samples(
     """
     for kind, history in (("evaluation", evaluation), ("training", training)):
         if history.repeated:
-            repeated = [(history.first[prompt], row) for prompt, row in history.repeated.items()]
-            return f"first and newest sample of each {kind} prompt", repeated
+            pairs = [(history.first[prompt], row) for prompt, row in history.repeated.items()]
+            return f"first and newest sample of each {kind} prompt", pairs
     history = training
     if not training.first:
         history = evaluation

@@ -303,11 +303,11 @@ def test_missing_model_folder_fails_at_once_and_lists_existing_folders(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "first").mkdir(parents=True)
     (tmp_path / "rows.jsonl").write_text('{"input": "a", "output": "b"}\n')
-    words = ["sft", "--model.model_name_or_path", "runs/nope/model", "--data.dataset", "rows.jsonl"]
+    words = ["sft", "--model.model_name_or_path", "runs/nope", "--data.dataset", "rows.jsonl"]
     with pytest.raises(SystemExit) as ended:
         main.main(words)
     assert ended.value.code == 2
-    assert "runs/nope/model does not exist (runs has first)" in capsys.readouterr().err
+    assert "runs/nope does not exist (runs has first)" in capsys.readouterr().err
 
 
 def test_unknown_command_error_names_unreadable_plugin(
@@ -316,10 +316,7 @@ def test_unknown_command_error_names_unreadable_plugin(
     with pytest.raises(SystemExit) as ended:
         main.main(["mine", "--train.seed", "1", "--plugin", "gone.py"])
     assert ended.value.code == 2
-    assert (
-        capsys.readouterr().err
-        == "error: --plugin gone.py is not a Python file that can be read.\n"
-    )
+    assert capsys.readouterr().err == "error: --plugin gone.py is not a readable Python file.\n"
 
 
 def test_verb_after_local_rank_of_deepspeed_is_found(
