@@ -6,7 +6,6 @@ advantages. Every estimator runs the same steps: `shape_rewards` → `rewards.cl
 `rewards.token_rewards` → the estimator's `credit` → `normalize_advantages`.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -42,8 +41,10 @@ def gae(
     differ.
     """
     if not token_rewards.shape == values.shape == mask.shape:
-        shapes = [tuple(token_rewards.shape), tuple(values.shape), tuple(mask.shape)]
-        raise ValueError(f"token rewards, values and mask must have one shape, not {shapes}")
+        raise ValueError(
+            "token rewards, values and mask must have the same shape, not "
+            f"{token_rewards.shape}, {values.shape} and {mask.shape}"
+        )
     if not mask.numel():
         return torch.zeros_like(token_rewards), torch.zeros_like(token_rewards)
     most_actions = int(mask.sum(1).max())
@@ -141,9 +142,8 @@ def advantage_estimator(
     """
 
     def decorate(shape: RewardShaping) -> RewardShaping:
-        known = choices.ESTIMATORS.get(name, EstimatorTraits(**traits))
+        known = choices.ESTIMATORS.setdefault(name, EstimatorTraits(**traits))
         ADVANTAGE_ESTIMATORS.add(name, AdvantageEstimator(shape, known, credit))
-        choices.ESTIMATORS[name] = known
         return shape
 
     return decorate
@@ -200,41 +200,23 @@ def shape_rewards(rewards: PerSample, group: GroupIds, estimator: AdvantageEstim
     broken. Raises EstimatorError if the shaping function fails or does not return one finite number
     per sample.
     """
-    _check_finite(rewards)
+    broken = [int(sample) for sample in (~rewards.isfinite()).nonzero()]
+    if broken:
+        raise ValueError(f"rewards must be finite, but the rewards of samples {broken} are not")
     try:
-        shaped = estimator.shape(rewards, group)
+        shaped: Any = estimator.shape(rewards, group)
     except Exception as error:
         raise EstimatorError(
             f"it failed with {type(error).__name__}: {error}. It is called with two tensors: the "
             "rewards of all samples in the batch, and their prompt indices."
         ) from error
-    _check_shaped(shaped, rewards)
-    return shaped
-
-
-def _check_finite(rewards: PerSample) -> None:
-    broken: dict[int, float] = {}
-    for sample, reward in enumerate(rewards):
-        if not math.isfinite(reward):
-            broken[sample] = float(reward)
-    if broken:
-        raise ValueError(f"rewards must be finite, but these samples have other values: {broken}")
-
-
-def _check_shaped(shaped: Any, rewards: PerSample) -> None:
-    """Raise EstimatorError unless `shaped` has one finite number per sample."""
-    wanted = f"It has to return a tensor of {len(rewards)} floating-point numbers, one per sample"
-    if not isinstance(shaped, Tensor) or not shaped.is_floating_point():
-        raise EstimatorError(f"it returned {type(shaped).__name__} {shaped!r:.80}. {wanted}.")
-    if shaped.shape != rewards.shape:
-        raise EstimatorError(f"it returned a tensor of shape {tuple(shaped.shape)}. {wanted}.")
-    finite = shaped.isfinite()
-    if not finite.all():
-        sample = int((~finite).nonzero()[0])
-        reward, result = float(rewards[sample]), float(shaped[sample])
+    is_column = isinstance(shaped, Tensor) and shaped.shape == rewards.shape
+    if not (is_column and shaped.is_floating_point() and shaped.isfinite().all()):
         raise EstimatorError(
-            f"it turned a reward of {reward:g} into {result:g}. {wanted}, all finite."
+            f"it returned {shaped!r:.200}, but has to return a tensor of {len(rewards)} finite "
+            "floating-point numbers, one per sample."
         )
+    return shaped
 
 
 def normalize_advantages(

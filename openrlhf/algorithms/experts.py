@@ -19,15 +19,13 @@ def load_balancing_loss(
     The loss is `top_k` if all experts are used equally, and up to E if the same experts are always
     chosen. Only P has a gradient.
     """
-    experts, tokens = router_logits[0].shape[-1], 0
-    choices_by_layer: list[Tensor] = []
-    probability_by_layer: list[Tensor] = []
+    experts = router_logits[0].shape[-1]
+    tokens = sum(len(logits) for logits in router_logits)
+    choices: list[Tensor] = []
+    probabilities: list[Tensor] = []
     for logits in router_logits:
-        probabilities = logits.float().softmax(-1)
-        chosen = probabilities.topk(top_k).indices.flatten()
-        choices_by_layer.append(chosen.bincount(minlength=experts))
-        probability_by_layer.append(probabilities.sum(0))
-        tokens += len(logits)
-    choices = torch.stack(choices_by_layer).sum(0) / tokens
-    means = torch.stack(probability_by_layer).sum(0) / tokens
-    return experts * (choices * means).sum()
+        layer = logits.float().softmax(-1)
+        choices.append(layer.topk(top_k).indices.flatten().bincount(minlength=experts))
+        probabilities.append(layer.sum(0))
+    frequencies = torch.stack(choices).sum(0) / tokens
+    return experts * (frequencies * (torch.stack(probabilities).sum(0) / tokens)).sum()

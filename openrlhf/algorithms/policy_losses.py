@@ -107,13 +107,13 @@ def cispo(
     ε_low = 1 removes the lower bound, as in the paper. A dual clip is ignored.
     """
     log_rho = log_ratio(logprobs, old_logprobs, mask).detach()
-    rho = bounded_exp(log_rho).masked_fill(~mask, 0)
+    rho = bounded_exp(log_rho)  # 1 outside the mask
     weight = rho.clamp(1 - clip.low, 1 + clip.high)
     advantages = advantages.masked_fill(~mask, 0)
     logprobs = logprobs.masked_fill(~mask, 0)
     return PolicyLoss(
         per_token=-weight * advantages * logprobs,
-        clipped=(weight != rho) & mask,
+        clipped=weight != rho,
         approx_kl=-log_rho,
     )
 
@@ -126,9 +126,8 @@ def value_loss(
     Zero outside the mask. c = inf gives the plain squared error. Same as in PPO from OpenAI
     Baselines.
     """
-    values = values.masked_fill(~mask, 0)
-    old_values = old_values.masked_fill(~mask, 0)
-    returns = returns.masked_fill(~mask, 0)
+    columns = (values, old_values, returns)
+    values, old_values, returns = (column.masked_fill(~mask, 0) for column in columns)
     clipped_values = old_values + (values - old_values).clamp(-clip, clip)
     error, clipped_error = values - returns, clipped_values - returns
     return 0.5 * torch.maximum(error.square(), clipped_error.square())

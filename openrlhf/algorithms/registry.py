@@ -1,13 +1,13 @@
 """Registries: a flag's values, and the function or class for each value."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 Choice = TypeVar("Choice")
 Decorated = TypeVar("Decorated")
 
 
-class Registry(Generic[Choice]):
+class Registry(dict[str, Choice]):
     """Functions or classes of one kind, by name. Plug-ins register their own at import.
 
     Each name can be used once. `choices` is the table of a flag's names and their traits, to which
@@ -20,8 +20,8 @@ class Registry(Generic[Choice]):
         choices: dict[str, Any] | None = None,
         traits: Callable[..., Any] | None = None,
     ) -> None:
+        super().__init__()
         self.kind, self.choices, self.traits = kind, choices, traits
-        self._functions: dict[str, Choice] = {}
 
     def register(self, name: str, **properties: Any) -> Callable[[Decorated], Decorated]:
         """Return a decorator that registers a function or class under `name`.
@@ -39,22 +39,12 @@ class Registry(Generic[Choice]):
 
     def add(self, name: str, function: Choice) -> None:
         """Register `function` under `name`. Raises ValueError if the name is in use."""
-        if name in self._functions:
+        if name in self:
             raise ValueError(
                 f"{self.kind} {name!r} is already registered. Choose a name other than "
-                f"{self._known()}"
+                f"{', '.join(self)}"
             )
-        self._functions[name] = function
+        self[name] = function
 
-    def __getitem__(self, name: str) -> Choice:
-        """Return the function registered under `name`. Raises ValueError, listing known names."""
-        if name not in self._functions:
-            raise ValueError(f"unknown {self.kind} {name!r}; known: {self._known()}")
-        return self._functions[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names in the order of registration."""
-        return iter(self._functions)
-
-    def _known(self) -> str:
-        return ", ".join(self._functions)
+    def __missing__(self, name: str) -> Choice:
+        raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self)}")

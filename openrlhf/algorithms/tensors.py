@@ -124,19 +124,18 @@ class _LinearScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         dtype = torch.promote_types(states.dtype, torch.float32)
         logprobs = torch.empty(len(targets), dtype=dtype, device=states.device)
-        entropy: Tensor | None = None
-        if want_entropy:
-            entropy = torch.empty_like(logprobs)
+        entropy = torch.empty_like(logprobs)
         for rows in row_chunks(len(states), len(weight)):
-            log_p = _log_softmax(F.linear(states[rows], weight, bias), temperature)
-            logprobs[rows] = log_p.gather(1, targets[rows, None])[:, 0]
-            if entropy is not None:
-                log_p.clamp_(min=NEGLIGIBLE_LOGPROB)
-                entropy[rows] = -(log_p.exp() * log_p).sum(1)
+            logits = F.linear(states[rows], weight, bias)
+            logprobs[rows], entropies = logit_logprobs(
+                logits, targets[rows], temperature=temperature, entropy=want_entropy
+            )
+            if entropies is not None:
+                entropy[rows] = entropies
         ctx.save_for_backward(states, weight, bias, targets, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)  # an entropy that is only logged has no gradient
-        return logprobs, entropy
+        return logprobs, entropy if want_entropy else None
 
     @staticmethod
     @once_differentiable
@@ -152,15 +151,12 @@ class _LinearScores(torch.autograd.Function):
             grad_logprobs = grad_logprobs / ctx.temperature
         if grad_entropy is not None:
             grad_entropy = grad_entropy / ctx.temperature
-        needs_states, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        d_states: Tensor | None = None
+        d_states = torch.empty_like(states)
         d_weight: Tensor | None = None
         d_bias: Tensor | None = None
-        if needs_states:
-            d_states = torch.empty_like(states)
-        if needs_weight:
+        if ctx.needs_input_grad[1]:
             d_weight = torch.zeros_like(weight, dtype=dtype)
-        if needs_bias:
+        if bias is not None:
             d_bias = torch.zeros_like(bias, dtype=dtype)
         for rows in row_chunks(len(states), len(weight)):
             d_logits = _log_softmax(F.linear(states[rows], weight, bias), ctx.temperature)
@@ -174,8 +170,7 @@ class _LinearScores(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(states.dtype)
-            if d_states is not None:
-                d_states[rows] = d_logits @ weight
+            d_states[rows] = d_logits @ weight
             if d_weight is not None:
                 d_weight += d_logits.t() @ states[rows]
         return d_states, d_weight, d_bias, None, None, None  # autograd casts to the inputs' dtypes

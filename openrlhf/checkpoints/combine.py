@@ -12,7 +12,7 @@ from openrlhf.config.flags import UserError
 from openrlhf.config.shared import LoadingConfig
 from openrlhf.models.adapters import untie_adapted
 from openrlhf.models.loading import DTYPES, STEP_TOKENS, LoadSpec, load_causal_lm
-from openrlhf.models.probe import explain_gap, probe_logits
+from openrlhf.models.probe import find_gap, probe_logits
 from openrlhf.models.scalar import load_scalar
 from openrlhf.models.weights import require_finite
 from openrlhf.reporting import notice, say
@@ -38,11 +38,10 @@ def combine(config: CombinerConfig) -> None:
         base = load_scalar(spec, head_prefix=stored.get("value_head_prefix", "score")).hf
     else:
         base = load_causal_lm(spec)
-    base.config.update(
-        {name: stored[name] for name in ("mean", "std", STEP_TOKENS) if name in stored}
-    )
+    for name in {"mean", "std", STEP_TOKENS} & stored.keys():
+        setattr(base.config, name, stored[name])
     adapted = load_adapted(config, base)
-    expected = probe_logits(adapted)
+    expected = probe_logits(adapted.get_base_model())
     if untie_adapted(base):
         notice(
             f"{folder} adapts the output layer or the embeddings, which are tied in "
@@ -62,12 +61,12 @@ def combine(config: CombinerConfig) -> None:
             reloaded = load_scalar(written, require_head=True).hf
         else:
             reloaded = load_causal_lm(written)
-        gap = explain_gap(expected, probe_logits(reloaded), config.ds.param_dtype)
+        gap = find_gap(expected, probe_logits(reloaded), config.ds.param_dtype)
         if gap:
             raise UserError(
                 f"--lora_path {folder} was not merged into --model_path {config.model_path}, "
                 "because the merge changes the logits: those of the merged and the unmerged model "
-                f"are {gap}."
+                f"are {gap.text}."
             )
     say(
         f"Wrote the merged model to {config.output_path} in {config.ds.param_dtype} "

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openrlhf.checkpoints.reloaded import TrainedState, compare_files, compare_reloaded
+from openrlhf.checks import Finding
 from openrlhf.config.flags import UserError
 from openrlhf.config.places import OWNED
 from openrlhf.files import disk_of
@@ -120,14 +121,14 @@ def replacing(final: Path) -> Iterator[Path]:
         raise
     except Exception as error:
         written = ", ".join(sorted(os.listdir(aside))) or "no files"
-        message = (
-            f"The model could not be written to {final}: {type(error).__name__}: {error}. "
-            f"Files written so far, in {aside}: {written}."
-        )
+        kind = ExportError
         # The tokenizers library raises a plain Exception if it cannot write a file.
         if isinstance(error, OSError | SafetensorError) or type(error) is Exception:
-            raise UnwritableError(message) from error
-        raise ExportError(message) from error
+            kind = UnwritableError
+        raise kind(
+            f"The model could not be written to {final}: {type(error).__name__}: {error}. "
+            f"Files written so far, in {aside}: {written}."
+        ) from error
     names = os.listdir(aside)
     for old in list(final.iterdir()):
         if old.name in names or any(fnmatch(old.name, pattern) for pattern in OWNED["model"]):
@@ -139,15 +140,15 @@ def replacing(final: Path) -> Iterator[Path]:
         _delete(folder)
 
 
-def check_disk_room(path: str, size: int) -> None:
-    """Raise ExportError if the disk that holds `path` has no room for a model of `size` bytes."""
+def check_disk_room(path: str, size: int) -> list[Finding]:
+    """Return a failure if the disk that holds `path` has no room for a model of `size` bytes."""
     folder = Path(path).absolute()
     disk = disk_of(folder)
-    if disk.total and disk.free < size:
-        raise ExportError(
-            f"{folder} has {disk.free / GIB:.3g} GiB free, but the model takes {size / GIB:.3g} "
-            "GiB. Free some disk space, or choose a different --ckpt.output_dir."
-        )
+    if not disk.total or disk.free >= size:
+        return []
+    seen = f"{folder} has {disk.free / GIB:.3g} GiB free, but the model takes {size / GIB:.3g} GiB."
+    fix = "Free some disk space, or choose a different --ckpt.output_dir."
+    return [Finding(seen, fix, fails=True)]
 
 
 def _delete(path: Path) -> None:

@@ -38,6 +38,7 @@ NOTHING_SAVED = "No step was saved."
 HOW_TO_SAVE = " With --ckpt.save_steps, an interrupted run saves its last step."
 
 GIB = 2**30
+UNREADABLE = (LookupError, TypeError, ValueError)  # errors from reading a damaged manifest
 FULL = 2**20  # bytes: a disk with no more free space than this counts as full
 MANIFEST = ".manifest.json"
 # Substrings of the RuntimeErrors that torch raises when it cannot write a file.
@@ -92,13 +93,14 @@ class CheckpointManager:
         self._settle()
         for checkpoint in reversed(self.checkpoints()):
             tag = checkpoint.tag
-            if not checkpoint.parts:
-                warn(f"Skipped {tag} in {self.root}: it contains only an export.")
-                continue
             damage = checkpoint.damage()
             if damage:
                 self._damaged.add(checkpoint.nonce)
-                warn(f"Skipped {tag} in {self.root}: it is incomplete: {damage}.")
+                damage = f"it is incomplete: {damage}"
+            elif not checkpoint.parts:
+                damage = "it contains only an export"
+            if damage:
+                warn(f"Skipped {tag} in {self.root}: {damage}.")
                 continue
             missing = set(self.parts) - set(checkpoint.parts)
             if missing:
@@ -115,11 +117,8 @@ class CheckpointManager:
 
     def find(self, step: int, *, best: bool) -> Checkpoint | None:
         """Return a step's regular or best checkpoint; None if it is missing or incomplete."""
-        tag = _tag(step, best=best)
         for checkpoint in self.checkpoints():
-            if checkpoint.tag == tag:
-                if checkpoint.damage():
-                    return None
+            if checkpoint.tag == _tag(step, best=best) and not checkpoint.damage():
                 return checkpoint
         return None
 
@@ -132,8 +131,8 @@ class CheckpointManager:
         for path in sorted(self.root.glob(f"*{MANIFEST}")):
             try:
                 found.append(Checkpoint.read(path, root=self.root))
-            except ValueError as error:
-                warn(f"{path} is damaged ({error}): renamed to *.damaged.")
+            except UNREADABLE as error:
+                warn(f"{path} is damaged ({type(error).__name__}: {error}): renamed to *.damaged.")
                 os.rename(path, f"{path}.damaged")
         return sorted(found, key=lambda checkpoint: checkpoint.sequence)
 
@@ -200,37 +199,22 @@ class CheckpointManager:
         try:
             yield
         except Exception as error:
-            reason = self._write_error(error)
-            if reason is None:
-                raise
+            reason = str(error).partition("\n")[0]
+            # For a full disk or a quota, torch raises a RuntimeError that does not name the cause.
+            if shutil.disk_usage(self.root).free <= FULL:
+                reason = os.strerror(errno.ENOSPC)
+            elif not isinstance(error, OSError):
+                if not any(words in reason for words in TORCH_WRITE_ERRORS):
+                    raise
             shutil.rmtree(staged.directory, ignore_errors=True)
             raise self._failed(staged.tag, reason) from error
 
-    def _write_error(self, error: Exception) -> OSError | None:
-        """Return the OSError behind an error; None if the error has a different cause.
-
-        For a full disk, a quota or a file size limit, torch raises a RuntimeError that does not
-        name the cause. An export raises an OSError.
-        """
-        if isinstance(error, OSError):
-            return error
-        if shutil.disk_usage(self.root).free <= FULL:
-            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        message = str(error)
-        if isinstance(error, RuntimeError):
-            if any(words in message for words in TORCH_WRITE_ERRORS):
-                return OSError(message.splitlines()[0])
-        return None
-
-    def _failed(self, tag: str, error: OSError) -> CheckpointError:
-        kept = "There is no older checkpoint."
+    def _failed(self, tag: str, reason: object) -> CheckpointError:
         older = ", ".join(checkpoint.tag for checkpoint in self.checkpoints())
-        if older:
-            kept = f"Older checkpoints are kept: {older}."
         return CheckpointError(
-            f"{tag} could not be written to --ckpt.path {self.root}: {error}. {kept} Free some "
-            "disk space, choose a different --ckpt.path, or lower --ckpt.max_num (now "
-            f"{self.max_num})."
+            f"{tag} could not be written to --ckpt.path {self.root}: {reason}. Older "
+            f"checkpoints that are kept: {older or 'none'}. Free some disk space, choose a "
+            f"different --ckpt.path, or lower --ckpt.max_num (now {self.max_num})."
         )
 
     def _seal(
@@ -248,10 +232,7 @@ class CheckpointManager:
             for path in sync_tree(directory):
                 name = str(path.relative_to(staged.directory))
                 files[name] = (path.stat().st_size, fingerprint(path))
-        sequence = 1
-        committed = self.checkpoints()
-        if committed:
-            sequence = committed[-1].sequence + 1
+        sequence = max((committed.sequence for committed in self.checkpoints()), default=0) + 1
         checkpoint = Checkpoint(
             directory=self.root,
             tag=staged.tag,
@@ -269,12 +250,9 @@ class CheckpointManager:
     def _install(self, staged: StagedCheckpoint, checkpoint: Checkpoint) -> None:
         """Rename the staged directories into place, then commit by renaming the manifest."""
         for other in self.checkpoints():
-            if other.tag != checkpoint.tag:
-                continue
-            for place in other.places:
-                if (self.root / place).exists():
-                    # `_settle` moves it back while its manifest is in place.
-                    move(self.root / place, self._aside(other) / place)
+            if other.tag == checkpoint.tag:
+                # `_settle` moves them back while their manifest is in place.
+                _move(other.places, self.root, self._aside(other))
         for place in checkpoint.places:
             if (self.root / place).exists():  # no manifest names it, so it is not ours to delete
                 warn(
@@ -319,55 +297,43 @@ class CheckpointManager:
         committed = {self._aside(checkpoint): checkpoint for checkpoint in self.checkpoints()}
         for aside in asides:
             if aside in committed:
-                self._restore(committed[aside], aside)
+                _move(committed[aside].places, aside, self.root)
             _remove(aside)
 
     def _roll_back(self, aside: Path) -> None:
         """Move the files of uncommitted manifests back to `aside`, and delete the manifests."""
         for draft in aside.glob(f"*{MANIFEST}"):
-            with suppress(ValueError):  # the files of a damaged manifest are unknown
-                for place in Checkpoint.read(draft, root=self.root).places:
-                    if not (aside / place).exists() and (self.root / place).exists():
-                        move(self.root / place, aside / place)
+            with suppress(*UNREADABLE):  # the files of a damaged manifest are unknown
+                places = Checkpoint.read(draft, root=self.root).places
+                _move([place for place in places if not (aside / place).exists()], self.root, aside)
             draft.unlink()
             sync(aside)
-
-    def _restore(self, checkpoint: Checkpoint, aside: Path) -> None:
-        for place in checkpoint.places:
-            if (aside / place).exists():
-                move(aside / place, self.root / place)
 
     def _aside(self, checkpoint: StagedCheckpoint) -> Path:
         """Return the temporary directory for a checkpoint's files during saves and removals."""
         return self.root / _aside_name(checkpoint.tag, checkpoint.nonce)
 
     def check_room(self, size: int) -> list[Finding]:
-        """Return a warning if the disk is too small for the run's checkpoints of about `size`
-        bytes.
+        """Return a finding if the disk is too small for checkpoints of about `size` bytes.
 
-        Raises CheckpointError if not even one checkpoint fits.
+        It is a failure if not even one checkpoint fits.
         """
         disk = disk_of(self.root)
-        if not disk.total:
-            return []
-        one = f"about {size / GIB:.3g} GiB"
-        free = f"{disk.free / GIB:.3g} GiB"
-        if disk.free < size:
-            raise CheckpointError(
-                f"--ckpt.path {self.root} has {free} free, but a checkpoint of this run takes "
-                f"{one}. Free some disk space, choose a different --ckpt.path, or disable "
-                "checkpoints (--ckpt.save_steps -1)."
-            )
         kept = _total_size(self.checkpoints())  # freed as new checkpoints are written
         needed = min((self.max_num + 1) * size, self.max_bytes + size)
-        if disk.free + kept >= needed:
+        fails = disk.free < size
+        if not disk.total or not (fails or disk.free + kept < needed):
             return []
         seen = (
-            f"--ckpt.path {self.root} has {free} free, but --ckpt.max_num {self.max_num} "
-            f"checkpoints of {one} each, plus one that is written before the oldest is removed, "
-            f"take {needed / GIB:.3g} GiB. The run continues without checkpoints that do not fit."
+            f"--ckpt.path {self.root} has {disk.free / GIB:.3g} GiB free. A checkpoint of this run "
+            f"takes about {size / GIB:.3g} GiB, and --ckpt.max_num {self.max_num} checkpoints plus "
+            f"one that is written before the oldest is removed take {needed / GIB:.3g} GiB."
         )
-        return [Finding(seen, "Lower --ckpt.max_num, or free some disk space.")]
+        fix = (
+            "Free some disk space, lower --ckpt.max_num, choose a different --ckpt.path, or write "
+            "no checkpoints (--ckpt.save_steps -1)."
+        )
+        return [Finding(seen, fix, fails=fails)]
 
     def _check_space(self) -> None:
         """Raise OSError if the disk has less free space than the last checkpoint took."""
@@ -396,8 +362,7 @@ def evictions(
     always kept.
     """
     evicted = [checkpoint for checkpoint in checkpoints if checkpoint.is_best][:-1]
-    regular = [checkpoint for checkpoint in checkpoints if not checkpoint.is_best]
-    number = len(regular)
+    number = sum(not checkpoint.is_best for checkpoint in checkpoints)
     size = _total_size(checkpoints) - _total_size(evicted)
 
     def rank(checkpoint: Checkpoint) -> tuple[bool, bool, float, int]:
@@ -424,6 +389,13 @@ def _tag(step: int, *, best: bool = False) -> str:
 
 def _aside_name(tag: str, nonce: str) -> str:
     return f".tmp-{tag}-{nonce}"
+
+
+def _move(places: Iterable[str], source: Path, target: Path) -> None:
+    """Move the directories that exist in `source` to `target`."""
+    for place in places:
+        if (source / place).exists():
+            move(source / place, target / place)
 
 
 def _remove(directory: Path) -> None:

@@ -11,27 +11,24 @@ after the export's copy of the weights is freed, so that only one copy exists at
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from openrlhf.config.flags import UserError
 from openrlhf.config.machine import free_memory
 from openrlhf.config.shared import LoadingConfig
-from openrlhf.models.adapters import (
-    adapter_base,
-    name_in_files,
-    stored_adapter,
-    with_stored_adapter,
-)
+from openrlhf.models.adapters import stored_adapter, stored_name, with_stored_adapter
 from openrlhf.models.loading import LoadSpec, pin_longrope, read_model
-from openrlhf.models.probe import are_of_another_model, explain_gap, probe_logits
+from openrlhf.models.probe import find_gap, probe_logits
+from openrlhf.models.weights import stored_weights
 from openrlhf.reporting import notice
 from openrlhf.training.whole import full_shape
 from openrlhf.weights.buckets import bucket_hash
@@ -81,11 +78,7 @@ class TrainedState:
 def digest_of(tensor: Tensor) -> Digest:
     """Return a tensor's shape, dtype and hash."""
     data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    if len(data) == 0:
-        return tuple(tensor.shape), tensor.dtype, 0
-    if data.storage_offset() % 8 or len(data) % 8:
-        data = torch.cat([data, data.new_zeros(-len(data) % 8)])
-    return tuple(tensor.shape), tensor.dtype, bucket_hash(data)
+    return tuple(tensor.shape), tensor.dtype, bucket_hash(pad(data, (0, -len(data) % 8)))
 
 
 def _shown(names: Sequence[str]) -> str:
@@ -96,13 +89,35 @@ def _shown(names: Sequence[str]) -> str:
 def compare_reloaded(folder: Path, model: PreTrainedModel, trained: TrainedState) -> None:
     """Load the exported model in `folder`, and compare it with the trained model.
 
-    `model` is the trained model, whose class and configuration are used. Raises
-    DifferentModelError.
+    The class and configuration of `model`, the trained model, are used. Raises DifferentModelError.
     """
-    try:
-        _compare(folder, model, trained)
-    except UserError as error:  # a loading error, whose advice is for models that users provide
-        raise DifferentModelError(str(error)) from error
+    trained.require_averages()
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    adapted = hasattr(model, "peft_config")
+    if adapted:
+        _compare_adapter(folder, trained)
+        if trained.logits is None:
+            return
+        for weight in model.parameters():  # the base model
+            size += math.prod(full_shape(weight)) * weight.element_size()
+    free = free_memory()
+    if free < ROOM * size:
+        notice(
+            f"The export in {folder.parent} was not loaded again and compared with the trained "
+            f"model, because the model takes {size / GIB:.3g} GiB and this machine has only "
+            f"{free / GIB:.3g} GiB of free memory."
+        )
+        return
+    if adapted:
+        load_base = partial(_load, folder, model, dtype=model.dtype)
+        reloaded = with_stored_adapter(folder, load_base)
+    else:
+        reloaded = _load(folder, model, str(folder), dtype="auto")
+        _compare_weights(reloaded.named_parameters(), trained.digests)
+    if trained.max_len:
+        pin_longrope(reloaded, trained.max_len)
+    if trained.logits is not None:
+        _compare_logits(folder, trained.logits, probe_logits(reloaded), trained.precision)
 
 
 def compare_files(folder: Path, model: PreTrainedModel, trained: TrainedState) -> None:
@@ -116,7 +131,10 @@ def compare_files(folder: Path, model: PreTrainedModel, trained: TrainedState) -
         if hasattr(model, "peft_config"):
             _compare_adapter(folder, trained)
         else:
-            _compare_tensors(folder, trained.digests, buffers=dict(model.named_buffers()))
+            buffers = dict(model.named_buffers())
+            stored = stored_weights(str(folder))
+            found = ((name, read()) for name, read in stored if name not in buffers)
+            _compare_weights(found, trained.digests, renamed=True)
     except DifferentModelError as error:
         notice(
             f"The export in {folder.parent} does not match the trained model: {error}. The run "
@@ -124,72 +142,42 @@ def compare_files(folder: Path, model: PreTrainedModel, trained: TrainedState) -
         )
 
 
-def _compare_tensors(
-    folder: Path, trained: Mapping[str, Digest], *, buffers: Collection[str]
-) -> None:
-    """Compare the tensors that have the same names in the files and in the model.
+def _compare_adapter(folder: Path, trained: TrainedState) -> None:
+    digests = {stored_name(name): digest for name, digest in trained.digests.items()}
+    _compare_weights(stored_adapter(folder).items(), digests)
 
-    Transformers may store some tensors under different names or in parts, for example experts.
+
+def _compare_weights(
+    found: Iterable[tuple[str, Tensor]], trained: Mapping[str, Digest], *, renamed: bool = False
+) -> None:
+    """Raise DifferentModelError unless the names and values of the weights match.
+
+    With `renamed`, only weights with equal names are compared if there are weights with unknown
+    names, because files may store some weights under different names or in parts, such as experts.
     """
-    seen: set[str] = set()
-    others: list[str] = []
+    missing = dict(trained)
+    unknown: list[str] = []
     wrong: list[str] = []
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118 not a mapping
-                if name in trained:
-                    seen.add(name)
-                    if digest_of(stored.get_tensor(name)) != trained[name]:
-                        wrong.append(name)
-                elif name not in buffers:
-                    others.append(name)
+    for name, tensor in found:
+        digest = missing.pop(name, None)
+        if digest is None:
+            unknown.append(name)
+        elif digest_of(tensor.to(digest[1])) != digest:
+            wrong.append(name)
     if wrong:
         raise DifferentModelError(
             f"{len(wrong)} weights in the files differ from the trained weights: {_shown(wrong)}"
         )
-    missing = sorted(trained.keys() - seen)
-    if missing and not others:
-        raise DifferentModelError(
-            f"{len(missing)} trained weights are not in the files: {_shown(missing)}"
-        )
-
-
-def _compare_adapter(folder: Path, trained: TrainedState) -> None:
-    digests = {name_in_files(name): digest for name, digest in trained.digests.items()}
-    _compare_weights(stored_adapter(folder), digests)
-
-
-def _compare(folder: Path, model: PreTrainedModel, trained: TrainedState) -> None:
-    trained.require_averages()
-    adapted = hasattr(model, "peft_config")
-    if adapted:
-        _compare_adapter(folder, trained)
-        if trained.logits is None:
-            return
-    size = 0
-    if adapted:
-        for weight in model.parameters():
-            size += math.prod(full_shape(weight)) * weight.element_size()
-    else:
-        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    free = free_memory()
-    if free < ROOM * size:
-        notice(
-            f"The export in {folder.parent} was not loaded again and compared with the trained "
-            f"model, because the model takes {size / GIB:.3g} GiB and this machine has only "
-            f"{free / GIB:.3g} GiB of free memory."
-        )
+    if renamed and unknown:
         return
-    if adapted:
-        reloaded = _with_adapter(folder, model)
-    else:
-        reloaded = _reloaded(folder, model, str(folder), "auto")
-    if trained.max_len:
-        pin_longrope(reloaded, trained.max_len)
-    if not adapted:
-        _compare_weights(dict(reloaded.named_parameters()), trained.digests)
-    if trained.logits is not None:
-        _compare_logits(folder, trained.logits, probe_logits(reloaded), trained.precision)
+    if missing:
+        raise DifferentModelError(
+            f"{len(missing)} trained weights are not in the files: {_shown(sorted(missing))}"
+        )
+    if unknown:
+        raise DifferentModelError(
+            f"{len(unknown)} weights in the files were not exported: {_shown(unknown)}"
+        )
 
 
 def _compare_logits(folder: Path, expected: Tensor, found: Tensor, precision: str) -> None:
@@ -197,42 +185,22 @@ def _compare_logits(folder: Path, expected: Tensor, found: Tensor, precision: st
 
     They may come from different devices and attention kernels.
     """
-    gap = explain_gap(expected, found, precision)
+    gap = find_gap(expected, found, precision)
     if not gap:
         return
-    if are_of_another_model(expected, found, precision):
-        raise DifferentModelError(f"the logits of the exported and the trained model are {gap}")
+    if gap.is_other_model:
+        raise DifferentModelError(
+            f"the logits of the exported and the trained model are {gap.text}"
+        )
     notice(
         f"The export in {folder.parent} contains the trained weights, but the logits that "
-        f"Transformers computes from them on the CPU and those of the trained model are {gap}. "
-        "Rounding errors are usually smaller. Evaluate the exported model."
+        "Transformers computes from them on the CPU and those of the trained model are "
+        f"{gap.text}. Rounding errors are usually smaller. Evaluate the exported model."
     )
 
 
-def _compare_weights(found: Mapping[str, Tensor], trained: Mapping[str, Digest]) -> None:
-    missing = sorted(trained.keys() - found.keys())
-    if missing:
-        raise DifferentModelError(
-            f"{len(missing)} trained weights are not in the files: {_shown(missing)}"
-        )
-    unexpected = sorted(found.keys() - trained.keys())
-    if unexpected:
-        raise DifferentModelError(
-            f"{len(unexpected)} weights in the files were not exported: {_shown(unexpected)}"
-        )
-    wrong: list[str] = []
-    for name, tensor in found.items():
-        _, dtype, _ = trained[name]
-        if digest_of(tensor.to(dtype)) != trained[name]:
-            wrong.append(name)
-    if wrong:
-        raise DifferentModelError(
-            f"{len(wrong)} weights in the files differ from the trained weights: {_shown(wrong)}"
-        )
-
-
-def _reloaded(
-    folder: Path, model: PreTrainedModel, path: str, dtype: torch.dtype | str
+def _load(
+    folder: Path, model: PreTrainedModel, path: str, *, dtype: torch.dtype | str
 ) -> PreTrainedModel:
     """Load a model of the trained model's class into CPU memory.
 
@@ -242,19 +210,16 @@ def _reloaded(
     attention = "sdpa"
     if model.config._attn_implementation == "eager":
         attention = "eager"
-    spec = LoadSpec(path=path, ds=LoadingConfig())
-    reloaded, stored = read_model(
-        type(model),
-        spec,
-        config=configuration.from_pretrained(folder),
-        dtype=dtype,
-        attn_implementation=attention,
-    )
-    if path == str(folder):
-        stored.require_all()
+    try:
+        reloaded, stored = read_model(
+            type(model),
+            LoadSpec(path=path, ds=LoadingConfig()),
+            config=configuration.from_pretrained(folder),
+            dtype=dtype,
+            attn_implementation=attention,
+        )
+        if path == str(folder):
+            stored.require_all()
+    except UserError as error:  # its advice is for models that users provide
+        raise DifferentModelError(str(error)) from error
     return reloaded
-
-
-def _with_adapter(folder: Path, model: PreTrainedModel) -> Any:
-    base = _reloaded(folder, model, adapter_base(folder), model.dtype)
-    return with_stored_adapter(base, folder)

@@ -58,7 +58,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
 
     Raises UserError if any row failed.
     """
-    check_engine_args(config.vllm.engine_args, engine_device())
+    report(*check_engine_args(config.vllm.engine_args, engine_device()))
     path = str(config.model.model_name_or_path)
     if config.samples_answers:
         tokenizer = policy_tokenizer(config, path, flag=MODEL)

@@ -69,7 +69,7 @@ def run_evaluation(config: EvaluationConfig) -> None:
 
     Raises RewardErrors if too many answers or pairs failed.
     """
-    check_engine_args(config.vllm.engine_args, engine_device())
+    report(*check_engine_args(config.vllm.engine_args, engine_device()))
     if config.samples_answers:
         offer_engines(config.rollout, config.reward)
         report(*check_reward(config.reward))

@@ -243,9 +243,9 @@ def load_models(
 ) -> TrainEngine:
     """Load the trained model with its optimizer, and the frozen models into `task.frozen`.
 
-    Prints a notice if the disk is too small for all checkpoints. Raises ModelError if a model gives
-    wrong results on packed or padded rows, UserError if the disk is too small for the export, and
-    CheckpointError if it is too small for a single checkpoint.
+    Prints a notice if the disk is too small for all checkpoints. Raises CheckError if a model gives
+    wrong results on packed or padded rows, or if the disk is too small for the export or a single
+    checkpoint.
     """
     config = task.config
     engine = TrainEngine(strategy, task.load_model, config, total_steps=total_steps)
@@ -260,17 +260,18 @@ def load_models(
     for name, load in task.frozen_models().items():
         frozen[name] = FrozenModel(strategy, load, offload=task.offloads)
     task.frozen = frozen
-    prove_layout(engine.module)
+    found = prove_layout(engine.module)
     if strategy.is_main:
-        check_disk_room(config.ckpt.output_dir, exported_bytes(engine))
+        found += check_disk_room(config.ckpt.output_dir, exported_bytes(engine))
         if config.ckpt.resumable:
             needed = engine.checkpoint_bytes
             if config.ckpt.save_hf:
                 needed += exported_bytes(engine)
-            report(*checkpoints.check_room(needed))
+            found += checkpoints.check_room(needed)
     for model in frozen.values():
-        prove_layout(model.on_device())
+        found += prove_layout(model.on_device())
         model.rest()
+    report(*found)
     return engine
 
 

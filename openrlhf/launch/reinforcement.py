@@ -99,7 +99,7 @@ def check_engines(config: PPOConfig, kind: Device) -> None:
     if generates or config.remote_teacher:
         offer_engines(config.rollout, config.reward)
     if generates:
-        check_engine_args(config.vllm.engine_args, kind)
+        report(*check_engine_args(config.vllm.engine_args, kind))
 
 
 def find_checkpoint(config: PPOConfig) -> tuple[CheckpointManager, Checkpoint | None]:

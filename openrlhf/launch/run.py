@@ -147,7 +147,7 @@ class Run:
     def _check_room(self, groups: Mapping[str, WorkerGroup]) -> None:
         """Print a notice if the disk is too small for all checkpoints.
 
-        Raises CheckpointError if it is too small for a single checkpoint.
+        Raises CheckError if it is too small for a single checkpoint.
         """
         asked: list[Call] = []
         for role in ("actor", "critic"):

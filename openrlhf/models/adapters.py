@@ -3,7 +3,7 @@
 Hu et al. 2021, arXiv:2106.09685
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,12 @@ def scale_settings(lora: LoraConfig) -> dict[str, Any]:
 
 
 def stored_name(name: str) -> str:
-    """Return the name of an adapter's tensor in PEFT's files."""
-    return PREFIX + name.replace(".default.", ".")
+    """Return the name of a trained tensor in PEFT's files.
+
+    In files, DoRA's magnitudes are tensors, not layers.
+    """
+    name = name.replace(".default.", ".")
+    return PREFIX + name.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 
 def _targets(model: PreTrainedModel, wanted: tuple[str, ...], path: str) -> list[str]:
@@ -78,22 +82,21 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...], path: str) -> list
     is listed and not tied to the embeddings.
     """
     all_linear = wanted == ("all-linear",)
-    adaptable = {id(layer) for layer in model.get_decoder().modules()}
+    adaptable = set(model.get_decoder().modules())
     output: Any = model.get_output_embeddings()
-    if output is not None and not all_linear:
-        is_tied = output.weight is model.get_input_embeddings().weight
-        if not is_tied:
-            adaptable.add(id(output))
+    if output is not None and output.weight is not model.get_input_embeddings().weight:
+        if not all_linear:
+            adaptable.add(output)
     names: list[str] = []
     for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and id(layer) in adaptable:
-            names.append(name)
+        if isinstance(layer, nn.Linear) and layer in adaptable:
+            names.append(f".{name}")
     known = sorted({name.rpartition(".")[2] for name in names})
     if all_linear:
         return known
     unknown: list[str] = []
     for target in wanted:
-        if not any(f".{name}".endswith(f".{target}") for name in names):
+        if not any(name.endswith(f".{target}") for name in names):
             unknown.append(target)
     if unknown:
         raise UserError(
@@ -168,25 +171,11 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 def save_adapter(model: Any, trained: Mapping[str, Tensor], folder: Path) -> None:
     """Write the trained tensors as an adapter in PEFT's format, and the model's configuration."""
-    from peft import get_peft_model_state_dict
-
-    state = get_peft_model_state_dict(model, dict(trained), save_embedding_layers=False)
-    for name, tensor in trained.items():
-        if ".lora_" not in name:  # the scalar head
-            state[name] = tensor
-    stored = {PREFIX + name: tensor for name, tensor in state.items()}
+    stored = {stored_name(name): tensor for name, tensor in trained.items()}
     save_file(stored, folder / "adapter_model.safetensors")
     model.peft_config["default"].save_pretrained(folder)
     with writable_configuration(model.config):
         model.config.save_pretrained(folder)
-
-
-def name_in_files(name: str) -> str:
-    """Return the name of a trained tensor in a stored adapter.
-
-    In files, DoRA's magnitudes are tensors, not layers.
-    """
-    return stored_name(name).replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 
 def stored_adapter(folder: Path) -> dict[str, Tensor]:
@@ -196,15 +185,12 @@ def stored_adapter(folder: Path) -> dict[str, Tensor]:
     return load_peft_weights(str(folder), device="cpu")
 
 
-def adapter_base(folder: Path) -> str:
-    """Return the folder or Hub name of an adapter's base model. The adapter is in PEFT's format."""
-    from peft import PeftConfig
+def with_stored_adapter(folder: Path, load_base: Callable[[str], PreTrainedModel]) -> Any:
+    """Return an adapter's base model with the adapter, as PEFT loads it.
 
-    return str(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path)
+    `load_base` loads the base model, whose folder or Hub name it gets.
+    """
+    from peft import PeftConfig, PeftModel
 
-
-def with_stored_adapter(base: PreTrainedModel, folder: Path) -> Any:
-    """Load an adapter in PEFT's format into a model with PEFT itself."""
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(base, str(folder))
+    base = load_base(str(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path))
+    return PeftModel.from_pretrained(base, str(folder)).get_base_model()

@@ -106,47 +106,33 @@ class HeadedModel(nn.Module):
         give the same results.
         """
         decoder: Any = self.hf.get_decoder()
-        balancing = self.balancing and self.training
-        layout: Layout | None = None
-        if not self.packing:
-            layout = Layout.of(offsets)
         positions = torch.arange(len(tokens), device=tokens.device)
         positions = positions - offsets[:-1].repeat_interleave(offsets.diff())
         arguments: dict[str, Any] = {}
-        if balancing:
-            arguments["output_router_logits"] = True
-        shared = self.shared_prefixes(tokens, offsets)
-        if layout is None:
+        if self.packing:
             arguments |= _document_arguments(offsets, decoder.config._attn_implementation)
+            places: Tensor | slice = slice(None)  # of the tokens in the decoder's flat output
+            shared = self.shared_prefixes(tokens, offsets)
             if shared:
                 arguments["shared_prefixes"] = shared
                 tokens = tokens[shared.computed]
                 positions = positions[shared.computed]
-            arguments["input_ids"] = tokens[None]
-            arguments["position_ids"] = positions[None]
+                places = shared.source  # a shared prefix counts once per sequence
+            block, positions = tokens[None], positions[None]
         else:
-            arguments["input_ids"] = layout.gather(tokens)
-            arguments["position_ids"] = layout.gather(positions)
+            layout = Layout.of(offsets)
+            block, positions = layout.gather(tokens), layout.gather(positions)
             arguments["attention_mask"] = layout.real.long()
+            places = layout.real.flatten()
+        balancing = self.balancing and self.training
+        if balancing:
+            arguments["output_router_logits"] = True
         # With a cache, or any mask, packed documents would attend to each other.
-        output = decoder(use_cache=False, **arguments)
+        output = decoder(input_ids=block, position_ids=positions, use_cache=False, **arguments)
         # A model that is split over several devices leaves the states on the last one.
-        states = output.last_hidden_state.to(tokens.device)
-        if layout is None:
-            states = states[0]
-        else:
-            states = states[layout.real]
-        if shared:
-            states = states[shared.source]
+        states = output.last_hidden_state.flatten(0, 1).to(tokens.device)[places]
         if not balancing:
             return states, None
-        routed: list[Tensor] = []
-        for logits in output.router_logits:
-            if layout is not None:
-                routed.append(logits[layout.real.flatten()])  # without padding
-            elif shared:
-                routed.append(logits[shared.source])  # a shared prefix counts once per sequence
-            else:
-                routed.append(logits)
+        routed = [logits[places] for logits in output.router_logits]
         top_k = decoder.config.get_text_config().num_experts_per_tok
         return states, load_balancing_loss(routed, top_k=top_k)

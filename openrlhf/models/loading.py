@@ -1,6 +1,5 @@
 """Loading of Transformers models with the dtype, attention and adapters from the flags."""
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
@@ -27,7 +25,7 @@ from openrlhf.config.commands import ModelCommand
 from openrlhf.config.shared import LoadingConfig, LoraConfig, TrainedModelConfig
 from openrlhf.models import packed_attention
 from openrlhf.models.adapters import unadapted_experts, with_adapters
-from openrlhf.models.weights import ModelError, StoredWeights, odd_experts, require_finite
+from openrlhf.models.weights import ModelError, StoredWeights, require_finite
 from openrlhf.reporting import notice
 
 # Configuration keys with which some architectures transform logits after the output layer.
@@ -40,6 +38,9 @@ LOGIT_TRANSFORMS = (
 )
 # The config.json key with a process reward model's placeholder and reward tokens.
 STEP_TOKENS = "process_reward"
+STEP_TOKENS_EXAMPLE = (
+    r'{"process_reward": {"placeholder_token": "\n", "reward_tokens": ["+", "-"]}}'
+)
 SHOWN_FILES = 8  # in a message
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -196,11 +197,8 @@ def _rope(config: Any) -> tuple[str, int | None]:
     stored = config.get_text_config().to_dict()
     # The parameters of the whole model, or one entry per layer type.
     parameters = stored.get("rope_parameters") or {}
-    scalings: set[str] = set()
-    for entry in (parameters, *parameters.values()):
-        if isinstance(entry, dict):
-            scalings.add(entry.get("rope_type", "default"))
-    scalings.discard("default")
+    entries = [entry for entry in (parameters, *parameters.values()) if isinstance(entry, dict)]
+    scalings = {entry.get("rope_type", "default") for entry in entries} - {"default"}
     scaling = min(scalings, default="default")  # "dynamic" sorts first
     return scaling, stored.get("max_position_embeddings")
 
@@ -247,11 +245,10 @@ def step_tokens(spec: LoadSpec) -> tuple[str, list[str]]:
     placeholder = stored.get("placeholder_token")
     judgements = stored.get("reward_tokens") or []
     if not placeholder or len(judgements) < 2:
-        example = {"placeholder_token": "\n", "reward_tokens": ["+", "-"]}
         raise ModelError(
             f"{spec.path} does not name its placeholder and reward tokens. Train it with train_prm "
             "and --prm.reward_tokens (the token for a right step first), or add the tokens to its "
-            f"config.json, for example {json.dumps({STEP_TOKENS: example})}."
+            f"config.json, for example {STEP_TOKENS_EXAMPLE}."
         )
     return placeholder, judgements
 
@@ -319,52 +316,31 @@ def explaining_failures(spec: LoadSpec) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        problem = "is not a local folder and could not be fetched from the Hub"
-        if os.path.isdir(spec.path):
-            problem = "cannot be read (an incomplete download?)"
-        raise ModelError(f"the model {spec.path} {problem}: {error}") from error
-    except (ImportError, KeyError, ValueError) as error:
-        # Architectures with their own attention table raise KeyError.
-        if "trust_remote_code" in str(error):
-            raise ModelError(
-                f"the model {spec.path} contains its own code: if you trust the code, add "
-                "--model.trust_remote_code"
-            ) from error
-        if "attention implementation" in str(error) or packed_attention.NAME in str(error):
-            advice = "try --ds.attn_implementation eager"
-            if spec.ds.packing_samples:
-                # Eager attention handles packed rows correctly in only a few architectures. In
-                # others it only appears correct for short texts.
-                advice = "drop --ds.packing_samples"
-            raise ModelError(
-                f"{spec.path} does not support {spec.ds.attn_implementation} attention: {advice}. "
-                f"{error}"
-            ) from error
-        raise ModelError(f"the model {spec.path} cannot be loaded: {error}") from error
-    except StrictDataclassError as error:  # the configuration contradicts itself
-        raise ModelError(f"{os.path.join(spec.path, 'config.json')} is invalid: {error}") from error
     except torch.OutOfMemoryError:
         raise
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        IndexError,
-        RuntimeError,
-        TypeError,
-    ) as error:
-        # If Transformers cannot stack a layer's experts, its error does not name the expert.
-        odd = odd_experts(spec.path)
-        if odd:
-            raise ModelError(
-                f"the weights in {spec.path} do not match its config.json: {odd}. Download or "
-                "export the model again."
-            ) from error
-        raise ModelError(
-            f"the model {spec.path} cannot be built from config.json and its weights: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    except Exception as error:
+        # Transformers, its validation and the model's own code raise many types of errors.
+        raise ModelError(f"the model {spec.path} {_explain(error, spec)}") from error
+
+
+def _explain(error: Exception, spec: LoadSpec) -> str:
+    if isinstance(error, OSError | SafetensorError):
+        if os.path.isdir(spec.path):
+            return f"cannot be read (an incomplete download?): {error}"
+        return f"is not a local folder and could not be fetched from the Hub: {error}"
+    if "trust_remote_code" in str(error):
+        return "contains its own code: if you trust the code, add --model.trust_remote_code"
+    if "attention implementation" in str(error) or packed_attention.NAME in str(error):
+        advice = "try --ds.attn_implementation eager"
+        if spec.ds.packing_samples:
+            # Eager attention handles packed rows correctly in only a few architectures. In others
+            # it only appears correct for short texts.
+            advice = "drop --ds.packing_samples"
+        return f"does not support {spec.ds.attn_implementation} attention: {advice}. {error}"
+    return (
+        f"cannot be built from its config.json and weights ({type(error).__name__}: {error}). "
+        "Download or export the model again, or correct config.json."
+    )
 
 
 def prepare_model(

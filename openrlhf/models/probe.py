@@ -3,11 +3,11 @@
 The forms are a model with an adapter and the merged model, or a model in memory and in files.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from openrlhf.models.loading import DTYPES
 from openrlhf.models.packed_attention import unpacked
@@ -21,6 +21,13 @@ LARGEST_GAPS = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.2}
 OTHER_MODELS = {"fp32": 0.02, "fp16": 0.5, "bf16": 0.5}
 
 
+class LogitGap(NamedTuple):
+    """A gap between the logits of two models that rounding does not explain."""
+
+    text: str
+    is_other_model: bool  # too large for two forms of the same model
+
+
 @torch.no_grad()
 def probe_logits(model: nn.Module) -> Tensor:
     """Return the logits of 16 tokens spread over the vocabulary, computed by Transformers alone.
@@ -30,83 +37,47 @@ def probe_logits(model: nn.Module) -> Tensor:
     hf: Any = model
     vocabulary = hf.config.get_text_config().vocab_size
     tokens = torch.arange(PROBED_TOKENS) * max(1, vocabulary // PROBED_TOKENS) % vocabulary
-    # The scalar head's values at every token. Transformers itself returns only one of them.
-    values: list[Tensor] = []
-    head = _scalar_head(hf)
     was_training = hf.training
-
-    def keep(_: nn.Module, __: object, output: Tensor) -> None:
-        values.append(output)
-
-    hook: RemovableHandle | None = None
-    if head is not None:
-        hook = head.register_forward_hook(keep)
     try:
-        hf.eval()
-        with unpacked(hf):
-            input_ids = tokens[None].to(next(hf.parameters()).device)
-            logits = hf(input_ids=input_ids, use_cache=False).logits
+        return plain_outputs(hf.eval(), tokens).float().cpu()
     finally:
         hf.train(was_training)
-        if hook is not None:
-            hook.remove()
-    if values:
-        return values[0].reshape(-1).float().cpu()
-    return logits.float().cpu()
 
 
-def _scalar_head(hf: Any) -> nn.Module | None:
-    """Return a scalar model's head, or PEFT's wrapper around it; None for a language model."""
-    prefix = hf.config.to_dict().get("value_head_prefix")
-    if not prefix:
-        return None
-    for name, module in hf.named_modules():
-        if name.rpartition(".")[2] == prefix:
-            return module
-    return None
+def plain_outputs(hf: Any, tokens: Int[Tensor, " T"]) -> Tensor:
+    """Return Transformers' logits (T, V) of one sequence, or a scalar head's values (T,)."""
+    inputs = {"input_ids": tokens[None].to(next(hf.parameters()).device), "use_cache": False}
+    with unpacked(hf):
+        if hf.get_output_embeddings() is not None:
+            return hf(**inputs).logits[0]
+        # Transformers itself returns only one value per sequence.
+        head = hf.get_submodule(hf.config.to_dict().get("value_head_prefix") or "score")
+        return head(hf.get_decoder()(**inputs).last_hidden_state)[0, :, 0]
 
 
-def explain_gap(expected: Tensor, found: Tensor, precision: str) -> str | None:
-    """Describe the gap between logits, or return None if rounding to the dtype explains it."""
-    if expected.shape != found.shape:
-        return f"of different shapes, {tuple(expected.shape)} and {tuple(found.shape)}"
-    if _have_diverged(expected, found):
-        return None
-    gap = float((found - expected).abs().mean())
-    spread = float(expected.std())
-    if gap <= LARGEST_GAPS[precision] * spread + _rounding(expected, precision):
-        return None
-    return f"{gap:.2g} apart on average, with a standard deviation of {spread:.2g}"
+def find_gap(expected: Tensor, found: Tensor, precision: str) -> LogitGap | None:
+    """Return the gap between logits or values, or None if rounding to the dtype explains it.
 
-
-def are_of_another_model(expected: Tensor, found: Tensor, precision: str) -> bool:
-    """Return whether logits are too far apart to be from the same model.
-
-    The limit holds for any kernel that computes the logits in this dtype. A scalar head's values
-    may be nearly equal at all tokens, so the limit is relative to their magnitude instead of their
-    standard deviation.
+    The limit for different models holds for any kernel that computes the logits in this dtype. A
+    scalar head's values may be nearly equal at all tokens, so this limit is relative to their
+    magnitude instead of their standard deviation.
     """
     if expected.shape != found.shape:
-        return True
-    if _have_diverged(expected, found):
-        return False
-    size = expected.std()
-    if expected.dim() == 1:
-        size = expected.square().mean().sqrt()
+        shapes = f"{tuple(expected.shape)} and {tuple(found.shape)}"
+        return LogitGap(f"of different shapes, {shapes}", is_other_model=True)
+    if not expected.isfinite().all() and torch.equal(expected.isfinite(), found.isfinite()):
+        return None  # both models have diverged
     gaps = (found - expected).abs()
+    spread = float(expected.std())
+    magnitude = float(expected.square().mean().sqrt())
+    rounding = 4 * torch.finfo(DTYPES[precision]).eps * magnitude  # of values far from 0
+    gap = float(gaps.mean())
+    if gap <= LARGEST_GAPS[precision] * spread + rounding:
+        return None
+    text = f"{gap:.2g} apart on average, with a standard deviation of {spread:.2g}"
+    size = magnitude
     if expected.dim() > 1:
+        size = spread
         gaps = gaps.mean(dim=-1)
-    gap = float(gaps.median())
-    return not gap <= OTHER_MODELS[precision] * float(size) + _rounding(expected, precision)
-
-
-def _have_diverged(expected: Tensor, found: Tensor) -> bool:
-    return not expected.isfinite().all() and torch.equal(expected.isfinite(), found.isfinite())
-
-
-def _rounding(logits: Tensor, precision: str) -> float:
-    """Return the rounding error of values that are nearly equal but far from 0.
-
-    Examples are a trained model's rewards.
-    """
-    return 4 * torch.finfo(DTYPES[precision]).eps * float(logits.square().mean().sqrt())
+    is_same = float(gaps.median()) <= OTHER_MODELS[precision] * size + rounding
+    return LogitGap(text, is_other_model=not is_same)

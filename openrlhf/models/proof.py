@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from transformers import PretrainedConfig, PreTrainedModel
 
+from openrlhf.checks import Finding
 from openrlhf.core.batches import Layout, offsets_of
-from openrlhf.models import packed_attention
-from openrlhf.models.loading import ModelError, end_tokens
+from openrlhf.models.loading import end_tokens
 from openrlhf.models.policy import PolicyModel
+from openrlhf.models.probe import plain_outputs
 from openrlhf.models.scalar import ScalarModel
 
 CheckedModel = PolicyModel | ScalarModel
@@ -29,8 +31,6 @@ OTHER_ENTRIES = re.compile(
 )
 # For longer inputs, only the outputs are compared: a gradient would need all activations.
 MAX_GRADIENT_TOKENS = 1024
-# Configuration keys that list the layer types.
-LAYER_TYPE_ENTRIES = ("layer_types", "layers_block_type", "block_types")
 # Length in tokens of the common prefix, which packed rows compute once.
 PREFIX_TOKENS = 8
 CHUNK_TOKENS = 256  # number of tokens whose logits are converted to float32 at a time
@@ -53,67 +53,45 @@ class _Case(NamedTuple):
     compared: int
 
 
-def prove_layout(model: nn.Module) -> None:
-    """Raise ModelError if packing or padding the run's batches changes a model's outputs.
+def prove_layout(model: nn.Module) -> list[Finding]:
+    """Return a failure if packing or padding the run's batches changes a model's outputs.
 
     Scores two short sequences in the run's layout, packed or padded, and each sequence alone with
     plain Transformers. If the run's sequences are longer than the windows, blocks, top-k or token
     compression of the model's attention, two longer sequences are scored too. The log-probabilities
-    or values and one gradient must agree, and no token may depend on another sequence; the error
+    or values and one gradient must agree, and no token may depend on another sequence; the finding
     names the layer types. Weights, gradients, RNG state and training mode stay unchanged.
     Collective under ZeRO 3, where a DeepSpeed engine may wrap the model. A model that is neither a
     PolicyModel nor a ScalarModel is not checked, because it lays out its own batches.
     """
     model = getattr(model, "module", model)
     if not isinstance(model, CheckedModel):
-        return
-    require_decoder(model)
-    weights = next(model.parameters())
+        return []
+    decoder: Any = model.hf.get_decoder()
+    if not isinstance(decoder, PreTrainedModel) or decoder is model.hf:
+        # Training reads hidden states from the decoder, so that logits exist for only one chunk of
+        # tokens at a time.
+        seen = (
+            f"{_name(model)}, cannot be trained: Transformers returns a {type(decoder).__name__} "
+            "instead of a decoder that is separate from the output layer."
+        )
+        fix = "Use a different architecture (Llama, Qwen, Mistral, …)."
+        return [Finding(seen, fix, fails=True)]
     was_training = model.training
-    cases = _cases(model, weights.device)
-    devices: list[torch.device] = []
-    if weights.is_cuda:
-        devices.append(weights.device)
-    faults: list[str] = []
+    device = next(model.parameters()).device
+    devices = [device] if device.type == "cuda" else []
+    faults: list[str | None] = []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         try:
             model.eval()
-            for case in cases:
-                fault = _find_fault(model, case, weights.dtype)
-                if fault:
-                    faults.append(fault)
-        except packed_attention.UnsupportedAttentionError as error:
-            raise ModelError(_refusal(model, f"cannot score them: {error}")) from error
-        except (
-            AttributeError,
-            ImportError,
-            KeyError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:
+            for case in _cases(model, device):
+                faults.append(_find_fault(model, case))
+        except Exception as error:  # of any type, from the model's own code
             problem = f"its code or Transformers' failed ({type(error).__name__}: {error})"
-            raise ModelError(_refusal(model, problem)) from error
+            faults.append(problem)
         finally:
             model.train(was_training)
-    if faults:
-        raise ModelError(_refusal(model, faults[-1]))
-
-
-def require_decoder(model: CheckedModel) -> None:
-    """Raise ModelError unless the decoder is a separate Transformers module below the output layer.
-
-    Training reads hidden states from the decoder, so that logits exist for only one chunk of tokens
-    at a time.
-    """
-    decoder: Any = model.hf.get_decoder()
-    if isinstance(decoder, PreTrainedModel) and decoder is not model.hf:
-        return
-    raise ModelError(
-        f"{model.hf.name_or_path or 'the model'}, of type {model.hf.config.model_type}, cannot be "
-        f"trained: Transformers returns a {type(decoder).__name__} instead of a decoder that is "
-        "separate from the output layer. Use a different architecture (Llama, Qwen, Mistral, …)."
-    )
+    return [_failure(model, fault) for fault in faults if fault][-1:]
 
 
 def attention_reach(config: PretrainedConfig, max_len: int) -> int:
@@ -150,29 +128,21 @@ def _positive_integers(value: Any) -> list[int]:
 
 
 def _cases(model: CheckedModel, device: torch.device) -> list[_Case]:
-    cases: list[_Case] = []
-    for tokens in _short_texts(model):
-        for compared in range(len(LENGTHS)):
-            cases.append(_Case(tokens.to(device), LENGTHS, compared))
-    reach = attention_reach(model.hf.config, model.max_len or ASSUMED_MAX_LEN)
-    if reach:
-        lengths: list[int] = []
-        for more in TOKENS_BEYOND_REACH:
-            lengths.append(min(reach + more, model.max_len or reach + more))
-        tokens = _ordinary_tokens(model, sum(lengths)).to(device)
-        # A packed sequence may see the preceding sequence; a padded one may see its padding.
-        cases.append(_Case(tokens, tuple(lengths), int(model.packing)))
-    return cases
-
-
-def _short_texts(model: CheckedModel) -> list[Tensor]:
-    """Return the tokens of two sequences and, for packed rows, of two with a common prefix."""
-    tokens = _ordinary_tokens(model, sum(LENGTHS))
-    if not model.packing:
-        return [tokens]
+    tokens = _ordinary_tokens(model, sum(LENGTHS)).to(device)
     with_prefix = tokens.clone()
     with_prefix[LENGTHS[0] :][:PREFIX_TOKENS] = with_prefix[:PREFIX_TOKENS]
-    return [tokens, with_prefix]
+    cases: list[_Case] = []
+    for compared in range(len(LENGTHS)):
+        cases.append(_Case(tokens, LENGTHS, compared))
+        cases.append(_Case(with_prefix, LENGTHS, compared))
+    max_len = model.max_len or ASSUMED_MAX_LEN
+    reach = attention_reach(model.hf.config, max_len)
+    if reach:
+        lengths = tuple(min(reach + more, max_len) for more in TOKENS_BEYOND_REACH)
+        tokens = _ordinary_tokens(model, sum(lengths)).to(device)
+        # A packed sequence may see the preceding sequence; a padded one may see its padding.
+        cases.append(_Case(tokens, lengths, int(model.packing)))
+    return cases
 
 
 def _ordinary_tokens(model: CheckedModel, count: int) -> Tensor:
@@ -184,49 +154,47 @@ def _ordinary_tokens(model: CheckedModel, count: int) -> Tensor:
     return torch.tensor(list(islice(cycle(ordinary), count)))
 
 
-def _find_fault(model: CheckedModel, case: _Case, dtype: torch.dtype) -> str | None:
+def _find_fault(model: CheckedModel, case: _Case) -> str | None:
     """Return the fault of a sequence in the run's layout as the end of a message, or None."""
     tokens = case.tokens
     offsets = offsets_of(case.lengths).to(tokens.device)
-    own = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+    own = torch.zeros_like(tokens, dtype=torch.bool)
     own[offsets[case.compared] : offsets[case.compared + 1]] = True
+
+    def score_in_layout() -> Tensor:
+        return _score_in_layout(model, tokens, offsets)[own]
+
+    def score_alone() -> Tensor:
+        return _score_alone(model, tokens[own])
+
     if len(tokens) > MAX_GRADIENT_TOKENS:
-        with torch.no_grad():
-            numbers = _score_in_layout(model, tokens, offsets)[own]
-            expected = _score_alone(model, tokens[own])
         beyond_reach = slice(-TOKENS_BEYOND_REACH[0], None)
-        return _find_gap(numbers[beyond_reach], expected[beyond_reach], dtype)
-    expected, expected_gradient = _differentiate(model.hf, lambda: _score_alone(model, tokens[own]))
+        with torch.no_grad():
+            numbers, expected = score_in_layout()[beyond_reach], score_alone()[beyond_reach]
+        return _find_gap(numbers, expected, model.hf.dtype)
     # Each sequence gets a forward pass of its own, because ZeRO 3 supports only one backward pass
     # per forward pass.
-    numbers, gradient = _differentiate(
-        model.hf, lambda: _score_in_layout(model, tokens, offsets)[own]
-    )
+    expected, expected_gradient = _differentiate(model.hf, score_alone)
+    numbers, gradient = _differentiate(model.hf, score_in_layout)
     gradient = gradient.flatten(0, 1)
-    is_own_row = own
+    rows = torch.arange(len(tokens), device=tokens.device)
     if not model.packing:
-        is_own_row = Layout.of(offsets).gather(own).flatten()
-    own_rows = is_own_row.nonzero()[:, 0]
+        rows = Layout.of(offsets).real.flatten().nonzero()[:, 0]
     shared = model.shared_prefixes(tokens, offsets)
     if shared:
-        own_rows = shared.source[own]
+        rows = shared.source
+    own_rows = rows[own]
     leak = float(gradient.index_fill(0, own_rows, 0).norm() / gradient[own_rows].norm())
     if leak > LARGEST_LEAK:
-        largest = (numbers - expected).abs().max()
-        share = f"{leak:.1g} of its gradient; largest output difference {largest:.3g}"
-        return f"mixed them: a token depends on other sequences ({share})"
-    fault = _find_gap(numbers, expected, dtype)
-    if fault:
-        return fault
-    difference = float(
-        (gradient[own_rows] - expected_gradient[0]).norm() / expected_gradient.norm()
-    )
-    if not difference <= TOLERANCES[dtype][1]:
-        return (
-            f"its gradient differs by {difference:.1%} from the gradient that Transformers "
-            "computes for each sequence alone"
+        return f"mixed them: a token depends on other sequences ({leak:.1g} of its gradient)"
+    fault = _find_gap(numbers, expected, model.hf.dtype)
+    error = (gradient[own_rows] - expected_gradient[0]).norm() / expected_gradient.norm()
+    if not fault and not error <= TOLERANCES[model.hf.dtype][1]:
+        fault = (
+            f"its gradient differs by {error:.1%} from the gradient that Transformers computes "
+            "for each sequence alone"
         )
-    return None
+    return fault
 
 
 def _find_gap(numbers: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
@@ -262,24 +230,14 @@ def _differentiate(hf: PreTrainedModel, forward: Callable[[], Tensor]) -> tuple[
 
 def _score_alone(model: CheckedModel, sequence: Tensor) -> Tensor:
     """Return the outputs of plain Transformers for one sequence alone."""
-    # Outputs of the last layer at every token. For a scalar model, Transformers itself returns only
-    # one of them.
-    outputs: list[Tensor] = []
-
-    def keep(_: nn.Module, __: object, output: Tensor) -> None:
-        outputs.append(output)
-
-    with packed_attention.unpacked(model.hf), model.head.layer.register_forward_hook(keep):
-        logits = model.hf(input_ids=sequence[None], use_cache=False).logits
+    outputs = plain_outputs(model.hf, sequence)
     if isinstance(model, ScalarModel):
-        return outputs[0].reshape(-1).float()
-    logit_chunks = logits[0, :-1].split(CHUNK_TOKENS)
-    next_tokens = sequence[1:].split(CHUNK_TOKENS)
-    logprobs: list[Tensor] = []
-    for rows, following in zip(logit_chunks, next_tokens, strict=True):
-        logprobs.append(rows.float().log_softmax(-1).gather(1, following[:, None])[:, 0])
-    joined = torch.cat(logprobs)
-    return torch.cat([joined.new_zeros(1), joined])
+        return outputs.float()
+    logprobs = [outputs.new_zeros(1, dtype=torch.float32)]
+    chunks = zip(outputs[:-1].split(CHUNK_TOKENS), sequence[1:].split(CHUNK_TOKENS), strict=True)
+    for logits, targets in chunks:
+        logprobs.append(-cross_entropy(logits.float(), targets, reduction="none"))
+    return torch.cat(logprobs)
 
 
 def _score_in_layout(model: CheckedModel, tokens: Tensor, offsets: Tensor) -> Tensor:
@@ -292,21 +250,20 @@ def _score_in_layout(model: CheckedModel, tokens: Tensor, offsets: Tensor) -> Te
     return values
 
 
-def _refusal(model: CheckedModel, problem: str) -> str:
-    config = model.hf.config
-    text: Any = config.get_text_config()
-    layers = ""
-    for entry in LAYER_TYPE_ENTRIES:
-        types = getattr(text, entry, None)
-        if types:
-            layers = f" (layers: {', '.join(dict.fromkeys(types))})"
-            break
+def _failure(model: CheckedModel, fault: str) -> Finding:
     layout = "padded to the same length"
     advice = "Try --ds.packing_samples"
     if model.packing:
         layout = "packed into one row"
         advice = "Drop --ds.packing_samples"
-    return (
-        f"{model.hf.name_or_path or 'the model'}, of type {config.model_type}{layers}, was given "
-        f"two sequences {layout}, and {problem}. {advice}, or use a different architecture."
+    types = getattr(model.hf.config.get_text_config(), "layer_types", None)
+    layers = f" (layers: {', '.join(dict.fromkeys(types))})" if types else ""
+    return Finding(
+        f"{_name(model)}{layers}, was given two sequences {layout}, and {fault}.",
+        f"{advice}, or use a different architecture.",
+        fails=True,
     )
+
+
+def _name(model: CheckedModel) -> str:
+    return f"{model.hf.name_or_path or 'the model'}, of type {model.hf.config.model_type}"

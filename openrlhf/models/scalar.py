@@ -240,15 +240,12 @@ def _check_weights(
     if require_head and not has_head and not reinit_head:
         problem = "is missing"
         if key in weights.sizes:
-            stored_size, _ = weights.sizes[key]
-            problem = f"has size {stored_size} instead of one output"
-        unused = ""
-        if weights.unused:
-            unused = f" (unused weights: {', '.join(weights.unused[:3])})"
+            problem = f"has size {weights.sizes[key][0]} instead of one output"
+        unused = ", ".join(weights.unused[:3]) or "none"
         raise ModelError(
-            f"{weights.path} is not a reward model or critic: its scalar head, {key}, "
-            f"{problem}{unused}. Use a trained model, or correct --ds.value_head_prefix. To train "
-            "a new head, use train_rm with --model.reinit_head."
+            f"{weights.path} is not a reward model or critic: its scalar head, {key}, {problem} "
+            f"(unused weights: {unused}). Use a trained model, or correct --ds.value_head_prefix. "
+            "To train a new head, use train_rm with --model.reinit_head."
         )
     return has_head
 
@@ -260,9 +257,7 @@ def _new_head(old: nn.Linear, seed: int) -> nn.Linear:
     """
     head = nn.Linear(old.in_features, 1, bias=False, dtype=torch.float32)
     draw = torch.Generator().manual_seed(seed)
-    weight = torch.empty(1, old.in_features).normal_(0, 1 / (old.in_features + 1), generator=draw)
-    with torch.no_grad():
-        head.weight.copy_(weight)
+    nn.init.normal_(head.weight, std=1 / (old.in_features + 1), generator=draw)
     return head
 
 

@@ -27,10 +27,7 @@ def writable_configuration(config: PreTrainedConfig) -> Iterator[None]:
     """
     values: dict[str, Any] = config._get_generation_parameters()
     stored = vars(config)
-    moved: dict[str, Any] = {}
-    for name in values:
-        if name in stored:
-            moved[name] = stored.pop(name)
+    moved = {name: stored.pop(name) for name in values if name in stored}
     try:
         yield
     finally:
@@ -44,17 +41,15 @@ def writable(model: PreTrainedModel) -> Iterator[None]:
     The generation configuration is replaced by an empty one; `write_generation` writes the
     original.
     """
-    if not model.can_generate():
-        with writable_configuration(model.config):
-            yield
-        return
-    generation = model.generation_config
-    model.generation_config = GenerationConfig()
+    generation = getattr(model, "generation_config", None)
+    if generation:
+        model.generation_config = GenerationConfig()
     try:
         with writable_configuration(model.config):
             yield
     finally:
-        model.generation_config = generation
+        if generation:
+            model.generation_config = generation
 
 
 def write_generation(model: PreTrainedModel, folder: Path) -> None:
@@ -76,11 +71,7 @@ def generation_complaint(path: str, config: PreTrainedConfig) -> str | None:
             generation = GenerationConfig.from_model_config(config)
         generation.validate(strict=True)
     except (ValueError, TypeError) as error:
-        complaints: list[str] = []
-        for line in str(error).splitlines():
-            if line.startswith("- "):
-                complaints.append(line.strip("- "))
-        return " ".join(complaints) or str(error)
+        return " ".join(str(error).split())
     return None
 
 

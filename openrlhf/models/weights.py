@@ -3,11 +3,9 @@
 Every weight must exist, have the right size and be finite.
 """
 
-import json
-import re
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
@@ -19,17 +17,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
 
 from openrlhf.config.flags import UserError
 
 SHOWN_NAMES = 3  # in a message
-EXPERT = re.compile(r"\.experts\.\d+\.")
 OUTPUT_LAYER = "lm_head."  # a scalar model replaces it
 Size = tuple[int, ...]
 
@@ -59,10 +50,7 @@ class StoredWeights:
     def of(cls, path: str, model: nn.Module, report: Mapping[str, Any]) -> Self:
         """Read Transformers' loading report about `model`."""
         unused = sorted(report["unexpected_keys"])
-        ignored: list[str] = []
-        for name in unused:
-            if _is_left_out(model, name):
-                ignored.append(name)
+        ignored = [name for name in unused if _is_left_out(model, name)]
         sizes: dict[str, tuple[Size, Size]] = {}
         for name, stored, required in report["mismatched_keys"]:
             sizes[name] = (tuple(stored), tuple(required))
@@ -87,37 +75,27 @@ class StoredWeights:
         Weights may be missing from the files, have the wrong size there, be ignored by their
         layers, or be tied although they differ.
         """
-        problems: list[str] = []
-        resized = [name for name in self.sizes if name not in but]
-        if resized:
-            first = min(resized)
-            stored, required = self.sizes[first]
-            problems.append(
-                f"{len(resized)} weights do not have the size that config.json requires: {first} "
-                f"is {_describe(stored)} in {_file_of(self.path, first)} but should be "
-                f"{_describe(required)}"
-            )
-        missing = [name for name in self.missing if name not in but]
-        if missing:
-            problems.append(f"{len(missing)} weights are missing: {_first(missing)}")
-        ignored = [name for name in self.ignored if name not in but]
-        if ignored:
-            problems.append(
-                f"{_file_of(self.path, ignored[0])} has weights that this architecture's layers "
-                f"would ignore: {_first(ignored)}"
-            )
-        for name, other in self.broken_ties:
-            problems.append(
-                f"config.json ties {name} to {other} (tie_word_embeddings), but the tensors in the "
-                "files differ: Transformers uses both, vLLM only one. If the model needs both, set "
-                "tie_word_embeddings to false"
-            )
-        if not problems:
+        sizes: list[str] = []
+        for name, (stored, required) in self.sizes.items():
+            if name not in but:
+                sizes.append(f"{name} is {stored} instead of {required}")
+        problems = {
+            "have the wrong size": sizes,
+            "are missing from the files": [name for name in self.missing if name not in but],
+            "would be ignored by their layers": [name for name in self.ignored if name not in but],
+            "are tied (tie_word_embeddings) but differ in the files, where vLLM uses only one": [
+                " and ".join(pair) for pair in self.broken_ties
+            ],
+        }
+        if not any(problems.values()):
             return
-        if missing and self.unused:
-            problems.append(f"the files have weights with other names: {_first(self.unused)}")
+        problems["do not belong to this architecture"] = list(self.unused)
+        found: list[str] = []
+        for problem, names in problems.items():
+            if names:
+                found.append(f"{len(names)} weights {problem}: {_first(names)}")
         raise ModelError(
-            f"the weights in {self.path} do not match its config.json: {'; '.join(problems)}. "
+            f"the weights in {self.path} do not match its config.json: {'; '.join(found)}. "
             "Download or export the model again, or correct config.json."
         )
 
@@ -136,47 +114,30 @@ class StoredWeights:
 def _broken_ties(path: str, model: Any) -> tuple[tuple[str, str], ...]:
     """Return the pairs of weights that the configuration ties although they differ in the files."""
     held = dict(model.named_parameters(remove_duplicate=False))
+    ties = model.get_expanded_tied_weights_keys(all_submodels=True).items()
     pairs: list[tuple[str, str]] = []
-    for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
-        first = held.get(name)
-        second = held.get(other)
-        if first is None or second is None or first is second:
-            continue
-        if first.device.type == "meta" or hasattr(first, "ds_tensor"):
-            # This process has none or only some of the values.
-            equal = _equal_in_files(path, name, other)
-        else:
-            equal = torch.equal(first, second.to(first))
-        if not equal:
-            pairs.append((name, other))
-    return tuple(pairs)
+    for pair in ties:
+        first, second = map(held.get, pair)
+        if first is not None and second is not None and first is not second:
+            pairs.append(pair)
+    if not pairs:
+        return ()
+    names = set(chain.from_iterable(pairs))
+    stored = {name: read() for name, read in stored_weights(path) if name in names}
+    broken: list[tuple[str, str]] = []
+    for pair in pairs:
+        tensors = [stored[name] for name in pair if name in stored]
+        if len(tensors) == 2 and not torch.equal(*tensors):
+            broken.append(pair)
+    return tuple(broken)
 
 
-def _equal_in_files(path: str, name: str, other: str) -> bool:
-    """Return whether the files have equal tensors under both names.
+def stored_weights(path: str) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield the name of each weight in a model's files, and a function that reads it.
 
-    Returns True without comparing if either name is not in the files, or if its file is unknown or
-    can only be read as a whole.
-    """
-    tensors: list[Tensor] = []
-    for key in (name, other):
-        file = _file_of(path, key)
-        if not file.endswith(".safetensors") or not Path(file).is_file():
-            return True
-        with safe_open(file, framework="pt") as stored:
-            if key not in stored.keys():  # noqa: SIM118 not a mapping
-                return True
-            tensors.append(stored.get_tensor(key))
-    return torch.equal(*tensors)
-
-
-def require_finite_files(path: str) -> None:
-    """Raise ModelError, naming the first weights, if weights in a model's files are NaN or
-    infinite.
-
-    This is for models that another program loads. Reads one tensor at a time, from safetensors
-    files or, if none exist, from pytorch_model*.bin. `path` is a folder, or the name of a model in
-    the Hub cache.
+    The function must be called before the next iteration. `path` is a folder, or the name of a
+    model in the Hub cache. Yields nothing if the model is missing. Reads safetensors files or, if
+    none exist, pytorch_model*.bin.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -184,44 +145,32 @@ def require_finite_files(path: str) -> None:
             folder = Path(snapshot_download(path, local_files_only=True))
         except (HfHubHTTPError, OSError, ValueError):
             return  # the program that loads the model reports missing files
-    broken: list[str] = []
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
         with safe_open(file, framework="pt") as stored:
             for name in stored.keys():  # noqa: SIM118 not a mapping
-                if not is_finite(stored.get_tensor(name)):
-                    broken.append(name)
-    if not files:
-        for file in sorted(folder.glob("pytorch_model*.bin")):
-            # Files written by torch before 1.6 are not zip archives and can only be read as a
-            # whole.
-            weights = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
-            broken += [name for name, weight in weights.items() if not is_finite(weight)]
-    _refuse_numbers(broken, str(folder))
+                yield name, partial(stored.get_tensor, name)
+    if files:
+        return
+    for file in sorted(folder.glob("pytorch_model*.bin")):
+        # Files written by torch before 1.6 are not zip archives and can only be read as a whole.
+        weights = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+        for name in weights:
+            yield name, partial(weights.get, name)
 
 
-def odd_experts(path: str) -> str | None:
-    """Describe the first expert weight whose size differs from most other experts in its layer.
+def require_finite_files(path: str) -> None:
+    """Raise ModelError, naming the first weights, if weights in a model's files are NaN or
+    infinite.
 
-    Returns None if all experts in each layer have the same sizes.
+    This is for models that another program loads. Reads one tensor at a time. `path` is a folder,
+    or the name of a model in the Hub cache.
     """
-    layers: dict[str, dict[str, Size]] = {}  # keyed by the name without the expert's number
-    files: dict[str, Path] = {}
-    for file in sorted(Path(path).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118 not a mapping
-                files[name] = file
-                sizes = layers.setdefault(EXPERT.sub(".experts.", name), {})
-                sizes[name] = tuple(stored.get_slice(name).get_shape())
-    for sizes in layers.values():
-        [(usual, _)] = Counter(sizes.values()).most_common(1)
-        for name, size in sizes.items():
-            if size != usual:
-                return (
-                    f"{name} is {_describe(size)} in {files[name]}, but the other experts' weights "
-                    f"are {_describe(usual)}"
-                )
-    return None
+    broken: list[str] = []
+    for name, read in stored_weights(path):
+        if not is_finite(read()):
+            broken.append(name)
+    _refuse_numbers(broken, path)
 
 
 def require_finite(model: nn.Module, path: str) -> None:
@@ -246,9 +195,8 @@ def require_finite(model: nn.Module, path: str) -> None:
 def _refuse_numbers(broken: list[str], path: str) -> None:
     if broken:
         raise ModelError(
-            f"{len(broken)} weights in {path} are NaN or infinite: {_first(broken)} "
-            f"({_file_of(path, broken[0])}). Use an earlier checkpoint, or download the model "
-            "again."
+            f"{len(broken)} weights in {path} are NaN or infinite: {_first(broken)}. Use an "
+            "earlier checkpoint, or download the model again."
         )
 
 
@@ -282,28 +230,6 @@ def _is_left_out(model: nn.Module, name: str) -> bool:
     except AttributeError:
         return False
     return bool(held) and leaf not in held
-
-
-def _file_of(path: str, name: str) -> str:
-    """Return the file that contains a weight, or the folder if the file is unknown."""
-    for index_name, single_name in (
-        (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME),
-        (WEIGHTS_INDEX_NAME, WEIGHTS_NAME),
-    ):
-        index = Path(path) / index_name
-        single = Path(path) / single_name
-        if index.exists():
-            file = json.loads(index.read_text())["weight_map"].get(name)
-            if not file:
-                return path
-            return str(index.with_name(file))
-        if single.exists():
-            return str(single)
-    return path
-
-
-def _describe(size: Size) -> str:
-    return " × ".join(map(str, size)) or "a number"
 
 
 def _first(names: Collection[str]) -> str:

@@ -12,18 +12,19 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from openrlhf.checks import Finding
 from openrlhf.config.engine_args import drafting
-from openrlhf.config.flags import ConfigError, did_you_mean, nearest
+from openrlhf.config.flags import did_you_mean, nearest
 from openrlhf.rollout.engine_settings import Device, engine_environment
 
 
-def check_engine_args(extra: Mapping[str, Any], device: Device) -> None:
-    """Raise ConfigError for an argument that vLLM does not have, or a value of the wrong type.
+def check_engine_args(extra: Mapping[str, Any], device: Device) -> list[Finding]:
+    """Return a failure for each argument that vLLM does not have, and each value of a wrong type.
 
     No device is used.
     """
     if not extra:
-        return
+        return []
     answer = subprocess.run(
         [sys.executable, "-m", __name__],
         input=json.dumps(dict(extra)),
@@ -33,8 +34,8 @@ def check_engine_args(extra: Mapping[str, Any], device: Device) -> None:
     )
     if answer.returncode:
         raise RuntimeError(f"vLLM could not validate --vllm.engine_args:\n{answer.stderr}")
-    if mistakes := json.loads(answer.stdout.splitlines()[-1]):
-        raise ConfigError(mistakes)
+    mistakes = json.loads(answer.stdout.splitlines()[-1])
+    return [Finding(mistake, fails=True) for mistake in mistakes]
 
 
 def mistakes_in(extra: Mapping[str, Any]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.checks import report
 from openrlhf.config.serving import ServeConfig
 from openrlhf.core.batches import Ragged
 from openrlhf.data.tokenizer import get_tokenizer, most_characters
@@ -89,7 +90,7 @@ def load_scorer(
     normalize = config.reward.normalize_enable
     check_is_scalar(spec, head_prefix=head, normalize=normalize)
     model = load_scalar(spec, head_prefix=head, require_head=True, normalize=normalize)
-    prove_layout(model)
+    report(*prove_layout(model))
     embeddings = model.hf.get_input_embeddings().get_parameter("weight").shape[0]
     if len(tokenizer) > embeddings:
         raise ModelError(

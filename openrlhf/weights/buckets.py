@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 T = TypeVar("T")
 ALIGNMENT = 16  # bytes; every tensor starts at a multiple, so any dtype can be viewed in place
@@ -101,13 +102,10 @@ def _hash_blocks(words: Tensor, weights: Tensor, blocks_at_once: int) -> Tensor:
     `blocks_at_once` does not change the result.
     """
     sums: list[Tensor] = []
-    length = len(words) // HASH_BLOCK * HASH_BLOCK
-    if length:
-        for blocks in words[:length].view(-1, HASH_BLOCK).split(blocks_at_once):
-            sums.append(_weighted_sums(blocks, weights))
-    last = words[length:]
-    if len(last) or not sums:
-        sums.append(_weighted_sums(last[None], weights[: len(last)]))
+    for chunk in words.split(blocks_at_once * HASH_BLOCK):
+        if len(chunk) % HASH_BLOCK or not len(chunk):
+            chunk = pad(chunk, (0, HASH_BLOCK - len(chunk) % HASH_BLOCK))
+        sums.append(_weighted_sums(chunk.view(-1, HASH_BLOCK), weights))
     return torch.cat(sums)
 
 

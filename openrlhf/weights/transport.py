@@ -193,16 +193,11 @@ class IpcChannel:
 def _meet(group: WeightGroup, rank: int) -> Store:
     """Return the group's store after all members have connected to it."""
     timeout = timedelta(seconds=group.timeout_s)
-    if rank == 0:
-        open_store = host_store
-        role = "listen"
-    else:
-        open_store = join_store
-        role = "reach the trainer"
+    open_store = host_store if rank == 0 else join_store
     try:
         tcp = open_store(group.host, group.port, timeout=timeout)
     except RuntimeError as error:
-        what = f"rank {rank} could not {role} at {group.host}:{group.port}"
+        what = f"rank {rank} could not open the trainer's store at {group.host}:{group.port}"
         raise _broken(group, what, error) from error
     store = PrefixStore(group.name, tcp)
     keys = [f"joined/{member}" for member in range(group.world_size)]

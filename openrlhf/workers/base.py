@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.checkpoints.export import check_disk_room, export_hf
 from openrlhf.checkpoints.reloaded import TrainedState
+from openrlhf.checks import report
 from openrlhf.config.learning import RLFlags, RLTrainConfig
 from openrlhf.config.rollout import RolloutConfig
 from openrlhf.config.shared import LoadingConfig, OptimizerConfig
@@ -168,9 +169,10 @@ class TrainedWorker(ABC, Generic[Job]):
         self.engine = TrainEngine(
             strategy, load_model, optimizer, total_steps=settings.total_steps, name=self.name
         )
-        prove_layout(self.engine.module)
+        found = prove_layout(self.engine.module)
         if strategy.is_main:
-            check_disk_room(self.config.ckpt.output_dir, exported_bytes(self.engine))
+            found += check_disk_room(self.config.ckpt.output_dir, exported_bytes(self.engine))
+        report(*found)
 
     @abstractmethod
     def counts(self, micro: Any) -> Mapping[str, float]:

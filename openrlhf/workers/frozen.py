@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from openrlhf.checks import Finding, report
 from openrlhf.config.rollout import RewardConfig
 from openrlhf.core.batches import Ragged, TokenRows
 from openrlhf.models.loading import LoadSpec
@@ -27,7 +28,7 @@ class ReferenceWorker:
         self.limits = MicroBatchLimits.of_forwards(config.rollout, config.ds)
         load_model = partial(PolicyModel.load, settings.load)
         self.model = FrozenModel(strategy, load_model, offload=config.ref.offload)
-        prove_layout(self.model.on_device())
+        report(*prove_layout(self.model.on_device()))
         self.model.rest()
 
     def logprobs(self, rows: TokenRows) -> Tensor:
@@ -75,9 +76,11 @@ class RewardWorker:
                 offload=offload,
             )
             models.append(self.step_scorer.model)
+        found: list[Finding] = []
         for model in models:
-            prove_layout(model.on_device())
+            found += prove_layout(model.on_device())
             model.rest()
+        report(*found)
 
     def step_rewards(self, answers: TokenRows) -> Tensor:
         """Return the process reward model's step rewards for this rank's rows, (N,).

@@ -171,7 +171,7 @@ def test_reward_shaping_accepts_an_empty_batch() -> None:
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 def test_missing_reward_raises_an_error_with_its_index(reward: float) -> None:
-    with pytest.raises(ValueError, match=r"\{1: (nan|inf)\}"):
+    with pytest.raises(ValueError, match=r"samples \[1\]"):
         shaped("reinforce", [0.0, reward], [0, 0])
 
 

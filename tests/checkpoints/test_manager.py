@@ -140,12 +140,6 @@ def test_run_state_is_restored_exactly(tmp_path: Path) -> None:
     assert found is not None and found.state == state
 
 
-@pytest.mark.parametrize("identity", [{"t": (1, 2)}, {3: 4}, {"b": b"\0"}, {"s": {1}}])
-def test_run_state_identity_that_json_would_change_is_rejected(identity: dict) -> None:
-    with pytest.raises(AssertionError):
-        RunState(step=1, identity=identity)
-
-
 def test_moved_run_folder_is_continued_at_its_new_path(tmp_path: Path) -> None:
     own, given = tmp_path / "own", tmp_path / "given"
     state = RunState(step=1, run_dir=str(own))
@@ -513,13 +507,13 @@ def test_check_room_compares_free_space_with_the_limits_set_by_flags(
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: SimpleNamespace(free=free * GIB, total=1000 * GIB)
     )
-    if ends == "error":
-        with pytest.raises(CheckpointError, match=r"--ckpt\.path .*99 GiB.*100 GiB"):
-            manager.check_room(100 * GIB)
-        return
     found = manager.check_room(100 * GIB)
-    assert len(found) == (ends == "notice")
-    assert all("--ckpt.max_num 3" in finding.seen for finding in found)
+    assert [finding.fails for finding in found] == {"": [], "notice": [False], "error": [True]}[
+        ends
+    ]
+    for finding in found:
+        for words in ("--ckpt.path", f"{free} GiB", "100 GiB", f"--ckpt.max_num {max_num}"):
+            assert words in finding.seen
 
 
 def test_check_room_accepts_a_file_system_that_does_not_report_its_size(

@@ -17,7 +17,7 @@ from openrlhf.checkpoints.export import ASIDE, ExportError, export_hf
 from openrlhf.checkpoints.reloaded import TrainedState, compare_files, compare_reloaded
 from openrlhf.config.shared import LoraConfig
 from openrlhf.models.loading import load_causal_lm
-from openrlhf.models.probe import are_of_another_model, explain_gap, probe_logits
+from openrlhf.models.probe import find_gap, probe_logits
 from openrlhf.models.scalar import load_scalar
 from openrlhf.training.whole import trained_tensors, whole_tensors
 from tests.loading import load_spec
@@ -235,17 +235,18 @@ def test_tokens_routed_to_a_different_expert_are_not_mistaken_for_a_different_mo
     expected, other = torch.randn((2, 1, 16, 100), generator=draw)
     found = expected.clone()
     found[:, :3] = other[:, :3]
-    assert explain_gap(expected, found, "fp32")
-    assert not are_of_another_model(expected, found, "fp32")
-    assert are_of_another_model(expected, other, "bf16")
+    rerouted, unrelated = find_gap(expected, found, "fp32"), find_gap(expected, other, "bf16")
+    assert rerouted and not rerouted.is_other_model
+    assert unrelated and unrelated.is_other_model
 
 
 def test_rounding_of_nearly_constant_values_is_not_mistaken_for_a_different_model() -> None:
     draw = torch.Generator().manual_seed(1)
     expected = 0.3 + 0.01 * torch.randn(16, generator=draw)
     found = expected + 0.05 * torch.randn(16, generator=draw)
-    assert not are_of_another_model(expected, found, "bf16")
-    assert are_of_another_model(expected, -expected, "bf16")
+    rounded, negated = find_gap(expected, found, "bf16"), find_gap(expected, -expected, "bf16")
+    assert not rounded or not rounded.is_other_model
+    assert negated and negated.is_other_model
 
 
 def test_weights_that_differ_from_the_ema_raise_an_export_error(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -16,6 +17,7 @@ from transformers import (
     Qwen3_5Config,
 )
 
+from openrlhf.checks import CheckError, report
 from openrlhf.models import packed_attention
 from openrlhf.models.loading import (
     LoadSpec,
@@ -77,6 +79,10 @@ MIXING: dict[str, dict[str, Any]] = {
 }
 
 
+def check(model: nn.Module) -> None:
+    report(*prove_layout(model))
+
+
 def random_model(kind: str, *, packing: bool, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | changes))
@@ -94,17 +100,17 @@ def test_model_that_mixes_packed_documents_is_rejected(kind: str, dtype: torch.d
     """
     hf = random_model(kind, packing=True, **MIXING[kind]).to(dtype)
     with pytest.raises(
-        ModelError, match=r"packed into one row, and mixed them.*Drop --ds\.packing_samples"
+        CheckError, match=r"packed into one row, and mixed them.*Drop --ds\.packing_samples"
     ):
-        prove_layout(PolicyModel(hf, packing=True))
+        check(PolicyModel(hf, packing=True))
     if dtype == torch.float32:
-        prove_layout(PolicyModel(random_model(kind, packing=False, **MIXING[kind]), packing=False))
+        check(PolicyModel(random_model(kind, packing=False, **MIXING[kind]), packing=False))
 
 
 def test_layout_error_lists_the_layer_types() -> None:
     hf = random_model("lfm2", packing=True, **MIXING["lfm2"])
-    with pytest.raises(ModelError, match=r"of type lfm2 \(layers: conv, full_attention\)"):
-        prove_layout(PolicyModel(hf, packing=True))
+    with pytest.raises(CheckError, match=r"of type lfm2 \(layers: conv, full_attention\)"):
+        check(PolicyModel(hf, packing=True))
 
 
 def test_missing_mask_in_packed_attention_is_detected() -> None:
@@ -116,8 +122,8 @@ def test_missing_mask_in_packed_attention_is_detected() -> None:
     for name, parameter in hf.named_parameters():
         if name.endswith(".A"):
             parameter.data.normal_()
-    with pytest.raises(ModelError, match="outputs differ"):
-        prove_layout(PolicyModel(hf, packing=True))
+    with pytest.raises(CheckError, match="outputs differ"):
+        check(PolicyModel(hf, packing=True))
 
 
 def windowed(window: int, *, packing: bool) -> PolicyModel:
@@ -136,7 +142,7 @@ def windowed(window: int, *, packing: bool) -> PolicyModel:
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("window", [40, 700])
 def test_correct_sliding_window_passes_at_any_width(window: int, packing: bool) -> None:
-    prove_layout(windowed(window, packing=packing))
+    check(windowed(window, packing=packing))
 
 
 @pytest.mark.parametrize("window", [4, 40, 700])
@@ -145,11 +151,11 @@ def test_missing_sliding_window_is_detected_at_any_width(
 ) -> None:
     monkeypatch.setattr(packed_attention, "_window_mask", lambda *_: None)
     model = windowed(window, packing=True)
-    with pytest.raises(ModelError, match=r"gradient differs|outputs differ"):
-        prove_layout(model)
+    with pytest.raises(CheckError, match=r"gradient differs|outputs differ"):
+        check(model)
     model.max_len = window  # no sequence in the run is longer
     if window > sum(LENGTHS):
-        prove_layout(model)
+        check(model)
 
 
 SPARSE: dict[str, Any] = {
@@ -167,8 +173,8 @@ SPARSE: dict[str, Any] = {
 
 def test_block_sparse_attention_is_rejected_for_packed_rows() -> None:
     hf = random_model("minimax_m3_vl_text", packing=True, **SPARSE)
-    with pytest.raises(ModelError, match=r"`block_indices`.*Drop --ds\.packing_samples"):
-        prove_layout(PolicyModel(hf, packing=True))
+    with pytest.raises(CheckError, match=r"`block_indices`.*Drop --ds\.packing_samples"):
+        check(PolicyModel(hf, packing=True))
 
 
 @pytest.mark.parametrize(
@@ -194,10 +200,10 @@ def test_attention_reach_comes_from_the_configuration(
 @pytest.mark.parametrize("kind", ["stablelm", "nemotron"])
 def test_unpackable_attention_is_rejected_with_the_model_type_and_the_flag(kind: str) -> None:
     with pytest.raises(
-        ModelError, match=rf"of type {kind}.*keyword arguments.*Drop --ds\.packing_samples"
+        CheckError, match=rf"of type {kind}.*keyword arguments.*Drop --ds\.packing_samples"
     ):
-        prove_layout(PolicyModel(random_model(kind, packing=True), packing=True))
-    prove_layout(PolicyModel(random_model(kind, packing=False), packing=False))
+        check(PolicyModel(random_model(kind, packing=True), packing=True))
+    check(PolicyModel(random_model(kind, packing=False), packing=False))
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -213,8 +219,8 @@ def test_architecture_without_a_separate_decoder_is_rejected_with_the_type_found
         "head_dim": 16,
         "no_rope_layers": [1, 0],
     }
-    with pytest.raises(ModelError) as refused:
-        prove_layout(PolicyModel(random_model(kind, packing=packing, **sizes), packing=packing))
+    with pytest.raises(CheckError) as refused:
+        check(PolicyModel(random_model(kind, packing=packing, **sizes), packing=packing))
     assert kind in str(refused.value) and seen in str(refused.value)
     assert "Error" not in str(refused.value) and "--ds.packing_samples" not in str(refused.value)
 
@@ -222,7 +228,7 @@ def test_architecture_without_a_separate_decoder_is_rejected_with_the_type_found
 @pytest.mark.parametrize("packing", [False, True])
 def test_architecture_with_in_place_embedding_scaling_passes(packing: bool) -> None:
     sizes = {"n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
-    prove_layout(PolicyModel(random_model("ctrl", packing=packing, **sizes), packing=packing))
+    check(PolicyModel(random_model("ctrl", packing=packing, **sizes), packing=packing))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -241,18 +247,18 @@ def test_correct_model_passes_in_every_layout_and_dtype(
     for model in (hf, scalar):
         if packing:
             model.set_attn_implementation(packed_attention.NAME)
-    prove_layout(PolicyModel(hf, packing=packing))
-    prove_layout(ScalarModel(scalar, packing=packing))
+    check(PolicyModel(hf, packing=packing))
+    check(ScalarModel(scalar, packing=packing))
 
 
 def test_reward_model_that_mixes_packed_documents_is_rejected() -> None:
     config = AutoConfig.for_model("jamba", **SIZES | MIXING["jamba"], num_labels=1)
     torch.manual_seed(0)
     hf = AutoModelForSequenceClassification.from_config(config)
-    prove_layout(ScalarModel(hf, packing=False))
+    check(ScalarModel(hf, packing=False))
     hf.set_attn_implementation(packed_attention.NAME)
-    with pytest.raises(ModelError, match="mixed them"):
-        prove_layout(ScalarModel(hf, packing=True))
+    with pytest.raises(CheckError, match="mixed them"):
+        check(ScalarModel(hf, packing=True))
 
 
 def test_nearly_equal_values_far_from_zero_may_differ_by_rounding() -> None:
@@ -267,7 +273,7 @@ def test_nearly_equal_values_far_from_zero_may_differ_by_rounding() -> None:
     with torch.no_grad():
         values = ScalarModel(hf, packing=False)(torch.arange(3, 20), torch.tensor([0, 17])).values
     assert float(values.mean().abs()) > 1 > 100 * float(values.std()) > 0
-    prove_layout(ScalarModel(hf, packing=False))
+    check(ScalarModel(hf, packing=False))
 
 
 def test_layout_check_leaves_the_model_and_the_rng_state_unchanged() -> None:
@@ -279,7 +285,7 @@ def test_layout_check_leaves_the_model_and_the_rng_state_unchanged() -> None:
     kept.grad = torch.ones_like(kept)
     hooks = [len(module._forward_hooks) for module in model.modules()]
     before, random = {n: p.clone() for n, p in model.named_parameters()}, torch.get_rng_state()
-    prove_layout(model)
+    check(model)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(module.training for module in model.modules())
     assert [len(module._forward_hooks) for module in model.modules()] == hooks

@@ -383,7 +383,9 @@ def test_missing_weight_raises_an_error_that_names_it(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     weights.pop("model.norm.weight")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"1 weights are missing: model\.norm\.weight"):
+    with pytest.raises(
+        ValueError, match=r"1 weights are missing from the files: model\.norm\.weight"
+    ):
         load_scalar(spec(path))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, Gemma2Config
 
+from openrlhf.checks import CheckError
 from openrlhf.config.flags import amend
 from openrlhf.config.serving import ServeConfig
 from openrlhf.data.tokenizer import most_characters
@@ -172,7 +173,7 @@ def test_attention_that_cannot_be_packed_is_rejected_at_load_time(
     ).float()
     hf.save_pretrained(tmp_path)
     character_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="softcap"):
+    with pytest.raises(CheckError, match="softcap"):
         scores(tmp_path, ds__packing_samples=True)
 
 
