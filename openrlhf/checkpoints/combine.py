@@ -48,9 +48,8 @@ def combine(config: CombinerConfig) -> None:
             f"{config.model_path}. The merged model stores them separately (tie_word_embeddings "
             "false)."
         )
-    tokenizer: str | Path = config.model_path
-    if (folder / "tokenizer_config.json").exists():
-        tokenizer = folder
+    has_tokenizer = (folder / "tokenizer_config.json").exists()
+    tokenizer = folder if has_tokenizer else config.model_path
     merged = adapted.merge_and_unload().to(DTYPES[config.ds.param_dtype])
     with replacing(Path(config.output_path)) as aside:
         write_model(merged, merged.state_dict(), aside)

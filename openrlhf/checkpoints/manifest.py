@@ -246,9 +246,7 @@ def _convertible(engines: Mapping[str, EngineLayout]) -> dict[str, EngineLayout]
     """
     layouts: dict[str, EngineLayout] = {}
     for part, layout in engines.items():
-        stage = layout.zero_stage
-        if stage == 2:
-            stage = 1
+        stage = 1 if layout.zero_stage == 2 else layout.zero_stage
         layouts[part] = replace(layout, world_size=0, zero_stage=stage)
     return layouts
 

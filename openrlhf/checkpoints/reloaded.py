@@ -207,16 +207,14 @@ def _load(
     The weights come from `path`, the configuration from `folder`.
     """
     configuration: Any = type(model).config_class
-    attention = "sdpa"
-    if model.config._attn_implementation == "eager":
-        attention = "eager"
+    is_eager = model.config._attn_implementation == "eager"
     try:
         reloaded, stored = read_model(
             type(model),
             LoadSpec(path=path, ds=LoadingConfig()),
             config=configuration.from_pretrained(folder),
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation="eager" if is_eager else "sdpa",
         )
         if path == str(folder):
             stored.require_all()

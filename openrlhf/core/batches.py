@@ -71,9 +71,7 @@ class Layout:
         if rows is not None:
             starts = starts[rows]
             lengths = lengths[rows]
-        width = 0
-        if len(lengths):
-            width = int(lengths.max())
+        width = int(lengths.max()) if len(lengths) else 0
         steps = torch.arange(width, device=offsets.device)
         real = steps < lengths[:, None]
         positions = torch.where(real, starts[:, None] + steps, 0)
@@ -176,9 +174,7 @@ class Ragged:
             if padded:
                 costs = costs[:1].expand(len(costs))
             fitting = int((costs.cumsum(0) <= max_tokens).sum())
-            size = max(1, fitting)
-            if max_rows is not None:
-                size = min(size, max_rows)
+            size = min(max(1, fitting), max_rows or len(costs))
             yield shortest_first[-size:]
             shortest_first = shortest_first[:-size]
 
@@ -320,9 +316,7 @@ class Experience(Ragged):
         rewards: list[float] = []
         truncated: list[bool] = []
         for number, trajectory in enumerate(trajectories):
-            reward = trajectory.reward
-            if reward is None:
-                reward = math.nan
+            reward = math.nan if trajectory.reward is None else trajectory.reward
             for conversation in trajectory.conversations:
                 rows.append(conversation)
                 trajectory_ids.append(number)
@@ -379,11 +373,8 @@ class Experience(Ragged):
 
     def only(self, *columns: str) -> Self:
         """Return the same batch with only the named optional columns."""
-        dropped: dict[str, None] = {}
-        for column in fields(self):
-            if column.default is None and column.name not in columns:
-                dropped[column.name] = None
-        return replace(self, **dropped)
+        optional = {column.name for column in fields(self) if column.default is None}
+        return replace(self, **dict.fromkeys(optional.difference(columns)))
 
     @property
     def num_actions(self) -> Int[Tensor, " B"]:

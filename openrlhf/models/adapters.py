@@ -34,11 +34,8 @@ def with_adapters(
     import peft  # only with --ds.lora.rank: it takes a second
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    task_type = "CAUSAL_LM"
-    if head:
-        task_type = "SEQ_CLS"
     settings = peft.LoraConfig(
-        task_type=task_type,
+        task_type="SEQ_CLS" if head else "CAUSAL_LM",
         base_model_name_or_path=path,
         lora_dropout=lora.dropout,
         target_modules=_targets(model, lora.target_modules, path),

@@ -101,11 +101,7 @@ class OutputHead(nn.Module):
             return torch.stack(columns, 1)
 
         scores = self.reduced(hidden, score_chunk)
-        logprobs = scores[:, 0]
-        entropies: Tensor | None = None
-        if entropy:
-            entropies = scores[:, 1]
-        return logprobs, entropies
+        return scores[:, 0], scores[:, 1] if entropy else None
 
 
 def preceding(states: Float[Tensor, "N ..."], places: Int[Tensor, " K"]) -> Float[Tensor, "K ..."]:

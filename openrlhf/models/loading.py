@@ -284,18 +284,12 @@ def pretrained_options(spec: LoadSpec) -> dict[str, Any]:
     attention = spec.ds.attn_implementation
     if spec.ds.packing_samples and attention == "sdpa":
         attention = packed_attention.NAME
-    device_map: str | None = None
-    if spec.spread and torch.cuda.is_available():
-        device_map = "auto"
-    quantization: BitsAndBytesConfig | None = None
-    if spec.ds.load_in_4bit:
-        quantization = qlora(dtype)
     return {
         "dtype": dtype,
         "attn_implementation": attention,
         "trust_remote_code": spec.trust_remote_code,
-        "device_map": device_map,
-        "quantization_config": quantization,
+        "device_map": "auto" if spec.spread and torch.cuda.is_available() else None,
+        "quantization_config": qlora(dtype) if spec.ds.load_in_4bit else None,
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from transformers import PretrainedConfig, PreTrainedModel
 
 from openrlhf.checks import Finding
@@ -233,11 +233,9 @@ def _score_alone(model: CheckedModel, sequence: Tensor) -> Tensor:
     outputs = plain_outputs(model.hf, sequence)
     if isinstance(model, ScalarModel):
         return outputs.float()
-    logprobs = [outputs.new_zeros(1, dtype=torch.float32)]
     chunks = zip(outputs[:-1].split(CHUNK_TOKENS), sequence[1:].split(CHUNK_TOKENS), strict=True)
-    for logits, targets in chunks:
-        logprobs.append(-cross_entropy(logits.float(), targets, reduction="none"))
-    return torch.cat(logprobs)
+    losses = [cross_entropy(logits.float(), ids, reduction="none") for logits, ids in chunks]
+    return pad(-torch.cat(losses), (1, 0))
 
 
 def _score_in_layout(model: CheckedModel, tokens: Tensor, offsets: Tensor) -> Tensor:

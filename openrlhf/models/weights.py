@@ -51,9 +51,7 @@ class StoredWeights:
         """Read Transformers' loading report about `model`."""
         unused = sorted(report["unexpected_keys"])
         ignored = [name for name in unused if _is_left_out(model, name)]
-        sizes: dict[str, tuple[Size, Size]] = {}
-        for name, stored, required in report["mismatched_keys"]:
-            sizes[name] = (tuple(stored), tuple(required))
+        sizes = {name: (tuple(a), tuple(b)) for name, a, b in report["mismatched_keys"]}
         missing = sorted(report["missing_keys"] - sizes.keys())
         return cls(
             path=path,
@@ -75,12 +73,11 @@ class StoredWeights:
         Weights may be missing from the files, have the wrong size there, be ignored by their
         layers, or be tied although they differ.
         """
-        sizes: list[str] = []
-        for name, (stored, required) in self.sizes.items():
-            if name not in but:
-                sizes.append(f"{name} is {stored} instead of {required}")
+        resized = [name for name in self.sizes if name not in but]
         problems = {
-            "have the wrong size": sizes,
+            "have the wrong size": [
+                "{} is {} instead of {}".format(name, *self.sizes[name]) for name in resized
+            ],
             "are missing from the files": [name for name in self.missing if name not in but],
             "would be ignored by their layers": [name for name in self.ignored if name not in but],
             "are tied (tie_word_embeddings) but differ in the files, where vLLM uses only one": [
@@ -90,10 +87,11 @@ class StoredWeights:
         if not any(problems.values()):
             return
         problems["do not belong to this architecture"] = list(self.unused)
-        found: list[str] = []
-        for problem, names in problems.items():
-            if names:
-                found.append(f"{len(names)} weights {problem}: {_first(names)}")
+        found = [
+            f"{len(names)} weights {problem}: {_first(names)}"
+            for problem, names in problems.items()
+            if names
+        ]
         raise ModelError(
             f"the weights in {self.path} do not match its config.json: {'; '.join(found)}. "
             "Download or export the model again, or correct config.json."
@@ -166,10 +164,7 @@ def require_finite_files(path: str) -> None:
     This is for models that another program loads. Reads one tensor at a time. `path` is a folder,
     or the name of a model in the Hub cache.
     """
-    broken: list[str] = []
-    for name, read in stored_weights(path):
-        if not is_finite(read()):
-            broken.append(name)
+    broken = [name for name, read in stored_weights(path) if not is_finite(read())]
     _refuse_numbers(broken, path)
 
 

@@ -34,9 +34,10 @@ class Encoder:
 
     def manifest(self, *, version: int, dtype: torch.dtype, bucket_bytes: int) -> WeightManifest:
         """Return the manifest of the encoded weights, which are sent as `dtype`."""
-        specs: list[TensorSpec] = []
-        for name, blank in self.encode(self.blanks):
-            specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(blank.shape)))
+        specs = tuple(
+            TensorSpec(name=name, dtype=dtype, shape=tuple(blank.shape))
+            for name, blank in self.encode(self.blanks)
+        )
         return WeightManifest(
-            version=version, specs=tuple(specs), bucket_bytes=bucket_bytes, adapter=self.adapter
+            version=version, specs=specs, bucket_bytes=bucket_bytes, adapter=self.adapter
         )
