@@ -8,50 +8,58 @@ owner, permissions or times of a file, or that later kernels added.
 
 import errno
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
-ALLOWED = {
-    "read": 0, "write": 1, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "poll": 7, "lseek": 8,
-    "mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12, "rt_sigaction": 13, "rt_sigprocmask": 14,
-    "rt_sigreturn": 15, "pread64": 17, "pwrite64": 18, "readv": 19, "writev": 20, "access": 21,
-    "pipe": 22, "select": 23, "sched_yield": 24, "mremap": 25, "msync": 26, "mincore": 27,
-    "madvise": 28, "dup": 32, "dup2": 33, "pause": 34, "nanosleep": 35, "getitimer": 36,
-    "alarm": 37, "setitimer": 38, "getpid": 39, "sendfile": 40, "sendto": 44, "recvfrom": 45,
-    "sendmsg": 46, "recvmsg": 47, "shutdown": 48, "getsockname": 51, "getpeername": 52,
-    "setsockopt": 54, "getsockopt": 55, "fork": 57, "vfork": 58, "execve": 59, "exit": 60,
-    "wait4": 61, "uname": 63, "flock": 73, "fsync": 74, "fdatasync": 75, "ftruncate": 77,
-    "getdents": 78, "getcwd": 79, "chdir": 80, "fchdir": 81, "rename": 82, "mkdir": 83, "rmdir": 84,
-    "creat": 85, "link": 86, "unlink": 87, "symlink": 88, "readlink": 89, "umask": 95,
-    "gettimeofday": 96, "getrlimit": 97, "getrusage": 98, "sysinfo": 99, "times": 100,
-    "getuid": 102, "getgid": 104, "geteuid": 107, "getegid": 108, "setpgid": 109, "getppid": 110,
-    "getpgrp": 111, "setsid": 112, "getgroups": 115, "getresuid": 118, "getresgid": 120,
-    "getpgid": 121, "getsid": 124, "capget": 125, "rt_sigpending": 127, "rt_sigtimedwait": 128,
-    "rt_sigsuspend": 130, "sigaltstack": 131, "mknod": 133, "statfs": 137, "fstatfs": 138,
-    "getpriority": 140, "sched_getparam": 143, "sched_getscheduler": 145,
-    "sched_get_priority_max": 146, "sched_get_priority_min": 147, "arch_prctl": 158,
-    "setrlimit": 160, "gettid": 186, "readahead": 187, "getxattr": 191, "lgetxattr": 192,
-    "fgetxattr": 193, "listxattr": 194, "llistxattr": 195, "flistxattr": 196, "time": 201,
-    "futex": 202, "sched_getaffinity": 204, "epoll_create": 213, "getdents64": 217,
-    "set_tid_address": 218, "restart_syscall": 219, "fadvise64": 221, "clock_gettime": 228,
-    "clock_getres": 229, "clock_nanosleep": 230, "exit_group": 231, "epoll_wait": 232,
-    "epoll_ctl": 233, "get_mempolicy": 239, "waitid": 247, "mkdirat": 258, "mknodat": 259,
-    "newfstatat": 262, "unlinkat": 263, "renameat": 264, "linkat": 265, "symlinkat": 266,
-    "readlinkat": 267, "faccessat": 269, "pselect6": 270, "ppoll": 271, "set_robust_list": 273,
-    "splice": 275, "tee": 276, "sync_file_range": 277, "vmsplice": 278, "epoll_pwait": 281,
-    "signalfd": 282, "timerfd_create": 283, "eventfd": 284, "fallocate": 285,
-    "timerfd_settime": 286, "timerfd_gettime": 287, "signalfd4": 289, "eventfd2": 290,
-    "epoll_create1": 291, "dup3": 292, "pipe2": 293, "preadv": 295, "pwritev": 296, "recvmmsg": 299,
-    "sendmmsg": 307, "getcpu": 309, "renameat2": 316, "getrandom": 318, "memfd_create": 319,
-    "execveat": 322, "membarrier": 324, "copy_file_range": 326, "preadv2": 327, "pwritev2": 328,
-    "pkey_mprotect": 329, "pkey_alloc": 330, "pkey_free": 331, "statx": 332, "rseq": 334,
-    "close_range": 436, "faccessat2": 439, "epoll_pwait2": 441,
-}  # fmt: skip
+# Each row of numbers has the names of its calls above it.
+ALLOWED = (
+    # read, write, close, stat, fstat, lstat, poll, lseek, mmap, mprotect, munmap, brk
+    0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,
+    # rt_sigaction, rt_sigprocmask, rt_sigreturn, pread64, pwrite64, readv, writev, access, pipe
+    13, 14, 15, 17, 18, 19, 20, 21, 22,
+    # select, sched_yield, mremap, msync, mincore, madvise, dup, dup2, pause, nanosleep, getitimer
+    23, 24, 25, 26, 27, 28, 32, 33, 34, 35, 36,
+    # alarm, setitimer, getpid, sendfile, sendto, recvfrom, sendmsg, recvmsg, shutdown
+    37, 38, 39, 40, 44, 45, 46, 47, 48,
+    # getsockname, getpeername, setsockopt, getsockopt, fork, vfork, execve, exit, wait4, uname
+    51, 52, 54, 55, 57, 58, 59, 60, 61, 63,
+    # flock, fsync, fdatasync, ftruncate, getdents, getcwd, chdir, fchdir, rename, mkdir, rmdir
+    73, 74, 75, 77, 78, 79, 80, 81, 82, 83, 84,
+    # creat, link, unlink, symlink, readlink, umask, gettimeofday, getrlimit, getrusage, sysinfo
+    85, 86, 87, 88, 89, 95, 96, 97, 98, 99,
+    # times, getuid, getgid, geteuid, getegid, setpgid, getppid, getpgrp, setsid, getgroups
+    100, 102, 104, 107, 108, 109, 110, 111, 112, 115,
+    # getresuid, getresgid, getpgid, getsid, capget, rt_sigpending, rt_sigtimedwait, rt_sigsuspend
+    118, 120, 121, 124, 125, 127, 128, 130,
+    # sigaltstack, mknod, statfs, fstatfs, getpriority, sched_getparam, sched_getscheduler
+    131, 133, 137, 138, 140, 143, 145,
+    # sched_get_priority_max, sched_get_priority_min, arch_prctl, setrlimit, gettid, readahead
+    146, 147, 158, 160, 186, 187,
+    # getxattr, lgetxattr, fgetxattr, listxattr, llistxattr, flistxattr, time, futex
+    191, 192, 193, 194, 195, 196, 201, 202,
+    # sched_getaffinity, epoll_create, getdents64, set_tid_address, restart_syscall, fadvise64
+    204, 213, 217, 218, 219, 221,
+    # clock_gettime, clock_getres, clock_nanosleep, exit_group, epoll_wait, epoll_ctl
+    228, 229, 230, 231, 232, 233,
+    # get_mempolicy, waitid, mkdirat, mknodat, newfstatat, unlinkat, renameat, linkat, symlinkat
+    239, 247, 258, 259, 262, 263, 264, 265, 266,
+    # readlinkat, faccessat, pselect6, ppoll, set_robust_list, splice, tee, sync_file_range
+    267, 269, 270, 271, 273, 275, 276, 277,
+    # vmsplice, epoll_pwait, signalfd, timerfd_create, eventfd, fallocate, timerfd_settime
+    278, 281, 282, 283, 284, 285, 286,
+    # timerfd_gettime, signalfd4, eventfd2, epoll_create1, dup3, pipe2, preadv, pwritev, recvmmsg
+    287, 289, 290, 291, 292, 293, 295, 296, 299,
+    # sendmmsg, getcpu, renameat2, getrandom, memfd_create, execveat, membarrier, copy_file_range
+    307, 309, 316, 318, 319, 322, 324, 326,
+    # preadv2, pwritev2, pkey_mprotect, pkey_alloc, pkey_free, statx, rseq, close_range
+    327, 328, 329, 330, 331, 332, 334, 436,
+    # faccessat2, epoll_pwait2
+    439, 441,
+)  # fmt: skip
 # The newest known call that libc makes by itself. If a newer call is absent, libc falls back.
 NEWEST_KNOWN = 334
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checked:
+class Checked(NamedTuple):
     """A system call that is allowed if one of its arguments, masked, has one of `values`."""
 
     number: int
@@ -60,58 +68,33 @@ class Checked:
     mask: int = 0xFFFF_FFFF
 
 
-READ_FILE, WRITE_FILE, READ_AND_WRITE = 0o0, 0o1, 0o2
-TRUNCATE, OPEN_MODE_AND_TRUNCATE = 0o1000, 0o1003
-# Opening read-only with O_TRUNC is excluded: Landlock before version 3 does not prevent it.
-OPEN_VALUES = (
-    READ_FILE,
-    WRITE_FILE,
-    READ_AND_WRITE,
-    WRITE_FILE | TRUNCATE,
-    READ_AND_WRITE | TRUNCATE,
-)
-NEW_NAMESPACES = 0x7E02_0000  # CLONE_NEW*
-SEND_SIGNAL_ON_INPUT = 0o20000  # O_ASYNC
-# fcntl without F_SETOWN, F_SETSIG, F_SETLEASE and F_NOTIFY, which make the kernel send signals.
-FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1033, 1034)
-TERMINAL_SETTINGS, TERMINAL_SIZE, BYTES_TO_READ, NON_BLOCKING, NO_CLOSE_ON_EXEC, CLOSE_ON_EXEC = (
-    0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451,
-)  # fmt: skip
-PARENT_DEATH_SIGNAL, SET_NAME, GET_NAME, NAME_MEMORY = 1, 15, 16, 0x5356_4D41
+# O_RDONLY, O_WRONLY, O_RDWR, O_WRONLY | O_TRUNC, O_RDWR | O_TRUNC. O_RDONLY | O_TRUNC is excluded
+# because Landlock does not prevent it before version 3.
+OPEN_VALUES = (0o0, 0o1, 0o2, 0o1001, 0o1002)
+OPEN_MASK = 0o1003
 CHECKED = (
-    Checked(number=2, argument=1, values=OPEN_VALUES, mask=OPEN_MODE_AND_TRUNCATE),  # open
-    Checked(number=257, argument=2, values=OPEN_VALUES, mask=OPEN_MODE_AND_TRUNCATE),  # openat
-    Checked(
-        number=16,  # ioctl
-        argument=1,
-        values=(
-            TERMINAL_SETTINGS,
-            TERMINAL_SIZE,
-            BYTES_TO_READ,
-            NON_BLOCKING,
-            NO_CLOSE_ON_EXEC,
-            CLOSE_ON_EXEC,
-        ),
-    ),
-    # socketpair: stream sockets only, which cannot send to another address
-    Checked(number=53, argument=1, values=(1,), mask=0xF),
-    Checked(number=56, argument=0, values=(0,), mask=NEW_NAMESPACES),  # clone
-    Checked(number=72, argument=1, values=FCNTL_COMMANDS),  # fcntl
-    # prctl
-    Checked(number=157, argument=0, values=(PARENT_DEATH_SIGNAL, SET_NAME, GET_NAME, NAME_MEMORY)),
-    Checked(number=302, argument=0, values=(0,)),  # prlimit64: the calling process only
+    Checked(2, 1, OPEN_VALUES, OPEN_MASK),  # open
+    Checked(257, 2, OPEN_VALUES, OPEN_MASK),  # openat
+    # ioctl: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+    Checked(16, 1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
+    Checked(53, 1, (1,), 0xF),  # socketpair: only stream sockets, which cannot send elsewhere
+    Checked(56, 0, (0,), 0x7E02_0000),  # clone: no CLONE_NEW*, which create namespaces
+    # fcntl without F_SETOWN, F_SETSIG, F_SETLEASE and F_NOTIFY, which make the kernel send signals
+    Checked(72, 1, (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1033, 1034)),
+    # prctl: PR_SET_PDEATHSIG, PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
+    Checked(157, 0, (1, 15, 16, 0x5356_4D41)),
+    Checked(302, 0, (0,)),  # prlimit64: only the calling process
 )
-SET_FLAGS = Checked(number=72, argument=2, values=(0,), mask=SEND_SIGNAL_ON_INPUT)  # fcntl(F_SETFL)
-F_SETFL = 4
+FCNTL, F_SETFL = 72, 4
+SET_FLAGS = Checked(FCNTL, 2, (0,), 0o20000)  # fcntl(F_SETFL) without O_ASYNC, which sends signals
 
 LOAD, AND, EQUAL, AT_LEAST, GREATER, RETURN = 0x20, 0x54, 0x15, 0x35, 0x25, 0x06
 ALLOW, ERROR, KILL = 0x7FFF_0000, 0x0005_0000, 0x8000_0000
 REFUSE, ABSENT = ERROR | errno.EPERM, ERROR | errno.ENOSYS
 X86_64, X32_CALLS = 0xC000_003E, 0x4000_0000
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # bytes in struct seccomp_data
-Instruction = tuple[
-    int, int, int, int
-]  # code, number of instructions to skip if true, if false, operand
+# code, number of instructions to skip if true, number to skip if false, operand
+Instruction = tuple[int, int, int, int]
 
 
 def seccomp_filter() -> list[bytes]:
@@ -127,11 +110,11 @@ def seccomp_filter() -> list[bytes]:
         (AT_LEAST, 0, 1, X32_CALLS),
         (RETURN, 0, 0, KILL),
     ]
-    for number in ALLOWED.values():
+    for number in ALLOWED:
         program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
     for call in CHECKED:
         block = _check(call)
-        if call.number == SET_FLAGS.number:
+        if call.number == FCNTL:
             flags = _check(SET_FLAGS)
             block = [
                 (LOAD, 0, 0, ARGUMENTS_AT + 8),
