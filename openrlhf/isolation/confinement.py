@@ -34,7 +34,7 @@ CLONE_NEWUSER = 0x1000_0000
 # System call numbers, the same on all platforms.
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 # The Landlock version that introduced each protection.
-LANDLOCK_TRUNCATE, LANDLOCK_NETWORK, LANDLOCK_SIGNALS = 3, 4, 6
+LANDLOCK_NETWORK, LANDLOCK_SIGNALS = 4, 6
 BIND_AND_CONNECT, SOCKETS_AND_SIGNALS = 0b11, 0b11
 READ = 0b1101  # Landlock: execute, read file, read folder
 FILE_WRITE = 0b0110 | 1 << 14  # Landlock: read, write, truncate a file
@@ -107,12 +107,8 @@ def _enter_user_namespace() -> None:
 
 def capabilities() -> set[int]:
     """Return the numbers of this process's permitted capabilities."""
-    line = next(
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("CapPrm:")
-    )
-    bits = int(line.split()[1], 16)
+    status = Path("/proc/self/status").read_text()
+    bits = int(status.partition("CapPrm:")[2].split()[0], 16)
     return {number for number in range(64) if bits >> number & 1}
 
 
@@ -131,25 +127,21 @@ def keep_capabilities(kept: Iterable[int]) -> None:
             _prctl(PR_CAP_AMBIENT, 2, number)
 
 
-def landlock_version() -> int:
-    """Return the kernel's Landlock version. Raises OSError if the kernel has no Landlock."""
-    return _call(_libc.syscall(LANDLOCK_CREATE, None, 0, 1))
-
-
 def restrict_files(*, read: Iterable[str], write: str) -> None:
     """Deny access to all files except the paths in `read` and the writable folder `write`.
 
     Uses Landlock. Newer versions also deny TCP connections, signals to other processes, and
     abstract sockets. Raises OSError if the kernel has no Landlock.
     """
-    version = landlock_version()
+    version = _call(_libc.syscall(LANDLOCK_CREATE, None, 0, 1))
     every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
-    rules = struct.pack("Q", every)
+    rules = struct.pack("QQQ", every, BIND_AND_CONNECT, SOCKETS_AND_SIGNALS)
+    size = 8  # bytes of `rules` that this version knows
     if version >= LANDLOCK_NETWORK:
-        rules += struct.pack("Q", BIND_AND_CONNECT)
+        size = 16
     if version >= LANDLOCK_SIGNALS:
-        rules += struct.pack("Q", SOCKETS_AND_SIGNALS)
-    ruleset = _call(_libc.syscall(LANDLOCK_CREATE, rules, len(rules), 0))
+        size = 24
+    ruleset = _call(_libc.syscall(LANDLOCK_CREATE, rules, size, 0))
     for path, allowed in [
         *((path, READ) for path in read),
         ("/dev/null", FILE_WRITE),
@@ -157,7 +149,8 @@ def restrict_files(*, read: Iterable[str], write: str) -> None:
     ]:
         with suppress(FileNotFoundError):
             opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            allowed = allowed if os.path.isdir(path) else allowed & (0b0111 | 1 << 14)
+            if not os.path.isdir(path):
+                allowed &= 0b0111 | 1 << 14
             _call(
                 _libc.syscall(
                     LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", allowed & every, opened), 0

@@ -19,7 +19,7 @@ def plain(value: Any) -> Any:
     """
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
-    if callable(getattr(value, "tolist", None)):
+    if hasattr(value, "tolist"):
         return plain(value.tolist())
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}
@@ -44,8 +44,7 @@ def load_file(path: Path) -> ModuleType:
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
     name = f"user_file_{path.stem}"  # a file named math.py must not replace the math module
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
+    assert spec and spec.loader  # the name ends with .py
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -73,16 +72,15 @@ def parameters_of(target: str) -> list[list[Any]] | None:
     Kinds are named as in `inspect`.
     """
     try:
-        parameters = inspect.signature(load_function(target)).parameters.values()
+        signature = inspect.signature(load_function(target))
     except (TypeError, ValueError):
         return None
-    return [[each.name, each.kind.name, is_required(each)] for each in parameters]
-
-
-def is_required(parameter: inspect.Parameter) -> bool:
-    """Return True if a call must pass this parameter."""
-    variable = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and parameter.kind not in variable
+    found: list[list[Any]] = []
+    for name, parameter in signature.parameters.items():
+        kind = parameter.kind.name
+        is_required = parameter.default is parameter.empty and not kind.startswith("VAR")
+        found.append([name, kind, is_required])
+    return found
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

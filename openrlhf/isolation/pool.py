@@ -58,11 +58,10 @@ class ProcessPool:
             log_dir.mkdir(parents=True, exist_ok=True)
         limits = Limits(memory_gib=memory_gib, at_once=at_once, grace=grace)
         self._shared = _Processes(workers, limits, log_dir and log_dir / name)
-        alone = 0
-        if at_once > 1:
-            alone = max(LEAST_ALONE, workers)
         self._alone = _Processes(
-            alone, replace(limits, at_once=1), log_dir and log_dir / f"{name}-alone"
+            max(LEAST_ALONE, workers),
+            replace(limits, at_once=1),
+            log_dir and log_dir / f"{name}-alone",
         )
         self._closed = False
         self._loop = asyncio.new_event_loop()
@@ -108,7 +107,7 @@ class ProcessPool:
         try:
             return await self._shared.run(call, setup)
         except ProcessLost as lost:
-            if lost.again is None or call is setup or self._closed or not self._alone.logs:
+            if lost.again is None or call is setup or self._closed:
                 raise
         warn_once(
             "User code calls that lost their process, were blocked, or ran out of memory next to "
@@ -136,9 +135,8 @@ class ProcessPool:
     async def _close(self) -> None:
         self._keeping_short.cancel()
         await asyncio.gather(self._shared.close(), self._alone.close())
-        calls = asyncio.all_tasks() - {asyncio.current_task()}
-        if calls:  # they are still raising their errors
-            await asyncio.wait(calls)
+        calls = asyncio.all_tasks() - {asyncio.current_task()}  # they are still raising errors
+        await asyncio.gather(*calls, return_exceptions=True)
 
     def __enter__(self) -> Self:
         return self
@@ -225,23 +223,18 @@ class _Processes:
 
 async def _keep_short(logs: Sequence[Path]) -> None:
     """Cut the middle out of each log that exceeds `LOG_BYTES`, until cancelled."""
-    cut = dict.fromkeys(logs, 0)
     while True:
         for log in logs:
-            if (size := log_size(log)) > LOG_BYTES:
-                cut[log] += size - 2 * LOG_KEPT
-                _cut(
-                    log,
-                    f"\n[{cut[log]:,} bytes were cut here: logs are limited to {LOG_BYTES:,}]\n",
-                )
+            if log_size(log) > LOG_BYTES:
+                _cut(log)
         await asyncio.sleep(LOG_SECONDS)
 
 
-def _cut(log: Path, words: str) -> None:
+def _cut(log: Path) -> None:
     """Keep the beginning and the end of a log while processes continue to append to it."""
     with log.open("r+b") as file:
         file.seek(-LOG_KEPT, os.SEEK_END)
         end = file.read()
         file.truncate(LOG_KEPT)
     with log.open("ab") as file:
-        file.write(words.encode() + end)
+        file.write(b"\n[The middle of this log was removed because the log was too long.]\n" + end)

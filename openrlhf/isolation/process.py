@@ -65,12 +65,12 @@ class UserProcess:
         # The error that remaining calls raise, unless the process ended by itself.
         self._ending: UserCodeError | None = None
         self._culprit_known = False
-        self.gone = asyncio.Event()
+        self.gone = False
 
     @property
     def usable(self) -> bool:
         """True if the process accepts calls."""
-        return not (self.retiring or self.gone.is_set())
+        return not (self.retiring or self.gone)
 
     async def run(self, call: UserCall, setup: UserCall) -> Any:
         """Run `setup` once, then `call`, and return the result of `call`.
@@ -108,9 +108,11 @@ class UserProcess:
         try:
             return await self._run(setup)
         except ProcessLost as lost:
-            raise ProcessLost(
-                lost, None if lost.failure is Failure.TIMEOUT else "anywhere"
-            ) from None
+            if lost.failure is Failure.TIMEOUT:
+                lost.again = None
+            else:
+                lost.again = "anywhere"
+            raise
         finally:
             announced.cancel()
 
@@ -156,7 +158,7 @@ class UserProcess:
             clock=clock,
         )
         call.asked.clear()
-        if self.gone.is_set():
+        if self.gone:
             raise ProcessLost(
                 self._ending or UserCodeError(f"{call.name} had no process", Failure.KILLED),
                 "anywhere",
@@ -174,12 +176,11 @@ class UserProcess:
                 async with total, clock:
                     await asyncio.wait([done])
             if not done.done():
-                seconds, limit = (
-                    (call.seconds, call.limit)
-                    if clock.expired()
-                    else (call.total_seconds, call.total_limit)
-                )
-                running.late = f"{call.name} took more than {seconds:g} s ({limit})"
+                if clock.expired():
+                    exceeded = f"{call.seconds:g} s ({call.limit})"
+                else:
+                    exceeded = f"{call.total_seconds:g} s ({call.total_limit})"
+                running.late = f"{call.name} took more than {exceeded}"
                 await self._end(running)
             return await done
         except asyncio.CancelledError:  # the caller gave up
@@ -221,7 +222,7 @@ class UserProcess:
                     self._ask(running, **message)
                 elif running and not running.done.done():
                     self._done(running, message)
-        self.gone.set()
+        self.gone = True
         self.cut()
         self._writer.transport.abort()
         code = await asyncio.to_thread(process.wait)
@@ -245,10 +246,12 @@ class UserProcess:
         log = _printed(self.log, running.log_start)
         if running.late:
             return UserCodeError(f"{running.late}.{log}", Failure.TIMEOUT)
-        failure = Failure.EXIT if code >= 0 else Failure.KILLED
-        return UserCodeError(
-            f"{running.call.name} ended its process: {_ending(code)}.{log}", failure
-        )
+        ended = f"{running.call.name} ended its process"
+        if code >= 0:
+            return UserCodeError(f"{ended}: it exited with status {code}.{log}", Failure.EXIT)
+        cause = f"killed by signal {-code}, {signal.strsignal(-code)}"
+        hint = "Signal 9 may mean that the machine ran out of memory."
+        return UserCodeError(f"{ended}: {cause}. {hint}{log}", Failure.KILLED)
 
     def _done(self, running: _Running, message: dict[str, Any]) -> None:
         """Set the result or the error of a finished call."""
@@ -256,14 +259,14 @@ class UserProcess:
             running.done.set_result(message["value"])
             return
         failure = Failure(message["failure"])
-        memory = ""
+        text = message["error"]
         if failure is Failure.MEMORY:
-            memory = f"(--reward.memory_gib is {self.limits.memory_gib:g}.)"
-        words = f"{running.call.name} failed"
+            text += f"(--reward.memory_gib is {self.limits.memory_gib:g}.)"
+        error = UserCodeError(f"{running.call.name} failed:\n{text}", failure)
         if running.late:
-            words = f"{running.late} and was interrupted here"
-            failure = Failure.TIMEOUT
-        error = UserCodeError(f"{words}:\n{message['error']}{memory}", failure)
+            error = UserCodeError(
+                f"{running.late} and was interrupted here:\n{text}", Failure.TIMEOUT
+            )
         # The call lacked memory or processes, which other calls may be holding.
         if message["scarce"] and len(self._calls) > 1:
             error = ProcessLost(error, "alone")
@@ -363,20 +366,10 @@ def _printed(log: Path | None, start: int) -> str:
     """Return at most the last 4000 bytes logged since byte `start`, for an error message."""
     if log is None:
         return ""
-    size = log_size(log)
-    with log.open("rb") as file:
-        if start > size:  # the log exceeded its maximum size and was cut
-            start = 0
-        file.seek(max(start, size - 4000))
-        text = file.read().decode(errors="replace").strip()
-    return f" It wrote to {log}:\n{text}" if text else ""
-
-
-def _ending(code: int) -> str:
-    """Describe an exit status in words."""
-    if code >= 0:
-        return f"it exited with status {code}"
-    hint = (
-        " (manually, or because the machine ran out of memory)" if code == -signal.SIGKILL else ""
-    )
-    return f"killed by signal {-code}, {signal.strsignal(-code)}{hint}"
+    written = log.read_bytes()
+    if start > len(written):  # the log exceeded its maximum size and was cut
+        start = 0
+    text = written[start:][-4000:].decode(errors="replace").strip()
+    if not text:
+        return ""
+    return f" It wrote to {log}:\n{text}"

@@ -37,7 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from openrlhf.core.trajectory import Failure
 from openrlhf.isolation import confinement
@@ -219,12 +219,8 @@ def main(socket_fd: int, memory_bytes: int, uid: int) -> None:
     # From here on, the handlers of these signals would signal a process that has ended.
     for number in (signal.SIGTERM, DUMP_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
-    end_like(os.waitstatus_to_exitcode(confinement.end_all(child)))
-
-
-def end_like(code: int) -> NoReturn:
-    """Exit with the status `code`, or by the signal `-code` if it is negative."""
-    if code < 0:
+    code = os.waitstatus_to_exitcode(confinement.end_all(child))
+    if code < 0:  # end like the child, by the same signal
         with suppress(OSError):  # the handler of SIGKILL cannot be set and needs no reset
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -250,6 +246,8 @@ def run_user_code(channel: socket.socket, memory_bytes: int, uid: int) -> None:
         Program(channel).serve()
     # Raised in a callback or task of user code: exit before asyncio cancels the other calls.
     except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-        os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
+        code = end.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+        os._exit(code)

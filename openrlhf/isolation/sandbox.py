@@ -74,7 +74,8 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
         folder = tempfile.mkdtemp(prefix="sandbox-")  # the launcher removes it
         Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
         uid = random.choice(confinement.UIDS)  # user id of the program if we are root
-        try:
+        status = None
+        with suppress(subprocess.TimeoutExpired):
             status = subprocess.run(
                 [
                     sys.executable,
@@ -92,16 +93,11 @@ def run_program(program: str, stdin: str = "", *, seconds: float) -> Ran:
                 timeout=2 * seconds + SPARE_SECONDS,
                 check=False,
             ).returncode
-        except subprocess.TimeoutExpired as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise SandboxError(
-                f"the sandbox was still running {SPARE_SECONDS} s after its program's deadline"
-            ) from error
         errors.seek(max(0, errors.seek(0, os.SEEK_END) - 2000))
         said = errors.read().decode(errors="replace")
         if status not in (OK, FAILED, LATE):
             shutil.rmtree(folder, ignore_errors=True)
-            raise SandboxError(f"the sandbox does not work here:\n{said}")
+            raise SandboxError(f"the sandbox does not work here (status {status}):\n{said}")
         output.seek(0)
         return Ran(
             ok=status == OK,
@@ -135,39 +131,28 @@ def launch(seconds: float, uid: int, readable: list[str]) -> NoReturn:
         start_new_session=True,
         preexec_fn=lambda: _confine(seconds, readable, unprotected),
     )
-    on_time, full = _wait(child.pid, 2 * seconds)
-    status = confinement.end_all(child.pid)
-    if full:
-        limits = f"{FOLDER_ENTRIES:,} files and folders or {FOLDER_BYTES >> 20} MiB"
-        os.write(2, f"The program's folder contains more than {limits}.\n".encode())
-    late = not on_time or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU)
-    if full:
-        ending = FAILED
-    elif late:
+    ending = _wait(child.pid, 2 * seconds)
+    status = os.waitstatus_to_exitcode(confinement.end_all(child.pid))
+    if ending == OK and status == -signal.SIGXCPU:
         ending = LATE
-    elif status:
+    elif ending == OK and status:
         ending = FAILED
-    else:
-        ending = OK
-    # Exit at once, and let a child remove the folder. If fork fails, remove it before exiting.
-    with suppress(OSError):
-        if os.fork():
-            os._exit(ending)
-    with suppress(OSError):
-        remove_folder(os.getcwd())
+    remove_folder(os.getcwd())
     os._exit(ending)
 
 
-def _wait(child: int, seconds: float) -> tuple[bool, bool]:
-    """Wait until a program ends, fills its folder or times out. Returns (in time, folder full)."""
+def _wait(child: int, seconds: float) -> int:
+    """Wait until a program ends, fills its folder or times out. Returns OK, FAILED or LATE."""
     deadline = time.monotonic() + seconds
     ended = os.pidfd_open(child)
     while (left := deadline - time.monotonic()) > 0:
         if select.select([ended], [], [], min(left, LOOK_SECONDS))[0]:
-            return True, False
+            return OK
         if is_too_full("."):
-            return True, True
-    return False, False
+            limits = f"{FOLDER_ENTRIES:,} files and folders or {FOLDER_BYTES >> 20} MiB"
+            os.write(2, f"The program's folder contains more than {limits}.\n".encode())
+            return FAILED
+    return LATE
 
 
 def is_too_full(folder: str) -> bool:
@@ -193,35 +178,10 @@ def is_too_full(folder: str) -> bool:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder of any depth.
-
-    Subfolders are moved to the top before they are emptied, which keeps their paths short. No other
-    process may change the folder at the same time.
-    """
-    prefix = os.path.join(folder, f"{random.getrandbits(64):x}-")
-    pending = [folder]
-    moved = 0
-    while pending:
-        current = pending.pop()
-        _make_writable(current)
-        with os.scandir(current) as found:
-            entries = list(found)
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                _make_writable(entry.path)
-                moved += 1
-                os.rename(entry.path, f"{prefix}{moved}")
-                pending.append(f"{prefix}{moved}")
-            else:
-                os.unlink(entry.path)
-        if current != folder:
-            os.rmdir(current)
-    os.rmdir(folder)
-
-
-def _make_writable(folder: str) -> None:
-    with suppress(OSError):  # not our folder; capabilities may make this call unnecessary
-        os.chmod(folder, 0o700)
+    """Start to remove a folder of any depth, regardless of its permissions, without waiting."""
+    command = 'chmod -R u+rwx "$0"; rm -rf "$0"'
+    with suppress(OSError):  # no process can be started
+        subprocess.Popen(["sh", "-c", command, folder], stderr=subprocess.DEVNULL)
 
 
 def _confine(seconds: float, readable: list[str], unprotected: list[str]) -> None:
@@ -253,33 +213,10 @@ def _confine(seconds: float, readable: list[str], unprotected: list[str]) -> Non
     try:
         confinement.restrict_calls()
     except OSError as error:
-        unprotected += _open_without_seccomp(error)
+        unprotected.append(
+            f"system calls are not filtered ({error}), so a program can change permissions, owners "
+            "and times of this account's files, limit or slow down its other processes, and use "
+            "the network, which Landlock restricts only for TCP from version 4. Before version 6 "
+            "it can also send signals, and before version 3 truncate the interpreter's files"
+        )
     os.environ["UNPROTECTED"] = json.dumps(unprotected)
-
-
-def _open_without_seccomp(error: OSError) -> list[str]:
-    """Describe the actions that this kernel's Landlock does not block without seccomp."""
-    try:
-        version = confinement.landlock_version()
-    except OSError:
-        version = 0
-    unprotected = [
-        f"permissions, owner and times of this account's files can be changed (no seccomp: {error})"
-    ]
-    if version < confinement.LANDLOCK_SIGNALS:
-        unprotected.append(
-            f"this account's other processes can be sent signals and limited (no seccomp: {error})"
-        )
-    else:
-        unprotected.append(
-            f"this account's other processes can be limited and slowed down (no seccomp: {error})"
-        )
-    if version < confinement.LANDLOCK_NETWORK:
-        unprotected.append(f"the network is not blocked (no seccomp: {error})")
-    else:
-        unprotected.append(f"the network is not fully blocked, only TCP is (no seccomp: {error})")
-    if 0 < version < confinement.LANDLOCK_TRUNCATE:
-        unprotected.append(
-            f"the interpreter's files can be truncated (Landlock version {version}, no seccomp)"
-        )
-    return unprotected
