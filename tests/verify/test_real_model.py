@@ -1,7 +1,8 @@
-"""A chat model of 135 million parameters learns with every method.
+"""A chat model with 135 million parameters learns with every method.
 
-Each run uses the files of examples/real_model, with two seeds. One run: `pytest -m verify
-tests/verify/test_real_model.py -k "grpo_lora and seed1"`. Each takes 10 to 40 minutes on two cores.
+Each run uses the files in examples/real_model with two seeds and takes 10 to 40 minutes on two
+cores. To start a single run: `pytest -m verify tests/verify/test_real_model.py -k "grpo_lora and
+seed1"`.
 """
 
 from __future__ import annotations
@@ -34,22 +35,20 @@ FLOAT32 = ("--ds.param_dtype", "fp32")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A run: its command, its file, the measured number, and the metric of its curve."""
+    """A run: its command, configuration file, measured value, and the metric of its curve."""
 
     command: str
     file: str
     measured: str
-    curve: str  # a metric of each step
-    metric: str = ""  # the measured metric, if it is not measured by `eval`
-    flags: str = ""  # besides the file's
+    curve: str  # name of a metric that is logged at each step
+    metric: str = ""  # name of the measured metric, unless `eval` measures it
+    flags: str = ""  # flags in addition to the file's
     better: str = "higher"
-    first: float | None = None  # the number before training; None: it is measured
-    at_least: float | None = (
-        None  # for the number after training; None: better than before by two standard errors
-    )
+    first: float | None = None  # value before training; None if it is measured
+    at_least: float | None = None  # bound after training; None: must improve by two standard errors
 
     def line(self) -> str:
-        """Return the command as a user types it."""
+        """Return the command line as a user types it."""
         return " ".join(
             [
                 "openrlhf",
@@ -129,15 +128,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reward_models() -> dict[int, Path]:
-    """Return the folders of the runs that have trained reward models, by seed.
+    """Return a dict from seeds to the run folders of trained reward models.
 
-    PPO uses the one of its seed, or trains it.
+    PPO uses the reward model trained with the same seed, or trains one.
     """
     return {}
 
 
 def make_data(source: Path, folder: Path, model: Path, seed: int) -> None:
-    """Write the rows that the runs of a seed train on and are evaluated with."""
+    """Write the training and evaluation rows for all runs with one seed."""
     for script, *words in (
         ("task.py", folder / "sums"),
         ("data.py", source, folder, "--model", model),
@@ -148,7 +147,7 @@ def make_data(source: Path, folder: Path, model: Path, seed: int) -> None:
 
 
 def places(task: Task, model: Path, data: Path, out: Path) -> list[str | Path]:
-    """Return the flags that override the file's folders."""
+    """Return the flags that override the folders in the configuration file."""
     flags: list[str | Path] = [
         "--run.dir",
         out / "run",
@@ -176,7 +175,7 @@ def places(task: Task, model: Path, data: Path, out: Path) -> list[str | Path]:
 
 
 def train_reward_model(model: Path, data: Path, out: Path, seed: int) -> Path:
-    """Train the reward model for PPO, and return the folder of the run."""
+    """Train the reward model for PPO and return the run folder."""
     flags = [*places(RUNS["rm"], model, data, out), "--train.seed", str(seed)]
     openrlhf("rm", "--config", EXAMPLE / "rm.yaml", *flags)
     return out
@@ -236,7 +235,7 @@ def test_a_real_model_learns(
 
 
 def merged(model: Path, out: Path) -> Path:
-    """Return the trained model as one folder, with an adapter merged into its base."""
+    """Return the folder of the trained model, after merging an adapter into its base model."""
     if not (out / "model" / "adapter_config.json").exists():
         return out / "model"
     openrlhf(
@@ -253,7 +252,7 @@ def merged(model: Path, out: Path) -> Path:
 
 
 def answers(before: Path, after: Path) -> list[Answered]:
-    """Return both models' answers to the same questions, as `interactive_chat` prints them."""
+    """Return both models' answers to the same questions, as printed by `interactive_chat`."""
     questions = [
         CAPITAL,
         "What is 8 + 7? Answer with the number only.",
@@ -267,7 +266,7 @@ def answers(before: Path, after: Path) -> list[Answered]:
 
 
 def chat(model: Path, question: str) -> str:
-    """Return the answer to a question, read by Transformers and sampled at temperature 0."""
+    """Return the model's answer to a question, generated with Transformers at temperature 0."""
     flags = ["--rollout.temperature", "0", "--rollout.max_new_tokens", "48", *FLOAT32]
     printed = openrlhf(
         "chat", "--model.model_name_or_path", model, *flags, said=f"{question}\n/exit\n"
@@ -278,11 +277,11 @@ def chat(model: Path, question: str) -> str:
 def measure(
     task: Task, seed: int, model: Path, trained: Path, out: Path
 ) -> tuple[float, float, float]:
-    """Return the number before and after training, and one standard error of the change.
+    """Return the measured value before and after training, and one standard error of the change.
 
-    What a policy is rewarded for is measured by `eval`: vLLM reads the exported model. Other
-    numbers come from the run; then vLLM reads the exported model to answer prompts, or the exported
-    reward model scores the pairs again.
+    `eval` measures a policy's reward: vLLM loads the exported model. Other values come from the
+    run. Then either vLLM loads the exported model and answers prompts, or the exported reward model
+    scores the pairs again.
     """
     if task.command == "ppo":
         before = rewards(task, seed, model, out / "eval-before", out)
@@ -304,7 +303,7 @@ def measure(
 
 
 def loss_before(task: Task, model: Path, out: Path) -> float:
-    """Return the held-out loss of the untrained model, from a run of one tiny step."""
+    """Return the held-out loss of the untrained model, measured by a run of one tiny step."""
     flags = places(task, model, out / "data", out / "untrained")
     one_step = ["--data.max_samples", "16", "--adam.lr", "1e-12"]
     openrlhf(task.command, "--config", EXAMPLE / task.file, *flags, *one_step)
@@ -313,7 +312,7 @@ def loss_before(task: Task, model: Path, out: Path) -> float:
 
 
 def rewards(task: Task, seed: int, policy: Path, run: Path, out: Path) -> dict[str, float]:
-    """Return the mean reward of a policy's answers at temperature 1 to each held-out prompt."""
+    """Return the mean reward of a policy's answers to each held-out prompt at temperature 1."""
     words: list[str | Path] = [
         "--model.model_name_or_path",
         policy,
@@ -364,7 +363,7 @@ def rewards(task: Task, seed: int, policy: Path, run: Path, out: Path) -> dict[s
 
 
 def score_pairs(reward: Path, out: Path) -> Path:
-    """Score the held-out pairs with an exported reward model, and return the run folder."""
+    """Score the held-out pairs with an exported reward model and return the run folder."""
     words = [
         "--task",
         "rm_accuracy",
