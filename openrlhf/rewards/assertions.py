@@ -15,7 +15,7 @@ import ast
 import builtins
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, cast
@@ -60,6 +60,7 @@ class _NotOutside(Exception):
 class Assertions:
     """Assertions and the program's calls that they need."""
 
+    setup: str  # statements for the program's process, executed before the calls
     calls: Sequence[str]  # expressions to evaluate in the program's process, in test order
     tests: Sequence[CodeType]  # expressions that use FUNCTIONS and the values of `calls`
 
@@ -78,36 +79,28 @@ class Assertions:
         return True
 
 
-def plain(form: Any) -> Any:
-    """Convert the JSON that a program wrote to values of built-in types.
+# Types that JSON lacks, as a program writes them: {"set": [1, 2]}, {"bytes": "00ff"}.
+TAGS: Mapping[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "dict": dict,
+    "iterator": iter,
+    "bytes": bytes.fromhex,
+    "int": lambda digits: int(digits, 16),
+    "complex": lambda parts: complex(*parts),
+    "other": Other,
+}
 
-    Tagged objects represent tuples, sets and other types that JSON lacks.
-    """
-    match form:
-        case list():
-            return [plain(each) for each in cast("list[Any]", form)]
-        case {"tuple": items}:
-            return tuple(plain(items))
-        case {"set": items}:
-            return set(plain(items))
-        case {"frozenset": items}:
-            return frozenset(plain(items))
-        case {"dict": entries}:
-            return dict(plain(entries))
-        case {"int": str(digits)}:
-            return int(digits, 16)
-        case {"other": bool(true)}:
-            return Other(true)
-        case {"iterator": items}:
-            return iter(plain(items))
-        case {"bytes": text}:
-            return bytes.fromhex(text)
-        case {"complex": [float(real), float(imaginary)]}:
-            return complex(real, imaginary)
-        case None | bool() | int() | float() | str():
-            return form
-        case _:
-            raise ValueError(f"not plain data: {form!r:.100}")
+
+def plain(form: Any) -> Any:
+    """Convert the JSON that a program wrote to values of built-in types."""
+    if isinstance(form, list):
+        return [plain(each) for each in cast("list[Any]", form)]
+    if isinstance(form, dict):
+        [(tag, content)] = cast("dict[str, Any]", form).items()
+        return TAGS[tag](plain(content))
+    return form
 
 
 def read_assertions(tests: str, entry: str) -> Assertions | None:
@@ -127,7 +120,7 @@ def read_assertions(tests: str, entry: str) -> Assertions | None:
         return None
     if not codes:
         return None
-    return Assertions(calls=reader.calls, tests=codes)
+    return Assertions(setup=reader.setup, calls=reader.calls, tests=codes)
 
 
 class _Reader(ast.NodeTransformer):
@@ -135,6 +128,7 @@ class _Reader(ast.NodeTransformer):
 
     def __init__(self, entry: str) -> None:
         self.entry = entry
+        self.setup = ""
         self.calls: list[str] = []
         self.tests: list[ast.expr] = []
 
@@ -149,8 +143,9 @@ class _Reader(ast.NodeTransformer):
             case ast.FunctionDef(
                 name="check", args=ast.arguments(args=[ast.arg(arg=candidate)])
             ) if self.entry:
+                self.setup += f"{candidate} = {self.entry}\n"
                 for inner in statement.body:
-                    self.read(_Renamed(candidate, self.entry).visit(inner))
+                    self.read(inner)
             case ast.Expr(
                 value=ast.Call(
                     func=ast.Name(id="check"), args=[ast.Name(id=self.entry)], keywords=[]
@@ -161,11 +156,8 @@ class _Reader(ast.NodeTransformer):
                 ast.Expr(value=ast.Constant())
                 | ast.Pass()
                 | ast.Import(names=[ast.alias(name="math", asname=None)])
+                | ast.Assign(targets=[ast.Name(id="METADATA")])  # defined in HumanEval, never used
             ):
-                pass
-            case ast.Assign(
-                targets=[ast.Name(id="METADATA")]
-            ):  # HumanEval defines it without using it
                 pass
             case _:
                 raise _NotOutside
@@ -173,13 +165,11 @@ class _Reader(ast.NodeTransformer):
     def outside(self, test: ast.expr) -> ast.expr:
         """Return an assertion with its calls replaced by names. Raises _NotOutside."""
         before = len(self.calls)
+        calls_something = any(isinstance(node, ast.Call) for node in ast.walk(test))
         rewritten = self.visit(test)
-        if len(self.calls) > before:
-            return rewritten
-        for node in ast.walk(test):
-            if isinstance(node, ast.Call):
-                # The program may define a function with the same name as one of FUNCTIONS.
-                raise _NotOutside
+        if calls_something and len(self.calls) == before:
+            # The program may define a function with the same name as one of FUNCTIONS.
+            raise _NotOutside
         return rewritten
 
     def visit(self, node: Any) -> Any:
@@ -197,29 +187,14 @@ class _Reader(ast.NodeTransformer):
             function = function_of(node)
             if function is None or (function == "range" and not is_constant(node)):
                 raise _NotOutside
-            return ast.Call(
-                func=ast.Name(id=function, ctx=ast.Load()),
-                args=[self.visit(argument) for argument in node.args],
-                keywords=[self.visit(argument) for argument in node.keywords],
-            )
-        if not isinstance(node, PLAIN):
+            node.func = ast.Name(id=function, ctx=ast.Load())
+        elif isinstance(node, ast.Name) and node.id in FUNCTIONS:
+            return node
+        elif not isinstance(node, PLAIN):
             raise _NotOutside
         if isinstance(node, ast.BinOp) and isinstance(node.op, GROWING) and not is_constant(node):
             raise _NotOutside
         return self.generic_visit(node)
-
-
-class _Renamed(ast.NodeTransformer):
-    """A transformer that renames a test function's parameter to the function passed for it."""
-
-    def __init__(self, old: str, new: str) -> None:
-        self.old = old
-        self.new = new
-
-    def visit_Name(self, node: ast.Name) -> ast.Name:
-        if node.id != self.old:
-            return node
-        return ast.Name(id=self.new, ctx=node.ctx)
 
 
 def is_asked(node: ast.AST) -> bool:
@@ -230,14 +205,14 @@ def is_asked(node: ast.AST) -> bool:
     """
     if not isinstance(node, ast.Call) or function_of(node) is not None:
         return False
-    values = _argument_values(node)
-    if not all(map(is_constant, values)):
+    arguments = [*node.args, *node.keywords]
+    if not all(map(is_constant, arguments)):
         return False
     match node.func:
         case ast.Name(id=name) | ast.Attribute(value=ast.Name(id=name)):
             return name not in OWN_NAMES
         case ast.Attribute(value=ast.Call(func=ast.Name(id=name)) as owner):
-            return is_asked(owner) and (not values or name[0].isupper())
+            return is_asked(owner) and (not arguments or name[0].isupper())
     return False
 
 
@@ -254,9 +229,6 @@ def function_of(call: ast.Call) -> str | None:
 def is_constant(node: ast.AST) -> bool:
     """Return whether an expression can be evaluated without the program."""
     if isinstance(node, ast.Call):
-        return function_of(node) is not None and all(map(is_constant, _argument_values(node)))
+        arguments = [*node.args, *node.keywords]
+        return function_of(node) is not None and all(map(is_constant, arguments))
     return isinstance(node, PLAIN) and all(map(is_constant, ast.iter_child_nodes(node)))
-
-
-def _argument_values(call: ast.Call) -> list[ast.expr]:
-    return [*call.args, *(keyword.value for keyword in call.keywords)]

@@ -9,12 +9,13 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import partial
+from typing import Any
 
 from openrlhf.isolation.sandbox import run_program
-from openrlhf.rewards.assertions import Assertions, read_assertions
+from openrlhf.rewards.assertions import read_assertions
 
 TEST_SECONDS = 10.0  # CPU time limit of one test
 LEAST_TEST_SECONDS = 0.1  # a test is not started if less time is left
@@ -26,30 +27,16 @@ PYTHON_BLOCKS = ("python", "python3", "py", "")
 _FENCED = re.compile(r"```(\w*)[^\n]*\n(.*?)```", re.DOTALL)
 _RANGE = re.compile(r"\s*(?:(\d+)\s*-\s*)?(\d+)\s*")
 
-# Runs inside the sandbox. The token is printed only if all earlier lines were executed.
+# Runs inside the sandbox. Evaluates calls and prints their values as JSON, in the format that
+# `assertions.plain` reads. The token is printed only if all earlier lines were executed.
 _HARNESS = """
 import json, os, sys
-program, tests, name, arguments, token = json.load(sys.stdin)
-write, dumps, output = os.write, json.dumps, os.dup(1)
-names = {"__name__": "solution"}
-exec(compile(program, "solution.py", "exec"), names)
-exec(compile(tests, "tests.py", "exec"), names)
-result = None
-if name:
-    function = getattr(names["Solution"](), name) if "Solution" in names else names[name]
-    result = function(*arguments)
-write(output, (token + dumps(result)).encode())
-"""
-
-# Evaluates calls and prints their values as JSON, in the format that `assertions.plain` reads.
-_CALLS = """
-import json, os, sys
-program, calls, token = json.load(sys.stdin)
+program, setup, calls, token = json.load(sys.stdin)
 write, dumps, output = os.write, json.dumps, os.dup(1)
 def form(value):
-    if isinstance(value, int) and not isinstance(value, bool):
-        return int(value) if abs(value) < 2**63 else {"int": hex(value)}
-    if value is None or isinstance(value, (bool, float, str)):
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return {"int": hex(value)}
+    if value is None or isinstance(value, (int, float, str)):
         return value
     if isinstance(value, list):
         return [form(each) for each in value]
@@ -73,26 +60,34 @@ def form(value):
     return {"other": bool(value)}
 names = {"__name__": "solution"}
 exec(compile(program, "solution.py", "exec"), names)
+exec(compile(setup, "tests.py", "exec"), names)
 values = [form(eval(call, names)) for call in calls]
 write(output, (token + dumps(values)).encode())
 """
 
 
-def grade_format(response: str, label: str) -> float:
+def label_text(label: Any) -> str:
+    """Return a label as the text that a verifier reads."""
+    if isinstance(label, str):
+        return label
+    return json.dumps(label)
+
+
+def grade_format(response: str, label: Any) -> float:
     """Return 1.0 if the whole response matches the label, else 0.0.
 
     The label is a regular expression in which `.` also matches line breaks. An empty label requires
     a single `<think>…</think>` block followed by an answer; the prompt may already end with the
     opening tag.
     """
-    if label:
-        return float(re.fullmatch(label, response.strip(), re.DOTALL) is not None)
+    if pattern := label_text(label):
+        return float(re.fullmatch(pattern, response.strip(), re.DOTALL) is not None)
     thought, _, answer = response.partition("</think>")
     rest = thought.strip().removeprefix("<think>") + answer
     return float(bool(answer.strip()) and "<think>" not in rest and "</think>" not in rest)
 
 
-def grade_length(response: str, label: str) -> float:
+def grade_length(response: str, label: Any) -> float:
     """Return 1.0 if the number of words is in the label's range: `200` (at most) or `100-200`.
 
     Outside the range the reward falls linearly to 0, at zero words or at twice the upper bound.
@@ -104,13 +99,14 @@ def grade_length(response: str, label: str) -> float:
     return max(0.0, 1 - max(0, words - high) / high)
 
 
-def word_bounds(label: str) -> tuple[int, int]:
+def word_bounds(label: Any) -> tuple[int, int]:
     """Return the minimum and maximum number of words that a label allows. Raises ValueError."""
+    text = label_text(label)
     problem = (
         "--reward.verifier length expects a number of words or a range as label, such as 200 or "
-        f"100-200, not {label[:200]!r}"
+        f"100-200, not {text[:200]!r}"
     )
-    bounds = _RANGE.fullmatch(label)
+    bounds = _RANGE.fullmatch(text)
     if bounds is None:
         raise ValueError(problem)
     low = int(bounds[1] or 0)
@@ -121,67 +117,102 @@ def word_bounds(label: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodeTests:
-    """The label of a coding problem: asserts, or inputs and expected outputs."""
+class CodeTest:
+    """A test of a program: its standard input, or calls of its functions.
 
-    asserts: str = ""
-    outside: Assertions | None = None  # the asserts, if they can be checked outside the program
-    function: str = ""  # function to call with each input; if empty, the input is stdin
-    cases: Sequence[tuple[Any, Any]] = ()
+    `holds` returns whether the output is correct: the program's output, or the calls' values.
+    """
 
-    @classmethod
-    def parse(cls, label: str) -> Self:
-        """Parse a label: JSON with "tests", or with "inputs" and "outputs". Raises ValueError.
-
-        The two forms are `{"tests": "assert …", "entry": name}` and
-        `{"inputs": […], "outputs": […], "fn_name": name}`.
-        """
-        try:
-            given = json.loads(label)
-        except ValueError:
-            given = None
-        if not isinstance(given, Mapping) or not (given.get("tests") or given.get("inputs")):
-            raise ValueError(
-                '--reward.verifier code expects a JSON label with "tests", or with "inputs" and '
-                f'"outputs", not {label[:200]!r}'
-            )
-        name = given.get("fn_name") or given.get("entry") or ""
-        if asserts := given.get("tests"):
-            if not isinstance(asserts, str):
-                asserts = "\n".join(asserts)
-            if name and "def check(" in asserts:
-                asserts += f"\ncheck({name})"
-            return cls(asserts=asserts, outside=read_assertions(asserts, name))
-        inputs = given["inputs"]
-        outputs = given.get("outputs") or []
-        if len(inputs) != len(outputs):
-            raise ValueError(
-                f"the label has {len(inputs)} inputs and {len(outputs)} outputs: {label[:200]!r}"
-            )
-        return cls(function=name, cases=list(zip(inputs, outputs, strict=True)))
+    holds: Callable[[str], bool]
+    stdin: str | None = None
+    setup: str = ""  # statements to execute after the program and before the calls
+    calls: Sequence[str] = ()
 
 
-def grade_code(response: str, label: str, timeout: float) -> dict[str, Any]:
+def read_tests(label: Any) -> list[CodeTest]:
+    """Parse a label: JSON with "tests", or with "inputs" and "outputs". Raises ValueError.
+
+    The two forms are `{"tests": "assert …", "entry": name}` and
+    `{"inputs": […], "outputs": […], "fn_name": name}`.
+    """
+    text = label_text(label)
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    if not isinstance(given, Mapping) or not (given.get("tests") or given.get("inputs")):
+        raise ValueError(
+            '--reward.verifier code expects a JSON label with "tests", or with "inputs" and '
+            f'"outputs", not {text[:200]!r}'
+        )
+    name = given.get("fn_name") or given.get("entry") or ""
+    if asserts := given.get("tests"):
+        if not isinstance(asserts, str):
+            asserts = "\n".join(asserts)
+        if name and "def check(" in asserts:
+            asserts += f"\ncheck({name})"
+        if outside := read_assertions(asserts, name):
+            return [CodeTest(setup=outside.setup, calls=outside.calls, holds=outside.hold)]
+        return [CodeTest(setup=asserts, holds=lambda _: True)]
+    inputs = given["inputs"]
+    outputs = given.get("outputs") or []
+    if len(inputs) != len(outputs):
+        raise ValueError(
+            f"the label has {len(inputs)} inputs and {len(outputs)} outputs: {text[:200]!r}"
+        )
+    tests: list[CodeTest] = []
+    for stdin, expected in zip(inputs, outputs, strict=True):
+        if name:
+            tests.append(_call_test(name, stdin, expected))
+        else:
+            holds = partial(same_output, expected=_text(expected))
+            tests.append(CodeTest(stdin=_text(stdin), holds=holds))
+    return tests
+
+
+def _call_test(name: str, given: Any, expected: Any) -> CodeTest:
+    """Return the test of a function, which may be a method of a class named `Solution`."""
+    arguments = given
+    if isinstance(given, str):  # one JSON value per line
+        arguments = [_value(line) for line in given.splitlines()]
+    function = f"(Solution().{name} if 'Solution' in globals() else {name})"
+    return CodeTest(
+        setup="import json",
+        calls=[f"json.dumps({function}(*json.loads({json.dumps(arguments)!r})))"],
+        holds=partial(_returned, expected=_value(expected)),
+    )
+
+
+def _returned(values: str, expected: Any) -> bool:
+    try:
+        [returned], _ = json.JSONDecoder().raw_decode(values)
+        returned = json.loads(returned)
+    except (TypeError, ValueError):  # the program has replaced `json.dumps`
+        return False
+    return returned == expected or [returned] == expected
+
+
+def grade_code(response: str, label: Any, timeout: float) -> dict[str, Any]:
     """Return reward 1.0 if the program in the response passes all tests in its label, else 0.0.
 
     The fraction of passed tests is logged. The remaining tests count as failed once a test times
     out or the tests have used up `PART_OF_TIMEOUT` of `timeout` (seconds).
     """
-    tests = CodeTests.parse(label)
+    tests = read_tests(label)
     program = program_in(response)
     passed = 0
     deadline = time.monotonic() + PART_OF_TIMEOUT * timeout
-    for case in tests.cases or [None]:
+    for test in tests:
         # The wall-clock limit of a run is twice its CPU time limit.
         seconds = min(TEST_SECONDS, (deadline - time.monotonic()) / 2)
         if seconds <= LEAST_TEST_SECONDS:
             break
-        is_passed, is_late = _passes(program, tests, case, seconds)
+        is_passed, is_late = _passes(program, test, seconds)
         if is_passed:
             passed += 1
         if is_late:
             break
-    fraction = passed / max(1, len(tests.cases))
+    fraction = passed / len(tests)
     return {"rewards": float(fraction == 1), "extra_logs": {"tests_passed": fraction}}
 
 
@@ -194,32 +225,16 @@ def program_in(response: str) -> str:
     return program
 
 
-def _passes(
-    program: str, tests: CodeTests, case: tuple[Any, Any] | None, seconds: float
-) -> tuple[bool, bool]:
+def _passes(program: str, test: CodeTest, seconds: float) -> tuple[bool, bool]:
     """Return whether the program passes one test, and whether the test timed out."""
-    if case and not tests.function:
-        ran = run_program(program, _text(case[0]), seconds=seconds)
-        return ran.ok and same_output(ran.output, _text(case[1])), ran.late
+    if test.stdin is not None:
+        ran = run_program(program, test.stdin, seconds=seconds)
+        return ran.ok and test.holds(ran.output), ran.late
     token = secrets.token_hex(16)
-    if tests.outside:
-        question = json.dumps([program, tests.outside.calls, token])
-        ran = run_program(_CALLS, question, seconds=seconds)
-        _, reached, values = ran.output.partition(token)
-        return bool(ran.ok and reached and tests.outside.hold(values)), ran.late
-    arguments: list[Any] = []
-    if case:
-        arguments = _arguments(case[0])
-    question = json.dumps([program, tests.asserts, tests.function, arguments, token])
+    question = json.dumps([program, test.setup, test.calls, token])
     ran = run_program(_HARNESS, question, seconds=seconds)
-    _, reached, result = ran.output.partition(token)
-    if not (ran.ok and reached):
-        return False, ran.late
-    if case is None:
-        return True, False
-    returned, _ = json.JSONDecoder().raw_decode(result)
-    expected = _value(case[1])
-    return returned == expected or [returned] == expected, False
+    _, reached, values = ran.output.partition(token)
+    return bool(ran.ok and reached) and test.holds(values), ran.late
 
 
 def same_output(output: str, expected: str) -> bool:
@@ -250,13 +265,6 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return "\n".join(map(str, value))
     return str(value)
-
-
-def _arguments(given: Any) -> list[Any]:
-    """Return a call's arguments, given as a list or as text with one JSON value per line."""
-    if isinstance(given, str):
-        return [_value(line) for line in given.splitlines()]
-    return list(given)
 
 
 def _value(given: Any) -> Any:

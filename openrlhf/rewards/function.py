@@ -1,8 +1,9 @@
 """The user's reward function, called in processes that can be killed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RuleConfig
@@ -13,23 +14,15 @@ from openrlhf.rewards.protocol import Reward, RewardRequest, columns
 ARGUMENTS = ("queries", "prompts", "labels")  # arguments of a reward function, in this order
 # Parameter names that other frameworks use in reward functions, which get only the response.
 RESPONSES = {"completion", "completions", "response", "responses", "output", "outputs"}
-UNLABELLED = "has no parameter for labels, so it is called without them"
-
-
-class Parameter(NamedTuple):
-    """A parameter of a function. `kind` is the name of an `inspect.Parameter` kind."""
-
-    name: str
-    kind: str
-    required: bool
+NAMEABLE = ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")  # kinds of `inspect.Parameter`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
     """The names in `ARGUMENTS` that a function accepts, and whether they are passed by name."""
 
-    names: tuple[str, ...]
-    by_name: bool
+    names: Sequence[str] = ARGUMENTS
+    by_name: bool = False
     notice: str = ""  # how the function is called, if its author may not expect it
 
     @classmethod
@@ -40,52 +33,32 @@ class Arguments:
         expects other arguments.
         """
         if parameters is None:
-            return cls(names=ARGUMENTS, by_name=False)
-        kinds: set[str] = set()
-        nameable: set[str] = set()
-        required: set[str] = set()
-        positional: list[str] = []
-        for parameter in (Parameter(*each) for each in parameters):
-            kinds.add(parameter.kind)
-            if parameter.kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY"):
-                nameable.add(parameter.name)
-            if parameter.required:
-                required.add(parameter.name)
-            if parameter.kind.startswith("POSITIONAL"):
-                positional.append(parameter.name)
+            return cls()
+        kinds = [kind for _, kind, _ in parameters]
+        required = {name for name, _, is_required in parameters if is_required}
+        nameable = [name for name, kind, _ in parameters if kind in NAMEABLE]
         if "VAR_KEYWORD" in kinds:
-            nameable.update(ARGUMENTS)
-        names = tuple(name for name in ARGUMENTS if name in nameable)
-        notice = ""
+            nameable += ARGUMENTS
+        names = [name for name in ARGUMENTS if name in nameable]
         if "queries" in names and required <= set(names):
-            if "labels" not in names:
-                notice = UNLABELLED
-            return cls(names=names, by_name=True, notice=notice)
-        return cls._by_position(positional, is_variadic="VAR_POSITIONAL" in kinds)
-
-    @classmethod
-    def _by_position(cls, positional: list[str], *, is_variadic: bool) -> Self:
+            return cls(names=names, by_name=True, notice=_unlabelled(names))
+        positional = [name for name, kind, _ in parameters if kind.startswith("POSITIONAL")]
         takes = (
             f"takes ({', '.join(positional)}) but is called with (queries, prompts, labels), "
             "where a query is a prompt followed by its response"
         )
-        is_foreign = bool(RESPONSES & set(positional))
-        for position, name in enumerate(positional):
-            if name in ARGUMENTS and ARGUMENTS.index(name) != position:
-                is_foreign = True
-        if len(positional) == 2 and not is_variadic and "prompt" not in positional[1]:
-            is_foreign = True
-        if is_foreign:
+        names = ARGUMENTS[: len(positional)]
+        if "VAR_POSITIONAL" in kinds:
+            names = ARGUMENTS
+        elif len(positional) == 2 and "prompt" not in positional[1]:
             raise ValueError(f"{takes}: rename its parameters to these names")
-        names = ARGUMENTS
-        if not is_variadic:
-            names = ARGUMENTS[: len(positional)]
-        notice = ""
+        for position, name in enumerate(positional):
+            is_elsewhere = name in ARGUMENTS and ARGUMENTS.index(name) != position
+            if name in RESPONSES or is_elsewhere:
+                raise ValueError(f"{takes}: rename its parameters to these names")
         if set(positional) - set(ARGUMENTS):
-            notice = takes
-        elif len(names) < len(ARGUMENTS):
-            notice = UNLABELLED
-        return cls(names=names, by_name=False, notice=notice)
+            return cls(names=names, notice=takes)
+        return cls(names=names, notice=_unlabelled(names))
 
     def of(self, requests: list[RewardRequest]) -> tuple[list[list[Any]], dict[str, list[Any]]]:
         """Return a call's positional and keyword arguments."""
@@ -94,6 +67,12 @@ class Arguments:
         if self.by_name:
             return [], chosen
         return list(chosen.values()), {}
+
+
+def _unlabelled(names: Sequence[str]) -> str:
+    if "labels" in names:
+        return ""
+    return "has no parameter for labels, so it is called without them"
 
 
 class FunctionReward(Reward):

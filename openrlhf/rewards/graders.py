@@ -33,6 +33,7 @@ _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 _GSM8K = re.compile(r"####\s*\$?\s*(-?[\d,./]*\d)")
 _FRACTION = re.compile(r"-?\d+/\d+")
 _INTEGER = re.compile(r"-?\d+")
+_LIST = re.compile(r"[(\[]([^()\[\]]+)[)\]]")
 _HEAVY_POWER = re.compile(r"\^[{(]|\^\d\d|\^\d\^")
 _WORD = re.compile(r"(\\text\{)?[A-Za-z][A-Za-z .'-]+\}?")
 _COMMAND = re.compile(r"\\[a-z]+|sqrt|frac")
@@ -87,10 +88,8 @@ def grade_answer(given: str | None, truth: str | None) -> bool:
     true_parts = _parts(truth)
     if len(given_parts) != len(true_parts):
         return False
-    if len(true_parts) > 1:
-        same_brackets = given[0] == truth[0] and given[-1] == truth[-1]
-        if not same_brackets:
-            return False
+    if len(true_parts) > 1 and (given[0], given[-1]) != (truth[0], truth[-1]):  # brackets
+        return False
     return all(map(_same_value, given_parts, true_parts))
 
 
@@ -113,9 +112,8 @@ def _grade_one(response: str, label: str) -> float:
     answer = extract_boxed_answer(response) or gsm8k_answer(response)
     if grade_answer(answer, truth):
         return 1.0
-    if answer is not None and len(answer) > LONGEST_ANSWER:
-        return 0.0
-    if _WORD.fullmatch(truth):  # math-verify would read a word as the product of its letters
+    # math-verify would read a word as the product of its letters.
+    if _WORD.fullmatch(truth) or len(answer or "") > LONGEST_ANSWER:
         return 0.0
     if answer is None:
         found = parse(response[-LONGEST_ANSWER:], parsing_timeout=_seconds())
@@ -144,11 +142,8 @@ def _rewrite(text: str, rules: list[list[str]]) -> str:
 
 def _parts(text: str) -> list[str]:
     """Split a flat list in brackets, (1,2] → [1, 2]; return anything else as one part."""
-    inner = text[1:-1]
-    is_bracketed = len(text) > 2 and text[0] in "([" and text[-1] in ")]"
-    is_flat = not set(inner) & set("()[]")
-    if is_bracketed and is_flat:
-        return inner.split(",")
+    if found := _LIST.fullmatch(text):
+        return found[1].split(",")
     return [text]
 
 
@@ -161,7 +156,7 @@ def _same_value(given: str, truth: str) -> bool:
         return False
     text = _COMMAND.sub("", given + truth)
     letters = set(filter(str.isalpha, text))
-    if len(letters) > 2 or _HEAVY_POWER.search(given) or _HEAVY_POWER.search(truth):
+    if len(letters) > 2 or _HEAVY_POWER.search(f"{given} {truth}"):
         return False
     return verify(_parse(truth), _parse(given), float_rounding=15, timeout_seconds=_seconds())
 

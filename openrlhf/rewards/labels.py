@@ -1,13 +1,12 @@
 """Startup check that the built-in verifiers can parse a dataset's labels."""
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from openrlhf.checks import Finding
-from openrlhf.rewards.checks import CodeTests, word_bounds
+from openrlhf.rewards.checks import label_text, read_tests, word_bounds
 from openrlhf.rewards.protocol import shown
 
 
@@ -20,50 +19,33 @@ def math_answers(label: Any) -> list[str]:
     if isinstance(label, list):
         values = label
     answers: list[str] = []
-    for value in values:
-        if isinstance(value, str) and value.strip():
-            answers.append(value)
-        elif _is_finite_number(value):
-            answers.append(json.dumps(value))
-        else:
+    for value in values or [None]:
+        text = label_text(value)
+        is_number = type(value) in (int, float) and math.isfinite(value)
+        if not is_number and not (isinstance(value, str) and text.strip()):
             raise ValueError(
-                "--reward.verifier math expects text, a number, or a list of these as label, "
-                f"not {shown(label)}"
+                "--reward.verifier math expects text, a number, or a list of at least one of these "
+                f"as label, not {shown(label)}"
             )
-    if not answers:
-        raise ValueError(
-            "--reward.verifier math expects at least one answer in a label that is a list, not []"
-        )
+        answers.append(text)
     return answers
 
 
-def _is_finite_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value)
-
-
-def label_text(label: Any) -> str:
-    """Return a label as the text that a verifier reads."""
-    if isinstance(label, str):
-        return label
-    return json.dumps(label)
-
-
-def _read_pattern(label: str) -> None:
+def _read_pattern(label: Any) -> None:
+    pattern = label_text(label)
     try:
-        re.compile(label)
+        re.compile(pattern)
     except re.error as error:
         raise ValueError(
-            f"--reward.verifier format expects a regular expression, not {shown(label)}: {error}"
+            f"--reward.verifier format expects a regular expression, not {shown(pattern)}: {error}"
         ) from error
 
 
 READERS: dict[str, Callable[[Any], Any]] = {
     "math": math_answers,
-    "code": lambda label: CodeTests.parse(label_text(label)),
-    "format": lambda label: _read_pattern(label_text(label)),
-    "length": lambda label: word_bounds(label_text(label)),
+    "code": read_tests,
+    "format": _read_pattern,
+    "length": word_bounds,
 }
 
 

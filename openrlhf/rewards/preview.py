@@ -37,7 +37,7 @@ def answered(
     tokens: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
     sampled: list[int] = tokenizer(response, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
     end = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
-    if not sampled or sampled[-1] != end:
+    if sampled[-1:] != [end]:
         sampled = [*sampled, end]
     return request_of(tokenizer, prompt, label, tokens, sampled)
 
@@ -75,11 +75,11 @@ async def reward_preview(
         return []
     correct = [answered(tokenizer, row.text, row.label, row.label) for row in rows]
     results = await reward.score([*correct, *wrong_requests(correct, tokenizer)])
-    failed = [result for result in results if result.error is not None]
-    if failed:
+    errors = [result.error for result in results if result.error is not None]
+    if errors:
         seen = (
-            f"The reward failed on {len(failed)} of {len(results)} test answers built from the "
-            f"labels. First error:\n{failed[0].error}"
+            f"The reward failed on {len(errors)} of {len(results)} test answers built from the "
+            f"labels. First error:\n{errors[0]}"
         )
         return [Finding(seen)]
     rewards = [result.reward or 0.0 for result in results]

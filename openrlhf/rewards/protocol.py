@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from openrlhf.core.trajectory import Failure, Trajectory
+from openrlhf.isolation.call import UserCodeError
+from openrlhf.rewards.servers import ServerError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,10 +104,8 @@ class Reward(ABC):
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         """Return one result per request, in order. Errors are returned as results."""
-        calls: list[list[RewardRequest]] = []
-        if not self.batch:
-            calls = [[request] for request in requests]
-        elif requests:
+        calls = [[request] for request in requests]
+        if self.batch and requests:
             calls = [list(requests)]
         results: list[RewardResult] = []
         for call_results in await asyncio.gather(*map(self._score, calls)):
@@ -116,11 +117,8 @@ class Reward(ABC):
             return read_rewards(await self.ask(requests), len(requests))
         except (TypeError, ValueError, OverflowError) as error:
             failed = RewardResult(error=f"{self.source} {error}", failure=Failure.RESULT)
-        except RuntimeError as error:
-            failure = getattr(error, "failure", None)
-            if failure is None:
-                raise
-            failed = RewardResult(error=str(error), failure=failure)
+        except (UserCodeError, ServerError) as error:
+            failed = RewardResult(error=str(error), failure=error.failure)
         return [failed] * len(requests)
 
 
@@ -159,9 +157,10 @@ def read_rewards(returned: Any, count: int) -> list[RewardResult]:
     for name, value in logs.items():
         log_columns[str(name)] = numbers(f"extra_logs[{name!r}]", value, count)
     results: list[RewardResult] = []
-    for index, (reward, score) in enumerate(zip(rewards, scores, strict=True)):
+    for index in range(count):
         sample_logs = {name: column[index] for name, column in log_columns.items()}
-        results.append(RewardResult(reward=reward, score=score, extra_logs=sample_logs))
+        result = RewardResult(reward=rewards[index], score=scores[index], extra_logs=sample_logs)
+        results.append(result)
     return results
 
 
@@ -221,11 +220,8 @@ def combined(
     rewards = {f"reward_model_{number}": value for number, value in enumerate(model_rewards, 1)}
     if trajectory.reward is not None:
         rewards["reward_rule"] = trajectory.reward
-    if not weights:
-        weights = [1.0] * len(rewards)
-    used_weights = weights[: len(rewards)]
-    weighted = [w * reward for w, reward in zip(used_weights, rewards.values(), strict=True)]
-    total = math.fsum(weighted)
+    weights = weights or [1.0] * len(rewards)
+    total = math.fsum(map(operator.mul, weights, rewards.values()))
     if not abs(total) < LARGEST_REWARD:
         message = f"the reward is {total}: the reward models returned {model_rewards}"
         return trajectory.failing(message, Failure.RESULT)
@@ -235,16 +231,10 @@ def combined(
     for position, part in enumerate(by_steps):
         if part:
             turn_rewards.append((position, weights[len(model_rewards) - 1] * part))
-    extra_logs = dict(trajectory.extra_logs)
+    logs = dict(trajectory.extra_logs)
     if len(rewards) > 1:
-        extra_logs.update(rewards)
-    score = trajectory.score
-    if score is None:
-        score = total
-    return replace(
-        trajectory,
-        reward=total,
-        score=score,
-        extra_logs=extra_logs,
-        turn_rewards=tuple(turn_rewards),
-    )
+        logs.update(rewards)
+    rewarded = replace(trajectory, reward=total, extra_logs=logs, turn_rewards=tuple(turn_rewards))
+    if rewarded.score is None:
+        return replace(rewarded, score=total)
+    return rewarded

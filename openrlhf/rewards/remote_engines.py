@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
@@ -102,7 +103,7 @@ class RemoteEngine:
 
     async def _answer(self, body: Mapping[str, Any] | None, path: str) -> Any:
         try:
-            return await asyncio.wrap_future(in_background(self.servers.ask(body, path)))
+            return await asyncio.wrap_future(in_background(self.servers.send(body, path)))
         except ValueError as error:
             self._first = None  # the server may serve a different model by now
             raise ServerError(f"{self.servers.kind} {error}") from error
@@ -110,18 +111,15 @@ class RemoteEngine:
     def read(self, answered: Any, *path: str | int, kind: type[T]) -> T:
         """Return the value at a path in a response. Raises ServerError if it is missing."""
         found = answered
-        try:
+        with suppress(KeyError, IndexError, TypeError):
             for step in path:
                 found = found[step]
-        except (KeyError, IndexError, TypeError):
-            found = None
-        if not isinstance(found, kind):
-            place = ".".join(map(str, path))
-            raise ServerError(
-                f"{self.servers.kind} {self.servers.servers[0].name} returned no {kind.__name__} "
-                f"at {place}: {str(answered)[:200]!r}"
-            )
-        return found
+            if isinstance(found, kind):
+                return found
+        raise ServerError(
+            f"{self.servers.kind} {self.servers.servers[0].name} returned no {kind.__name__} at "
+            f"{'.'.join(map(str, path))}: {str(answered)[:200]!r}"
+        )
 
 
 def remote_engine(

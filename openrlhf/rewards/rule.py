@@ -9,7 +9,6 @@ from openrlhf.config.rollout import RuleConfig
 from openrlhf.isolation.pool import ProcessPool
 from openrlhf.reporting import warn_once
 from openrlhf.rewards.function import FunctionReward
-from openrlhf.rewards.labels import label_text
 from openrlhf.rewards.protocol import Reward, RewardRequest, columns
 from openrlhf.rewards.servers import HTTPServers
 
@@ -43,7 +42,7 @@ def reward_of(
         yield None
 
 
-class HTTPReward(Reward):
+class HTTPReward(HTTPServers, Reward):
     """Servers that accept POST {"query": [...], "prompts": [...], "labels": [...]}.
 
     `read_rewards` describes the response.
@@ -52,23 +51,13 @@ class HTTPReward(Reward):
     source = "reward server:"
 
     def __init__(self, rule: RuleConfig) -> None:
-        self.servers = HTTPServers(
-            rule.urls, rule, kind="reward server", flag="--reward.remote_url"
-        )
+        super().__init__(rule.urls, rule, kind="reward server", flag="--reward.remote_url")
         self.batch = rule.batch
-
-    async def check(self) -> None:
-        """Wait for the servers. Raises ConfigError, which names the servers that do not respond."""
-        await self.servers.check()
 
     async def ask(self, requests: list[RewardRequest]) -> Any:
         """Return the response from one of the servers."""
         asked = columns(requests)
-        return await self.servers.ask({"query": asked.pop("queries"), **asked})
-
-    async def aclose(self) -> None:
-        """Close the connections to the servers."""
-        await self.servers.aclose()
+        return await self.send({"query": asked.pop("queries"), **asked})
 
 
 class VerifierReward(Reward):
@@ -100,12 +89,7 @@ class VerifierReward(Reward):
     async def ask(self, requests: list[RewardRequest]) -> Any:
         """Return the verifier's result for one response."""
         [request] = requests
-        label = request.label
-        if self.source != VERIFIERS["math"]:  # the math verifier accepts lists
-            label = label_text(label)
-        limits: list[float] = []
+        arguments = [request.answer, request.label]
         if self.sandboxed:
-            limits.append(self.timeout)
-        return await self.pool.call(
-            self.source, request.answer, label, *limits, timeout=self.timeout
-        )
+            arguments.append(self.timeout)
+        return await self.pool.call(self.source, *arguments, timeout=self.timeout)

@@ -3,18 +3,18 @@
 import asyncio
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
 import httpx
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt
 
 from openrlhf.config.options import ConfigError
 from openrlhf.config.rollout import RuleConfig
 from openrlhf.core.trajectory import Failure
 from openrlhf.masking import without_secrets
-from openrlhf.reporting import warn
+from openrlhf.reporting import warn, warn_once
 
 IN_FLIGHT = 128  # maximum concurrent requests; the deadline of a queued request has not started
 LONGEST_PAUSE_S = 30.0
@@ -29,11 +29,11 @@ class ServerError(RuntimeError):
     failure = Failure.SERVER  # kind of failure of an episode whose code does not catch this error
 
 
-@dataclass
+@dataclass(eq=False)
 class _Server:
     url: str
     in_flight: int = 0
-    failures: int = 0  # consecutive failures since the last response
+    pause: float = 0.0  # seconds of the last backoff; 0 after a response
     rests_until: float = 0.0  # end of the backoff, by the monotonic clock
 
     @property
@@ -77,7 +77,7 @@ class HTTPServers:
         if key:
             headers["Authorization"] = f"Bearer {key}"
         limits = httpx.Limits(max_connections=IN_FLIGHT, max_keepalive_connections=IN_FLIGHT)
-        # Bound to the event loop in which `ask` and `aclose` run.
+        # Bound to the event loop in which `send` and `aclose` run.
         self._client = httpx.AsyncClient(
             timeout=None, follow_redirects=True, limits=limits, headers=headers
         )
@@ -87,52 +87,61 @@ class HTTPServers:
         """Wait for the servers. Raises ConfigError, which names the servers that do not respond."""
         async with httpx.AsyncClient() as client:
             problems = await asyncio.gather(*(_await_server(client, s.url) for s in self.servers))
-        if problems := [problem for problem in problems if problem]:
-            remedy = f"Start the {self.kind}, or correct its host and port."
-            raise ConfigError([f"{self.flag}: {problem}. {remedy}" for problem in problems])
+        remedy = f"Start the {self.kind}, or correct its host and port."
+        violations = [f"{self.flag}: {problem}. {remedy}" for problem in problems if problem]
+        if violations:
+            raise ConfigError(violations)
 
     async def aclose(self) -> None:
         """Close the connections. No requests can be sent afterwards."""
         await self._client.aclose()
 
-    async def ask(self, body: Mapping[str, Any] | None, path: str = "") -> Any:
+    async def send(self, body: Mapping[str, Any] | None, path: str = "") -> Any:
         """POST `body` to the URL plus `path` in up to `retries` + 1 attempts; return the response.
 
         Without a body, send a GET request. Raises ServerError after the last attempt, and
         ValueError or TypeError if a retry cannot help, for example if the response is not JSON.
         """
-        tried: list[str] = []
-        attempts = AsyncRetrying(
-            retry=retry_if_exception_type(ServerError),
-            stop=stop_after_attempt(self.retries + 1),
-            wait=lambda _: min(server.rest for server in self.servers),
-            reraise=True,
-        )
-        try:
-            return await attempts(self._attempt, body, path, tried)
-        except ServerError as error:
-            attempts_made = "1 attempt"
-            if len(tried) > 1:
-                attempts_made = f"{len(tried)} attempts"
-            raise ServerError(f"{error} (after {attempts_made})") from error
+        tried: list[_Server] = []
+        while True:
+            try:
+                return await self._attempt(body, path, tried)
+            except ServerError as error:
+                if len(tried) > self.retries:
+                    raise ServerError(f"{error} (attempts: {len(tried)})") from error
+            await asyncio.sleep(min(server.rest for server in self.servers))
 
-    async def _attempt(self, body: Mapping[str, Any] | None, path: str, tried: list[str]) -> Any:
+    async def _attempt(
+        self, body: Mapping[str, Any] | None, path: str, tried: list[_Server]
+    ) -> Any:
         """Send the request to one server, preferably one without a backoff that was not `tried`.
 
         Raises ServerError, or ValueError if a retry cannot help.
         """
+        method = "POST"
+        if body is None:
+            method = "GET"
         async with self._turns:
             server = min(
-                self.servers, key=lambda each: (each.rest, tried.count(each.url), each.in_flight)
+                self.servers, key=lambda each: (each.rest, tried.count(each), each.in_flight)
             )
-            tried.append(server.url)
+            tried.append(server)
             server.in_flight += 1
             try:
-                response = await self._send(server, body, path)
+                async with asyncio.timeout(self.timeout):
+                    response = await self._client.request(
+                        method, _below(server.url, path), json=body
+                    )
+            except TimeoutError as error:
+                late = f"no response within {self.timeout:g} s ({self.limit})"
+                raise self._failed(server, late) from error
+            except httpx.HTTPError as error:
+                raise self._failed(server, _message(error)) from error
             finally:
                 server.in_flight -= 1
-        server.failures = 0
-        server.rests_until = 0.0
+        if response.status_code in RETRIED:
+            raise self._failed(server, _refusal(response))
+        server.pause = server.rests_until = 0.0
         if response.is_error:
             raise ValueError(f"{server.name}{path} responded with {_refusal(response)}")
         try:
@@ -142,51 +151,31 @@ class HTTPServers:
                 f"{server.name}{path} did not return JSON: {response.text[:200]!r}"
             ) from error
 
-    async def _send(
-        self, server: _Server, body: Mapping[str, Any] | None, path: str
-    ) -> httpx.Response:
-        method = "POST"
-        if body is None:
-            method = "GET"
-        try:
-            async with asyncio.timeout(self.timeout):
-                response = await self._client.request(method, _below(server.url, path), json=body)
-        except TimeoutError as error:
-            late = f"no response within {self.timeout:g} s ({self.limit})"
-            raise self._failed(server, late) from error
-        except httpx.HTTPError as error:
-            raise self._failed(server, _message(error)) from error
-        if response.status_code in RETRIED:
-            raise self._failed(server, _refusal(response))
-        return response
-
     def _failed(self, server: _Server, problem: str) -> ServerError:
         """Back off, twice as long after each consecutive failure, and return the error."""
         if not server.rest:  # failures of concurrent requests count as one
-            if not server.failures:
+            if not server.pause:
                 warn(f"{self.kind} {server.name}: {problem}")
-            server.failures = min(server.failures + 1, 10)
-            pause = min(0.5 * 2**server.failures, LONGEST_PAUSE_S)
-            server.rests_until = monotonic() + pause * random.uniform(0.5, 1.0)
+            server.pause = min(max(1.0, 2 * server.pause), LONGEST_PAUSE_S)
+            server.rests_until = monotonic() + server.pause * random.uniform(0.5, 1.0)
         return ServerError(f"{self.kind} {server.name}: {problem}")
 
 
 async def _await_server(client: httpx.AsyncClient, url: str) -> str | None:
     """Wait up to START_S for any response. Return None, or the problem if none arrives."""
-    deadline = monotonic() + START_S
-    problem = None
-    while (remaining := deadline - monotonic()) > 0:
-        try:
-            await client.head(url, timeout=min(PROBE_S, remaining))
-            return None
-        except httpx.ReadTimeout:
-            return None  # it accepted the connection but is busy
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            failure = f"{without_secrets(url)} does not respond: {_message(error)}"
-        if problem is None:
-            warn(f"{failure}; waiting up to {START_S:d} s for it")
-        problem = failure
-        await asyncio.sleep(max(0.0, min(1.0, deadline - monotonic())))
+    problem = f"{without_secrets(url)} does not respond"
+    with suppress(TimeoutError):
+        async with asyncio.timeout(START_S):
+            while True:
+                try:
+                    await client.head(url, timeout=PROBE_S)
+                    return None
+                except httpx.ReadTimeout:
+                    return None  # it accepted the connection but is busy
+                except (httpx.HTTPError, httpx.InvalidURL) as error:
+                    problem = f"{without_secrets(url)} does not respond: {_message(error)}"
+                warn_once(f"{problem}; waiting up to {START_S:d} s for it")
+                await asyncio.sleep(1.0)
     return problem
 
 

@@ -100,7 +100,7 @@ def test_busy_judge_is_retried(server: JudgeServer) -> None:
         (
             "broken",
             Failure.SERVER,
-            r"judge http.*/v1: status 500: .*out of memory.*\(after 3 attempts\)",
+            r"judge http.*/v1: status 500: .*out of memory.*\(attempts: 3\)",
         ),
         ("unknown", Failure.SERVER, "judge http.* responded with status 404: .*no such model"),
         ("silent", Failure.SERVER, r"judge http.* returned no str at choices\.0\.message\.content"),
