@@ -6,7 +6,10 @@ The result is validated, and its token ids are matched with the engine's samples
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from openrlhf.core.trajectory import Failure, TrajectoryBuilder
 from openrlhf.isolation.call import Asked, UserCodeError
@@ -16,11 +19,29 @@ from openrlhf.rollout.sampling import Generation
 FINISHED = {"stop", "length", "abort"}  # finish reasons of samples that can be trained on
 
 
+Index = Annotated[int, Field(strict=True, ge=0)]
+Range = Annotated[list[Index], Field(min_length=2, max_length=2)]  # [start, end)
+
+
 class EpisodeMistake(UserCodeError):
     """An error for an executor's result that is no valid episode. The message shows the value."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Failure.RESULT)
+
+
+class _Entry(BaseModel):
+    """One conversation in an executor's result."""
+
+    observation_tokens: list[Index] = Field(min_length=1)
+    action_ranges: list[Range] = Field(min_length=1)
+    rollout_log_probs: Any = None
+
+
+class _Result(_Entry):
+    """An executor's result: the last conversation, and the earlier ones."""
+
+    earlier: list[_Entry] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +58,6 @@ class Assembled:
     notices: Mapping[str, str]  # messages for the user, keyed by kind of notice
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Conversation:
-    """A conversation's tokens, truncated to the maximum length."""
-
-    builder: TrajectoryBuilder
-    ranges: list[tuple[int, int]]  # action ranges before truncation
-    truncated: bool
-
-
 def assemble(
     result: Mapping[str, Any], asked: Sequence[Asked], max_length: int, *, vocabulary: int
 ) -> Assembled:
@@ -56,62 +68,69 @@ def assemble(
     used only for tokens that the engine did not sample. Raises EpisodeMistake for an invalid
     result, and UserCodeError for a sample that the engine could not finish.
     """
+    checked = _checked(result)
     samples = _Samples(asked)
     earlier: list[TrajectoryBuilder] = []
     turns = 0
-    for entry in _earlier(result):
+    for entry in checked.earlier or []:
         conversation = _build(entry, samples, max_length, vocabulary)
-        turns += len(conversation.ranges)
-        if any(conversation.builder.action_mask):
-            earlier.append(conversation.builder)
-    last = _build(result, samples, max_length, vocabulary)
-    turn_rewards = _numbers(result, "turn_rewards", len(last.ranges), "action ranges")
+        turns += len(entry.action_ranges)
+        if any(conversation.action_mask):
+            earlier.append(conversation)
+    last = _build(checked, samples, max_length, vocabulary)
+    ranges = checked.action_ranges
+    turn_rewards = _numbers(
+        "turn_rewards", result.get("turn_rewards"), len(ranges), "action ranges"
+    )
     rewarded: list[tuple[int, float]] = []
-    for (start, end), amount in zip(last.ranges, turn_rewards or (), strict=False):
+    for (start, end), amount in zip(ranges, turn_rewards or (), strict=False):
         if end > start:
             rewarded.append((min(end, max_length) - 1, amount))
-    if earlier:
-        versions = set(last.builder.weight_versions)
-        for builder in earlier:
-            versions.update(builder.weight_versions)
-        last.builder.weight_versions = sorted(versions)
+    versions = set(last.weight_versions).union(*(each.weight_versions for each in earlier))
+    last.weight_versions = sorted(versions)
+    notices = result.get("notices")
+    if not isinstance(notices, dict):  # a user's executor may use the key for something else
+        notices = {}
     return Assembled(
-        builder=last.builder,
+        builder=last,
         reward=_reward(result, turn_rewards),
-        truncated=bool(result.get("truncated")) or last.truncated,
-        turns=turns + len(last.ranges),
+        truncated=bool(result.get("truncated")) or len(checked.observation_tokens) > max_length,
+        turns=turns + len(ranges),
         earlier=earlier,
         turn_rewards=tuple(rewarded),
-        notices=_notices(result) | samples.notices,
+        notices=notices | samples.notices,
     )
 
 
+def _checked(result: Mapping[str, Any]) -> _Result:
+    """Return the result with checked token ids and ranges. Raises EpisodeMistake."""
+    try:
+        return _Result.model_validate(result)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        name = str(problem["loc"][0])
+        raise EpisodeMistake(
+            f"{place}: {problem['msg']}. {name} is {shown(result.get(name))}"
+        ) from error
+
+
 def _build(
-    entry: Mapping[str, Any], samples: "_Samples", max_length: int, vocabulary: int
-) -> _Conversation:
-    """Build a conversation from a dict with `observation_tokens` and `action_ranges`."""
-    tokens = _tokens(entry, samples.unused, vocabulary)
-    ranges = _ranges(entry, len(tokens))
-    given = _numbers(entry, "rollout_log_probs", len(tokens), "tokens")
-    first_action, _ = ranges[0]
+    entry: _Entry, samples: "_Samples", max_length: int, vocabulary: int
+) -> TrajectoryBuilder:
+    """Return the tokens of one conversation, truncated to the maximum length."""
+    tokens = entry.observation_tokens
+    _check_tokens(tokens, samples.unused, vocabulary)
+    _check_ranges(entry.action_ranges, len(tokens))
+    given = _numbers("rollout_log_probs", entry.rollout_log_probs, len(tokens), "tokens")
+    first_action, _ = entry.action_ranges[0]
     builder = TrajectoryBuilder(tokens[:first_action])
-    for start, end in ranges:
+    for start, end in entry.action_ranges:
         builder.append_feedback(tokens[len(builder.tokens) : start])
         samples.append_action(builder, tokens, end, given)
     builder.append_feedback(tokens[len(builder.tokens) :])
     builder.cut(max_length)
-    return _Conversation(builder=builder, ranges=ranges, truncated=len(tokens) > max_length)
-
-
-def _earlier(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the episode's conversations before the last one."""
-    given = result.get("earlier") or []
-    if not isinstance(given, list) or not all(isinstance(entry, Mapping) for entry in given):
-        raise EpisodeMistake(
-            "earlier must be a list of dicts with observation_tokens and action_ranges, "
-            f"not {shown(given)}"
-        )
-    return given
+    return builder
 
 
 class _Samples:
@@ -158,29 +177,22 @@ class _Samples:
         to another episode, it is used only if its prompt is equal.
         """
         span = tokens[start:end]
-        exact: list[Asked] = []
-        fitting: list[Asked] = []
-        for request in self.unused:
+        matching: list[tuple[bool, bool, int, int]] = []
+        for index, request in enumerate(self.unused):
             sampled = request.answer.tokens
-            if sampled[: len(span)] != span[: len(sampled)]:
-                continue
-            if request.question["prompt"] == tokens[:start]:
-                exact.append(request)
-            elif request.own:
-                fitting.append(request)
-        if not exact:
-            if not fitting:
-                return None
+            follows = request.question["prompt"] == tokens[:start]
+            if sampled[: len(span)] == span[: len(sampled)] and (follows or request.own):
+                length = min(len(sampled), len(span))
+                matching.append((follows, request.own, length, -index))
+        if not matching:
+            return None
+        follows, _, _, place = max(matching)
+        if not follows:
             self.notices["other context"] = (
                 "the tokens before an action in observation_tokens differ from the prompt from "
                 "which the engine sampled it, so its log-probabilities are not the policy's"
             )
-        chosen = max(
-            exact or fitting,
-            key=lambda request: (request.own, min(len(request.answer.tokens), len(span))),
-        )
-        self.unused.remove(chosen)
-        sample: Generation = chosen.answer
+        sample: Generation = self.unused.pop(-place).answer
         if sample.finish_reason not in FINISHED:
             raise UserCodeError(
                 f"a sample failed in the engine: {sample.finish_reason}", Failure.ENGINE
@@ -188,11 +200,7 @@ class _Samples:
         return sample
 
 
-def _tokens(entry: Mapping[str, Any], samples: Sequence[Asked], vocabulary: int) -> list[int]:
-    tokens = entry.get("observation_tokens")
-    is_list = isinstance(tokens, list)
-    if not is_list or not tokens or not all(type(t) is int and t >= 0 for t in tokens):
-        raise EpisodeMistake(f"observation_tokens must be a list of token ids, not {shown(tokens)}")
+def _check_tokens(tokens: Sequence[int], samples: Sequence[Asked], vocabulary: int) -> None:
     unknown = {token for token in tokens if token >= vocabulary}
     for sample in samples:
         unknown.difference_update(sample.answer.tokens)
@@ -201,59 +209,31 @@ def _tokens(entry: Mapping[str, Any], samples: Sequence[Asked], vocabulary: int)
             f"observation_tokens contain the unknown ids {sorted(unknown)[:3]}; "
             f"the tokenizer's largest id is {vocabulary - 1}"
         )
-    return tokens
 
 
-def _ranges(entry: Mapping[str, Any], length: int) -> list[tuple[int, int]]:
-    """Return the action ranges. Raises EpisodeMistake if they overlap or exceed `length` tokens."""
-    given = entry.get("action_ranges")
-    if not isinstance(given, list) or not given or not all(map(_is_range, given)):
+def _check_ranges(ranges: Sequence[Sequence[int]], length: int) -> None:
+    """Raise EpisodeMistake if ranges overlap, exceed `length` tokens, or start at token 0."""
+    edges = list(chain.from_iterable(ranges))
+    if edges != sorted(edges) or edges[-1] > length:
         raise EpisodeMistake(
-            f"action_ranges must be a non-empty list of [start, end) pairs, not {shown(given)}"
+            f"action_ranges must be sorted and within {length} tokens, not {shown(ranges)}"
         )
-    ranges: list[tuple[int, int]] = []
-    previous_end = 0
-    for start, end in given:
-        if not previous_end <= start <= end <= length:
-            raise EpisodeMistake(
-                f"action_ranges must be sorted and within {length} tokens, not {shown(given)}"
-            )
-        ranges.append((start, end))
-        previous_end = end
-    if ranges[0][0] == 0:
+    if edges[0] == 0:
         raise EpisodeMistake(
-            f"action_ranges start at token 0: {shown(given)}. The policy cannot sample the first "
+            f"action_ranges start at token 0: {shown(ranges)}. The policy cannot sample the first "
             "token, because nothing precedes it. Positions are counted from the beginning of "
             "observation_tokens, which include the prompt"
         )
-    return ranges
 
 
-def _is_range(pair: Any) -> bool:
-    if not isinstance(pair, list) or len(pair) != 2:
-        return False
-    return all(type(edge) is int for edge in pair)
-
-
-def _numbers(entry: Mapping[str, Any], name: str, count: int, of: str) -> list[float] | None:
-    """Return the entry `name`, one number per token or range, or None if it is missing."""
-    if entry.get(name) is None:
+def _numbers(name: str, given: Any, count: int, of: str) -> list[float] | None:
+    """Return `given` as one number per token or range, or None if it is None."""
+    if given is None:
         return None
     try:
-        return numbers(name, entry[name], count, of=of, finite=True)
+        return numbers(name, given, count, of=of, finite=True)
     except (ValueError, OverflowError) as error:
         raise EpisodeMistake(f"execute or step {error}") from error
-
-
-def _notices(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return the notices from our own executors.
-
-    A user's executor may use the key `notices` for something else.
-    """
-    given = result.get("notices")
-    if not isinstance(given, Mapping):
-        return {}
-    return {str(kind): str(sentence) for kind, sentence in given.items()}
 
 
 def _reward(result: Mapping[str, Any], turn_rewards: Sequence[float] | None) -> RewardResult:

@@ -53,12 +53,9 @@ class _Request(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value is None or name in WITHOUT_EFFECT:
                 continue
-            accepted = NEUTRAL_VALUES.get(name)
-            if accepted is None:
-                raise _unsupported(name, "this endpoint does not support it. Remove it")
+            accepted = NEUTRAL_VALUES.get(name, ())
             if not any(type(value) is type(other) and value == other for other in accepted):
-                allowed = " or ".join(map(repr, accepted))
-                raise _unsupported(name, f"{value!r:.100} is not supported, only {allowed}")
+                raise _unsupported(name, f"{value!r:.100} is not supported. Remove it")
         reserved = RESERVED_VARIABLES & (self.chat_template_kwargs or {}).keys()
         if reserved:
             raise _unsupported("chat_template_kwargs", f"{sorted(reserved)} cannot be set")
@@ -123,15 +120,8 @@ def _unsupported(name: str, reason: str) -> PydanticCustomError:
 def reason_of(errors: list[Any]) -> tuple[str, str | None]:
     """Return a message for a request's first validation error, and the field's name."""
     error = errors[0]
-    if error["type"] == "json_invalid":
-        detail = error.get("ctx", {}).get("error", error["msg"])
-        return f"the body is not valid JSON: {detail}, at character {error['loc'][-1]}", None
     if error["type"] == "unsupported":
         return error["msg"], error["ctx"]["name"]
-    location = [str(part) for part in error["loc"] if part != "body"]
-    if not location:
-        return f"the body must be a JSON object: {error['msg']}", None
-    field = location[0]
-    if error["type"] == "missing":
-        return f"{field} is missing", field
-    return f"{field}: {error['msg']}, not {error['input']!r:.100}", field
+    place = ".".join(map(str, error["loc"]))
+    field = next((part for part in error["loc"][1:] if isinstance(part, str)), None)
+    return f"{place}: {error['msg']}. The value is {error['input']!r:.100}", field

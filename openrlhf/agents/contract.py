@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from openrlhf.agents.continuation import encode, encode_after
 from openrlhf.config.rollout import RuleConfig
-from openrlhf.core.trajectory import Failure, TrajectoryBuilder
+from openrlhf.core.trajectory import Failure
 from openrlhf.isolation.loading import awaited, load_function, parameters_of, plain
 from openrlhf.rewards.function import Arguments
 from openrlhf.rewards.protocol import RewardRequest, RewardResult, numbers, read_rewards
@@ -126,11 +126,11 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         turn_rewards: bool = False,
     ) -> None:
         is_class = inspect.isclass(agent_instance_cls)
-        if not is_class or not issubclass(agent_instance_cls, AgentInstanceBase):
-            raise TypeError(f"{agent_instance_cls!r} is not a subclass of AgentInstanceBase")
-        missing = sorted(agent_instance_cls.__abstractmethods__)
-        if missing:
-            raise TypeError(f"{agent_instance_cls.__name__} does not define {', '.join(missing)}")
+        is_subclass = is_class and issubclass(agent_instance_cls, AgentInstanceBase)
+        if not is_subclass or agent_instance_cls.__abstractmethods__:
+            raise TypeError(
+                f"{agent_instance_cls!r} must be a subclass of AgentInstanceBase that defines step"
+            )
         self.agent_instance_cls = agent_instance_cls
         self.env_kwargs = env_kwargs or {}
         self.turn_rewards = turn_rewards
@@ -160,16 +160,12 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
             await self._take_turns(agent, episode, label)
         finally:
             await awaited(agent.close())
-        reward = sum(episode.rewards)
-        score = episode.score
-        if score is None:
-            score = reward
         result = {
             "prompt": prompt,
             "label": label,
             **episode.result(),
-            "reward": reward,
-            "scores": score,
+            "reward": sum(episode.rewards),
+            "scores": episode.score,
             "extra_logs": episode.logs,
         }
         if self.turn_rewards:
@@ -200,7 +196,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         episode.truncated = True
 
 
-class _Episode(TrajectoryBuilder):
+class _Episode:
     """An episode's tokens and text so far.
 
     If the prompt is too long, its first tokens are dropped, so that one action fits.
@@ -220,7 +216,7 @@ class _Episode(TrajectoryBuilder):
         self.tokenizer = tokenizer
         self.engine = engine
         prompt_room = max(1, max_length - (params.max_tokens or 1))
-        super().__init__(encode(tokenizer, text)[-prompt_room:])
+        self.tokens = encode(tokenizer, text)[-prompt_room:]
         self.ranges: list[tuple[int, int]] = []
         self.rewards: list[float] = []  # one per turn
         self.score: float | None = None  # score of the last turn that has one
@@ -243,12 +239,7 @@ class _Episode(TrajectoryBuilder):
         start = len(self.tokens)
         self.truncated = output.is_cut(start, self.max_length, self.params.max_tokens)
         self.end_text = self._end_of(output)
-        sampled = list(output.token_ids)
-        logprobs = [0.0] * len(sampled)
-        if output.logprobs:
-            candidates = zip(sampled, output.logprobs, strict=True)
-            logprobs = [by_token[token].logprob for token, by_token in candidates]
-        self.append_action(sampled, logprobs)
+        self.tokens += output.token_ids
         self.ranges.append((start, len(self.tokens)))
         self.text += output.text
         return output
@@ -282,7 +273,7 @@ class _Episode(TrajectoryBuilder):
                 "states['end_text'] is the text that ended the action"
             )
         continuation = encode_after(self.tokenizer, self.tokens, feedback)
-        self.append_feedback(continuation.tokens)
+        self.tokens += continuation.tokens
         if not continuation.exact:
             self.notices["border"] = (
                 f"the tokenizer would merge the start of environment_feedback {feedback[:20]!r} "
@@ -294,7 +285,7 @@ class _Episode(TrajectoryBuilder):
         return {
             "observation_tokens": self.tokens,
             "action_ranges": self.ranges,
-            "rollout_log_probs": self.rollout_logprobs,
+            "rollout_log_probs": None,  # None: use the engine's log-probabilities
             "truncated": self.truncated,
             "notices": self.notices,
         }
@@ -371,17 +362,16 @@ def _check_entries(returned: Any, step: str) -> None:
     expected = "it must return a dict with rewards, environment_feedback and done"
     if not isinstance(returned, Mapping):
         raise ContractMistake(f"{step} returned {returned!r}; {expected}")
-    missing = [name for name in ("rewards", "done") if returned.get(name) is None]
-    if missing:
-        raise ContractMistake(f"{step} returned no {' and no '.join(missing)}; {expected}")
-    done = returned["done"]
-    if not isinstance(done, int) and not hasattr(done, "item"):
-        raise ContractMistake(f"{step} returned done {done!r}, which is neither True nor False")
+    for name in ("rewards", "done"):
+        if returned.get(name) is None:
+            raise ContractMistake(f"{step} returned no {name}; {expected}")
+    if returned.get("environment_images") is not None:
+        raise ContractMistake(f"{step} returned environment_images; the policy only reads text")
+    if isinstance(returned["done"], str):
+        raise ContractMistake(f"{step} returned done {returned['done']!r}, not True or False")
     feedback = returned.get("environment_feedback")
     if not isinstance(feedback, str | None):
         raise ContractMistake(f"{step} returned environment_feedback {feedback!r}, not text")
-    if returned.get("environment_images") is not None:
-        raise ContractMistake(f"{step} returned environment_images; the policy only reads text")
 
 
 def _number(returned: Mapping[str, Any], name: str, step: str) -> float:

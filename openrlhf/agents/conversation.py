@@ -16,12 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal
 from openrlhf.agents.continuation import encode, encode_after
 from openrlhf.data.messages import Message, to_messages, with_parsed_arguments
-from openrlhf.data.templates import STAND_IN, Span, in_common, render
+from openrlhf.data.templates import STAND_IN, in_common, render
 from openrlhf.data.tokenizer import most_characters
 
 TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)  # Hermes format
 EXCERPT_CHARACTERS = 60  # maximum length of quoted text in a notice
-CONTEXT_CHARACTERS = 200  # preceding characters that are encoded together with a text
 
 
 class ChatMistake(EngineRefusal):
@@ -130,8 +129,6 @@ class Conversation:
         self.ranges: list[tuple[int, int]] = []
         self.truncated = False
         self.notices: dict[str, str] = {}
-        self._texts: list[str] = []  # the text before each reply, as rendered by the template
-        self._replies: list[str] = []  # the texts of the replies
         self._text = ""  # the decoded text of `tokens`
         self._pending: _Prompt | None = None  # the last prompt
         self._answered: TemplateInputs | None = None  # the last request that has a reply
@@ -149,17 +146,14 @@ class Conversation:
             return f"its message {first_difference} differs from the last request"
         if len(inputs.messages) <= count or not _is_copy(inputs.messages[count], self._reply):
             return f"its message {count} is not the unchanged reply to the last request"
-        changed: list[str] = []
-        if list(inputs.tools) != list(before.tools):
-            changed.append("tools")
-        if inputs.variables != before.variables:
-            changed.append("chat_template_kwargs")
-        if changed and self._renders_differently(inputs, before):
-            return f"its {' and '.join(changed)} change text that the policy has already read"
+        if self._renders_differently(inputs, before):
+            return "its tools or chat_template_kwargs change text that the policy has already read"
         return None
 
     def _renders_differently(self, inputs: TemplateInputs, before: TemplateInputs) -> bool:
         """Return whether a request renders the existing conversation differently."""
+        if (list(inputs.tools), inputs.variables) == (list(before.tools), before.variables):
+            return False
         seen = [*before.messages, with_parsed_arguments(self._reply)]
         try:
             text = inputs.render(self.tokenizer, seen, prompt=False)
@@ -179,9 +173,9 @@ class Conversation:
             tokens = encode(self.tokenizer, whole)
         else:
             added = self._added(inputs, self._answered)
-            new = encode_after(self.tokenizer, self.tokens, added).tokens
-            self._compare(whole, added, new)
-            tokens = [*self.tokens, *new]
+            continuation = encode_after(self.tokenizer, self.tokens, added)
+            self._note_differences(whole, added, exact=continuation.exact)
+            tokens = [*self.tokens, *continuation.tokens]
         if len(tokens) >= self.max_length:
             raise ContextFull(
                 f"the conversation has {len(tokens)} tokens; "
@@ -230,37 +224,17 @@ class Conversation:
             )
         return after
 
-    def _compare(self, whole: str, added: str, new: list[int]) -> None:
-        """Add notices if the tokens differ from a fresh rendering of the conversation.
+    def _note_differences(self, whole: str, added: str, *, exact: bool) -> None:
+        """Add notices if the conversation differs from `whole`, a fresh rendering of it.
 
-        `whole` is that rendering. `added` is the text after the last reply, and `new` its tokens.
+        `added` is the text after the last reply. `exact` is that of its `Continuation`.
         """
-        spans = _spans_between(whole, [*self._texts, added], self._replies)
-        if spans is None:
-            if "template" not in self.notices:
-                self.notices["template"] = _difference(self._text + added, whole)
-            return
-        for reply, (start, end) in zip(self._replies, spans, strict=True):
-            if reply not in whole[start:end]:
-                rendered = whole[start:end][:EXCERPT_CHARACTERS]
-                self.notices["reply"] = (
-                    "the chat template renders earlier replies differently from the sampled text "
-                    f"(it may drop reasoning): {rendered!r} instead of "
-                    f"{reply[:EXCERPT_CHARACTERS]!r}. The conversation keeps the sampled text"
-                )
-        if not new:
-            return
-        start, _ = spans[-1]
-        in_context = encode(self.tokenizer, whole[max(0, start - CONTEXT_CHARACTERS) :])
-        expected = in_context[-len(new) :]
-        if new != expected:
-            place = in_common(new, expected)
-            ours = self.tokenizer.convert_ids_to_tokens(new[place : place + 8])
-            theirs = self.tokenizer.convert_ids_to_tokens(expected[place : place + 8])
+        if self._text + added != whole:
+            self.notices["template"] = _difference(self._text + added, whole)
+        if not exact:
             self.notices["border"] = (
-                f"the text after a reply is tokenized as {ours}, but as {theirs} in the whole "
-                "conversation, because the tokenizer merges it with the end of the reply. The "
-                "reply keeps its sampled tokens"
+                f"the tokenizer would merge the text after a reply {added[:EXCERPT_CHARACTERS]!r} "
+                "with the end of the reply. The reply keeps its sampled tokens"
             )
 
     def add_reply(self, output: CompletionOutput, *, tools: bool) -> Message:
@@ -272,26 +246,20 @@ class Conversation:
         assert prompt is not None
         start = len(prompt.tokens)
         self._answered = prompt.inputs
-        self._texts.append(prompt.added)
         self.tokens = [*prompt.tokens, *output.token_ids]
         self.ranges.append((start, len(self.tokens)))
         self.truncated = output.is_cut(start, self.max_length, self.max_new_tokens)
         self._text += prompt.added + str(self.tokenizer.decode(output.token_ids))
         text = str(self.tokenizer.decode(output.token_ids, skip_special_tokens=True))
-        stop_string = None
-        if isinstance(output.stop_reason, str):
-            stop_string = output.stop_reason
-        self._reply_ended = output.finish_reason == "stop" and stop_string is None
-        if stop_string:
-            text = text.partition(stop_string)[0]
-        self._replies.append(text.strip())
+        stop = output.stop_reason
+        self._reply_ended = output.finish_reason == "stop" and not isinstance(stop, str)
         self._reply = {"role": "assistant", "content": text}
         if tools:
             self._reply = parse_reply(
                 self.tokenizer, text, prefix=prompt.tokens, sampled=output.token_ids
             )
-            if stop_string:
-                self._reply["content"] = self._reply["content"].partition(stop_string)[0]
+        if isinstance(stop, str):
+            self._reply["content"] = self._reply["content"].partition(stop)[0]
         return self._reply
 
 
@@ -301,36 +269,11 @@ def _difference(ours: str, whole: str) -> str:
     common = ours[max(0, place - EXCERPT_CHARACTERS) : place]
     end = place + EXCERPT_CHARACTERS
     return (
-        "the chat template renders earlier turns differently once later turns are added: after "
+        "the chat template renders earlier turns differently once later turns are added (it may "
+        "drop reasoning or trim spaces): after "
         f"{common!r} the policy has read {ours[place:end]!r}, but the new rendering has "
         f"{whole[place:end]!r}. The policy continues from the text that it has already read"
     )
-
-
-def _spans_between(whole: str, texts: Sequence[str], replies: Sequence[str]) -> list[Span] | None:
-    """Return the spans of `whole` between `texts`, in which the `replies` are expected.
-
-    Returns None unless `whole` begins with the first text, ends with the last text, and contains
-    the other texts in between, in order.
-    """
-    if not whole.startswith(texts[0]):
-        return None
-    spans: list[Span] = []
-    start = len(texts[0])
-    for text, reply in zip(texts[1:-1], replies[:-1], strict=True):
-        after_reply = start
-        found = whole.find(reply, start, start + len(reply) + EXCERPT_CHARACTERS)
-        if found >= 0:
-            after_reply = found + len(reply)
-        end = whole.find(text, after_reply)
-        if end < 0:
-            return None
-        spans.append((start, end))
-        start = end + len(text)
-    last = len(whole) - len(texts[-1])
-    if last < start or not whole.endswith(texts[-1]):
-        return None
-    return [*spans, (start, last)]
 
 
 def parse_reply(

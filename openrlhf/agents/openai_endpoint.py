@@ -165,9 +165,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             **last,
             "earlier": earlier,
             "rollout_log_probs": None,  # None: use the engine's log-probabilities
-            "reward": returned.get("reward"),
-            "scores": returned.get("scores"),
-            "extra_logs": returned.get("extra_logs"),
+            **{name: returned.get(name) for name in ("reward", "scores", "extra_logs")},
             "truncated": session.truncated,
             "notices": notices,
         }
@@ -185,14 +183,10 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             timeout_keep_alive=KEEP_ALIVE_S,
             lifespan="off",
         )
-        return asyncio.create_task(self._serve(settings, listener))
-
-    async def _serve(self, settings: uvicorn.Config, listener: socket.socket) -> None:
-        with listener:
-            await _Server(settings).serve(sockets=[listener])
+        return asyncio.create_task(_Server(settings).serve(sockets=[listener]))
 
     def _app(self) -> FastAPI:
-        app = FastAPI(openapi_url=None, exception_handlers=ERROR_HANDLERS)
+        app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(ERRORS, _error))
 
         @app.get("/health")
         async def health() -> dict[str, str]:
@@ -336,77 +330,44 @@ class _Server(uvicorn.Server):
         return nullcontext()
 
 
-def _refused(_: Request, error: Exception) -> JSONResponse:
-    """Answer a request that cannot be served."""
+def _error(request: Request, error: Exception) -> JSONResponse:
+    """Return an error in the API's format. The traceback of a server error goes to the log."""
+    status = 400
+    kind = "invalid_request_error"
     code = "invalid_request"
-    if isinstance(error, ContextFull):
-        code = "context_length_exceeded"
-    return _error(400, str(error), code=code, param=getattr(error, "param", None))
+    message = str(error)
+    param = getattr(error, "param", None)
+    match error:
+        case ContextFull():
+            code = "context_length_exceeded"
+        case EngineRefusal():
+            pass
+        case RequestValidationError():
+            message, param = reason_of(list(error.errors()))
+        case HTTPException():  # a path or method that does not exist
+            status = error.status_code
+            message = f"{request.method} {request.url.path}: {error.detail}"
+        case _:
+            status = 500
+            kind = code = "server_error"
+            message = f"{type(error).__name__}: {error}"
+    content = {"message": message, "type": kind, "param": param, "code": code}
+    return JSONResponse({"error": content}, status_code=status)
 
 
-def _malformed(_: Request, error: Exception) -> JSONResponse:
-    """Answer a request with a missing, invalid or unsupported field, or with invalid JSON."""
-    assert isinstance(error, RequestValidationError)
-    reason, param = reason_of(list(error.errors()))
-    return _error(400, reason, param=param)
-
-
-def _misdirected(request: Request, error: Exception) -> JSONResponse:
-    """Answer a request for a path or method that does not exist."""
-    assert isinstance(error, HTTPException)
-    return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-
-
-def _broken(_: Request, error: Exception) -> JSONResponse:
-    """Answer a request that caused a server error. The traceback goes to the log."""
-    message = f"{type(error).__name__}: {error}"
-    return _error(500, message, kind="server_error", code="server_error")
-
-
-ERROR_HANDLERS = {
-    EngineRefusal: _refused,
-    RequestValidationError: _malformed,
-    HTTPException: _misdirected,
-    Exception: _broken,
-}
-
-
-def _error(
-    status: int,
-    message: str,
-    *,
-    kind: str = "invalid_request_error",
-    code: str = "invalid_request",
-    param: str | None = None,
-) -> JSONResponse:
-    """Return an error in the API's format."""
-    error = {"message": message, "type": kind, "param": param, "code": code}
-    return JSONResponse({"error": error}, status_code=status)
+ERRORS = (EngineRefusal, RequestValidationError, HTTPException, Exception)
 
 
 async def _events(answer: dict[str, Any], *, with_usage: bool) -> AsyncIterator[str]:
-    """Yield a response as stream events: message, finish reason and, optionally, usage."""
-    [choice] = answer["choices"]
-    message = choice["message"]
-    delta = {"role": "assistant", "content": message["content"]}
-    if calls := message.get("tool_calls"):
+    """Yield a response as stream events: the message and, optionally, the usage."""
+    choice = dict(answer["choices"][0])
+    delta = dict(choice.pop("message"))
+    if calls := delta.get("tool_calls"):
         delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
-    reply = {
-        "index": 0,
-        "delta": delta,
-        "finish_reason": None,
-        "logprobs": choice["logprobs"],
-        "token_ids": choice["token_ids"],
-    }
-    end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
-    events: list[dict[str, Any]] = [{"choices": [reply]}, {"choices": [end]}]
+    events: list[dict[str, Any]] = [{"choices": [choice | {"delta": delta}], "usage": None}]
     if with_usage:
-        for event in events:
-            event["usage"] = None
         events.append({"choices": [], "usage": answer["usage"]})
     for event in events:
-        for name in ("id", "created", "model"):
-            event[name] = answer[name]
-        event["object"] = "chat.completion.chunk"
-        yield f"data: {json.dumps(event)}\n\n"
+        chunk = answer | event | {"object": "chat.completion.chunk"}
+        yield f"data: {json.dumps(chunk)}\n\n"
     yield "data: [DONE]\n\n"

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from openrlhf.agents.answers import CompletionOutput, EngineRefusal, Logprob, RequestOutput
 from openrlhf.agents.contract import AgentExecutorBase, ContractMistake
 from openrlhf.agents.old_steps import executor_of_step
@@ -23,21 +25,15 @@ from openrlhf.rollout.sampling import Generation, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CLASS = "AgentExecutor"
 RESULT_KEYS = {
     "observation_tokens", "action_ranges", "rollout_log_probs", "reward", "scores", "extra_logs",
     "truncated", "turn_rewards", "notices", "earlier",
 }  # fmt: skip
+PARAMS = TypeAdapter(SamplingParams)
 # vLLM sampling parameters that have no effect here.
-IGNORED_PARAMS = {"detokenize", "output_kind", "flat_logprobs", "skip_clone"}
-OLD_QUEUE = """\
-was written for releases 0.8.7 to 0.9.0. Remove the arguments of its class, change its method to
-    async def execute(
-        self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None
-    )
-and return the dict that it now puts on self.result_queue. Or subclass MultiTurnAgentExecutor and \
-call
-    super().__init__(YourAgentInstance)"""
+IGNORED_PARAMS = {
+    "detokenize", "output_kind", "flat_logprobs", "skip_clone", "output_text_buffer_length",
+}  # fmt: skip
 
 
 class EngineProxy:
@@ -106,36 +102,27 @@ def own_params(params: Any) -> SamplingParams:
     if isinstance(params, Mapping):
         params = SamplingParams(**params)
     supported = {field.name for field in fields(SamplingParams)}
-    if not isinstance(params, SamplingParams):
-        _check_others_are_unset(params, supported)
-    own = SamplingParams()
-    for field in fields(own):
-        value = getattr(params, field.name, getattr(own, field.name))
-        is_number = not isinstance(value, bool) and hasattr(value, "__float__")
-        if field.type is float and not is_number:
-            raise EngineRefusal(f"sampling_params.{field.name} is {value!r}, not a number")
-        if field.type is int or (field.type == int | None and value is not None):
-            if type(value) is not int or abs(value) >> 63:
-                raise EngineRefusal(
-                    f"sampling_params.{field.name} is {value!r}, not a 64-bit integer"
-                )
-        setattr(own, field.name, value)
-    return own
-
-
-def _check_others_are_unset(params: Any, supported: set[str]) -> None:
-    """Raise EngineRefusal if vLLM parameters not in `supported` differ from their defaults."""
     default = type(params)()
-    unsupported: list[str] = []
+    values: dict[str, Any] = {}
     for name in getattr(params, "__struct_fields__", vars(params)):
-        if name.startswith("_") or name in supported | IGNORED_PARAMS:
+        value = getattr(params, name)
+        if isinstance(value, int) and abs(value) >> 63:
+            raise EngineRefusal(f"sampling_params.{name} is {value}, not a 64-bit integer")
+        if name in supported:
+            values[name] = value
             continue
-        if getattr(params, name) != getattr(default, name, None):
-            unsupported.append(name)
-    if unsupported:
+        ignored = name.startswith("_") or name in IGNORED_PARAMS
+        if not ignored and value != getattr(default, name, None):
+            raise EngineRefusal(
+                f"the sampling parameter {name} is not supported, only {sorted(supported)}"
+            )
+    try:
+        return PARAMS.validate_python(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
         raise EngineRefusal(
-            f"sampling parameters {unsupported} are not supported, only {sorted(supported)}"
-        )
+            f"sampling_params.{problem['loc'][0]} is {problem['input']!r}: {problem['msg']}"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,29 +179,23 @@ async def play(prompt: str, label: Any, params: SamplingParams, images: Any) -> 
 def load_executor(path: Path) -> AgentExecutorBase:
     """Return the executor defined in a user's file.
 
-    Raises TypeError or AttributeError, with a suggested fix, if the file defines no valid executor.
+    Raises TypeError, with a suggested fix, if the file defines no valid executor.
     """
     module = load_file(path)
-    kind = getattr(module, CLASS, None)
+    kind = getattr(module, "AgentExecutor", None)
     if kind is None and inspect.iscoroutinefunction(getattr(module, "step", None)):
         notice(f"{path} defines a function step, as for releases up to 0.8.6. It will be wrapped.")
         return executor_of_step(module.step)
-    if kind is None:
-        own: list[str] = []
-        for name, value in vars(module).items():
-            if inspect.isclass(value) and value.__module__ == module.__name__:
-                own.append(name)
-        raise AttributeError(
-            f"{path} has no class {CLASS}; its classes are: {', '.join(own) or 'none'}. "
-            "To use an AgentInstanceBase, write\n"
-            "    class AgentExecutor(MultiTurnAgentExecutor):\n"
-            "        def __init__(self):\n"
-            "            super().__init__(YourAgentInstance)"
-        )
     if not (inspect.isclass(kind) and issubclass(kind, AgentExecutorBase)):
         raise TypeError(
-            f"{path}: {CLASS} must be a subclass of openrlhf.utils.agent.AgentExecutorBase"
+            f"{path} defines no class AgentExecutor that subclasses AgentExecutorBase. For an "
+            "AgentInstanceBase, let AgentExecutor subclass MultiTurnAgentExecutor and call "
+            "super().__init__(YourAgentInstance)"
         )
     if not takes(kind.execute, "llm_engine"):
-        raise TypeError(f"{path} {OLD_QUEUE}")
+        raise TypeError(
+            f"{path} was written for releases 0.8.7 to 0.9.0. Change execute to the arguments of "
+            "AgentExecutorBase.execute, and return the dict that it puts on self.result_queue; or "
+            "subclass MultiTurnAgentExecutor"
+        )
     return kind()

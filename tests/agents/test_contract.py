@@ -268,7 +268,7 @@ def test_step_function_from_older_releases_is_wrapped_with_a_notice(logs: Path) 
         ("missing.py", "No such file"),
         ("old_queue.py", "0.8.7 to 0.9.0"),
         ("../../rewards/reward_files/trouble.py", "AgentExecutor"),
-        ("misspelt.py", "Game .*step"),
+        ("misspelt.py", "Game.*step"),
         ("openai_client.py", "chat_template.jinja"),
     ],
 )

@@ -590,10 +590,10 @@ def test_streamed_response_has_logprobs_usage_and_tool_calls() -> None:
         ('b <tool_call>{"name": "zebra", "arguments": {}}</tool_call>', "stop")
     )
     play(engine, conversation)
-    reply, ended, usage = events
+    reply, usage = events
     assert [call.function.name for call in reply.choices[0].delta.tool_calls] == ["zebra"]
     assert len(reply.choices[0].logprobs.content) == len(engine.samples[0])
-    assert ended.choices[0].finish_reason == "tool_calls"
+    assert reply.choices[0].finish_reason == "tool_calls"
     assert usage.choices == [] and usage.usage.completion_tokens == len(engine.samples[0])
 
 
