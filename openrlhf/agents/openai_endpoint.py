@@ -186,7 +186,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         return asyncio.create_task(_Server(settings).serve(sockets=[listener]))
 
     def _app(self) -> FastAPI:
-        app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(ERRORS, _error))
+        app = FastAPI(openapi_url=None, exception_handlers=ERROR_HANDLERS)
 
         @app.get("/health")
         async def health() -> dict[str, str]:
@@ -355,7 +355,9 @@ def _error(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"error": content}, status_code=status)
 
 
-ERRORS = (EngineRefusal, RequestValidationError, HTTPException, Exception)
+ERROR_HANDLERS: dict[int | type[Exception], Any] = dict.fromkeys(
+    (EngineRefusal, RequestValidationError, HTTPException, Exception), _error
+)
 
 
 async def _events(answer: dict[str, Any], *, with_usage: bool) -> AsyncIterator[str]:

@@ -173,32 +173,24 @@ class Placement:
 
     def _describe_shortage(self, machines: Sequence[Machine]) -> str:
         needed: list[str] = []
-        wants: list[str] = []
+        wants = ""
         for group in self.groups:
             if group.wants:
-                wants.append(f"{group}: {dict(group.wants)}")
+                wants += f"{group}: {dict(group.wants)} (--placement.*.resources). "
             if not group.shares:
-                slots = str(group.per_node)
+                slots = f"{group.per_node} x {group.devices}".removesuffix(" x 1")
                 if group.nodes is not None:
                     slots = f"{group.nodes} x {slots}"
-                if group.devices > 1:
-                    slots += f" x {group.devices}"
                 needed.append(f"{slots} for {group}")
         sizes = Counter(machine.slots for machine in machines)
         available: list[str] = []
-        total = 0
         for size, count in sorted(sizes.items(), reverse=True):
             available.append(f"{count} x {size}")
-            total += count * size
-        shortage = (
-            f"the run needs {self.slots} {self._devices} ({' + '.join(needed)}; machines x "
-            f"{self._devices}), and the cluster has {total} "
-            f"({' + '.join(available) or 'no machine'}). "
-        )
-        if wants:
-            shortage += f"It also requires {'; '.join(wants)} (--placement.*.resources). "
+        total = sum(machine.slots for machine in machines)
         return (
-            f"{shortage}Roles can share devices: --train.colocate_all, --train.colocate_actor_ref, "
+            f"the run needs {self.slots} {self._devices} ({' + '.join(needed)}; machines x "
+            f"{self._devices}), and the cluster has {total} ({' + '.join(available)}). {wants}"
+            "Roles can share devices: --train.colocate_all, --train.colocate_actor_ref, "
             "--train.colocate_critic_reward. `ray start` adds machines to the cluster."
         )
 
@@ -244,26 +236,24 @@ def _choices(group: HostGroup, machines: Sequence[Machine]) -> Iterator[Counter[
         if processes.total() == group.per_node:
             yield processes
         return
-    kinds: dict[str, list[int]] = {}
-    for index in fullest_first:
-        if machines[index].room(group) >= group.per_node:
-            kinds.setdefault(machines[index].kind, []).append(index)
-    interchangeable = [kinds[kind] for kind in sorted(kinds)]
-    interchangeable.sort(key=lambda indices: machines[indices[0]].slots)
-    for chosen in _selections(interchangeable, group.nodes):
+    fitting = [index for index in fullest_first if machines[index].room(group) >= group.per_node]
+    for chosen in _selections(fitting, machines, group.nodes):
         yield Counter(dict.fromkeys(chosen, group.per_node))
 
 
-def _selections(kinds: Sequence[Sequence[int]], number: int) -> Iterator[list[int]]:
-    """Yield every way to select `number` machines; machines of one kind are interchangeable."""
-    if not kinds:
-        if not number:
-            yield []
-        return
-    first, *rest = kinds
-    for taken in range(min(number, len(first)), -1, -1):
-        for others in _selections(rest, number - taken):
-            yield [*first[:taken], *others]
+def _selections(
+    indices: Sequence[int], machines: Sequence[Machine], number: int
+) -> Iterator[list[int]]:
+    """Yield every way to select `number` of the machines at these indices."""
+    if not number:
+        yield []
+    tried: set[str] = set()
+    for position, index in enumerate(indices[: len(indices) - number + 1]):
+        kind = machines[index].kind
+        if number and kind not in tried:
+            tried.add(kind)
+            for others in _selections(indices[position + 1 :], machines, number - 1):
+                yield [index, *others]
 
 
 class Slots:

@@ -19,7 +19,7 @@ import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 from torch import Tensor
@@ -32,17 +32,9 @@ from openrlhf.observability.run_folder import set_aside
 
 FORMAT = 1
 EPISODE = TypeAdapter(Trajectory)
-FILE = re.compile(r"(step|eval)-(\d+)\.jsonl\.gz")
+FILE = re.compile(r"(?P<kind>step|eval)-(?P<step>\d+)\.jsonl\.gz")
 DAMAGE = (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError)
 Kind = Literal["step", "eval"]
-
-
-class EpisodeFile(NamedTuple):
-    """The kind and step of an episode file, parsed from its name."""
-
-    name: str
-    kind: str
-    step: int
 
 
 class EpisodeFolder:
@@ -60,19 +52,17 @@ class EpisodeFolder:
 
     def steps(self) -> list[int]:
         """Return the training steps that have a file, in order."""
-        return sorted(file.step for file in self._files() if file.kind == "step")
+        return sorted(int(file["step"]) for file in self._files() if file["kind"] == "step")
 
     @property
     def last_step(self) -> int:
         """The last training step with a file; 0 if there is none."""
         return max(self.steps(), default=0)
 
-    def _files(self) -> list[EpisodeFile]:
-        files: list[EpisodeFile] = []
-        for path in self.path.glob("*.jsonl.gz"):
-            if match := FILE.fullmatch(path.name):
-                files.append(EpisodeFile(path.name, match[1], int(match[2])))
-        return files
+    def _files(self) -> list[re.Match[str]]:
+        """Return the matches of `FILE` with the names of files in the folder."""
+        matches = [FILE.fullmatch(path.name) for path in self.path.glob("*.jsonl.gz")]
+        return [match for match in matches if match]
 
     def begin(self, *, after: int) -> None:
         """Prepare the folder for a run that continues after step `after` (-1: a new run).
@@ -80,7 +70,7 @@ class EpisodeFolder:
         Files of later steps are moved to earlier/<n>/.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        set_aside(self.path, [file.name for file in self._files() if file.step > after])
+        set_aside(self.path, [file[0] for file in self._files() if int(file["step"]) > after])
 
     def write(
         self, kind: Kind, step: int, episodes: Sequence[Trajectory], *, run: Mapping[str, Any]

@@ -25,25 +25,17 @@ def rollout_metrics(
     if len(rewards) > 1:
         reward_std = stdev(rewards)
     used = {(episode.prompt.index, episode.sample_index) for episode in kept}
-    failed = 0
-    left_out = 0
-    failures: Counter[str] = Counter()
+    counts = Counter({"rollout/num_samples": len(kept), "train/failed_episodes": 0})
     for episode in trajectories:
         if episode.failure:
-            failures[f"train/failed_{episode.failure}"] += 1
+            counts[f"train/failed_{episode.failure}"] += 1
         if episode.failed:
-            failed += 1
+            counts["train/failed_episodes"] += 1
         elif not episode.filtered and (episode.prompt.index, episode.sample_index) not in used:
-            left_out += 1
-    metrics: dict[str, Metric] = {
-        "rollout/reward_std": Last(reward_std),
-        "rollout/num_samples": Last(float(len(kept))),
-        "train/failed_episodes": Last(float(failed)),
-    }
-    for name, number in failures.items():
+            counts["train/left_out_episodes"] += 1
+    metrics: dict[str, Metric] = {"rollout/reward_std": Last(reward_std)}
+    for name, number in counts.items():
         metrics[name] = Last(float(number))
-    if left_out:
-        metrics["train/left_out_episodes"] = Last(float(left_out))
     return metrics | merge_all(map(_episode_metrics, kept))
 
 
@@ -117,16 +109,10 @@ def source_columns(trajectories: Sequence[Trajectory], *, k: int) -> dict[str, f
 
 def _source_metrics(finished: Sequence[Trajectory], *, k: int) -> dict[str, float]:
     scores: dict[int, list[float]] = {}  # by prompt
-    rewards: list[float] = []
-    lengths: list[int] = []
-    truncated: list[bool] = []
     for episode in finished:
-        lengths.append(episode.num_actions)
-        truncated.append(episode.truncated)
         if episode.score is not None:
             scores.setdefault(episode.prompt.index, []).append(episode.score)
-        if episode.reward is not None:
-            rewards.append(episode.reward)
+    rewards = [episode.reward for episode in finished if episode.reward is not None]
     means = list(map(_mean, scores.values()))
     metrics: dict[str, float] = {}
     if len(means) > 1:
@@ -134,8 +120,8 @@ def _source_metrics(finished: Sequence[Trajectory], *, k: int) -> dict[str, floa
     metrics[f"pass{k}"] = _mean(list(map(max, scores.values())))
     metrics["pass1"] = _mean(means)
     metrics["reward_mean"] = _mean(rewards)
-    metrics["response_length_mean"] = _mean(lengths)
-    metrics["truncated_rate"] = _mean(truncated)
+    metrics["response_length_mean"] = _mean([episode.num_actions for episode in finished])
+    metrics["truncated_rate"] = _mean([episode.truncated for episode in finished])
     return metrics
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 
 from openrlhf.cluster.placement import HostGroup, Machine, Placement, Slots
 from openrlhf.cluster.ray_cluster import machines
@@ -214,8 +215,7 @@ class Fleet:
         if self._closed.is_set():
             return
         most = self.settings.vllm.max_restarts
-        message = str(error).strip() or type(error).__name__
-        reason = message.splitlines()[0]
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         if member.restarts >= most:
             self._failure = RolloutError(
                 f"engine {member.index} was lost after {member.restarts} restart(s) "
@@ -282,10 +282,7 @@ class Fleet:
                 self.refit(member)  # sets `up`, so that the member misses no publication
             else:
                 member.up = True
-            again = ""
-            if member.restarts:
-                again = f" again after {time.monotonic() - began:.1f} s"
-            self.say(f"Engine {member.index} is up{again}.")
+            self.say(f"Engine {member.index} is up after {time.monotonic() - began:.1f} s.")
         except Exception as error:  # nothing else would see an error in this thread
             self._restart(member, error)
 
@@ -304,15 +301,15 @@ class Fleet:
         """Check that all engines answer, and restart engines that do not."""
         calls = {member.actor.ping.remote(): (member, member.actor) for member in self.up}
         timeout_s = self.settings.vllm.hang_timeout
-        answered, silent = ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
-        for answer in silent:
-            reason = f"it did not answer within --vllm.hang_timeout {timeout_s:g} s"
-            self.lose(*calls[answer], WorkerError(reason))
-        for answer in answered:
+        ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
+        for answer, (member, actor) in calls.items():
             try:
-                ray.get(answer)
+                ray.get(answer, timeout=0)
+            except GetTimeoutError:
+                reason = f"it did not answer within --vllm.hang_timeout {timeout_s:g} s"
+                self.lose(member, actor, WorkerError(reason))
             except (*DEATHS, EngineError) as error:
-                self.lose(*calls[answer], error)
+                self.lose(member, actor, error)
 
     @contextmanager
     def naming_logs(self) -> Iterator[None]:
@@ -350,10 +347,7 @@ def mark_nonfinite(sample: Generation, engine: int) -> Generation:
     """
     if math.isfinite(sum(sample.logprobs)):
         return sample
-    position, logprob = next(
-        (position, logprob)
-        for position, logprob in enumerate(sample.logprobs)
-        if not math.isfinite(logprob)
-    )
+    position = list(map(math.isfinite, sample.logprobs)).index(False)
+    logprob = sample.logprobs[position]
     reason = f"engine {engine} returned the log-probability {logprob} for token {position}"
     return replace(sample, logprobs=[0.0] * len(sample.tokens), finish_reason=reason)

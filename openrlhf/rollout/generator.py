@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Has
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -257,10 +257,19 @@ class RolloutGenerator:
         if self.reward:
             results = await self.reward.score(questions)
         group: Group = []
-        answers = zip(generations, questions, results, strict=True)
-        for sample, (generation, question, result) in enumerate(answers):
-            text = question.response
-            group.append(self._trajectory(prompt, sample, tokens, generation, text, result))
+        for generation, question, result in zip(generations, questions, results, strict=True):
+            builder = TrajectoryBuilder(tokens)
+            builder.append_action(
+                generation.tokens, generation.logprobs, generation.weight_versions
+            )
+            episode = builder.finish(
+                prompt=prompt,
+                sample_index=len(group),
+                response_text=question.response,
+                extra_logs=result.extra_logs,
+                **self._outcome(generation, result),
+            )
+            group.append(episode)
         return group
 
     async def _generate(
@@ -288,40 +297,27 @@ class RolloutGenerator:
         self._costs = []
         return generation_metrics(costs) | self.engines.metrics()
 
-    def _trajectory(
-        self,
-        prompt: Prompt,
-        sample: int,
-        tokens: list[int],
-        generation: Generation,
-        text: str,
-        result: RewardResult,
-    ) -> Trajectory:
-        builder = TrajectoryBuilder(tokens)
-        builder.append_action(generation.tokens, generation.logprobs, generation.weight_versions)
+    def _outcome(self, generation: Generation, result: RewardResult) -> dict[str, Any]:
+        """Return how an episode ended: its stop reason, reward, score and error."""
+        if generation.finish_reason not in ("stop", "length"):
+            return {
+                "stop_reason": StopReason.FAILED,
+                "error": f"the sample failed in the engine: {generation.finish_reason}",
+                "failure": Failure.ENGINE,
+            }
+        stop_reason = StopReason(generation.finish_reason)
+        reward = result.reward
         score = result.score
-        if score is None:
-            score = result.reward
-        episode = builder.finish(
-            prompt=prompt,
-            sample_index=sample,
-            stop_reason=_STOP_REASONS.get(generation.finish_reason, StopReason.FAILED),
-            reward=result.reward,
-            score=score,
-            extra_logs=result.extra_logs,
-            response_text=text,
-            error=result.error,
-            failure=result.failure,
-        )
-        if episode.failed:
-            return episode.failing(
-                f"the sample failed in the engine: {generation.finish_reason}", Failure.ENGINE
-            )
-        if result.error is None:
-            return episode
-        if self.fallback is None:
-            return episode.failing(episode.error, episode.failure)
-        return replace(episode, reward=self.fallback, score=self.fallback)
-
-
-_STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
+        if result.error is not None:
+            reward = score = self.fallback
+            if self.fallback is None:
+                stop_reason = StopReason.FAILED
+        elif score is None:
+            score = reward
+        return {
+            "stop_reason": stop_reason,
+            "reward": reward,
+            "score": score,
+            "error": result.error,
+            "failure": result.failure,
+        }

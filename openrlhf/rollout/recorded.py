@@ -6,6 +6,7 @@ Each can replace `RolloutGenerator`.
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from openrlhf.core.trajectory import Prompt, Trajectory
@@ -78,7 +79,7 @@ class ReplayGenerator:
 
     def __init__(self, folder: EpisodeFolder) -> None:
         self.folder = folder
-        self._read = 0  # step of `_samples`
+        self._file = Path()  # the file of `_samples`
         self._samples: dict[int, Group] = {}  # by prompt
 
     async def stream(
@@ -92,12 +93,13 @@ class ReplayGenerator:
         """Yield groups as `Generator.stream` does, in prompt order."""
         if request.step > self.folder.last_step:
             return
-        if request.step != self._read:
+        file = self.folder.file("step", request.step)
+        if file != self._file:
             episodes = self.folder.read("step", request.step)
             self._samples = {}
             for index, group in groupby(episodes, key=lambda episode: episode.prompt.index):
                 self._samples[index] = list(group)
-            self._read = request.step
+            self._file = file
         for prompt in prompts:
             group = await request.annotated(self._samples_of(prompt))
             if not group[0].filtered:
@@ -111,22 +113,15 @@ class ReplayGenerator:
         return {}
 
     def _samples_of(self, prompt: Prompt) -> Group:
-        file = self.folder.file("step", self._read)
-        samples = self._samples.get(prompt.index)
-        if not samples:
+        samples = self._samples.get(prompt.index, [])
+        written = [(sample.prompt.text, sample.prompt.tokens) for sample in samples[:1]]
+        if written != [(prompt.text, prompt.tokens)]:
             raise DataError(
-                f"{file} has no sample of prompt {prompt.index}, which this run draws for step "
-                f"{self._read}. A replay must use the prompts of the run that wrote the file: set "
-                "the same --rollout.batch_size, --data.prompt_dataset, --train.seed and, with "
+                f"{self._file} has no sample of prompt {prompt.index} as this run reads it, "
+                f"{prompt.text!r:.100} with the tokens {prompt.tokens[:8]}…. A replay must use the "
+                "prompts of the run that wrote the file: set the same --rollout.batch_size, "
+                "--data.prompt_dataset, columns, template, tokenizer, --train.seed and, with "
                 "dynamic filtering, the same range and reward models."
-            )
-        written = samples[0].prompt
-        if (written.text, written.tokens) != (prompt.text, prompt.tokens):
-            raise DataError(
-                f"{file}: prompt {prompt.index} is {written.text!r:.100} with the tokens "
-                f"{written.tokens[:8]}… in the file, but {prompt.text!r:.100} with the tokens "
-                f"{prompt.tokens[:8]}… in this run. Use the same --data.prompt_dataset, columns, "
-                "template and tokenizer."
             )
         # Use this run's label and images, because JSON may not be able to express them.
         return [replace(sample, prompt=prompt) for sample in samples]

@@ -142,7 +142,7 @@ def test_an_engine_joins_while_the_run_goes_on(whole: Path, workspace: Path) -> 
     said = done.printed
     assert (
         said.index("Engine 1 joins on")
-        < said.index("Engine 1 is up.")
+        < said.index("Engine 1 is up")
         < said.index(f"step {30 * STEPS}/")
     )
     rewards = column(folder, "train/reward")

@@ -172,7 +172,7 @@ def edited(folder: EpisodeFolder, *lines: Any) -> EpisodeFolder:
     [
         ([0, 1], ["line 3", "1 of 2 episodes"]),
         ([0, 1, 2, 2], ["line 5", "3 of 2 episodes"]),
-        ([{"format": 2}, 1, 2], ["line 1", "format 2", "reads 1"]),
+        ([{"format": 2}, 1, 2], ["line 1", "format 2", "reads format 1"]),
         ([{"hello": "world"}], ["line 1"]),
         ([[1, 2, 3]], ["line 1"]),
         ([], ["line 1"]),

@@ -72,7 +72,7 @@ def test_engine_restart_is_retried_if_the_cluster_does_not_answer(
         assert notice.startswith("Engine 0 was lost")
         for fact in (reason, f"{number} of 2", "vllm-0.log"):
             assert fact in notice
-    assert last.startswith("Engine 0 is up again after")
+    assert last.startswith("Engine 0 is up after")
 
 
 def test_fleet_fails_after_max_restarts_if_the_cluster_never_answers(

@@ -124,7 +124,7 @@ def test_an_engine_is_lost(
         run.wait_for("^step +2/")
         moment = run.kill(number, "RolloutEngine")
         lost = run.wait_for("was lost", after=moment)
-        back = run.wait_for("is up again", after=lost)
+        back = run.wait_for("is up after", after=lost)
         run.wait_for("^step ", after=back)
     put_on_record(
         fault,
