@@ -60,6 +60,7 @@ QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 JOINED_PATIENCE_S = 40.0
 RAYLET_TIMEOUT_S = 5.0
 HEAD_TIMEOUT_S = 10.0
+PRINT_OF_RAY: Callable[[Any, bool], None] = worker.print_to_stdstream
 # An environment variable that marks all processes of a Ray cluster that we start.
 # Its value is different for each cluster.
 STARTED_BY = "OPENRLHF_RAY_STARTED_BY"
@@ -106,6 +107,7 @@ def _watch(on_loss: Callable[[LostRay], None], *, own: bool) -> RayWatch:
         if node["NodeID"] == context.get_node_id():
             raylet = _raylet_address(node)
             processes.append(RayProcess(name="raylet on this machine", address=raylet, own=own))
+    worker.print_to_stdstream = _print_unless_about_raylet  # type: ignore[assignment]
     return RayWatch(processes, on_loss)
 
 
@@ -116,6 +118,12 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 def _raylet_address(node: Mapping[str, Any]) -> tuple[str, int]:
     return node["NodeManagerAddress"], node["NodeManagerPort"]
+
+
+def _print_unless_about_raylet(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+    """Print a message from Ray, unless it is the log of a dead raylet, which `on_loss` reports."""
+    if "Raylet is terminated" not in "\n".join(data["lines"]):
+        PRINT_OF_RAY(data, ignore_prefix)
 
 
 def join_ray() -> int | None:
